@@ -1456,8 +1456,8 @@ PLANTED = (
     Planted(
         "replicas that DCP has one rank write are not compared",
         "casckpt/frontends/dcp/session.py",
-        "            memory.found |= judged(",
-        "            judged(",
+        "            memory.found |= compared(",
+        "            compared(",
         "tests/checkpoint/saving/test_replicas.py",
     ),
     Planted(

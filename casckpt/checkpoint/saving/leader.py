@@ -19,7 +19,15 @@ from casckpt.checkpoint.saving.layout import RankLayout, WritePlan, plan_writes
 from casckpt.checkpoint.saving.looking import Told
 from casckpt.checkpoint.saving.options import SaveOptions, usable_compress
 from casckpt.checkpoint.saving.pickled import say_pickled
-from casckpt.checkpoint.saving.replicas import Compared, ReplicaMemory, Samples, check_whole, differing_cells, judged
+from casckpt.checkpoint.saving.replicas import (
+    Compared,
+    Odd,
+    ReplicaMemory,
+    Samples,
+    check_whole,
+    differing_cells,
+    judged,
+)
 from casckpt.checkpoint.saving.shares import Share, Streams, merge
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
 from casckpt.format import plain
@@ -145,6 +153,8 @@ class Leader:
         self._replaced: list[Commit] = []
         self._streams: Streams = {}
         self._layouts: Sequence[RankLayout] = ()
+        self._odd: Odd = ()
+        self._asked: list[list[int]] = [[] for _ in range(size)]
         self._differing: dict[str, None] = {}
         self._mixed: dict[str, None] = {}
 
@@ -184,19 +194,23 @@ class Leader:
         known = self.knowledge(plan.streams).to_tell(self.repo, {hello.remembered for hello in hellos})
         return [BeginAnswer(txid, home, known)] * self.size
 
-    def plan(self, digests: Sequence[Samples]) -> Sequence[Planned | None]:
-        """Who writes what, where the layouts are new, or samples differ. None where it takes more samples to know."""
+    def plan(self, digests: Sequence[Samples]) -> Sequence[Planned | list[int]]:
+        """Who writes what, where the layouts are new, or samples differ; the rows that it takes more of to know."""
         self._layouts, known = [one.layout for one in digests], self.memory.replicas.differing
         if self.options.check_replicas != "off":
             odd = Holders([one.held for one in self._layouts]).differing([one.words for one in digests])
-            if any(self._layouts[rank].stream(row)[0][1] not in known for (rank, row), *_ in odd):
-                return [None] * self.size
-        return self._tell()
+            self._odd = [rows for rows in odd if self._layouts[rows[0][0]].stream(rows[0][1])[0][1] not in known]
+        if not self._odd:
+            return self._tell()
+        for rank, row in (holder for rows in self._odd for holder in rows):
+            self._asked[rank].append(row)
+        return self._asked
 
     def judge(self, samples: Sequence[Words]) -> list[Planned]:
         """Who writes what, where samples differ. Raises InvalidInput for what is not to be saved."""
-        every, memory = list(map(Samples, self._layouts, samples)), self.memory.replicas
-        self._differing = judged(every, memory, str(self.options.check_replicas), _ADVICE)
+        words = [dict(zip(rows, mine, strict=True)) for rows, mine in zip(self._asked, samples, strict=True)]
+        memory, check = self.memory.replicas, str(self.options.check_replicas)
+        self._differing = judged(self._layouts, self._odd, words, memory=memory, check=check, advice=_ADVICE)
         return self._tell()
 
     def _tell(self) -> list[Planned]:

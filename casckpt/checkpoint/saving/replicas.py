@@ -6,10 +6,10 @@ new, do the ranks send the samples. See docs/decisions/0064-replicas-are-compare
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import thread_time
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from casckpt.format.columns import Ints
 from casckpt.format.digest import Hasher, cell_digest
 from casckpt.format.extents import ExtentTable
 from casckpt.format.sections.index import PART
-from casckpt.plan.replicas import MORE_RUNS, RUNS, places, row_digests, to_read_again
+from casckpt.plan.replicas import RUNS, places, row_digests, to_read_again
 from casckpt.plan.writers import Holders, Words, WriteRanges
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.gpu import wait_for_gpus
@@ -95,9 +95,7 @@ class Compared:
         digests = np.split(row_digests(self.samples(prepared, layout, seed, RUNS, rows)), ends)
         return {number: cell_digest(mine.tobytes()) for (number, _), mine in zip(self.sets, digests, strict=True)}
 
-    def samples(
-        self, prepared: Prepared, layout: RankLayout, seed: int, runs: int = MORE_RUNS, rows: Ints | None = None
-    ) -> Words:
+    def samples(self, prepared: Prepared, layout: RankLayout, seed: int, runs: int, rows: Ints | None = None) -> Words:
         """Samples of these rows (None: of all): of tensors so many runs, of objects a digest of all.
 
         Not of pickles: equal objects may have different ones.
@@ -180,14 +178,26 @@ def _words(digests: Sequence[bytes]) -> Words:
 # rank 0
 
 
-def judged(samples: Sequence[Samples], memory: ReplicaMemory, check: str, advice: str = "") -> dict[str, None]:
+Odd: TypeAlias = Sequence[Sequence[tuple[int, int]]]
+"""Rows that differ, as `casckpt.plan.writers.Holders.differing` gives them."""
+
+
+def judged(
+    layouts: Sequence[RankLayout],
+    odd: Odd,
+    words: Sequence[Mapping[int, Words] | Words],
+    *,
+    memory: ReplicaMemory,
+    check: str,
+    advice: str = "",
+) -> dict[str, None]:
     """The keys, but for known ones, of what ranks do not hold alike and a save may keep one rank's value of.
 
-    Raises InvalidInput, with more ``advice``, for what is not to be saved.
+    ``words``: of each rank the samples of its rows that are ``odd``. Raises InvalidInput, with more ``advice``, for
+    what is not to be saved.
     """
     found: dict[str, None] = {}
-    layouts, words = [one.layout for one in samples], [one.words for one in samples]
-    for (first, row), *others in Holders([one.held for one in layouts]).differing([row_digests(one) for one in words]):
+    for (first, row), *others in odd:
         (_, key, _, _), dtype, _ = layouts[first].stream(row)
         if key in memory.differing and check != "raise":
             continue
@@ -265,6 +275,13 @@ def _written(table: ExtentTable, region: tuple[int, int, int], lo: int, hi: int)
 
 
 # for front ends by whose rules one rank writes what several hold
+
+
+def compared(samples: Sequence[Samples], memory: ReplicaMemory, check: str) -> dict[str, None]:
+    """Compare the samples of all ranks; see `judged`."""
+    layouts, words = [one.layout for one in samples], [one.words for one in samples]
+    odd = Holders([one.held for one in layouts]).differing([row_digests(one) for one in words])
+    return judged(layouts, odd, words, memory=memory, check=check)
 
 
 def samples_of(sources: Sequence[Source], run: str, step: int) -> Samples:

@@ -27,6 +27,7 @@ from casckpt.checkpoint.saving.shares import Share, share_of
 from casckpt.checkpoint.saving.sources import Cell, plan_work
 from casckpt.checkpoint.saving.upload import PlacedCell, Upload
 from casckpt.errors import Revoked
+from casckpt.format.columns import Ints
 from casckpt.format.keys import uploader_folder
 from casckpt.format.names import TxId
 from casckpt.format.records import DEFAULT_CELL_BYTES
@@ -106,8 +107,9 @@ class _Attempt:
         knowledge = start.knowledge
         if knowledge is None:
             planned = self.ranks.exchange(self._digests, self.leader.plan)
-            if planned is None:
-                planned = self.ranks.exchange(self._samples, self.leader.judge)
+            if isinstance(planned, list):
+                rows = np.array(planned, np.int64)
+                planned = self.ranks.exchange(lambda: self._samples(MORE_RUNS, rows), self.leader.judge)
             self.memory.fingerprint = self._own_layout().fingerprint
             self.memory.plan_number, self.memory.duty = planned.number, planned.duty
             self.memory.compared.plan(planned.sets, planned.shared)
@@ -135,8 +137,8 @@ class _Attempt:
             {} if alone else self.memory.compared.set_digests(prepared, self._own_layout(), self._seed),
         )
 
-    def _samples(self, runs: int = MORE_RUNS) -> Words:
-        return self.memory.compared.samples(self._prepare(), self._own_layout(), self._seed, runs)
+    def _samples(self, runs: int, rows: Ints | None = None) -> Words:
+        return self.memory.compared.samples(self._prepare(), self._own_layout(), self._seed, runs, rows)
 
     def _digests(self) -> Samples:
         compares = self.options.check_replicas != "off"

@@ -34,7 +34,7 @@ from casckpt.checkpoint.saving.leader import FinishRequest, Leader, SaveMemory
 from casckpt.checkpoint.saving.looking import Looker
 from casckpt.checkpoint.saving.options import SaveOptions, usable_compress
 from casckpt.checkpoint.saving.prepare import Prepared, frozen_by, prepare, tensor_source
-from casckpt.checkpoint.saving.replicas import Samples, judged, memory_of, samples_of
+from casckpt.checkpoint.saving.replicas import Samples, compared, memory_of, samples_of
 from casckpt.checkpoint.saving.save import store_share
 from casckpt.checkpoint.saving.shares import Streams, joined
 from casckpt.errors import InvalidInput, RankFailed
@@ -193,7 +193,7 @@ class WriterSession:
         samples = [one.samples for one in written if one.samples is not None]
         if len(samples) == len(written) == leader.size:
             memory = leader.memory.replicas
-            memory.found |= judged(samples, memory, str(self.options.check_replicas))
+            memory.found |= compared(samples, memory, str(self.options.check_replicas))
         note = _note(metadata, tree, written)
         encoded = note.encoded(allow_pickle=self.options.allow_pickle)
         done = leader.conclude([one.stored for one in written], streams, encode_tree(tree), encoded)

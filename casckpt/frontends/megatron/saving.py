@@ -14,7 +14,7 @@ from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import Ranks, open_ranks
 from casckpt.checkpoint.saving.options import CheckReplicas, SaveArguments, usable_check
 from casckpt.checkpoint.saving.prepare import tensor_source
-from casckpt.checkpoint.saving.replicas import Samples, judged, memory_of, samples_of
+from casckpt.checkpoint.saving.replicas import Samples, compared, memory_of, samples_of
 from casckpt.format.regions import normalise
 from casckpt.frontends.megatron.background import AsyncRequest
 from casckpt.frontends.megatron.claims import Claim, Claims, ObjectClaim, check_claims, claims_of, main_regions
@@ -169,7 +169,7 @@ class Saving:
             samples = [one for _, _, one in gathered if one is not None]
             if len(samples) == ranks.size:
                 memory = memory_of(places[0].store.url, ranks.group)
-                memory.found |= judged(samples, memory, "sample")
+                memory.found |= compared(samples, memory, "sample")
             self._make_room({claim.key for of_rank in claims for claim in of_rank})
             replaces, common = is_only_config(places[0]), _packed(self._common_seen) if validate else None
             return [_Verdict(mine, common, replaces) for mine in self.handed_in(claims)]
