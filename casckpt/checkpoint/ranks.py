@@ -59,7 +59,7 @@ class Solo:
 
     rank = 0
     size = 1
-    name = "alone"
+    name = group = "alone"
 
     def __init__(self) -> None:
         self.exchanges = 0
@@ -144,12 +144,14 @@ def this_rank() -> int:
 class GroupRanks:
     """The ranks of a process group, over a gloo group of their own.
 
-    ``rank``: this process, from 0. ``exchanges``: how many were made. ``name``: what tells it from other groups.
+    ``rank``: this process, from 0. ``exchanges``: how many were made. ``name``: what tells it from other groups;
+    ``group``: of those of one process group, whatever their purpose.
     """
 
     def __init__(self, parent: ProcessGroup, purpose: str, generation: int) -> None:
         """``generation``: how many of this purpose were dropped before, in this process group; alike on all ranks."""
         self.parent = ref(parent)
+        self.group = parent.group_name
         self.name = f"casckpt/{parent.group_name}/{purpose}/{generation}"
         self.generation = generation
         self.dropped = False

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -43,11 +43,11 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]  # see above
         """torchtitan's settings, and those of the store.
 
-        ``store``: a path or URL; "" for the folder ``folder`` below the dump folder. ``initial_load_ref``: a checkpoint
-        of the store to begin from, while the run has none (instead of ``initial_load_path``). ``async_save``: in the
-        background. ``fixed_steps``: saved in any case, and kept. ``throttle``, ``pre_download``, ``health``: see
-        `Checkpointer`. ``cast``: see `Checkpointer.load`. ``mirror``, ``sign_with``, ``require_signature`` ("" and ()
-        for none): see `casckpt.open`.
+        ``store``: a path or URL; "" for the folder ``folder`` below the dump folder. ``initial_load_ref``: a
+        checkpoint of the store to begin from, while the run has none (instead of ``initial_load_path``).
+        ``async_save``: in the background. ``fixed_steps``: saved in any case, and kept. ``throttle``,
+        ``pre_download``, ``health``, ``check_replicas``: see `Checkpointer`. ``cast``: see `Checkpointer.load`.
+        ``mirror``, ``sign_with``, ``require_signature`` ("" and () for none): see `casckpt.open`.
         """
 
         store: str = ""
@@ -59,6 +59,7 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         pre_download: bool = False
         health: bool = False
         cast: bool = False
+        check_replicas: Literal["raise", "sample", "off"] = "sample"
         mirror: str = ""
         sign_with: str = ""
         require_signature: tuple[str, ...] = ()
@@ -101,6 +102,7 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
             throttle=config.throttle,
             pre_download=config.pre_download,
             health=config.health,
+            check_replicas=config.check_replicas,
         )
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:

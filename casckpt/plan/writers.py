@@ -13,11 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from casckpt.format.columns import Ints
+
+Words: TypeAlias = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -54,55 +57,86 @@ class WriteRanges:
         return self.hi - self.lo
 
 
+class Holders:
+    """The rows of all ranks, by region."""
+
+    def __init__(self, held: Sequence[HeldRegions]) -> None:
+        lengths = [len(one) for one in held]
+        self._first = np.cumsum([0, *lengths])
+        self.rank = np.repeat(np.arange(len(held)), lengths)
+        name, region, shared = (_joined(held, what) for what in ("name", "region", "shared"))
+        self.order = np.lexsort((self.rank, region, name))
+        self.new = np.ones(len(self.order), dtype=bool)  # of each sorted row: does a region begin with it?
+        same_name = name[self.order][1:] == name[self.order][:-1]
+        self.new[1:] = ~(same_name & (region[self.order][1:] == region[self.order][:-1]))
+        self.starts = np.flatnonzero(self.new)
+        self.counts = np.diff(np.append(self.starts, len(self.order)))
+        weights = np.random.default_rng(0).integers(1, 2**62, size=len(held) + 1, dtype=np.uint64)
+        some = len(self.starts) > 0
+        self.sums = np.add.reduceat(weights[self.rank[self.order]], self.starts) if some else weights[:0]
+        """Of each region, a number for the set of ranks that hold it."""
+        every = np.logical_and.reduceat(shared[self.order], self.starts) if some else shared
+        self.pooled = (self.counts > 1) & every
+        """Of each region, whether its holders share out the writing of it."""
+
+    def shared(self) -> list[Ints]:
+        """Of each row of each rank, how many ranks share out the writing of it; 0 where they do not."""
+        return self._by_row(np.where(self.pooled, self.counts, 0))
+
+    def sets(self) -> list[Words]:
+        """Of each row of each rank, a number for the set of ranks that hold it; 0 where that is one rank alone."""
+        return self._by_row(np.where(self.counts > 1, self.sums, np.uint64(0)))
+
+    def differing(self, digests: Sequence[Words]) -> list[list[tuple[int, int]]]:
+        """The regions of which holders have different digests: (rank, row) of each holder, by rank."""
+        found = np.concatenate(digests)[self.order]
+        odd = np.cumsum(self.new)[found != np.repeat(found[self.starts], self.counts)] - 1
+        rows = [self.order[self.starts[one] :][: self.counts[one]].tolist() for one in np.unique(odd).tolist()]
+        return [[(int(self.rank[row]), row - int(self._first[self.rank[row]])) for row in region] for region in rows]
+
+    def _by_row(self, values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+        found = np.zeros(len(self.order), values.dtype)
+        found[self.order] = np.repeat(values, self.counts)
+        return np.split(found, self._first[1:-1])
+
+
+def _joined(held: Sequence[HeldRegions], what: str) -> npt.NDArray[Any]:
+    return np.concatenate([getattr(one, what) for one in held])
+
+
 class _Rows:
     """The rows of all ranks in one table, and how many elements of each are to be written."""
 
     def __init__(self, held: Sequence[HeldRegions]) -> None:
-        self.rank = np.repeat(np.arange(len(held)), [len(one) for one in held])
-        self.name = np.concatenate([one.name for one in held])
-        self.region = np.concatenate([one.region for one in held])
-        self.lo = np.concatenate([one.lo for one in held])
-        self.hi = np.concatenate([one.hi for one in held])
-        self.cell = np.concatenate([one.cell for one in held])
-        self.size = np.concatenate([one.itemsize for one in held])
-        self.shared = np.concatenate([one.shared for one in held])
+        self.lo, self.hi, self.cell, self.size = (_joined(held, what) for what in ("lo", "hi", "cell", "itemsize"))
         self.nbytes = (self.hi - self.lo) * self.size
         self.from_, self.to = self.lo.copy(), self.hi.copy()
 
 
-def plan_writers(held: Sequence[HeldRegions]) -> list[WriteRanges]:
+def plan_writers(held: Sequence[HeldRegions], holders: Holders | None = None) -> list[WriteRanges]:
     """Assign to each rank what it writes. Every element of every distinct region is assigned to exactly one rank."""
-    rows = _Rows(held)
-    order = np.lexsort((rows.rank, rows.region, rows.name))
-    new = np.ones(len(order), dtype=bool)
-    same_name = rows.name[order][1:] == rows.name[order][:-1]
-    new[1:] = ~(same_name & (rows.region[order][1:] == rows.region[order][:-1]))
-    starts = np.flatnonzero(new)
-    counts = np.diff(np.append(starts, len(order)))
-    pooled = (counts > 1) & (np.logical_and.reduceat(rows.shared[order], starts) if len(starts) else True)
-    alone = ~pooled[np.cumsum(new) - 1]  # of each sorted row: is its region not shared out?
+    rows, holders = _Rows(held), Holders(held) if holders is None else holders
+    order, pooled = holders.order, holders.pooled
+    alone = ~pooled[np.cumsum(holders.new) - 1]  # of each sorted row: is its region not shared out?
 
-    later = order[~new & alone]  # whole to the lowest rank, nothing to the others
+    later = order[~holders.new & alone]  # whole to the lowest rank, nothing to the others
     rows.to[later] = rows.from_[later]
     fixed = order[alone]
     load = np.zeros(len(held))
-    np.add.at(load, rows.rank[fixed], ((rows.to - rows.from_) * rows.size)[fixed])
-    for members, pools in _by_holders(rows.rank[order], starts, counts, np.flatnonzero(pooled)):
-        _share_out(rows, order[starts[pools][:, None] + np.arange(len(members))], members, load)
+    np.add.at(load, holders.rank[fixed], ((rows.to - rows.from_) * rows.size)[fixed])
+    for members, pools in _by_holders(holders):
+        _share_out(rows, order[holders.starts[pools][:, None] + np.arange(len(members))], members, load)
     return _by_rank(rows.from_, rows.to, held)
 
 
-def _by_holders(rank: Ints, starts: Ints, counts: Ints, pools: Ints) -> list[tuple[Ints, Ints]]:
+def _by_holders(holders: Holders) -> list[tuple[Ints, Ints]]:
     """Yield (ranks, pools that only these ranks hold), small sets first: they have fewer ways to balance."""
-    if not len(pools):
-        return []
-    weights = np.random.default_rng(0).integers(1, 2**62, size=int(rank.max()) + 1, dtype=np.uint64)
-    sums = np.add.reduceat(weights[rank], starts)  # a fingerprint of the set of holders
-    _, first, which = np.unique(sums[pools], return_index=True, return_inverse=True)
-    sets = []
+    pools = np.flatnonzero(holders.pooled)
+    _, first, which = np.unique(holders.sums[pools], return_index=True, return_inverse=True)
+    rank, sets = holders.rank[holders.order], []
     for number, at in enumerate(first):
-        one = pools[at]
-        sets.append((rank[starts[one] : starts[one] + counts[one]], pools[which == number]))
+        start = holders.starts[pools[at]]
+        sets.append((rank[start : start + holders.counts[pools[at]]], pools[which == number]))
     return sorted(sets, key=lambda pair: (len(pair[0]), pair[0].tolist()))
 
 

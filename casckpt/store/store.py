@@ -126,10 +126,14 @@ class Store:
         cells of the whole store; "run": of this run only. ``compress``: store what changed of a tensor instead of the
         tensor, where that is less: "auto": of bfloat16 and float16, and where the storage is slow encode others too;
         "always": of all floats, and encode what is new; "off". Default: what the store's settings say, else "off". It
-        takes host memory for a copy of those tensors. ``check_replicas``: compare what several ranks hold, and refuse
-        differences. ``allow_pickle``: pickle the leaves that are neither tensors nor plain data. ``threads``: that hash
-        and write (default: 2 to 8, as there are cores). ``progress``: called with the bytes that are done, and all that
-        are to be.
+        takes host memory for a copy of those tensors. ``check_replicas``: of what several ranks hold whole. "sample"
+        (the default): compare samples, and refuse a parameter, or its optimizer's state, that differs by a tenth or
+        more the first time that this process saves it; of what differs otherwise save the value of the lowest rank,
+        with a warning. "raise": compare all, and refuse any difference. "off": compare nothing, and save the value of
+        the lowest rank. ``owners``: from a flat key to the rank that alone maintains that leaf, and saves it; None for
+        what all ranks that have it hold alike. A load gives it to each rank that asks for it. ``allow_pickle``: pickle
+        the leaves that are neither tensors nor plain data. ``threads``: that hash and write (default: 2 to 8, as there
+        are cores). ``progress``: called with the bytes that are done, and all that are to be.
 
         Raises Conflict if the step exists, InvalidInput (naming key and rank) for what cannot be stored, StorageError,
         RankFailed; on every rank alike. After an error nothing of the save is visible.

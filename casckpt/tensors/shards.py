@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types of what is neither sharded nor lazy, nor a wrapper. Their subclasses may be anything."""
+_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+"""Buffers of torch's own norms."""
+_EXTRA_STATE = "_extra_state"
 
 
 class Piece(NamedTuple):
@@ -34,7 +38,7 @@ class Piece(NamedTuple):
 class LocalTensor(NamedTuple):
     """The part of one tensor that this process holds. ``shape``: of the whole. ``pieces`` may be none.
 
-    ``replicated``: by construction the same on all of its holders, so that they may share the writing.
+    ``replicated``: meant to be the same on all of its holders, which share the writing if it is.
     """
 
     key: str
@@ -56,6 +60,20 @@ def local_tensor(key: str, leaf: Any) -> LocalTensor:
             return _from_shards(key, parts.shards) if parts.shards else LocalTensor(key, parts.dtype, parts.shape, [])
         return _from_whole(key, leaf)
     return _from_shards(key, _shards(key, leaf))
+
+
+def may_differ(leaf: Any, local: LocalTensor) -> bool:
+    """Whether ranks that train one model may hold other values of a leaf each, so that a save keeps those of one rank.
+
+    That is so for single numbers, extra state, buffers (`torch.nn.Buffer`, and the statistics of norms by their
+    names), and for what is neither a parameter nor made of floats. Anything else is a parameter or its optimizer's
+    state: in the state_dict of a module nothing tells its other buffers from parameters.
+    """
+    if prod(local.shape) <= 1 or isinstance(leaf, torch.nn.Buffer) or local.key.rpartition(".")[2] in _STATISTICS:
+        return True
+    if _EXTRA_STATE in local.key.split("."):
+        return True
+    return not (local.replicated or local.dtype.is_floating_point or local.dtype.is_complex)
 
 
 def _from_whole(key: str, leaf: torch.Tensor) -> LocalTensor:

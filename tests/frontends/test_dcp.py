@@ -55,7 +55,7 @@ PLAIN: dict[str, Any] = {
 # what is stored is what the native API stores
 
 
-@pytest.mark.parametrize("name", ["allow_pickel", "check_replicas", "process_group", "no_dist"])
+@pytest.mark.parametrize("name", ["allow_pickel", "owners", "process_group", "no_dist"])
 def test_a_keyword_that_no_writer_has_is_named(store: Store, name: str) -> None:
     options: dict[str, Any] = {name: None}
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn, optim
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from casckpt.errors import InvalidInput
 from casckpt.frontends.training_state import (
     load_model_and_optim_state,
     save_model_and_optim_state,
@@ -213,3 +215,23 @@ def stale_steps(rank: int, size: int, path: Path, factory: Factory) -> list[floa
 @pytest.mark.parametrize("factory", [adamw, optim.Adagrad])  # Adagrad has state before the first step
 def test_steps_are_those_of_ranks_that_take_them(store_path: Path, ranks: Pool, factory: Factory) -> None:
     assert ranks.run(4, stale_steps, store_path, factory) == [[5.0]] * 4
+
+
+def with_state_of_blocks(rank: int, size: int, path: Path, wrap: bool) -> str:
+    """An optimizer that keeps, beside moments of a parameter's shape, a scale for each block of what is here."""
+    model: Any = nn.Linear(8, 6, bias=False)
+    if wrap:
+        fully_shard(model)
+    trained = optim.SGD(model.parameters(), lr=0.1)
+    trained.state[model.weight] = {"scales": torch.full((4,), 2.0), "step": torch.tensor(1.0)}
+    try:
+        save_model_and_optim_state(path, model, trained, run="a", step=1, check_replicas="raise" if wrap else "off")
+    except InvalidInput as error:
+        return str(error)
+    return "saved"
+
+
+def test_state_of_another_shape_beside_a_part_of_a_parameter_is_refused(tmp_path: Path, ranks: Pool) -> None:
+    for text in ranks.run(2, with_state_of_blocks, tmp_path / "s", True):
+        assert "state of shape [4] for 'weight', of which this rank holds only a part" in text
+    assert ranks.run(2, with_state_of_blocks, tmp_path / "s", False) == ["saved"] * 2

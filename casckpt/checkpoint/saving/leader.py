@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -19,17 +19,28 @@ from casckpt.checkpoint.saving.layout import RankLayout, WritePlan, plan_writes
 from casckpt.checkpoint.saving.looking import Told
 from casckpt.checkpoint.saving.options import SaveOptions, usable_compress
 from casckpt.checkpoint.saving.pickled import say_pickled
+from casckpt.checkpoint.saving.replicas import (
+    Compared,
+    Odd,
+    ReplicaMemory,
+    Samples,
+    check_whole,
+    differing_cells,
+    judged,
+)
 from casckpt.checkpoint.saving.shares import Share, Streams, merge
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
+from casckpt.format import plain
+from casckpt.format.columns import Ints
 from casckpt.format.draft import Attachment, Draft, Encoded, ObjectEntry
 from casckpt.format.metrics import stored_metrics
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Committed, Health
 from casckpt.format.sections.health import Rows
-from casckpt.format.sections.index import TENSOR
+from casckpt.format.sections.index import REPLICAS_NOTE, TENSOR
 from casckpt.format.sections.metadata import encode_metadata
 from casckpt.plan.reuse import bytes_in, coded_bytes, mark_worn
-from casckpt.plan.writers import WriteRanges
+from casckpt.plan.writers import Holders, Words, WriteRanges
 from casckpt.repository import manifests
 from casckpt.repository.caches import RunCache
 from casckpt.repository.commits import Commit, forget, read_log
@@ -49,6 +60,15 @@ log = logging.getLogger(__name__)
 
 _MADE_AGAIN = "the store at %s is gone, with its checkpoints (deleted? unmounted?); this save makes a new one there"
 
+_DIFFER = (
+    "%s@%d: ranks hold different values of %s. The checkpoint has those of one rank, the lowest that "
+    "holds each unless a front end chose another, and all ranks load them.%s Synchronise them before the save "
+    "(torch.nn.SyncBatchNorm for batch norms), or save what belongs to one rank as casckpt.PerRank. This is logged "
+    "once for each name"
+)
+_ADVICE = ", or wrap it in casckpt.PerRank; name the rank that alone maintains it with owners="
+_MIXED = " Of %s, parts of several ranks were written before the difference was found; later saves write one rank's."
+
 _NOT_ANNOUNCED = "runs/ of %s was lost, or left out of a copy: what the store holds was announced there once more"
 
 
@@ -56,6 +76,8 @@ _NOT_ANNOUNCED = "runs/ of %s was lost, or left out of a copy: what the store ho
 class SaveMemory:
     """What a rank keeps between the saves of one process group, so that the next one talks little."""
 
+    replicas: ReplicaMemory = field(default_factory=ReplicaMemory)
+    compared: Compared = field(default_factory=Compared)
     plan: WritePlan | None = None  # rank 0 only
     fingerprint: str = ""
     duty: WriteRanges | None = None
@@ -65,7 +87,7 @@ class SaveMemory:
 
 @dataclass(frozen=True)
 class BeginRequest:
-    """What every rank says first."""
+    """What every rank says first. ``sets``: a digest of samples for each set of ranks that it shares rows with."""
 
     run: str
     step: int
@@ -74,6 +96,8 @@ class BeginRequest:
     plan_number: int
     remembered: TxId | None
     streams: Streams | None  # only of a rank that is alone
+    check: str | bool
+    sets: Mapping[int, bytes]
 
 
 @dataclass(frozen=True)
@@ -92,6 +116,8 @@ class Planned:
     number: int
     duty: WriteRanges
     knowledge: Knowledge
+    sets: Words
+    shared: Ints
 
 
 @dataclass(frozen=True)
@@ -102,8 +128,9 @@ class FinishRequest:
     objects: Sequence[ObjectEntry]
     attachments: Sequence[Attachment]
     tree: bytes | None  # only of a rank that is alone
-    digests: Sequence[bytes] | None
+    digests: Words | None
     health: Told
+    again: tuple[int, Words] | None = None  # of `Compared.read_again`
 
 
 @dataclass(frozen=True)
@@ -125,6 +152,11 @@ class Leader:
         self._told = Parent(None)
         self._replaced: list[Commit] = []
         self._streams: Streams = {}
+        self._layouts: Sequence[RankLayout] = ()
+        self._odd: Odd = ()
+        self._asked: list[list[int]] = [[] for _ in range(size)]
+        self._differing: dict[str, None] = {}
+        self._mixed: dict[str, None] = {}
 
     def start(self) -> TxId:
         """Steps 1 and 2: after the transaction has begun it is read what lives. This order is what makes gc safe."""
@@ -155,24 +187,46 @@ class Leader:
             return [BeginAnswer(txid, home, self.knowledge(self._streams))]
         plan = self.memory.plan
         planned = plan is not None and plan.fingerprints == tuple(hello.fingerprint for hello in hellos)
-        if plan is None or not planned or any(hello.plan_number != self.memory.plan_number for hello in hellos):
+        planned = planned and all(hello.plan_number == self.memory.plan_number for hello in hellos)
+        if plan is None or not planned or plan.check != self.options.check_replicas or not _agree(hellos):
             return [BeginAnswer(txid, home, None)] * self.size
         self._streams = plan.streams
         known = self.knowledge(plan.streams).to_tell(self.repo, {hello.remembered for hello in hellos})
         return [BeginAnswer(txid, home, known)] * self.size
 
-    def plan(self, layouts: Sequence[RankLayout]) -> list[Planned]:
-        """Who writes what, where the layouts are new."""
-        plan = plan_writes(layouts)
+    def plan(self, digests: Sequence[Samples]) -> Sequence[Planned | list[int]]:
+        """Who writes what, where the layouts are new, or samples differ; the rows that it takes more of to know."""
+        self._layouts, known = [one.layout for one in digests], self.memory.replicas.differing
+        if self.options.check_replicas != "off":
+            odd = Holders([one.held for one in self._layouts]).differing([one.words for one in digests])
+            self._odd = [rows for rows in odd if self._layouts[rows[0][0]].stream(rows[0][1])[0][1] not in known]
+        if not self._odd:
+            return self._tell()
+        for rank, row in (holder for rows in self._odd for holder in rows):
+            self._asked[rank].append(row)
+        return self._asked
+
+    def judge(self, samples: Sequence[Words]) -> list[Planned]:
+        """Who writes what, where samples differ. Raises InvalidInput for what is not to be saved."""
+        words = [dict(zip(rows, mine, strict=True)) for rows, mine in zip(self._asked, samples, strict=True)]
+        memory, check = self.memory.replicas, str(self.options.check_replicas)
+        self._differing = judged(self._layouts, self._odd, words, memory=memory, check=check, advice=_ADVICE)
+        return self._tell()
+
+    def _tell(self) -> list[Planned]:
+        whole = {**self.memory.replicas.differing, **self._differing}
+        plan = plan_writes(self._layouts, str(self.options.check_replicas), whole)
         self._streams = plan.streams
         knowledge = self.knowledge(plan.streams).to_tell(self.repo)
         self.memory.plan = plan  # not before nothing can fail: it counts as told from now on
-        return [Planned(self.memory.plan_number + 1, duty, knowledge) for duty in plan.duties]
+        number = self.memory.plan_number + 1
+        parts = zip(plan.duties, plan.sets, plan.shared, strict=True)
+        return [Planned(number, duty, knowledge, sets, shared) for duty, sets, shared in parts]
 
     def finish(self, stored: Sequence[FinishRequest]) -> list[FinishAnswer]:
         """Steps 4 and 5, with what `begin` and `plan` found out."""
-        if self.options.check_replicas and self.memory.plan is not None:
-            check_replicas(self.memory.plan.layouts, [one.digests or () for one in stored])
+        if self.options.check_replicas == "raise" and self.memory.plan is not None:
+            check_whole(self.memory.plan.layouts, [one.digests for one in stored if one.digests is not None])
         tree = stored[0].tree if self.size == 1 or self.memory.plan is None else self.memory.plan.tree
         return self.conclude(stored, self._streams, tree or b"")
 
@@ -183,9 +237,12 @@ class Leader:
         if self._transaction is None:
             raise InvalidInput("a save was finished that had not begun; this is a bug of casckpt")
         described = merge([one.share for one in stored], streams, self.repo.marker.cell_bytes)
-        record, worn = self._put_manifest(self._transaction.txid, described, stored, tree, dict(notes or {}))
+        notes = {**(notes or {}), **self._replica_note(described, stored)}
+        record, worn = self._put_manifest(self._transaction.txid, described, stored, tree, notes)
         sign_save(self.repo, record.manifest)
         self._transaction.commit(record)
+        if self.size > 1:
+            self._remember_replicas(streams)
         self._forget_replaced()
         say_pickled(self.repo.storage.url, record.run, (entry for one in stored for entry in one.objects))
         return [
@@ -195,13 +252,43 @@ class Leader:
             for one in stored
         ]
 
+    def _replica_note(self, described: Share, stored: Sequence[FinishRequest]) -> dict[str, bytes]:
+        """Find what differs in the cells that ranks read again; the note of all that ranks did not hold alike."""
+        if self.memory.plan is not None:
+            self._mixed = differing_cells(self.memory.plan, described, [one.again for one in stored])
+            self._differing |= self._mixed
+        self._differing |= self.memory.replicas.found
+        known = {**self.memory.replicas.differing, **self._differing}
+        if not known:
+            return {}
+        keys = {name[1] for name in described.extents} | {one.key for rank in stored for one in rank.objects}
+        differing = sorted(keys & known.keys())
+        return {REPLICAS_NOTE: plain.encode(differing)} if differing else {}
+
+    def _remember_replicas(self, streams: Streams) -> None:
+        """Note what was saved, and log what ranks did not hold alike."""
+        memory = self.memory.replicas
+        if memory.streams is not streams:
+            memory.saved.update(name[1] for name in streams)
+            memory.streams = streams
+        memory.found.clear()
+        new = [key for key in self._differing if key not in memory.differing]
+        if new:
+            mixed = _MIXED % _quoted(self._mixed) if self._mixed else ""
+            log.warning(_DIFFER, self.options.run, self.options.step, _quoted(new), mixed)
+            memory.differing |= self._differing
+        if self._mixed:
+            self.memory.plan = None  # the next one has one rank write them
+
     def _check_agreed(self, hellos: Sequence[BeginRequest]) -> None:
         for rank, hello in enumerate(hellos):
-            if (hello.run, hello.step, hello.dedup) != (hellos[0].run, hellos[0].step, hellos[0].dedup):
+            mine, first = (
+                f"{one.run}@{one.step} (dedup={one.dedup!r}, check_replicas={one.check!r})"
+                for one in (hello, hellos[0])
+            )
+            if mine != first:
                 raise InvalidInput(
-                    f"rank {rank} saves {hello.run}@{hello.step} (dedup={hello.dedup!r}), but rank 0 saves "
-                    f"{hellos[0].run}@{hellos[0].step} (dedup={hellos[0].dedup!r}); all ranks must make the same call",
-                    rank=rank,
+                    f"rank {rank} saves {mine}, but rank 0 saves {first}; all ranks must make the same call", rank=rank
                 )
 
     def _existing(self, announced: RunCache) -> list[Commit]:
@@ -312,6 +399,8 @@ class Leader:
 
     def abort(self, error: BaseException) -> None:
         """Give the transaction up, if it has begun and was not committed."""
+        if self._differing:
+            self.memory.plan = None  # what was found is not noted: the next save is to find it again
         if self._transaction is not None:
             self._transaction.abort(f"{type(error).__name__}: {error}")
 
@@ -324,17 +413,11 @@ class Leader:
                 log.warning("%s was superseded, but not forgotten: %s", old, error)
 
 
-def check_replicas(layouts: Sequence[RankLayout], digests: Sequence[Sequence[bytes]]) -> None:
-    """Raise InvalidInput, naming key and ranks, where holders of one region hold other bytes. Digests are by row."""
-    seen: dict[tuple[int, int], tuple[int, bytes]] = {}
-    for rank, (layout, mine) in enumerate(zip(layouts, digests, strict=True)):
-        for row, digest in enumerate(mine):
-            where = (int(layout.held.name[row]), int(layout.held.region[row]))
-            other, known = seen.setdefault(where, (rank, digest))
-            if known != digest:
-                key = layout.streams[layout.row_stream[row]][0][1]
-                raise InvalidInput(
-                    f"{key!r} differs between ranks {other} and {rank}, which should hold the same; nothing was saved",
-                    key=key,
-                    rank=rank,
-                )
+def _quoted(keys: Iterable[str]) -> str:
+    return ", ".join(map(repr, keys))
+
+
+def _agree(hellos: Sequence[BeginRequest]) -> bool:
+    """Whether all ranks of each set have the same digest of it."""
+    first: dict[int, bytes] = {}
+    return all(first.setdefault(number, one) == one for hello in hellos for number, one in hello.sets.items())

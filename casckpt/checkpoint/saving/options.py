@@ -15,12 +15,14 @@ from casckpt.parallel import usable_threads
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from casckpt.checkpoint.saving.prepare import Frozen
+    from casckpt.checkpoint.saving.prepare import Frozen, Owners
     from casckpt.plan.progress import Shown
 
 Dedup: TypeAlias = Literal["store", "run"]
 Compress: TypeAlias = Literal["auto", "off", "always"]
 WhenBusy: TypeAlias = Literal["wait", "refuse"]
+CheckReplicas: TypeAlias = Literal["raise", "sample", "off"] | bool
+"""True is "raise", False is "off"."""
 
 
 class WriterArguments(TypedDict, total=False):
@@ -39,12 +41,13 @@ class WriterArguments(TypedDict, total=False):
     allow_pickle: bool
     threads: int | None
     progress: Shown | None
+    check_replicas: CheckReplicas
 
 
 class SaveArguments(WriterArguments, total=False):
     """The keyword arguments of `Store.save`, which describes them, beside run and step."""
 
-    check_replicas: bool
+    owners: Owners
     process_group: ProcessGroup | None
     no_dist: bool
 
@@ -68,6 +71,14 @@ def usable_compress(given: str) -> Compress:
     return compress
 
 
+def usable_check(given: CheckReplicas) -> Literal["raise", "sample", "off"]:
+    """Return ``check_replicas`` in words; raise InvalidInput for what it cannot be."""
+    for word, meant in (("raise", True), ("off", False), ("sample", "sample")):
+        if given is meant or given == word:
+            return word  # type: ignore[return-value] # of the three
+    raise InvalidInput(f"check_replicas={given!r:.40} is not known; give 'raise', 'sample' or 'off'")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
     """What a save was asked for: `SaveArguments`, with their defaults. A keyword of no such name is a TypeError."""
@@ -87,7 +98,8 @@ class SaveOptions:
     allow_pickle: bool = False
     threads: int | None = None
     progress: Shown | None = None
-    check_replicas: bool = False
+    check_replicas: CheckReplicas = "sample"
+    owners: Owners = None
     process_group: ProcessGroup | None = None
     no_dist: bool = False
 
@@ -108,6 +120,11 @@ class SaveOptions:
             raise InvalidInput(f"healthy={self.healthy!r:.40} is not usable; give True, False, or None for no word")
         if type(self.health) is not bool:
             raise InvalidInput(f"health={self.health!r:.40} is not usable; give True to look at what changed, or False")
+        if self.owners is not None and not callable(self.owners):
+            raise InvalidInput(f"owners={self.owners!r:.40} is not usable; give a function from a flat key to a rank")
+        check = usable_check(self.check_replicas)
         run, step, threads = check_run(self.run), check_step(self.step), usable_threads(self.threads)
         metrics, ephemeral = stored_metrics(self.metrics), bool(self.ephemeral)
-        return replace(self, run=run, step=step, metrics=metrics, ephemeral=ephemeral, threads=threads)
+        return replace(
+            self, run=run, step=step, metrics=metrics, ephemeral=ephemeral, threads=threads, check_replicas=check
+        )

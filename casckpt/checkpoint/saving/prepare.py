@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import PurePosixPath
@@ -19,21 +19,25 @@ from casckpt.format.plain import Spill
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.objects import encode_object
-from casckpt.tensors.shards import Piece, local_tensor
+from casckpt.tensors.shards import Piece, local_tensor, may_differ
 from casckpt.tensors.staging import Staging
 from casckpt.tensors.state import encode_tree, flatten
 
 _INLINE_BYTES = 4096
 
+Owners: TypeAlias = Callable[[str], int | None] | None
+"""The rank that alone maintains a leaf, by flat key; None for what all ranks that have it hold alike."""
+
 
 @dataclass(frozen=True)
 class Prepared:
-    """One rank's share of a checkpoint, before anything is written."""
+    """One rank's share of a checkpoint, before anything is written. ``left``: keys of other ranks, and their owners."""
 
     sources: Sequence[Source]
     objects: Sequence[ObjectEntry]
     attachments: Sequence[Attachment]
     tree: bytes
+    left: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def bytes_total(self) -> int:
@@ -50,28 +54,60 @@ def prepare(
     attachments: Mapping[str, bytes] | None,
     *,
     rank: int,
+    size: int = 1,
     allow_pickle: bool,
     frozen: Frozen = None,
+    owners: Owners = None,
 ) -> Prepared:
-    """Flatten ``state`` and look at every leaf. Raises InvalidInput, naming the key, for what cannot be stored."""
+    """Flatten ``state`` and look at every leaf. Raises InvalidInput, naming the key, for what cannot be stored.
+
+    What ``owners`` gives to another rank of ``size`` is left to that.
+    """
     flat = flatten(state)
     is_frozen = frozen_by(frozen)
     sources: list[Source] = []
     objects: list[ObjectEntry] = []
+    left: dict[str, int] = {}
     for key, leaf in flat.leaves.items():
+        if owners is not None and not leaf.per_rank and (owner := _owner(owners, key, size)) not in (None, rank):
+            left[key] = owner
+            _drop(flat.tree, leaf.path)
+            continue
         mine = rank if leaf.per_rank else None
         if leaf.is_tensor:
-            sources.append(tensor_source(key, leaf.value, mine, frozen=is_frozen(key)))
+            sources.append(tensor_source(key, leaf.value, mine, frozen=is_frozen(key), together=size > 1))
         else:
             entry, parts = stored_object(key, mine, partial(encode_object, key, leaf.value, allow_pickle))
             objects.append(entry)
             sources += parts
     inline, large = _attachments(attachments or {})
-    return Prepared([*sources, *large], objects, inline, encode_tree(flat.tree))
+    return Prepared([*sources, *large], objects, inline, encode_tree(flat.tree), left)
 
 
-def tensor_source(key: str, value: Any, rank: int | None, *, frozen: bool = False) -> Source:
-    """What this rank holds of a tensor. Raises InvalidInput, naming the key, for what cannot be stored."""
+def _owner(owners: Callable[[str], int | None], key: str, size: int) -> int | None:
+    owner = owners(key)
+    if owner is not None and (type(owner) is not int or not 0 <= owner < size):
+        raise InvalidInput(
+            f"owners gives {key!r} to rank {owner!r:.40}, but {size} ranks save; return a rank from 0 to {size - 1}, "
+            "or None where all ranks hold the same",
+            key=key,
+        )
+    return owner
+
+
+def _drop(tree: Any, path: Sequence[Any]) -> None:
+    """Take a leaf out of a tree. What stands in a list stays, so that the others keep their places."""
+    for element in path[:-1]:
+        tree = tree[element]
+    if isinstance(tree, dict):
+        del tree[path[-1]]
+
+
+def tensor_source(key: str, value: Any, rank: int | None, *, frozen: bool = False, together: bool = False) -> Source:
+    """What this rank holds of a tensor. Raises InvalidInput, naming the key, for what cannot be stored.
+
+    ``together``: with other ranks, which may hold the same.
+    """
     local = local_tensor(key, value)
     return Source(
         TENSOR,
@@ -83,6 +119,7 @@ def tensor_source(key: str, value: Any, rank: int | None, *, frozen: bool = Fals
         local.pieces,
         replicated=local.replicated,
         frozen=frozen,
+        may_differ=together and may_differ(value, local),
     )
 
 

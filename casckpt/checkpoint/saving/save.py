@@ -5,35 +5,43 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from casckpt.checkpoint.ranks import Ranks, telling
 from casckpt.checkpoint.saving.coding import Coder, coding
 from casckpt.checkpoint.saving.known import Knowledge, Remembered, known_from
 from casckpt.checkpoint.saving.layout import RankLayout, assigned, layout_of
-from casckpt.checkpoint.saving.leader import BeginAnswer, BeginRequest, FinishAnswer, FinishRequest, Leader, SaveMemory
+from casckpt.checkpoint.saving.leader import (
+    BeginAnswer,
+    BeginRequest,
+    FinishAnswer,
+    FinishRequest,
+    Leader,
+    SaveMemory,
+)
 from casckpt.checkpoint.saving.looking import Looker
 from casckpt.checkpoint.saving.options import SaveOptions
 from casckpt.checkpoint.saving.prepare import Prepared, tensors_of
+from casckpt.checkpoint.saving.replicas import Samples, seed_of, whole_digests
 from casckpt.checkpoint.saving.shares import Share, share_of
 from casckpt.checkpoint.saving.sources import Cell, plan_work
 from casckpt.checkpoint.saving.upload import PlacedCell, Upload
 from casckpt.errors import Revoked
-from casckpt.format.digest import Hasher, cell_digest
+from casckpt.format.columns import Ints
 from casckpt.format.keys import uploader_folder
 from casckpt.format.names import TxId
 from casckpt.format.records import DEFAULT_CELL_BYTES
-from casckpt.format.sections.index import PART, TENSOR
 from casckpt.parallel import usable_threads
 from casckpt.plan.progress import Progress
+from casckpt.plan.replicas import MORE_RUNS, RUNS, row_digests
 from casckpt.plan.reuse import KnownCells
+from casckpt.plan.writers import Words
 from casckpt.repository import blobs
 from casckpt.repository.commits import Commit, just_committed
 from casckpt.repository.repository import Repository
-from casckpt.storage.buffers import AlignedBuffer
 from casckpt.tensors.gpu import wait_for_gpus
-from casckpt.tensors.memory import TensorMemory
 
 log = logging.getLogger(__name__)
-_DIGEST_BYTES = 1 << 20
 
 
 def save(
@@ -78,6 +86,7 @@ class _Attempt:
         self._reuse = reuse
         self._layout: RankLayout | None = None
         self._share: Share | None = None
+        self._seed = seed_of(options.run, options.step)
         self.leader = Leader(repo, ranks.size, memory, self.options, reuse=reuse)
 
     def run(self) -> Commit:
@@ -87,6 +96,8 @@ class _Attempt:
         except BaseException as error:
             self.leader.abort(error)
             raise
+        if self.memory.compared.turn is not None:
+            self.memory.compared.turn += 1
         if self._share is not None and self.ranks.size > 1:
             self.memory.remembered[self.options.run] = Remembered(done.record.txid, self._share, done.worn)
         return just_committed(done.record)
@@ -95,9 +106,13 @@ class _Attempt:
         start = self.ranks.exchange(self._hello, self.leader.begin)
         knowledge = start.knowledge
         if knowledge is None:
-            planned = self.ranks.exchange(self._own_layout, self.leader.plan)
+            planned = self.ranks.exchange(self._digests, self.leader.plan)
+            if isinstance(planned, list):
+                rows = np.array(planned, np.int64)
+                planned = self.ranks.exchange(lambda: self._samples(MORE_RUNS, rows), self.leader.judge)
             self.memory.fingerprint = self._own_layout().fingerprint
             self.memory.plan_number, self.memory.duty = planned.number, planned.duty
+            self.memory.compared.plan(planned.sets, planned.shared)
             self.memory.remembered.clear()  # shares of other duties
             knowledge = planned.knowledge
         told = knowledge
@@ -107,7 +122,7 @@ class _Attempt:
         prepared, alone = self._prepare(), self.ranks.size == 1
         fingerprint = "" if alone else self._own_layout().fingerprint
         if fingerprint != self.memory.fingerprint:
-            self.memory.duty, self.memory.plan_number = None, 0
+            self.memory.duty, self.memory.plan_number, self.memory.compared.sets = None, 0, ()
         remembered = self.memory.remembered.get(self.options.run)
         streams = {source.name: (source.dtype, source.shape) for source in prepared.sources} if alone else None
         return BeginRequest(
@@ -118,7 +133,16 @@ class _Attempt:
             self.memory.plan_number,
             remembered.txid if remembered else None,
             streams,
+            self.options.check_replicas,
+            {} if alone else self.memory.compared.set_digests(prepared, self._own_layout(), self._seed),
         )
+
+    def _samples(self, runs: int, rows: Ints | None = None) -> Words:
+        return self.memory.compared.samples(self._prepare(), self._own_layout(), self._seed, runs, rows)
+
+    def _digests(self) -> Samples:
+        compares = self.options.check_replicas != "off"
+        return Samples(self._own_layout(), row_digests(self._samples(RUNS)) if compares else np.zeros(0, np.uint64))
 
     def _own_layout(self) -> RankLayout:
         if self._layout is None:
@@ -144,9 +168,12 @@ class _Attempt:
             self._share = store_share(
                 self.repo, start.txid, mine, known, threads=threads, coder=coder, looker=looker, progress=progress
             )
-        digests = row_digests(prepared) if self.options.check_replicas and not alone else None
+        digests = whole_digests(prepared) if self.options.check_replicas == "raise" and not alone else None
+        again = None
+        if self.memory.duty is not None and self.options.check_replicas == "sample":
+            again = self.memory.compared.read_again(prepared, self._own_layout(), self.memory.duty, self._seed)
         tree, health = prepared.tree if alone else None, {} if looker is None else looker.told
-        return FinishRequest(self._share, mine.objects, mine.attachments, tree, digests, health)
+        return FinishRequest(self._share, mine.objects, mine.attachments, tree, digests, health, again)
 
 
 def store_share(
@@ -198,29 +225,3 @@ def _missing(repo: Repository, txid: TxId, known: KnownCells, places: list[list[
     for number in missing:
         known.exclude(number)
     return missing
-
-
-def row_digests(prepared: Prepared) -> list[bytes]:
-    """A digest of every row of the layout: of a piece of a tensor, whole; of an object and its large buffers."""
-    digests = []
-    buffer = AlignedBuffer(_DIGEST_BYTES)
-    for source in prepared.sources:
-        if source.kind == TENSOR:
-            digests += [_digest(TensorMemory(piece.data), piece.region.numel, buffer.view) for piece in source.pieces]
-    parts: dict[tuple[str, int | None], list[bytes]] = {}
-    for source in prepared.sources:
-        if source.kind == PART and source.buffer is not None:
-            parts.setdefault((source.key, source.rank), []).append(cell_digest(source.buffer))
-    for one in prepared.objects:
-        digests.append(cell_digest(b"".join([one.data, *parts.get((one.key, one.rank), [])])))
-    return digests
-
-
-def _digest(memory: TensorMemory, count: int, buffer: memoryview) -> bytes:
-    hasher, step = Hasher(), _DIGEST_BYTES // memory.itemsize
-    for lo in range(0, count, step):
-        hi = min(lo + step, count)
-        target = buffer[: (hi - lo) * memory.itemsize]
-        memory.copy_out(lo, hi, target)
-        hasher.update(target)
-    return hasher.digest()

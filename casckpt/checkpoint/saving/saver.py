@@ -15,6 +15,7 @@ from casckpt.checkpoint.saving.background import Background
 from casckpt.checkpoint.saving.leader import SaveMemory
 from casckpt.checkpoint.saving.options import SaveOptions, WhenBusy
 from casckpt.checkpoint.saving.prepare import Prepared, prepare, snapshot, tensors_of
+from casckpt.checkpoint.saving.replicas import memory_of
 from casckpt.checkpoint.saving.save import save
 from casckpt.errors import CasckptError, Conflict, InvalidInput
 from casckpt.repository.repository import Repository
@@ -88,7 +89,8 @@ class Saver:
             checked = options.checked()
         except CasckptError as error:
             ranks.fail(error)
-        memory = self._memories.setdefault(ranks.name, SaveMemory())
+        replicas = memory_of(self._repo.storage.url, ranks.group)
+        memory = self._memories.setdefault(ranks.name, SaveMemory(replicas))
         return Checkpoint(self._repo, save(self._repo, ranks, memory, prepared, checked))
 
 
@@ -98,8 +100,9 @@ def _prepare(state: Any, ranks: Ranks, options: SaveOptions) -> Prepared:
         state = state()
     with collecting_later():
         return prepare(
-            state, options.attachments, rank=ranks.rank, allow_pickle=options.allow_pickle, frozen=options.frozen
-        )
+            state, options.attachments, rank=ranks.rank, size=ranks.size, allow_pickle=options.allow_pickle,
+            frozen=options.frozen, owners=options.owners,
+        )  # fmt: skip
 
 
 def _failing(error: BaseException) -> Callable[[], Prepared]:

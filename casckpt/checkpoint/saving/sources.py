@@ -31,7 +31,7 @@ class Source:
 
     ``limits``: of each piece, the elements [lo, hi) of its region (normalised) that this rank writes; None for all.
     ``buffer``: in place of pieces, the whole stream, for what is not a tensor. ``replicated``: see `LocalTensor`.
-    ``frozen``: the caller says that it is as in the parent.
+    ``may_differ``: see `casckpt.tensors.shards.may_differ`. ``frozen``: the caller says that it is as in the parent.
     """
 
     kind: str
@@ -45,6 +45,7 @@ class Source:
     replicated: bool = False
     limits: Sequence[tuple[int, int]] | None = None
     frozen: bool = False
+    may_differ: bool = False
 
     @property
     def name(self) -> Name:

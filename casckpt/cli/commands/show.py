@@ -14,6 +14,8 @@ from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import Column, coded, count, facts, moment, say, shortened, size, summed, table, unusual
 from casckpt.errors import MissingKey
+from casckpt.format.plain import decode
+from casckpt.format.sections.index import REPLICAS_NOTE
 
 if TYPE_CHECKING:
     from casckpt.store.store import Store
@@ -56,6 +58,7 @@ def details(store: Store, ref: str, patterns: tuple[str, ...] = ()) -> dict[str,
     checkpoint = store.get(ref)
     manifest = manifests.get(store.repository, checkpoint.commit)
     body = manifest.body
+    differing = body.notes.get(REPLICAS_NOTE)
     chosen, health = _chosen(list(checkpoint.tensors), patterns), checkpoint.health or {}
     return summary(checkpoint) | {
         "tags": checkpoint.tags,
@@ -67,6 +70,7 @@ def details(store: Store, ref: str, patterns: tuple[str, ...] = ()) -> dict[str,
         "attachments": [{"name": name, "bytes": nbytes} for name, nbytes in store.attachments(checkpoint).items()],
         "objects": list(dict.fromkeys(one.key for one in manifest.objects)),
         "pickled": list(dict.fromkeys(one.key for one in manifest.objects if one.pickled)),
+        "differing": [] if differing is None else list(decode(differing, strict=True)),
         "tensors": [
             {"key": key} | plain(one) | {"health": plain(health.get(key))}
             for key, one in checkpoint.tensors.items()
@@ -110,6 +114,7 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
         ("files", attachments),
         ("objects", _few(result["objects"])),
         ("pickled", _few(result["pickled"])),
+        ("differing", _few(result["differing"])),
         ("tensors", count(len(result["tensors"]), "tensor")),
     ]
     facts([(title, value) for title, value in rows if value])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -22,6 +22,8 @@ from casckpt.lazy import cached_property
 MAX_KEY_CHARACTERS = 4096
 MAX_ITEMSIZE = 4096
 TENSOR, PART, ATTACHMENT = "tensor", "part", "attachment"
+REPLICAS_NOTE: Final = "replicas"
+"""The note of what ranks did not hold alike: a list of keys, as plain data."""
 
 Name: TypeAlias = tuple[str, str, int, int | None]
 """What tells the streams of a checkpoint apart: kind, key, index, rank; see `StreamEntry`."""

@@ -254,6 +254,13 @@ def _place_of(item: WriteItem) -> tuple[Shape, Shape, Box | None]:
     return shape, sizes, box
 
 
+def is_whole(value: Any) -> bool:
+    """Tell whether several ranks may hold all of a value, or the same part of it: a tensor, or a DTensor."""
+    if is_dtensor(value):
+        return any(placement.is_replicate() for placement in value.placements)
+    return type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
 def sources_of(parts: Sequence[_Part], planner: Resolver, is_frozen: Any) -> list[Source]:
     """Take what the planner gives for these parts. Raises InvalidInput, naming the key, for what cannot be stored."""
     pieces: dict[str, list[Piece]] = {}

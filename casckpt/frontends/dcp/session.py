@@ -16,7 +16,13 @@ from threading import local
 from types import MappingProxyType
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -27,7 +33,8 @@ from casckpt.checkpoint.saving.known import Knowledge, known_from, reusable
 from casckpt.checkpoint.saving.leader import FinishRequest, Leader, SaveMemory
 from casckpt.checkpoint.saving.looking import Looker
 from casckpt.checkpoint.saving.options import SaveOptions, usable_compress
-from casckpt.checkpoint.saving.prepare import Prepared, frozen_by, prepare
+from casckpt.checkpoint.saving.prepare import Prepared, frozen_by, prepare, tensor_source
+from casckpt.checkpoint.saving.replicas import Samples, compared, memory_of, samples_of
 from casckpt.checkpoint.saving.save import store_share
 from casckpt.checkpoint.saving.shares import Streams, joined
 from casckpt.errors import InvalidInput, RankFailed
@@ -35,7 +42,7 @@ from casckpt.format.names import TxId
 from casckpt.format.sections.index import TENSOR, Name
 from casckpt.format.tree import OBJECT, Node, merge
 from casckpt.format.tree import TENSOR as TENSOR_LEAF
-from casckpt.frontends.dcp.items import Resolver, Tensors, sources_of, tensors_of, values_of
+from casckpt.frontends.dcp.items import Resolver, Tensors, is_whole, sources_of, tensors_of, values_of
 from casckpt.frontends.dcp.note import Note
 from casckpt.frontends.dcp.schema import Opaque, check_keys, path_of, schema_of, tree_of
 from casckpt.plan.progress import Progress
@@ -73,6 +80,7 @@ class Written:
     opaque: frozenset[str]
     is_odd: bool
     tensors: Tensors
+    samples: Samples | None
 
 
 class _Latest(local):
@@ -139,7 +147,8 @@ class WriterSession:
         """Begin the transaction; then the plans, with what each rank needs to know."""
         options = self.options
         self._extra = prepare(self.more, options.attachments, rank=0, allow_pickle=options.allow_pickle)
-        leader = self._leader = Leader(self.repo, len(plans), SaveMemory(), options, reuse=True)
+        memory = SaveMemory(memory_of(self.repo.storage.url, "dcp"))
+        leader = self._leader = Leader(self.repo, len(plans), memory, options, reuse=True)
         # where another rank fails, DCP does not tell us
         self._last_resort = weakref.finalize(self, _give_up, leader, os.getpid())
         with self._aborting():
@@ -181,6 +190,10 @@ class WriterSession:
         if self.more:
             tree = merge([tree, decode_tree(self._extra.tree)])
         check_keys(tree)
+        samples = [one.samples for one in written if one.samples is not None]
+        if len(samples) == len(written) == leader.size:
+            memory = leader.memory.replicas
+            memory.found |= compared(samples, memory, str(self.options.check_replicas))
         note = _note(metadata, tree, written)
         encoded = note.encoded(allow_pickle=self.options.allow_pickle)
         done = leader.conclude([one.stored for one in written], streams, encode_tree(tree), encoded)
@@ -194,6 +207,7 @@ class WriterSession:
             self._written = self._write(plan, planner)
         sizes = {item.index: item.tensor_storage_size() or 0 for item in plan.items}
         results = [WriteResult(item.index, sizes[item.index], None) for item in plan.items]
+        results = results or [WriteResult(MetadataIndex(""), 0, None)]  # what was compared must reach the coordinator
         return [replace(one, storage_data=self._written) if not i else one for i, one in enumerate(results)]
 
     def _write(self, plan: SavePlan, planner: Resolver) -> Written:
@@ -218,8 +232,18 @@ class WriterSession:
         health = {} if looker is None else looker.told
         stored = FinishRequest(joined(shares), objects, self._extra.attachments, None, None, health)
         return Written(
-            self.rank, stored, values.nodes, frozenset(values.opaque), values.is_odd, replace(tensors, parts=[])
-        )
+            self.rank, stored, values.nodes, frozenset(values.opaque), values.is_odd, replace(tensors, parts=[]),
+            self._samples(planner),
+        )  # fmt: skip
+
+    def _samples(self, planner: Resolver) -> Samples | None:
+        """Of what this rank holds whole, also where DCP has another one write it; None where nothing is compared."""
+        single = self.alone or (self._leader is not None and self._leader.size == 1)
+        if single or self.options.check_replicas == "off" or not isinstance(planner, DefaultSavePlanner):
+            return None
+        sources = [tensor_source(key, value, None, together=True) for key, value in planner.state_dict.items()
+                   if is_whole(value)]  # fmt: skip
+        return samples_of(sources, self.options.run, self.options.step)
 
     def _knowledge(self, plan: SavePlan) -> tuple[TxId, KnownCells, Knowledge]:
         """(whose folder to upload to, what may be reused, what else was told)."""

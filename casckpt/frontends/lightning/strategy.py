@@ -11,19 +11,22 @@ from torch.optim import Optimizer
 
 from casckpt.checkpoint.agreement import check_same
 from casckpt.checkpoint.ranks import everyone, open_ranks
+from casckpt.checkpoint.saving.options import CheckReplicas
+from casckpt.checkpoint.saving.prepare import Owners
 from casckpt.errors import InvalidInput
 from casckpt.frontends.lightning.files import RunFiles
 from casckpt.frontends.lightning.io import monitored
 from casckpt.frontends.lightning.pointer import AnyPath, Pointer
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer import Checkpointer
+from casckpt.frontends.trainer.settings import TrainerArguments
 
 
 class CasModelParallelStrategy(ModelParallelStrategy):
     """For ``Trainer(strategy=...)``: ModelParallelStrategy passes by every CheckpointIO, this one needs none.
 
-    Nothing is gathered, and a checkpoint loads on another number of ranks. ``health``: as for `Store.save`.
-    ``cast``: as for `Checkpointer.load`. ``options``: those of ModelParallelStrategy.
+    Nothing is gathered, and a checkpoint loads on another number of ranks. ``health``, ``check_replicas``, ``owners``:
+    as for `Store.save`. ``cast``: as for `Checkpointer.load`. ``options``: those of ModelParallelStrategy.
     """
 
     def __init__(
@@ -35,11 +38,16 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         allow_pickle: bool = False,
         health: bool = False,
         cast: bool = False,
+        check_replicas: CheckReplicas = "sample",
+        owners: Owners = None,
         **options: Any,  # Lightning's own arguments, which depend on its version
     ) -> None:
         super().__init__(**options)
         self._book = RunFiles(as_store(store), run, gc=gc)
-        self._allow_pickle, self._health, self._cast = allow_pickle, health, cast
+        self._cast = cast
+        self._settings: TrainerArguments = {
+            "allow_pickle": allow_pickle, "health": health, "check_replicas": check_replicas, "owners": owners
+        }  # fmt: skip
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -113,7 +121,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         super().teardown()
 
     def _checkpointer(self, run: str) -> Checkpointer:
-        return Checkpointer(self._book.store, run=run, allow_pickle=self._allow_pickle, health=self._health)
+        return Checkpointer(self._book.store, run=run, **self._settings)
 
     def _module(self) -> Any:
         if self.lightning_module is None:

@@ -12,7 +12,9 @@ from typing import Any, Unpack
 
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import Ranks, open_ranks
-from casckpt.checkpoint.saving.options import SaveArguments
+from casckpt.checkpoint.saving.options import CheckReplicas, SaveArguments, usable_check
+from casckpt.checkpoint.saving.prepare import tensor_source
+from casckpt.checkpoint.saving.replicas import Samples, compared, memory_of, samples_of
 from casckpt.format.regions import normalise
 from casckpt.frontends.megatron.background import AsyncRequest
 from casckpt.frontends.megatron.claims import Claim, Claims, ObjectClaim, check_claims, claims_of, main_regions
@@ -72,8 +74,8 @@ def save(  # noqa: PLR0917 - the positions of Megatron-core's
     with checkpointing_errors():
         ranks = open_ranks(options.get("process_group"), no_dist=options.get("no_dist", False))
         locate = partial(located, checkpoint_dir, sharded_strategy, common_strategy)
-        check_replicas = bool(options.get("check_replicas"))
-        saving = Saving(sharded_state_dict, ranks.rank, content_metadata, fully_parallel, check_replicas)
+        check = options.get("check_replicas", "sample")
+        saving = Saving(sharded_state_dict, ranks.rank, content_metadata, fully_parallel, check)
         place, replaces = saving.agree(
             ranks,
             locate,
@@ -128,7 +130,7 @@ class Saving:
     rank: int
     content_metadata: Mapping[str, Any] | None = None
     fully_parallel: bool = False
-    check_replicas: bool = False
+    check_replicas: CheckReplicas = "sample"
     sharded: list[Any] = field(default_factory=list)
     common: dict[Any, Any] = field(default_factory=dict)
     mine: Sequence[bool] = ()
@@ -150,18 +152,24 @@ class Saving:
         """
         places: list[StoreRef] = []
 
-        def look() -> tuple[list[Claim], bool]:
+        def look() -> tuple[list[Claim], bool, Samples | None]:
             places.append(locate())
-            places[0].run_and_step()
-            return self.look(preprocess), background
+            run, step = places[0].run_and_step()
+            self.check_replicas = usable_check(self.check_replicas)
+            claims = self.look(preprocess)
+            return claims, background, self._samples(run, step) if ranks.size > 1 else None
 
-        def decide(gathered: list[tuple[list[Claim], bool]]) -> list[_Verdict]:
-            claims = [mine for mine, _ in gathered]
-            if len({asked for _, asked in gathered}) > 1:
-                ways = ", ".join(f"{asked} on rank {rank}" for rank, (_, asked) in enumerate(gathered[:8]))
+        def decide(gathered: list[tuple[list[Claim], bool, Samples | None]]) -> list[_Verdict]:
+            claims = [mine for mine, _, _ in gathered]
+            if len({asked for _, asked, _ in gathered}) > 1:
+                ways = ", ".join(f"{asked} on rank {rank}" for rank, (_, asked, _) in enumerate(gathered[:8]))
                 raise CheckpointingException(f"async_sharded_save is {ways}: all ranks must make the same call")
             if validate:
                 check_claims(claims)
+            samples = [one for _, _, one in gathered if one is not None]
+            if len(samples) == ranks.size:
+                memory = memory_of(places[0].store.url, ranks.group)
+                memory.found |= compared(samples, memory, "sample")
             self._make_room({claim.key for of_rank in claims for claim in of_rank})
             replaces, common = is_only_config(places[0]), _packed(self._common_seen) if validate else None
             return [_Verdict(mine, common, replaces) for mine in self.handed_in(claims)]
@@ -171,6 +179,14 @@ class Saving:
         if verdict.common is not None and self.rank:
             self._warn_of_differences(verdict.common)
         return places[0], verdict.replaces
+
+    def _samples(self, run: str, step: int) -> Samples | None:
+        """Of all replicas, where those that are not the main ones are not handed in; else the save compares them."""
+        if self.fully_parallel or self.check_replicas != "sample":
+            return None
+        filled = [value for value in self.sharded if is_sharded_tensor(value) and value.data is not None]
+        sources = [tensor_source(value.key, megatron_shard(value), None, together=True) for value in filled]
+        return samples_of(sources, run, step)
 
     def look(self, preprocess: Preprocess | None = None) -> list[Claim]:
         """Build factories and sort the values. Raises CheckpointingException."""
@@ -196,7 +212,7 @@ class Saving:
 
     def handed_in(self, gathered: Sequence[Claims]) -> list[list[bool]]:
         """Of each rank's sharded values, which it is to hand in: others than main replicas to write, or to compare."""
-        main = main_regions(gathered) if self.fully_parallel or self.check_replicas else set()
+        main = main_regions(gathered) if self.fully_parallel or self.check_replicas == "raise" else set()
 
         def hands_in(claim: Claim) -> bool:
             if claim.main or isinstance(claim, ObjectClaim):

@@ -140,7 +140,8 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
     ) -> tuple[Saving, _Arguments, Callable[[], None]]:
         """This rank's part, the arguments of `Store.save`, and what is to be done when that is through."""
         ranks = open_ranks(self.options.get("process_group"))
-        saving = Saving(state, ranks.rank, fully_parallel=self.fully_parallel)
+        check = self.options.get("check_replicas", "sample")
+        saving = Saving(state, ranks.rank, fully_parallel=self.fully_parallel, check_replicas=check)
         common: list[_Common] = []  # on rank 0
 
         def locate() -> StoreRef:

@@ -73,8 +73,8 @@ class Checkpointer(OneRun):
     ``frozen``: tensors that do not change, as `Store.save` takes them: of these only a sample is looked at.
     ``compress``: store what changed of each tensor, as for `Store.save`. ``health``: look for NaN in what changed; a
     checkpoint that holds any is unhealthy, and so retention keeps the newest healthy one beside it.
-    ``allow_pickle``: for train state, and entries of an optimizer's state, that are neither tensors nor plain data.
-    Raises InvalidInput.
+    ``check_replicas``, ``owners``: of what several ranks hold, as for `Store.save`. ``allow_pickle``: for train state,
+    and entries of an optimizer's state, that are neither tensors nor plain data. Raises InvalidInput.
     """
 
     def __init__(
@@ -334,6 +334,8 @@ class Checkpointer(OneRun):
             "frozen": self.config.frozen,
             "compress": self.config.compress,
             "health": self.config.health,
+            "check_replicas": self.config.check_replicas,
+            "owners": self.config.owners,
             "allow_pickle": self.config.allow_pickle,
             "process_group": self.process_group,
             "threads": self.config.save_threads,

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypedDict
 
-from casckpt.checkpoint.saving.options import Compress, usable_compress
-from casckpt.checkpoint.saving.prepare import Frozen
+from casckpt.checkpoint.saving.options import CheckReplicas, Compress, usable_check, usable_compress
+from casckpt.checkpoint.saving.prepare import Frozen, Owners
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import check_run, check_step
 from casckpt.frontends.trainer.rotation import Rotation
@@ -40,6 +40,8 @@ class TrainerArguments(TypedDict, total=False):
     frozen: Frozen
     compress: Compress | None
     health: bool
+    check_replicas: CheckReplicas
+    owners: Owners
     allow_pickle: bool
 
 
@@ -82,6 +84,8 @@ class TrainerSettings:
     frozen: Frozen = None
     compress: Compress | None = None
     health: bool = False
+    check_replicas: CheckReplicas = "sample"
+    owners: Owners = None
     allow_pickle: bool = False
 
     def __post_init__(self) -> None:
@@ -98,6 +102,7 @@ class TrainerSettings:
         steps = None if self.fixed_steps is None else frozenset(check_step(step) for step in self.fixed_steps)
         object.__setattr__(self, "fixed_steps", steps)
         policy_of(self.keep)
+        usable_check(self.check_replicas)
         if self.compress is not None:
             usable_compress(self.compress)
         thinning_of(self.thin)

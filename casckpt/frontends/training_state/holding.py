@@ -67,15 +67,16 @@ class Holding:
                 return self.part.shard(value)
             is_part = value.numel() > 1 and not self.part.everywhere
         elif is_dtensor(self.parameter):
-            here = tuple(self.parameter.to_local().shape)
-            is_part = not is_dtensor(value) and value.numel() > 1 and shape == here != tuple(self.parameter.shape)
+            is_sharded = tuple(self.parameter.to_local().shape) != tuple(self.parameter.shape)
+            is_part = not is_dtensor(value) and value.numel() > 1 and is_sharded
         else:
             alike = shape == tuple(self.parameter.shape) and shape and not is_dtensor(value)
             return Shard(value, shape, replicated=True) if alike else value
         if is_part:
             raise InvalidInput(
                 f"the optimizer has state of shape {list(shape)} for {self.name!r}, of which this rank holds only a "
-                "part; it is not known which elements of what whole that is. Save it with store.save, as casckpt.Shard",
+                "part; it is not known which elements of what whole that is. Save it with store.save, as casckpt.Shard "
+                "or casckpt.PerRank",
                 key=self.name,
             )
         return value

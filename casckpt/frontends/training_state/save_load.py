@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Unpack
 
+import torch
+from torch import nn
+
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.keywords import check_keywords
 from casckpt.checkpoint.loading.load_plan import LoadArguments, LoadOptions
@@ -36,6 +39,7 @@ def save_model_and_optim_state(
     Every rank of ``process_group`` (None: all) makes the call, with its own shards of one model, or with its own part
     of the model's parameters. Nothing is gathered: what `torch.distributed.fsdp` calls state_dict_type does not matter.
     A buffer that ranks have in common is stored as the lowest of them has it; where they differ, the log says so once.
+    A parameter that differs is refused; see ``check_replicas`` of `Store.save`.
     Of a model of Transformers its config travels along, unless ``attachments`` has another one: so `casckpt.export`
     makes a folder that loads.
 
@@ -65,6 +69,9 @@ def state_of(model: AnyModel, optim: AnyOptimizer | None) -> dict[str, Any]:
     """Give what this rank saves of them: live tensors under plain names. Raises InvalidInput."""
     whole, optims = as_model(model), as_optimizers(optim)
     state: dict[str, Any] = {"model": model_state(whole)}
+    for name, value in state["model"].items():
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+            state["model"][name] = nn.Buffer(value)  # which ranks may hold otherwise, as `may_differ` says
     if optims:
         state["optim"] = states_to_save(whole, optims)
     return state

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
 
 from casckpt.checkpoint.agreement import check_same, named
 from casckpt.checkpoint.handle import Checkpoint
@@ -13,8 +11,6 @@ from casckpt.checkpoint.ranks import Ranks, everyone
 from casckpt.format.digest import hex_digest
 from casckpt.format.manifest import Manifest
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.frontends.training_state.buffers import differing, say
-from casckpt.frontends.training_state.buffers import digests as buffer_digests
 from casckpt.frontends.training_state.groups import merged
 from casckpt.frontends.training_state.stored import StoredGroups, StoredTraining
 from casckpt.repository import manifests
@@ -22,57 +18,26 @@ from casckpt.repository.commits import Commit
 from casckpt.store.store import Store
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """What a rank has of what is compared: the groups of its optimizer, and digests of its buffers."""
-
-    groups: list[dict[str, Any]]
-    buffers: dict[str, bytes]
-
-    def digests(self) -> tuple[str, str]:
-        """Of the names in the groups, and of the buffers."""
-        names = [group["params"] for group in self.groups]
-        return hex_digest(repr(names).encode()), hex_digest(repr(sorted(self.buffers.items())).encode())
-
-
-_TOLD: WeakSet[Ranks] = WeakSet()
-"""Those that were told that their buffers differ; the same on each of them."""
-
-
 def make_state(ranks: Ranks, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """This rank's state, in which ``optim.param_groups``, if there are any, are those of all ranks.
 
-    What goes wrong in the making is raised on all of them. Buffers that differ are told of in the log, once.
+    What goes wrong in the making is raised on all of them.
     """
-    made: list[tuple[dict[str, Any], _Parts]] = []
+    made: list[dict[str, Any]] = []
 
-    def digests() -> tuple[str, str]:
-        state = make()
-        compared = ranks.size > 1 and ranks not in _TOLD
-        buffers = buffer_digests(state.get("model")) if compared else {}
-        made.append((state, _Parts(state.get("optim", {}).get("param_groups", []), buffers)))
-        return made[0][1].digests()
+    def groups() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = made[0].get("optim", {}).get("param_groups", [])
+        return found
 
-    def merge(found: Sequence[_Parts]) -> Sequence[tuple[list[dict[str, Any]], bool]]:
-        names = differing([parts.buffers for parts in found])
-        if names:
-            say(names)
-        return everyone((merged([parts.groups for parts in found]), bool(names)), ranks.size)
+    def digest() -> str:
+        made.append(make())
+        return hex_digest(repr([group["params"] for group in groups()]).encode())
 
-    differ = ranks.exchange(digests, lambda found: everyone(_differ(found), ranks.size))
-    state, parts = made[0]
-    if any(differ):
-        groups, told = ranks.exchange(lambda: parts, merge)
-        if told:
-            _TOLD.add(ranks)
-        if differ[0]:
-            state["optim"] = {**state.get("optim", {"state": {}}), "param_groups": groups}
-    return state
-
-
-def _differ(found: Sequence[tuple[str, str]]) -> tuple[bool, bool]:
-    groups, buffers = ({digests[which] for digests in found} for which in (0, 1))
-    return len(groups) > 1, len(buffers) > 1
+    differ = ranks.exchange(digest, lambda found: everyone(len(set(found)) > 1, ranks.size))
+    if differ:
+        every = ranks.exchange(groups, lambda found: everyone(merged(found), ranks.size))
+        made[0]["optim"] = {**made[0].get("optim", {"state": {}}), "param_groups": every}
+    return made[0]
 
 
 def find(

@@ -98,7 +98,7 @@ def test_statistics_that_differ_are_those_of_one_rank_whole(ranks: Pool, path: P
 def save_some_keys(rank: int, size: int, path: Path) -> Any:
     state: dict[str, Any] = {"everywhere": numbers("e", 50), f"only {rank}": numbers(f"o{rank}", 20 + rank)}
     if rank >= 2:
-        state |= {"upper": torch.full((30,), float(rank)), "said": f"by {rank}", "nest": {str(rank): rank, "x": [rank]}}
+        state |= {"upper": torch.full((30,), rank), "said": f"by {rank}", "nest": {str(rank): rank, "x": [rank]}}
     store = casckpt.open(path)
     ckpt = store.save(state, run="a", step=1, attachments={"note": str(rank).encode()})
     return ckpt.id, store.read_attachment(ckpt, "note"), store.load(emptied(state), ckpt).unread_keys
@@ -228,7 +228,7 @@ def save_behind(rank: int, size: int, path: Path) -> Any:
     for step in range(3):
         futures.append(store.save_async(state, run="a", step=step))
         state["w"].to_local().add_(1)
-    front = store.save({"x": torch.full((9,), float(rank))}, run="b", step=0)
+    front = store.save({"x": torch.full((9,), rank)}, run="b", step=0)
     bad = store.save_async({"x": casckpt.Shard(torch.zeros(1), (5,), flat=(rank, rank + 1))}, run="c", step=0)
     return [future.result().id for future in futures], front.id, outcome_of(bad.result)
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -238,6 +239,23 @@ def test_a_strategy_is_called_by_itself(tmp_path: Path, ranks: Pool, wrapped: bo
     files = ["casckpt.json"]
     wanted = [[[0, 0], {"w": [0, 0]}, files], [[1, 1], {"w": [1, 1]}, files]]
     assert ranks.run(2, called_by_itself, tmp_path, wrapped) == wanted
+
+
+def with_replicas_that_differ(rank: int, size: int, path: Path) -> list[str]:
+    core()
+    outcomes = []
+    for step, check in enumerate(("sample", "raise", "off")):
+        part = megatron.ShardedTensor.from_rank_offsets("w", torch.full((20,), 1.0 + rank), replica_id=rank)
+        strategy = megatron.CasSaveShardedStrategy(path / "store", run="a", check_replicas=check)  # type: ignore[arg-type]
+        outcomes.append(str(outcome_of(partial(strategy.save, {"w": part}, path / f"iter_{step}"))))
+    return outcomes
+
+
+def test_a_strategy_compares_replicas_as_it_is_told(tmp_path: Path, ranks: Pool) -> None:
+    for sampled, whole, _ in ranks.run(2, with_replicas_that_differ, tmp_path):
+        assert "'w' differs between ranks 0 and 1" in sampled
+        assert "'w' differs between ranks 0 and 1" in whole
+    assert casckpt.open(tmp_path / "store").read("a@2")["w"].tolist() == [1.0] * 20
 
 
 COMMON = {"iteration": 9, "args": Namespace(lr=0.1)}

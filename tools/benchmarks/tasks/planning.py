@@ -86,7 +86,7 @@ def _layout(kind: str, ranks: int, tensors: int, rank: int) -> Any:
         itemsize=np.full(tensors, 4, dtype=np.int64),
         shared=np.ones(tensors, dtype=bool),
     )
-    return RankLayout(streams, list(range(tensors)), held, b"")
+    return RankLayout(streams, list(range(tensors)), held, b"", np.zeros(tensors, dtype=bool), {})
 
 
 def _save_plans(kind: str, ranks: int, tensors: int) -> list[Any]:

@@ -1,0 +1,64 @@
+"""Where a save looks at what several ranks hold whole. Pure.
+
+Ranks describe what they hold as in `casckpt.plan.writers`. All of them look at the same places of a row: these follow
+from its name and a seed that the ranks of a save have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from casckpt.format.columns import Ints
+from casckpt.plan.writers import HeldRegions, Words, WriteRanges
+
+RUNS: Final = 4
+"""So many runs of a row are looked at by each save."""
+MORE_RUNS: Final = 16
+"""And so many where samples differ: 64 values of float32, those of the first among them."""
+SLICES: Final = 64
+"""A rank reads this part of its own share again, of what others write."""
+
+
+def places(name: Words, seed: int, room: Ints, runs: int) -> Ints:
+    """Choose where ``runs`` runs of each row begin, a column a run: below ``room``. More runs begin with fewer ones."""
+    numbers = np.arange(1, runs + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = _mixed(name[:, None] ^ (numbers[None, :] + np.uint64(seed)))
+    return np.asarray(mixed % np.maximum(room, 1).astype(np.uint64)[:, None], np.int64)
+
+
+def row_digests(words: Words) -> Words:
+    """A digest of each row of words: one of a sample, which nobody forges."""
+    odd = np.arange(1, words.shape[1] + 1, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)
+    return _mixed(_mixed(words ^ odd).sum(axis=1, dtype=np.uint64))
+
+
+def _mixed(words: Words) -> Words:
+    """Spread the bits of each word over all of it, as splitmix64 does."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def to_read_again(held: HeldRegions, duty: WriteRanges, counts: Ints, turn: int) -> Iterator[tuple[int, int, int]]:
+    """Choose (row, lo, hi) of the cells that others write, and that this rank reads in save number ``turn``.
+
+    ``counts``: the ranks that share out each row; 0 for one that is not shared out. A cell of a row that h ranks share
+    is chosen once in `SLICES` * (h - 1) turns.
+    """
+    first, end = held.lo // held.cell, -(-held.hi // held.cell)
+    idle = duty.lo == duty.hi
+    before = np.where(idle, end, duty.lo // held.cell) - first
+    after = np.where(idle, end, -(-duty.hi // held.cell))
+    for count in np.unique(counts[counts > 1]).tolist():
+        cells = np.where(counts == count, before + end - after, 0)
+        ends, period = np.cumsum(cells), SLICES * (count - 1)
+        numbers = np.arange(turn % period, int(ends[-1]), period)
+        rows = np.searchsorted(ends, numbers, side="right")
+        at = numbers - (ends - cells)[rows]
+        at = np.where(at < before[rows], first[rows] + at, after[rows] + at - before[rows])
+        lo = np.maximum(at * held.cell[rows], held.lo[rows])
+        hi = np.minimum((at + 1) * held.cell[rows], held.hi[rows])
+        yield from zip(rows.tolist(), lo.tolist(), hi.tolist(), strict=True)

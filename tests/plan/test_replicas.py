@@ -1,0 +1,89 @@
+"""Which ranks hold what, where each save looks at it, and which cells a rank reads again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from casckpt.plan.replicas import RUNS, SLICES, places, row_digests, to_read_again
+from casckpt.plan.writers import HeldRegions, Holders, plan_writers
+
+
+def held(names: list[int], *, length: int = 100, cell: int = 10, shared: bool = True) -> HeldRegions:
+    """Rows of one rank: one of each name, all of the same length."""
+    count = len(names)
+    full = np.full(count, length)
+    return HeldRegions(
+        np.array(names, np.uint64), np.zeros(count, np.uint64), np.zeros(count, np.int64), full,
+        np.full(count, cell), np.full(count, 4), np.full(count, shared),
+    )  # fmt: skip
+
+
+def test_rows_of_the_same_ranks_have_the_same_set() -> None:
+    sets = Holders([held([1, 2, 3]), held([2, 1]), held([2, 4])]).sets()
+    assert [(one > 0).tolist() for one in sets] == [[True, True, False], [True, True], [True, False]]
+    assert sets[0][0] == sets[1][1] != sets[0][1] == sets[1][0] == sets[2][0]
+
+
+def test_a_region_differs_where_any_holder_has_another_digest() -> None:
+    holders = Holders([held([1, 2, 3]), held([2, 1]), held([2, 4])])
+    digests = [np.array(one, np.uint64) for one in ([7, 5, 1], [5, 7], [5, 9])]
+    assert holders.differing(digests) == []
+    digests[2][0] = 6
+    assert holders.differing(digests) == [[(0, 1), (1, 0), (2, 0)]]
+
+
+def test_ranks_without_rows_differ_in_nothing() -> None:
+    assert Holders([held([]), held([])]).differing([np.zeros(0, np.uint64)] * 2) == []
+    assert [len(one) for one in Holders([held([]), held([])]).sets()] == [0, 0]
+
+
+def test_only_what_all_holders_share_out_is_read_again() -> None:
+    holders = Holders([held([1]), held([1], shared=False), held([2]), held([2])])
+    assert [one.tolist() for one in holders.shared()] == [[0], [0], [2], [2]]
+
+
+def test_places_differ_by_save_and_row_and_fewer_are_the_first_of_more() -> None:
+    names, room = np.array([1, 2], np.uint64), np.array([1000, 1])
+    few, more, later = (places(names, seed, room, runs) for seed, runs in ((5, RUNS), (5, 64), (6, RUNS)))
+    assert np.array_equal(few, more[:, :RUNS])
+    assert (more >= 0).all()
+    assert (more < room[:, None]).all()
+    assert not np.array_equal(few[0], later[0])
+    assert len(set(more[0].tolist())) > 32
+
+
+@given(st.integers(0, 7), st.integers(0, 63))
+def test_a_changed_bit_changes_the_digest_of_its_row_alone(word: int, bit: int) -> None:
+    words = np.arange(16, dtype=np.uint64).reshape(2, 8)
+    before = row_digests(words)
+    words[1, word] ^= np.uint64(1 << bit)
+    after = row_digests(words)
+    assert (before == after).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("lengths", [[100], [1000, 5, 33, 1]])
+def test_each_cell_of_another_rank_is_read_once_in_so_many_saves(ranks: int, lengths: list[int]) -> None:
+    rows = held(list(range(len(lengths))))
+    rows = HeldRegions(rows.name, rows.region, rows.lo, np.array(lengths), rows.cell, rows.itemsize, rows.shared)
+    duties = plan_writers([rows] * ranks)
+    counts = np.full(len(lengths), ranks)
+    for duty in duties:
+        read = [
+            (row, element)
+            for turn in range(SLICES * (ranks - 1))
+            for row, lo, hi in to_read_again(rows, duty, counts, turn + 12345)
+            for element in range(lo, hi)
+        ]
+        theirs = {(row, i) for row, n in enumerate(lengths) for i in range(n) if not duty.lo[row] <= i < duty.hi[row]}
+        assert sorted(read) == sorted(theirs)
+
+
+def test_a_save_reads_again_a_64th_of_the_share_of_a_rank() -> None:
+    rows = held([1], length=64 * 200)
+    duties = plan_writers([rows] * 2)
+    for turn in range(3):
+        assert len(list(to_read_again(rows, duties[0], np.array([2]), turn))) == 10
