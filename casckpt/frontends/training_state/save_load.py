@@ -105,7 +105,8 @@ def load_model_and_optim_state(
         allow_pickle=given.allow_pickle,
     )  # fmt: skip
     loading = TrainingStateLoad(stored, groups, given.strict, given.rename, given.ignore_mismatched)
-    ranks.exchange(lambda: loading.plan(as_model(model), as_optimizers(optim)), loading.check_unused)
+    loading.choose(ranks, lambda: as_model(model), given.unread)
+    ranks.exchange(lambda: loading.plan(as_optimizers(optim)), loading.check_unused)
     options |= {"ignore_mismatched": loading.ignored, "unread": "ignore", "rename": loading.saved_key}
     loaded = stored.store.load(loading.state, stored.checkpoint, **options)
     loaded = loading.install(loaded)
