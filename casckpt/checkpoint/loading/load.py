@@ -23,7 +23,7 @@ from casckpt.checkpoint.loading.contents import Contents
 from casckpt.checkpoint.loading.fit import Fit, warn_partly
 from casckpt.checkpoint.loading.load_plan import LoadOptions, LoadPlan
 from casckpt.checkpoint.loading.template import Template
-from casckpt.checkpoint.loading.unread import also_unread, on_all, tell, warn_moved
+from casckpt.checkpoint.loading.unread import also_unread, on_all, tell, that_hold, warn_moved
 from casckpt.checkpoint.ranks import Ranks, everyone
 from casckpt.errors import MissingKey, NotFound
 from casckpt.format.manifest import Manifest
@@ -111,7 +111,7 @@ def _load(repo: Repository, ranks: Ranks, state: Any, found: _Found, mine: LoadO
     def compare(planned: Sequence[tuple[Mapping[str, str], bool]]) -> Sequence[tuple[tuple[str, ...], bool]]:
         templates[-1].check_empty([empties for empties, _ in planned])
         warns, first = mine.unread == "warn", templates[-1]
-        own = [key for key in first.unread if key in first.per_rank]
+        own = [key for key in first.unread if key in first.per_rank and not that_hold(first.subtrees, [key])]
         asked = tuple(dict.fromkeys((*first.subtrees, *((*first.dropped, *own) if warns else ()))))
         return everyone((asked, warns and not all(is_full for _, is_full in planned)), ranks.size)
 
