@@ -90,9 +90,12 @@ def load_model_and_optim_state(
     ``ignore_mismatched``: fnmatch patterns of the model's names, as ``head.*``, that are left as they are where the
     checkpoint lacks them or has another shape (``mismatched_keys``); the optimizer's state for them, too. ``rename``:
     from a key of the model here, ``model.<name>``, to one of the checkpoint, as `Store.load` takes it; what was saved
-    of an optimizer goes with its parameter. ``unread``: "warn" (the default): whole subtrees that are left, other than
-    an optimizer's that was not asked for, are told of in the log; "ignore". ``options``: also ``cast`` (of the model),
-    ``verify``, ... as in `Store.load`.
+    of an optimizer goes with its parameter. The names of the model may stand at the top of the checkpoint; what has
+    none of its own is looked for by the name that it had before PEFT put adapters into the model. ``unread``: "warn"
+    (the default): the log says what is left of the model and of the checkpoint, other than an optimizer that was not
+    asked for, and a load that would fill nothing, or misses more than a tenth of the model by its names, raises
+    MissingKey with the ``rename`` that helps; "ignore". ``options``: also ``cast`` (of the model), ``verify``, ... as
+    in `Store.load`.
 
     Raises Conflict if ranks name different checkpoints, NotFound, MissingKey, Mismatch or InvalidInput before anything
     changes; Damaged or StorageError during the read, after which both are undefined; on every rank alike.

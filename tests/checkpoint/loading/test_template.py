@@ -177,7 +177,8 @@ def test_a_load_that_would_fill_nothing_raises_unless_that_is_meant(caplog: pyte
         store.load(state, f"{run}@1", strict=False)
     loaded = store.load(state, f"{run}@1", strict=False, unread="ignore")
     assert (loaded.missing_keys, loaded.unread_keys, loaded.unread_subtrees) == (("module.w",), ("w",), ())
-    assert (told(caplog), state["module.w"].sum()) == ([], 0)
+    assert told(caplog) == []
+    assert not state["module.w"].any()
     store.load(state, f"{run}@1", rename=rename_in(str(caught.value)))
     assert state["module.w"].eq(1).all()
 
