@@ -1421,8 +1421,8 @@ PLANTED = (
     Planted(
         "the reading of a checkpoint that fills less is taken",
         "casckpt/checkpoint/loading/fit.py",
-        "return len(bare.filled) > len(nested.filled)",
-        "return len(bare.filled) < len(nested.filled)",
+        "> (len(nested.filled), len(nested.misfits))",
+        "< (len(nested.filled), len(nested.misfits))",
         "tests/checkpoint/loading/test_fit.py tests/frontends/test_names_that_miss.py",
     ),
     Planted(

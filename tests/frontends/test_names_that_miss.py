@@ -137,6 +137,14 @@ def test_names_that_stand_twice_are_an_error_that_says_how_to_decide(load: Load)
     assert model.get_parameter("w").eq(1).all()
 
 
+@LOADS
+def test_weights_at_the_top_of_other_shapes_are_told_as_that(load: Load) -> None:
+    store = small()
+    store.save({name: torch.ones(3) for name in LLAMA}, step=1)
+    with pytest.raises(Mismatch, match=r"'model\.model\.norm\.w' has shape \[2\] here, but \[3\]"):
+        load(store, "default@1", model_of(LLAMA), strict=False)
+
+
 # adapters
 
 

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import torch
-
 from casckpt.checkpoint.arguments import Rename, renamer
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
@@ -263,9 +261,12 @@ def shape_of(value: Any) -> Shape | None:
 def memory_of(value: Any) -> tuple[int, int]:
     """What tells the memory that a tensor or shard has on this rank from others; where it has none, what tells it."""
     tensor = value.data if isinstance(value, Shard) else value
-    local = local_of(tensor) if isinstance(tensor, torch.Tensor) else None
-    at = 0 if local is None or not local.numel() else local.data_ptr()
-    return (at, 0 if local is None else local.numel()) if at else (0, id(value))
+    try:
+        local = local_of(tensor)
+        at, numel = local.data_ptr(), local.numel()
+    except (AttributeError, RuntimeError):  # no tensor, or one without memory of its own
+        return 0, id(value)
+    return (at, numel) if at and numel else (0, id(value))
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -286,4 +287,4 @@ def chosen(where: str, nested: Fit, bare: Fit) -> bool:
             'store.load({"model": model.state_dict()}, ref)',
             key=key,
         )
-    return len(bare.filled) > len(nested.filled)
+    return (len(bare.filled), len(bare.misfits)) > (len(nested.filled), len(nested.misfits))

@@ -75,6 +75,7 @@ class TrainingStateLoad:
         self.ignored: tuple[str, ...] = ()
         """For `Store.load`: patterns of keys that are left as they are where they do not fit. Known after `plan`."""
         self._bare = False
+        self._places: dict[bool, dict[str, str]] = {}
         self._warns, self._filled, self._said = True, "", list[str | None]()
         self._optimizers: list[_OptimizerPlan] = []
         self._absent: tuple[str, ...] = ()
@@ -119,8 +120,9 @@ class TrainingStateLoad:
         """How this rank's tensors fit: by name, or by the memory that they share with one that fits."""
         filled, unfilled, misfits = dict[str, str](), dict[str, Shape](), set[str]()
         manifest, values = self._stored.manifest, self._model.values
+        places = self._places[bare] = {name: self._where(name, bare=bare) for name in values}
         for name, value in values.items():
-            key, shape, saved = f"model.{name}", shape_of(value), self._where(name, bare=bare)
+            key, shape, saved = f"model.{name}", shape_of(value), places[name]
             entry = manifest.tensors.get(saved)
             if shape is None:
                 continue
@@ -191,11 +193,15 @@ class TrainingStateLoad:
 
     def saved_key(self, key: str) -> str:
         """For `Store.load`: where in the checkpoint the value for a key of ``state`` is. The optimizer's say that."""
-        return self._where(key.removeprefix("model."), bare=self._bare) if key.startswith("model.") else key
+        return self._place(key.removeprefix("model.")) if key.startswith("model.") else key
+
+    def _place(self, name: str) -> str:
+        """The key of the checkpoint for a name of the model."""
+        return self._places[self._bare].get(name) or self._where(name, bare=self._bare)
 
     def _saved_name(self, name: str) -> str:
         """Give what a name of the model's was when it was saved."""
-        saved = self._where(name, bare=self._bare)
+        saved = self._place(name)
         return saved if self._bare else saved.removeprefix("model.")
 
     def _unused_keys(self) -> list[str]:
