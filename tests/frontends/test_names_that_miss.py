@@ -296,7 +296,7 @@ NAMES = st.lists(
 PREFIX = st.sampled_from(["", "", "model.", "module.", "net.", "base_model.model."])
 
 
-@ALL
+@pytest.mark.parametrize("load", [by_function, by_store])
 @settings(deadline=None)
 @given(names=NAMES, prefixes=st.tuples(PREFIX, PREFIX), bare=st.booleans(), data=st.data())
 def test_no_load_is_silent(load: Load, names: list[str], prefixes: tuple[str, str], bare: bool, data: Any) -> None:
