@@ -24,13 +24,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, 
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import casckpt
-from casckpt.errors import Damaged, ForgottenWarning, InvalidInput, Mismatch, NotFound, StorageError
+from casckpt.errors import Damaged, ForgottenWarning, InvalidInput, Mismatch, MissingKey, NotFound, StorageError
 from casckpt.format.sections.index import TENSOR
 from casckpt.frontends.dcp import PickleFreeLoadPlanner, PickleFreeSavePlanner, StorageReader, StorageWriter
 from casckpt.repository import manifests
 from tests.support.dcp import causes, failure, load, save, zeros
 from tests.support.exact import same
 from tests.support.faulty import corrupt
+from tests.support.renames import rename_in
 from tests.support.together import numbers, watched
 from tests.support.training import Network, identical, train
 
@@ -233,6 +234,30 @@ def test_a_partial_load_leaves_what_is_missing(store: Store) -> None:
         load(dict(state), StorageReader(store, "default@1"))
     load(state, StorageReader(store, "default@1"), planner=DefaultLoadPlanner(allow_partial_load=True))
     assert [value.tolist() for value in state.values()] == [[1, 1], [3, 3]]
+
+
+def test_a_partial_load_that_misses_its_tensors_by_their_names_fails(store: Store) -> None:
+    save({"a": torch.ones(2), "b": torch.ones(2)}, StorageWriter(store, step=1))
+    state = {"model.a": torch.zeros(2), "model.b": torch.zeros(2)}
+
+    def by(**options: Any) -> None:
+        reader = StorageReader(store, "default@1", **options)
+        load(state, reader, planner=DefaultLoadPlanner(allow_partial_load=True))
+
+    error = causes(failure(by))[0]
+    assert isinstance(error, MissingKey)
+    assert "would fill 0 of 2 tensors from default@1" in str(error)
+    assert rename_in(str(error)) == {r"model\.(.*)": r"\1"}
+    by(unread="ignore")
+    assert not any(value.any() for value in state.values())
+
+
+def test_a_partial_load_says_how_many_tensors_it_filled(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    save({"a": torch.ones(2)}, StorageWriter(store, step=1))
+    state = {"a": torch.zeros(2), "new": torch.zeros(2)}
+    with caplog.at_level(logging.WARNING):
+        load(state, StorageReader(store, "default@1"), planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert "filled 1 of 2 tensors from default@1; 'new' stay as they are." in caplog.messages
 
 
 def test_checkpoint_id_names_the_place(store: Store) -> None:

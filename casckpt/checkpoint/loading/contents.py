@@ -20,12 +20,17 @@ class Contents:
         self.manifest = manifest
         self.numbers: dict[tuple[str, str, int], int] = {}
         self.objects: dict[str, StoredObject] = {}
-        self._ranks: dict[tuple[str, str, int], int | None] = {}
+        self.per_rank: dict[str, list[int]] = {}
+        """The ranks that saved a value of their own, by key."""
         for number, entry in enumerate(manifest.entries):
             name = (entry.kind, entry.key, entry.index)
             if name not in self.numbers or entry.rank == rank:
                 self.numbers[name] = number
+            if entry.rank is not None and entry.kind == TENSOR:
+                self.per_rank.setdefault(entry.key, []).append(entry.rank)
         for one in manifest.objects:
+            if one.rank is not None:
+                self.per_rank.setdefault(one.key, []).append(one.rank)
             if one.key not in self.objects or one.rank == rank:
                 self.objects[one.key] = one
 

@@ -20,9 +20,10 @@ from casckpt.checkpoint.arguments import matches, usable_patterns
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.handle import Checkpoint, Frames
 from casckpt.checkpoint.loading.contents import Contents
+from casckpt.checkpoint.loading.fit import Fit, warn_partly
 from casckpt.checkpoint.loading.load_plan import LoadOptions, LoadPlan
 from casckpt.checkpoint.loading.template import Template
-from casckpt.checkpoint.loading.unread import also_unread, on_all, tell
+from casckpt.checkpoint.loading.unread import also_unread, on_all, tell, that_hold, warn_moved
 from casckpt.checkpoint.ranks import Ranks, everyone
 from casckpt.errors import MissingKey, NotFound
 from casckpt.format.manifest import Manifest
@@ -102,27 +103,38 @@ def _load(repo: Repository, ranks: Ranks, state: Any, found: _Found, mine: LoadO
         templates.append(Template(manifest, mine))
         templates[-1].plan(state)
 
-    def plan() -> Mapping[str, str]:
+    def plan() -> tuple[Mapping[str, str], bool]:
         found.home.check(repo)
         manifests.use(repo, commit, plan_by)
-        return templates[-1].empties
+        return templates[-1].empties, templates[-1].fit.is_full
 
-    def compare(empties: Sequence[Mapping[str, str]]) -> Sequence[tuple[str, ...]]:
-        templates[-1].check_empty(empties)
-        return everyone(templates[-1].subtrees, ranks.size)
+    def compare(planned: Sequence[tuple[Mapping[str, str], bool]]) -> Sequence[tuple[tuple[str, ...], bool]]:
+        templates[-1].check_empty([empties for empties, _ in planned])
+        warns, first = mine.unread == "warn", templates[-1]
+        own = [key for key in first.unread if key in first.per_rank and not that_hold(first.subtrees, [key])]
+        asked = tuple(dict.fromkeys((*first.subtrees, *((*first.dropped, *own) if warns else ()))))
+        return everyone((asked, warns and not all(is_full for _, is_full in planned)), ranks.size)
 
-    asked = ranks.exchange(plan, compare)
+    def check(fits: Sequence[Fit]) -> Sequence[str | None]:
+        return everyone(template.check_fit(fits), ranks.size)
+
+    asked, partly = ranks.exchange(plan, compare)
     template = templates[-1]
+    said = ranks.exchange(lambda: template.fit, check) if partly else None
 
     def run() -> list[bool]:
         template.run(repo, state)
-        return also_unread(asked, template.subtrees)
+        return also_unread(asked, (*template.subtrees, *template.unread))
 
     def finish(left: Sequence[list[bool]]) -> Sequence[tuple[str, ...]]:
-        subtrees = on_all(asked, left)
+        unread = on_all(asked, left)
         if mine.unread == "warn":
-            tell(commit.run, commit.step, subtrees, 'pass unread="ignore"')
-        return everyone(subtrees, ranks.size)
+            tell(commit.run, commit.step, unread, 'pass unread="ignore"')
+            warn_partly(commit.id, said, template.missing)
+            read = {key: held for key, held in template.per_rank.items() if key not in template.unread}
+            warn_moved(commit.run, commit.step, read, ranks.size)
+        subtrees = frozenset(template.subtrees)
+        return everyone(tuple(key for key in unread if key in subtrees), ranks.size)
 
     subtrees = ranks.exchange(run, finish)
     return Loaded(commit, template.missing, template.mismatched, template.unread, subtrees, template.frames)

@@ -10,8 +10,9 @@ from casckpt.checkpoint.arguments import matches, renamer
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.handle import Frames
 from casckpt.checkpoint.loading.contents import Contents
+from casckpt.checkpoint.loading.fit import Fit, check_fit, merged, missed_pairs, rename_hint, saved_shapes, shape_of
 from casckpt.checkpoint.loading.load_plan import LoadOptions, LoadPlan
-from casckpt.checkpoint.loading.unread import EVERYTHING, unread_subtrees
+from casckpt.checkpoint.loading.unread import EVERYTHING, is_generator, left_unread
 from casckpt.errors import Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.blobs import BlobRef
@@ -27,7 +28,8 @@ class Template:
 
     ``missing``: keys of the template that the checkpoint lacks. ``mismatched``: those that were left as they are
     because they did not fit. ``unread``: keys of the checkpoint that it does not name; ``subtrees``: whole containers
-    of these. ``empties``: its empty mappings where the checkpoint has something, with a key of that.
+    of these; ``dropped``: single ones beside what is read. ``fit``: how its tensors fit, known where some are not
+    filled. ``empties``: its empty mappings where the checkpoint has something, with a key of that.
     """
 
     def __init__(self, manifest: Manifest, options: LoadOptions) -> None:
@@ -37,7 +39,9 @@ class Template:
         self.mismatched: tuple[str, ...] = ()
         self.unread: tuple[str, ...] = ()
         self.subtrees: tuple[str, ...] = ()
+        self.dropped: tuple[str, ...] = ()
         self.empties: dict[str, str] = {}
+        self.fit = Fit()
 
     @collecting_later()
     def plan(self, state: Any) -> None:
@@ -49,10 +53,13 @@ class Template:
         errors, lacking = self._add(flat, names)
         for key, of_optimizer in _empty_mappings(flat.tree, ()):
             self._look_below(key, name_of(key), flat, of_optimizer=of_optimizer)
-        self.missing = tuple(leaf.key for leaf in lacking if not self._plan.fills(leaf))
+        lacking = [leaf for leaf in lacking if not self._plan.fills(leaf)]
+        self.missing = tuple(leaf.key for leaf in lacking)
+        if self.missing or self.mismatched:
+            self.fit = self._fit(flat, names)
         contents = self._plan.contents
         self.unread = tuple(key for key in contents.keys() if key not in self._plan.named)  # noqa: SIM118 - no mapping
-        self.subtrees = unread_subtrees(contents.tree, self.unread) if self.unread else ()
+        self.subtrees, self.dropped = left_unread(contents.tree, self.unread)
         if errors:
             raise self._misfits(errors)
         needed = [key for key in self.missing if not matches(key, options.ignore_mismatched or ())]
@@ -74,6 +81,23 @@ class Template:
                     errors.append(error)
         self.mismatched = tuple(left)
         return errors, lacking
+
+    def _fit(self, flat: FlatState, names: Mapping[str, str]) -> Fit:
+        """How the tensors of the template fit."""
+        left = frozenset((*self.missing, *self.mismatched))
+        tensors = [key for key, leaf in flat.leaves.items() if leaf.is_tensor]
+        unfilled = {key: shape_of(flat.leaves[key].value) or () for key in tensors if key in left}
+        return Fit({key: names[key] for key in tensors if key not in left}, unfilled)
+
+    def check_fit(self, fits: Sequence[Fit]) -> str | None:
+        """On rank 0: what `check_fit` says of all ranks."""
+        saved = saved_shapes(self._plan.contents.manifest)
+        return check_fit(merged(fits), saved, self._where, self._plan.options.rename)
+
+    @property
+    def per_rank(self) -> dict[str, list[int]]:
+        """The ranks that saved a value of their own, by key; random generators aside, which are seeded anew."""
+        return {key: ranks for key, ranks in self._plan.contents.per_rank.items() if not is_generator(key)}
 
     def _look_below(self, key: str, name: str, flat: FlatState, *, of_optimizer: bool) -> None:
         """An empty mapping of the template: filled if it is where a fresh optimizer will have its state."""
@@ -120,9 +144,13 @@ class Template:
         hint = f" Did you mean {near[0]!r}?" if near else ""
         if near == [names[needed[0]]]:
             hint = f" That is, not any more: {self._plan.contents.manifest.left_out}."
+        filled, rename = self.fit.filled, self._plan.options.rename
+        saved = saved_shapes(self._plan.contents.manifest)
+        unread = {key: saved[key] for key in saved.keys() - set(filled.values())}
+        mapped = rename_hint(missed_pairs(self.fit.unfilled, unread), filled, rename)
         return MissingKey(
             f"{self._where} lacks {_listed([names[key] for key in needed])}.{hint} Pass strict=False to leave them "
-            "as they are, or rename= to map them",
+            f"as they are, or rename= to map them{f': {mapped}' if mapped else ''}",
             keys=tuple(needed),
         )
 

@@ -19,7 +19,8 @@ from torch.futures import Future
 
 from casckpt.checkpoint.handle import Checkpoint, warn_if_forgotten
 from casckpt.checkpoint.loading.download import Download, StreamRequest
-from casckpt.checkpoint.loading.load_plan import LoadOptions
+from casckpt.checkpoint.loading.fit import Fit, check_fit, saved_shapes, shape_of, warn_partly
+from casckpt.checkpoint.loading.load_plan import LoadOptions, Unread
 from casckpt.checkpoint.loading.tied import Tied
 from casckpt.checkpoint.ranks import this_rank
 from casckpt.errors import Conflict, Damaged, InvalidInput, Mismatch, NotFound
@@ -64,7 +65,8 @@ class StorageReader(Protocol):
     `casckpt.frontends.dcp.ids`. ``run``: of a ``checkpoint_id`` that is a step alone. ``verify``: compare every cell
     read with its digest. ``cast``: convert dtypes, as DCP does (with a line in the log); else another dtype is a
     Mismatch. ``allow_pickle``: hand over values that only a pickle could hold, to a planner that then runs what is in
-    them.
+    them. ``unread``: a planner with allow_partial_load that fills nothing, or of whose tensors more than a tenth
+    stand in the checkpoint under other names, is a MissingKey on its rank; "ignore" leaves them as they are.
 
     A load raises DCP's CheckpointException, on every rank: with Damaged, naming key, blob and checkpoints, Mismatch,
     StorageError. After an error during the read the contents of the state are undefined.
@@ -81,6 +83,7 @@ class StorageReader(Protocol):
         allow_pickle: bool = False,
         threads: int | None = None,
         progress: Shown | None = None,
+        unread: Unread = "warn",
     ) -> None:
         """See the class."""
         super().__init__()
@@ -89,7 +92,8 @@ class StorageReader(Protocol):
         self._ref = ref if ref is None or isinstance(ref, Checkpoint) else reference_of(ref, None)
         self._load_id = str(uuid4())
         self._threads = usable_threads(threads)
-        self._options = LoadOptions(verify=verify, cast=cast, allow_pickle=allow_pickle, threads=self._threads)
+        options = LoadOptions(verify=verify, cast=cast, allow_pickle=allow_pickle, threads=threads, unread=unread)
+        self._options = options.checked()
         self._shown = progress
         self._failed: Exception | None = None
         self._absent = False  # there is no such checkpoint of all ranks
@@ -133,6 +137,7 @@ class StorageReader(Protocol):
         options = replace(self._options, rank=this_rank() if rank is None else rank)
         self._opened = Opened(self._store, checkpoint, options)
         metadata = self._opened.metadata()
+        self._known = frozenset(metadata.state_dict_metadata)
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self._load_id
         return metadata
@@ -182,6 +187,7 @@ class StorageReader(Protocol):
         """Fill what the planner resolves. It is done when this returns, so no failure can hide in the future."""
         ranks = plan.storage_data.ranks if isinstance(plan.storage_data, _Seen) else 1
         self._now.check_complete(plan, planner)
+        self._check_fit(planner)
         self._read_values([item for item in plan.items if item.type == LoadItemType.BYTE_IO], planner)
         repo, verify, progress = self._store.repository, self._options.verify, Progress(self._shown).of(None)
         download = Download(repo, self._now.manifest, verify, self._threads, progress, ranks)
@@ -192,6 +198,18 @@ class StorageReader(Protocol):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _check_fit(self, planner: LoadPlanner) -> None:
+        """Before anything changes on this rank; of others it does not know."""
+        if self._options.unread == "ignore" or not isinstance(planner, DefaultLoadPlanner):
+            return
+        saved = saved_shapes(self._now.manifest)
+        wanted = {key: shape for key, value in planner.state_dict.items() if (shape := shape_of(value)) is not None}
+        filled = {key: key for key in wanted if key in self._known}
+        fit = Fit(filled, {key: shape for key, shape in wanted.items() if key not in filled})
+        where = f"{self._now.checkpoint.run}@{self._now.checkpoint.step}"
+        said = check_fit(fit, saved, where, way="name keys so, or use store.load with")
+        warn_partly(self._now.checkpoint.id, said, list(fit.unfilled))
 
     @property
     def _now(self) -> Opened:

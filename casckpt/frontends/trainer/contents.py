@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from torch import nn
 from torch.optim import Optimizer
 
 from casckpt.checkpoint.arguments import Rename, renamer
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.load_plan import MatchArguments, RankArguments, Unread
-from casckpt.checkpoint.loading.unread import is_within, tell
+from casckpt.checkpoint.loading.unread import is_generator, is_within, tell, warn_moved
 from casckpt.checkpoint.ranks import Ranks
 from casckpt.errors import InvalidInput, Mismatch, NotFound
 from casckpt.format.tree import children
 from casckpt.format.tree import find as find_node
-from casckpt.frontends.training_state.loading import TrainingStateLoad, Unused, normal_tensors
+from casckpt.frontends.training_state.loading import TrainingStateLoad, normal_tensors
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
 from casckpt.frontends.training_state.save_load import state_of
 from casckpt.frontends.training_state.stored import GROUPS, StoredGroups, StoredTraining
@@ -151,7 +152,9 @@ class Restoring:
                     stored.where, stored.at_the_top(),
                 )  # fmt: skip
         if self._ranks.rank == 0 and self._wanted.unread == "warn":
-            tell(loaded.run, loaded.step, self._left(loaded.unread_subtrees, has_train=bool(train)), _MEANT)
+            if not isinstance(model, TrainModule) or self._unread_of_module == "ignore":
+                tell(loaded.run, loaded.step, self._left(loaded.unread_subtrees, has_train=bool(train)), _MEANT)
+            warn_moved(loaded.run, loaded.step, _parts_of(stored) if train else {}, self._ranks.size)
         return loaded, next(iter(state[TRAIN].values())) if train else None
 
     @normal_tensors()
@@ -202,11 +205,12 @@ class Restoring:
         train: dict[str, Any],
     ) -> tuple[dict[str, Any], Checkpoint]:
 
-        def plan() -> Unused:
+        def make() -> nn.Module:
             self._check_there(stored, stored.has_optimizer)
-            return loading.plan(as_model(model), optims)
+            return as_model(model)
 
-        self._ranks.exchange(plan, loading.check_unused)
+        loading.choose(self._ranks, make, self._wanted.unread)
+        self._ranks.exchange(lambda: loading.plan(optims), loading.check_unused)
         loading.state.update(train)
         loaded = self._fill(stored, loading.state, loading.saved_key, loading.ignored)
         return loading.state, loading.install(loaded)
@@ -227,19 +231,30 @@ class Restoring:
 
         self._ranks.exchange(make, lambda done: done)
         state = made[0] | train
-        filled = self._fill(stored, state, self._saved_key, self._wanted.ignore_mismatched)
+        filled = self._fill(stored, state, self._saved_key, self._wanted.ignore_mismatched, self._unread_of_module)
         loaded = {key: value for key, value in state.items() if key != TRAIN}
         self._ranks.exchange(lambda: bool(model.load_state_dict(loaded)), lambda done: done)
         return state, filled
 
+    @property
+    def _unread_of_module(self) -> Unread:
+        """`Store.load` says what is left, unless the caller wants a part alone."""
+        meant = self._wanted.optim is False or self._wanted.train is False
+        return "ignore" if meant else self._wanted.unread
+
     def _fill(
-        self, stored: StoredTraining, state: dict[str, Any], rename: Rename, ignored: Sequence[str] | None
+        self,
+        stored: StoredTraining,
+        state: dict[str, Any],
+        rename: Rename,
+        ignored: Sequence[str] | None,
+        unread: Unread = "ignore",
     ) -> Checkpoint:
         ref = stored.checkpoint
         match: MatchArguments = {"rename": rename, "strict": self._wanted.strict, "ignore_mismatched": ignored}
         if self._wanted.pre_download:
             self._ranks.exchange(lambda: self._store.pre_download(ref, state, **match), lambda done: done)
-        return self._store.load(state, ref, unread="ignore", cast=self._wanted.cast, **match, **self._options)
+        return self._store.load(state, ref, unread=unread, cast=self._wanted.cast, **match, **self._options)
 
 
 def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Mapping[str, Any]:
@@ -253,6 +268,17 @@ def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Ma
 
 def _has_optimizer(stored: StoredTraining) -> bool:
     return bool(stored.keys_below(OPTIM))
+
+
+def _parts_of(stored: StoredTraining) -> dict[str, list[int]]:
+    """The ranks that saved each part of a train state, but for random generators."""
+    found: dict[str, list[int]] = {}
+    for rank in _ranks_of(stored):
+        node = find_node(decode_tree(stored.manifest.body.tree), f"{TRAIN}.{rank}")
+        for part, _ in () if node is None else children(node):
+            if not is_generator(str(part)):
+                found.setdefault(f"{TRAIN}.{part}", []).append(rank)
+    return found
 
 
 def _ranks_of(stored: StoredTraining) -> list[int]:

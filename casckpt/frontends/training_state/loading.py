@@ -15,9 +15,24 @@ from torch.optim import Optimizer
 
 from casckpt.checkpoint.arguments import Rename, matches, renamer, usable_patterns
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.loading.load_plan import new_empty
+from casckpt.checkpoint.loading.fit import (
+    Fit,
+    check_fit,
+    check_no_adapters,
+    chosen,
+    is_adapter,
+    log,
+    memory_of,
+    merged,
+    name_without_adapters,
+    shape_of,
+    warn_partly,
+)
+from casckpt.checkpoint.loading.load_plan import Unread, new_empty
 from casckpt.checkpoint.loading.unread import that_hold
+from casckpt.checkpoint.ranks import Ranks, everyone
 from casckpt.errors import Mismatch
+from casckpt.format.regions import Shape
 from casckpt.format.sections.index import StreamEntry
 from casckpt.format.tree import Element, Node, children
 from casckpt.frontends.training_state.flat import flat_parts
@@ -63,7 +78,8 @@ class TrainingStateLoad:
     ``rename``: from a key of the model, ``model.<name>``, to one of the checkpoint; its optimizer's state goes along.
     ``ignore_mismatched``: patterns of names of the model, or of keys; what does not fit there is left as it is.
     ``cast``: convert; state that was saved in the dtype of its saved parameter gets that of the parameter here.
-    A checkpoint of weights at its top, as an import of safetensors files makes it, is one of a model.
+    Weights at the top of a checkpoint, as an import of safetensors files has them, are those of a model, too: where the
+    layout does not tell, `choose` takes the reading that fills more.
     """
 
     def __init__(
@@ -81,16 +97,88 @@ class TrainingStateLoad:
         self._ignore_mismatched, self._cast = ignore_mismatched, cast
         self.ignored: tuple[str, ...] = ()
         """For `Store.load`: patterns of keys that are left as they are where they do not fit. Known after `plan`."""
-        self._bare = groups is None and not stored.keys_below("model")
+        self._bare = False
+        self._places: dict[bool, dict[str, str]] = {}
+        self._warns, self._filled, self._said = True, "", list[str | None]()
         self._optimizers: list[_OptimizerPlan] = []
         self._absent: tuple[str, ...] = ()
 
-    def plan(self, model: nn.Module, optims: Sequence[Optimizer] = ()) -> Unused:
+    def choose(self, ranks: Ranks, make: Callable[[], nn.Module], unread: Unread) -> None:
+        """Find out where the model's tensors stand. Every rank calls it, before `plan`.
+
+        ``make``: gives the model; what it raises is raised on all ranks. Unless ``unread`` is "ignore", raises what
+        `check_fit` does; InvalidInput where two readings fill as many.
+        """
+        self._warns = unread == "warn"
+        fits: list[Fit] = []
+
+        def measure() -> list[bool]:
+            given = usable_patterns(self._ignore_mismatched, "ignore_mismatched") or ()
+            self.ignored = (*given, *(f"model.{pattern}" for pattern in given))
+            self._saved_key = renamer(self._rename)
+            self._module = make()
+            self._model = ModelTemplate(self._module, strict=self._strict)
+            fits[:] = [self._fit(bare=bare) for bare in ((False,) if self._stored.is_nested else (False, True))]
+            return [fit.is_full for fit in fits]
+
+        def settled(found: Sequence[list[bool]]) -> Sequence[bool | None]:
+            full = [all(flags) for flags in zip(*found, strict=True)]
+            return everyone(full.index(True) == 1 if full.count(True) == 1 else None, ranks.size)
+
+        def decide(found: Sequence[list[Fit]]) -> Sequence[bool]:
+            readings = [merged(of_ranks) for of_ranks in zip(*found, strict=True)]
+            where = self._stored.where
+            bare = len(readings) > 1 and chosen(where, *readings)
+            if self._warns:
+                self._said.append(check_fit(readings[bare], self._stored.weights(), where, self._rename))
+            return everyone(bare, ranks.size)
+
+        bare = ranks.exchange(measure, settled)
+        self._bare = ranks.exchange(lambda: fits, decide) if bare is None else bare
+        if ranks.rank == 0 and bare is not None:
+            count = fits[bare].count
+            self._filled = f"{count} of {count}" if ranks.size == 1 else "all"
+
+    def _fit(self, *, bare: bool) -> Fit:
+        """How this rank's tensors fit: by name, or by the memory that they share with one that fits."""
+        filled, unfilled, misfits = dict[str, str](), dict[str, Shape](), set[str]()
+        manifest, values = self._stored.manifest, self._model.values
+        places = self._places[bare] = {name: self._where(name, bare=bare) for name in values}
+        for name, value in values.items():
+            key, shape, saved = f"model.{name}", shape_of(value), places[name]
+            entry = manifest.tensors.get(saved)
+            if shape is None:
+                continue
+            if entry is not None and entry.shape == shape and not manifest.lacks(entry):
+                filled[key] = saved
+            elif entry is None or entry.shape == shape or self._is_ignored(name):
+                unfilled[key] = shape
+            else:
+                misfits.add(key)
+        if unfilled:
+            homes = {memory_of(values[key.removeprefix("model.")]): saved for key, saved in filled.items()}
+            tied = {key: homes.get(memory_of(values[key.removeprefix("model.")])) for key in unfilled}
+            filled |= {key: saved for key, saved in tied.items() if saved is not None}
+        return Fit(filled, {key: shape for key, shape in unfilled.items() if key not in filled}, frozenset(misfits))
+
+    def _where(self, name: str, *, bare: bool) -> str:
+        """The key of the checkpoint for a name of the model, in one of the two readings."""
+        saved = self._key_in(f"model.{name}", bare=bare)
+        entries = self._stored.manifest.tensors
+        if saved in entries or (plain := name_without_adapters(name)) == name:
+            return saved
+        base = self._key_in(f"model.{plain}", bare=bare)
+        return base if base in entries else saved
+
+    def _key_in(self, key: str, *, bare: bool) -> str:
+        """What ``rename`` makes of a key; the key of a checkpoint that it gives in full is taken as it is."""
+        saved = self._saved_key(key)
+        if not bare or (saved != key and saved in self._stored.manifest.tensors):
+            return saved
+        return saved.removeprefix("model.")
+
+    def plan(self, optims: Sequence[Optimizer] = ()) -> Unused:
         """Check all that this rank can. Raises MissingKey, Mismatch or InvalidInput."""
-        given = usable_patterns(self._ignore_mismatched, "ignore_mismatched") or ()
-        self.ignored = (*given, *(f"model.{pattern}" for pattern in given))
-        self._model = ModelTemplate(model, strict=self._strict)
-        self._saved_key = renamer(self._rename)
         self._left = self._leave()
         for name in self._left:
             del self._model.values[name]
@@ -105,7 +193,14 @@ class TrainingStateLoad:
             groups = self._groups
             plans = [
                 _OptimizerPlan(
-                    self._stored, groups, model, optim, self._saved_name, new=new, strict=self._strict, cast=self._cast
+                    self._stored,
+                    groups,
+                    self._module,
+                    optim,
+                    self._saved_name,
+                    new=new,
+                    strict=self._strict,
+                    cast=self._cast,
                 )
                 for optim in optims
             ]
@@ -154,31 +249,37 @@ class TrainingStateLoad:
 
     def saved_key(self, key: str) -> str:
         """For `Store.load`: where in the checkpoint the value for a key of ``state`` is. The optimizer's say that."""
-        if not key.startswith("model."):
-            return key
-        saved = self._saved_key(key)
-        return saved.removeprefix("model.") if self._bare else saved
+        return self._place(key.removeprefix("model.")) if key.startswith("model.") else key
+
+    def _place(self, name: str) -> str:
+        """The key of the checkpoint for a name of the model."""
+        return self._places[self._bare].get(name) or self._where(name, bare=self._bare)
 
     def _saved_name(self, name: str) -> str:
         """Give what a name of the model's was when it was saved."""
-        return self._saved_key(f"model.{name}").removeprefix("model.")
+        saved = self._place(name)
+        return saved if self._bare else saved.removeprefix("model.")
 
     def _unused_keys(self) -> list[str]:
         """Saved names of the model's that it has not."""
         wanted = {self._saved_name(name): name for name in (*self._model.values, *self._left)}
         extra = tuple(f"{saved}." for saved, name in wanted.items() if is_extra_state(name))
         there = self._stored.bare_keys() if self._bare else self._stored.keys_below("model")
-        if self._bare and wanted.keys().isdisjoint(there):
-            return []  # no weights stand there: what is missing says more
         return [name for name in there if name not in wanted and not name.startswith(extra)]
 
     def check_unused(self, found: Sequence[Unused]) -> Sequence[None]:
         """On rank 0: raise Mismatch for names of the checkpoint that no rank has."""
+        names, where = on_no_rank([unused.model for unused in found]), self._stored.where
+        if self._warns and not any(map(is_adapter, self._model.values)):
+            adapters = [name for name in names if is_adapter(name)]
+            there = self._stored.weights()
+            check_no_adapters(adapters if len(adapters) == sum(map(is_adapter, there)) else [], where)
+        if names and self._strict:
+            what = f"the model in {where} has {listed(names)}, which this model has not"
+            raise Mismatch(f"{what}; pass strict=False to leave them out", keys=tuple(names))
+        if names and self._warns:
+            self._said.append(f"left out {listed(names)} of the model in {where}, which this model has not")
         if self._strict:
-            names, where = on_no_rank([unused.model for unused in found]), self._stored.where
-            if names:
-                what = f"the model in {where} has {listed(names)}, which this model has not"
-                raise Mismatch(f"{what}; pass strict=False to leave them out", keys=tuple(names))
             check_unused(on_no_rank([unused.optimizer for unused in found]), where)
         return [None] * len(found)
 
@@ -194,6 +295,10 @@ class TrainingStateLoad:
             known = (GROUPS, *(f"{STATE}.{name}" for plan in self._optimizers for name in plan.nothing_of))
             starts = tuple(f"{key}." for key in known)
             unread = tuple(key for key in unread if key not in known and not key.startswith(starts))
+        if self._filled:
+            log.info("filled %s tensors of the model from %s", self._filled, self._stored.where)
+        for said in self._said:
+            warn_partly(loaded.id, said, loaded.missing_keys)
         missing, subtrees = (*loaded.missing_keys, *self._absent), that_hold(loaded.unread_subtrees, unread)
         return replace(
             loaded, missing_keys=missing, mismatched_keys=mismatched, unread_keys=unread, unread_subtrees=subtrees

@@ -98,10 +98,13 @@ def load_model_and_optim_state(
     ``ignore_mismatched``: fnmatch patterns of the model's names, as ``head.*``, that are left as they are where the
     checkpoint lacks them or has another shape (``mismatched_keys``); the optimizer's state for them, too. ``rename``:
     from a key of the model here, ``model.<name>``, to one of the checkpoint, as `Store.load` takes it; what was saved
-    of an optimizer goes with its parameter. ``cast``: convert to the dtypes of the model; state that was saved in the
-    dtype of its parameter follows it, and all other state, and ``step``, stay as they were saved. ``unread``: "warn"
-    (the default): whole subtrees that are left, other than an optimizer's that was not asked for, are told of in the
-    log; "ignore". ``options``: also ``verify``, ... as in `Store.load`.
+    of an optimizer goes with its parameter. The names of the model may stand at the top of the checkpoint; what has
+    none of its own is looked for by the name that it had before PEFT put adapters into the model. ``cast``: convert to
+    the dtypes of the model; state that was saved in the dtype of its parameter follows it, and all other state, and
+    ``step``, stay as they were saved. ``unread``: "warn" (the default): the log says what is left of the model and of
+    the checkpoint, other than an optimizer that was not asked for, and a load that would fill nothing, or misses more
+    than a tenth of the model by its names, raises MissingKey with the ``rename`` that helps; "ignore". ``options``:
+    also ``verify``, ... as in `Store.load`.
 
     A module that saves keys which load_state_dict does not read (bitsandbytes' Linear4bit) is a Mismatch that names
     them, unless ``ignore_mismatched`` matches all names of the module: then it is left as it is.
@@ -117,7 +120,8 @@ def load_model_and_optim_state(
         allow_pickle=given.allow_pickle,
     )  # fmt: skip
     loading = TrainingStateLoad(stored, groups, given.strict, given.rename, given.ignore_mismatched, cast=given.cast)
-    ranks.exchange(lambda: loading.plan(as_model(model), as_optimizers(optim)), loading.check_unused)
+    loading.choose(ranks, lambda: as_model(model), given.unread)
+    ranks.exchange(lambda: loading.plan(as_optimizers(optim)), loading.check_unused)
     options |= {"ignore_mismatched": loading.ignored, "unread": "ignore", "rename": loading.saved_key}
     loaded = stored.store.load(loading.state, stored.checkpoint, **options)
     loaded = loading.install(loaded)

@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 from torch.optim import ASGD, Optimizer
 
 from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.loading.fit import saved_shapes
 from casckpt.errors import Damaged, Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
-from casckpt.format.regions import whole
+from casckpt.format.regions import Shape, whole
 from casckpt.format.sections.index import StreamEntry
 from casckpt.format.tree import Element, Leaf, Node, children, find, join, leaves
 from casckpt.lazy import cached_property
@@ -22,6 +23,9 @@ from casckpt.tensors.state import decode_tree, inflate
 
 GROUPS = "optim.param_groups"
 STATE = "optim.state"
+
+_TOP = frozenset(("model", "optim", "train", "lightning", "transformers"))
+"""What front ends of casckpt save at the top of a checkpoint."""
 
 _STEP_NAMES = frozenset(("step", "mu_product"))
 
@@ -59,9 +63,20 @@ class StoredTraining:
         keys = (join(path) for path, _ in leaves(self._tree))
         return [key.removeprefix(start) for key in keys if key.startswith(start)]
 
+    @property
+    def is_nested(self) -> bool:
+        """Whether it is laid out as front ends of casckpt do it: a container "model", beside others of theirs only."""
+        top = dict(children(self._tree))
+        return not isinstance(top.get("model", 0), int) and _TOP.issuperset(map(str, top))
+
     def bare_keys(self) -> list[str]:
         """The keys of tensors at the top, and below what stands there, but for those of an optimizer and its like."""
         return [key for key in self.manifest.tensors if not key.startswith(("optim.", "train."))]
+
+    def weights(self) -> dict[str, Shape]:
+        """The shapes of the tensors that may be of a model, by key."""
+        shapes = saved_shapes(self.manifest)
+        return {key: shapes[key] for key in self.bare_keys() if key in shapes}
 
     def at_the_top(self) -> str:
         """The names at the top of it, for a message."""

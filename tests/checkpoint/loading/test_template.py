@@ -15,6 +15,7 @@ from torch import nn
 import casckpt
 from casckpt.checkpoint.loading.unread import EVERYTHING, also_unread, on_all, tell
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
+from tests.support.renames import rename_in
 from tests.support.saves import same_state, small, small_folder
 from tests.support.tensors import same
 from tests.support.training import Network, identical, train
@@ -168,20 +169,50 @@ def test_whole_subtrees_that_are_left_are_told_once(caplog: pytest.LogCaptureFix
     assert len(told(caplog)) == 1
 
 
-def test_where_nothing_is_read_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_load_that_would_fill_nothing_raises_unless_that_is_meant(caplog: pytest.LogCaptureFixture) -> None:
     store, run = small(), new_run()
     store.save({"w": torch.ones(2)}, run=run, step=1)
-    loaded = store.load({"module.w": torch.zeros(2)}, f"{run}@1", strict=False)
+    state = {"module.w": torch.zeros(2)}
+    with pytest.raises(MissingKey, match="fill 0 of 1 tensors") as caught:
+        store.load(state, f"{run}@1", strict=False)
+    loaded = store.load(state, f"{run}@1", strict=False, unread="ignore")
     assert (loaded.missing_keys, loaded.unread_keys, loaded.unread_subtrees) == (("module.w",), ("w",), ())
-    assert ["read nothing" in message for message in told(caplog)] == [True]
+    assert told(caplog) == []
+    assert not state["module.w"].any()
+    store.load(state, f"{run}@1", rename=rename_in(str(caught.value)))
+    assert state["module.w"].eq(1).all()
 
 
-def test_nothing_is_told_where_all_is_read_or_single_keys_are_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_over_missing_keys_shows_the_rename_that_loads_them() -> None:
+    store = small()
+    store.save({"model": {"body.w": torch.ones(2), "head.w": torch.ones(3)}}, step=1)
+    state = {"model": {"body.w": torch.zeros(2), "net.head.w": torch.zeros(3)}}
+    with pytest.raises(MissingKey, match=r"lacks 'model\.net\.head\.w'") as caught:
+        store.load(state, "default@1")
+    store.load(state, "default@1", rename=rename_in(str(caught.value)))
+    assert all(value.eq(1).all() for value in state["model"].values())
+
+
+def test_leaves_that_a_container_dropped_are_told(caplog: pytest.LogCaptureFixture) -> None:
     store, run = small(), new_run()
-    store.save({"model": {"a": torch.ones(2), "b": torch.ones(2), "none": {}}, "epoch": 1}, run=run, step=1)
+    saved = {"counts": {"a": 1, "b": 2}, "deep": {"k": {"p": 1, "q": torch.ones(1)}}, "ints": {1: "x", 2: "y"}}
+    store.save({**saved, "epoch": 1, "lr": 0.5}, run=run, step=1)
+    state: dict[str, Any] = {"counts": {"a": 0}, "deep": {"k": {"p": 0}}, "ints": {1: ""}}
+    loaded = store.load(state, f"{run}@1")
+    assert set(loaded.unread_keys) == {"counts.b", "deep.k.q", "ints.2", "epoch", "lr"}
+    assert loaded.unread_subtrees == ()
+    assert "read not 'counts.b', 'deep.k.q', 'ints.2' of" in " ".join(told(caplog))
+    store.load({**state, "epoch": 0}, f"{run}@1")
+    assert "'ints.2', 'lr' of" in told(caplog)[-1]
+    store.load({**state, "epoch": 0, "lr": 0, "counts": {"b": 0}}, f"{run}@1", unread="ignore")
+    assert len(told(caplog)) == 2
+
+
+def test_nothing_is_told_where_all_is_read_or_an_epoch_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    store, run = small(), new_run()
+    store.save({"model": {"a": torch.ones(2), "none": {}}, "epoch": 1}, run=run, step=1)
     loaded = store.load({"model": {"a": torch.zeros(2)}}, f"{run}@1")
-    assert loaded.unread_keys == ("model.b", "epoch")
-    assert (loaded.unread_subtrees, told(caplog)) == ((), [])
+    assert (loaded.unread_keys, loaded.unread_subtrees, told(caplog)) == (("epoch",), (), [])
 
 
 def test_unread_is_warn_or_ignore() -> None:

@@ -1,0 +1,93 @@
+"""Parts that a rank saved for itself are named where other ranks take them, or none; random generators are not."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import casckpt
+from casckpt.checkpoint.loading.unread import is_generator, warn_moved
+from casckpt.frontends.trainer import Checkpointer, TrainState
+from tests.support.saves import small_folder
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+
+def save(store: casckpt.Store, run: str, rank: int) -> None:
+    """A train state, and values per rank."""
+    Checkpointer(store, run=run).save(1, nn.Linear(1, 1), None, TrainState(loader={"at": rank}))
+    state: dict[str, Any] = {
+        "loader": casckpt.PerRank({"at": rank}),
+        "rng": casckpt.PerRank(rank),
+        "seen": casckpt.PerRank(rank),
+        "m": {},
+    }
+    state["m"]["w"] = torch.ones(2)
+    store.save(state, run=f"{run}/keys", step=1)
+
+
+def load(store: casckpt.Store, run: str) -> list[str]:
+    """What is told of it."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("casckpt").addHandler(handler)
+    for _ in range(2):
+        Checkpointer(store, run=run).resume(nn.Linear(1, 1), None, TrainState(loader={"at": 9}))
+        state: dict[str, Any] = {"loader": None, "rng": 0, "seen": 0, "m": {"w": torch.zeros(2)}}
+        store.load(state, f"{run}/keys@1")
+    store.load({"m": {"w": torch.zeros(2)}}, f"{run}/keys@1", unread="ignore")
+    store.load({"m": {"w": torch.zeros(2)}}, f"{run}/keys@1")
+    logging.getLogger("casckpt").removeHandler(handler)
+    return [line for line in said if "loader" in line or "rng" in line]
+
+
+def on_two(rank: int, size: int, path: Path) -> tuple[list[str], list[str]]:
+    store = casckpt.open(path)
+    save(store, "two", rank)
+    return load(store, "two"), load(store, "one")
+
+
+def test_parts_per_rank_that_move_are_named(tmp_path: Path, ranks: Pool) -> None:
+    store = small_folder(tmp_path)
+    save(store, "one", 0)
+    nobody = "the load read not 'loader', 'seen' of {}/keys@1; if that is meant, pass unread=\"ignore\""
+    (same, more), others = ranks.run(2, on_two, tmp_path)
+    assert others == ([], [])
+    assert same == [nobody.format("two")]
+    assert more == [
+        "'train.loader' of one@1: ranks 1 took what rank 0 saved",
+        "'loader.at', 'seen' of one/keys@1: ranks 1 took what rank 0 saved",
+        nobody.format("one"),
+    ]
+    assert load(store, "two") == [
+        "'train.loader' of two@1: what ranks 1 saved was not taken",
+        "'loader.at', 'seen' of two/keys@1: what ranks 1 saved was not taken",
+        nobody.format("two"),
+    ]
+
+
+def test_ranks_and_parts_are_listed(caplog: pytest.LogCaptureFixture) -> None:
+    holders = {"moved.a": [0, 1], "moved.b": [0, 1], "moved.c": [1, 3], "moved.d": [0, 1, 2]}
+    for _ in range(2):
+        warn_moved("moved", 1, holders, 3)
+    assert caplog.messages == [
+        "'moved.a', 'moved.b' of moved@1: ranks 2 took what rank 0 saved",
+        "'moved.c' of moved@1: ranks 0, 2 took what rank 1 saved; what ranks 3 saved was not taken",
+    ]
+
+
+@pytest.mark.parametrize("key", ["rng", "train.rng", "rng_state", "cuda_rng", "a.random.b", "generator0"])
+def test_random_generators_are_known_by_name(key: str) -> None:
+    assert is_generator(key)
+
+
+@pytest.mark.parametrize("key", ["loader", "arng", "strong", "train.epoch"])
+def test_other_parts_are_no_generators(key: str) -> None:
+    assert not is_generator(key)
