@@ -1560,9 +1560,9 @@ PLANTED = (
     ),
     Planted(
         "state of a part of a parameter is saved from one rank for all",
-        "casckpt/frontends/training_state/holding.py",
-        "is_part = not is_dtensor(value) and value.numel() > 1 and is_sharded",
-        "is_part = not is_dtensor(value) and value.numel() > 1 and shape == self.parameter.to_local().shape",
+        "casckpt/frontends/training_state/together.py",
+        "            if digest != wanted:\n",
+        "            if digest != wanted and rank < other:\n",
         "tests/frontends/test_training_state_ranks.py",
     ),
     Planted(

@@ -217,21 +217,23 @@ def test_steps_are_those_of_ranks_that_take_them(store_path: Path, ranks: Pool, 
     assert ranks.run(4, stale_steps, store_path, factory) == [[5.0]] * 4
 
 
-def with_state_of_blocks(rank: int, size: int, path: Path, wrap: bool) -> str:
+def with_state_of_blocks(rank: int, size: int, path: Path, wrap: bool, drift: float) -> str:
     """An optimizer that keeps, beside moments of a parameter's shape, a scale for each block of what is here."""
     model: Any = nn.Linear(8, 6, bias=False)
     if wrap:
         fully_shard(model)
     trained = optim.SGD(model.parameters(), lr=0.1)
-    trained.state[model.weight] = {"scales": torch.full((4,), 2.0), "step": torch.tensor(1.0)}
+    trained.state[model.weight] = {"scales": torch.full((4,), 2.0 + rank * drift), "step": torch.tensor(1.0)}
     try:
-        save_model_and_optim_state(path, model, trained, run="a", step=1, check_replicas="raise" if wrap else "off")
+        save_model_and_optim_state(path, model, trained, run="a", step=1, overwrite=True)
     except InvalidInput as error:
         return str(error)
     return "saved"
 
 
-def test_state_of_another_shape_beside_a_part_of_a_parameter_is_refused(tmp_path: Path, ranks: Pool) -> None:
-    for text in ranks.run(2, with_state_of_blocks, tmp_path / "s", True):
-        assert "state of shape [4] for 'weight', of which this rank holds only a part" in text
-    assert ranks.run(2, with_state_of_blocks, tmp_path / "s", False) == ["saved"] * 2
+def test_state_that_may_belong_to_a_shard_is_refused_where_ranks_differ(tmp_path: Path, ranks: Pool) -> None:
+    for drift in (1.0, 1e-6):
+        for text in ranks.run(2, with_state_of_blocks, tmp_path / "s", True, drift):
+            assert "'optim.state.weight.scales' differs between ranks 0 and 1, and its parameter is sharded" in text
+    assert ranks.run(2, with_state_of_blocks, tmp_path / "s", True, 0.0) == ["saved"] * 2
+    assert ranks.run(2, with_state_of_blocks, tmp_path / "s", False, 1e-6) == ["saved"] * 2

@@ -67,8 +67,8 @@ class Holding:
                 return self.part.shard(value)
             is_part = value.numel() > 1 and not self.part.everywhere
         elif is_dtensor(self.parameter):
-            is_sharded = tuple(self.parameter.to_local().shape) != tuple(self.parameter.shape)
-            is_part = not is_dtensor(value) and value.numel() > 1 and is_sharded
+            here = tuple(self.parameter.to_local().shape)
+            is_part = not is_dtensor(value) and value.numel() > 1 and shape == here != tuple(self.parameter.shape)
         else:
             alike = shape == tuple(self.parameter.shape) and shape and not is_dtensor(value)
             return Shard(value, shape, replicated=True) if alike else value

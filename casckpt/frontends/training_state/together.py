@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from casckpt.checkpoint.agreement import check_same, named
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import Ranks, everyone
+from casckpt.errors import InvalidInput
 from casckpt.format.digest import hex_digest
 from casckpt.format.manifest import Manifest
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.training_state.groups import merged
+from casckpt.frontends.training_state.optimizer import tensors_below
 from casckpt.frontends.training_state.stored import StoredGroups, StoredTraining
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
 from casckpt.store.store import Store
+from casckpt.tensors.dtensors import is_dtensor
+from casckpt.tensors.memory import as_bits
+from casckpt.tensors.values import Shard
 
 
 def make_state(ranks: Ranks, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """This rank's state, in which ``optim.param_groups``, if there are any, are those of all ranks.
 
-    What goes wrong in the making is raised on all of them.
+    What goes wrong in the making is raised on all of them. Raises InvalidInput, too, where ranks have other values of
+    an optimizer's state that is no shard of anything, for a parameter that is sharded.
     """
     made: list[dict[str, Any]] = []
 
@@ -29,15 +36,52 @@ def make_state(ranks: Ranks, make: Callable[[], dict[str, Any]]) -> dict[str, An
         found: list[dict[str, Any]] = made[0].get("optim", {}).get("param_groups", [])
         return found
 
-    def digest() -> str:
+    def digest() -> tuple[str, dict[str, str]]:
         made.append(make())
-        return hex_digest(repr([group["params"] for group in groups()]).encode())
+        beside = _beside_shards(made[0]) if ranks.size > 1 else {}
+        return hex_digest(repr([group["params"] for group in groups()]).encode()), beside
 
-    differ = ranks.exchange(digest, lambda found: everyone(len(set(found)) > 1, ranks.size))
+    def compare(found: Sequence[tuple[str, Mapping[str, str]]]) -> Sequence[bool]:
+        _check_alike([beside for _, beside in found])
+        return everyone(len({text for text, _ in found}) > 1, ranks.size)
+
+    differ = ranks.exchange(digest, compare)
     if differ:
         every = ranks.exchange(groups, lambda found: everyone(merged(found), ranks.size))
         made[0]["optim"] = {**made[0].get("optim", {"state": {}}), "param_groups": every}
     return made[0]
+
+
+def _beside_shards(state: Mapping[str, Any]) -> dict[str, str]:
+    """Digests of the tensors of an optimizer's state that are whole here, though their parameter is sharded, by key."""
+    model, digests = state.get("model", {}), dict[str, str]()
+    for name, entries in state.get("optim", {}).get("state", {}).items():
+        if _is_sharded(model.get(name)):
+            for key, value in tensors_below(entries, f"optim.state.{name}"):
+                if not is_dtensor(value) and value.numel() > 1:
+                    digests[key] = hex_digest(as_bits(value.detach().contiguous()).cpu().numpy().tobytes())
+    return digests
+
+
+def _is_sharded(parameter: Any) -> bool:
+    if isinstance(parameter, Shard):
+        return parameter.data.numel() != prod(parameter.global_shape)
+    return is_dtensor(parameter) and parameter.to_local().numel() != parameter.numel()
+
+
+def _check_alike(found: Sequence[Mapping[str, str]]) -> None:
+    first: dict[str, tuple[int, str]] = {}
+    for rank, digests in enumerate(found):
+        for key, digest in digests.items():
+            other, wanted = first.setdefault(key, (rank, digest))
+            if digest != wanted:
+                raise InvalidInput(
+                    f"{key!r} differs between ranks {other} and {rank}, and its parameter is sharded: it may belong to "
+                    "the shard of each rank, but does not say to which elements. Save it with Store.save, as "
+                    "casckpt.Shard or casckpt.PerRank, or remove it from the optimizer's state",
+                    key=key,
+                    rank=rank,
+                )
 
 
 def find(
