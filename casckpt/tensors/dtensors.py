@@ -4,20 +4,23 @@ Computed per dimension as the list of indices that this rank holds: each mesh di
 of what the ones before it left. A strided shard (FSDP2 over tensor parallelism) comes after the mesh dimensions to its
 right that its split factor counts, which is how FSDP2 really cuts, uneven sizes included. Such indices are no single
 range, so a local tensor is a list of boxes. (torch's own offset helper gives one box, and a wrong one there.)
+
+A tensor may instead describe the chunks it holds by a method ``__create_chunk_list__``, its own or that of a DTensor's
+local tensor. Then mesh and placements do not count. The one that torch gives every DTensor is not a description.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from itertools import product
+from collections.abc import Callable, Sequence
+from itertools import combinations, product
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
 from casckpt.errors import InvalidInput
 from casckpt.format.columns import Ints
-from casckpt.format.regions import Box, Shape
+from casckpt.format.regions import Box, Shape, full_box
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +38,80 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
+CHUNK_LIST = "__create_chunk_list__"
+"""The method by which a tensor describes what it holds. Torch's checkpoints follow it, too."""
+
+
+def own_method(tensor: torch.Tensor, name: str) -> Callable[..., Any] | None:
+    """Return the method of a tensor, or of a DTensor's local tensor, unless it is the one that every DTensor has."""
+    method: Callable[..., Any] | None = getattr(tensor, name, None)
+    if not is_dtensor(tensor):
+        return method
+    default = getattr(sys.modules["torch.distributed.tensor"].DTensor, name, None)
+    is_default = method is None or getattr(method, "__func__", None) is default
+    return getattr(tensor._local_tensor, name, None) if is_default else method
+
+
+def described_parts(key: str, tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]] | None:
+    """List (box of the whole tensor, data in place) of each part that a tensor says it holds; None if it says nothing.
+
+    Raises InvalidInput if these lie outside of the tensor, overlap, or are not what its local tensor holds.
+    """
+    describe = own_method(tensor, CHUNK_LIST)
+    if describe is None:
+        return None
+    local, rank = tensor, tensor.ndim
+    if is_dtensor(tensor):
+        check_added_up(key, tensor)
+        local = tensor._local_tensor
+    chunks = [(n, tuple(one.offsets), tuple(one.sizes)) for n, one in enumerate(describe()) if 0 not in one.sizes]
+    if all(len(at) == len(sizes) == rank and min(at, default=0) >= 0 for _, at, sizes in chunks):
+        boxes = [Box(at, sizes) for _, at, sizes in chunks]
+        whole, pairs = full_box(tuple(tensor.shape)), combinations(boxes, 2)
+        if all(box.inside(whole) for box in boxes) and not any(one.intersect(other) for one, other in pairs):
+            take = own_method(tensor, "__get_tensor_shard__")
+            data = _stacked(local, boxes) if take is None else [take(_index(n, at)) for n, at, _ in chunks]
+            if [tuple(part.shape) for part in data] == [box.shape for box in boxes]:
+                return list(zip(boxes, data, strict=True))
+    where = ", ".join(f"{list(sizes)} at {list(at)}" for _, at, sizes in chunks) or "empty"
+    raise InvalidInput(
+        f"{key!r}: the tensor of shape {list(tensor.shape)} describes its part here as {where}, which does not fit it "
+        f"or its local tensor of shape {list(local.shape)}; casckpt cannot tell which elements these are. Correct its "
+        f"{CHUNK_LIST}, or save its parts as casckpt.Shard",
+        key=key,
+    )
+
+
+def _index(number: int, offset: Shape) -> Any:
+    from torch.distributed.checkpoint.metadata import MetadataIndex  # slow, but whoever describes chunks has it
+
+    return MetadataIndex("", offset, number)
+
+
+def _stacked(local: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:
+    """View the parts of a local tensor that holds ``boxes`` one after the other; none if it does not."""
+    extents = tuple(local.shape)
+    if len(boxes) < 2:
+        return [local] if boxes or local.numel() else []
+    for dim in range(len(extents)):
+        sizes = [box.shape[dim] for box in boxes]
+        if sum(sizes) == extents[dim]:
+            return list(local.split(sizes, dim))
+    return []
+
+
+def described_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """View a DTensor described as ``other``, which is cut alike and describes itself; else the tensor as it is."""
+    describe = own_method(other, CHUNK_LIST) if is_dtensor(other) else None
+    if describe is None or not is_dtensor(tensor) or own_method(tensor, CHUNK_LIST) is not None:
+        return tensor
+    if tensor.shape != other.shape or tensor._local_tensor.shape != other._local_tensor.shape:
+        return tensor
+    view = tensor.detach()
+    setattr(view._local_tensor, CHUNK_LIST, describe)
+    return view
+
+
 def local_boxes(key: str, tensor: DTensor) -> list[tuple[Box, Box]]:
     """List (box of the whole tensor, box of the local one) of each piece that this rank holds, if any.
 
@@ -46,7 +123,8 @@ def local_boxes(key: str, tensor: DTensor) -> list[tuple[Box, Box]]:
     if coordinate is None:
         return []
     shards: dict[int, list[tuple[int, int, int]]] = {}  # tensor dimension -> (mesh size, coordinate, split factor)
-    for mesh_dim, placement in enumerate(tensor.placements):
+    for mesh_dim in _mesh_order(key, tensor):
+        placement = tensor.placements[mesh_dim]
         dim = getattr(placement, "dim", None)
         if dim is not None:
             factor = int(getattr(placement, "split_factor", 1))
@@ -74,6 +152,27 @@ def check_added_up(key: str, tensor: DTensor) -> None:
                 "redistribute it to Shard or Replicate first",
                 key=key,
             )
+
+
+def _mesh_order(key: str, tensor: DTensor) -> Sequence[int]:
+    """Return the mesh dimensions in the order in which they shard: from left to right unless the spec says otherwise.
+
+    Raises InvalidInput for a tensor on a mesh of Megatron-FSDP, which may cut in another order, if it does not describe
+    itself.
+    """
+    entries = getattr(tensor._spec, "shard_order", None) or ()
+    dims = [getattr(placement, "dim", None) for placement in tensor.placements]
+    order = [mesh_dim for entry in entries for mesh_dim in entry.mesh_dims] or list(range(len(dims)))
+    of_mesh = getattr(tensor.device_mesh, "_shard_order", None) or order
+    for dim in {dim for dim in dims if dim is not None and dims.count(dim) > 1}:
+        if [one for one in of_mesh if dims[one] == dim] != [one for one in order if dims[one] == dim]:
+            raise InvalidInput(
+                f"{key!r}: the mesh of the DTensor shards in the order {list(of_mesh)}, its spec in the order {order}; "
+                "casckpt cannot tell which elements it holds. Call preprocess_state_dict_for_uneven_dtensor of "
+                "Megatron-FSDP on the state first",
+                key=key,
+            )
+    return order
 
 
 def boxes_of(indices: Sequence[Ints]) -> list[tuple[Box, Box]]:

@@ -121,6 +121,18 @@ def tensor_bytes(data: torch.Tensor) -> memoryview | None:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
+def has_memory(data: torch.Tensor) -> bool:
+    """Tell whether it has memory of its own: a wrapper of other tensors has none, nor one whose storage was freed.
+
+    Only then its address tells what it is.
+    """
+    try:
+        storage = data.untyped_storage()
+        return storage.device.type != "meta" and storage.data_ptr() != 0  # of a FakeTensor it is meta
+    except RuntimeError:  # what torch raises for a wrapper: there is no storage
+        return False
+
+
 def _is_aligned(raw: torch.Tensor, dtype: torch.dtype) -> bool:
     """Tell whether it begins at an address where elements of ``dtype`` may lie.
 

@@ -10,7 +10,7 @@ import torch
 
 from casckpt.format.digest import cell_digest
 from casckpt.frontends.training_state.groups import listed
-from casckpt.tensors.dtensors import is_dtensor
+from casckpt.tensors.dtensors import CHUNK_LIST, is_dtensor
 from casckpt.tensors.foreign import parts_of
 from casckpt.tensors.memory import TensorMemory
 from casckpt.tensors.shards import check_storable
@@ -34,7 +34,9 @@ def digests(model: Any) -> dict[str, bytes]:
 
 
 def _is_buffer(name: str, value: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter) or is_dtensor(value):
+    if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+        return False
+    if is_dtensor(value) or hasattr(value, CHUNK_LIST):
         return False
     return parts_of(f"model.{name}", value) is None
 
