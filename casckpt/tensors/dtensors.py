@@ -29,8 +29,12 @@ if TYPE_CHECKING:
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
     """Tell whether it is a DTensor, without importing torch.distributed: if that is not loaded, there are none."""
-    module = sys.modules.get("torch.distributed.tensor")
+    module = _dtensors()
     return module is not None and isinstance(value, module.DTensor)
+
+
+def _dtensors() -> Any:
+    return sys.modules.get("torch.distributed.tensor")
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,14 +46,12 @@ CHUNK_LIST = "__create_chunk_list__"
 """The method by which a tensor describes what it holds. Torch's checkpoints follow it, too."""
 
 
-def own_method(tensor: torch.Tensor, name: str) -> Callable[..., Any] | None:
-    """Return the method of a tensor, or of a DTensor's local tensor, unless it is the one that every DTensor has."""
-    method: Callable[..., Any] | None = getattr(tensor, name, None)
-    if not is_dtensor(tensor):
+def _description(tensor: torch.Tensor) -> Callable[[], Sequence[Any]] | None:
+    """Return the method by which a tensor, or a DTensor's local tensor, describes itself, if it does."""
+    method: Any = getattr(tensor, CHUNK_LIST, None)
+    if not is_dtensor(tensor) or getattr(method, "__func__", None) is not vars(_dtensors().DTensor).get(CHUNK_LIST):
         return method
-    default = getattr(sys.modules["torch.distributed.tensor"].DTensor, name, None)
-    is_default = method is None or getattr(method, "__func__", None) is default
-    return getattr(tensor._local_tensor, name, None) if is_default else method
+    return getattr(tensor._local_tensor, CHUNK_LIST, None)
 
 
 def described_parts(key: str, tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]] | None:
@@ -57,23 +59,23 @@ def described_parts(key: str, tensor: torch.Tensor) -> list[tuple[Box, torch.Ten
 
     Raises InvalidInput if these lie outside of the tensor, overlap, or are not what its local tensor holds.
     """
-    describe = own_method(tensor, CHUNK_LIST)
+    describe = _description(tensor)
     if describe is None:
         return None
-    local, rank = tensor, tensor.ndim
+    local = tensor
     if is_dtensor(tensor):
         check_added_up(key, tensor)
         local = tensor._local_tensor
-    chunks = [(n, tuple(one.offsets), tuple(one.sizes)) for n, one in enumerate(describe()) if 0 not in one.sizes]
-    if all(len(at) == len(sizes) == rank and min(at, default=0) >= 0 for _, at, sizes in chunks):
-        boxes = [Box(at, sizes) for _, at, sizes in chunks]
-        whole, pairs = full_box(tuple(tensor.shape)), combinations(boxes, 2)
-        if all(box.inside(whole) for box in boxes) and not any(one.intersect(other) for one, other in pairs):
-            take = own_method(tensor, "__get_tensor_shard__")
-            data = _stacked(local, boxes) if take is None else [take(_index(n, at)) for n, at, _ in chunks]
-            if [tuple(part.shape) for part in data] == [box.shape for box in boxes]:
-                return list(zip(boxes, data, strict=True))
-    where = ", ".join(f"{list(sizes)} at {list(at)}" for _, at, sizes in chunks) or "empty"
+    chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in describe() if 0 not in chunk.sizes]
+    data = _parts_of_local(local, [sizes for _, sizes in chunks])
+    if [tuple(part.shape) for part in data] == [sizes for _, sizes in chunks] and all(
+        len(at) == tensor.ndim and min(at, default=0) >= 0 for at, _ in chunks
+    ):
+        boxes, whole = [Box(*chunk) for chunk in chunks], full_box(tuple(tensor.shape))
+        overlap = any(one.intersect(other) for one, other in combinations(boxes, 2))
+        if not overlap and all(box.inside(whole) for box in boxes):
+            return list(zip(boxes, data, strict=True))
+    where = ", ".join(f"{list(sizes)} at {list(at)}" for at, sizes in chunks) or "empty"
     raise InvalidInput(
         f"{key!r}: the tensor of shape {list(tensor.shape)} describes its part here as {where}, which does not fit it "
         f"or its local tensor of shape {list(local.shape)}; casckpt cannot tell which elements these are. Correct its "
@@ -82,30 +84,21 @@ def described_parts(key: str, tensor: torch.Tensor) -> list[tuple[Box, torch.Ten
     )
 
 
-def _index(number: int, offset: Shape) -> Any:
-    from torch.distributed.checkpoint.metadata import MetadataIndex  # slow, but whoever describes chunks has it
-
-    return MetadataIndex("", offset, number)
-
-
-def _stacked(local: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:
-    """View the parts of a local tensor that holds ``boxes`` one after the other; none if it does not."""
-    extents = tuple(local.shape)
-    if len(boxes) < 2:
-        return [local] if boxes or local.numel() else []
-    for dim in range(len(extents)):
-        sizes = [box.shape[dim] for box in boxes]
-        if sum(sizes) == extents[dim]:
-            return list(local.split(sizes, dim))
-    return []
+def _parts_of_local(local: Any, sizes: Sequence[Shape]) -> Sequence[torch.Tensor]:
+    """View the parts of a local tensor: shards of torch's LocalShardsWrapper, else what lies one after the other."""
+    if callable(getattr(local, "local_shards", None)):
+        return [shard for shard in local.local_shards() if shard.numel()]
+    for dim, extent in enumerate(local.shape if len(sizes) > 1 else ()):
+        extents = [shape[dim] for shape in sizes if dim < len(shape)]
+        if sum(extents) == extent:
+            return list(local.split(extents, dim))
+    return [local] if local.numel() else []
 
 
 def described_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """View a DTensor described as ``other``, which is cut alike and describes itself; else the tensor as it is."""
-    describe = own_method(other, CHUNK_LIST) if is_dtensor(other) else None
-    if describe is None or not is_dtensor(tensor) or own_method(tensor, CHUNK_LIST) is not None:
-        return tensor
-    if tensor.shape != other.shape or tensor._local_tensor.shape != other._local_tensor.shape:
+    """View a DTensor, cut alike, as described by what describes ``other``; if nothing does, the tensor as it is."""
+    describe = _description(other) if is_dtensor(other) else None
+    if describe is None or not is_dtensor(tensor) or _description(tensor) is not None or tensor.shape != other.shape:
         return tensor
     view = tensor.detach()
     setattr(view._local_tensor, CHUNK_LIST, describe)
@@ -157,22 +150,17 @@ def check_added_up(key: str, tensor: DTensor) -> None:
 def _mesh_order(key: str, tensor: DTensor) -> Sequence[int]:
     """Return the mesh dimensions in the order in which they shard: from left to right unless the spec says otherwise.
 
-    Raises InvalidInput for a tensor on a mesh of Megatron-FSDP, which may cut in another order, if it does not describe
-    itself.
+    Raises InvalidInput on a mesh of Megatron-FSDP, which cuts in another order than the spec says.
     """
+    dims = [placement.dim for placement in tensor.placements if getattr(placement, "dim", None) is not None]
+    if len(set(dims)) < len(dims) and hasattr(tensor.device_mesh, "_shard_order"):
+        raise InvalidInput(
+            f"{key!r}: a DTensor of Megatron-FSDP does not tell which elements it holds; call "
+            "preprocess_state_dict_for_uneven_dtensor, from megatron_fsdp.uneven_dtensor, on the state first",
+            key=key,
+        )
     entries = getattr(tensor._spec, "shard_order", None) or ()
-    dims = [getattr(placement, "dim", None) for placement in tensor.placements]
-    order = [mesh_dim for entry in entries for mesh_dim in entry.mesh_dims] or list(range(len(dims)))
-    of_mesh = getattr(tensor.device_mesh, "_shard_order", None) or order
-    for dim in {dim for dim in dims if dim is not None and dims.count(dim) > 1}:
-        if [one for one in of_mesh if dims[one] == dim] != [one for one in order if dims[one] == dim]:
-            raise InvalidInput(
-                f"{key!r}: the mesh of the DTensor shards in the order {list(of_mesh)}, its spec in the order {order}; "
-                "casckpt cannot tell which elements it holds. Call preprocess_state_dict_for_uneven_dtensor of "
-                "Megatron-FSDP on the state first",
-                key=key,
-            )
-    return order
+    return [mesh_dim for entry in entries for mesh_dim in entry.mesh_dims] or range(len(tensor.placements))
 
 
 def boxes_of(indices: Sequence[Ints]) -> list[tuple[Box, Box]]:

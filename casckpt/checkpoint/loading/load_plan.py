@@ -268,10 +268,13 @@ class LoadPlan:
     def run(self, repo: Repository) -> dict[str, Any]:
         """Read everything; the new leaves by template key."""
         download, options = self.download(repo), self.options
+        together, alone = self._tied.in_turns(self.wants())
         if options.updates:
-            self.frames = update(download, self.wants(), options.held, options.rank, check=options.check)
+            self.frames = update(download, together, options.held, options.rank, check=options.check)
         else:
-            download.run(self.wants())
+            download.run(together)
+        for want in alone:
+            download.run([want])
         return self._built()
 
     def wants(self) -> list[StreamRequest]:

@@ -1,13 +1,13 @@
 """Keys of a template that share memory: what the checkpoint holds for them must be the same.
 
-Two that are the same elements in the same order are found as they are added. What else overlaps is found at the end, by
-the ranges of their bytes. Whether both hold the same is told by the digests of their cells; where these do not tell,
-because the cells are cut otherwise or lie otherwise in memory, both are read, into memory of the same layout.
+Two that are the same elements in the same order are found as they are added, and compared by digests of their cells.
+What else overlaps is found at the end, by the ranges of bytes. Of these, and of what is cut into other cells, both are
+read, into memory of the same layout: a template like that is rare.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
@@ -19,14 +19,15 @@ from casckpt.checkpoint.loading.download import Download, StreamRequest
 from casckpt.errors import Mismatch
 from casckpt.format.extents import ExtentTable
 from casckpt.format.regions import Region, intersect, normalise
-from casckpt.plan.reads import Unit, plan_units
-from casckpt.tensors.dtypes import dtype_name, torch_dtype
+from casckpt.plan.reads import plan_units
+from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import Destination
 
 _MOST_WORK = 10_000  # of numpy, to find out whether two layouts have an element in common
 _ALIGNMENT = 16  # bytes: of the largest element
 
-Form: TypeAlias = tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...], bool, bool]
+Form: TypeAlias = tuple[object, ...]
+"""Equal for tensors that are the same elements of memory in the same order."""
 
 
 class Content(NamedTuple):
@@ -47,8 +48,9 @@ class Content(NamedTuple):
 class Tied:
     """The memory that the tensors of a template fill."""
 
-    _held: dict[int, list[Content]] = field(default_factory=dict)  # by address: the first of each form
+    _held: dict[Form, Content] = field(default_factory=dict)  # the first of each
     _untold: list[tuple[Content, Content]] = field(default_factory=list)
+    _second: set[int] = field(default_factory=set)  # by id: tensors that overlap with another one
 
     def add(self, content: Content) -> None:
         """Note what is to be filled.
@@ -56,16 +58,8 @@ class Tied:
         Raises Mismatch if digests tell that another key fills the same memory with something else: of two that are read
         at the same time nobody knows which one stays, and the other would be taken for damaged.
         """
-        data = content.data
-        address = data.data_ptr()
-        beside = self._held.get(address)
-        if beside is None:
-            self._held[address] = [content]
-            return
-        form = _form(data)
-        other = next((one for one in beside if _form(one.data) == form), None)
-        if other is None:
-            beside.append(content)
+        other = self._held.setdefault(_form(content.data), content)
+        if other is content:
             return
         differ = _differ(other, content)
         if differ:
@@ -75,36 +69,47 @@ class Tied:
 
     def has(self, data: torch.Tensor) -> bool:
         """Whether this memory is filled."""
-        beside = self._held.get(data.data_ptr(), ())
-        return any(_form(one.data) == _form(data) for one in beside)
+        return _form(data) in self._held
 
     def check(self, download: Download) -> None:
         """Raise Mismatch if any memory would be filled with different values, before any of it is filled.
 
         Raises what ``download`` raises, by which those are read of which digests do not tell it.
         """
-        overlapping = ((one, other, _differ(one, other)) for one, other in self._overlapping())
-        untold = ((one, other, None) for one, other in self._untold)
-        for one, other, differ in (*untold, *overlapping):
-            if differ or (differ is None and _read_differently(download, one, other)):
+        for one, other in (*self._untold, *self._overlapping()):
+            if _read_differently(download, one, other):
                 raise _mismatch(one, other)
+            self._second.add(id(other.data))
+
+    def in_turns(self, wants: Sequence[StreamRequest]) -> tuple[list[StreamRequest], list[StreamRequest]]:
+        """Split into those that are filled together, and those that overlap with others: each alone, afterwards.
+
+        While a cell is made, what is there may be another one, of which it is told.
+        """
+        turns: tuple[list[StreamRequest], list[StreamRequest]] = ([], [])
+        for want in wants:
+            turns[id(want.sink.data) in self._second].append(want)
+        return turns
 
     def _overlapping(self) -> Iterator[tuple[Content, Content]]:
         """Yield all pairs of different forms that have an element in common."""
-        contents = [content for beside in self._held.values() for content in beside]
+        contents = list(self._held.values())
         ranges = sorted((*_bytes_of(content.data), number) for number, content in enumerate(contents))
-        before: list[tuple[int, Content]] = []
+        before: list[tuple[int, int]] = []
         last = 0
         for lo, hi, number in ranges:
-            before = [(end, content) for end, content in before if end > lo] if lo < last else []
-            yield from ((one, contents[number]) for _, one in before if _share(one.data, contents[number].data))
-            before.append((hi, contents[number]))
+            before = [one for one in before if one[0] > lo] if lo < last else []
+            for _, other in before:
+                if _share(contents[number].data, contents[other].data):
+                    yield contents[min(number, other)], contents[max(number, other)]
+            before.append((hi, number))
             last = max(last, hi)
 
 
 def _form(data: torch.Tensor) -> Form:
-    """Return what is equal for tensors that begin at the same address and are the same elements in the same order."""
-    return data.device, data.dtype, data.shape, data.stride(), data.is_conj(), data.is_neg()
+    return (
+        data.data_ptr(), data.shape, data.stride(), data.dtype, data.device, data.is_conj(), data.is_neg(),
+    )  # fmt: skip
 
 
 def _bytes_of(data: torch.Tensor) -> tuple[int, int]:
@@ -132,45 +137,16 @@ def _interface(data: torch.Tensor) -> dict[str, Any]:
 
 
 def _differ(one: Content, other: Content) -> bool | None:
-    """Tell by digests whether two contents differ in a cell of the memory in common; None if that cannot be told."""
-    (lo, hi), (start, end) = _bytes_of(one.data), _bytes_of(other.data)
-    lo, hi = max(lo, start), min(hi, end)
+    """Tell whether two contents of the same memory differ in a cell; None where digests do not tell."""
     first, second = (normalise(content.region, content.table.shape) for content in (one, other))
-    alike = (_form(one.data), start, first, one.dtype) == (_form(other.data), one.data.data_ptr(), second, other.dtype)
-    if alike and one.table is other.table:
-        return False
-    if not alike and not (_is_flat(one) and _is_flat(other)):
+    if (first, one.dtype) != (second, other.dtype):
         return None
-    digests = {place: unit.digest for place, unit, _ in _cells(one, first, lo, hi)}
-    told = True
-    for place, unit, is_inside in _cells(other, second, lo, hi):
-        is_same = digests.get(place) == unit.digest
-        if place in digests and not is_same and is_inside:
-            return True
-        told = told and is_same
-    return False if told else None
-
-
-def _is_flat(content: Content) -> bool:
-    """Tell whether the bytes in memory are those that are stored, in their order."""
-    data = content.data
-    return data.is_contiguous() and not data.is_conj() and not data.is_neg() and dtype_name(data.dtype) == content.dtype
-
-
-def _cells(content: Content, region: Region, lo: int, hi: int) -> Iterator[tuple[Hashable, Unit, bool]]:
-    """Yield the cells with bytes in [lo, hi), and the place of each, and whether it is all in there.
-
-    The place is an address where the cells follow each other in memory, else it has a meaning only for one region.
-    """
-    size = content.table.itemsize
-    start = content.data.data_ptr() - region.lo * size
-    for unit in plan_units(content.table, region, verify=True):
-        if unit.box != region.box or not _is_flat(content):
-            is_inside = sum(box.numel for box in intersect(unit.region, region)) == unit.region.numel
-            yield (unit.box, unit.lo, unit.hi, content.dtype), unit, is_inside
-        elif start + unit.hi * size > lo and start + unit.lo * size < hi:
-            begin, end = start + unit.lo * size, start + unit.hi * size
-            yield (begin, end), unit, lo <= begin and end <= hi
+    if one.table is other.table:
+        return False
+    digests = {unit[3:6]: unit.digest for unit in plan_units(one.table, first, verify=True)}
+    unlike = [unit for unit in plan_units(other.table, second, verify=True) if digests.get(unit[3:6]) != unit.digest]
+    inside = [unit for unit in unlike if sum(box.numel for box in intersect(unit.region, second)) == unit.region.numel]
+    return any(unit[3:6] in digests for unit in inside) or (None if unlike else False)
 
 
 def _read_differently(download: Download, one: Content, other: Content) -> bool:

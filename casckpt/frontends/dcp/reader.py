@@ -220,7 +220,9 @@ class StorageReader(Protocol):
         parts = [(item, target.detach(), held.get(item.dest_index.fqn)) for item, target in pairs]
         wants = [want for part in parts for want in self._wants(*part, converted, tied)]
         tied.check(download)
-        download.run(wants)
+        together, alone = tied.in_turns(wants)
+        for turn in (together, *([want] for want in alone)):
+            download.run(turn)
         if converted:
             log.warning("converted to the dtype of what is loaded into: %s", ", ".join(list(converted)[:8]))
         for item, target in pairs:

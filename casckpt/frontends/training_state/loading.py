@@ -25,7 +25,7 @@ from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
 from casckpt.frontends.training_state.optimizer import install, named_groups, tensors_below
 from casckpt.frontends.training_state.stored import GROUPS, STATE, StoredGroups, StoredTraining, is_step, steps_on_cpu
 from casckpt.frontends.training_state.together import on_no_rank
-from casckpt.tensors.dtensors import local_of
+from casckpt.tensors.dtensors import described_like, local_of
 from casckpt.tensors.values import Shard
 
 
@@ -185,7 +185,7 @@ class _OptimizerPlan:
         self._without = [one for one in members if id(one) not in self.match.saved]
         self._homes = self._make_homes(model)
         self.nothing_of = {name for name, home in self._homes.items() if home.holding.is_nothing}
-        self._taken = {local_of(parameter).data_ptr() for parameter in model.parameters()}
+        self._taken = {local_of(parameter).data_ptr() for parameter in model.parameters()} - {0}
         left_out = self.nothing_of | set(self.match.unused)
         nodes = stored.nodes(dict.fromkeys([*self._parameters, *self.match.unused]))
         nodes = {name: node for name, node in nodes.items() if name not in left_out}
@@ -225,7 +225,8 @@ class _OptimizerPlan:
         device = cpu if on_cpu else home.holding.parameter.device
         found = home.holding.destination(entry, home.there.get(f".{key}"), device, self._taken)
         self._taken.add(local_of(unwrapped(found)).data_ptr())
-        return found
+        self._taken.discard(0)  # the address of all that have no memory of their own
+        return described_like(found, home.holding.parameter)
 
     def install(self, loaded: Mapping[Any, Any]) -> None:
         """Hand over what was loaded. Parameters that the checkpoint lacks keep what they have."""
