@@ -12,7 +12,7 @@ local tensor. Then mesh and placements do not count. The one that torch gives ev
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import combinations, product
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -46,9 +46,9 @@ CHUNK_LIST = "__create_chunk_list__"
 """The method by which a tensor describes what it holds. Torch's checkpoints follow it, too."""
 
 
-def _description(tensor: torch.Tensor) -> Callable[[], Sequence[Any]] | None:
+def _description(tensor: torch.Tensor) -> Any:
     """Return the method by which a tensor, or a DTensor's local tensor, describes itself, if it does."""
-    method: Any = getattr(tensor, CHUNK_LIST, None)
+    method = getattr(tensor, CHUNK_LIST, None)
     if not is_dtensor(tensor) or getattr(method, "__func__", None) is not vars(_dtensors().DTensor).get(CHUNK_LIST):
         return method
     return getattr(tensor._local_tensor, CHUNK_LIST, None)
@@ -97,11 +97,14 @@ def _parts_of_local(local: Any, sizes: Sequence[Shape]) -> Sequence[torch.Tensor
 
 def described_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """View a DTensor, cut alike, as described by what describes ``other``; if nothing does, the tensor as it is."""
-    describe = _description(other) if is_dtensor(other) else None
-    if describe is None or not is_dtensor(tensor) or _description(tensor) is not None or tensor.shape != other.shape:
+    if not is_dtensor(tensor) or not is_dtensor(other) or _description(tensor) is not None:
+        return tensor
+    describe = _description(other)
+    if describe is None or (tensor.shape, tensor.placements) != (other.shape, other.placements):
         return tensor
     view = tensor.detach()
-    setattr(view._local_tensor, CHUNK_LIST, describe)
+    local: Any = view._local_tensor  # type: ignore[attr-defined] # it is a DTensor, too
+    setattr(local, CHUNK_LIST, describe)
     return view
 
 
@@ -152,7 +155,7 @@ def _mesh_order(key: str, tensor: DTensor) -> Sequence[int]:
 
     Raises InvalidInput on a mesh of Megatron-FSDP, which cuts in another order than the spec says.
     """
-    dims = [placement.dim for placement in tensor.placements if getattr(placement, "dim", None) is not None]
+    dims = [dim for placement in tensor.placements if (dim := getattr(placement, "dim", None)) is not None]
     if len(set(dims)) < len(dims) and hasattr(tensor.device_mesh, "_shard_order"):
         raise InvalidInput(
             f"{key!r}: a DTensor of Megatron-FSDP does not tell which elements it holds; call "

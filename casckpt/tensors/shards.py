@@ -133,7 +133,7 @@ def check_storable(key: str, data: torch.Tensor) -> None:
         raise InvalidInput(f"{key!r}: {problem}", key=key)
 
 
-def _problem(data: torch.Tensor) -> str | None:
+def _problem(data: Any) -> str | None:
     kind = type(data).__name__
     if type(data) not in _PLAIN:
         problem = _problem_of_kind(data)

@@ -111,7 +111,7 @@ def misplanned(rank: int, size: int, path: Path) -> list[dict[int, tuple[str, st
     at = (rank % 2) * 2 + rank // 2  # the inner dimension first
     meta = TensorMeta(rows.shape, rows.stride(), rows.dtype)
     spec = DTensorSpec(mesh, (Shard(0), Shard(0)), meta, shard_order=(ShardOrderEntry(0, (1, 0)),))
-    ordered = DTensor(rows[at : at + 1].clone(), spec, requires_grad=False)  # type: ignore[call-arg]
+    ordered = DTensor(rows[at : at + 1].clone(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
     half = DTensor.from_local(rows[at : at + 1].clone(), line(4), [Shard(0)], run_check=False)
     chunk = ChunkStorageMetadata(torch.Size((at, 0)), torch.Size((1, 3)))
     half._local_tensor.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined] # and no items to write

@@ -59,7 +59,8 @@ class Layout:
         parts = [torch.from_numpy(part.copy()) for part in self.parts(rank)]
         parts = [torch.zeros_like(part) for part in parts] if empty else parts
         way = Random(self.seed).choice(WAYS) if self.stacked else wrapped
-        return way(self, rank, mesh, parts)
+        found: tuple[DTensor, list[torch.Tensor]] = way(self, rank, mesh, parts)
+        return found
 
 
 def slices(chunk: Chunk) -> tuple[slice, ...]:
@@ -76,7 +77,7 @@ def _dtensor(layout: Layout, mesh: DeviceMesh, local: torch.Tensor) -> DTensor:
 
 def _stacked(layout: Layout, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     local = torch.cat(list(parts)) if parts else torch.zeros(0, *layout.shape[1:])
-    return local, list(local.split([len(part) for part in parts]))
+    return local, list(torch.split(local, [len(part) for part in parts]))
 
 
 def chunks_of(layout: Layout, rank: int) -> list[ChunkStorageMetadata]:

@@ -20,17 +20,19 @@ from tests.support.saves import small
 class Wrapped(torch.Tensor):
     """A wrapper of another tensor, as quantized weights are, that says it is on ``device``."""
 
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor, device: str) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=device)
+    wrapped: torch.Tensor
 
-    def __init__(self, inner: torch.Tensor, device: str) -> None:
-        self.inner = inner
+    @staticmethod
+    def __new__(cls, wrapped: torch.Tensor, device: str) -> Any:
+        at = torch.device(device)
+        found = torch.Tensor._make_wrapper_subclass(cls, wrapped.shape, dtype=wrapped.dtype, device=at)
+        found.wrapped = wrapped
+        return found
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         device = next(one.device.type for one in args if isinstance(one, cls))
-        found = func(*(one.inner if isinstance(one, cls) else one for one in args), **(kwargs or {}))
+        found = func(*(one.wrapped if isinstance(one, cls) else one for one in args), **(kwargs or {}))
         return cls(found, device) if isinstance(found, torch.Tensor) else found
 
 
@@ -60,7 +62,7 @@ def freed(_: str) -> torch.Tensor:
 MAKE: dict[str, Callable[[], torch.Tensor]] = {
     **{f"wrapped {device}": lambda device=device: Wrapped(torch.ones(8), device) for device in ("cpu", "cuda", "hpu")},  # type: ignore[misc]
     "wrapped meta": lambda: Wrapped(torch.ones(8), "meta"),
-    "of two": lambda: TwoTensor(torch.ones(8), torch.zeros(8)),
+    "of two": lambda: TwoTensor(torch.ones(8), torch.zeros(8)),  # type: ignore[no-untyped-call]
     "beside": lambda: beside(""),
     "freed": lambda: freed(""),
 }

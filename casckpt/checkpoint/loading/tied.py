@@ -124,7 +124,7 @@ def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell whether two tensors have an element in common; where that takes long to find out, they may have."""
     arrays = [np.asarray(SimpleNamespace(__array_interface__=_interface(data))) for data in (one, other)]
     try:
-        return one.device == other.device and np.shares_memory(arrays[0], arrays[1], max_work=_MOST_WORK)
+        return one.device == other.device and np.shares_memory(arrays[0], arrays[1], max_work=_MOST_WORK)  # type: ignore[arg-type] # numpy takes any bound
     except np.exceptions.TooHardError:
         return True
 
