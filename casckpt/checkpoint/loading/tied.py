@@ -50,7 +50,7 @@ class Tied:
 
     _held: dict[Form, Content] = field(default_factory=dict)  # the first of each
     _untold: list[tuple[Content, Content]] = field(default_factory=list)
-    _second: set[int] = field(default_factory=set)  # by id: tensors that overlap with another one
+    _second: set[Form] = field(default_factory=set)  # of what overlaps with another one
 
     def add(self, content: Content) -> None:
         """Note what is to be filled.
@@ -79,7 +79,7 @@ class Tied:
         for one, other in (*self._untold, *self._overlapping()):
             if _read_differently(download, one, other):
                 raise _mismatch(one, other)
-            self._second.add(id(other.data))
+            self._second.add(_form(other.data))
 
     def in_turns(self, wants: Sequence[StreamRequest]) -> tuple[list[StreamRequest], list[StreamRequest]]:
         """Split into those that are filled together, and those that overlap with others: each alone, afterwards.
@@ -88,7 +88,7 @@ class Tied:
         """
         turns: tuple[list[StreamRequest], list[StreamRequest]] = ([], [])
         for want in wants:
-            turns[id(want.sink.data) in self._second].append(want)
+            turns[bool(self._second) and _form(want.sink.data) in self._second].append(want)
         return turns
 
     def _overlapping(self) -> Iterator[tuple[Content, Content]]:
@@ -151,9 +151,12 @@ def _differ(one: Content, other: Content) -> bool | None:
 
 def _read_differently(download: Download, one: Content, other: Content) -> bool:
     """Tell whether two contents differ in what they have in common, by reading both into memory of their layout."""
+    if any(content.data.data_ptr() % content.data.element_size() for content in (one, other)):
+        return True  # what lies across the addresses of elements, as torch.frombuffer makes it, is not worth the while
     ranges = [_bytes_of(content.data) for content in (one, other)]
     base = min(lo for lo, _ in ranges) // _ALIGNMENT * _ALIGNMENT
-    memory = torch.zeros(-(-(max(hi for _, hi in ranges) - base) // _ALIGNMENT) * _ALIGNMENT, dtype=torch.uint8)
+    nbytes = -(-(max(hi for _, hi in ranges) - base) // _ALIGNMENT) * _ALIGNMENT
+    memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     _fill(download, other, memory, base)
     size, strides = other.data.element_size(), other.data.stride()
     mine = memory.as_strided(

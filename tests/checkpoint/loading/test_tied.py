@@ -177,11 +177,11 @@ def test_what_overlaps_is_not_filled_at_the_same_time(monkeypatch: pytest.Monkey
 
     whole = torch.randn(120, 120)
     store = small()
-    store.save({"a": whole, "b": whole.t(), "c": whole[:50], "d": torch.ones(3)}, step=1)
+    store.save({"a": whole, "b": whole.t(), "c": whole[:50], "d": torch.ones(3), "e": whole.t()}, step=1)
     found = torch.zeros(120, 120)
     monkeypatch.setattr(Download, "run", counted)
-    store.load({"a": found, "b": found.t(), "c": found[:50], "d": torch.zeros(3)}, "default@1")
-    assert filled[-3:] == [2, 1, 1]
+    store.load({"a": found, "b": found.t(), "c": found[:50], "d": torch.zeros(3), "e": found.t()}, "default@1")
+    assert filled[-4:] == [2, 1, 1, 1]
     assert torch.equal(found, whole)
 
 
