@@ -58,7 +58,9 @@ class Layout:
         """The DTensor of a rank, and its data chunk by chunk. ``empty``: of zeros."""
         parts = [torch.from_numpy(part.copy()) for part in self.parts(rank)]
         parts = [torch.zeros_like(part) for part in parts] if empty else parts
-        way = Random(self.seed).choice(WAYS) if self.stacked else wrapped
+        several = max(map(len, self.held)) > 1
+        ways = WAYS[:-1] if several and len(self.shape) > 2 else WAYS  # torch's wrapper has two dimensions at most then
+        way = Random(self.seed).choice(ways) if self.stacked else wrapped
         found: tuple[DTensor, list[torch.Tensor]] = way(self, rank, mesh, parts)
         return found
 
@@ -119,7 +121,7 @@ WAYS: list[Callable[..., Any]] = [by_local, by_itself, by_class, wrapped]
 def draw(rng: Random, ranks: int) -> Layout:
     """Draw a layout over this many ranks."""
     kind = rng.choice(list(KINDS))
-    shape = tuple(rng.randint(1, 9) for _ in range(2))
+    shape = tuple(rng.randint(1, 9) for _ in range(2 if kind in {"boxes", "columns and rows"} else rng.randint(1, 3)))
     held, stacked = KINDS[kind](rng, shape, ranks)
     return Layout(kind, shape, tuple(map(tuple, held)), stacked, rng.randrange(2**31))
 
@@ -137,7 +139,8 @@ def _even(extent: int, count: int) -> list[tuple[int, int]]:
 
 
 def _rows(shape: Shape, stretches: Sequence[tuple[int, int]]) -> list[list[Chunk]]:
-    return [[((at, 0), (count, shape[1]))] if count else [] for at, count in stretches]
+    rest = (0,) * (len(shape) - 1)
+    return [[((at, *rest), (count, *shape[1:]))] if count else [] for at, count in stretches]
 
 
 Held = tuple[list[list[Chunk]], bool]
