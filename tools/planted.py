@@ -1467,8 +1467,8 @@ PLANTED = (
     Planted(
         "a conjugate is the same tensor",
         "casckpt/checkpoint/loading/tied.py",
-        "data.is_conj(), data.is_neg(),",
-        "data.is_neg(),",
+        "data.device, data.is_conj(), data.is_neg()",
+        "data.device, data.is_neg()",
         "tests/checkpoint/loading/test_tied.py",
     ),
     Planted(

@@ -7,7 +7,7 @@ read, into memory of the same layout: a template like that is rare.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
@@ -51,6 +51,7 @@ class Tied:
     _held: dict[Form, Content] = field(default_factory=dict)  # the first of each
     _untold: list[tuple[Content, Content]] = field(default_factory=list)
     _second: set[Form] = field(default_factory=set)  # of what overlaps with another one
+    _left: set[int] = field(default_factory=set)  # by id: what is not filled
 
     def add(self, content: Content) -> None:
         """Note what is to be filled.
@@ -71,15 +72,23 @@ class Tied:
         """Whether this memory is filled."""
         return _form(data) in self._held
 
-    def check(self, download: Download) -> None:
+    def check(self, download: Download, may_leave: Callable[[str], bool] = lambda _: False) -> list[str]:
         """Raise Mismatch if any memory would be filled with different values, before any of it is filled.
 
-        Raises what ``download`` raises, by which those are read of which digests do not tell it.
+        Returns keys that are left as they are instead, because they may be. Raises what ``download`` raises, by which
+        those are read of which digests do not tell it.
         """
+        left = []
         for one, other in (*self._untold, *self._overlapping()):
-            if _read_differently(download, one, other):
+            if not _read_differently(download, one, other):
+                self._second.add(_form(other.data))
+                continue
+            given_up = next((content for content in (other, one) if may_leave(content.key)), None)
+            if given_up is None:
                 raise _mismatch(one, other)
-            self._second.add(_form(other.data))
+            self._left.add(id(given_up.data))
+            left.append(given_up.key)
+        return left
 
     def in_turns(self, wants: Sequence[StreamRequest]) -> tuple[list[StreamRequest], list[StreamRequest]]:
         """Split into those that are filled together, and those that overlap with others: each alone, afterwards.
@@ -87,7 +96,7 @@ class Tied:
         While a cell is made, what is there may be another one, of which it is told.
         """
         turns: tuple[list[StreamRequest], list[StreamRequest]] = ([], [])
-        for want in wants:
+        for want in [want for want in wants if id(want.sink.data) not in self._left]:
             turns[bool(self._second) and _form(want.sink.data) in self._second].append(want)
         return turns
 
@@ -96,20 +105,16 @@ class Tied:
         contents = list(self._held.values())
         ranges = sorted((*_bytes_of(content.data), number) for number, content in enumerate(contents))
         before: list[tuple[int, int]] = []
-        last = 0
         for lo, hi, number in ranges:
-            before = [one for one in before if one[0] > lo] if lo < last else []
+            before = [one for one in before if one[0] > lo]
             for _, other in before:
                 if _share(contents[number].data, contents[other].data):
                     yield contents[min(number, other)], contents[max(number, other)]
             before.append((hi, number))
-            last = max(last, hi)
 
 
 def _form(data: torch.Tensor) -> Form:
-    return (
-        data.data_ptr(), data.shape, data.stride(), data.dtype, data.device, data.is_conj(), data.is_neg(),
-    )  # fmt: skip
+    return data.data_ptr(), data.shape, data.stride(), data.dtype, data.device, data.is_conj(), data.is_neg()
 
 
 def _bytes_of(data: torch.Tensor) -> tuple[int, int]:
@@ -158,10 +163,8 @@ def _read_differently(download: Download, one: Content, other: Content) -> bool:
     nbytes = -(-(max(hi for _, hi in ranges) - base) // _ALIGNMENT) * _ALIGNMENT
     memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     _fill(download, other, memory, base)
-    size, strides = other.data.element_size(), other.data.stride()
-    mine = memory.as_strided(
-        (*other.data.shape, size), (*(stride * size for stride in strides), 1), other.data.data_ptr() - base
-    )
+    data, size = other.data, other.data.element_size()
+    mine = memory.as_strided((*data.shape, size), (*(n * size for n in data.stride()), 1), data.data_ptr() - base)
     before = mine.clone()
     _fill(download, one, memory, base)  # changes of what `other` has filled only what differs
     return not torch.equal(mine, before)
