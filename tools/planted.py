@@ -1435,8 +1435,8 @@ PLANTED = (
     Planted(
         "only tensors of the host are asked for memory of their own",
         "casckpt/tensors/shards.py",
-        "    if data.numel() and not has_memory(data):\n",
-        "    if data.is_cpu and data.numel() and not has_memory(data):\n",
+        "    if not has_address and data.numel() and not has_memory(data):\n",
+        "    if data.is_cpu and not has_address and data.numel() and not has_memory(data):\n",
         "tests/tensors/test_no_memory.py",
     ),
     Planted(
@@ -1474,7 +1474,7 @@ PLANTED = (
     Planted(
         "what overlaps is filled at the same time",
         "casckpt/checkpoint/loading/tied.py",
-        "            turns[bool(self._second) and _form(want.sink.data) in self._second].append(want)\n",
+        "            turns[_form(want.sink.data) in self._second].append(want)\n",
         "            turns[0].append(want)\n",
         "tests/checkpoint/loading/test_tied.py",
     ),

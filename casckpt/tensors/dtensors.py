@@ -103,8 +103,7 @@ def described_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     if describe is None or (tensor.shape, tensor.placements) != (other.shape, other.placements):
         return tensor
     view = tensor.detach()
-    local: Any = view._local_tensor  # type: ignore[attr-defined] # it is a DTensor, too
-    setattr(local, CHUNK_LIST, describe)
+    setattr(view._local_tensor, CHUNK_LIST, describe)  # type: ignore[attr-defined] # it is a DTensor, too
     return view
 
 

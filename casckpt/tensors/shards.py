@@ -134,8 +134,8 @@ def check_storable(key: str, data: torch.Tensor) -> None:
 
 
 def _problem(data: Any) -> str | None:
-    kind = type(data).__name__
-    if type(data) not in _PLAIN:
+    is_plain = type(data) in _PLAIN
+    if not is_plain:
         problem = _problem_of_kind(data)
         if problem:
             return problem
@@ -155,8 +155,9 @@ def _problem(data: Any) -> str | None:
     if data.is_quantized:
         return "a quantized tensor cannot be stored as it is; store int_repr() with its scale and zero point"
     dtype_name(data.dtype)
-    if data.numel() and not has_memory(data):
-        return f"a {kind} has no memory of its own; store the tensors that it wraps"
+    has_address = is_plain and not data.storage_offset() and data.data_ptr()  # as most have: no more need be asked
+    if not has_address and data.numel() and not has_memory(data):
+        return f"a {type(data).__name__} has no memory of its own; store the tensors that it wraps"
     return None
 
 

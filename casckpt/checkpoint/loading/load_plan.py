@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, get_
 
 import torch
 
-from casckpt.checkpoint.arguments import Rename, matches, usable_patterns
+from casckpt.checkpoint.arguments import Rename, usable_patterns
 from casckpt.checkpoint.handle import Checkpoint, Frames
 from casckpt.checkpoint.loading.contents import Contents, lacking
 from casckpt.checkpoint.loading.download import Download, StreamRequest
@@ -261,13 +261,9 @@ class LoadPlan:
         else:
             raise lacking(self.contents.manifest, key)
 
-    def check_shared(self, repo: Repository) -> list[str]:
-        """Raise Mismatch for memory that is to be filled twice, with different values. Nothing changes.
-
-        Returns the keys that are left as they are instead.
-        """
-        download = replace(self.download(repo), progress=Progress(None, self.options.alive))
-        return self._tied.check(download, lambda key: matches(key, self.options.ignore_mismatched or ()))
+    def check_shared(self, repo: Repository) -> None:
+        """Raise Mismatch for memory that is to be filled twice, with different values. Nothing changes."""
+        self._tied.check(replace(self.download(repo), progress=Progress(None, self.options.alive)))
 
     def run(self, repo: Repository) -> dict[str, Any]:
         """Read everything; the new leaves by template key."""

@@ -59,7 +59,7 @@ class Template:
         if needed and options.strict:
             raise self._lacks(needed, names)
         check_replaceable(state, self._plan.replaced)
-        self.mismatched += tuple(self._plan.check_shared(repo))
+        self._plan.check_shared(repo)
 
     def _add(self, flat: FlatState, names: Mapping[str, str]) -> tuple[list[Mismatch], list[LeafValue]]:
         """What does not fit, and the leaves that the checkpoint lacks."""

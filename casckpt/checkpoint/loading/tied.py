@@ -7,7 +7,7 @@ read, into memory of the same layout: a template like that is rare.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
@@ -48,10 +48,10 @@ class Content(NamedTuple):
 class Tied:
     """The memory that the tensors of a template fill."""
 
-    _held: dict[Form, Content] = field(default_factory=dict)  # the first of each
+    _held: dict[int, Content] = field(default_factory=dict)  # the first at each address
+    _forms: dict[Form, Content] = field(default_factory=dict)  # the first of each other form there
     _untold: list[tuple[Content, Content]] = field(default_factory=list)
     _second: set[Form] = field(default_factory=set)  # of what overlaps with another one
-    _left: set[int] = field(default_factory=set)  # by id: what is not filled
 
     def add(self, content: Content) -> None:
         """Note what is to be filled.
@@ -59,7 +59,9 @@ class Tied:
         Raises Mismatch if digests tell that another key fills the same memory with something else: of two that are read
         at the same time nobody knows which one stays, and the other would be taken for damaged.
         """
-        other = self._held.setdefault(_form(content.data), content)
+        other = self._held.setdefault(content.data.data_ptr(), content)
+        if other is not content and _form(other.data) != _form(content.data):
+            other = self._forms.setdefault(_form(content.data), content)
         if other is content:
             return
         differ = _differ(other, content)
@@ -70,25 +72,18 @@ class Tied:
 
     def has(self, data: torch.Tensor) -> bool:
         """Whether this memory is filled."""
-        return _form(data) in self._held
+        first = self._held.get(data.data_ptr())
+        return first is not None and (_form(first.data) == _form(data) or _form(data) in self._forms)
 
-    def check(self, download: Download, may_leave: Callable[[str], bool] = lambda _: False) -> list[str]:
+    def check(self, download: Download) -> None:
         """Raise Mismatch if any memory would be filled with different values, before any of it is filled.
 
-        Returns keys that are left as they are instead, because they may be. Raises what ``download`` raises, by which
-        those are read of which digests do not tell it.
+        Raises what ``download`` raises, by which those are read of which digests do not tell it.
         """
-        left = []
         for one, other in (*self._untold, *self._overlapping()):
-            if not _read_differently(download, one, other):
-                self._second.add(_form(other.data))
-                continue
-            given_up = next((content for content in (other, one) if may_leave(content.key)), None)
-            if given_up is None:
+            if _read_differently(download, one, other):
                 raise _mismatch(one, other)
-            self._left.add(id(given_up.data))
-            left.append(given_up.key)
-        return left
+            self._second.add(_form(other.data))
 
     def in_turns(self, wants: Sequence[StreamRequest]) -> tuple[list[StreamRequest], list[StreamRequest]]:
         """Split into those that are filled together, and those that overlap with others: each alone, afterwards.
@@ -96,13 +91,15 @@ class Tied:
         While a cell is made, what is there may be another one, of which it is told.
         """
         turns: tuple[list[StreamRequest], list[StreamRequest]] = ([], [])
-        for want in [want for want in wants if id(want.sink.data) not in self._left]:
-            turns[bool(self._second) and _form(want.sink.data) in self._second].append(want)
-        return turns
+        for want in wants if self._second else ():
+            turns[_form(want.sink.data) in self._second].append(want)
+        return turns if self._second else (list(wants), [])
 
     def _overlapping(self) -> Iterator[tuple[Content, Content]]:
         """Yield all pairs of different forms that have an element in common."""
-        contents = list(self._held.values())
+        if not self._forms and self._are_apart():
+            return
+        contents = [*self._held.values(), *self._forms.values()]
         ranges = sorted((*_bytes_of(content.data), number) for number, content in enumerate(contents))
         before: list[tuple[int, int]] = []
         for lo, hi, number in ranges:
@@ -112,6 +109,16 @@ class Tied:
                     yield contents[min(number, other)], contents[max(number, other)]
             before.append((hi, number))
 
+    def _are_apart(self) -> bool:
+        """Tell whether no ranges of bytes overlap, as in most states."""
+        end = 0
+        for address in sorted(self._held):
+            if address < end:
+                return False
+            data = self._held[address].data
+            end = address + data.nbytes if data.is_contiguous() else _bytes_of(data)[1]
+        return True
+
 
 def _form(data: torch.Tensor) -> Form:
     return data.data_ptr(), data.shape, data.stride(), data.dtype, data.device, data.is_conj(), data.is_neg()
@@ -119,10 +126,8 @@ def _form(data: torch.Tensor) -> Form:
 
 def _bytes_of(data: torch.Tensor) -> tuple[int, int]:
     """Return the range of addresses in which the elements lie."""
-    start, count = data.data_ptr(), data.numel()
-    if not data.is_contiguous():
-        count = 1 + sum((extent - 1) * stride for extent, stride in zip(data.shape, data.stride(), strict=True))
-    return start, start + count * data.element_size()
+    last = sum((extent - 1) * stride for extent, stride in zip(data.shape, data.stride(), strict=True))
+    return data.data_ptr(), data.data_ptr() + (1 + last) * data.element_size()
 
 
 def _share(one: torch.Tensor, other: torch.Tensor) -> bool:

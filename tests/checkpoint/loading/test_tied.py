@@ -140,12 +140,6 @@ def test_a_head_that_is_the_first_rows_of_an_embedding_does_not_take_one_of_its_
     assert not model.any()
     store.load({EMBED: model, HEAD: model[:300].clone()}, "default@1")
     assert torch.equal(model, embed)
-    for left, pattern in ((HEAD, "head.*"), (EMBED, "embed.*"), (HEAD, "*")):
-        model = torch.zeros(400, 16)
-        loaded = store.load({EMBED: model, HEAD: model[:300]}, "default@1", ignore_mismatched=[pattern])
-        assert loaded.mismatched_keys == (left,)
-        assert torch.equal(model, embed) == (left == HEAD)
-        assert bool(model[300:].any()) == (left == HEAD)
 
 
 @pytest.mark.parametrize("differ", [False, True])
