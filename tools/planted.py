@@ -1635,4 +1635,92 @@ PLANTED = (
         "",
         "tests/frontends/test_dcp.py",
     ),
+    Planted(
+        "what a DTensor says of itself is not followed",
+        "casckpt/tensors/dtensors.py",
+        "    return getattr(tensor._local_tensor, CHUNK_LIST, None)\n",
+        "    return None\n",
+        "tests/tensors/test_described.py",
+    ),
+    Planted(
+        "what torch says of every DTensor counts as its own word",
+        "casckpt/tensors/dtensors.py",
+        """getattr(method, "__func__", None) is not vars(_dtensors().DTensor).get(CHUNK_LIST)""",
+        "method is not None",
+        "tests/tensors/test_described.py",
+    ),
+    Planted(
+        "chunks that overlap are taken",
+        "casckpt/tensors/dtensors.py",
+        "        if not overlap and all(",
+        "        if all(",
+        "tests/tensors/test_described.py",
+    ),
+    Planted(
+        "the order in which a mesh shards is not looked at",
+        "casckpt/tensors/dtensors.py",
+        "    return [mesh_dim for entry in entries for mesh_dim in entry.mesh_dims] or range(len(tensor.placements))\n",
+        "    return range(len(tensor.placements))\n",
+        "tests/tensors/test_described.py",
+    ),
+    Planted(
+        "state of an optimizer is not cut like a parameter that says how",
+        "casckpt/frontends/training_state/holding.py",
+        "        return described_like(value, self.parameter)\n",
+        "        return value\n",
+        "tests/frontends/test_described.py",
+    ),
+    Planted(
+        "what torch plans for another place is stored there",
+        "casckpt/frontends/dcp/items.py",
+        "    if not any(box.inside(region.box) for region in regions):\n",
+        "    if not regions:\n",
+        "tests/frontends/test_described.py",
+    ),
+    Planted(
+        "only tensors of the host are asked for memory of their own",
+        "casckpt/tensors/shards.py",
+        "    if not has_address and data.numel() and not has_memory(data):\n",
+        "    if data.is_cpu and not has_address and data.numel() and not has_memory(data):\n",
+        "tests/tensors/test_no_memory.py",
+    ),
+    Planted(
+        "a tensor is stored without those that it holds beside its memory",
+        "casckpt/tensors/shards.py",
+        """    if not inner:
+        return None
+""",
+        """    if data.data_ptr() or not inner:
+        return None
+""",
+        "tests/tensors/test_no_memory.py",
+    ),
+    Planted(
+        "placeholders of ZeRO-3 are empty tensors",
+        "casckpt/tensors/shards.py",
+        """data.shape != getattr(data, "ds_shape", data.shape)""",
+        """data.numel() and data.shape != getattr(data, "ds_shape", data.shape)""",
+        "tests/tensors/test_no_memory.py",
+    ),
+    Planted(
+        "memory in common is compared only where it is the same tensor",
+        "casckpt/checkpoint/loading/tied.py",
+        "        for one, other in (*self._untold, *self._overlapping()):\n",
+        "        for one, other in self._untold:\n",
+        "tests/checkpoint/loading/test_tied.py",
+    ),
+    Planted(
+        "a conjugate is the same tensor",
+        "casckpt/checkpoint/loading/tied.py",
+        "data.device, data.is_conj(), data.is_neg()",
+        "data.device, data.is_neg()",
+        "tests/checkpoint/loading/test_tied.py",
+    ),
+    Planted(
+        "what overlaps is filled at the same time",
+        "casckpt/checkpoint/loading/tied.py",
+        "            turns[_form(want.sink.data) in self._second].append(want)\n",
+        "            turns[0].append(want)\n",
+        "tests/checkpoint/loading/test_tied.py",
+    ),
 )

@@ -114,7 +114,9 @@ def _candidates(model: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
         if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] in _BUFFERS:
             continue
         place = (value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape))
-        if (value.is_floating_point() or value.is_complex()) and (place not in seen or not value.numel()):
+        if (value.is_floating_point() or value.is_complex()) and (
+            place not in seen or not value.numel() or not place[0]
+        ):
             seen.add(place)
             yield name, tuple(value.shape)
 

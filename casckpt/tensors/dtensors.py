@@ -4,20 +4,23 @@ Computed per dimension as the list of indices that this rank holds: each mesh di
 of what the ones before it left. A strided shard (FSDP2 over tensor parallelism) comes after the mesh dimensions to its
 right that its split factor counts, which is how FSDP2 really cuts, uneven sizes included. Such indices are no single
 range, so a local tensor is a list of boxes. (torch's own offset helper gives one box, and a wrong one there.)
+
+A tensor may instead describe the chunks it holds by a method ``__create_chunk_list__``, its own or that of a DTensor's
+local tensor. Then mesh and placements do not count. The one that torch gives every DTensor is not a description.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from itertools import product
+from itertools import combinations, product
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
 from casckpt.errors import InvalidInput
 from casckpt.format.columns import Ints
-from casckpt.format.regions import Box, Shape
+from casckpt.format.regions import Box, Shape, full_box
 
 if TYPE_CHECKING:
     import torch
@@ -26,13 +29,82 @@ if TYPE_CHECKING:
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
     """Tell whether it is a DTensor, without importing torch.distributed: if that is not loaded, there are none."""
-    module = sys.modules.get("torch.distributed.tensor")
+    module = _dtensors()
     return module is not None and isinstance(value, module.DTensor)
+
+
+def _dtensors() -> Any:
+    return sys.modules.get("torch.distributed.tensor")
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a DTensor; any other tensor as it is."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+CHUNK_LIST = "__create_chunk_list__"
+"""The method by which a tensor describes what it holds. Torch's checkpoints follow it, too."""
+
+
+def _description(tensor: torch.Tensor) -> Any:
+    """Return the method by which a tensor, or a DTensor's local tensor, describes itself, if it does."""
+    method = getattr(tensor, CHUNK_LIST, None)
+    if not is_dtensor(tensor) or getattr(method, "__func__", None) is not vars(_dtensors().DTensor).get(CHUNK_LIST):
+        return method
+    return getattr(tensor._local_tensor, CHUNK_LIST, None)
+
+
+def described_parts(key: str, tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]] | None:
+    """List (box of the whole tensor, data in place) of each part that a tensor says it holds; None if it says nothing.
+
+    Raises InvalidInput if these lie outside of the tensor, overlap, or are not what its local tensor holds.
+    """
+    describe = _description(tensor)
+    if describe is None:
+        return None
+    local = tensor
+    if is_dtensor(tensor):
+        check_added_up(key, tensor)
+        local = tensor._local_tensor
+    chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in describe() if 0 not in chunk.sizes]
+    data = _parts_of_local(local, [sizes for _, sizes in chunks])
+    if [tuple(part.shape) for part in data] == [sizes for _, sizes in chunks] and all(
+        len(at) == tensor.ndim and min(at, default=0) >= 0 for at, _ in chunks
+    ):
+        boxes, whole = [Box(*chunk) for chunk in chunks], full_box(tuple(tensor.shape))
+        overlap = any(one.intersect(other) for one, other in combinations(boxes, 2))
+        if not overlap and all(box.inside(whole) for box in boxes):
+            return list(zip(boxes, data, strict=True))
+    where = ", ".join(f"{list(sizes)} at {list(at)}" for at, sizes in chunks) or "empty"
+    raise InvalidInput(
+        f"{key!r}: the tensor of shape {list(tensor.shape)} describes its part here as {where}, which does not fit it "
+        f"or its local tensor of shape {list(local.shape)}; casckpt cannot tell which elements these are. Correct its "
+        f"{CHUNK_LIST}, or save its parts as casckpt.Shard",
+        key=key,
+    )
+
+
+def _parts_of_local(local: Any, sizes: Sequence[Shape]) -> Sequence[torch.Tensor]:
+    """View the parts of a local tensor: shards of torch's LocalShardsWrapper, else what lies one after the other."""
+    if callable(getattr(local, "local_shards", None)):
+        return [shard for shard in local.local_shards() if shard.numel()]
+    for dim, extent in enumerate(local.shape if len(sizes) > 1 else ()):
+        extents = [shape[dim] for shape in sizes if dim < len(shape)]
+        if sum(extents) == extent:
+            return list(local.split(extents, dim))
+    return [local] if local.numel() else []
+
+
+def described_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """View a DTensor, cut alike, as described by what describes ``other``; if nothing does, the tensor as it is."""
+    if not is_dtensor(tensor) or not is_dtensor(other) or _description(tensor) is not None:
+        return tensor
+    describe = _description(other)
+    if describe is None or (tensor.shape, tensor.placements) != (other.shape, other.placements):
+        return tensor
+    view = tensor.detach()
+    setattr(view._local_tensor, CHUNK_LIST, describe)  # type: ignore[attr-defined] # it is a DTensor, too
+    return view
 
 
 def local_boxes(key: str, tensor: DTensor) -> list[tuple[Box, Box]]:
@@ -46,7 +118,8 @@ def local_boxes(key: str, tensor: DTensor) -> list[tuple[Box, Box]]:
     if coordinate is None:
         return []
     shards: dict[int, list[tuple[int, int, int]]] = {}  # tensor dimension -> (mesh size, coordinate, split factor)
-    for mesh_dim, placement in enumerate(tensor.placements):
+    for mesh_dim in _mesh_order(key, tensor):
+        placement = tensor.placements[mesh_dim]
         dim = getattr(placement, "dim", None)
         if dim is not None:
             factor = int(getattr(placement, "split_factor", 1))
@@ -74,6 +147,22 @@ def check_added_up(key: str, tensor: DTensor) -> None:
                 "redistribute it to Shard or Replicate first",
                 key=key,
             )
+
+
+def _mesh_order(key: str, tensor: DTensor) -> Sequence[int]:
+    """Return the mesh dimensions in the order in which they shard: from left to right unless the spec says otherwise.
+
+    Raises InvalidInput on a mesh of Megatron-FSDP, which cuts in another order than the spec says.
+    """
+    dims = [dim for placement in tensor.placements if (dim := getattr(placement, "dim", None)) is not None]
+    if len(set(dims)) < len(dims) and hasattr(tensor.device_mesh, "_shard_order"):
+        raise InvalidInput(
+            f"{key!r}: a DTensor of Megatron-FSDP does not tell which elements it holds; call "
+            "preprocess_state_dict_for_uneven_dtensor, from megatron_fsdp.uneven_dtensor, on the state first",
+            key=key,
+        )
+    entries = getattr(tensor._spec, "shard_order", None) or ()
+    return [mesh_dim for entry in entries for mesh_dim in entry.mesh_dims] or range(len(tensor.placements))
 
 
 def boxes_of(indices: Sequence[Ints]) -> list[tuple[Box, Box]]:

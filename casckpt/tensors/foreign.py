@@ -19,7 +19,7 @@ import torch
 
 from casckpt.errors import InvalidInput
 from casckpt.format.regions import Box, Region, Shape, full_box
-from casckpt.tensors.dtensors import local_of
+from casckpt.tensors.dtensors import CHUNK_LIST, local_of
 from casckpt.tensors.values import Shard
 
 _MEGATRON = ("key", "data", "replica_id", "local_shape", "global_shape", "global_offset", "prepend_axis_num")
@@ -43,7 +43,7 @@ def parts_of(key: str, value: torch.Tensor) -> LocalParts | None:
 
     Raises InvalidInput if its sharding is not yet known, or if its numbers do not fit its data.
     """
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
+    if type(value) in (torch.Tensor, torch.nn.Parameter) or hasattr(value, CHUNK_LIST):
         return None
     try:
         if callable(getattr(value, "local_shards", None)):

@@ -121,6 +121,18 @@ def tensor_bytes(data: torch.Tensor) -> memoryview | None:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
+def has_memory(data: torch.Tensor) -> bool:
+    """Tell whether it has memory of its own: a wrapper of other tensors has none, nor one whose storage was freed.
+
+    Only then its address tells what it is.
+    """
+    try:
+        storage = data.untyped_storage()
+        return storage.device.type != "meta" and storage.data_ptr() != 0  # of a FakeTensor it is meta
+    except RuntimeError:  # what torch raises for a wrapper: there is no storage
+        return False
+
+
 def _is_aligned(raw: torch.Tensor, dtype: torch.dtype) -> bool:
     """Tell whether it begins at an address where elements of ``dtype`` may lie.
 
@@ -181,7 +193,7 @@ class Destination:
         self.region = region
         self.itemsize = stored.itemsize
         self._part_of = part_of
-        self._data = data
+        self.data = data
         self._stored = stored
         self._bytes = tensor_bytes(data) if data.dtype == stored else None
 
@@ -191,7 +203,7 @@ class Destination:
 
     def holds(self, region: Region) -> bool:
         """Whether all of a region is here, as it is stored: it can be copied out."""
-        if self._data.dtype != self._stored:
+        if self.data.dtype != self._stored:
             return False
         here = region.box == self.region.box and self.region.lo <= region.lo and region.hi <= self.region.hi
         return here or sum(one.numel for one in intersect(region, self.region)) == region.numel
@@ -199,12 +211,12 @@ class Destination:
     @property
     def on_gpu(self) -> bool:
         """Whether it is in a GPU's memory."""
-        return self._data.is_cuda
+        return self.data.is_cuda
 
     @property
     def written(self) -> Sequence[torch.Tensor]:
         """The tensors that a write to it changes; see `note_writes`."""
-        return (self._data,) if self._part_of is None else (self._data, self._part_of)
+        return (self.data,) if self._part_of is None else (self.data, self._part_of)
 
     def copy_in(self, region: Region, buffer: memoryview) -> None:
         """Copy the elements of this piece from ``buffer``, which holds those of ``region``."""
@@ -216,7 +228,7 @@ class Destination:
 
     @cached_property
     def _target(self) -> _Arrays | _Tensors:
-        data = self._data.detach()
+        data = self.data.detach()
         if data.dtype != self._stored or data.is_conj() or data.is_neg():
             return _Tensors(self.region, data, self._stored)
         bits = as_bits(data)

@@ -10,11 +10,11 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from casckpt.errors import InvalidInput
-from casckpt.format.regions import Region, Shape, whole
-from casckpt.tensors.dtensors import is_dtensor, local_boxes
+from casckpt.format.regions import Box, Region, Shape, whole
+from casckpt.tensors.dtensors import CHUNK_LIST, described_parts, is_dtensor, local_boxes
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.foreign import is_megatron_tensor, megatron_shard, parts_of
-from casckpt.tensors.memory import narrow
+from casckpt.tensors.memory import has_memory, narrow
 from casckpt.tensors.values import Shard
 
 if TYPE_CHECKING:
@@ -50,8 +50,11 @@ class LocalTensor(NamedTuple):
 
 def local_tensor(key: str, leaf: Any) -> LocalTensor:
     """Return the pieces of a leaf. Raises InvalidInput, naming the key, for a tensor without bytes of its own."""
-    if type(leaf) in _PLAIN:
+    if type(leaf) in _PLAIN and not hasattr(leaf, CHUNK_LIST):
         return _from_whole(key, leaf)
+    described = described_parts(key, leaf) if isinstance(leaf, torch.Tensor) else None
+    if described is not None:
+        return _from_described(key, leaf, described)
     if is_dtensor(leaf):
         return _from_dtensor(key, leaf)
     if isinstance(leaf, torch.Tensor):
@@ -80,6 +83,17 @@ def _from_whole(key: str, leaf: torch.Tensor) -> LocalTensor:
     check_storable(key, leaf)
     shape, is_parameter = tuple(leaf.shape), type(leaf) is not torch.Tensor and isinstance(leaf, torch.nn.Parameter)
     return LocalTensor(key, leaf.dtype, shape, [Piece(whole(shape), leaf)], is_parameter)
+
+
+def _from_described(key: str, leaf: torch.Tensor, parts: Sequence[tuple[Box, torch.Tensor]]) -> LocalTensor:
+    for _, data in parts:
+        check_storable(key, data)
+    dtypes = {data.dtype for _, data in parts} or {leaf.dtype}
+    if len(dtypes) > 1:
+        raise InvalidInput(f"{key!r}: the parts of the tensor differ in dtype: {sorted(map(str, dtypes))}", key=key)
+    pieces = [Piece(Region(box, 0, box.numel), data) for box, data in parts]
+    replicated = is_dtensor(leaf) or isinstance(leaf, torch.nn.Parameter)
+    return LocalTensor(key, dtypes.pop(), tuple(leaf.shape), pieces, replicated)
 
 
 def _shards(key: str, leaf: Any) -> list[Shard]:
@@ -137,12 +151,19 @@ def check_storable(key: str, data: torch.Tensor) -> None:
         raise InvalidInput(f"{key!r}: {problem}", key=key)
 
 
-def _problem(data: torch.Tensor) -> str | None:
+def _problem(data: Any) -> str | None:
     is_plain = type(data) in _PLAIN
+    if not is_plain:
+        problem = _problem_of_kind(data)
+        if problem:
+            return problem
     if data.is_meta:
         return "a meta tensor has no bytes; materialise it first (module.to_empty(device=...))"
-    if not is_plain and is_lazy(data):
-        return "an uninitialized parameter has no shape yet; run the module once, or fill it, first"
+    if hasattr(data, "ds_id") and data.shape != getattr(data, "ds_shape", data.shape):
+        return (
+            f"this is a placeholder of DeepSpeed's ZeRO-3 for a tensor of shape {list(data.ds_shape)}, which has no "
+            "elements here; save and load inside deepspeed.zero.GatheredParameters, or by DeepSpeed's save_checkpoint"
+        )
     if data.is_nested:
         return "a nested tensor cannot be stored as it is; store the tensors that it unbinds to"
     if data.layout is not torch.strided:
@@ -152,10 +173,21 @@ def _problem(data: torch.Tensor) -> str | None:
     if data.is_quantized:
         return "a quantized tensor cannot be stored as it is; store int_repr() with its scale and zero point"
     dtype_name(data.dtype)
-    is_fake = not is_plain and data.untyped_storage().device.type == "meta"
-    if data.is_cpu and data.numel() and (is_fake or data.data_ptr() == 0):
+    has_address = is_plain and not data.storage_offset() and data.data_ptr()  # as most have: no more need be asked
+    if not has_address and data.numel() and not has_memory(data):
         return f"a {type(data).__name__} has no memory of its own; store the tensors that it wraps"
     return None
+
+
+def _problem_of_kind(data: Any) -> str | None:
+    """Return what is wrong with a tensor of a subclass; of one that is nested more is to be said."""
+    if is_lazy(data):
+        return "an uninitialized parameter has no shape yet; run the module once, or fill it, first"
+    flatten = None if data.is_nested else getattr(data, "__tensor_flatten__", None)
+    inner = [] if flatten is None else list(map(str, flatten()[0]))
+    if not inner:
+        return None
+    return f"a {type(data).__name__} consists of other tensors ({', '.join(inner)}); store these in its place"
 
 
 def check_in_place(key: str, leaf: Any) -> None:

@@ -77,15 +77,14 @@ class Staging:
 
 
 def _copy(target: torch.Tensor, data: torch.Tensor, streams: dict[torch.device, torch.cuda.Stream]) -> None:
-    data = data.detach().resolve_conj().resolve_neg()
     if data.device.type != "cuda":
-        as_bits(target).copy_(as_bits(data))
+        as_bits(target).copy_(as_bits(data.detach().resolve_conj().resolve_neg()))
         return
     if data.device not in streams:  # beside what the GPU computes, after what it was told to compute before
         streams[data.device] = torch.cuda.Stream(data.device)  # type: ignore[no-untyped-call] # torch's
         streams[data.device].wait_stream(torch.cuda.current_stream(data.device))
-    with torch.cuda.stream(streams[data.device]):
-        as_bits(target).copy_(as_bits(data), non_blocking=True)
+    with torch.cuda.stream(streams[data.device]):  # conjugates are made in it, too: another one is not waited for
+        as_bits(target).copy_(as_bits(data.detach().resolve_conj().resolve_neg()), non_blocking=True)
     data.record_stream(streams[data.device])
 
 

@@ -101,7 +101,7 @@ def _load(repo: Repository, ranks: Ranks, state: Any, found: _Found, mine: LoadO
 
     def plan_by(_: Commit, manifest: Manifest) -> None:
         templates.append(Template(manifest, mine))
-        templates[-1].plan(state)
+        templates[-1].plan(repo, state)
 
     def plan() -> tuple[Mapping[str, str], bool]:
         found.home.check(repo)
@@ -171,7 +171,7 @@ def _find(
 def wanted_blobs(repo: Repository, manifest: Manifest, state: Any, options: LoadOptions) -> list[BlobRef]:
     """The blobs that a load into ``state`` reads. Raises MissingKey, Mismatch or InvalidInput, as the load would."""
     template = Template(manifest, options)
-    template.plan(state)
+    template.plan(repo, state)
     return template.blobs(repo)
 
 

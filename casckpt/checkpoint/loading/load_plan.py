@@ -13,7 +13,7 @@ from casckpt.checkpoint.arguments import Rename, usable_patterns
 from casckpt.checkpoint.handle import Checkpoint, Frames
 from casckpt.checkpoint.loading.contents import Contents, lacking
 from casckpt.checkpoint.loading.download import Download, StreamRequest
-from casckpt.checkpoint.loading.tied import Tied
+from casckpt.checkpoint.loading.tied import Content, Tied
 from casckpt.checkpoint.loading.update import update
 from casckpt.errors import Damaged, InvalidInput, Mismatch, Refused
 from casckpt.format.extents import ExtentTable
@@ -216,7 +216,7 @@ class LoadPlan:
             if not covers(table, region):
                 raise Damaged(f"the checkpoint holds {key!r} only in part; {region} is not all there", key=key)
             if region.lo < region.hi:
-                self._tied.add(key, data, entry.dtype, table, region)
+                self._tied.add(Content(key, data, number, entry.dtype, table, region))
                 self._want(number, table, piece, entry.dtype, part_of=part_of, is_new=is_new)
 
     def _want(
@@ -261,13 +261,20 @@ class LoadPlan:
         else:
             raise lacking(self.contents.manifest, key)
 
+    def check_shared(self, repo: Repository) -> None:
+        """Raise Mismatch for memory that is to be filled twice, with different values. Nothing changes."""
+        self._tied.check(replace(self.download(repo), progress=Progress(None, self.options.alive)))
+
     def run(self, repo: Repository) -> dict[str, Any]:
         """Read everything; the new leaves by template key."""
         download, options = self.download(repo), self.options
+        together, alone = self._tied.in_turns(self.wants())
         if options.updates:
-            self.frames = update(download, self.wants(), options.held, options.rank, check=options.check)
+            self.frames = update(download, together, options.held, options.rank, check=options.check)
         else:
-            download.run(self.wants())
+            download.run(together)
+        for want in alone:
+            download.run([want])
         return self._built()
 
     def wants(self) -> list[StreamRequest]:

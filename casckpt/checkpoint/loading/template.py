@@ -44,8 +44,8 @@ class Template:
         self.fit = Fit()
 
     @collecting_later()
-    def plan(self, state: Any) -> None:
-        """Check all of it. Raises MissingKey, Mismatch or InvalidInput."""
+    def plan(self, repo: Repository, state: Any) -> None:
+        """Check all of it. Raises MissingKey, Mismatch or InvalidInput; Damaged, StorageError if it has to read."""
         options, flat = self._plan.options, flatten(state)
         name_of = renamer(options.rename)
         names = {key: name_of(key) for key in flat.leaves}
@@ -66,6 +66,7 @@ class Template:
         if needed and options.strict:
             raise self._lacks(needed, names)
         check_replaceable(state, self._plan.replaced)
+        self._plan.check_shared(repo)
 
     def _add(self, flat: FlatState, names: Mapping[str, str]) -> tuple[list[Mismatch], list[LeafValue]]:
         """What does not fit, and the leaves that the checkpoint lacks."""

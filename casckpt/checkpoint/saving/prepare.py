@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -24,6 +25,7 @@ from casckpt.tensors.staging import Staging
 from casckpt.tensors.state import encode_tree, flatten
 
 _INLINE_BYTES = 4096
+log = logging.getLogger(__name__)
 
 Owners: TypeAlias = Callable[[str], int | None] | None
 """The rank that alone maintains a leaf, by flat key; None for what all ranks that have it hold alike."""
@@ -80,8 +82,22 @@ def prepare(
             entry, parts = stored_object(key, mine, partial(encode_object, key, leaf.value, allow_pickle))
             objects.append(entry)
             sources += parts
+    if rank == 0:
+        _warn_if_empty(sources)
     inline, large = _attachments(attachments or {})
     return Prepared([*sources, *large], objects, inline, encode_tree(flat.tree), left)
+
+
+def _warn_if_empty(sources: Sequence[Source]) -> None:
+    """Log that most tensors of a state are empty: what partitions parameters leaves such placeholders."""
+    counts = [source.nbytes for source in sources if source.kind == TENSOR and "float" in source.dtype]
+    if len(counts) > 1 and counts.count(0) > len(counts) / 2:
+        log.warning(
+            "%d of the %d floating-point tensors of this state are empty. If these are placeholders, as DeepSpeed's "
+            "ZeRO-3 leaves them, this checkpoint lacks the weights: gather them first, and save again",
+            counts.count(0),
+            len(counts),
+        )
 
 
 def _owner(owners: Callable[[str], int | None], key: str, size: int) -> int | None:

@@ -117,8 +117,8 @@ def _is_inside(chunk: Any, size: tuple[int, ...]) -> bool:
     return 0 in sizes or Box(tuple(offsets), tuple(sizes)).inside(full_box(size))
 
 
-def _is_shape(shape: Any) -> TypeGuard[torch.Size]:
-    if not isinstance(shape, torch.Size):
+def _is_shape(shape: Any) -> TypeGuard[tuple[int, ...]]:
+    if not isinstance(shape, tuple) or not all(type(extent) is int for extent in shape):
         return False
     try:
         check_shape(tuple(shape))

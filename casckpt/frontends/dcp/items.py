@@ -23,11 +23,11 @@ from casckpt.frontends.dcp.note import Chunk
 from casckpt.frontends.dcp.planners import ValueStream, has_methods_of
 from casckpt.frontends.dcp.schema import is_one_value
 from casckpt.plan.lots import lots
-from casckpt.tensors.dtensors import check_added_up, is_dtensor
+from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.objects import is_archive, is_only_torchs, read_archive, write_archive
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
-from casckpt.tensors.shards import Piece, check_storable
+from casckpt.tensors.shards import Piece, check_storable, local_tensor
 from casckpt.tensors.state import decode_tree, encode_tree, flatten, inflate
 from casckpt.tensors.untrusted import MISREAD
 
@@ -281,11 +281,26 @@ def sources_of(parts: Sequence[_Part], planner: Resolver, is_frozen: Any) -> lis
     ]
 
 
+def check_planned(key: str, tensor: torch.Tensor, box: Box) -> None:
+    """Raise InvalidInput unless this rank holds the elements of ``box``, which a planner of torch takes it to hold.
+
+    It plans as if mesh dimensions sharded from left to right. Older versions plan partial sums as if they were whole.
+    """
+    regions = [piece.region for piece in local_tensor(key, tensor).pieces]
+    if not any(box.inside(region.box) for region in regions):
+        raise InvalidInput(
+            f"{key!r}: torch's planner takes this rank to hold {Region(box, 0, box.numel)}, but it holds "
+            f"{', '.join(map(str, regions)) or 'nothing'}; save and load it with casckpt.Store",
+            key=key,
+        )
+
+
 def _resolved(part: _Part, planner: Resolver) -> torch.Tensor:
     key = part.item.index.fqn
     held = planner.state_dict.get(key) if isinstance(planner, DefaultSavePlanner) else None
-    if is_dtensor(held):
-        check_added_up(key, held)  # older versions of torch plan partial sums as if they were whole
+    box = _place_of(part.item)[2]
+    if is_dtensor(held) and box is not None:
+        check_planned(key, held, box)
     data = planner.resolve_data(part.item)
     if not isinstance(data, torch.Tensor):
         raise InvalidInput(f"{key!r}: the planner gave {type(data).__name__} for a tensor", key=key)

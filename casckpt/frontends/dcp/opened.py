@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class Opened:
         for key, value in planner.state_dict.items():
             if key not in self.note.chunks:
                 continue
-            wanted = sum(chunk.sizes.numel() for chunk in _create_chunk_list(value))
+            wanted = sum(prod(chunk.sizes) for chunk in _create_chunk_list(value))
             if planned.get(key, 0) != wanted:
                 raise InvalidInput(
                     f"{key!r}: this rank saved for itself, and not all that it is to load now; load on as many ranks, "

@@ -21,13 +21,14 @@ from casckpt.checkpoint.handle import Checkpoint, warn_if_forgotten
 from casckpt.checkpoint.loading.download import Download, StreamRequest
 from casckpt.checkpoint.loading.fit import Fit, check_fit, saved_shapes, shape_of, warn_partly
 from casckpt.checkpoint.loading.load_plan import LoadOptions, Unread
-from casckpt.checkpoint.loading.tied import Tied
+from casckpt.checkpoint.loading.tied import Content, Tied
 from casckpt.checkpoint.ranks import this_rank
 from casckpt.errors import Conflict, Damaged, InvalidInput, Mismatch, NotFound
 from casckpt.format.keys import check_run
 from casckpt.format.regions import Box, Region
 from casckpt.frontends.dcp.hooks import hook
 from casckpt.frontends.dcp.ids import reference_of
+from casckpt.frontends.dcp.items import check_planned
 from casckpt.frontends.dcp.opened import Opened
 from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream, has_methods_of
 from casckpt.frontends.stores import AnyStore, as_store
@@ -235,7 +236,11 @@ class StorageReader(Protocol):
         tied = Tied()
         held = planner.state_dict if isinstance(planner, DefaultLoadPlanner) else {}
         parts = [(item, target.detach(), held.get(item.dest_index.fqn)) for item, target in pairs]
-        download.run([want for part in parts for want in self._wants(*part, converted, tied)])
+        wants = [want for part in parts for want in self._wants(*part, converted, tied)]
+        tied.check(download)
+        together, alone = tied.in_turns(wants)
+        for turn in (together, *([want] for want in alone)):
+            download.run(turn)
         if converted:
             log.warning("converted to the dtype of what is loaded into: %s", ", ".join(list(converted)[:8]))
         for item, target in pairs:
@@ -254,6 +259,9 @@ class StorageReader(Protocol):
             self._check_cast(key, stored, target.dtype)
             converted[key] = None
         check_destination(key, target)
+        if is_dtensor(held):
+            start = zip(item.dest_index.offset or (), item.dest_offsets, strict=True)
+            check_planned(key, held, Box(tuple(a + b for a, b in start), tuple(item.lengths)))
         offset = tuple(a + b for a, b in zip(base, item.storage_offsets, strict=True))
         box = Box(offset, tuple(item.lengths))
         region = Region(box, 0, box.numel)
@@ -261,7 +269,7 @@ class StorageReader(Protocol):
         if not covers(table, region):
             raise Damaged(f"the checkpoint holds {key!r} only in part; {region} is not all there", key=key)
         if region.numel:
-            tied.add(key, target, entry.dtype, table, region)
+            tied.add(Content(key, target, number, entry.dtype, table, region))
             yield StreamRequest(number, Destination(region, target, stored, held if is_dtensor(held) else None), table)
 
     def _check_cast(self, key: str, stored: torch.dtype, target: torch.dtype) -> None:

@@ -15,6 +15,7 @@ from casckpt.frontends.megatron.kinds import extract_sharded_tensors_and_factori
 from casckpt.frontends.megatron.mapping import LocalNonpersistentObject
 from casckpt.frontends.megatron.nesting import Nested, nested_values
 from casckpt.tensors.dtensors import is_dtensor, local_of
+from casckpt.tensors.memory import has_memory
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 def _memory(tensor: torch.Tensor | None) -> tuple[int, ...]:
     """Tell where its elements lie, and its shape; nothing if it has none."""
     local = None if tensor is None else local_of(tensor)
-    return () if local is None or not local.numel() else (local.data_ptr(), *local.shape)
+    return () if local is None or not local.numel() or not has_memory(local) else (local.data_ptr(), *local.shape)
 
 
 def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.Tensor]) -> dict[int, int]:

@@ -13,7 +13,7 @@ from casckpt.checkpoint.loading.load_plan import new_empty
 from casckpt.errors import InvalidInput
 from casckpt.format.sections.index import StreamEntry
 from casckpt.frontends.training_state.flat import FlatPart
-from casckpt.tensors.dtensors import is_dtensor, local_of
+from casckpt.tensors.dtensors import described_like, is_dtensor, local_of
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.values import Shard
 
@@ -79,7 +79,7 @@ class Holding:
                 "or casckpt.PerRank",
                 key=self.name,
             )
-        return value
+        return described_like(value, self.parameter)
 
     # loading
 

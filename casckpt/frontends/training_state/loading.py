@@ -51,7 +51,7 @@ from casckpt.frontends.training_state.stored import (
     steps_on_cpu,
 )
 from casckpt.frontends.training_state.together import on_no_rank
-from casckpt.tensors.dtensors import local_of
+from casckpt.tensors.dtensors import described_like, local_of
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.values import Shard
 
@@ -346,7 +346,7 @@ class _OptimizerPlan:
         self._without = [one for one in members if id(one) not in self.match.saved]
         self._homes = self._make_homes(model)
         self.nothing_of = {name for name, home in self._homes.items() if home.holding.is_nothing}
-        self._taken = {local_of(parameter).data_ptr() for parameter in model.parameters()}
+        self._taken = {local_of(parameter).data_ptr() for parameter in model.parameters()} - {0}
         left_out = self.nothing_of | set(self.match.unused)
         nodes = stored.nodes(dict.fromkeys([*self._parameters, *self.match.unused]))
         nodes = {name: node for name, node in nodes.items() if name not in left_out}
@@ -388,7 +388,8 @@ class _OptimizerPlan:
         wanted = self._as_cast(str(name), key, entry, home.holding.dtype)
         found = home.holding.destination(wanted, home.there.get(f".{key}"), device, self._taken, added=added)
         self._taken.add(local_of(unwrapped(found)).data_ptr())
-        return found
+        self._taken.discard(0)  # the address of all that have no memory of their own
+        return described_like(found, home.holding.parameter)
 
     def _as_cast(self, name: str, key: str, entry: StreamEntry, dtype: torch.dtype) -> StreamEntry:
         """What ``cast`` makes of a piece of state of a parameter that has ``dtype`` here.

@@ -13,6 +13,8 @@ WRAPPERS = {
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "megatron_fsdp.megatron_fsdp.MegatronFSDP": "module",
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp.MegatronFSDP": "module",
 }
 """The classes that wrap a module, and the child that holds it. By name: importing some of them takes seconds."""
 

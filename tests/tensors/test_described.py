@@ -1,0 +1,216 @@
+"""DTensors that say themselves what they hold, whatever their mesh and placements say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+
+import casckpt
+from casckpt.errors import InvalidInput
+from casckpt.format.regions import full_box
+from casckpt.tensors.dtensors import local_boxes
+from casckpt.tensors.shards import local_tensor
+from tests.support.cut import cut
+from tests.support.layouts import KINDS, Layout, draw, slices
+from tests.support.plain_reader import Checkpoint
+from tests.support.plain_reader import Store as PlainStore
+from tests.support.saves import small
+from tests.tensors.test_dtensors import arange, pretending
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+
+def layouts(seed: int, count: int, ranks: int) -> dict[str, Layout]:
+    rng = Random(seed)
+    return {f"t{number}": draw(rng, ranks) for number in range(count)}
+
+
+def check_here(drawn: dict[str, Layout], rank: int, mesh: DeviceMesh, store: casckpt.Store) -> None:
+    """What a rank holds is what numpy cuts out of the whole; so it loads, and compares."""
+    state: dict[str, Any] = {}
+    data: dict[str, list[torch.Tensor]] = {}
+    for key, layout in drawn.items():
+        held, _ = layout.tensor(rank, mesh, empty=False)
+        pieces = local_tensor(key, held).pieces
+        boxes = [(piece.region.box.offset, piece.region.box.shape) for piece in pieces]
+        assert boxes == list(layout.held[rank]), layout
+        for piece, part in zip(pieces, layout.parts(rank), strict=True):
+            assert np.array_equal(piece.data.numpy(), part), layout
+        state[key], data[key] = layout.tensor(rank, mesh, empty=True)
+    store.load(state, "a@1", no_dist=True)
+    for key, layout in drawn.items():
+        for found, part in zip(data[key], layout.parts(rank), strict=True):
+            assert np.array_equal(found.numpy(), part), layout
+    assert store.compare(state, "a@1", no_dist=True).is_same
+    first = next((parts[0] for parts in data.values() if parts), None)
+    if first is not None:
+        first += 1
+        assert len(store.compare(state, "a@1", no_dist=True).differs) == 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_layout_is_followed(size: int, full: bool, seed: int) -> None:
+    drawn = layouts(seed, 500 if full else 20, size)
+    store = small()
+    store.save({key: torch.from_numpy(layout.whole) for key, layout in drawn.items()}, run="a", step=1)
+    with pretending((size,)) as ranks:
+        for rank, mesh in enumerate(ranks):
+            check_here(drawn, rank, mesh, store)
+
+
+def saved(rank: int, size: int, path: Path, seed: int, count: int) -> None:
+    """Save, update from a version before, and load anew; each rank what it holds."""
+    store = casckpt.open(path)
+    mesh = init_device_mesh("cpu", (size,))
+    drawn = layouts(seed, count, size)
+    state: dict[str, Any] = {}
+    data: dict[str, list[torch.Tensor]] = {}
+    for key, layout in drawn.items():
+        state[key], data[key] = layout.tensor(rank, mesh, empty=True)
+    held = store.save(state, run="a", step=1)
+    for key, layout in drawn.items():
+        for mine, part in zip(data[key], layout.parts(rank), strict=True):
+            mine.copy_(torch.from_numpy(part))
+    store.save_async(state, run="a", step=2).result()
+    for parts in data.values():
+        for mine in parts:
+            mine.zero_()
+    store.update(state, "a@2", held=held)
+    for key, layout in drawn.items():
+        for mine, part in zip(data[key], layout.parts(rank), strict=True):
+            assert np.array_equal(mine.numpy(), part), layout
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_what_real_ranks_save_is_the_whole(ranks: Pool, store_path: Path, size: int, *, full: bool, seed: int) -> None:
+    """As a reader finds it that has no line in common with casckpt, and as they load it again."""
+    count = 50 if full else 8
+    ranks.run(size, saved, store_path, seed, count)
+    plain = PlainStore(store_path)
+    _, record = plain.log(plain.visible()["a", 2])
+    found = Checkpoint(store_path, record).read()
+    for key, layout in layouts(seed, count, size).items():
+        assert np.array_equal(np.asarray(found[key]), layout.whole), layout
+
+
+def test_each_kind_is_drawn() -> None:
+    assert {layout.kind for layout in layouts(0, 200, 4).values()} == set(KINDS)
+
+
+# what does not fit
+
+
+def described(local: torch.Tensor, shape: Sequence[int], *chunks: tuple[Sequence[int], Sequence[int]]) -> DTensor:
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
+    found = [ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)) for offset, sizes in chunks]
+    tensor._local_tensor.__create_chunk_list__ = lambda: found  # type: ignore[attr-defined]
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks"),
+    [
+        ((2, 3), [((0, 0), (3, 3))]),
+        ((2, 3), [((0, 0), (3, 2))]),
+        ((2, 3), [((3, 0), (2, 3))]),
+        ((2, 3), [((0, -1), (2, 3))]),
+        ((2, 3), [((0,), (6,))]),
+        ((2, 3), []),
+        ((0, 3), [((0, 0), (1, 3))]),
+        ((4, 3), [((0, 0), (2, 3)), ((1, 0), (2, 3))]),
+        ((4, 3), [((0, 0), (2, 3)), ((2, 0), (1, 3))]),
+        ((4, 3), [((0, 0), (1, 3)), ((2, 0), (2, 3))]),
+    ],
+    ids=["more", "another form", "outside", "before", "flat", "nothing", "of nothing", "overlap", "less", "a gap"],
+)
+def test_a_description_that_does_not_fit_is_refused(
+    shape: tuple[int, int], chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> None:
+    with pretending((2,)) as ranks:
+        next(ranks)
+        tensor = described(torch.ones(shape), (4, 3), *chunks)
+        for call in (small().save, lambda state, **_: small_with_it().load(state, "default@1", no_dist=True)):
+            with pytest.raises(InvalidInput, match=r"'w': the tensor of shape \[4, 3\] describes its part") as caught:
+                call({"w": tensor}, step=1, no_dist=True)
+            assert caught.value.key == "w"
+
+
+def small_with_it() -> casckpt.Store:
+    store = small()
+    store.save({"w": torch.zeros(4, 3)}, step=1, no_dist=True)
+    return store
+
+
+def test_sums_are_refused_though_they_describe_themselves() -> None:
+    with pretending((2,)) as ranks:
+        mesh = next(ranks)
+        tensor = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()], run_check=False)
+        tensor._local_tensor.__create_chunk_list__ = lambda: [  # type: ignore[attr-defined]
+            ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((2, 2)))
+        ]
+        with pytest.raises(InvalidInput, match="added up"):
+            local_tensor("w", tensor)
+
+
+def test_a_tensor_that_is_no_dtensor_may_describe_itself() -> None:
+    """Of the shape that it has; what is a part of another one is refused."""
+    shards, store = [torch.ones(2, 3), torch.full((2, 2), 2.0)], small()
+    store.save({"w": LocalShardsWrapper(shards, [(0, 0), (0, 3)])}, step=1)
+    assert store.read("default@1")["w"].tolist() == [[1, 1, 1, 2, 2]] * 2
+    for shard in shards:
+        shard.zero_()
+    store.load({"w": LocalShardsWrapper(shards, [(0, 0), (0, 3)])}, "default@1")
+    assert [shard.flatten()[0].item() for shard in shards] == [1, 2]
+    with pytest.raises(InvalidInput, match="describes its part"):
+        store.save({"w": LocalShardsWrapper(shards, [(2, 0), (2, 3)])}, step=2)
+    part = torch.ones(2)
+    part.__create_chunk_list__ = lambda: [  # type: ignore[attr-defined]
+        ChunkStorageMetadata(torch.Size((2,)), torch.Size((2,)))
+    ]
+    with pytest.raises(InvalidInput, match="describes its part"):
+        store.save({"w": part}, step=2)
+
+
+# other orders of the mesh
+
+
+@pytest.mark.parametrize("order", [(1, 0), (2, 0, 1), (2, 1, 0), (1, 2)], ids=str)
+def test_another_order_of_the_mesh_is_followed(order: tuple[int, ...]) -> None:
+    """Torch says the same by strided shards, and cuts them. What it describes of every DTensor ignores the order."""
+    shape, full = (24, 2), arange((24, 2))
+    placements = tuple(Shard(0) if dim in order else Shard(1) for dim in range(3))
+    entries = [ShardOrderEntry(0, order), *(ShardOrderEntry(1, (dim,)) for dim in range(3) if dim not in order)]
+    with pretending((2, 3, 2)) as ranks:
+        for mesh in ranks:
+            strided = DTensorSpec._convert_shard_order_to_StridedShard(tuple(entries), placements, mesh)
+            local = cut(full, mesh, strided).to_local()
+            meta = TensorMeta(torch.Size(shape), (2, 1), full.dtype)
+            spec = DTensorSpec(mesh, placements, meta, shard_order=tuple(entries))
+            pieces = local_tensor("w", DTensor(local, spec, requires_grad=False)).pieces  # type: ignore[no-untyped-call]
+            for piece in pieces:
+                box = piece.region.box
+                assert torch.equal(full[slices((box.offset, box.shape))], piece.data)
+            assert sum(piece.data.numel() for piece in pieces) == local.numel()
+
+
+def test_a_mesh_of_megatron_fsdp_does_not_say_which_elements_a_rank_holds() -> None:
+    """It cuts the inner dimension first, unevenly, whatever the placements say; so a tensor has to describe itself."""
+    with pretending((2, 2)) as ranks:
+        mesh = next(ranks)
+        mesh._shard_order = [1, 0]  # type: ignore[attr-defined]
+        with pytest.raises(InvalidInput, match=r"'w'.*preprocess_state_dict_for_uneven_dtensor"):
+            local_boxes("w", cut(arange((8, 2)), mesh, [Shard(0), Shard(0)]))
+        assert local_boxes("w", cut(arange((8, 2)), mesh, [Shard(0), Shard(1)]))[0][0].inside(full_box((8, 2)))
