@@ -27,6 +27,7 @@ import casckpt
 from casckpt.errors import Damaged, ForgottenWarning, InvalidInput, Mismatch, NotFound, StorageError
 from casckpt.format.sections.index import TENSOR
 from casckpt.frontends.dcp import PickleFreeLoadPlanner, PickleFreeSavePlanner, StorageReader, StorageWriter
+from casckpt.frontends.dcp.planners import ValueStream, value_of
 from casckpt.repository import manifests
 from tests.support.dcp import causes, failure, load, save, zeros
 from tests.support.exact import same
@@ -178,6 +179,7 @@ def test_planners_without_pickle(store: Store) -> None:
     save({"c": Colour.RED}, StorageWriter(store, step=2, allow_pickle=True), planner=PickleFreeSavePlanner())
     with_leave = StorageReader(store, "default@2", allow_pickle=True)
     assert load({"c": None}, with_leave, planner=PickleFreeLoadPlanner())["c"] is Colour.RED
+    assert value_of(io.BytesIO(ValueStream([3, "x"]).getvalue())) == [3, "x"]  # of a stream that went to a process
 
 
 def test_a_state_that_is_not_flattened_is_one_value_a_key(store: Store) -> None:
@@ -217,6 +219,7 @@ def test_stateful_objects(store: Store) -> None:
 
 def test_keys_of_a_checkpoint_whoever_saved_it(store: Store) -> None:
     state = {"model": {"a": numbers("a", 4), "b": {"c": 5}}, "steps": {0: torch.ones(1)}, "l": [{"x": 1}, {"x": 2}]}
+    state |= {"nested": [[torch.ones(2), 1], 2]}
     save(state, StorageWriter(store, run="dcp", step=1))
     store.save(state, run="native", step=1)
     for ref in ("dcp@1", "native@1"):
