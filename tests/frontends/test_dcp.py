@@ -19,14 +19,15 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import casckpt
 from casckpt.errors import Damaged, ForgottenWarning, InvalidInput, Mismatch, NotFound, StorageError
 from casckpt.format.sections.index import TENSOR
 from casckpt.frontends.dcp import PickleFreeLoadPlanner, PickleFreeSavePlanner, StorageReader, StorageWriter
+from casckpt.frontends.dcp import reader as reading
 from casckpt.frontends.dcp.planners import ValueStream, value_of
 from casckpt.repository import manifests
 from tests.support.dcp import causes, failure, load, save, zeros
@@ -512,15 +513,22 @@ class Meta(torch.Tensor):
 
 
 def test_pattern_materialise_a_meta_model(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    from casckpt.frontends.dcp import reader
-
-    monkeypatch.setattr(reader, "WINDOW_BYTES", 100)
+    monkeypatch.setattr(reading, "WINDOW_BYTES", 100)
     state = {f"l{i}": numbers(f"l{i}", 4, 4) for i in range(5)}
     save(state, StorageWriter(store, step=1))
     planner = Materialising()
     template: dict[str, Any] = {k: torch.empty_like(v, device="meta").as_subclass(Meta) for k, v in state.items()}
     load(template, StorageReader(store, "default@1"), planner=planner)
     assert identical({key: value.as_subclass(torch.Tensor) for key, value in planner.made.items()}, state)
+
+
+def test_a_planner_that_makes_tensors_anew_has_few_of_them_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "WINDOW_BYTES", 100)
+    at = MetadataIndex("a", torch.Size([0]))
+    items = [ReadItem(LoadItemType.TENSOR, at, at.offset, at, at.offset, torch.Size([n])) for n in (6, 6, 7, 5)]
+    items.append(ReadItem(LoadItemType.BYTE_IO, at, at.offset, at, at.offset, torch.Size([1])))
+    assert [len(window) for window in reading._windows(items, Materialising())] == [2, 2]  # of 8 bytes an element
+    assert [len(window) for window in reading._windows(items, DefaultLoadPlanner())] == [4]
 
 
 # notes

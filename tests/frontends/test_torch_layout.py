@@ -160,7 +160,7 @@ def test_names_that_the_optimizer_was_given_count(tmp_path: Path) -> None:
 
 
 def test_parameters_are_told_by_their_memory_their_kind_and_their_order() -> None:
-    """Two parts of one memory are two parameters, two views of the same part one; nothing has a memory without bytes."""
+    """Two parts of one memory are two parameters, two views of one part are one; what is empty counts each time."""
     flat = torch.zeros(6)
     model = {
         "a": flat[:3], "b": flat[3:], "tied": flat[:3], "whole": flat, "none": torch.zeros(0), "no": torch.zeros(0),

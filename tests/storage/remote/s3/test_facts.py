@@ -107,7 +107,8 @@ def test_locks_of_objects(answer: Any, ok: bool | None, says: str) -> None:
 @pytest.mark.parametrize(
     ("rules", "ok"),
     [
-        (404, True), (403, None), (rule(Expiration={"Days": 3}), False), (rule("store", Expiration={"Date": "x"}), False),
+        (404, True), (403, None), (rule(Expiration={"Days": 3}), False),
+        (rule("store", Expiration={"Date": "x"}), False),
         (rule("store/objects/", Expiration={"Days": 3}), False), (rule("other/", Expiration={"Days": 3}), True),
         (rule(Expiration={"ExpiredObjectDeleteMarker": True}), True),
         (rule(status="Disabled", Expiration={"Days": 3}), True),
