@@ -187,7 +187,7 @@ def test_a_reference_resumes_too(tmp_path: Path) -> None:
 
 def test_a_path_where_nothing_is(tmp_path: Path, store: Store) -> None:
     io = CasCheckpointIO(store, run="sft")
-    for path in (tmp_path / "none.ckpt", "none.ckpt", "memory://none/x.ckpt"):
+    for path in (tmp_path / "none.ckpt", "none.ckpt", "memory://none/x.ckpt", "memory://none/x", "./none"):
         with pytest.raises(FileNotFoundError, match=r"there is no file .*none.*; give the path of one, or a reference"):
             io.load_checkpoint(path)
 

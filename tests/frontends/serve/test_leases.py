@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
-from unittest.mock import Mock, patch
+from unittest.mock import MagicMock, Mock, patch
 
 import pytest
 import torch
@@ -131,7 +131,9 @@ def test_two_that_ask_at_once_take_one_lease(taken: list[int], timers: list[Time
 
     with patch.object(Store, "lease", taking), patch.object(Timer, "start", starting), leases.hold(one):
         pass
-    leases.close()
+    with patch.object(leases, "_lock", MagicMock()) as lock:
+        leases.close()
+    lock.__enter__.assert_called_once_with()
     assert taken == []
 
 
