@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn, optim
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+import casckpt
 from casckpt.frontends.training_state import (
     load_model_and_optim_state,
     save_model_and_optim_state,
@@ -213,3 +215,20 @@ def stale_steps(rank: int, size: int, path: Path, factory: Factory) -> list[floa
 @pytest.mark.parametrize("factory", [adamw, optim.Adagrad])  # Adagrad has state before the first step
 def test_steps_are_those_of_ranks_that_take_them(store_path: Path, ranks: Pool, factory: Factory) -> None:
     assert ranks.run(4, stale_steps, store_path, factory) == [[5.0]] * 4
+
+
+def leaves_something_unread(rank: int, size: int, path: Path) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a test may
+    logging.getLogger("casckpt").addHandler(handler)
+    model = nn.Linear(3, 3)
+    casckpt.open(path).save({"model": model.state_dict(), "ema": {"w": torch.ones(2)}}, run="unread", step=1)
+    load_model_and_optim_state(path, "unread@1", model)
+    logging.getLogger("casckpt").removeHandler(handler)
+    return [text for text in said if "not 'ema' of unread@1" in text]
+
+
+def test_what_was_not_read_is_told_by_one_rank(store_path: Path, ranks: Pool) -> None:
+    first, second = ranks.run(2, leaves_something_unread, store_path)
+    assert (len(first), second) == (1, [])
