@@ -1,4 +1,4 @@
-"""Places for bugs, drawn by a seed: ``tools/mutants --draw`` plants them. Each is one small edit of one statement."""
+"""Bugs whose places a seed draws: see ``tools/mutants --draw``. Each is one small edit of one statement."""
 
 from __future__ import annotations
 
@@ -6,52 +6,24 @@ import ast
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, TypeAlias
 
-EDGES = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
-EQUAL = {ast.Eq: ">=", ast.NotEq: ">"}
-ORDERED = {
-    "isinstance",
-    "issubclass",
-    "getattr",
-    "hasattr",
-    "setattr",
-    "cast",
-    "next",
-    "iter",
-    "min",
-    "max",
-    "zip",
-    "partial",
-}
-TWINS = ["min max", "any all", "start stop", "lo hi", "first last", "offset size", "rank world_size", "keys names"]
-TWINS += ["offset length", "offset nbytes", "isdisjoint issubset", "startswith endswith", "removeprefix removesuffix"]
-TWIN = {one: other for pair in TWINS for one, other in (pair.split(), pair.split()[::-1])}
+from planted import PLANTED, Planted
 
+Edit: TypeAlias = tuple[str, int, int, str]
+"""Its kind, and the text in place of the bytes from here to there."""
 
-OFTEN = [
-    *["missing condition", "off by one", "wrong operand"] * 3,
-    *["call left out"] * 2,
-    "key",
-    "swapped",
-    "stale",
-    "lock",
-]
-NO_CODE = {"annotation", "returns", "decorator_list", "bases", "type"}
-
-
-class Edit(NamedTuple):
-    """``new`` in place of the bytes from ``start`` to ``stop`` of a file."""
-
-    kind: str
-    start: int
-    stop: int
-    new: str
+_EDGES: dict[type, str] = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
+_PAIRS = ("min max", "any all", "lo hi", "start stop", "first last", "startswith endswith", "removeprefix removesuffix")
+_TWINS = {one: other for pair in _PAIRS for one, other in (pair.split(), pair.split()[::-1])}
+_NO_CODE = {"annotation", "returns", "decorator_list", "bases", "type"}  # fields of nodes
+_WORDS = ("log.", "warn", "super()", "isinstance", "getattr", "hasattr", "cast", "next", "min", "max", "zip")
 
 
 class Source:
-    """A module's text and tree, and the bytes at which its nodes lie."""
+    """A module, and all edits of it that can be drawn."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.text = path, path.read_bytes()
@@ -59,109 +31,90 @@ class Source:
         for line in self.text.splitlines(keepends=True):
             self._lines.append(self._lines[-1] + len(line))
 
-    def span(self, node: ast.AST) -> tuple[int, int]:
-        """From where to where a node goes."""
-        first, last = node.lineno - 1, node.end_lineno - 1  # type: ignore[attr-defined]
-        return self._lines[first] + node.col_offset, self._lines[last] + node.end_col_offset  # type: ignore[attr-defined]
+    def _span(self, node: Any) -> tuple[int, int]:
+        first, last = self._lines[node.lineno - 1], self._lines[node.end_lineno - 1]
+        return first + node.col_offset, last + node.end_col_offset
 
-    def of(self, node: ast.AST) -> str:
-        """Its text."""
-        return self.text[slice(*self.span(node))].decode()
+    def _of(self, node: ast.AST) -> str:
+        return self.text[slice(*self._span(node))].decode()
 
     def edits(self) -> Iterator[Edit]:
-        """All that can be drawn here; what only words an error, a log or a type is left alone."""
+        """All of them; what only words an error, a log or a type is left alone."""
         nodes: list[ast.AST] = [ast.parse(self.text)]
         while nodes:
             node = nodes.pop()
-            if not self._only_words(node):
-                nodes += (child for name, child in _children(node) if name not in NO_CODE)
-                yield from (Edit(kind, *self.span(at), new) for kind, at, new in self._of(node))
+            called = node.value if isinstance(node, ast.Expr) else node
+            if isinstance(called, ast.Call) and self._of(called.func).startswith(_WORDS[:3]):
+                continue
+            if not isinstance(node, ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom):
+                fields = (value for name, value in ast.iter_fields(node) if name not in _NO_CODE)
+                values = [one for value in fields for one in (value if isinstance(value, list) else [value])]
+                nodes += (one for one in values if isinstance(one, ast.AST))
+                found = (*self._statements(node), *self._operands(node))
+                yield from ((kind, *self._span(at), new) for kind, at, new in found)
 
-    def _only_words(self, node: ast.AST) -> bool:
-        if isinstance(node, ast.Expr):
-            node = node.value
-        named = self.of(node.func).startswith(("log.", "warn", "super()")) if isinstance(node, ast.Call) else False
-        return named or isinstance(node, ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom)
-
-    def _of(self, node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
-        of = self.of
+    def _statements(self, node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
         match node:
-            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in EDGES:
-                yield "off by one", node, f"{of(left)} {EDGES[type(op)]} {of(right)}"
-            case ast.Compare(left=left, ops=[op], comparators=[ast.Constant(value=int()) as right]) if (
-                type(op) in EQUAL
-            ):
-                yield "off by one", node, f"{of(left)} {EQUAL[type(op)]} {of(right)}"
-            case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.FloorDiv()):
-                if not any(isinstance(side, ast.JoinedStr | ast.List) for side in (left, node.right)):
-                    yield "off by one" if isinstance(node.right, ast.Constant) else "wrong operand", node, of(left)
             case ast.BoolOp(op=op, values=values):
                 word = " and " if isinstance(op, ast.And) else " or "
                 for left_out in values:
-                    rest = word.join(of(value) for value in values if value is not left_out)
-                    yield "missing condition", node, f"({rest})"
+                    kept = word.join(self._of(value) for value in values if value is not left_out)
+                    yield "missing condition", node, f"({kept})"
             case ast.If(test=test, orelse=[]):
                 yield "missing condition", test, "False"
             case ast.IfExp(body=body, orelse=orelse):
-                yield "missing condition", node, of(body)
-                yield "missing condition", node, of(orelse)
-            case ast.Tuple(elts=[first, second, *rest], ctx=ast.Load()):
-                others = "".join(f", {of(one)}" for one in rest)
-                yield "key", node, f"({of(second)}, {of(second)}{others})"
-                yield "key", node, f"({of(first)}, {of(first)}{others})"
-            case ast.Call(args=[first, second, *_], func=func) if (
-                not any(isinstance(x, ast.Starred) for x in node.args) and of(func) not in ORDERED
-            ):
-                text = of(node)
-                head, tail = of(node.func), text[self.span(second)[1] - self.span(node)[0] :]
-                yield "swapped", node, f"{head}({of(second)}, {of(first)}{tail}"
-            case ast.Call(func=ast.Name(id="sorted"), args=[only]):
-                yield "wrong operand", node, f"list({of(only)})"
-            case ast.keyword(value=ast.Constant(value=bool(value))):
-                yield "wrong operand", node.value, str(not value)
-            case ast.Slice(lower=lower, upper=upper) if lower or upper:
-                yield "off by one", node, of(lower) + ":" if lower and upper else ":"
-            case ast.With(items=[ast.withitem(context_expr=lock)]) if "lock" in of(lock):
-                yield "lock", lock, "__import__('contextlib').nullcontext()"
+                yield from (("missing condition", node, self._of(one)) for one in (body, orelse))
+            case ast.With(items=[ast.withitem(context_expr=lock)]) if "lock" in self._of(lock):
+                yield "lock left out", lock, "__import__('contextlib').nullcontext()"
             case ast.Expr(value=ast.Call() | ast.Await()):
                 yield "call left out", node, "pass"
             case ast.Delete() | ast.Assign(targets=[ast.Attribute()], value=ast.Constant()):
-                yield "stale", node, "pass"
-        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
-            name = node.id if isinstance(node, ast.Name) else node.attr
-            if name in TWIN:
-                yield "wrong operand", node, of(node).removesuffix(name) + TWIN[name]
+                yield "stale state", node, "pass"
 
-    def lines(self, edit: Edit) -> tuple[str, str]:
-        """The lines that an edit changes, and as they are then; so many that they stand once in the file."""
-        first = self.text.rfind(b"\n", 0, edit.start) + 1
-        last = self.text.find(b"\n", edit.stop) + 1
+    def _operands(self, node: Any) -> Iterator[tuple[str, ast.AST, str]]:
+        of = self._of
+        match node:
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _EDGES:
+                yield "off by one", node, f"{of(left)} {_EDGES[type(op)]} {of(right)}"
+            case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.FloorDiv(), right=right):
+                yield "off by one" if isinstance(right, ast.Constant) else "wrong operand", node, of(left)
+            case ast.Slice(lower=lower, upper=upper) if lower or upper:
+                yield "off by one", node, f"{of(lower)}:" if lower and upper else ":"
+            case ast.Tuple(elts=[first, second, *rest], ctx=ast.Load()):
+                for one in (first, second):
+                    yield "key", node, f"({', '.join(of(part) for part in (one, one, *rest))})"
+            case ast.Call(func=func, args=[first, second, *_]) if not of(func).startswith(_WORDS):
+                behind = self.text[self._span(second)[1] : self._span(node)[1]].decode()
+                yield "swapped arguments", node, f"{of(func)}({of(second)}, {of(first)}{behind}"
+            case ast.Name(id=name) | ast.Attribute(attr=name) if name in _TWINS and _TWINS[name].encode() in self.text:
+                yield "wrong operand", node, of(node).removesuffix(name) + _TWINS[name]
+
+    def planted(self, edit: Edit, tests: str) -> Planted:
+        """The edit, with so many of its lines that they stand once in the file. Raises SyntaxError for no program."""
+        kind, start, stop, new = edit
+        first, last = self.text.rfind(b"\n", 0, start) + 1, self.text.find(b"\n", stop) + 1
         while self.text.count(self.text[first:last]) > 1:
             first = self.text.rfind(b"\n", 0, first - 1) + 1
-        after = self.text[first : edit.start] + edit.new.encode() + self.text[edit.stop : last]
-        return self.text[first:last].decode(), after.decode()
+        after = self.text[first:start] + new.encode() + self.text[stop:last]
+        ast.parse(self.text[:first] + after + self.text[last:])
+        line = self.text.count(b"\n", 0, start) + 1
+        name = f"{self.path}:{line}: {kind}: {after.decode().strip().splitlines()[-1].strip()}"
+        return Planted(name, str(self.path), self.text[first:last].decode(), after.decode(), tests)
 
 
-def _children(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """The nodes below, each with the name of its field."""
-    for name, value in ast.iter_fields(node):
-        yield from (
-            (name, child) for child in (value if isinstance(value, list) else [value]) if isinstance(child, ast.AST)
-        )
-
-
-def draw(paths: Sequence[Path], count: int, seed: int) -> Iterator[tuple[Path, str, str, str]]:
-    """``count`` of them, evenly over ``paths`` and over kinds: the file, the kind, the lines before and after."""
-    chance, drawn = random.Random(seed), set[tuple[Path, Edit]]()  # noqa: S311
-    kinds: list[dict[str, list[tuple[Source, Edit]]]] = [defaultdict(list) for _ in paths]
-    for path, by_kind in zip(paths, kinds, strict=True):
-        for file in sorted(path.rglob("*.py")) or [path]:
-            source = Source(file)
+def draw(paths: Sequence[str], count: int, seed: int) -> Iterator[Planted]:
+    """``count`` bugs, evenly over paths and kinds, each with the tests that notice what is planted in its file now."""
+    chance, tests = random.Random(seed), defaultdict[str, dict[str, None]](dict)  # noqa: S311 - nothing is secret
+    for one in PLANTED:
+        tests[one.file] |= dict.fromkeys(one.tests.split())
+    kinds = [defaultdict[str, list[tuple[Source, Edit]]](list) for _ in paths]
+    for path, by_kind in zip(map(Path, paths), kinds, strict=True):
+        for source in [Source(file) for file in sorted(path.rglob("*.py")) or [path] if str(file) in tests]:
             for edit in source.edits():
-                by_kind[edit.kind].append((source, edit))
-    while len(drawn) < count:
-        by_kind = kinds[len(drawn) % len(kinds)]
-        source, edit = chance.choice(by_kind[chance.choice([kind for kind in OFTEN if kind in by_kind])])
-        if (source.path, edit) not in drawn:
-            drawn.add((source.path, edit))
-            yield source.path, edit.kind, *source.lines(edit)
+                by_kind[edit[0]].append((source, edit))
+    while count:
+        by_kind = kinds[count % len(kinds)]
+        source, edit = chance.choice(by_kind[chance.choice(sorted(by_kind))])
+        with suppress(SyntaxError):
+            yield source.planted(edit, " ".join(tests[str(source.path)]))
+            count -= 1

@@ -226,6 +226,7 @@ def test_keys_of_a_checkpoint_whoever_saved_it(store: Store) -> None:
     for ref in ("dcp@1", "native@1"):
         whole = _load_state_dict_from_keys(storage_reader=StorageReader(store, ref))
         assert identical(whole, state | {"steps": {"0": torch.ones(1)}})
+        assert "nested.0.0" in StorageReader(store, ref).read_metadata().state_dict_metadata
         part = _load_state_dict_from_keys({"model.b", "l"}, storage_reader=StorageReader(store, ref))
         assert part == {"model": {"b": {"c": 5}}, "l": [{"x": 1}, {"x": 2}]}
 

@@ -525,3 +525,14 @@ def test_a_summary_tells_how_long_the_loop_stood_still(how: str) -> None:
     assert told is not None
     assert 0 < told.blocked <= told.durable <= took
     assert (told.checkpoint.step, told.forgotten) == (1, ())
+
+
+@pytest.mark.parametrize("how", ["save", "save_async"])
+def test_a_conflict_over_the_step_of_a_save_in_the_background_stops_the_next_save(how: str) -> None:
+    store, (model, optimizer) = small(), trained()
+    store.save({"x": 1}, run="sft", step=2)
+    with Checkpointer(store, run="sft") as checkpointer:
+        checkpointer.save_async(2, model, optimizer)
+        with pytest.raises(Conflict, match="sft@2 exists"):
+            getattr(checkpointer, how)(3, model, optimizer)
+    assert steps(store) == [("sft", 2)]
