@@ -44,7 +44,8 @@ class Plain:
 
 def test_an_object_in_the_place_of_a_folder_is_refused_and_nothing_is_nothing() -> None:
     assert Calls(Plain({"a": {"size": 3}}), Patience()).find("x") == {"a": {"size": 3}}
-    for found in ({}, [], None):
+    nothing: list[Any] = [{}, [], None]
+    for found in nothing:
         assert Calls(Plain(found), Patience()).find("x") == {}
     with pytest.raises(Refused, match="x is an object where a folder of the store belongs"):
         Calls(Plain(["x"]), Patience()).find("x")

@@ -19,6 +19,7 @@ class Held(Future[None]):
 
     def result(self, timeout: float | None = None) -> None:
         assert timeout is not None
+        assert len(self.waited) < 9, "it is waited for for ever"
         self.waited.append(timeout)
         self.now += timeout
         raise TimeoutError
