@@ -525,9 +525,10 @@ def test_pattern_materialise_a_meta_model(store: Store, monkeypatch: pytest.Monk
 
 def test_a_planner_that_makes_tensors_anew_has_few_of_them_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "WINDOW_BYTES", 100)
-    at = MetadataIndex("a", torch.Size([0]))
-    items = [ReadItem(LoadItemType.TENSOR, at, at.offset, at, at.offset, torch.Size([n])) for n in (6, 6, 7, 5)]
-    items.append(ReadItem(LoadItemType.BYTE_IO, at, at.offset, at, at.offset, torch.Size([1])))
+    start = torch.Size([0])
+    at = MetadataIndex("a", start)
+    items = [ReadItem(LoadItemType.TENSOR, at, start, at, start, torch.Size([n])) for n in (6, 6, 7, 5)]
+    items.append(ReadItem(LoadItemType.BYTE_IO, at, start, at, start, torch.Size([1])))
     assert [len(window) for window in reading._windows(items, Materialising())] == [2, 2]  # of 8 bytes an element
     assert [len(window) for window in reading._windows(items, DefaultLoadPlanner())] == [4]
 

@@ -206,7 +206,7 @@ def test_objects_are_replaced_in_place(where: str) -> None:
     assert state["objects"][1]["e"] == {}
     assert untouched(state["w"])
     assert state["plain"] == 3
-    whole = [obj("groups")]  # the common part is one object each
+    whole: list[Any] = [obj("groups")]  # the common part is one object each
     load_sharded_objects(whole, where)
     assert whole == [[{"lr": 1.0}]]
     for missing in (obj("o", 2, 3), obj("nothing"), obj("args", 0, 2)):
