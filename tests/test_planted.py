@@ -35,6 +35,8 @@ def test_what_a_seed_draws_is_one_change_that_is_a_program(monkeypatch: pytest.M
         assert text.count(one.before) == 1
         compile(text.replace(one.before, one.after), one.file, "exec")
         assert all((ROOT / name).is_file() for name in one.tests.split())
+    with pytest.raises(ValueError, match="not known which tests are near"):
+        list(_draw.draw(["casckpt/frontends/dcp/hooks.py"], 1, seed=1))
 
 
 # docs/testing.md

@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 
 from planted import PLANTED, Planted
 
-Edit: TypeAlias = tuple[str, int, int, str]
-"""Its kind, and the text in place of the bytes from here to there."""
+Edit: TypeAlias = tuple[str, int, int, str]  # its kind, and the text in place of the bytes from here to there
 
 _EDGES: dict[type, str] = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 _PAIRS = ("min max", "any all", "lo hi", "start stop", "first last", "startswith endswith", "removeprefix removesuffix")
@@ -72,22 +71,21 @@ class Source:
                 yield "stale state", node, "pass"
 
     def _operands(self, node: Any) -> Iterator[tuple[str, ast.AST, str]]:
-        of = self._of
         match node:
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _EDGES:
-                yield "off by one", node, f"{of(left)} {_EDGES[type(op)]} {of(right)}"
+                yield "off by one", node, f"{self._of(left)} {_EDGES[type(op)]} {self._of(right)}"
             case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.FloorDiv(), right=right):
-                yield "off by one" if isinstance(right, ast.Constant) else "wrong operand", node, of(left)
+                yield "off by one" if isinstance(right, ast.Constant) else "wrong operand", node, self._of(left)
             case ast.Slice(lower=lower, upper=upper) if lower or upper:
-                yield "off by one", node, f"{of(lower)}:" if lower and upper else ":"
+                yield "off by one", node, f"{self._of(lower)}:" if lower and upper else ":"
             case ast.Tuple(elts=[first, second, *rest], ctx=ast.Load()):
                 for one in (first, second):
-                    yield "key", node, f"({', '.join(of(part) for part in (one, one, *rest))})"
-            case ast.Call(func=func, args=[first, second, *_]) if not of(func).startswith(_WORDS):
+                    yield "key", node, f"({', '.join(self._of(part) for part in (one, one, *rest))})"
+            case ast.Call(func=func, args=[first, second, *_]) if not self._of(func).startswith(_WORDS):
                 behind = self.text[self._span(second)[1] : self._span(node)[1]].decode()
-                yield "swapped arguments", node, f"{of(func)}({of(second)}, {of(first)}{behind}"
+                yield "swapped arguments", node, f"{self._of(func)}({self._of(second)}, {self._of(first)}{behind}"
             case ast.Name(id=name) | ast.Attribute(attr=name) if name in _TWINS and _TWINS[name].encode() in self.text:
-                yield "wrong operand", node, of(node).removesuffix(name) + _TWINS[name]
+                yield "wrong operand", node, self._of(node).removesuffix(name) + _TWINS[name]
 
     def planted(self, edit: Edit, tests: str) -> Planted:
         """The edit, with so many of its lines that they stand once in the file. Raises SyntaxError for no program."""
@@ -112,6 +110,8 @@ def draw(paths: Sequence[str], count: int, seed: int) -> Iterator[Planted]:
         for source in [Source(file) for file in sorted(path.rglob("*.py")) or [path] if str(file) in tests]:
             for edit in source.edits():
                 by_kind[edit[0]].append((source, edit))
+        if not by_kind:
+            raise ValueError(f"nothing is planted in {path}, so it is not known which tests are near")
     while count:
         by_kind = kinds[count % len(kinds)]
         source, edit = chance.choice(by_kind[chance.choice(sorted(by_kind))])
