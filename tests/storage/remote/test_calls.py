@@ -9,7 +9,7 @@ import pytest
 from fsspec.asyn import get_loop
 
 from casckpt.errors import Refused
-from casckpt.storage.remote.calls import Calls, _is_below
+from casckpt.storage.remote.calls import Calls, _is_below, with_timeouts
 from casckpt.storage.remote.patience import Patience
 
 
@@ -61,3 +61,14 @@ def test_an_object_in_the_place_of_a_folder_is_refused_and_nothing_is_nothing() 
 )  # fmt: skip
 def test_a_page_links_to_what_is_right_below_it(link: str, below: bool) -> None:
     assert _is_below("http://h/s/", link) is below
+
+
+def test_clients_give_up_after_we_do() -> None:
+    patience = Patience(request=60, call=180)
+    web = with_timeouts("https", {"client_kwargs": {"trust_env": True}}, patience)["client_kwargs"]
+    assert (web["timeout"].total, web["timeout"].sock_connect, web["timeout"].sock_read) == (None, 10, 65)
+    assert web["trust_env"] is True
+    cloud = with_timeouts("gs", {"token": "anon"}, patience)
+    assert (cloud["requests_timeout"].sock_connect, cloud["requests_timeout"].sock_read) == (10, 60)
+    assert cloud["token"] == "anon"
+    assert with_timeouts("az", {"a": 1}, patience) == {"a": 1}
