@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+import _draw
 import _mutants
 from planted import PLANTED, Planted
 from tests.test_packaging import ROOT
@@ -21,6 +22,21 @@ def test_a_planted_bug_has_its_place(planted: Planted) -> None:
 
 def test_names_are_told_apart() -> None:
     assert len({one.name for one in PLANTED}) == len(PLANTED)
+
+
+def test_what_a_seed_draws_is_one_change_that_is_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    paths = ["casckpt/plan", "casckpt/frontends/dcp/schema.py"]
+    drawn = list(_draw.draw(paths, 12, seed=1))
+    assert drawn == list(_draw.draw(paths, 12, seed=1)) != list(_draw.draw(paths, 12, seed=2))
+    assert [one.file.startswith(paths[number % 2]) for number, one in enumerate(drawn)] == [True] * 12
+    for one in drawn:
+        text = (ROOT / one.file).read_text()
+        assert text.count(one.before) == 1
+        compile(text.replace(one.before, one.after), one.file, "exec")
+        assert all((ROOT / name).is_file() for name in one.tests.split())
+    with pytest.raises(ValueError, match="not known which tests are near"):
+        list(_draw.draw(["casckpt/frontends/dcp/hooks.py"], 1, seed=1))
 
 
 # docs/testing.md

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from _draw import draw
 from planted import PLANTED, Planted
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,13 +125,20 @@ def arguments() -> argparse.Namespace:
     which.add_argument("--full", action="store_const", dest="run", const="--full", help="by tools/test --full")
     which.add_argument("--table", action="store_true", help="by each of the three, into docs/testing.md")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
-    return parser.parse_args()
+    drawn = "plant N new bugs, drawn evenly over the files and folders given; with the tests of what is planted there"
+    parser.add_argument("--draw", type=int, metavar="N", help=drawn)
+    parser.add_argument("--seed", type=int, default=0, help="what --draw draws by (0)")
+    asked = parser.parse_args()
+    if asked.draw and (asked.table or not asked.words):
+        parser.error("--draw needs files or folders of casckpt, and excludes --table")
+    return asked
 
 
 def main() -> None:
     """Plant all, or those whose names hold one of the words given."""
     asked = arguments()
-    chosen = [one for one in PLANTED if not asked.words or any(word in one.name for word in asked.words)]
+    named = [one for one in PLANTED if not asked.words or any(word in one.name for word in asked.words)]
+    chosen = list(draw(asked.words, asked.draw, asked.seed)) if asked.draw else named
     runs = tuple(RUNS) if asked.table else (asked.run or "",)
     survived = 0
     for one, tests in all_killers(chosen, runs, asked.jobs):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from drawn import DRAWN
+
 
 @dataclass(frozen=True)
 class Planted:
@@ -19,6 +21,7 @@ class Planted:
 REWRITING, REWRITTEN = "tests/upkeep/test_rewriting.py", "tests/checkpoint/loading/test_rewritten.py"
 
 PLANTED = (
+    *(Planted(name, file, *rest) for file, drawn in DRAWN.items() for name, *rest in drawn),
     Planted(
         "a save reads what lives before its transaction begins",
         "casckpt/checkpoint/saving/leader.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
 
 import casckpt
-from casckpt.errors import InvalidInput
+from casckpt.errors import InvalidInput, Unsupported
 from tests.support.saves import small_folder, steps
 from tests.support.torchrun import as_accelerate_hears
 
@@ -102,3 +103,46 @@ def test_a_reference_is_loaded_on_another_number_of_ranks(store_path: Path, rank
     first, *others = ranks.run(3, loaded, store_path)
     assert first < [0.01]
     assert all(one == first for one in others)
+
+
+class Data:
+    """A prepared data loader; ``place``: what a stateful one knows of where it is."""
+
+    def __init__(self, place: Any, *, stateful: bool, generator: bool) -> None:
+        self.iteration, self.place, self.use_stateful_dataloader = 0, place, stateful
+        self.synchronized_generator = torch.Generator().manual_seed(1) if generator else None
+
+    def state_dict(self) -> Any:
+        assert self.use_stateful_dataloader
+        return self.place
+
+    def load_state_dict(self, state: Any) -> None:
+        assert self.use_stateful_dataloader
+        self.place = state
+
+
+@pytest.mark.parametrize("generator", [True, False])
+@pytest.mark.parametrize("stateful", [True, False])
+def test_a_data_loader_goes_on_where_it_was(stateful: bool, generator: bool) -> None:
+    from casckpt.frontends.accelerate import _Loader
+
+    data, again, fresh = (Data(place, stateful=stateful, generator=generator) for place in (7, 0, 0))
+    data.iteration = 3
+    if data.synchronized_generator is not None:
+        data.synchronized_generator.manual_seed(5)
+    state = _Loader(data).state_dict()
+    _Loader(again).load_state_dict(state)
+    assert (again.iteration, again.place) == (3, 7 if stateful else 0)
+    if data.synchronized_generator is not None and again.synchronized_generator is not None:
+        assert torch.equal(again.synchronized_generator.get_state(), data.synchronized_generator.get_state())
+    _Loader(fresh).load_state_dict(state | {"inside": None})  # saved by a loader that did not know
+    assert (fresh.iteration, fresh.place) == (3, 0)
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA"])
+def test_models_of_somebody_else_are_refused(store: casckpt.Store, kind: str) -> None:
+    from casckpt.frontends.accelerate import AcceleratorCheckpointer
+
+    accelerator: Any = SimpleNamespace(distributed_type=SimpleNamespace(name=kind))
+    with pytest.raises(Unsupported, match=f"models of {kind} are not taken apart here"):
+        AcceleratorCheckpointer(accelerator, store, run="a")

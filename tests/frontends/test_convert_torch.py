@@ -84,6 +84,17 @@ def stock(path: Path, state: Any) -> Path:
     return path
 
 
+def test_a_tensor_is_cut_into_as_few_boxes_of_whole_rows_as_are_small_enough() -> None:
+    def rows(shape: tuple[int, ...], most: int) -> list[tuple[int, int]]:
+        return [(box.offset[0], box.shape[0]) for box in exporting.split(shape, 4, most)]
+
+    assert rows((7, 2, 3), 72) == [(0, 3), (3, 3), (6, 1)]  # a row has 24 bytes
+    assert rows((3, 2, 3), 72) == [(0, 3)]
+    assert rows((2, 2, 3), 23) == [(0, 1), (1, 1)]
+    assert rows((0, 9), 1) == [(0, 0)]
+    assert [box.shape for box in exporting.split((), 8, 1)] == [()]
+
+
 def test_a_folder_of_dcp_goes_in_and_out(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(items, "WINDOW_BYTES", 50_000)
     monkeypatch.setattr(exporting, "WINDOW_BYTES", 50_000)  # the largest tensor becomes three chunks

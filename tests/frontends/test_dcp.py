@@ -19,14 +19,16 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import casckpt
 from casckpt.errors import Damaged, ForgottenWarning, InvalidInput, Mismatch, MissingKey, NotFound, StorageError
 from casckpt.format.sections.index import TENSOR
 from casckpt.frontends.dcp import PickleFreeLoadPlanner, PickleFreeSavePlanner, StorageReader, StorageWriter
+from casckpt.frontends.dcp import reader as reading
+from casckpt.frontends.dcp.planners import ValueStream, value_of
 from casckpt.repository import manifests
 from tests.support.dcp import causes, failure, load, save, zeros
 from tests.support.exact import same
@@ -179,6 +181,7 @@ def test_planners_without_pickle(store: Store) -> None:
     save({"c": Colour.RED}, StorageWriter(store, step=2, allow_pickle=True), planner=PickleFreeSavePlanner())
     with_leave = StorageReader(store, "default@2", allow_pickle=True)
     assert load({"c": None}, with_leave, planner=PickleFreeLoadPlanner())["c"] is Colour.RED
+    assert value_of(io.BytesIO(ValueStream([3, "x"]).getvalue())) == [3, "x"]  # of a stream that went to a process
 
 
 def test_a_state_that_is_not_flattened_is_one_value_a_key(store: Store) -> None:
@@ -218,11 +221,13 @@ def test_stateful_objects(store: Store) -> None:
 
 def test_keys_of_a_checkpoint_whoever_saved_it(store: Store) -> None:
     state = {"model": {"a": numbers("a", 4), "b": {"c": 5}}, "steps": {0: torch.ones(1)}, "l": [{"x": 1}, {"x": 2}]}
+    state |= {"nested": [[torch.ones(2), 1], 2]}
     save(state, StorageWriter(store, run="dcp", step=1))
     store.save(state, run="native", step=1)
     for ref in ("dcp@1", "native@1"):
         whole = _load_state_dict_from_keys(storage_reader=StorageReader(store, ref))
         assert identical(whole, state | {"steps": {"0": torch.ones(1)}})
+        assert "nested.0.0" in StorageReader(store, ref).read_metadata().state_dict_metadata
         part = _load_state_dict_from_keys({"model.b", "l"}, storage_reader=StorageReader(store, ref))
         assert part == {"model": {"b": {"c": 5}}, "l": [{"x": 1}, {"x": 2}]}
 
@@ -534,15 +539,23 @@ class Meta(torch.Tensor):
 
 
 def test_pattern_materialise_a_meta_model(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    from casckpt.frontends.dcp import reader
-
-    monkeypatch.setattr(reader, "WINDOW_BYTES", 100)
+    monkeypatch.setattr(reading, "WINDOW_BYTES", 100)
     state = {f"l{i}": numbers(f"l{i}", 4, 4) for i in range(5)}
     save(state, StorageWriter(store, step=1))
     planner = Materialising()
     template: dict[str, Any] = {k: torch.empty_like(v, device="meta").as_subclass(Meta) for k, v in state.items()}
     load(template, StorageReader(store, "default@1"), planner=planner)
     assert identical({key: value.as_subclass(torch.Tensor) for key, value in planner.made.items()}, state)
+
+
+def test_a_planner_that_makes_tensors_anew_has_few_of_them_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "WINDOW_BYTES", 100)
+    start = torch.Size([0])
+    at = MetadataIndex("a", start)
+    items = [ReadItem(LoadItemType.TENSOR, at, start, at, start, torch.Size([n])) for n in (6, 6, 7, 5)]
+    items.append(ReadItem(LoadItemType.BYTE_IO, at, start, at, start, torch.Size([1])))
+    assert [len(window) for window in reading._windows(items, Materialising())] == [2, 2]  # of 8 bytes an element
+    assert [len(window) for window in reading._windows(items, DefaultLoadPlanner())] == [4]
 
 
 # notes

@@ -145,6 +145,8 @@ def test_what_a_thread_said_itself_goes_before_what_another_said_since(store: St
     other.join()
     save({"x": 1}, writer)
     assert places(store) == [("r", 1)]
+    save({"x": 2}, writer)  # what it said itself is done
+    assert places(store) == [("r", 1), ("r", 2)]
 
 
 # what DCP's metadata tell

@@ -17,6 +17,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard as TorchShard
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import casckpt
+from casckpt.checkpoint.saving.options import SaveOptions
 from casckpt.errors import Conflict, InvalidInput, Mismatch, StorageError
 from casckpt.frontends.dcp import StorageReader, StorageWriter
 from casckpt.frontends.dcp.session import WriterSession
@@ -135,6 +137,33 @@ def test_03_a_planned_value_without_a_result_is_refused(store: Store, monkeypatc
     monkeypatch.setattr(WriterSession, "finish", losing)
     error = failure(lambda: save({"a": torch.ones(2), "b": 3}, StorageWriter(store, step=1)))
     assert "'b' was planned, but no rank stored it" in str(causes(error)[0])
+    assert store.checkpoints() == []
+
+
+class Given:
+    """A planner of what it is told to give."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    def resolve_data(self, item: WriteItem) -> torch.Tensor:
+        return self.data
+
+
+def test_03_ranks_that_store_one_tensor_in_two_dtypes_save_nothing(store: Store) -> None:
+    properties, size, rows = TensorProperties(dtype=torch.float32), torch.Size((4, 2)), torch.Size((2, 2))
+    chunks = [ChunkStorageMetadata(torch.Size((start, 0)), rows) for start in (0, 2)]
+    asked, sessions = [], []
+    for rank, chunk in enumerate(chunks):
+        sessions.append(WriterSession(store.repository, SaveOptions(step=1), rank=rank, alone=False))
+        data = TensorWriteData(chunk, properties, size)
+        item = WriteItem(MetadataIndex("w", chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+        asked.append(sessions[rank].ask(SavePlan([item])))
+    told = sessions[0].begin(asked)
+    given = [Given(torch.ones(2, 2)), Given(torch.ones(2, 2).half())]
+    results = [one.write(plan, planner) for one, plan, planner in zip(sessions, told, given, strict=True)]
+    with pytest.raises(InvalidInput, match=r"'w' is \('float16', \(4, 2\)\) on rank 1, but \('float32'"):
+        sessions[0].finish(Metadata({"w": TensorStorageMetadata(properties, size, chunks)}), results)
     assert store.checkpoints() == []
 
 

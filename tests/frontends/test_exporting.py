@@ -48,6 +48,8 @@ def test_a_folder_may_have_a_suffix(store: Store, tmp_path: Path) -> None:
     out = tmp_path / "m.safetensors"
     out.mkdir()
     assert store.export("latest", out).files == (out / "model.safetensors",)
+    (tmp_path / "m.pt").mkdir()
+    assert store.export("latest", tmp_path / "m.pt", format="hf").files == (tmp_path / "m.pt" / "model.safetensors",)
 
 
 def test_one_file_of_a_model(store: Store, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
+def twin() -> Any:
+    """Something else that has the attributes of a chunk."""
+    made = MetadataIndex("a")
+    vars(made).update(offsets=torch.Size([0, 0]), sizes=torch.Size([4, 2]))
+    return made
+
+
 class Missing:
     """In place of an attribute that is to go."""
 
@@ -131,7 +139,7 @@ SPOILT: dict[tuple[str, str], tuple[Any, ...]] = {
     ("metadata", "state_dict_metadata"): (Missing, None, [1], {1: 2}, {"a": 1}, {"a": None}),
     ("metadata", "storage_data"): ({}, [1], {1: 2}, {MetadataIndex("a"): 3}, "x"),
     ("tensor", "size"): (Missing, None, 4, *map(torch.Size, ([4], [4, 2, 1], [2, 2], [1 << 60, 2]))),
-    ("tensor", "chunks"): (Missing, None, 5, "ab", [1], [None]),
+    ("tensor", "chunks"): (Missing, None, 5, "ab", [1], [None], [twin()]),
     ("tensor", "properties"): (Missing, None, "x"),
     ("properties", "dtype"): ("x", None),
     ("chunk", "sizes"): (Missing, None, 3, torch.Size([4]), torch.Size([5, 2]), [4, 2]),
@@ -164,6 +172,16 @@ def test_metadata_of_another_form_are_an_error_where_they_may_run_code(store: ca
         (folder / ".metadata").write_bytes(data)
         with pytest.raises(Refused, match=r"\.metadata"):
             dcp_to_casckpt(folder, store, step=1, allow_pickle=True)
+
+
+def test_a_set_in_metadata_holds_text_and_numbers_alone(store: casckpt.Store, folder: Path) -> None:
+    """Whatever else stands in it would be asked for its hash."""
+    found = pickle.loads((folder / ".metadata").read_bytes())
+    for member, is_read in ((3, True), (torch.Size([3]), False)):
+        found.planner_data = {"a": ("a",), "b.c": ("b", "c"), "x": {member}}
+        (folder / ".metadata").write_bytes(pickle.dumps(found, protocol=3))
+        with nullcontext() if is_read else pytest.raises(Refused, match="a set of what is neither text nor a number"):
+            dcp_to_casckpt(folder, store, step=1)
 
 
 def test_nine_bytes_of_metadata_take_no_memory(store: casckpt.Store, folder: Path) -> None:

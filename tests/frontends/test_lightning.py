@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound, StorageError, Unsigned
 from casckpt.frontends.lightning import CasCheckpointIO, restore_checkpoint
+from casckpt.frontends.lightning.pointer import Pointer
 from casckpt.frontends.training_state import unshard_model_state
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
@@ -186,7 +187,7 @@ def test_a_reference_resumes_too(tmp_path: Path) -> None:
 
 def test_a_path_where_nothing_is(tmp_path: Path, store: Store) -> None:
     io = CasCheckpointIO(store, run="sft")
-    for path in (tmp_path / "none.ckpt", "none.ckpt", "memory://none/x.ckpt"):
+    for path in (tmp_path / "none.ckpt", "none.ckpt", "memory://none/x.ckpt", "memory://none/x", "./none"):
         with pytest.raises(FileNotFoundError, match=r"there is no file .*none.*; give the path of one, or a reference"):
             io.load_checkpoint(path)
 
@@ -324,3 +325,46 @@ def test_fabric_saves_and_loads_through_it(tmp_path: Path, store: Store) -> None
     assert state["epoch"] == 3
     assert identical(dict(model.state_dict()), dict(want))
     assert steps(store) == [("fab", 1)]
+
+
+def test_a_checkpoint_that_somebody_else_tagged_stays_whatever_becomes_of_its_file(
+    tmp_path: Path, store: Store
+) -> None:
+    io, path = CasCheckpointIO(store, run="sft"), tmp_path / "a b.ckpt"
+    io.save_checkpoint(checkpoint(1, 1), path)
+    store.tag("best", "sft@1")
+    io.save_checkpoint(checkpoint(1, 2), path)
+    assert steps(store) == [("sft", 1), ("sft/a-b", 1)]
+    assert io.load_checkpoint(path)["state_dict"]["w"][0] == 2
+    io.save_checkpoint(checkpoint(1, 2), path)  # the same again
+    assert io.load_checkpoint(path)["state_dict"]["w"][0] == 2
+    io.remove_checkpoint(path)
+    assert steps(store) == [("sft", 1)]
+    assert store.get("sft@1").tags == ["best"]
+    assert store.read("tag:best")["model"]["w"][0] == 1
+
+
+def test_a_tag_is_of_one_path_however_it_is_spelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    one = Pointer("files/Last.ckpt")
+    assert one.tag == Pointer(tmp_path / "files" / "Last.ckpt").tag
+    assert one.tag.endswith(".last")
+    others = ("more/Last.ckpt", "files/Last", "s3://b/files/Last.ckpt", "files/" + "x" * 200 + ".ckpt")
+    tags = {one.tag, *(Pointer(path).tag for path in others)}
+    assert len(tags) == 5
+    assert max(map(len, tags)) == 87  # that of the longest name, which is cut
+    assert [Pointer(path).name for path in ("a/epoch=1 b.ckpt", "a/")] == ["epoch-1-b", "file"]
+
+
+def test_what_another_front_end_saved_and_what_no_trainer_counts(store: Store, tmp_path: Path) -> None:
+    store.save({"w": torch.ones(2)}, run="plain", step=7)
+    store.save({"model": {"w": torch.ones(2)}, "optim": {"lr": 1}}, run="ours", step=7)
+    io = CasCheckpointIO(store, run="plain")
+    for ref in ("plain@7", "ours@7"):
+        found = io.load_checkpoint(ref, map_location="meta")
+        assert list(found) == ["state_dict"]
+        assert found["state_dict"]["w"].device.type == "meta"
+    io.save_checkpoint(
+        {"state_dict": {"w": torch.ones(2)}, "callbacks": {"a": None, "b": {"monitor": "x"}}}, tmp_path / "x"
+    )
+    assert [(one.step, one.metrics) for one in store.checkpoints("plain")] == [(7, {}), (8, {})]

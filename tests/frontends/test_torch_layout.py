@@ -159,6 +159,31 @@ def test_names_that_the_optimizer_was_given_count(tmp_path: Path) -> None:
         by_name([state], model.state_dict())
 
 
+def test_parameters_are_told_by_their_memory_their_kind_and_their_order() -> None:
+    """Two parts of one memory are two parameters, two views of one part are one; what is empty counts each time."""
+    flat = torch.zeros(6)
+    model = {
+        "a": flat[:3], "b": flat[3:], "tied": flat[:3], "whole": flat, "none": torch.zeros(0), "no": torch.zeros(0),
+        "phase": torch.zeros(2, dtype=torch.complex64), "count": torch.zeros(2, dtype=torch.int64),
+        "norm.running_mean": torch.zeros(2),
+    }  # fmt: skip
+    own = ["a", "b", "whole", "none", "no", "phase"]
+    plain = optim.SGD([nn.Parameter(model[name].clone()) for name in own], lr=0.1)  # it has no state, and no shapes
+    named = by_name([plain.state_dict()], model)
+    assert (named["state"], named["param_groups"][0]["params"]) == ({}, own)
+    fewer = optim.SGD([nn.Parameter(model[name].clone()) for name in own[1:]], lr=0.1)
+    with pytest.raises(Mismatch, match="several ways"):
+        by_name([fewer.state_dict()], model)
+
+
+def test_only_what_stands_before_all_names_is_taken_for_a_wrapper() -> None:
+    model = {"module.w": torch.ones(2), "head.w": torch.ones(3)}
+    optimizer = optim.SGD([nn.Parameter(value) for value in model.values()], lr=0.1).state_dict()
+    laid = laid_out({"model": model, "optimizer": optimizer})
+    assert laid.state["model"] is model
+    assert laid.state["optim"]["param_groups"][0]["params"] == list(model)
+
+
 def odd_files() -> dict[str, tuple[dict[str, Any], str]]:
     model, optimizer = trained()
     weights, state = model.state_dict(), optimizer.state_dict()
@@ -184,7 +209,8 @@ def test_what_cannot_be_named_is_left_and_told(name: str, tmp_path: Path, caplog
     assert identical(store.read("default@3"), file)
     assert len(made.notes) == 1
     assert why in made.notes[0]
-    assert "counts its parameters" in made.notes[0]
+    what = "the optimizer" if name == "an optimizer alone" else "'optimizer'"
+    assert made.notes[0].startswith(f"{what} counts its parameters")
     assert [made.notes[0] in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         True
     ]

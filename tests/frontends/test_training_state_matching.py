@@ -20,6 +20,7 @@ from casckpt.frontends.training_state import (
     unshard_model_state,
     unshard_optim_state,
 )
+from casckpt.frontends.training_state.groups import _same
 from tests.support.training import Network, everything, identical, train
 
 NAMES = ["frozen.weight", "frozen.bias", "norm.weight", "norm.bias", "head.weight"]
@@ -387,3 +388,18 @@ def test_buffers_that_are_not_kept_are_neither_saved_nor_loaded(store: casckpt.S
     buffers = {name: buffer.tolist() for name, buffer in fresh.named_buffers()}
     assert buffers["counts"] == [1, 2, 3]
     assert buffers["scratch"] == [2.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        (torch.tensor(0.1), torch.tensor(0.1), True), (torch.tensor(0.1), torch.tensor(0.1).double(), False),
+        (torch.tensor(0.1), torch.tensor(0.2), False), (torch.tensor(0.1), 0.1, False), (0.1, torch.tensor(0.1), False),
+        ((0.9, torch.tensor(0.1)), (0.9, torch.tensor(0.1)), True), ((0.9, 0.1), [0.9, 0.1], False),
+        ((0.9, 0.1), (0.9,), False), ((0.9,), (0.9, 0.1), False), ({"a": [1]}, {"a": [1]}, True),
+        ({"a": [1]}, {"a": [2]}, False), ({"a": 1}, {"b": 1}, False), ({"a": 1}, {"a": 1, "b": 1}, False),
+        (1, 1.0, False), (1, True, False), (None, None, True), (None, 0, False), ({"a": 1}, [1], False),
+    ],
+)  # fmt: skip
+def test_options_of_groups_are_the_same_only_with_their_types(one: Any, other: Any, alike: bool) -> None:
+    assert _same(one, other) is alike

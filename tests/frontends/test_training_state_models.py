@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from casckpt.frontends.training_state import (
     unshard_model_state,
     unshard_optim_state,
 )
+from casckpt.frontends.training_state.flat import FlatPart, flat_parts, reshard
 from casckpt.frontends.training_state.holding import Holding
 from casckpt.frontends.training_state.names import WRAPPERS, parameter_names, plain_name, wrapped_child
 from casckpt.frontends.training_state.stored import is_step, steps_on_cpu
@@ -429,6 +431,29 @@ def test_where_a_fresh_optimizer_gets_its_state(
     assert made.is_meta
     assert made.shape == entry.shape
     assert holding.destination(entry, None, torch.device("cpu"), set(), added=False).device.type == "cpu"
+
+
+def test_state_of_a_flat_part_of_a_parameter_is_of_the_same_elements() -> None:
+    parameter, cpu = nn.Parameter(torch.zeros(3)), torch.device("cpu")
+    holding = Holding("w", parameter, FlatPart(parameter, parameter.detach(), (4, 3), 5, 8, everywhere=False))
+    entry = StreamEntry("tensor", "x", 0, None, "float32", 4, (4, 3), 0)
+    there = torch.ones(3)
+    found = holding.destination(entry, there, cpu, set())
+    assert (found.data is there, found.shape, found.flat) == (True, (4, 3), ((5, 8),))
+    for unfit, taken in ((None, 0), (torch.ones(4), 0), (there.double(), 0), (there, there.data_ptr())):
+        made = holding.destination(entry, unfit, cpu, {taken})
+        assert made.data is not unfit
+        assert (made.data.shape, made.data.dtype, made.flat) == ((3,), torch.float32, ((5, 8),))
+    assert holding.as_saved({"exp_avg": there})["exp_avg"].flat == ((5, 8),)
+    assert not holding.is_nothing
+    assert Holding("w", parameter, FlatPart(parameter, there[:0], (4, 3), 0, 0, everywhere=False)).is_nothing
+
+
+def test_where_fsdp_is_not_loaded_nothing_is_wrapped_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torch.distributed.fsdp", "torch.distributed.fsdp.fully_sharded_data_parallel"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert flat_parts(Network(1)) == {}
+    reshard(Network(1))
 
 
 def test_the_only_rank_is_rank_0(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:

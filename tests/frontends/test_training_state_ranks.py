@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+import casckpt
 from casckpt.errors import InvalidInput
 from casckpt.frontends.training_state import (
     load_model_and_optim_state,
@@ -237,3 +239,20 @@ def test_state_that_may_belong_to_a_shard_is_refused_where_ranks_differ(tmp_path
             assert "'optim.state.weight.scales' differs between ranks 0 and 1, and its parameter is sharded" in text
     assert ranks.run(2, with_state_of_blocks, tmp_path / "s", True, 0.0) == ["saved"] * 2
     assert ranks.run(2, with_state_of_blocks, tmp_path / "s", False, 1e-6) == ["saved"] * 2
+
+
+def leaves_something_unread(rank: int, size: int, path: Path) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a test may
+    logging.getLogger("casckpt").addHandler(handler)
+    model = nn.Linear(3, 3)
+    casckpt.open(path).save({"model": model.state_dict(), "ema": {"w": torch.ones(2)}}, run="unread", step=1)
+    load_model_and_optim_state(path, "unread@1", model)
+    logging.getLogger("casckpt").removeHandler(handler)
+    return [text for text in said if "not 'ema' of unread@1" in text]
+
+
+def test_what_was_not_read_is_told_by_one_rank(store_path: Path, ranks: Pool) -> None:
+    first, second = ranks.run(2, leaves_something_unread, store_path)
+    assert (len(first), second) == (1, [])

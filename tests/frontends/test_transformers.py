@@ -360,7 +360,7 @@ def test_several_files_and_files_below(tmp_path: Path, store: Store) -> None:
         else:
             assert identical(load_file(folder / name), load_file(back / name))
 
-    for name in ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin", "optimizer.bin"):
+    for name in ("pytorch_model_fsdp_0", "optimizer_0", "optimizer.bin", "global_step9", "pytorch_model.bin"):
         (folder / name).mkdir()
         with pytest.raises(Unsupported, match="FSDP"):
             callback.on_save(args, state, None)

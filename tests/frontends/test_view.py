@@ -101,7 +101,13 @@ def test_no_model_at_all(store: Store) -> None:
         view(store, {"epoch": 1}, model=True)
 
 
-@pytest.mark.parametrize("key", ["h.0.base_layer.weight", "h.0.lora_A.default.weight"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        f"h.0.{part}.weight"
+        for part in ("base_layer", "modules_to_save.x", "lora_A.x", "lora_B.x", "lora_embedding_A", "lora_embedding_B")
+    ],
+)
 def test_a_model_with_adapters_in_it_is_no_model_of_its_config(store: Store, key: str) -> None:
     with pytest.raises(InvalidInput, match="Merge the adapter") as caught:
         view(store, {"model": flat("h.0.weight", key)}, model=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -88,6 +89,41 @@ def test_the_newest_of_each_day_week_and_month() -> None:
     assert steps(plan_forget(store, Policy(keep_weekly=2), 0)) == [0, 10, 20, 30]
     assert steps(plan_forget(store, Policy(keep_weekly=4), 0)) == [0, 10]
     assert steps(plan_forget(store, Policy(keep_monthly=2), 0)) == [0, 10, 20, 40]
+
+
+def at(number: int, when: datetime) -> Kept:
+    return replace(kept(number, number), created_at=int(when.timestamp() * 1_000_000))
+
+
+def test_days_weeks_and_months_are_those_of_utc_whatever_the_year(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        last, first = (
+            datetime(2025, 12, 31, 22, tzinfo=UTC),
+            datetime(2026, 1, 1, 1, tzinfo=UTC),
+        )  # one week, in Tokyo one day
+        turn = [at(0, last), at(1, first), at(2, first + timedelta(hours=20)), at(3, first + timedelta(days=31))]
+        assert steps(plan_forget(turn, Policy(keep_daily=9), 0)) == [1]
+        assert steps(plan_forget(turn, Policy(keep_weekly=9), 0)) == [0, 1]
+        assert steps(plan_forget(turn, Policy(keep_monthly=9), 0)) == [1]
+        same = [at(0, first), at(1, first + timedelta(days=365)), at(2, first + timedelta(days=400))]  # of two years
+        assert steps(plan_forget(same, Policy(keep_monthly=9), 0)) == []
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_the_newest_of_a_day_is_the_last_that_was_created_not_the_last_that_was_copied() -> None:
+    day = datetime(2026, 1, 1, tzinfo=UTC)
+    copied = [
+        at(0, day + timedelta(hours=9)),
+        at(1, day + timedelta(hours=3)),
+        at(2, day - timedelta(days=3)),
+        at(9, day),
+    ]
+    assert steps(plan_forget(copied, Policy(keep_daily=1), 0)) == [1, 2]
+    assert steps(plan_forget(copied, Policy(keep_daily=2), 0)) == [1]
 
 
 def test_rules_are_a_union() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import plain
-from casckpt.tensors.objects import decode_object, encode_object, is_only_torchs, write_archive
+from casckpt.tensors.objects import decode_object, encode_object, is_only_torchs, refuse_pickle, write_archive
 
 
 class Thing:
@@ -89,3 +89,12 @@ def test_an_archive_that_is_bent_anywhere_is_torchs_or_not() -> None:
     assert is_only_torchs(archive)
     found = {is_only_torchs(archive[:at] + b"\xff" + archive[at + 1 :]) for at in range(len(archive))}
     assert found == {True, False}
+
+
+def test_a_pickle_with_bytes_elsewhere_is_refused_unread() -> None:
+    """What lies there is fetched for whoever may unpickle alone; torch's restricted unpickler has no use for it."""
+    harmless = plain.encode(write_archive({"x": torch.ones(2)}))
+    refuse_pickle("a", harmless, 0)
+    for data, parts in ((harmless, 1), (plain.encode(b"\x80\x02N."), 0)):
+        with pytest.raises(InvalidInput, match=r"a is stored as a pickle.*allow_pickle=True"):
+            refuse_pickle("a", data, parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import shutil
 from collections.abc import Callable
@@ -19,6 +20,12 @@ from tests.support.ranks import die, outcome_of
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
+
+
+class Phase(enum.Enum):
+    """Nobody has registered it."""
+
+    WARM = 1
 
 
 def part(rank: int, size: int, value: float = 0.0, **changes: Any) -> dict[str, Any]:
@@ -82,6 +89,15 @@ def with_a_function(rank: int, size: int, path: Path, asynchronous: bool) -> str
     objects = {"rng": mapping.ShardedObject("rng", value, (size,), (rank,))}
     text, _ = said(rank, size, saved, path, 5, asynchronous, **objects)
     return "rank 1" if ("rank 1" in text or rank == 1) and "rng" in text else text
+
+
+def test_classes_that_a_load_elsewhere_needs_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    core()
+    strategy = megatron.CasSaveShardedStrategy(tmp_path / "store", run="a")
+    common = megatron.ShardedObject("common_state", {"phase": Phase.WARM}, (1,), (0,))
+    for step in range(2):
+        strategy.save({"common_state": common}, tmp_path / f"iter_{step}")
+    assert caplog.text.count(f"common.pt holds {Phase.__module__}.Phase") == 1
 
 
 def test_a_save_that_failed_over_a_folder_is_not_mixed_with_what_was_there(path: Path, ranks: Pool) -> None:

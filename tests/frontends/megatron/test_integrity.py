@@ -155,6 +155,12 @@ def test_validation_in_one_process() -> None:
         validate_sharding_integrity([ShardedTensor.from_rank_offsets("w", torch.ones(0, 2), replica_id=1)])
 
 
+@pytest.mark.parametrize(("of", "told"), [(6, r"\(4,\), \(5,\) of \(6,\)"), (7, r"\(5,\) and 1 more of \(7,\)")])
+def test_the_first_of_what_is_missing_is_told_and_how_much_more_there_is(of: int, told: str) -> None:
+    with pytest.raises(CheckpointingException, match=told):
+        validate_sharding_integrity([obj(0, of=of)])
+
+
 def differing(rank: int, size: int, path: Path) -> list[str]:
     caught: list[str] = []
     handler = logging.Handler()

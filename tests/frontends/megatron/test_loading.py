@@ -206,7 +206,10 @@ def test_objects_are_replaced_in_place(where: str) -> None:
     assert state["objects"][1]["e"] == {}
     assert untouched(state["w"])
     assert state["plain"] == 3
-    for missing in (obj("o", 2, 3), obj("nothing")):
+    whole: list[Any] = [obj("groups")]  # the common part is one object each
+    load_sharded_objects(whole, where)
+    assert whole == [[{"lr": 1.0}]]
+    for missing in (obj("o", 2, 3), obj("nothing"), obj("args", 0, 2)):
         with pytest.raises(CheckpointingException, match=f"lacks the object '{missing.key}' at") as caught:
             load_sharded_objects({"o": missing}, where)
         assert isinstance(caught.value, MissingKey)

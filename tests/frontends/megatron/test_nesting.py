@@ -129,7 +129,8 @@ def test_diff_of_leaves(one: Any, other: Any, equal: bool) -> None:
 
 
 def test_inspect_types_prints_a_tree(capsys: pytest.CaptureFixture[str]) -> None:
-    inspect_types({"a": [torch.ones(2), "x" * 40]})
+    inspect_types({"a": [torch.ones(2), "x" * 31, "y" * 30]})
     assert capsys.readouterr().out == (
         f"\n> a: \n    - 0: Tensor of shape torch.Size([2])\n    - 1: [<class 'str'>]: {'x' * 30}... (truncated)\n"
+        f"    - 2: [<class 'str'>]: {'y' * 30}\n"
     )

@@ -13,6 +13,8 @@ import torch
 import casckpt
 from casckpt.checkpoint.saving import save as saving
 from casckpt.frontends.megatron import ShardedTensor, load, load_plain_tensors, save
+from casckpt.frontends.megatron.claims import claims_of
+from casckpt.frontends.megatron.saving import Saving
 from tests.support.ranks import outcome_of
 from tests.support.told import Told
 
@@ -67,6 +69,12 @@ def test_writing_is_balanced_by_bytes_and_every_byte_is_read_once(tmp_path: Path
     assert sum(read) == total
     assert total <= sum(written) < total * 1.01
     assert max(written) - min(written) < 4 << 20, written  # a cell has 1 MiB, and three tensors are cut
+
+
+@pytest.mark.parametrize("options", [{}, {"fully_parallel": True}, {"check_replicas": True}])
+def test_replicas_are_handed_in_only_where_they_share_the_writing_or_are_compared(options: Any) -> None:
+    claims = [claims_of([tensor("w", torch.ones(3), replica_id=rank)]) for rank in range(2)]
+    assert Saving({}, 0, **options).handed_in(claims) == [[True], [bool(options)]]
 
 
 def differing(rank: int, size: int, where: str, fully_parallel: bool) -> str:

@@ -54,6 +54,10 @@ def test_reading_is_balanced() -> None:
     claims = claims_of([ShardedTensor.from_rank_offsets(f"w{i}", torch.ones(10)) for i in range(8)])
     sharings = plan_sharing([claims] * 4)
     assert Counter(sum(sharing.is_read(n) for n in range(8)) for sharing in sharings) == {2: 4}
+    sizes = [1, 1, 2]  # the largest goes first
+    claims = claims_of([ShardedTensor.from_rank_offsets(f"w{i}", torch.ones(n)) for i, n in enumerate(sizes)])
+    sharings = plan_sharing([claims] * 2)
+    assert [sum(n for i, n in enumerate(sizes) if sharing.is_read(i)) for sharing in sharings] == [2, 2]
 
 
 def loaded(rank: int, size: int, where: str, topology: Topology) -> list[Any]:

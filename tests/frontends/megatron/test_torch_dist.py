@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import casckpt
 from casckpt.frontends import megatron
 from casckpt.frontends.convert import dcp_to_casckpt
+from casckpt.frontends.dcp.unflattened import FlatBox
 from tests.support import gpt
 from tests.support.gpt import Topology, differences
 from tests.support.megatron_core import core
@@ -92,6 +94,12 @@ def test_flat_state_has_the_shape_of_its_parameter(flat: str) -> None:
 def test_its_metadata_is_read_where_pickle_is_allowed(tmp_path: Path) -> None:
     dcp_to_casckpt(FLAT_FOLDER, tmp_path, run="core", step=7, allow_pickle=True)
     assert loaded_flat(0, 1, f"{tmp_path}#core@7", Topology()) == []
+
+
+def test_a_box_is_cut_out_of_the_middle_of_a_chunk() -> None:
+    box = FlatBox(MetadataIndex("w"), 1, (0, 0), (2, 2))
+    assert box.out_of(torch.arange(7.0)).tolist() == [[1, 2], [3, 4]]
+    assert box.out_of(torch.arange(3.0)).tolist() == [1, 2]  # of one that is too short: whoever takes it notices
 
 
 class Odd:

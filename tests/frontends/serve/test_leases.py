@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
+from unittest.mock import MagicMock, Mock, patch
 
 import pytest
 import torch
 
 from casckpt.checkpoint.handle import Checkpoint
+from casckpt.errors import CasckptError, NotFound, StorageError
 from casckpt.frontends.serve.leases import _MOST_IDLE, Leases
 from casckpt.store.store import Store
 from tests.support.saves import small
@@ -63,3 +68,87 @@ def test_a_lease_that_is_taken_while_the_server_ends(taken: list[int], monkeypat
     with leases.hold(one):
         pass
     assert not taken
+
+
+class Timer:
+    """A timer that goes off when the test says so."""
+
+    made: ClassVar[list[Timer]] = []
+
+    def __init__(self, seconds: float, call: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self.seconds, self.fire = seconds, partial(call, *args)
+        self.daemon = self.is_on = False
+        self.made.append(self)
+
+    def start(self) -> None:
+        self.is_on = True
+
+    def cancel(self) -> None:
+        self.is_on = False
+
+
+@pytest.fixture
+def timers(monkeypatch: pytest.MonkeyPatch) -> list[Timer]:
+    monkeypatch.setattr(Timer, "made", found := list[Timer]())
+    monkeypatch.setattr(threading, "Timer", Timer)
+    return found
+
+
+def test_a_lease_outlives_its_last_user_by_a_while(taken: list[int], timers: list[Timer]) -> None:
+    store, (one,) = saved(1)
+    leases = Leases(store, linger=7)
+    with leases.hold(one):
+        with leases.hold(one):
+            assert taken == [0]
+        assert timers == []
+    assert (timers[0].seconds, timers[0].daemon, timers[0].is_on, taken) == (7, True, True, [0])
+    with leases.hold(one):
+        assert not timers[0].is_on
+        timers[0].fire()  # it went off right before
+        assert taken == [0]
+    timers[1].fire()
+    assert taken == []
+    with leases.hold(one):
+        timers[1].fire()
+        assert taken == [0]
+    leases.close()
+    assert taken == []
+    assert not timers[2].is_on
+
+
+def test_two_that_ask_at_once_take_one_lease(taken: list[int], timers: list[Timer]) -> None:
+    store, (one,) = saved(1)
+    leases, lease, start = Leases(store), Store.lease, Timer.start
+
+    def taking(*args: Any, **options: Any) -> Any:
+        assert leases._held[one.id].lock.locked()
+        assert not leases._lock.locked(), "others are served meanwhile"
+        return lease(*args, **options)
+
+    def starting(timer: Timer) -> None:
+        assert leases._lock.locked()
+        start(timer)
+
+    with patch.object(Store, "lease", taking), patch.object(Timer, "start", starting), leases.hold(one):
+        pass
+    with patch.object(leases, "_lock", MagicMock()) as lock:
+        leases.close()
+    lock.__enter__.assert_called_once_with()
+    assert taken == []
+
+
+def test_who_can_take_no_lease_says_so_once(
+    timers: list[Timer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, found = saved(3)
+    errors: list[CasckptError] = [StorageError("only reads"), NotFound("purged"), StorageError("only reads")]
+    monkeypatch.setattr(Store, "lease", Mock(side_effect=errors))
+    leases = Leases(store)
+    with caplog.at_level(logging.DEBUG, "casckpt"):
+        for one in found:
+            with leases.hold(one):
+                pass
+    said = [(one.levelname, one.getMessage()) for one in caplog.records if "lease" in one.getMessage()]
+    assert [level for level, _ in said] == ["WARNING", "INFO", "DEBUG"]
+    assert "no lease can be taken, so a gc may delete what is being sent: only reads" in said[0][1]
+    assert "is sent without a lease: purged" in said[1][1]

@@ -6,6 +6,7 @@ import copy
 import logging
 import re
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -512,3 +513,26 @@ def test_what_cannot_be_used_is_refused_by_name() -> None:
     state = TrainState(rng=False, keeps=Keeps())
     with pytest.raises(InvalidInput, match="a Keeps has a state_dict, but no load_state_dict"):
         state.load_state_dict(state.state_dict())
+
+
+@pytest.mark.parametrize("how", ["save", "save_async"])
+def test_a_summary_tells_how_long_the_loop_stood_still(how: str) -> None:
+    model, optimizer = trained()
+    begun = time.monotonic()
+    with Checkpointer(small(), run="sft") as checkpointer:
+        getattr(checkpointer, how)(1, model, optimizer)
+    took, told = time.monotonic() - begun, checkpointer.summary
+    assert told is not None
+    assert 0 < told.blocked <= told.durable <= took
+    assert (told.checkpoint.step, told.forgotten) == (1, ())
+
+
+@pytest.mark.parametrize("how", ["save", "save_async"])
+def test_a_conflict_over_the_step_of_a_save_in_the_background_stops_the_next_save(how: str) -> None:
+    store, (model, optimizer) = small(), trained()
+    store.save({"x": 1}, run="sft", step=2)
+    with Checkpointer(store, run="sft") as checkpointer:
+        checkpointer.save_async(2, model, optimizer)
+        with pytest.raises(Conflict, match="sft@2 exists"):
+            getattr(checkpointer, how)(3, model, optimizer)
+    assert steps(store) == [("sft", 2)]

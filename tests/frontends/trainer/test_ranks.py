@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
@@ -377,3 +378,21 @@ def test_sharded_optimizers_are_left_out(store_path: Path, ranks: Pool) -> None:
         assert (sums, resumed) == (saved[rank], 5)
         assert "thinned by --drop 'optim.*'" in told
     assert not store.verify().is_damaged
+
+
+def load_without_an_optimizer(rank: int, size: int, path: Path) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a test may
+    logging.getLogger("casckpt").addHandler(handler)
+    checkpointer, whole = Checkpointer(open_store(path), run="sft"), model()
+    checkpointer.save(1, whole)
+    said.clear()
+    checkpointer.load("sft@1", whole, torch.optim.AdamW(whole.parameters()))
+    logging.getLogger("casckpt").removeHandler(handler)
+    return [text for text in said if "holds no optimizer" in text]
+
+
+def test_one_rank_tells_that_there_is_no_optimizer(store_path: Path, ranks: Pool) -> None:
+    first, second = ranks.run(2, load_without_an_optimizer, store_path)
+    assert (len(first), second) == (1, [])

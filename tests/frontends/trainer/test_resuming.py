@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn, optim
 
+from casckpt.checkpoint.ranks import open_ranks
 from casckpt.errors import InvalidInput, Mismatch, MissingKey, NotFound
 from casckpt.frontends.trainer import Checkpointer, TrainState
+from casckpt.frontends.trainer.one_run import newest_together
 from casckpt.frontends.training_state import load_model_and_optim_state, unshard_model_state, unshard_optim_state
 from casckpt.store.store import Store
 from tests.support.saves import small
@@ -178,3 +180,12 @@ def test_a_train_module_resumes_with_its_optimizer() -> None:
         Checkpointer(store, run="sft").resume(module)
     Checkpointer(store, run="sft").resume(module, missing="warn")
     assert module.loaded == {"model"}
+
+
+def test_who_looks_for_the_newest_hears_what_was_asked_too() -> None:
+    store, (model, optimizer) = small(), trained()
+    saved = Checkpointer(store, run="sft").save(1, model, optimizer)
+    alone = open_ranks(no_dist=True)
+    assert newest_together(alone, store, "sft", None, lambda: True, healthy=False) == (saved, True)
+    assert newest_together(alone, store, "sft", None, lambda: False, healthy=False) == (saved, False)
+    assert newest_together(alone, store, "other", None, lambda: True, healthy=True) == (None, True)

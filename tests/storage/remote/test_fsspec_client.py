@@ -119,6 +119,26 @@ def test_errors_of_any_storage_are_ours(tmp_path: Path, monkeypatch: pytest.Monk
         list(storage.list(""))
 
 
+def test_a_pause_for_which_a_call_has_no_time_is_not_made(tmp_path: Path) -> None:
+    class Odd(Exception):
+        """As a client of some cloud may raise."""
+
+    def fail() -> None:
+        raise Odd
+
+    naps: list[float] = []
+    storage = RemoteStore(Folder(tmp_path), backoff=Backoff(first=3, most=100, chance=lambda: 0, sleep=naps.append))
+    with pytest.raises(StorageError, match=r"cannot read .*/a, tried 6 times: .*no call waits for more than 180 s"):
+        storage.again("read", "a", fail)
+    assert naps == [3, 6, 12, 24, 48]
+    with pytest.raises(StorageError, match=r"silent before, so it was waited for 15 s only"):
+        storage.again("read", "a", fail)
+    assert naps[5:] == [3, 6]
+    assert storage.again("read", "a", lambda: 1) == 1
+    with pytest.raises(StorageError, match="180 s"):
+        storage.again("read", "a", fail)
+
+
 @pytest.mark.parametrize(("status", "says"), [(403, "check the credentials"), (404, "create it first"), (400, "again")])
 def test_what_cannot_be_mended_is_not_tried_again(
     status: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,15 +12,16 @@ from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPMessage
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import pytest
 from botocore.exceptions import ClientError, ResponseStreamingError
 
 from casckpt.errors import StorageError, Unsupported
-from casckpt.storage.remote.patience import Backoff, Patience
+from casckpt.storage.remote.patience import Backoff, Call, Patience, PatientRequest
 from casckpt.storage.remote.s3.client import S3Client, S3Object
-from casckpt.storage.remote.s3.direct import DirectReads, Signed
+from casckpt.storage.remote.s3.direct import DirectReads, Signed, _wait_for
 from casckpt.storage.remote.store import RemoteStore
 from casckpt.storage.remote.urls import RemoteLocation
 from tests.storage.contract import noise
@@ -365,6 +366,17 @@ def test_a_busy_server_is_not_asked_at_once_again(status: str, direct: DirectRea
 def test_answers_that_are_none(said: bytes, error: type[Exception], direct: DirectReads) -> None:
     with scripted([said, b""]) as (request, _), pytest.raises(error):
         ask(direct, request)
+
+
+def test_a_connection_waits_for_what_is_left_of_a_request_and_no_longer() -> None:
+    connection, now, patience = Mock(), [0.0], Patience(request=60, call=180)
+    one = PatientRequest(Call(patience), patience.request, clock=lambda: now[0])
+    now[0] = 59
+    _wait_for(connection, one)
+    connection.settimeout.assert_called_once_with(1)
+    now[0] = 60
+    with pytest.raises(TimeoutError, match="for 60 s"):
+        _wait_for(connection, one)
 
 
 def test_a_server_that_is_gone(direct: DirectReads) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError
 
-from casckpt.storage.remote.s3.facts import examine
+from casckpt.storage.remote.s3.facts import _PAGES, _SKEW, examine
 
 
 @pytest.mark.parametrize(("hours", "says"), [(5, "s behind the server"), (-5, "s ahead of the server")])
@@ -25,3 +25,117 @@ def test_a_clock_that_the_server_refuses_is_told(hours: int, says: str) -> None:
     assert says in clock.found
     assert "NTP" in clock.advice
     assert all(finding.ok is None for finding in others)
+
+
+class Bucket:
+    """What a server answers to each operation, 404 to others; the arguments that it was asked with."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers, self.asked = answers, list[tuple[str, dict[str, Any]]]()
+
+    def __call__(self, operation: str, **given: Any) -> Any:
+        self.asked.append((operation, given))
+        found = self.answers.get(operation, 404)
+        found = found.pop(0) if isinstance(found, list) else found
+        if isinstance(found, int):
+            meta = {"HTTPStatusCode": found, "HTTPHeaders": {}}
+            raise ClientError({"Error": {"Code": f"E{found}"}, "ResponseMetadata": meta}, operation)
+        return found
+
+
+def told(name: str, **answers: Any) -> tuple[bool | None, str]:
+    (found,) = (one for one in examine(Bucket(**answers), "store/") if one.name == name)
+    return found.ok, found.found
+
+
+RULES = "get_bucket_lifecycle_configuration"
+LOCK = "get_object_lock_configuration"
+
+
+def rule(start: str = "", status: str = "Enabled", **more: Any) -> dict[str, Any]:
+    return {"Rules": [{"ID": "r", "Status": status, "Filter": {"Prefix": start}, **more}]}
+
+
+def locked(**retention: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"ObjectLockEnabled": "Enabled"}
+    return {"ObjectLockConfiguration": found | ({"Rule": {"DefaultRetention": retention}} if retention else {})}
+
+
+def test_old_versions_are_counted_over_all_pages() -> None:
+    pages: list[Any] = [
+        {"Versions": [{"IsLatest": True, "Size": 5}, {"IsLatest": False, "Size": 3}], "IsTruncated": True,
+         "NextKeyMarker": "k", "NextVersionIdMarker": "v"},
+        {"Versions": [{"IsLatest": False, "Size": 4}]},
+    ]  # fmt: skip
+    bucket = Bucket(get_bucket_versioning={"Status": "Enabled"}, list_object_versions=pages)
+    (found,) = (one for one in examine(bucket, "store/") if one.name == "versions")
+    assert (found.ok, found.found) == (None, "2 old versions under this store hold 7 bytes")
+    listed = [given for operation, given in bucket.asked if operation == "list_object_versions"]
+    assert listed == [{"Prefix": "store/"}, {"Prefix": "store/", "KeyMarker": "k", "VersionIdMarker": "v"}]
+    pages.append({})
+    assert told("versions", get_bucket_versioning={"Status": "Enabled"}, list_object_versions=pages)[0] is True
+    assert told("versions", get_bucket_versioning={}) == (
+        True,
+        "the bucket keeps no old versions: what gc deletes is gone",
+    )
+    endless = {"Versions": [{"IsLatest": False, "Size": 2}], "IsTruncated": True, "NextKeyMarker": "k",
+               "NextVersionIdMarker": "v"}  # fmt: skip
+    found_of = {"get_bucket_versioning": {"Status": "Suspended"}, "list_object_versions": endless}
+    assert told("versions", **found_of)[1] == f"at least {_PAGES} old versions under this store hold {2 * _PAGES} bytes"
+    for expires, ok in (
+        (rule(NoncurrentVersionExpiration={}), True),
+        (rule("x/", NoncurrentVersionExpiration={}), None),
+    ):
+        assert told("versions", **found_of, **{RULES: expires})[0] is ok
+
+
+@pytest.mark.parametrize(
+    ("answer", "ok", "says"),
+    [
+        (404, True, "objects are not locked"),
+        (403, None, "not known: the server answers E403"),
+        ({"ObjectLockConfiguration": {"ObjectLockEnabled": "Disabled"}}, True, "objects are not locked"),
+        (locked(), True, "objects can be locked, but are not by default"),
+        (locked(Days=3), None, "new objects are locked for 3 days: gc hides them, and frees nothing before"),
+        (locked(Years=2), None, "new objects are locked for 2 years: gc hides them, and frees nothing before"),
+    ],
+)
+def test_locks_of_objects(answer: Any, ok: bool | None, says: str) -> None:
+    assert told("lock", **{LOCK: answer}) == (ok, says)
+
+
+@pytest.mark.parametrize(
+    ("rules", "ok"),
+    [
+        (404, True), (403, None), (rule(Expiration={"Days": 3}), False),
+        (rule("store", Expiration={"Date": "x"}), False),
+        (rule("store/objects/", Expiration={"Days": 3}), False), (rule("other/", Expiration={"Days": 3}), True),
+        (rule(Expiration={"ExpiredObjectDeleteMarker": True}), True),
+        (rule(status="Disabled", Expiration={"Days": 3}), True),
+        (rule(Transitions=[{"StorageClass": "STANDARD_IA"}, {"StorageClass": "GLACIER"}]), False),
+        (rule(Transitions=[{"StorageClass": "STANDARD_IA"}]), True),
+        (rule(Filter={"Tag": {"Key": "a"}}, Expiration={"Days": 3}), True),
+        (rule(Filter={"And": {"Prefix": "store/", "Tags": [1]}}, Expiration={"Days": 3}), True),
+        (rule(Filter={"And": {"Prefix": "other/"}}, Expiration={"Days": 3}), True),
+        (rule(Filter={}, Prefix="other/", Expiration={"Days": 3}), True),
+    ],
+)  # fmt: skip
+def test_rules_that_delete_or_archive_what_is_below_the_store(rules: Any, ok: bool | None) -> None:
+    assert told("lifecycle", **{RULES: rules})[0] is ok
+
+
+def test_unfinished_uploads() -> None:
+    began = [datetime(2026, 5, day, tzinfo=UTC) for day in (7, 3)]
+    found = {"Uploads": [{"Initiated": at} for at in began]}
+    assert told("multipart", list_multipart_uploads=found) == (
+        None, "2 unfinished uploads in parts, the oldest of 2026-05-03: not by casckpt, but they cost",
+    )  # fmt: skip
+    assert told("multipart", list_multipart_uploads={})[0] is True
+
+
+def test_clocks_that_agree_and_one_that_is_not_told() -> None:
+    for seconds, ok in ((0, True), (-2 * _SKEW, False)):
+        date = format_datetime(datetime.now(UTC) + timedelta(seconds=seconds), usegmt=True)
+        meta = {"ResponseMetadata": {"HTTPHeaders": {"date": date}}}
+        assert told("clock", list_objects_v2=meta)[0] is ok
+    assert told("clock") == (None, "not known: the server does not tell its time")

@@ -1,0 +1,74 @@
+"""What file systems of fsspec are asked, and how."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from fsspec.asyn import get_loop
+
+from casckpt.errors import Refused
+from casckpt.storage.remote.calls import Calls, _is_below, with_timeouts
+from casckpt.storage.remote.patience import Patience
+
+
+class Asynchronous:
+    """A file system whose methods without an underscore are not to be called."""
+
+    async_impl, loop = True, get_loop()
+
+    async def _cat_file(self, path: str, start: int = 0, end: int | None = None) -> bytes:
+        assert threading.current_thread() is not threading.main_thread()
+        return path.encode()[start:end]
+
+
+def test_what_is_asynchronous_is_called_in_its_loop() -> None:
+    calls = Calls(Asynchronous(), Patience(60, 180))
+    assert calls.read("abcdef", 6) == b"abcdef"
+    assert calls.part("abcdef", 2, 4) == b"cd"
+
+
+class Plain:
+    """One that knows no loop."""
+
+    async_impl = False
+
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+    def find(self, folder: str, detail: bool) -> Any:
+        assert detail
+        return self.found
+
+
+def test_an_object_in_the_place_of_a_folder_is_refused_and_nothing_is_nothing() -> None:
+    assert Calls(Plain({"a": {"size": 3}}), Patience()).find("x") == {"a": {"size": 3}}
+    nothing: list[Any] = [{}, [], None]
+    for found in nothing:
+        assert Calls(Plain(found), Patience()).find("x") == {}
+    with pytest.raises(Refused, match="x is an object where a folder of the store belongs"):
+        Calls(Plain(["x"]), Patience()).find("x")
+
+
+@pytest.mark.parametrize(
+    ("link", "below"),
+    [
+        ("http://h/s/a", True), ("http://h/s/a/", True), ("http://h/s/", False), ("http://h/s/..", False),
+        ("http://h/s/./", False), ("http://h/s/a/b", False), ("http://h/s/a?C=N", False), ("http://h/s/#top", False),
+        ("http://h/", False), ("http://g/s/abc", False), ("http://h/t/a", False),
+    ],
+)  # fmt: skip
+def test_a_page_links_to_what_is_right_below_it(link: str, below: bool) -> None:
+    assert _is_below("http://h/s/", link) is below
+
+
+def test_clients_give_up_after_we_do() -> None:
+    patience = Patience(request=60, call=180)
+    web = with_timeouts("https", {"client_kwargs": {"trust_env": True}}, patience)["client_kwargs"]
+    assert (web["timeout"].total, web["timeout"].sock_connect, web["timeout"].sock_read) == (None, 10, 65)
+    assert web["trust_env"] is True
+    cloud = with_timeouts("gs", {"token": "anon"}, patience)
+    assert (cloud["requests_timeout"].sock_connect, cloud["requests_timeout"].sock_read) == (10, 60)
+    assert cloud["token"] == "anon"
+    assert with_timeouts("az", {"a": 1}, patience) == {"a": 1}
