@@ -71,7 +71,7 @@ def test_writing_is_balanced_by_bytes_and_every_byte_is_read_once(tmp_path: Path
     assert max(written) - min(written) < 4 << 20, written  # a cell has 1 MiB, and three tensors are cut
 
 
-@pytest.mark.parametrize("options", [{}, {"fully_parallel": True}, {"check_replicas": True}])
+@pytest.mark.parametrize("options", [{}, {"fully_parallel": True}, {"check_replicas": "raise"}])
 def test_replicas_are_handed_in_only_where_they_share_the_writing_or_are_compared(options: Any) -> None:
     claims = [claims_of([tensor("w", torch.ones(3), replica_id=rank)]) for rank in range(2)]
     assert Saving({}, 0, **options).handed_in(claims) == [[True], [bool(options)]]
