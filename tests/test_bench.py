@@ -169,6 +169,7 @@ def test_a_manifest_is_planned_with_the_bytes_that_are_wanted(tmp_path: Path) ->
     assert {len(row["rounds"]) for row in rows.values()} == {ROUNDS}
 
 
+@pytest.mark.soak
 def test_a_bucket_is_measured_beside_a_raw_client(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     done = bench("s3", "--quick", "--dir", tmp_path / "work", "--json", tmp_path / "s3.json")
@@ -179,6 +180,7 @@ def test_a_bucket_is_measured_beside_a_raw_client(tmp_path: Path) -> None:
     assert not list((tmp_path / "work").iterdir())
 
 
+@pytest.mark.soak
 def test_states_of_a_training_are_coded_and_decoded(tmp_path: Path) -> None:
     """The trace is made in the first scenario, and found in the second."""
     results, traces = tmp_path / "deltas.json", tmp_path / "traces"
@@ -200,6 +202,7 @@ def test_states_of_a_training_are_coded_and_decoded(tmp_path: Path) -> None:
     assert saved["noise, a folder", "auto"] == saved["noise, a folder", "off"]
 
 
+@pytest.mark.soak
 def test_a_reader_follows_a_run_beside_full_loads(tmp_path: Path) -> None:
     results = tmp_path / "update.json"
     done = bench("update", "--quick", "--dir", tmp_path / "work", "--json", results, "--traces", tmp_path / "traces")
@@ -230,6 +233,7 @@ def test_a_trace_replays_what_its_training_made(tmp_path: Path) -> None:
         found.part(99, "master")
 
 
+@pytest.mark.soak
 def test_a_save_does_not_pay_for_history(tmp_path: Path) -> None:
     """What it asks of the storage, exactly: after 100 saves of its run, and after 300. Names that are listed count."""
     results = tmp_path / "history.json"
