@@ -382,7 +382,7 @@ DRAWN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
             "every rank hands in the common part",
             "self.rank == 0",
             "self.rank >= 0",
-            "tests/frontends/megatron/test_core_failures.py",
+            "tests/frontends/megatron/test_replicas.py",
         ),
     ),
     "casckpt/frontends/megatron/stored.py": (

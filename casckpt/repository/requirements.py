@@ -1,7 +1,7 @@
 """What the settings demand of whoever writes: one that does not know it refuses, and readers read on.
 
 A writer asks once its transaction has begun, so that who sets a demand need only wait for the transactions that are
-open then (`casckpt.upkeep.requiring`). It costs a LIST; the record is read once by a process and its host.
+open then. It costs a LIST; the record is read once by a process and its host.
 """
 
 from __future__ import annotations

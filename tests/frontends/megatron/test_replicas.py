@@ -107,3 +107,13 @@ def test_replicas_that_are_the_same_are_saved_once(tmp_path: Path, ranks: Pool) 
     ranks.run(3, compared, f"{tmp_path}#a@1")
     assert torch.equal(load_plain_tensors(f"{tmp_path}#a@1")["w"], random("w", 2 * MIB))
     assert casckpt.open(tmp_path).get("a@1").stats.bytes_total == 8 * MIB + 12
+
+
+def with_a_common_part_of_each_rank(rank: int, size: int, where: str) -> None:
+    state = {"w": tensor("w", torch.ones(3), replica_id=rank), "common": torch.full((3,), float(rank))}
+    save(state, where, validate_access_integrity=False)
+
+
+def test_only_rank_0_saves_the_common_part(tmp_path: Path, ranks: Pool) -> None:
+    ranks.run(2, with_a_common_part_of_each_rank, f"{tmp_path}#a@1")
+    assert torch.equal(casckpt.open(tmp_path).read("a@1")["common"], torch.zeros(3))
