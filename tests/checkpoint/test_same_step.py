@@ -18,7 +18,7 @@ from casckpt.frontends.trainer import Checkpointer
 from tests.support.faulty import call_first
 from tests.support.ranks import outcome_of, tell, wait_for
 from tests.support.saves import small_folder
-from tests.support.together import line, numbers, spread, visible, watched
+from tests.support.together import line, numbers, spread, watched
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool

@@ -48,6 +48,10 @@ class RankLayout:
         """The stream of a row."""
         return self.streams[self.row_stream[row]]
 
+    def key(self, row: int) -> str:
+        """The key of a row."""
+        return self.stream(row)[0][1]
+
     @cached_property
     def fingerprint(self) -> str:
         """Equal for equal layouts."""

@@ -80,6 +80,7 @@ class Written:
     opaque: frozenset[str]
     is_odd: bool
     tensors: Tensors
+    check: str
     samples: Samples | None
 
 
@@ -190,6 +191,13 @@ class WriterSession:
         if self.more:
             tree = merge([tree, decode_tree(self._extra.tree)])
         check_keys(tree)
+        for one in written:
+            if one.check != self.options.check_replicas:
+                raise InvalidInput(
+                    f"rank {one.rank} saves with check_replicas={one.check!r}, but the coordinator with "
+                    f"{self.options.check_replicas!r}; give all ranks the same",
+                    rank=one.rank,
+                )
         samples = [one.samples for one in written if one.samples is not None]
         if len(samples) == len(written) == leader.size:
             memory = leader.memory.replicas
@@ -230,10 +238,10 @@ class WriterSession:
                 )  # fmt: skip
         objects = [*values.objects, *self._extra.objects]
         health = {} if looker is None else looker.told
-        stored = FinishRequest(joined(shares), objects, self._extra.attachments, None, None, health)
+        stored = FinishRequest(joined(shares), objects, self._extra.attachments, None, health)
         return Written(
             self.rank, stored, values.nodes, frozenset(values.opaque), values.is_odd, replace(tensors, parts=[]),
-            self._samples(planner),
+            str(self.options.check_replicas), self._samples(planner),
         )  # fmt: skip
 
     def _samples(self, planner: Resolver) -> Samples | None:
@@ -243,7 +251,7 @@ class WriterSession:
             return None
         sources = [tensor_source(key, value, None, together=True) for key, value in planner.state_dict.items()
                    if is_whole(value)]  # fmt: skip
-        return samples_of(sources, self.options.run, self.options.step)
+        return samples_of(sources, self.options.run, self.options.step, whole=self.options.check_replicas == "raise")
 
     def _knowledge(self, plan: SavePlan) -> tuple[TxId, KnownCells, Knowledge]:
         """(whose folder to upload to, what may be reused, what else was told)."""
