@@ -13,6 +13,7 @@ from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+from torch.testing._internal.two_tensor import TwoTensor
 
 from casckpt.errors import InvalidInput
 from casckpt.frontends.training_state import (
@@ -32,6 +33,7 @@ from tests.support.parallel import (
     local,
     step,
 )
+from tests.support.ranks import outcome_of
 from tests.support.training import identical
 
 if TYPE_CHECKING:
@@ -237,3 +239,21 @@ def test_state_that_may_belong_to_a_shard_is_refused_where_ranks_differ(tmp_path
             assert "'optim.state.weight.scales' differs between ranks 0 and 1, and its parameter is sharded" in text
     assert ranks.run(2, with_state_of_blocks, tmp_path / "s", True, 0.0) == ["saved"] * 2
     assert ranks.run(2, with_state_of_blocks, tmp_path / "s", False, 1e-6) == ["saved"] * 2
+
+
+def with_odd_state_beside_shards(rank: int, size: int, path: Path) -> list[str]:
+    found = []
+    for value in (torch.complex(torch.ones(4), torch.ones(4)).conj(), TwoTensor(torch.ones(4), torch.ones(4))):
+        model: Any = nn.Linear(8, 6, bias=False)
+        fully_shard(model)
+        trained = optim.SGD(model.parameters(), lr=0.1)
+        trained.state[model.weight] = {"scales": value}
+        error = outcome_of(lambda: save_model_and_optim_state(path, model, trained, run="a", step=1, overwrite=True))  # noqa: B023
+        found.append(str(error) if isinstance(error, Exception) else "saved")
+    return found
+
+
+def test_state_beside_a_shard_is_compared_as_it_is_or_refused_by_name(tmp_path: Path, ranks: Pool) -> None:
+    for conjugate, wrapper in ranks.run(2, with_odd_state_beside_shards, tmp_path / "s"):
+        assert conjugate == "saved"
+        assert "'optim.state.weight.scales': a TwoTensor consists of other tensors" in wrapper

@@ -31,7 +31,6 @@ from casckpt.checkpoint.saving.replicas import (
 from casckpt.checkpoint.saving.shares import Share, Streams, merge
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
 from casckpt.format import plain
-from casckpt.format.columns import Ints
 from casckpt.format.draft import Attachment, Draft, Encoded, ObjectEntry
 from casckpt.format.metrics import stored_metrics
 from casckpt.format.names import BlobHash, TxId
@@ -116,7 +115,6 @@ class Planned:
     duty: WriteRanges
     knowledge: Knowledge
     sets: Words
-    shared: Ints
 
 
 @dataclass(frozen=True)
@@ -184,9 +182,9 @@ class Leader:
             self._streams = hellos[0].streams or {}
             return [BeginAnswer(txid, home, self.knowledge(self._streams))]
         plan = self.memory.plan
-        planned = plan is not None and plan.fingerprints == tuple(hello.fingerprint for hello in hellos)
-        planned = planned and all(hello.plan_number == self.memory.plan_number for hello in hellos)
-        if plan is None or not planned or plan.check != self.options.check_replicas or not _agree(hellos):
+        is_old = plan is None or plan.fingerprints != tuple(hello.fingerprint for hello in hellos)
+        is_old = is_old or any(hello.plan_number != self.memory.plan_number for hello in hellos)
+        if plan is None or is_old or plan.check != self.options.check_replicas or not _agree(hellos):
             return [BeginAnswer(txid, home, None)] * self.size
         self._streams = plan.streams
         known = self.knowledge(plan.streams).to_tell(self.repo, {hello.remembered for hello in hellos})
@@ -214,8 +212,8 @@ class Leader:
         knowledge = self.knowledge(plan.streams).to_tell(self.repo)
         self.memory.plan = plan  # not before nothing can fail: it counts as told from now on
         number = self.memory.plan_number + 1
-        parts = zip(plan.duties, plan.sets, plan.shared, strict=True)
-        return [Planned(number, duty, knowledge, sets, shared) for duty, sets, shared in parts]
+        parts = zip(plan.duties, plan.sets, strict=True)
+        return [Planned(number, duty, knowledge, sets) for duty, sets in parts]
 
     def finish(self, stored: Sequence[FinishRequest]) -> list[FinishAnswer]:
         """Steps 4 and 5, with what `begin` and `plan` found out."""

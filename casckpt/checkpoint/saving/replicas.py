@@ -35,9 +35,9 @@ REFUSED: Final = 0.1
 """From this relative difference on, two values of a parameter are two parameters."""
 _DIGEST_BYTES: Final = 1 << 20
 _ADVICE: Final = (
-    "Give what each rank has for itself a name of its own (in a Store.save or Checkpointer: or wrap it in "
-    "casckpt.PerRank, or name the one rank that maintains it with owners=); or pass check_replicas='off', and the value "
-    "of one rank is saved"
+    "Give what each rank has for itself a name of its own; in Store.save or a Checkpointer, wrap it in "
+    "casckpt.PerRank, or name the one rank that maintains it with owners=. With check_replicas='off' the value of one "
+    "rank is saved"
 )
 
 
@@ -74,64 +74,53 @@ def memory_of(url: str, group: str) -> ReplicaMemory:
 class Compared:
     """Which rows this rank compares with other ranks, by the last plan, and what comparing has cost so far.
 
-    ``sets``: the rows that it shares with each set of ranks. ``shared``: see `casckpt.plan.writers.Holders.shared`.
-    ``turn``: counts committed saves, from a random number on: a job that always stops after a few saves reads other
-    cells each time. ``seconds``: of processor time; ``tensors``: how many were sampled.
+    ``sets``: the rows that it shares with each set of ranks. ``turn``: counts committed saves, from a random number on:
+    a job that always stops after a few saves reads other cells each time. ``seconds``: of processor time; ``tensors``:
+    how many were sampled.
     """
 
     sets: Sequence[tuple[int, Ints]] = ()
-    shared: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     turn: int = field(default_factory=lambda: randbelow(1 << 32))
     seconds: float = 0.0
     tensors: int = 0
 
-    def plan(self, sets: Words, shared: Ints) -> None:
-        """Compare by these from now on."""
+    def plan(self, sets: Words) -> None:
+        """Compare by these from now on: a number for the set of ranks that hold each row, 0 for none."""
         self.sets = [(number, np.flatnonzero(sets == number)) for number in np.unique(sets[sets > 0]).tolist()]
-        self.shared = shared
 
-    def set_digests(self, prepared: Prepared, layout: RankLayout, seed: int, *, whole: bool) -> dict[int, bytes]:
+    def set_digests(self, prepared: Prepared, layout: RankLayout, seed: int, runs: int) -> dict[int, bytes]:
         """Digest the samples of each set of rows."""
         if not self.sets:
             return {}
         rows = np.concatenate([rows for _, rows in self.sets])
         ends = np.cumsum([len(rows) for _, rows in self.sets])[:-1]
-        digests = np.split(row_digests(self.samples(prepared, layout, seed, RUNS, rows, whole=whole)), ends)
+        digests = np.split(row_digests(self.samples(prepared, layout, seed, runs, rows)), ends)
         return {number: cell_digest(mine.tobytes()) for (number, _), mine in zip(self.sets, digests, strict=True)}
 
-    def samples(
-        self,
-        prepared: Prepared,
-        layout: RankLayout,
-        seed: int,
-        runs: int,
-        rows: Ints | None = None,
-        *,
-        whole: bool = False,
-    ) -> Words:
-        """Sample these rows (None: all): so many runs of each tensor, and a digest of each object.
+    def samples(self, prepared: Prepared, layout: RankLayout, seed: int, runs: int, rows: Ints | None = None) -> Words:
+        """Sample these rows (None: all): so many runs of each tensor, and a digest of each object but pickles.
 
-        Pickles are left out, because equal objects may have different ones. ``whole``: add a digest of all of each row,
-        pickles included.
+        Equal objects may have different pickles. With 0 runs, digest all of each row, pickles included.
         """
         begun, held = thread_time(), layout.held
         tensors = tensors_of(prepared)
         wait_for_gpus(tensors)
         rows = np.arange(len(held)) if rows is None else rows
-        words = np.zeros((len(rows), 2 * runs + whole), np.uint64)
+        words = np.zeros((len(rows), 2 * runs or 1), np.uint64)
         is_tensor = rows < len(tensors)
         mine = rows[is_tensor]
-        count, size = held.hi[mine] - held.lo[mine], held.itemsize[mine]
-        last = np.maximum(count - RUN // size, 0)
-        starts = places(held.name[mine] ^ held.region[mine], seed, last + 1, runs)
-        in_full = np.minimum(np.arange(runs) * (RUN // size)[:, None], last[:, None])
-        starts = np.where((count * size <= runs * RUN)[:, None], in_full, starts)
         data = [tensors[row] for row in mine.tolist()]
-        words[is_tensor, : 2 * runs] = sampled(data, starts, count, size)
-        if whole:
-            words[is_tensor, -1] = _words([digest_of(one) for one in data])
+        if runs:
+            count, size = held.hi[mine] - held.lo[mine], held.itemsize[mine]
+            last = np.maximum(count - RUN // size, 0)
+            starts = places(held.name[mine] ^ held.region[mine], seed, last + 1, runs)
+            in_full = np.minimum(np.arange(runs) * (RUN // size)[:, None], last[:, None])
+            starts = np.where((count * size <= runs * RUN)[:, None], in_full, starts)
+            words[is_tensor] = sampled(data, starts, count, size)
+        else:
+            words[is_tensor, 0] = _words([digest_of(one) for one in data])
         if len(mine) < len(rows):
-            words[~is_tensor, -1] = _object_digests(prepared, pickles=whole)[rows[~is_tensor] - len(tensors)]
+            words[~is_tensor, 0] = _object_digests(prepared, pickles=not runs)[rows[~is_tensor] - len(tensors)]
         self.seconds += thread_time() - begun
         self.tensors += len(mine)
         return words
@@ -139,11 +128,16 @@ class Compared:
     def read_again(self, prepared: Prepared, layout: RankLayout, duty: WriteRanges) -> tuple[int, Words]:
         """Return the number of this save, and digests of the cells of others that this rank reads in it."""
         begun, tensors, found = thread_time(), tensors_of(prepared), []
-        for row, lo, hi in to_read_again(layout.held, duty, self.shared, self.turn):
+        for row, lo, hi in to_read_again(layout.held, duty, self.turn):
             start = int(layout.held.lo[row])
             found.append(digest_of(tensors[row], lo - start, hi - start))
         self.seconds += thread_time() - begun
         return self.turn, _words(found)
+
+
+def runs_of(check: str) -> int:
+    """Return how many runs of each row a save compares; 0 for all bytes."""
+    return 0 if check == "raise" else RUNS
 
 
 def seed_of(run: str, step: int) -> int:
@@ -197,7 +191,7 @@ def find_odd(samples: Sequence[Samples], memory: ReplicaMemory, check: str) -> O
     odd = Holders([one.held for one in layouts]).differing([row_digests(one.words) for one in samples])
     if odd and check == "raise":
         (first, row), *others = odd[0]
-        other = next(rank for rank, at in others if any(samples[rank].words[at] != samples[first].words[row]))
+        other = next(rank for rank, at in others if (samples[rank].words[at] != samples[first].words[row]).any())
         advice = "Synchronise it before the save; or pass check_replicas='sample', which allows small differences"
         raise _differs(layouts[first].key(row), first, other, "", advice)
     return [rows for rows in odd if layouts[rows[0][0]].key(rows[0][1]) not in memory.differing]
@@ -261,7 +255,7 @@ def differing_cells(plan: WritePlan, described: Share, told: Sequence[tuple[int,
     for rank, again in enumerate(told):
         turn, digests = again or (0, ())
         held = plan.layouts[rank].held
-        cells = to_read_again(held, plan.duties[rank], plan.shared[rank], turn)
+        cells = to_read_again(held, plan.duties[rank], turn)
         for digest, (row, lo, hi) in zip(digests, cells, strict=False):
             name = plan.layouts[rank].stream(row)[0]
             region = int(held.region[row]), int(held.lo[row]), int(held.hi[row])
@@ -287,8 +281,8 @@ def compared(samples: Sequence[Samples], memory: ReplicaMemory, check: str) -> d
     return judged([one.layout for one in samples], odd, [one.words for one in samples], memory)
 
 
-def samples_of(sources: Sequence[Source], run: str, step: int, *, whole: bool = False) -> Samples:
-    """Sample tensors that other ranks may hold, too. ``whole``: as for `Compared.samples`."""
+def samples_of(sources: Sequence[Source], run: str, step: int, check: str) -> Samples:
+    """Sample tensors that other ranks may hold, too, as a save with this ``check`` needs it."""
     prepared = Prepared(sources, [], [], b"")
     layout = layout_of(prepared, RUN)
-    return Samples(layout, Compared().samples(prepared, layout, seed_of(run, step), RUNS, whole=whole))
+    return Samples(layout, Compared().samples(prepared, layout, seed_of(run, step), runs_of(check)))

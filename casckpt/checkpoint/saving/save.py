@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -23,17 +22,18 @@ from casckpt.checkpoint.saving.leader import (
 from casckpt.checkpoint.saving.looking import Looker
 from casckpt.checkpoint.saving.options import SaveOptions
 from casckpt.checkpoint.saving.prepare import Prepared, tensors_of
-from casckpt.checkpoint.saving.replicas import Samples, seed_of
+from casckpt.checkpoint.saving.replicas import Samples, runs_of, seed_of
 from casckpt.checkpoint.saving.shares import Share, share_of
 from casckpt.checkpoint.saving.sources import Cell, plan_work
 from casckpt.checkpoint.saving.upload import PlacedCell, Upload
 from casckpt.errors import Revoked
+from casckpt.format.columns import Ints
 from casckpt.format.keys import uploader_folder
 from casckpt.format.names import TxId
 from casckpt.format.records import DEFAULT_CELL_BYTES
 from casckpt.parallel import usable_threads
 from casckpt.plan.progress import Progress
-from casckpt.plan.replicas import MORE_RUNS, RUNS, row_digests
+from casckpt.plan.replicas import MORE_RUNS, row_digests
 from casckpt.plan.reuse import KnownCells
 from casckpt.plan.writers import Words
 from casckpt.repository import blobs
@@ -87,7 +87,7 @@ class _Attempt:
         self._layout: RankLayout | None = None
         self._share: Share | None = None
         self._seed = seed_of(options.run, options.step)
-        self._whole = options.check_replicas == "raise"
+        self._runs = runs_of(str(options.check_replicas))
         self.leader = Leader(repo, ranks.size, memory, self.options, reuse=reuse)
 
     def run(self) -> Commit:
@@ -109,10 +109,10 @@ class _Attempt:
             planned = self.ranks.exchange(self._sampled, self.leader.plan)
             if isinstance(planned, list):
                 rows = np.array(planned, np.int64)
-                planned = self.ranks.exchange(lambda: self._samples(MORE_RUNS, rows=rows), self.leader.judge)
+                planned = self.ranks.exchange(lambda: self._samples(MORE_RUNS, rows), self.leader.judge)
             self.memory.fingerprint = self._own_layout().fingerprint
             self.memory.plan_number, self.memory.duty = planned.number, planned.duty
-            self.memory.compared.plan(planned.sets, planned.shared)
+            self.memory.compared.plan(planned.sets)
             self.memory.remembered.clear()  # shares of other duties
             knowledge = planned.knowledge
         told = knowledge
@@ -134,19 +134,17 @@ class _Attempt:
             remembered.txid if remembered else None,
             streams,
             self.options.check_replicas,
-            {}
-            if alone
-            else self.memory.compared.set_digests(prepared, self._own_layout(), self._seed, whole=self._whole),
+            {} if alone else self.memory.compared.set_digests(prepared, self._own_layout(), self._seed, self._runs),
         )
 
-    def _samples(self, runs: int, **which: Any) -> Words:
-        return self.memory.compared.samples(self._prepare(), self._own_layout(), self._seed, runs, **which)
+    def _samples(self, runs: int, rows: Ints | None = None) -> Words:
+        return self.memory.compared.samples(self._prepare(), self._own_layout(), self._seed, runs, rows)
 
     def _sampled(self) -> Samples:
         layout = self._own_layout()
         if self.options.check_replicas == "off":
             return Samples(layout, np.zeros((len(layout.held), 0), np.uint64))  # nothing differs
-        return Samples(layout, row_digests(self._samples(RUNS, whole=self._whole))[:, None])
+        return Samples(layout, row_digests(self._samples(self._runs))[:, None])
 
     def _own_layout(self) -> RankLayout:
         if self._layout is None:
