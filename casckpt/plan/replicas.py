@@ -1,7 +1,7 @@
-"""Where a save looks at what several ranks hold whole. Pure.
+"""Which elements a save compares of what several ranks hold whole. Pure.
 
-Ranks describe what they hold as in `casckpt.plan.writers`. All of them look at the same places of a row: these follow
-from its name and a seed that the ranks of a save have in common.
+Ranks describe what they hold as in `casckpt.plan.writers`. All of them sample the same places of a row: these follow
+from its name, and from a seed that the ranks of a save have in common.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from casckpt.format.columns import Ints
 from casckpt.plan.writers import HeldRegions, Words, WriteRanges
 
 RUNS: Final = 4
-"""So many runs of a row are looked at by each save."""
+"""Runs of each row that every save compares."""
 MORE_RUNS: Final = 16
-"""And so many where samples differ: 64 values of float32, those of the first among them."""
+"""Runs of a row that ranks send where samples differ: 64 values of float32. The first `RUNS` are those compared."""
 SLICES: Final = 64
-"""A rank reads this part of its own share again, of what others write."""
+"""In each save a rank reads cells that others write, worth one part in so many of its own share."""
 
 
 def places(name: Words, seed: int, room: Ints, runs: int) -> Ints:
@@ -30,7 +30,7 @@ def places(name: Words, seed: int, room: Ints, runs: int) -> Ints:
 
 
 def row_digests(words: Words) -> Words:
-    """A digest of each row of words: one of a sample, which nobody forges."""
+    """Digest each row of words. It is fast, and no proof against forgery."""
     odd = np.arange(1, words.shape[1] + 1, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)
     return _mixed(_mixed(words ^ odd).sum(axis=1, dtype=np.uint64))
 

@@ -68,7 +68,7 @@ def local_tensor(key: str, leaf: Any) -> LocalTensor:
 
 
 def may_differ(leaf: Any, local: LocalTensor) -> bool:
-    """Whether ranks that train one model may hold other values of a leaf each, so that a save keeps those of one rank.
+    """Tell whether ranks may hold different values of a leaf, so that a save keeps one rank's and never refuses.
 
     That is so for single numbers, extra state, buffers (`torch.nn.Buffer`, and the statistics of norms by their
     names), and for what is neither a parameter nor made of floats. Anything else is a parameter or its optimizer's

@@ -243,7 +243,8 @@ def test_state_that_may_belong_to_a_shard_is_refused_where_ranks_differ(tmp_path
 
 def with_odd_state_beside_shards(rank: int, size: int, path: Path) -> list[str]:
     found = []
-    for value in (torch.complex(torch.ones(4), torch.ones(4)).conj(), TwoTensor(torch.ones(4), torch.ones(4))):
+    make: Any = TwoTensor
+    for value in (torch.complex(torch.ones(4), torch.ones(4)).conj(), make(torch.ones(4), torch.ones(4))):
         model: Any = nn.Linear(8, 6, bias=False)
         fully_shard(model)
         trained = optim.SGD(model.parameters(), lr=0.1)

@@ -157,14 +157,14 @@ def _compared(layout: RankLayout, check: str, whole: Collection[str]) -> npt.NDA
 
 
 def _check_owners(layouts: Sequence[RankLayout], first: Mapping[Name, int]) -> None:
-    """What a rank leaves to another one, that one must have."""
+    """Raise InvalidInput unless each rank holds what other ranks leave to it."""
     held = {(name[1], rank) for name, rank in first.items()}
     for rank, layout in enumerate(layouts):
         for key, owner in layout.left.items():
             if (key, owner) not in held:
                 raise InvalidInput(
                     f"owners gives {key!r} to rank {owner}, which does not hold it, but rank {rank} does; name a rank "
-                    "that holds it",
+                    "that holds it, or leave it out of the state of the others",
                     key=key,
                     rank=owner,
                 )

@@ -37,7 +37,7 @@ Owners: TypeAlias = Callable[[str], int | None] | None
 
 @dataclass(frozen=True)
 class Prepared:
-    """One rank's share of a checkpoint, before anything is written. ``left``: keys of other ranks, and their owners."""
+    """One rank's share of a checkpoint, before anything is written. ``left``: keys left to other ranks, and these."""
 
     sources: Sequence[Source]
     objects: Sequence[ObjectEntry]
@@ -111,7 +111,7 @@ def _owner(owners: Callable[[str], int | None], key: str, size: int) -> int | No
 
 
 def _drop(tree: Any, path: Sequence[Any]) -> None:
-    """Take a leaf out of a tree. What stands in a list stays, so that the others keep their places."""
+    """Remove a leaf from a tree, but not from a list: its other items keep their places."""
     for element in path[:-1]:
         tree = tree[element]
     if isinstance(tree, dict):

@@ -1,7 +1,7 @@
-"""What several ranks hold whole: samples of it are compared before any rank writes, and parts of it again after that.
+"""Comparison of what several ranks hold whole: of samples before any rank writes, of some cells after that.
 
-Every rank hands up one digest for each set of ranks that it shares rows with. Only where these differ, or layouts are
-new, do the ranks send the samples. See docs/decisions/0064-replicas-are-compared-by-samples.md.
+Every rank sends one digest for each set of ranks that it shares rows with. Only where these differ, or layouts are
+new, the ranks send more. See docs/decisions/0064-replicas-are-compared-by-samples.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from casckpt.tensors.memory import TensorMemory
 from casckpt.tensors.sampling import RUN, sampled
 
 REFUSED: Final = 0.1
-"""From this relative difference on, two values of a parameter are two parameters."""
+"""The smallest relative difference at which a save refuses a parameter that the process has not saved before."""
 _DIGEST_BYTES: Final = 1 << 20
 _ADVICE: Final = (
     "Give what each rank has for itself a name of its own; in Store.save or a Checkpointer, wrap it in "
@@ -225,7 +225,7 @@ def _differs(key: str, one: int, other: int, how: str, advice: str) -> InvalidIn
 
 
 def _values(words: Words, nbytes: int) -> bytes:
-    """What was sampled of ``nbytes``: each element once, where that is all of them; see `Compared.samples`."""
+    """Return the sampled bytes of a row of ``nbytes``. Of a small row, which is sampled whole, each comes once."""
     data, rest = words.tobytes(), nbytes % RUN
     if not rest or nbytes < RUN or nbytes >= len(data):
         return data[:nbytes]
@@ -234,7 +234,7 @@ def _values(words: Words, nbytes: int) -> bytes:
 
 
 def relative_difference(dtype: str, one: bytes, other: bytes) -> float:
-    """``|a - b| / max(|a|, |b|)`` of two lists of values, in float64. 1 for what differs and is no finite number."""
+    """Return ``|a - b| / max(|a|, |b|)`` of two lists of values, in float64; 1 if anything not finite differs."""
     kind = torch_dtype(dtype) if dtype else torch.uint8
     if not (kind.is_floating_point or kind.is_complex) or dtype.startswith("float4"):
         return float(one != other)
@@ -249,11 +249,14 @@ def relative_difference(dtype: str, one: bytes, other: bytes) -> float:
     return norms[0] / (max(norms[1:]) or 1.0)
 
 
-def differing_cells(plan: WritePlan, described: Share, told: Sequence[tuple[int, Words] | None]) -> dict[str, None]:
-    """The keys of cells that other ranks hold otherwise than they were written. ``told``: of `Compared.read_again`."""
+def differing_cells(plan: WritePlan, described: Share, again: Sequence[tuple[int, Words] | None]) -> dict[str, None]:
+    """Return the keys of cells that some rank holds with other values than were written.
+
+    ``again``: what `Compared.read_again` returned on each rank.
+    """
     found: dict[str, None] = {}
-    for rank, again in enumerate(told):
-        turn, digests = again or (0, ())
+    for rank, read in enumerate(again):
+        turn, digests = read or (0, ())
         held = plan.layouts[rank].held
         cells = to_read_again(held, plan.duties[rank], turn)
         for digest, (row, lo, hi) in zip(digests, cells, strict=False):
@@ -266,7 +269,7 @@ def differing_cells(plan: WritePlan, described: Share, told: Sequence[tuple[int,
 
 
 def _written(table: ExtentTable, region: tuple[int, int, int], lo: int, hi: int) -> bytes | None:
-    """The digest with which a cell was written; None if that was cut elsewhere, along an older checkpoint."""
+    """Return the digest with which a cell was written; None if an older checkpoint had it cut otherwise."""
     boxes = [number for number, box in enumerate(table.boxes) if region_hash(box, *region[1:]) == region[0]]
     cells = [cell for box in boxes for cell in table.cells_in(box, lo, hi)]
     return cells[0].digest if [(cell.lo, cell.hi) for cell in cells] == [(lo, hi)] else None
