@@ -97,14 +97,27 @@ class Tied:
 
     def _overlapping(self) -> Iterator[tuple[Content, Content]]:
         """Yield all pairs of different forms that have an element in common."""
+        if not self._forms and self._are_apart():
+            return
         contents = [*self._held.values(), *self._forms.values()]
+        ranges = sorted((*_bytes_of(content.data), number) for number, content in enumerate(contents))
         before: list[tuple[int, int]] = []
-        for lo, hi, number in sorted((*_bytes_of(content.data), number) for number, content in enumerate(contents)):
+        for lo, hi, number in ranges:
             before = [one for one in before if one[0] > lo]
             for _, other in before:
                 if _share(contents[number].data, contents[other].data):
                     yield contents[min(number, other)], contents[max(number, other)]
             before.append((hi, number))
+
+    def _are_apart(self) -> bool:
+        """Tell whether no ranges of bytes overlap, as in most states."""
+        end = 0
+        for address in sorted(self._held):
+            if address < end:
+                return False
+            data = self._held[address].data
+            end = address + data.nbytes if data.is_contiguous() else _bytes_of(data)[1]
+        return True
 
 
 def _form(data: torch.Tensor) -> Form:
@@ -113,8 +126,6 @@ def _form(data: torch.Tensor) -> Form:
 
 def _bytes_of(data: torch.Tensor) -> tuple[int, int]:
     """Return the range of addresses in which the elements lie."""
-    if data.is_contiguous():  # as most are
-        return data.data_ptr(), data.data_ptr() + data.nbytes
     last = sum((extent - 1) * stride for extent, stride in zip(data.shape, data.stride(), strict=True))
     return data.data_ptr(), data.data_ptr() + (1 + last) * data.element_size()
 
