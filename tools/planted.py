@@ -1722,7 +1722,7 @@ PLANTED = (
     Planted(
         "what overlaps is filled at the same time",
         "casckpt/checkpoint/loading/tied.py",
-        "            turns[_form(want.sink.data) in self._second].append(want)\n",
+        "            turns[bool(self._second) and _form(want.sink.data) in self._second].append(want)\n",
         "            turns[0].append(want)\n",
         "tests/checkpoint/loading/test_tied.py",
     ),
