@@ -1501,8 +1501,8 @@ PLANTED = (
     Planted(
         "another parameter is accepted the first time",
         "casckpt/checkpoint/saving/replicas.py",
-        "        is_new = not layouts[first].may_differ[row] and key not in memory.saved\n",
-        "        is_new = not layouts[first].may_differ[row] and key in memory.saved\n",
+        "not layout.may_differ[row] and key not in memory.saved:\n",
+        "not layout.may_differ[row] and key in memory.saved:\n",
         "tests/checkpoint/saving/test_replicas.py",
     ),
     Planted(
@@ -1522,8 +1522,8 @@ PLANTED = (
     Planted(
         "the same cells of other ranks are read again by each save",
         "casckpt/checkpoint/saving/save.py",
-        "            self.memory.compared.turn += 1\n",
-        "            self.memory.compared.turn += 0\n",
+        "        self.memory.compared.turn += 1\n",
+        "        self.memory.compared.turn += 0\n",
         "tests/checkpoint/saving/test_replicas.py",
     ),
     Planted(
@@ -1552,6 +1552,13 @@ PLANTED = (
         "casckpt/checkpoint/saving/layout.py",
         "    _check_owners(layouts, first)\n",
         "",
+        "tests/checkpoint/saving/test_replicas.py",
+    ),
+    Planted(
+        "a difference outside of the samples is saved where any is to be refused",
+        "casckpt/checkpoint/saving/replicas.py",
+        '    return 0 if check == "raise" else RUNS\n',
+        "    return RUNS\n",
         "tests/checkpoint/saving/test_replicas.py",
     ),
     Planted(
@@ -1655,8 +1662,8 @@ PLANTED = (
     Planted(
         "chunks that overlap are taken",
         "casckpt/tensors/dtensors.py",
-        "        if not overlap and all(",
-        "        if all(",
+        "            if not any(one.box.intersect(other.box) for one, other in combinations(shards, 2)):\n",
+        "            if shards is not None:\n",
         "tests/tensors/test_described.py",
     ),
     Planted(
@@ -1683,19 +1690,15 @@ PLANTED = (
     Planted(
         "only tensors of the host are asked for memory of their own",
         "casckpt/tensors/shards.py",
-        "    if not has_address and data.numel() and not has_memory(data):\n",
-        "    if data.is_cpu and not has_address and data.numel() and not has_memory(data):\n",
+        "    is_fine = has_address or not data.numel() or has_memory(data)\n",
+        "    is_fine = not data.is_cpu or has_address or not data.numel() or has_memory(data)\n",
         "tests/tensors/test_no_memory.py",
     ),
     Planted(
         "a tensor is stored without those that it holds beside its memory",
         "casckpt/tensors/shards.py",
-        """    if not inner:
-        return None
-""",
-        """    if data.data_ptr() or not inner:
-        return None
-""",
+        "        if inner:\n",
+        "        if inner and not data.data_ptr():\n",
         "tests/tensors/test_no_memory.py",
     ),
     Planted(
@@ -1722,7 +1725,7 @@ PLANTED = (
     Planted(
         "what overlaps is filled at the same time",
         "casckpt/checkpoint/loading/tied.py",
-        "            turns[_form(want.sink.data) in self._second].append(want)\n",
+        "            turns[bool(self._second) and _form(want.sink.data) in self._second].append(want)\n",
         "            turns[0].append(want)\n",
         "tests/checkpoint/loading/test_tied.py",
     ),

@@ -1,7 +1,7 @@
-"""Where a save looks at what several ranks hold whole. Pure.
+"""Which elements a save compares of what several ranks hold whole. Pure.
 
-Ranks describe what they hold as in `casckpt.plan.writers`. All of them look at the same places of a row: these follow
-from its name and a seed that the ranks of a save have in common.
+Ranks describe what they hold as in `casckpt.plan.writers`. All of them sample the same places of a row: these follow
+from its name, and from a seed that the ranks of a save have in common.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from casckpt.format.columns import Ints
 from casckpt.plan.writers import HeldRegions, Words, WriteRanges
 
 RUNS: Final = 4
-"""So many runs of a row are looked at by each save."""
+"""Runs of each row that every save compares."""
 MORE_RUNS: Final = 16
-"""And so many where samples differ: 64 values of float32, those of the first among them."""
+"""Runs of a row that ranks send where samples differ: 64 values of float32. The first `RUNS` are those compared."""
 SLICES: Final = 64
-"""A rank reads this part of its own share again, of what others write."""
+"""In each save a rank reads cells that others write, worth one part in so many of its own share."""
 
 
 def places(name: Words, seed: int, room: Ints, runs: int) -> Ints:
@@ -30,7 +30,7 @@ def places(name: Words, seed: int, room: Ints, runs: int) -> Ints:
 
 
 def row_digests(words: Words) -> Words:
-    """A digest of each row of words: one of a sample, which nobody forges."""
+    """Digest each row of words. It is fast, and no proof against forgery."""
     odd = np.arange(1, words.shape[1] + 1, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)
     return _mixed(_mixed(words ^ odd).sum(axis=1, dtype=np.uint64))
 
@@ -42,18 +42,17 @@ def _mixed(words: Words) -> Words:
     return words ^ (words >> np.uint64(31))
 
 
-def to_read_again(held: HeldRegions, duty: WriteRanges, counts: Ints, turn: int) -> Iterator[tuple[int, int, int]]:
+def to_read_again(held: HeldRegions, duty: WriteRanges, turn: int) -> Iterator[tuple[int, int, int]]:
     """Choose (row, lo, hi) of the cells that others write, and that this rank reads in save number ``turn``.
 
-    ``counts``: the ranks that share out each row; 0 for one that is not shared out. A cell of a row that h ranks share
-    is chosen once in `SLICES` * (h - 1) turns.
+    A cell of a row that h ranks share out is chosen once in `SLICES` * (h - 1) turns.
     """
     first, end = held.lo // held.cell, -(-held.hi // held.cell)
     idle = duty.lo == duty.hi
     before = np.where(idle, end, duty.lo // held.cell) - first
     after = np.where(idle, end, -(-duty.hi // held.cell))
-    for count in np.unique(counts[counts > 1]).tolist():
-        cells = np.where(counts == count, before + end - after, 0)
+    for count in np.unique(duty.sharing[duty.sharing > 1]).tolist():
+        cells = np.where(duty.sharing == count, before + end - after, 0)
         ends, period = np.cumsum(cells), SLICES * (count - 1)
         numbers = np.arange(turn % period, int(ends[-1]), period)
         rows = np.searchsorted(ends, numbers, side="right")

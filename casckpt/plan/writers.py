@@ -46,10 +46,14 @@ class HeldRegions:
 
 @dataclass(frozen=True)
 class WriteRanges:
-    """What one rank writes of its rows: the elements [lo, hi) of each; lo == hi for none."""
+    """What one rank writes of its rows: the elements [lo, hi) of each; lo == hi for none.
+
+    ``sharing``: how many ranks share out the writing of each row; 0 where they do not.
+    """
 
     lo: Ints
     hi: Ints
+    sharing: Ints
 
     @property
     def elements(self) -> Ints:
@@ -79,13 +83,9 @@ class Holders:
         self.pooled = (self.counts > 1) & every
         """Of each region, whether its holders share out the writing of it."""
 
-    def shared(self) -> list[Ints]:
-        """Of each row of each rank, how many ranks share out the writing of it; 0 where they do not."""
-        return self._by_row(np.where(self.pooled, self.counts, 0))
-
     def sets(self) -> list[Words]:
         """Of each row of each rank, a number for the set of ranks that hold it; 0 where that is one rank alone."""
-        return self._by_row(np.where(self.counts > 1, self.sums, np.uint64(0)))
+        return self.by_row(np.where(self.counts > 1, self.sums, np.uint64(0)))
 
     def differing(self, digests: Sequence[Words]) -> list[list[tuple[int, int]]]:
         """The regions of which holders have different digests: (rank, row) of each holder, by rank."""
@@ -94,7 +94,8 @@ class Holders:
         rows = [self.order[self.starts[one] :][: self.counts[one]].tolist() for one in np.unique(odd).tolist()]
         return [[(int(self.rank[row]), row - int(self._first[self.rank[row]])) for row in region] for region in rows]
 
-    def _by_row(self, values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+    def by_row(self, values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+        """Spread a value of each region over its rows, rank by rank."""
         found = np.zeros(len(self.order), values.dtype)
         found[self.order] = np.repeat(values, self.counts)
         return np.split(found, self._first[1:-1])
@@ -126,7 +127,10 @@ def plan_writers(held: Sequence[HeldRegions], holders: Holders | None = None) ->
     np.add.at(load, holders.rank[fixed], ((rows.to - rows.from_) * rows.size)[fixed])
     for members, pools in _by_holders(holders):
         _share_out(rows, order[holders.starts[pools][:, None] + np.arange(len(members))], members, load)
-    return _by_rank(rows.from_, rows.to, held)
+    ends = np.cumsum([len(one) for one in held])[:-1]
+    sharing = holders.by_row(np.where(pooled, holders.counts, 0))
+    parts = zip(np.split(rows.from_, ends), np.split(rows.to, ends), sharing, strict=True)
+    return [WriteRanges(lo, hi, counts) for lo, hi, counts in parts]
 
 
 def _by_holders(holders: Holders) -> list[tuple[Ints, Ints]]:
@@ -176,8 +180,3 @@ def _cut_points(rows: _Rows, one: Ints, ends: Ints, bound: float) -> Ints:
         wanted = hi - float(ends[inside] - bound) / int(rows.size[row])
         at[inside] = min((lo, hi, round(wanted / step) * step), key=lambda cut: abs(cut - wanted))
     return at
-
-
-def _by_rank(lo: Ints, hi: Ints, held: Sequence[HeldRegions]) -> list[WriteRanges]:
-    ends = np.cumsum([len(one) for one in held])[:-1]
-    return [WriteRanges(a, b) for a, b in zip(np.split(lo, ends), np.split(hi, ends), strict=True)]

@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import combinations, product
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
+import torch
 
 from casckpt.errors import InvalidInput
 from casckpt.format.columns import Ints
-from casckpt.format.regions import Box, Shape, full_box
+from casckpt.format.regions import Box, Shape
+from casckpt.tensors.values import Shard
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.tensor import DTensor
 
 
@@ -54,27 +56,26 @@ def _description(tensor: torch.Tensor) -> Any:
     return getattr(tensor._local_tensor, CHUNK_LIST, None)
 
 
-def described_parts(key: str, tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]] | None:
-    """List (box of the whole tensor, data in place) of each part that a tensor says it holds; None if it says nothing.
+def described_shards(key: str, tensor: torch.Tensor) -> list[Shard] | None:
+    """List the parts that a tensor says it holds, with their data in place; None if it says nothing.
 
     Raises InvalidInput if these lie outside of the tensor, overlap, or are not what its local tensor holds.
     """
     describe = _description(tensor)
     if describe is None:
         return None
-    local = tensor
+    local, replicated = tensor, isinstance(tensor, torch.nn.Parameter)
     if is_dtensor(tensor):
         check_added_up(key, tensor)
-        local = tensor._local_tensor
+        local, replicated = tensor._local_tensor, True
     chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in describe() if 0 not in chunk.sizes]
     data = _parts_of_local(local, [sizes for _, sizes in chunks])
-    if [tuple(part.shape) for part in data] == [sizes for _, sizes in chunks] and all(
-        len(at) == tensor.ndim and min(at, default=0) >= 0 for at, _ in chunks
-    ):
-        boxes, whole = [Box(*chunk) for chunk in chunks], full_box(tuple(tensor.shape))
-        overlap = any(one.intersect(other) for one, other in combinations(boxes, 2))
-        if not overlap and all(box.inside(whole) for box in boxes):
-            return list(zip(boxes, data, strict=True))
+    if [tuple(part.shape) for part in data] == [sizes for _, sizes in chunks]:
+        with suppress(InvalidInput):
+            shape = tuple(tensor.shape)
+            shards = [Shard(part, shape, at, replicated=replicated) for (at, _), part in zip(chunks, data, strict=True)]
+            if not any(one.box.intersect(other.box) for one, other in combinations(shards, 2)):
+                return shards
     where = ", ".join(f"{list(sizes)} at {list(at)}" for at, sizes in chunks) or "empty"
     raise InvalidInput(
         f"{key!r}: the tensor of shape {list(tensor.shape)} describes its part here as {where}, which does not fit it "

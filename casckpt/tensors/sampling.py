@@ -20,7 +20,7 @@ def sampled(tensors: Sequence[torch.Tensor], starts: Ints, count: Ints, size: In
     """Read runs of each tensor, in its row-major order: 2 words a run, in a row a tensor.
 
     ``starts``: the element at which each run begins, a column a run. ``count``, ``size``: elements of each tensor, and
-    bytes of an element. What a tensor has too few elements for is its last one again; of an empty one all is 0.
+    bytes of an element. A tensor with too few elements repeats its last one. The words of an empty tensor are 0.
     """
     found = np.zeros((len(tensors), starts.shape[1] * 2), np.uint64)
     addresses = np.array([_address(data) for data in tensors], np.int64)

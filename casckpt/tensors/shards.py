@@ -10,10 +10,10 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from casckpt.errors import InvalidInput
-from casckpt.format.regions import Box, Region, Shape, whole
-from casckpt.tensors.dtensors import CHUNK_LIST, described_parts, is_dtensor, local_boxes
+from casckpt.format.regions import Region, Shape, whole
+from casckpt.tensors.dtensors import CHUNK_LIST, described_shards, is_dtensor, local_boxes
 from casckpt.tensors.dtypes import dtype_name
-from casckpt.tensors.foreign import is_megatron_tensor, megatron_shard, parts_of
+from casckpt.tensors.foreign import LocalParts, is_megatron_tensor, megatron_shard, parts_of
 from casckpt.tensors.memory import has_memory, narrow
 from casckpt.tensors.values import Shard
 
@@ -50,50 +50,40 @@ class LocalTensor(NamedTuple):
 
 def local_tensor(key: str, leaf: Any) -> LocalTensor:
     """Return the pieces of a leaf. Raises InvalidInput, naming the key, for a tensor without bytes of its own."""
+    if not isinstance(leaf, torch.Tensor):
+        return _from_shards(key, _shards(key, leaf))
     if type(leaf) in _PLAIN and not hasattr(leaf, CHUNK_LIST):
         return _from_whole(key, leaf)
-    described = described_parts(key, leaf) if isinstance(leaf, torch.Tensor) else None
+    parts: LocalParts | None = None
+    described = described_shards(key, leaf)
     if described is not None:
-        return _from_described(key, leaf, described)
-    if is_dtensor(leaf):
+        parts = LocalParts(tuple(leaf.shape), leaf.dtype, described)
+    elif is_dtensor(leaf):
         return _from_dtensor(key, leaf)
-    if isinstance(leaf, torch.Tensor):
+    else:
         parts = parts_of(key, leaf)
-        if parts is not None:
-            return _from_shards(key, parts.shards) if parts.shards else LocalTensor(key, parts.dtype, parts.shape, [])
+    if parts is None:
         return _from_whole(key, leaf)
-    return _from_shards(key, _shards(key, leaf))
+    return _from_shards(key, parts.shards) if parts.shards else LocalTensor(key, parts.dtype, parts.shape, [])
 
 
 def may_differ(leaf: Any, local: LocalTensor) -> bool:
-    """Whether ranks that train one model may hold other values of a leaf each, so that a save keeps those of one rank.
+    """Tell whether ranks may hold different values of a leaf, so that a save keeps one rank's and never refuses.
 
     That is so for single numbers, extra state, buffers (`torch.nn.Buffer`, and the statistics of norms by their
     names), and for what is neither a parameter nor made of floats. Anything else is a parameter or its optimizer's
     state: in the state_dict of a module nothing tells its other buffers from parameters.
     """
-    if prod(local.shape) <= 1 or isinstance(leaf, torch.nn.Buffer) or local.key.rpartition(".")[2] in _STATISTICS:
-        return True
-    if _EXTRA_STATE in local.key.split("."):
-        return True
-    return not (local.replicated or local.dtype.is_floating_point or local.dtype.is_complex)
+    *_, last = names = local.key.split(".")
+    is_buffer = isinstance(leaf, torch.nn.Buffer) or last in _STATISTICS or _EXTRA_STATE in names
+    is_parameter = local.replicated or local.dtype.is_floating_point or local.dtype.is_complex
+    return is_buffer or not is_parameter or prod(local.shape) <= 1
 
 
 def _from_whole(key: str, leaf: torch.Tensor) -> LocalTensor:
     check_storable(key, leaf)
     shape, is_parameter = tuple(leaf.shape), type(leaf) is not torch.Tensor and isinstance(leaf, torch.nn.Parameter)
     return LocalTensor(key, leaf.dtype, shape, [Piece(whole(shape), leaf)], is_parameter)
-
-
-def _from_described(key: str, leaf: torch.Tensor, parts: Sequence[tuple[Box, torch.Tensor]]) -> LocalTensor:
-    for _, data in parts:
-        check_storable(key, data)
-    dtypes = {data.dtype for _, data in parts} or {leaf.dtype}
-    if len(dtypes) > 1:
-        raise InvalidInput(f"{key!r}: the parts of the tensor differ in dtype: {sorted(map(str, dtypes))}", key=key)
-    pieces = [Piece(Region(box, 0, box.numel), data) for box, data in parts]
-    replicated = is_dtensor(leaf) or isinstance(leaf, torch.nn.Parameter)
-    return LocalTensor(key, dtypes.pop(), tuple(leaf.shape), pieces, replicated)
 
 
 def _shards(key: str, leaf: Any) -> list[Shard]:
@@ -153,10 +143,12 @@ def check_storable(key: str, data: torch.Tensor) -> None:
 
 def _problem(data: Any) -> str | None:
     is_plain = type(data) in _PLAIN
-    if not is_plain:
-        problem = _problem_of_kind(data)
-        if problem:
-            return problem
+    if not is_plain and is_lazy(data):
+        return "an uninitialized parameter has no shape yet; run the module once, or fill it, first"
+    if not is_plain and not data.is_nested and hasattr(data, "__tensor_flatten__"):  # of nested ones see below
+        inner = ", ".join(map(str, data.__tensor_flatten__()[0]))
+        if inner:
+            return f"a {type(data).__name__} consists of other tensors ({inner}); store these in its place"
     if data.is_meta:
         return "a meta tensor has no bytes; materialise it first (module.to_empty(device=...))"
     if hasattr(data, "ds_id") and data.shape != getattr(data, "ds_shape", data.shape):
@@ -174,20 +166,8 @@ def _problem(data: Any) -> str | None:
         return "a quantized tensor cannot be stored as it is; store int_repr() with its scale and zero point"
     dtype_name(data.dtype)
     has_address = is_plain and not data.storage_offset() and data.data_ptr()  # as most have: no more need be asked
-    if not has_address and data.numel() and not has_memory(data):
-        return f"a {type(data).__name__} has no memory of its own; store the tensors that it wraps"
-    return None
-
-
-def _problem_of_kind(data: Any) -> str | None:
-    """Return what is wrong with a tensor of a subclass; of one that is nested more is to be said."""
-    if is_lazy(data):
-        return "an uninitialized parameter has no shape yet; run the module once, or fill it, first"
-    flatten = None if data.is_nested else getattr(data, "__tensor_flatten__", None)
-    inner = [] if flatten is None else list(map(str, flatten()[0]))
-    if not inner:
-        return None
-    return f"a {type(data).__name__} consists of other tensors ({', '.join(inner)}); store these in its place"
+    is_fine = has_address or not data.numel() or has_memory(data)
+    return None if is_fine else f"a {type(data).__name__} has no memory of its own; store the tensors that it wraps"
 
 
 def check_in_place(key: str, leaf: Any) -> None:

@@ -14,6 +14,7 @@ from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+from torch.testing._internal.two_tensor import TwoTensor
 
 import casckpt
 from casckpt.errors import InvalidInput
@@ -34,6 +35,7 @@ from tests.support.parallel import (
     local,
     step,
 )
+from tests.support.ranks import outcome_of
 from tests.support.training import identical
 
 if TYPE_CHECKING:
@@ -250,9 +252,28 @@ def leaves_something_unread(rank: int, size: int, path: Path) -> list[str]:
     casckpt.open(path).save({"model": model.state_dict(), "ema": {"w": torch.ones(2)}}, run="unread", step=1)
     load_model_and_optim_state(path, "unread@1", model)
     logging.getLogger("casckpt").removeHandler(handler)
-    return [text for text in said if "not 'ema' of unread@1" in text]
+    return [text for text in said if "'ema' of unread@1" in text]
 
 
 def test_what_was_not_read_is_told_by_one_rank(store_path: Path, ranks: Pool) -> None:
     first, second = ranks.run(2, leaves_something_unread, store_path)
     assert (len(first), second) == (1, [])
+
+
+def with_odd_state_beside_shards(rank: int, size: int, path: Path) -> list[str]:
+    found = []
+    make: Any = TwoTensor
+    for value in (torch.complex(torch.ones(4), torch.ones(4)).conj(), make(torch.ones(4), torch.ones(4))):
+        model: Any = nn.Linear(8, 6, bias=False)
+        fully_shard(model)
+        trained = optim.SGD(model.parameters(), lr=0.1)
+        trained.state[model.weight] = {"scales": value}
+        error = outcome_of(lambda: save_model_and_optim_state(path, model, trained, run="a", step=1, overwrite=True))  # noqa: B023
+        found.append(str(error) if isinstance(error, Exception) else "saved")
+    return found
+
+
+def test_state_beside_a_shard_is_compared_as_it_is_or_refused_by_name(tmp_path: Path, ranks: Pool) -> None:
+    for conjugate, wrapper in ranks.run(2, with_odd_state_beside_shards, tmp_path / "s"):
+        assert conjugate == "saved"
+        assert "'optim.state.weight.scales': a TwoTensor consists of other tensors" in wrapper

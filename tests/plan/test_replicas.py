@@ -41,8 +41,8 @@ def test_ranks_without_rows_differ_in_nothing() -> None:
 
 
 def test_only_what_all_holders_share_out_is_read_again() -> None:
-    holders = Holders([held([1]), held([1], shared=False), held([2]), held([2])])
-    assert [one.tolist() for one in holders.shared()] == [[0], [0], [2], [2]]
+    duties = plan_writers([held([1]), held([1], shared=False), held([2]), held([2])])
+    assert [one.sharing.tolist() for one in duties] == [[0], [0], [2], [2]]
 
 
 def test_places_differ_by_save_and_row_and_fewer_are_the_first_of_more() -> None:
@@ -70,12 +70,11 @@ def test_each_cell_of_another_rank_is_read_once_in_so_many_saves(ranks: int, len
     rows = held(list(range(len(lengths))))
     rows = HeldRegions(rows.name, rows.region, rows.lo, np.array(lengths), rows.cell, rows.itemsize, rows.shared)
     duties = plan_writers([rows] * ranks)
-    counts = np.full(len(lengths), ranks)
     for duty in duties:
         read = [
             (row, element)
             for turn in range(SLICES * (ranks - 1))
-            for row, lo, hi in to_read_again(rows, duty, counts, turn + 12345)
+            for row, lo, hi in to_read_again(rows, duty, turn + 12345)
             for element in range(lo, hi)
         ]
         theirs = {(row, i) for row, n in enumerate(lengths) for i in range(n) if not duty.lo[row] <= i < duty.hi[row]}
@@ -86,4 +85,4 @@ def test_a_save_reads_again_a_64th_of_the_share_of_a_rank() -> None:
     rows = held([1], length=64 * 200)
     duties = plan_writers([rows] * 2)
     for turn in range(3):
-        assert len(list(to_read_again(rows, duties[0], np.array([2]), turn))) == 10
+        assert len(list(to_read_again(rows, duties[0], turn))) == 10

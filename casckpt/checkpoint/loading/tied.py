@@ -1,8 +1,8 @@
 """Keys of a template that share memory: what the checkpoint holds for them must be the same.
 
-Two that are the same elements in the same order are found as they are added, and compared by digests of their cells.
-What else overlaps is found at the end, by the ranges of bytes. Of these, and of what is cut into other cells, both are
-read, into memory of the same layout: a template like that is rare.
+Tensors that are the same elements in the same order are found as they are added, and compared by digests of cells.
+Other overlaps are found at the end, by ranges of bytes. Such tensors, and those whose cells are cut otherwise, are read
+into memory of the same layout, and compared there. Few templates have any.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Tied:
     def check(self, download: Download) -> None:
         """Raise Mismatch if any memory would be filled with different values, before any of it is filled.
 
-        Raises what ``download`` raises, by which those are read of which digests do not tell it.
+        ``download`` reads where digests do not suffice. Raises what it raises.
         """
         for one, other in (*self._untold, *self._overlapping()):
             if _read_differently(download, one, other):
@@ -86,14 +86,14 @@ class Tied:
             self._second.add(_form(other.data))
 
     def in_turns(self, wants: Sequence[StreamRequest]) -> tuple[list[StreamRequest], list[StreamRequest]]:
-        """Split into those that are filled together, and those that overlap with others: each alone, afterwards.
+        """Split into requests that may run together, and those to be run after them, one by one: their memory overlaps.
 
-        While a cell is made, what is there may be another one, of which it is told.
+        A cell that is rebuilt in place may find a part of another cell there.
         """
         turns: tuple[list[StreamRequest], list[StreamRequest]] = ([], [])
-        for want in wants if self._second else ():
-            turns[_form(want.sink.data) in self._second].append(want)
-        return turns if self._second else (list(wants), [])
+        for want in wants:
+            turns[bool(self._second) and _form(want.sink.data) in self._second].append(want)
+        return turns
 
     def _overlapping(self) -> Iterator[tuple[Content, Content]]:
         """Yield all pairs of different forms that have an element in common."""
@@ -162,7 +162,7 @@ def _differ(one: Content, other: Content) -> bool | None:
 def _read_differently(download: Download, one: Content, other: Content) -> bool:
     """Tell whether two contents differ in what they have in common, by reading both into memory of their layout."""
     if any(content.data.data_ptr() % content.data.element_size() for content in (one, other)):
-        return True  # what lies across the addresses of elements, as torch.frombuffer makes it, is not worth the while
+        return True  # torch.frombuffer makes such tensors; here no view can stand for them
     ranges = [_bytes_of(content.data) for content in (one, other)]
     base = min(lo for lo, _ in ranges) // _ALIGNMENT * _ALIGNMENT
     nbytes = -(-(max(hi for _, hi in ranges) - base) // _ALIGNMENT) * _ALIGNMENT

@@ -16,7 +16,6 @@ from casckpt.checkpoint.saving.prepare import Prepared
 from casckpt.checkpoint.saving.shares import Streams
 from casckpt.errors import InvalidInput
 from casckpt.format import dtypes
-from casckpt.format.columns import Ints
 from casckpt.format.digest import hex_digest
 from casckpt.format.regions import Box, Shape, normalise
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR, Name
@@ -47,6 +46,10 @@ class RankLayout:
     def stream(self, row: int) -> tuple[Name, str, Shape]:
         """The stream of a row."""
         return self.streams[self.row_stream[row]]
+
+    def key(self, row: int) -> str:
+        """The key of a row."""
+        return self.stream(row)[0][1]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -98,7 +101,7 @@ def _hash(text: str) -> int:
 class WritePlan:
     """Who writes what, for one combination of layouts. ``tree``: of all ranks together.
 
-    ``sets``, ``shared``: of the rows that are compared, see `casckpt.plan.writers.Holders`; none with ``check`` "off".
+    ``sets``: of the rows that are compared, see `casckpt.plan.writers.Holders.sets`; none with ``check`` "off".
     """
 
     fingerprints: tuple[str, ...]
@@ -107,7 +110,6 @@ class WritePlan:
     streams: Streams
     layouts: Sequence[RankLayout]
     sets: Sequence[Words]
-    shared: Sequence[Ints]
     check: str
 
 
@@ -143,7 +145,7 @@ def plan_writes(layouts: Sequence[RankLayout], check: str = "sample", whole: Col
     sets = [np.where(mine, every, np.uint64(0)) for mine, every in zip(compared, holders.sets(), strict=True)]
     tensors = {name: form for name, form in streams.items() if name[0] == TENSOR}
     fingerprints = tuple(layout.fingerprint for layout in layouts)
-    return WritePlan(fingerprints, plan_writers(held, holders), merged, tensors, layouts, sets, holders.shared(), check)
+    return WritePlan(fingerprints, plan_writers(held, holders), merged, tensors, layouts, sets, check)
 
 
 def _compared(layout: RankLayout, check: str, whole: Collection[str]) -> npt.NDArray[np.bool_]:
@@ -155,14 +157,14 @@ def _compared(layout: RankLayout, check: str, whole: Collection[str]) -> npt.NDA
 
 
 def _check_owners(layouts: Sequence[RankLayout], first: Mapping[Name, int]) -> None:
-    """What a rank leaves to another one, that one must have."""
+    """Raise InvalidInput unless each rank holds what other ranks leave to it."""
     held = {(name[1], rank) for name, rank in first.items()}
     for rank, layout in enumerate(layouts):
         for key, owner in layout.left.items():
             if (key, owner) not in held:
                 raise InvalidInput(
                     f"owners gives {key!r} to rank {owner}, which does not hold it, but rank {rank} does; name a rank "
-                    "that holds it",
+                    "that holds it, or leave it out of the state of the others",
                     key=key,
                     rank=owner,
                 )

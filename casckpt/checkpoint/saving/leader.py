@@ -24,14 +24,13 @@ from casckpt.checkpoint.saving.replicas import (
     Odd,
     ReplicaMemory,
     Samples,
-    check_whole,
     differing_cells,
+    find_odd,
     judged,
 )
 from casckpt.checkpoint.saving.shares import Share, Streams, merge
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
 from casckpt.format import plain
-from casckpt.format.columns import Ints
 from casckpt.format.draft import Attachment, Draft, Encoded, ObjectEntry
 from casckpt.format.metrics import stored_metrics
 from casckpt.format.names import BlobHash, TxId
@@ -40,7 +39,7 @@ from casckpt.format.sections.health import Rows
 from casckpt.format.sections.index import REPLICAS_NOTE, TENSOR
 from casckpt.format.sections.metadata import encode_metadata
 from casckpt.plan.reuse import bytes_in, coded_bytes, mark_worn
-from casckpt.plan.writers import Holders, Words, WriteRanges
+from casckpt.plan.writers import Words, WriteRanges
 from casckpt.repository import manifests
 from casckpt.repository.caches import RunCache
 from casckpt.repository.commits import Commit, forget, read_log
@@ -66,7 +65,6 @@ _DIFFER = (
     "(torch.nn.SyncBatchNorm for batch norms), or save what belongs to one rank as casckpt.PerRank. This is logged "
     "once for each name"
 )
-_ADVICE = ", or wrap it in casckpt.PerRank; name the rank that alone maintains it with owners="
 _MIXED = " Of %s, parts of several ranks were written before the difference was found; later saves write one rank's."
 
 _NOT_ANNOUNCED = "runs/ of %s was lost, or left out of a copy: what the store holds was announced there once more"
@@ -117,7 +115,6 @@ class Planned:
     duty: WriteRanges
     knowledge: Knowledge
     sets: Words
-    shared: Ints
 
 
 @dataclass(frozen=True)
@@ -128,7 +125,6 @@ class FinishRequest:
     objects: Sequence[ObjectEntry]
     attachments: Sequence[Attachment]
     tree: bytes | None  # only of a rank that is alone
-    digests: Words | None
     health: Told
     again: tuple[int, Words] | None = None  # of `Compared.read_again`
 
@@ -186,48 +182,42 @@ class Leader:
             self._streams = hellos[0].streams or {}
             return [BeginAnswer(txid, home, self.knowledge(self._streams))]
         plan = self.memory.plan
-        planned = plan is not None and plan.fingerprints == tuple(hello.fingerprint for hello in hellos)
-        planned = planned and all(hello.plan_number == self.memory.plan_number for hello in hellos)
-        if plan is None or not planned or plan.check != self.options.check_replicas or not _agree(hellos):
+        is_old = plan is None or plan.fingerprints != tuple(hello.fingerprint for hello in hellos)
+        is_old = is_old or any(hello.plan_number != self.memory.plan_number for hello in hellos)
+        if plan is None or is_old or plan.check != self.options.check_replicas or not _agree(hellos):
             return [BeginAnswer(txid, home, None)] * self.size
         self._streams = plan.streams
         known = self.knowledge(plan.streams).to_tell(self.repo, {hello.remembered for hello in hellos})
         return [BeginAnswer(txid, home, known)] * self.size
 
-    def plan(self, digests: Sequence[Samples]) -> Sequence[Planned | list[int]]:
-        """Who writes what, where the layouts are new, or samples differ; the rows that it takes more of to know."""
-        self._layouts, known = [one.layout for one in digests], self.memory.replicas.differing
-        if self.options.check_replicas != "off":
-            odd = Holders([one.held for one in self._layouts]).differing([one.words for one in digests])
-            self._odd = [rows for rows in odd if self._layouts[rows[0][0]].stream(rows[0][1])[0][1] not in known]
-        if not self._odd:
-            return self._tell()
+    def plan(self, samples: Sequence[Samples]) -> Sequence[Planned | list[int]]:
+        """Plan who writes what, where layouts are new or samples differ; or ask for more samples of some rows."""
+        self._layouts = [one.layout for one in samples]
+        self._odd = find_odd(samples, self.memory.replicas, str(self.options.check_replicas))
         for rank, row in (holder for rows in self._odd for holder in rows):
             self._asked[rank].append(row)
-        return self._asked
+        return self._asked if self._odd else self._planned()
 
     def judge(self, samples: Sequence[Words]) -> list[Planned]:
-        """Who writes what, where samples differ. Raises InvalidInput for what is not to be saved."""
+        """Plan who writes what, where samples differ. Raises InvalidInput for what may not be saved."""
         words = [dict(zip(rows, mine, strict=True)) for rows, mine in zip(self._asked, samples, strict=True)]
-        memory, check = self.memory.replicas, str(self.options.check_replicas)
-        self._differing = judged(self._layouts, self._odd, words, memory=memory, check=check, advice=_ADVICE)
-        return self._tell()
+        self._differing = judged(self._layouts, self._odd, words, self.memory.replicas)
+        return self._planned()
 
-    def _tell(self) -> list[Planned]:
-        whole = {**self.memory.replicas.differing, **self._differing}
-        plan = plan_writes(self._layouts, str(self.options.check_replicas), whole)
+    def _planned(self) -> list[Planned]:
+        check = str(self.options.check_replicas)
+        whole = {} if check == "raise" else {**self.memory.replicas.differing, **self._differing}
+        plan = plan_writes(self._layouts, check, whole)
         self._streams = plan.streams
         knowledge = self.knowledge(plan.streams).to_tell(self.repo)
         self.memory.plan = plan  # not before nothing can fail: it counts as told from now on
         number = self.memory.plan_number + 1
-        parts = zip(plan.duties, plan.sets, plan.shared, strict=True)
-        return [Planned(number, duty, knowledge, sets, shared) for duty, sets, shared in parts]
+        parts = zip(plan.duties, plan.sets, strict=True)
+        return [Planned(number, duty, knowledge, sets) for duty, sets in parts]
 
     def finish(self, stored: Sequence[FinishRequest]) -> list[FinishAnswer]:
         """Steps 4 and 5, with what `begin` and `plan` found out."""
-        if self.options.check_replicas == "raise" and self.memory.plan is not None:
-            check_whole(self.memory.plan.layouts, [one.digests for one in stored if one.digests is not None])
-        tree = stored[0].tree if self.size == 1 or self.memory.plan is None else self.memory.plan.tree
+        tree = stored[0].tree if self.memory.plan is None else self.memory.plan.tree
         return self.conclude(stored, self._streams, tree or b"")
 
     def conclude(
@@ -253,24 +243,18 @@ class Leader:
         ]
 
     def _replica_note(self, described: Share, stored: Sequence[FinishRequest]) -> dict[str, bytes]:
-        """Find what differs in the cells that ranks read again; the note of all that ranks did not hold alike."""
+        """Compare the cells that ranks read again; return the note of all keys that ranks did not hold alike."""
         if self.memory.plan is not None:
             self._mixed = differing_cells(self.memory.plan, described, [one.again for one in stored])
-            self._differing |= self._mixed
-        self._differing |= self.memory.replicas.found
-        known = {**self.memory.replicas.differing, **self._differing}
-        if not known:
-            return {}
+        self._differing |= self._mixed | self.memory.replicas.found
         keys = {name[1] for name in described.extents} | {one.key for rank in stored for one in rank.objects}
-        differing = sorted(keys & known.keys())
+        differing = sorted(keys & (self.memory.replicas.differing | self._differing).keys())
         return {REPLICAS_NOTE: plain.encode(differing)} if differing else {}
 
     def _remember_replicas(self, streams: Streams) -> None:
         """Note what was saved, and log what ranks did not hold alike."""
         memory = self.memory.replicas
-        if memory.streams is not streams:
-            memory.saved.update(name[1] for name in streams)
-            memory.streams = streams
+        memory.saved.update(name[1] for name in streams)
         memory.found.clear()
         new = [key for key in self._differing if key not in memory.differing]
         if new:

@@ -25,6 +25,10 @@ from casckpt.tensors.staging import Staging
 from casckpt.tensors.state import encode_tree, flatten
 
 _INLINE_BYTES = 4096
+_EMPTY = (
+    "%d of the %d floating-point tensors of this state are empty. If these are placeholders, as DeepSpeed's ZeRO-3 "
+    "leaves them, this checkpoint lacks the weights: gather them first, and save again"
+)
 log = logging.getLogger(__name__)
 
 Owners: TypeAlias = Callable[[str], int | None] | None
@@ -33,7 +37,7 @@ Owners: TypeAlias = Callable[[str], int | None] | None
 
 @dataclass(frozen=True)
 class Prepared:
-    """One rank's share of a checkpoint, before anything is written. ``left``: keys of other ranks, and their owners."""
+    """One rank's share of a checkpoint, before anything is written. ``left``: keys left to other ranks, and these."""
 
     sources: Sequence[Source]
     objects: Sequence[ObjectEntry]
@@ -90,14 +94,9 @@ def prepare(
 
 def _warn_if_empty(sources: Sequence[Source]) -> None:
     """Log that most tensors of a state are empty: what partitions parameters leaves such placeholders."""
-    counts = [source.nbytes for source in sources if source.kind == TENSOR and "float" in source.dtype]
-    if len(counts) > 1 and counts.count(0) > len(counts) / 2:
-        log.warning(
-            "%d of the %d floating-point tensors of this state are empty. If these are placeholders, as DeepSpeed's "
-            "ZeRO-3 leaves them, this checkpoint lacks the weights: gather them first, and save again",
-            counts.count(0),
-            len(counts),
-        )
+    sizes = [source.nbytes for source in sources if source.kind == TENSOR and "float" in source.dtype]
+    if len(sizes) > 1 and sizes.count(0) > len(sizes) / 2:
+        log.warning(_EMPTY, sizes.count(0), len(sizes))
 
 
 def _owner(owners: Callable[[str], int | None], key: str, size: int) -> int | None:
@@ -112,7 +111,7 @@ def _owner(owners: Callable[[str], int | None], key: str, size: int) -> int | No
 
 
 def _drop(tree: Any, path: Sequence[Any]) -> None:
-    """Take a leaf out of a tree. What stands in a list stays, so that the others keep their places."""
+    """Remove a leaf from a tree, but not from a list: its other items keep their places."""
     for element in path[:-1]:
         tree = tree[element]
     if isinstance(tree, dict):

@@ -22,7 +22,7 @@ from casckpt.checkpoint.saving.leader import (
 from casckpt.checkpoint.saving.looking import Looker
 from casckpt.checkpoint.saving.options import SaveOptions
 from casckpt.checkpoint.saving.prepare import Prepared, tensors_of
-from casckpt.checkpoint.saving.replicas import Samples, seed_of, whole_digests
+from casckpt.checkpoint.saving.replicas import Samples, runs_of, seed_of
 from casckpt.checkpoint.saving.shares import Share, share_of
 from casckpt.checkpoint.saving.sources import Cell, plan_work
 from casckpt.checkpoint.saving.upload import PlacedCell, Upload
@@ -33,7 +33,7 @@ from casckpt.format.names import TxId
 from casckpt.format.records import DEFAULT_CELL_BYTES
 from casckpt.parallel import usable_threads
 from casckpt.plan.progress import Progress
-from casckpt.plan.replicas import MORE_RUNS, RUNS, row_digests
+from casckpt.plan.replicas import MORE_RUNS, row_digests
 from casckpt.plan.reuse import KnownCells
 from casckpt.plan.writers import Words
 from casckpt.repository import blobs
@@ -87,6 +87,7 @@ class _Attempt:
         self._layout: RankLayout | None = None
         self._share: Share | None = None
         self._seed = seed_of(options.run, options.step)
+        self._runs = runs_of(str(options.check_replicas))
         self.leader = Leader(repo, ranks.size, memory, self.options, reuse=reuse)
 
     def run(self) -> Commit:
@@ -96,8 +97,7 @@ class _Attempt:
         except BaseException as error:
             self.leader.abort(error)
             raise
-        if self.memory.compared.turn is not None:
-            self.memory.compared.turn += 1
+        self.memory.compared.turn += 1
         if self._share is not None and self.ranks.size > 1:
             self.memory.remembered[self.options.run] = Remembered(done.record.txid, self._share, done.worn)
         return just_committed(done.record)
@@ -106,13 +106,13 @@ class _Attempt:
         start = self.ranks.exchange(self._hello, self.leader.begin)
         knowledge = start.knowledge
         if knowledge is None:
-            planned = self.ranks.exchange(self._digests, self.leader.plan)
+            planned = self.ranks.exchange(self._sampled, self.leader.plan)
             if isinstance(planned, list):
                 rows = np.array(planned, np.int64)
                 planned = self.ranks.exchange(lambda: self._samples(MORE_RUNS, rows), self.leader.judge)
             self.memory.fingerprint = self._own_layout().fingerprint
             self.memory.plan_number, self.memory.duty = planned.number, planned.duty
-            self.memory.compared.plan(planned.sets, planned.shared)
+            self.memory.compared.plan(planned.sets)
             self.memory.remembered.clear()  # shares of other duties
             knowledge = planned.knowledge
         told = knowledge
@@ -134,15 +134,17 @@ class _Attempt:
             remembered.txid if remembered else None,
             streams,
             self.options.check_replicas,
-            {} if alone else self.memory.compared.set_digests(prepared, self._own_layout(), self._seed),
+            {} if alone else self.memory.compared.set_digests(prepared, self._own_layout(), self._seed, self._runs),
         )
 
     def _samples(self, runs: int, rows: Ints | None = None) -> Words:
         return self.memory.compared.samples(self._prepare(), self._own_layout(), self._seed, runs, rows)
 
-    def _digests(self) -> Samples:
-        compares = self.options.check_replicas != "off"
-        return Samples(self._own_layout(), row_digests(self._samples(RUNS)) if compares else np.zeros(0, np.uint64))
+    def _sampled(self) -> Samples:
+        layout = self._own_layout()
+        if self.options.check_replicas == "off":
+            return Samples(layout, np.zeros((len(layout.held), 0), np.uint64))  # nothing differs
+        return Samples(layout, row_digests(self._samples(self._runs))[:, None])
 
     def _own_layout(self) -> RankLayout:
         if self._layout is None:
@@ -168,12 +170,11 @@ class _Attempt:
             self._share = store_share(
                 self.repo, start.txid, mine, known, threads=threads, coder=coder, looker=looker, progress=progress
             )
-        digests = whole_digests(prepared) if self.options.check_replicas == "raise" and not alone else None
         again = None
         if self.memory.duty is not None and self.options.check_replicas == "sample":
-            again = self.memory.compared.read_again(prepared, self._own_layout(), self.memory.duty, self._seed)
+            again = self.memory.compared.read_again(prepared, self._own_layout(), self.memory.duty)
         tree, health = prepared.tree if alone else None, {} if looker is None else looker.told
-        return FinishRequest(self._share, mine.objects, mine.attachments, tree, digests, health, again)
+        return FinishRequest(self._share, mine.objects, mine.attachments, tree, health, again)
 
 
 def store_share(

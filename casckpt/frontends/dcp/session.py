@@ -80,6 +80,7 @@ class Written:
     opaque: frozenset[str]
     is_odd: bool
     tensors: Tensors
+    check: str
     samples: Samples | None
 
 
@@ -190,8 +191,10 @@ class WriterSession:
         if self.more:
             tree = merge([tree, decode_tree(self._extra.tree)])
         check_keys(tree)
+        if any(one.check != self.options.check_replicas for one in written):
+            raise InvalidInput(f"check_replicas is not {self.options.check_replicas!r} on all ranks; give all the same")
         samples = [one.samples for one in written if one.samples is not None]
-        if len(samples) == len(written) == leader.size:
+        if len(samples) == leader.size:
             memory = leader.memory.replicas
             memory.found |= compared(samples, memory, str(self.options.check_replicas))
         note = _note(metadata, tree, written)
@@ -230,20 +233,19 @@ class WriterSession:
                 )  # fmt: skip
         objects = [*values.objects, *self._extra.objects]
         health = {} if looker is None else looker.told
-        stored = FinishRequest(joined(shares), objects, self._extra.attachments, None, None, health)
+        stored = FinishRequest(joined(shares), objects, self._extra.attachments, None, health)
         return Written(
             self.rank, stored, values.nodes, frozenset(values.opaque), values.is_odd, replace(tensors, parts=[]),
-            self._samples(planner),
+            str(self.options.check_replicas), self._samples(planner),
         )  # fmt: skip
 
     def _samples(self, planner: Resolver) -> Samples | None:
         """Of what this rank holds whole, also where DCP has another one write it; None where nothing is compared."""
-        single = self.alone or (self._leader is not None and self._leader.size == 1)
-        if single or self.options.check_replicas == "off" or not isinstance(planner, DefaultSavePlanner):
+        if self.alone or self.options.check_replicas == "off" or not isinstance(planner, DefaultSavePlanner):
             return None
         sources = [tensor_source(key, value, None, together=True) for key, value in planner.state_dict.items()
                    if is_whole(value)]  # fmt: skip
-        return samples_of(sources, self.options.run, self.options.step)
+        return samples_of(sources, self.options.run, self.options.step, str(self.options.check_replicas))
 
     def _knowledge(self, plan: SavePlan) -> tuple[TxId, KnownCells, Knowledge]:
         """(whose folder to upload to, what may be reused, what else was told)."""

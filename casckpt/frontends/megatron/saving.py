@@ -186,7 +186,7 @@ class Saving:
             return None
         filled = [value for value in self.sharded if is_sharded_tensor(value) and value.data is not None]
         sources = [tensor_source(value.key, megatron_shard(value), None, together=True) for value in filled]
-        return samples_of(sources, run, step)
+        return samples_of(sources, run, step, self.check_replicas)
 
     def look(self, preprocess: Preprocess | None = None) -> list[Claim]:
         """Build factories and sort the values. Raises CheckpointingException."""

@@ -9,6 +9,7 @@ from typing import Any
 from casckpt.checkpoint.agreement import check_same, named
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import Ranks, everyone
+from casckpt.checkpoint.saving.replicas import digest_of
 from casckpt.errors import InvalidInput
 from casckpt.format.digest import hex_digest
 from casckpt.format.manifest import Manifest
@@ -20,7 +21,7 @@ from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
 from casckpt.store.store import Store
 from casckpt.tensors.dtensors import is_dtensor
-from casckpt.tensors.memory import as_bits
+from casckpt.tensors.shards import check_storable
 from casckpt.tensors.values import Shard
 
 
@@ -36,12 +37,12 @@ def make_state(ranks: Ranks, make: Callable[[], dict[str, Any]]) -> dict[str, An
         found: list[dict[str, Any]] = made[0].get("optim", {}).get("param_groups", [])
         return found
 
-    def digest() -> tuple[str, dict[str, str]]:
+    def digest() -> tuple[str, dict[str, bytes]]:
         made.append(make())
         beside = _beside_shards(made[0]) if ranks.size > 1 else {}
         return hex_digest(repr([group["params"] for group in groups()]).encode()), beside
 
-    def compare(found: Sequence[tuple[str, Mapping[str, str]]]) -> Sequence[bool]:
+    def compare(found: Sequence[tuple[str, Mapping[str, bytes]]]) -> Sequence[bool]:
         _check_alike([beside for _, beside in found])
         return everyone(len({text for text, _ in found}) > 1, ranks.size)
 
@@ -52,14 +53,15 @@ def make_state(ranks: Ranks, make: Callable[[], dict[str, Any]]) -> dict[str, An
     return made[0]
 
 
-def _beside_shards(state: Mapping[str, Any]) -> dict[str, str]:
+def _beside_shards(state: Mapping[str, Any]) -> dict[str, bytes]:
     """Digests of the tensors of an optimizer's state that are whole here, though their parameter is sharded, by key."""
-    model, digests = state.get("model", {}), dict[str, str]()
+    model, digests = state.get("model", {}), dict[str, bytes]()
     for name, entries in state.get("optim", {}).get("state", {}).items():
         if _is_sharded(model.get(name)):
             for key, value in tensors_below(entries, f"optim.state.{name}"):
                 if not is_dtensor(value) and value.numel() > 1:
-                    digests[key] = hex_digest(as_bits(value.detach().contiguous()).cpu().numpy().tobytes())
+                    check_storable(key, value)
+                    digests[key] = digest_of(value)
     return digests
 
 
@@ -69,8 +71,8 @@ def _is_sharded(parameter: Any) -> bool:
     return is_dtensor(parameter) and parameter.to_local().numel() != parameter.numel()
 
 
-def _check_alike(found: Sequence[Mapping[str, str]]) -> None:
-    first: dict[str, tuple[int, str]] = {}
+def _check_alike(found: Sequence[Mapping[str, bytes]]) -> None:
+    first: dict[str, tuple[int, bytes]] = {}
     for rank, digests in enumerate(found):
         for key, digest in digests.items():
             other, wanted = first.setdefault(key, (rank, digest))

@@ -25,7 +25,7 @@ from casckpt.frontends.trainer import Checkpointer
 from casckpt.repository import manifests
 from tests.support.ranks import outcome_of
 from tests.support.saves import CELL, small_folder
-from tests.support.together import line, numbers, spread, visible
+from tests.support.together import line, numbers, spread, visible, watched
 
 if TYPE_CHECKING:
     from casckpt.store.store import Store
@@ -156,6 +156,28 @@ def test_ranks_that_compare_otherwise_are_told(ranks: Pool, path: Path) -> None:
     for error in ranks.run(2, save_with_other_words, path):
         assert isinstance(error, InvalidInput)
         assert "check_replicas='off'" in str(error)
+
+
+def save_one_other_element(rank: int, size: int, path: Path) -> Any:
+    store, storage = watched(path)
+    data = nn.Parameter(numbers("w", 40_000), requires_grad=False)
+    data[31_234] += rank
+    errors = [text_of(lambda: store.save({"w": data}, run="native", step=1, check_replicas="raise"))]
+    writer = StorageWriter(store, run="dcp", step=1, check_replicas="raise")
+    written = storage.blob_bytes
+    errors.append(text_of(lambda: dcp_save({"w": data}, storage_writer=writer)))
+    word: Any = ("sample", "off")[rank]
+    writer = StorageWriter(store, run="dcp", step=2, check_replicas=word)
+    return errors, written, text_of(lambda: dcp_save({"w": data}, storage_writer=writer))
+
+
+def test_any_difference_is_refused_before_anything_is_written_where_that_is_asked_for(ranks: Pool, path: Path) -> None:
+    for errors, written, other_words in ranks.run(2, save_one_other_element, path):
+        assert all("'w' differs between ranks 0 and 1" in error for error in errors)
+        assert all("check_replicas='sample'" in error for error in errors)
+        assert written == 0
+        assert "check_replicas is not 'sample' on all ranks" in other_words
+    assert visible(path) == []
 
 
 # accepted
