@@ -123,6 +123,24 @@ def test_the_inner_model_of_an_import_loads(load: Load) -> None:
 
 
 @LOADS
+def test_a_head_that_the_inner_model_does_not_have_is_named(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    store, run = small(), new_run()
+    store.save(dict(model_of(LLAMA, 5).state_dict()), run=run, step=1)
+    load(store, f"{run}@1", model_of([name.removeprefix("model.") for name in LLAMA[:-1]]))
+    assert f"{run}@1 has 'lm_head.w', which this model does not have: they are left out" in warnings(caplog)
+
+
+@LOADS
+def test_what_a_rename_fills_is_said_once(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    store, run = small(), new_run()
+    store.save({f"net.{name}": torch.ones(2) for name in BERT}, run=run, step=1)
+    for _ in range(2):
+        load(store, f"{run}@1", model_of(BERT), rename={r"model\.(.*)": r"net.\1"})
+    assert caplog.text.count("filled 3 of 3 tensors") == 1
+
+
+@LOADS
 def test_names_that_stand_twice_are_an_error_that_says_how_to_decide(load: Load) -> None:
     store = small()
     store.save({"model": {"w": torch.full((2,), 1.0)}, "w": torch.full((2,), 2.0)}, step=1)
@@ -256,7 +274,7 @@ def test_names_that_only_the_checkpoint_has_are_told(load: Load, caplog: pytest.
     save_model_and_optim_state(store, model_of(LLAMA, 5), run=run, step=1)
     load(store, f"{run}@1", model, strict=False)
     assert filled(model) == 4
-    assert "left out 'lm_head.w' of the model" in warnings(caplog)
+    assert "has 'lm_head.w', which this model does not have" in warnings(caplog)
     load(store, f"{run}@1", model, strict=False, unread="ignore")
     assert warnings(caplog).count("left out") == 1
 
@@ -356,6 +374,24 @@ def load_stages(rank: int, size: int, path: Path) -> list[str]:
     return [*found, *(line for line in said if "filled" in line)]
 
 
+def load_stage_by_store(rank: int, size: int, path: Path) -> list[str]:
+    """The first stage is filled, the second only in part."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("casckpt").addHandler(handler)
+    by_store(casckpt.open(path), "most@1", model_of(STAGES[rank + 1]), strict=False)
+    return said
+
+
+def test_a_stage_that_is_filled_counts_where_another_is_not(tmp_path: Path, ranks: Pool) -> None:
+    small_folder(tmp_path).save(
+        {"model": dict(model_of([*STAGES[1], "layers.2.w"], 5).state_dict())}, run="most", step=1
+    )
+    first, second = ranks.run(2, load_stage_by_store, tmp_path)
+    assert (first, second) == (["filled 3 of 4 tensors from most@1; left unchanged: 'model.norm.w'."], [])
+
+
 def test_stages_of_a_pipeline_are_counted_together(tmp_path: Path, ranks: Pool) -> None:
     store = small_folder(tmp_path)
     names = [name for stage in STAGES for name in stage]
@@ -367,7 +403,7 @@ def test_stages_of_a_pipeline_are_counted_together(tmp_path: Path, ranks: Pool) 
     both = {"model": dict(list(weights.items())[:2]), **dict(list(weights.items())[2:])}
     store.save(both, run="tie", step=1)
     first, second, third = ranks.run(3, load_stages, tmp_path)
-    told = ["filled 3 of 4 tensors from most@1; 'model.norm.w' stay as they are."]
+    told = ["filled 3 of 4 tensors from most@1; left unchanged: 'model.norm.w'."]
     raised = [*["MissingKey 0"] * 2, *["InvalidInput 0"] * 2]
     assert first == [*["0"] * 6, *raised, *told]
     assert second == [*["2"] * 6, *raised]
