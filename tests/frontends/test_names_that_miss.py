@@ -6,10 +6,12 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -408,3 +410,62 @@ def test_stages_of_a_pipeline_are_counted_together(tmp_path: Path, ranks: Pool) 
     assert first == [*["0"] * 6, *raised, *told]
     assert second == [*["2"] * 6, *raised]
     assert third == [*["2"] * 4, *["1"] * 2, *raised]
+
+
+WHOLE = [*(f"layers.{number}.w" for number in range(12)), "norm.w"]
+
+
+def load_any_stages(rank: int, size: int, path: Path, seed: int, trials: int) -> None:
+    """Any part of a model, saved with a prefix or without, into any stages of it: what was filled is what was said."""
+    random, store, said = Random(seed), casckpt.open(path), list[str]()
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("casckpt").addHandler(handler)
+    logging.getLogger("casckpt").setLevel(logging.INFO)
+    for trial in range(trials):
+        share, prefix = random.choice([0, 0.5, 0.9, 1]), random.choice(["", "", "m.", "module."])
+        bare = random.random() < 0.5
+        saved = [name for name in WHOLE if random.random() < share] or ["norm.w"]
+        homes = [random.choice([*range(size), None]) for _ in WHOLE]
+        load, strict = random.choice([by_function, by_checkpointer, by_store]), random.random() < 0.3
+        values = {f"{prefix}{name}": torch.full((2,), WHOLE.index(name) + 1.0) for name in saved}
+        ref = f"trial{trial}@1"
+        if rank == 0:
+            state = values if bare and load is not by_store else {"model": values}
+            store.save(state, run=f"trial{trial}", step=1, no_dist=True)
+        dist.barrier()
+        model = model_of(name for name, home in zip(WHOLE, homes, strict=True) if home == rank)
+        said.clear()
+        failed = ""
+        try:
+            load(store, ref, model, strict=strict)
+        except CasckptError as error:
+            failed = type(error).__name__
+        for name, one in model.named_parameters():
+            assert one.eq(0).all() or one.eq(WHOLE.index(name) + 1).all()
+        told: list[Any] = [None] * size
+        dist.all_gather_object(told, (failed, filled(model), len(list(model.parameters()))))
+        assert {error for error, *_ in told} == {failed}
+        count, total = sum(of_rank[1] for of_rank in told), sum(of_rank[2] for of_rank in told)
+        if failed:
+            assert count == 0
+        elif rank == 0 and count < total:
+            assert f"filled {count} of {total} tensors from {ref}" in "\n".join(said)
+        elif rank == 0 and total and load is not by_store:
+            assert "filled " in "\n".join(said)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_said_of_random_stages_is_what_was_filled(tmp_path: Path, ranks: Pool, size: int) -> None:
+    small_folder(tmp_path)
+    ranks.run(size, load_any_stages, tmp_path, 7, 20)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_said_of_many_random_stages_is_what_was_filled(
+    tmp_path: Path, ranks: Pool, size: int, request: pytest.FixtureRequest
+) -> None:
+    small_folder(tmp_path)
+    seed = request.config.getoption("--hypothesis-seed")
+    ranks.run(size, load_any_stages, tmp_path, int(seed or 0), 300)
