@@ -1594,6 +1594,13 @@ PLANTED = (
         "tests/checkpoint/loading/test_fit.py",
     ),
     Planted(
+        "a rename that is shown exchanges two weights",
+        "casckpt/checkpoint/loading/fit.py",
+        "found[key] = max(there, key=partial(_common_parts, key))",
+        "found[key] = there[0]",
+        "tests/checkpoint/loading/test_fit.py",
+    ),
+    Planted(
         "the reading of a checkpoint that fills less is taken",
         "casckpt/checkpoint/loading/fit.py",
         "> (len(nested.filled), len(nested.misfits))",
