@@ -1599,8 +1599,15 @@ PLANTED = (
     Planted(
         "a rename that is shown changes what is filled",
         "casckpt/checkpoint/loading/fit.py",
-        "if wrong or any(apply(key) not in (key, name) for key, name in filled.items()):",
-        "if wrong:",
+        "for pattern, new in dict(found).items() if _spares(pattern, new, filled)}",
+        "for pattern, new in dict(found).items()}",
+        "tests/checkpoint/loading/test_fit.py",
+    ),
+    Planted(
+        "a rename that is shown exchanges two weights",
+        "casckpt/checkpoint/loading/fit.py",
+        "found[key] = max(there, key=partial(_common_parts, key))",
+        "found[key] = there[0]",
         "tests/checkpoint/loading/test_fit.py",
     ),
     Planted(

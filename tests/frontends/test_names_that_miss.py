@@ -6,10 +6,12 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -120,6 +122,24 @@ def test_the_inner_model_of_an_import_loads(load: Load) -> None:
     inner = model_of([name.removeprefix("model.") for name in LLAMA[:-1]])
     load(store, "default@1", inner)
     assert filled(inner) == 4
+
+
+@LOADS
+def test_a_head_that_the_inner_model_does_not_have_is_named(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    store, run = small(), new_run()
+    store.save(dict(model_of(LLAMA, 5).state_dict()), run=run, step=1)
+    load(store, f"{run}@1", model_of([name.removeprefix("model.") for name in LLAMA[:-1]]))
+    assert f"{run}@1 has 'lm_head.w', which this model does not have: they are left out" in warnings(caplog)
+
+
+@LOADS
+def test_what_a_rename_fills_is_said_once(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    store, run = small(), new_run()
+    store.save({f"net.{name}": torch.ones(2) for name in BERT}, run=run, step=1)
+    for _ in range(2):
+        load(store, f"{run}@1", model_of(BERT), rename={r"model\.(.*)": r"net.\1"})
+    assert caplog.text.count("filled 3 of 3 tensors") == 1
 
 
 @LOADS
@@ -256,7 +276,7 @@ def test_names_that_only_the_checkpoint_has_are_told(load: Load, caplog: pytest.
     save_model_and_optim_state(store, model_of(LLAMA, 5), run=run, step=1)
     load(store, f"{run}@1", model, strict=False)
     assert filled(model) == 4
-    assert "left out 'lm_head.w' of the model" in warnings(caplog)
+    assert "has 'lm_head.w', which this model does not have" in warnings(caplog)
     load(store, f"{run}@1", model, strict=False, unread="ignore")
     assert warnings(caplog).count("left out") == 1
 
@@ -356,6 +376,24 @@ def load_stages(rank: int, size: int, path: Path) -> list[str]:
     return [*found, *(line for line in said if "filled" in line)]
 
 
+def load_stage_by_store(rank: int, size: int, path: Path) -> list[str]:
+    """The first stage is filled, the second only in part."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("casckpt").addHandler(handler)
+    by_store(casckpt.open(path), "most@1", model_of(STAGES[rank + 1]), strict=False)
+    return said
+
+
+def test_a_stage_that_is_filled_counts_where_another_is_not(tmp_path: Path, ranks: Pool) -> None:
+    small_folder(tmp_path).save(
+        {"model": dict(model_of([*STAGES[1], "layers.2.w"], 5).state_dict())}, run="most", step=1
+    )
+    first, second = ranks.run(2, load_stage_by_store, tmp_path)
+    assert (first, second) == (["filled 3 of 4 tensors from most@1; left unchanged: 'model.norm.w'."], [])
+
+
 def test_stages_of_a_pipeline_are_counted_together(tmp_path: Path, ranks: Pool) -> None:
     store = small_folder(tmp_path)
     names = [name for stage in STAGES for name in stage]
@@ -367,8 +405,67 @@ def test_stages_of_a_pipeline_are_counted_together(tmp_path: Path, ranks: Pool) 
     both = {"model": dict(list(weights.items())[:2]), **dict(list(weights.items())[2:])}
     store.save(both, run="tie", step=1)
     first, second, third = ranks.run(3, load_stages, tmp_path)
-    told = ["filled 3 of 4 tensors from most@1; 'model.norm.w' stay as they are."]
+    told = ["filled 3 of 4 tensors from most@1; left unchanged: 'model.norm.w'."]
     raised = [*["MissingKey 0"] * 2, *["InvalidInput 0"] * 2]
     assert first == [*["0"] * 6, *raised, *told]
     assert second == [*["2"] * 6, *raised]
     assert third == [*["2"] * 4, *["1"] * 2, *raised]
+
+
+WHOLE = [*(f"layers.{number}.w" for number in range(12)), "norm.w"]
+
+
+def load_any_stages(rank: int, size: int, path: Path, seed: int, trials: int) -> None:
+    """Any part of a model, saved with a prefix or without, into any stages of it: what was filled is what was said."""
+    random, store, said = Random(seed), casckpt.open(path), list[str]()
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("casckpt").addHandler(handler)
+    logging.getLogger("casckpt").setLevel(logging.INFO)
+    for trial in range(trials):
+        share, prefix = random.choice([0, 0.5, 0.9, 1]), random.choice(["", "", "m.", "module."])
+        bare = random.random() < 0.5
+        saved = [name for name in WHOLE if random.random() < share] or ["norm.w"]
+        homes = [random.choice([*range(size), None]) for _ in WHOLE]
+        load, strict = random.choice([by_function, by_checkpointer, by_store]), random.random() < 0.3
+        values = {f"{prefix}{name}": torch.full((2,), WHOLE.index(name) + 1.0) for name in saved}
+        ref = f"trial{trial}@1"
+        if rank == 0:
+            state = values if bare and load is not by_store else {"model": values}
+            store.save(state, run=f"trial{trial}", step=1, no_dist=True)
+        dist.barrier()
+        model = model_of(name for name, home in zip(WHOLE, homes, strict=True) if home == rank)
+        said.clear()
+        failed = ""
+        try:
+            load(store, ref, model, strict=strict)
+        except CasckptError as error:
+            failed = type(error).__name__
+        for name, one in model.named_parameters():
+            assert one.eq(0).all() or one.eq(WHOLE.index(name) + 1).all()
+        told: list[Any] = [None] * size
+        dist.all_gather_object(told, (failed, filled(model), len(list(model.parameters()))))
+        assert {error for error, *_ in told} == {failed}
+        count, total = sum(of_rank[1] for of_rank in told), sum(of_rank[2] for of_rank in told)
+        if failed:
+            assert count == 0
+        elif rank == 0 and count < total:
+            assert f"filled {count} of {total} tensors from {ref}" in "\n".join(said)
+        elif rank == 0 and total and load is not by_store:
+            assert "filled " in "\n".join(said)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_said_of_random_stages_is_what_was_filled(tmp_path: Path, ranks: Pool, size: int) -> None:
+    small_folder(tmp_path)
+    ranks.run(size, load_any_stages, tmp_path, 7, 20)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_said_of_many_random_stages_is_what_was_filled(
+    tmp_path: Path, ranks: Pool, size: int, request: pytest.FixtureRequest
+) -> None:
+    small_folder(tmp_path)
+    seed = request.config.getoption("--hypothesis-seed")
+    ranks.run(size, load_any_stages, tmp_path, int(seed or 0), 300)

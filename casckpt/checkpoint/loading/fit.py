@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, takewhile
 from typing import Any, TypeAlias
 
-from casckpt.checkpoint.arguments import Rename, renamer
+from casckpt.checkpoint.arguments import Rename, listed, renamer
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Shape
@@ -83,33 +85,34 @@ def check_fit(fit: Fit, saved: Shapes, where: str, rename: Rename = None, way: s
     if not any(map(is_adapter, (*fit.filled, *fit.unfilled))):
         check_no_adapters([name for name in unread if is_adapter(name)], where)
     pairs = missed_pairs(fit.unfilled, unread)
-    filled, lacking = f"{len(fit.filled)} of {fit.count} tensors from {where}", _listed(list(fit.unfilled))
+    filled = f"{len(fit.filled)} of {fit.count} tensors from {where}"
+    lacking, there = listed(list(fit.unfilled), _SHOWN), listed(list(unread), _SHOWN)
     hint = rename_hint(pairs, fit.filled, rename, way)
     if len(pairs) * _SHARE > fit.count or not (fit.filled or fit.misfits):
         raise MissingKey(
-            f"this load would fill {filled}: it lacks {lacking}, and has {_listed(list(unread)) or 'no others'}. "
+            f"this load would fill {filled}: it lacks {lacking}, and has {there or 'no others'}. "
             f'{hint or f"Choose another checkpoint, or {way} rename="}; unread="ignore" leaves them as they are',
             keys=tuple(fit.unfilled),
         )
-    return f"filled {filled}; {lacking} stay as they are." + (f" {hint}" if hint else "")
+    return f"filled {filled}; left unchanged: {lacking}." + (f" {hint}" if hint else "")
 
 
 def check_no_adapters(names: Sequence[str], where: str) -> None:
     """Raise Mismatch for the adapters ``names`` of a checkpoint, where the model has none."""
     if names:
         raise Mismatch(
-            f"{where} has the adapter tensors {_listed(names)}, and this model has no adapters. Put adapters into it "
-            "first (peft.get_peft_model, PeftModel), or save the model after merge_and_unload(); "
+            f"{where} has the adapter tensors {listed(names, _SHOWN)}, and this model has no adapters. Put adapters "
+            "into it first (peft.get_peft_model, PeftModel), or save the model after merge_and_unload(); "
             'unread="ignore" leaves them out',
             keys=tuple(names),
         )
 
 
-def warn_partly(checkpoint: str, said: str | None, keys: Sequence[str]) -> None:
-    """Log what `check_fit` says, once of each ``checkpoint`` (an id) and model, told by the ``keys`` that it left."""
+def log_once(checkpoint: str, said: str | None, keys: Collection[str], level: int = logging.WARNING) -> None:
+    """Log ``said``, if there is something, once for each ``checkpoint`` (an id) and model, known by some ``keys``."""
     if said is not None and (told := (checkpoint, said, hash(tuple(keys)))) not in _LOGGED:
         _LOGGED.add(told)
-        log.warning("%s", said)
+        log.log(level, "%s", said)
 
 
 # names
@@ -155,41 +158,34 @@ def missed_pairs(unfilled: Shapes, unread: Shapes) -> dict[str, str]:
 
     Names are compared as `plain` gives them. Each key is in one pair at most.
     """
-    pairs: dict[str, str] = {}
-    waiting = _by_name(unread)
-    left = {key: shape for key, shape in unfilled.items() if not _take(pairs, key, plain(key), shape, waiting)}
-    reverse, taken = dict[str, str](), set(pairs.values())
-    waiting = _by_name(left)
-    for name, shape in unread.items():
-        if name not in taken:
-            _take(reverse, name, plain(name), shape, waiting)
-    return pairs | {key: name for name, key in reverse.items()}
+    pairs = _ending(unfilled, unread)
+    taken = set(pairs.values())
+    left = {key: shape for key, shape in unfilled.items() if key not in pairs}
+    others = {name: shape for name, shape in unread.items() if name not in taken}
+    return pairs | {key: name for name, key in _ending(others, left).items()}
 
 
-def _by_name(shapes: Shapes) -> dict[tuple[str, Shape], list[str]]:
-    """Keys by what `missed_pairs` compares; the first one is last, to be taken first."""
-    found = defaultdict[tuple[str, Shape], list[str]](list)
-    for key in reversed(list(shapes)):
-        found[plain(key), tuple(shapes[key])].append(key)
+def _ending(longer: Shapes, shorter: Shapes) -> dict[str, str]:
+    """Keys of ``longer`` whose names end with that of a key of ``shorter``, each with that key, by the longest end."""
+    by_name = defaultdict[tuple[str, Shape], list[str]](list)
+    for key, shape in shorter.items():
+        by_name[plain(key), tuple(shape)].append(key)
+    found: dict[str, str] = {}
+    for key, shape in longer.items():
+        end = plain(key)
+        while end and not by_name.get((end, tuple(shape))):
+            end = end.partition(".")[2]
+        if end:
+            there = by_name[end, tuple(shape)]
+            found[key] = max(there, key=partial(_common_parts, key))
+            there.remove(found[key])
     return found
 
 
-def _take(
-    pairs: dict[str, str], key: str, name: str, shape: Shape, waiting: Mapping[tuple[str, Shape], list[str]]
-) -> bool:
-    for end in _ends(name):
-        if waiting.get((end, tuple(shape))):
-            pairs[key] = waiting[end, tuple(shape)].pop()
-            return True
-    return False
-
-
-def _ends(name: str) -> Iterator[str]:
-    """A name, and what it ends with at each dot; the longest first."""
-    yield name
-    while "." in name:
-        name = name.partition(".")[2]
-        yield name
+def _common_parts(one: str, other: str) -> int:
+    """How many parts at their ends two names have in common."""
+    pairs = zip(reversed(one.split(".")), reversed(other.split(".")), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 # the rename that would load missed pairs
@@ -199,48 +195,41 @@ def rename_hint(pairs: Mapping[str, str], filled: Mapping[str, str], rename: Ren
     """Say which ``rename`` fills ``pairs``; nothing if there are none."""
     if not pairs:
         return ""
-    rules = rename_for(pairs, filled)
-    more = f"Under other names it has {len(pairs)} of them; {way} rename="
+    rules, more = rename_for(pairs, filled), " for these, beside what your own function does"
     if rename is None or isinstance(rename, Mapping):
-        return f"{more}{rules | {old: new for old, new in (rename or {}).items() if old not in rules}!r}"
-    return f"{more}{rules!r} for these, beside what your own function does"
+        rules, more = rules | {old: new for old, new in (rename or {}).items() if old not in rules}, ""
+    return f"{len(pairs)} of them have other names there: {way} rename={rules!r}{more}"
 
 
 def rename_for(pairs: Mapping[str, str], filled: Mapping[str, str]) -> dict[str, str]:
     """Regular expressions of keys, and replacements, that give each key of ``pairs`` its partner.
 
-    A rule exchanges what names begin with, and keeps the numbers there. Where rules would be wrong, or change what
-    ``filled`` has, single keys take their place.
+    A rule exchanges what names begin with, and keeps the numbers there. A rule that would change what ``filled`` has
+    is left out. Keys that no rule serves stand there by themselves.
     """
-    found = {rule: rule[0].count(r"\.") for rule in dict.fromkeys(_rule(*pair) for pair in pairs.items())}
-    rules = dict(sorted(found, key=lambda rule: -found[rule]))
+    found = sorted(dict.fromkeys(_rule(*pair) for pair in pairs.items()), key=lambda rule: -rule[0].count(r"\."))
+    rules = {pattern: new for pattern, new in dict(found).items() if _spares(pattern, new, filled)}
     apply = renamer(rules)
-    wrong = [key for key, name in pairs.items() if apply(key) != name]
-    if wrong or any(apply(key) not in (key, name) for key, name in filled.items()):
-        hit = {pattern for pattern in rules if any(re.fullmatch(pattern, key) for key in filled)}
-        rules = {pattern: new for pattern, new in rules.items() if pattern not in hit}
-        apply = renamer(rules)
-        alone = [key for key, name in pairs.items() if apply(key) != name]
-        return {re.escape(key): pairs[key].replace("\\", r"\\") for key in alone} | rules
-    return rules
+    alone = {re.escape(key): name.replace("\\", r"\\") for key, name in pairs.items() if apply(key) != name}
+    return alone | rules
+
+
+def _spares(pattern: str, new: str, filled: Mapping[str, str]) -> bool:
+    """Whether a rule leaves the names in ``filled`` as they are."""
+    hits = ((found, name) for key, name in filled.items() if (found := re.fullmatch(pattern, key)))
+    return all(found.expand(new) == name for found, name in hits)
 
 
 def _rule(key: str, name: str) -> tuple[str, str]:
     """One rule: what stands before the longest common end of both is exchanged."""
-    mine, its = key.split("."), name.split(".")
-    same = 0
-    while same < min(len(mine), len(its)) and mine[-same - 1] == its[-same - 1]:
-        same += 1
-    head, new = mine[: len(mine) - same], its[: len(its) - same]
-    numbers = [part for part in head if part.isdecimal()]
-    if numbers != [part for part in new if part.isdecimal()]:
-        numbers = []
-    pattern = "".join((r"(\d+)" if numbers and part.isdecimal() else re.escape(part)) + r"\." for part in head)
-    replacement, at = "", 0
-    for part in new:
-        at += (is_number := bool(numbers) and part.isdecimal())
-        replacement += (rf"\{at}" if is_number else part.replace("\\", r"\\")) + "."
-    return f"{pattern}(.*)", rf"{replacement}\{len(numbers) + 1}"
+    same = _common_parts(key, name)
+    head, new = key.split(".")[: -same or None], name.split(".")[: -same or None]
+    keeps = [part for part in head if part.isdecimal()] == [part for part in new if part.isdecimal()]
+    groups = count(1)
+    pattern = "".join((r"(\d+)" if keeps and part.isdecimal() else re.escape(part)) + r"\." for part in head)
+    parts = (rf"\{next(groups)}" if keeps and part.isdecimal() else part.replace("\\", r"\\") for part in new)
+    replacement = "".join(f"{part}." for part in parts)
+    return f"{pattern}(.*)", rf"{replacement}\{next(groups)}"
 
 
 # what a template and a checkpoint hold
@@ -267,11 +256,6 @@ def memory_of(value: Any) -> tuple[int, int]:
     except (AttributeError, RuntimeError):  # no tensor, or one without memory of its own
         return 0, id(value)
     return (at, numel) if at and numel else (0, id(value))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(repr(name) for name in names[:_SHOWN]) + more
 
 
 def chosen(where: str, nested: Fit, bare: Fit) -> bool:

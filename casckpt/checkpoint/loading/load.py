@@ -20,7 +20,7 @@ from casckpt.checkpoint.arguments import matches, usable_patterns
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.handle import Checkpoint, Frames
 from casckpt.checkpoint.loading.contents import Contents
-from casckpt.checkpoint.loading.fit import Fit, warn_partly
+from casckpt.checkpoint.loading.fit import Fit, log_once
 from casckpt.checkpoint.loading.load_plan import LoadOptions, LoadPlan
 from casckpt.checkpoint.loading.template import Template
 from casckpt.checkpoint.loading.unread import also_unread, on_all, tell, that_hold, warn_moved
@@ -106,7 +106,7 @@ def _load(repo: Repository, ranks: Ranks, state: Any, found: _Found, mine: LoadO
     def plan() -> tuple[Mapping[str, str], bool]:
         found.home.check(repo)
         manifests.use(repo, commit, plan_by)
-        return templates[-1].empties, templates[-1].fit.is_full
+        return templates[-1].empties, templates[-1].is_full
 
     def compare(planned: Sequence[tuple[Mapping[str, str], bool]]) -> Sequence[tuple[tuple[str, ...], bool]]:
         templates[-1].check_empty([empties for empties, _ in planned])
@@ -130,7 +130,7 @@ def _load(repo: Repository, ranks: Ranks, state: Any, found: _Found, mine: LoadO
         unread = on_all(asked, left)
         if mine.unread == "warn":
             tell(commit.run, commit.step, unread, 'pass unread="ignore"')
-            warn_partly(commit.id, said, template.missing)
+            log_once(commit.id, said, template.missing)
             read = {key: held for key, held in template.per_rank.items() if key not in template.unread}
             warn_moved(commit.run, commit.step, read, ranks.size)
         subtrees = frozenset(template.subtrees)

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from casckpt.checkpoint.arguments import matches, renamer
+from casckpt.checkpoint.arguments import listed, matches, renamer
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.handle import Frames
 from casckpt.checkpoint.loading.contents import Contents
@@ -17,6 +17,7 @@ from casckpt.errors import Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.tree import Node, Path, children, find, join, leaves
+from casckpt.lazy import cached_property
 from casckpt.repository.repository import Repository
 from casckpt.tensors.state import FlatState, LeafValue, check_replaceable, flatten, is_part, replace_leaves
 
@@ -28,8 +29,8 @@ class Template:
 
     ``missing``: keys of the template that the checkpoint lacks. ``mismatched``: those that were left as they are
     because they did not fit. ``unread``: keys of the checkpoint that it does not name; ``subtrees``: whole containers
-    of these; ``dropped``: single ones beside what is read. ``fit``: how its tensors fit, known where some are not
-    filled. ``empties``: its empty mappings where the checkpoint has something, with a key of that.
+    of these; ``dropped``: single ones beside what is read. ``empties``: its empty mappings where the checkpoint has
+    something, with a key of that.
     """
 
     def __init__(self, manifest: Manifest, options: LoadOptions) -> None:
@@ -41,54 +42,61 @@ class Template:
         self.subtrees: tuple[str, ...] = ()
         self.dropped: tuple[str, ...] = ()
         self.empties: dict[str, str] = {}
-        self.fit = Fit()
+        self._flat, self._names = FlatState({}, {}), dict[str, str]()
 
     @collecting_later()
     def plan(self, repo: Repository, state: Any) -> None:
         """Check all of it. Raises MissingKey, Mismatch or InvalidInput; Damaged, StorageError if it has to read."""
-        options, flat = self._plan.options, flatten(state)
-        name_of = renamer(options.rename)
-        names = {key: name_of(key) for key in flat.leaves}
-        self._plan.contents.ready(names.values())
-        errors, lacking = self._add(flat, names)
+        self._flat = flat = flatten(state)
+        name_of = renamer(self._plan.options.rename)
+        self._names = {key: name_of(key) for key in flat.leaves}
+        self._plan.contents.ready(self._names.values())
+        errors, lacking = self._add()
         for key, of_optimizer in _empty_mappings(flat.tree, ()):
-            self._look_below(key, name_of(key), flat, of_optimizer=of_optimizer)
-        lacking = [leaf for leaf in lacking if not self._plan.fills(leaf)]
-        self.missing = tuple(leaf.key for leaf in lacking)
-        if self.missing or self.mismatched:
-            self.fit = self._fit(flat, names)
+            self._look_below(key, name_of(key), of_optimizer=of_optimizer)
+        self.missing = tuple(leaf.key for leaf in lacking if not self._plan.fills(leaf))
         contents = self._plan.contents
         self.unread = tuple(key for key in contents.keys() if key not in self._plan.named)  # noqa: SIM118 - no mapping
-        self.subtrees, self.dropped = left_unread(contents.tree, self.unread)
+        if self.unread:
+            self.subtrees, self.dropped = left_unread(contents.tree, self.unread)
         if errors:
             raise self._misfits(errors)
-        needed = [key for key in self.missing if not matches(key, options.ignore_mismatched or ())]
-        if needed and options.strict:
-            raise self._lacks(needed, names)
+        needed = [key for key in self.missing if not self._is_ignored(key)]
+        if needed and self._plan.options.strict:
+            raise self._lacks(needed)
         check_replaceable(state, self._plan.replaced)
         self._plan.check_shared(repo)
 
-    def _add(self, flat: FlatState, names: Mapping[str, str]) -> tuple[list[Mismatch], list[LeafValue]]:
+    def _is_ignored(self, key: str) -> bool:
+        return matches(key, self._plan.options.ignore_mismatched or ())
+
+    def _add(self) -> tuple[list[Mismatch], list[LeafValue]]:
         """What does not fit, and the leaves that the checkpoint lacks."""
         errors, lacking, left = [], [], []
-        for key, leaf in flat.leaves.items():
+        for key, leaf in self._flat.leaves.items():
             try:
-                if not self._plan.add(key, names[key], leaf):
+                if not self._plan.add(key, self._names[key], leaf):
                     lacking.append(leaf)
             except Mismatch as error:
-                if matches(key, self._plan.options.ignore_mismatched or ()):
+                if self._is_ignored(key):
                     left.append(key)
                 else:
                     errors.append(error)
         self.mismatched = tuple(left)
         return errors, lacking
 
-    def _fit(self, flat: FlatState, names: Mapping[str, str]) -> Fit:
-        """How the tensors of the template fit."""
+    @property
+    def is_full(self) -> bool:
+        """Whether all that it has is filled."""
+        return not (self.missing or self.mismatched)
+
+    @cached_property
+    def fit(self) -> Fit:
+        """How its tensors fit."""
         left = frozenset((*self.missing, *self.mismatched))
-        tensors = [key for key, leaf in flat.leaves.items() if leaf.is_tensor]
-        unfilled = {key: shape_of(flat.leaves[key].value) or () for key in tensors if key in left}
-        return Fit({key: names[key] for key in tensors if key not in left}, unfilled)
+        tensors = {key: leaf.value for key, leaf in self._flat.leaves.items() if leaf.is_tensor}
+        unfilled = {key: shape_of(value) or () for key, value in tensors.items() if key in left}
+        return Fit({key: self._names[key] for key in tensors if key not in left}, unfilled)
 
     def check_fit(self, fits: Sequence[Fit]) -> str | None:
         """On rank 0: what `check_fit` says of all ranks."""
@@ -100,7 +108,7 @@ class Template:
         """The ranks that saved a value of their own, by key; random generators aside, which are seeded anew."""
         return {key: ranks for key, ranks in self._plan.contents.per_rank.items() if not is_generator(key)}
 
-    def _look_below(self, key: str, name: str, flat: FlatState, *, of_optimizer: bool) -> None:
+    def _look_below(self, key: str, name: str, *, of_optimizer: bool) -> None:
         """An empty mapping of the template: filled if it is where a fresh optimizer will have its state."""
         node = find(self._plan.contents.tree, name)
         below = None if node is None else next(leaves(node), None)
@@ -109,7 +117,7 @@ class Template:
         if not of_optimizer:
             self.empties[key] = join((name, *below[0]))
             return
-        parts = [leaf.key for leaf in flat.leaves.values() if leaf.is_tensor and is_part(leaf.value)]
+        parts = [leaf.key for leaf in self._flat.leaves.values() if leaf.is_tensor and is_part(leaf.value)]
         if parts:
             raise Mismatch(
                 f"{key!r} is the empty state of a fresh optimizer, which would be made whole on each rank, but "
@@ -130,7 +138,7 @@ class Template:
             ("only the template has", self.missing),
             ("only the checkpoint has", [*alone, *(f"{start}*" for start in below)]),
         ):
-            lines += [f"{what} {_listed(keys)}"] if keys else []
+            lines += [f"{what} {listed(keys)}"] if keys else []
         plural = "key does" if len(errors) == 1 else "keys do"
         return Mismatch(
             f"{len(errors)} {plural} not fit {self._where}:\n  " + "\n  ".join(lines) + "\n"
@@ -140,18 +148,18 @@ class Template:
             unexpected=self.unread,
         )
 
-    def _lacks(self, needed: Sequence[str], names: Mapping[str, str]) -> MissingKey:
-        near = difflib.get_close_matches(names[needed[0]], self._plan.contents.keys(), n=1)
+    def _lacks(self, needed: Sequence[str]) -> MissingKey:
+        names = [self._names[key] for key in needed]
+        near = difflib.get_close_matches(names[0], self._plan.contents.keys(), n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        if near == [names[needed[0]]]:
+        if near == [names[0]]:
             hint = f" That is, not any more: {self._plan.contents.manifest.left_out}."
-        filled, rename = self.fit.filled, self._plan.options.rename
-        saved = saved_shapes(self._plan.contents.manifest)
+        filled, saved = self.fit.filled, saved_shapes(self._plan.contents.manifest)
         unread = {key: saved[key] for key in saved.keys() - set(filled.values())}
-        mapped = rename_hint(missed_pairs(self.fit.unfilled, unread), filled, rename)
+        mapped = rename_hint(missed_pairs(self.fit.unfilled, unread), filled, self._plan.options.rename)
         return MissingKey(
-            f"{self._where} lacks {_listed([names[key] for key in needed])}.{hint} Pass strict=False to leave them "
-            f"as they are, or rename= to map them{f': {mapped}' if mapped else ''}",
+            f"{self._where} lacks {listed(names)}.{hint} Pass strict=False to leave them as they are, or rename= to "
+            f"map them{f'. {mapped}' if mapped else ''}",
             keys=tuple(needed),
         )
 
@@ -190,8 +198,3 @@ def _empty_mappings(node: Node, path: Path) -> Iterator[tuple[str, bool]]:
         if not child:
             yield join(below), element == "state" and has_groups
         yield from _empty_mappings(child, below)
-
-
-def _listed(keys: Sequence[str]) -> str:
-    more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
-    return ", ".join(repr(key) for key in keys[:5]) + more

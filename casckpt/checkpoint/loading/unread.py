@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 
+from casckpt.checkpoint.arguments import listed
 from casckpt.format.tree import Node, Path, children, join
 
 log = logging.getLogger("casckpt")
@@ -13,7 +15,6 @@ log = logging.getLogger("casckpt")
 EVERYTHING = ""
 """Stands for the whole checkpoint among subtrees: nothing of it was read."""
 
-_SHOWN = 5
 _GENERATOR = re.compile(r"(^|[._])(rng|random|generator)")
 _TOLD: set[tuple[str, tuple[str, ...]]] = set()
 """Of which run what was told: a loop of evaluations says it once."""
@@ -25,8 +26,6 @@ def left_unread(tree: Node, unread: Collection[str]) -> tuple[tuple[str, ...], t
     The first container is `EVERYTHING`, if that is so of all. Leaves at the top count only beside another one that was
     read: who loads a model does not ask for an epoch.
     """
-    if not unread:
-        return (), ()
     dropped: list[str] = []
     leaves, left, found = _look(tree, (), frozenset(unread), dropped)
     return (EVERYTHING, *found) if leaves and leaves == left else tuple(found), tuple(dropped)
@@ -36,14 +35,12 @@ def _look(node: Node, path: Path, unread: frozenset[str], dropped: list[str]) ->
     """(leaves, unread leaves, the largest containers at or below ``path`` of which nothing was read)."""
     if isinstance(node, int):
         return 1, int(join(path) in unread), []
-    leaves, left = 0, 0
+    leaves, left, single = 0, 0, 0
     found: list[str] = []
     own: list[str] = []
-    single = 0
     for element, child in children(node):
         child_leaves, child_left, below = _look(child, (*path, element), unread, dropped)
-        leaves, left = leaves + child_leaves, left + child_left
-        found += below
+        leaves, left, found = leaves + child_leaves, left + child_left, found + below
         if isinstance(child, int):
             single += 1
             own += [join((*path, element))] if child_left else []
@@ -94,33 +91,31 @@ def warn_moved(run: str, step: int, holders: Mapping[str, Collection[int]], size
 
     ``holders``: the ranks that saved a value of their own, by key. ``size``: how many ranks load.
     """
-    moved: dict[tuple[int, ...], list[str]] = {}
+    moved = defaultdict[tuple[int, ...], list[str]](list)
     for key, ranks in holders.items():
         if set(ranks) != set(range(size)):
-            moved.setdefault(tuple(sorted(ranks)), []).append(key)
+            moved[tuple(sorted(ranks))].append(key)
     for ranks, keys in moved.items():
-        if (run, told := (f"{size}", *map(str, ranks), *keys)) in _TOLD:
-            continue
-        _TOLD.add((run, told))
         without = [rank for rank in range(size) if rank not in ranks]
-        left = [rank for rank in ranks if rank >= size and rank != ranks[0]]
-        took = [f"ranks {_some(without)} took what rank {ranks[0]} saved"] if without else []
-        log.warning(
-            "%s of %s@%d: %s", _some(map(repr, keys)), run, step,
-            "; ".join([*took, *([f"what ranks {_some(left)} saved was not taken"] if left else [])]),
-        )  # fmt: skip
-
-
-def _some(names: Iterable[object]) -> str:
-    shown = [str(name) for name in names]
-    return ", ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
+        left = [rank for rank in ranks[1:] if rank >= size]
+        said = [f"ranks {listed(without)} took what rank {ranks[0]} saved"] if without else []
+        said += [f"what ranks {listed(left)} saved was not taken"] if left else []
+        if _is_news(run, (f"{size}", *map(str, ranks), *keys)):
+            log.warning("%s of %s@%d: %s", listed(keys), run, step, "; ".join(said))
 
 
 def tell(run: str, step: int, subtrees: Sequence[str], what_to_say: str) -> None:
     """Log that these were left unread, once of each run. ``what_to_say``: how a caller says that it is meant."""
-    if not subtrees or (run, tuple(subtrees)) in _TOLD:
-        return
-    _TOLD.add((run, tuple(subtrees)))
-    named = _some(repr(key) for key in subtrees if key != EVERYTHING)
-    what = f"nothing ({named or 'no key'} was asked for)" if EVERYTHING in subtrees else f"not {named}"
-    log.warning("the load read %s of %s@%d; if that is meant, %s", what, run, step, what_to_say)
+    if subtrees and _is_news(run, tuple(subtrees)):
+        named = listed([key for key in subtrees if key != EVERYTHING])
+        what = (
+            f"read nothing (it has {named or 'no containers'})" if EVERYTHING in subtrees else f"did not read {named}"
+        )
+        log.warning("the load %s of %s@%d; if that is meant, %s", what, run, step, what_to_say)
+
+
+def _is_news(run: str, what: tuple[str, ...]) -> bool:
+    """Whether this was not said of the run before; from now on it was."""
+    is_new = (run, what) not in _TOLD
+    _TOLD.add((run, what))
+    return is_new

@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from casckpt.checkpoint.handle import Checkpoint, warn_if_forgotten
 from casckpt.checkpoint.loading.download import Download, StreamRequest
-from casckpt.checkpoint.loading.fit import Fit, check_fit, saved_shapes, shape_of, warn_partly
+from casckpt.checkpoint.loading.fit import Fit, check_fit, log_once, saved_shapes, shape_of
 from casckpt.checkpoint.loading.load_plan import LoadOptions, Unread
 from casckpt.checkpoint.loading.tied import Content, Tied
 from casckpt.checkpoint.ranks import this_rank
@@ -210,7 +210,7 @@ class StorageReader(Protocol):
         fit = Fit(filled, {key: shape for key, shape in wanted.items() if key not in filled})
         where = f"{self._now.checkpoint.run}@{self._now.checkpoint.step}"
         said = check_fit(fit, saved, where, way="name keys so, or use store.load with")
-        warn_partly(self._now.checkpoint.id, said, list(fit.unfilled))
+        log_once(self._now.checkpoint.id, said, list(fit.unfilled))
 
     @property
     def _now(self) -> Opened:

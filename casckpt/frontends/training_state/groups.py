@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from casckpt.checkpoint.arguments import listed
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.frontends.training_state.optimizer import NamedParameter
 
@@ -155,9 +156,3 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
     return type(one) is type(other) and bool(one == other)
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first few of some names, for a message."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(repr(name) for name in names[:5]) + more

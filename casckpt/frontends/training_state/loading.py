@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from casckpt.checkpoint.arguments import Rename, matches, renamer, usable_patterns
+from casckpt.checkpoint.arguments import Rename, listed, matches, renamer, usable_patterns
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.fit import (
     Fit,
@@ -21,12 +22,11 @@ from casckpt.checkpoint.loading.fit import (
     check_no_adapters,
     chosen,
     is_adapter,
-    log,
+    log_once,
     memory_of,
     merged,
     name_without_adapters,
     shape_of,
-    warn_partly,
 )
 from casckpt.checkpoint.loading.load_plan import Unread, new_empty
 from casckpt.checkpoint.loading.unread import that_hold
@@ -36,7 +36,7 @@ from casckpt.format.regions import Shape
 from casckpt.format.sections.index import StreamEntry
 from casckpt.format.tree import Element, Node, children
 from casckpt.frontends.training_state.flat import flat_parts
-from casckpt.frontends.training_state.groups import Match, check, check_unused, listed, match
+from casckpt.frontends.training_state.groups import Match, check, check_unused, match
 from casckpt.frontends.training_state.holding import Holding, apart, unwrapped
 from casckpt.frontends.training_state.kinds import Kind
 from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
@@ -53,7 +53,6 @@ from casckpt.frontends.training_state.stored import (
 from casckpt.frontends.training_state.together import on_no_rank
 from casckpt.tensors.dtensors import described_like, local_of
 from casckpt.tensors.dtypes import dtype_name
-from casckpt.tensors.values import Shard
 
 
 @contextmanager
@@ -66,10 +65,11 @@ def normal_tensors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Unused:
-    """Names in the checkpoint that a rank has no use for: of its model, and of its optimizer."""
+    """Names in the checkpoint that a rank has no use for: of its model, of its optimizer, and of tensors at the top."""
 
     model: Sequence[str]
     optimizer: Sequence[str]
+    beside: Sequence[str]
 
 
 class TrainingStateLoad:
@@ -109,7 +109,7 @@ class TrainingStateLoad:
         ``make``: gives the model; what it raises is raised on all ranks. Unless ``unread`` is "ignore", raises what
         `check_fit` does; InvalidInput where two readings fill as many.
         """
-        self._warns = unread == "warn"
+        self._warns, where = unread == "warn", self._stored.where
         fits: list[Fit] = []
 
         def measure() -> list[bool]:
@@ -127,17 +127,16 @@ class TrainingStateLoad:
 
         def decide(found: Sequence[list[Fit]]) -> Sequence[bool]:
             readings = [merged(of_ranks) for of_ranks in zip(*found, strict=True)]
-            where = self._stored.where
             bare = len(readings) > 1 and chosen(where, *readings)
+            self._filled = _all_of(readings[bare])
             if self._warns:
                 self._said.append(check_fit(readings[bare], self._stored.weights(), where, self._rename))
             return everyone(bare, ranks.size)
 
         bare = ranks.exchange(measure, settled)
-        self._bare = ranks.exchange(lambda: fits, decide) if bare is None else bare
         if ranks.rank == 0 and bare is not None:
-            count = fits[bare].count
-            self._filled = f"{count} of {count}" if ranks.size == 1 else "all"
+            self._filled = _all_of(fits[bare]) if ranks.size == 1 else "all"
+        self._bare = ranks.exchange(lambda: fits, decide) if bare is None else bare
 
     def _fit(self, *, bare: bool) -> Fit:
         """How this rank's tensors fit: by name, or by the memory that they share with one that fits."""
@@ -163,19 +162,19 @@ class TrainingStateLoad:
 
     def _where(self, name: str, *, bare: bool) -> str:
         """The key of the checkpoint for a name of the model, in one of the two readings."""
-        saved = self._key_in(f"model.{name}", bare=bare)
         entries = self._stored.manifest.tensors
+
+        def place(name: str) -> str:
+            """What ``rename`` makes of it; the key of a checkpoint that it gives in full is taken as it is."""
+            saved = self._saved_key(f"model.{name}")
+            is_whole = saved != f"model.{name}" and saved in entries
+            return saved.removeprefix("model.") if bare and not is_whole else saved
+
+        saved = place(name)
         if saved in entries or (plain := name_without_adapters(name)) == name:
             return saved
-        base = self._key_in(f"model.{plain}", bare=bare)
+        base = place(plain)
         return base if base in entries else saved
-
-    def _key_in(self, key: str, *, bare: bool) -> str:
-        """What ``rename`` makes of a key; the key of a checkpoint that it gives in full is taken as it is."""
-        saved = self._saved_key(key)
-        if not bare or (saved != key and saved in self._stored.manifest.tensors):
-            return saved
-        return saved.removeprefix("model.")
 
     def plan(self, optims: Sequence[Optimizer] = ()) -> Unused:
         """Check all that this rank can. Raises MissingKey, Mismatch or InvalidInput."""
@@ -184,36 +183,28 @@ class TrainingStateLoad:
             del self._model.values[name]
         if self._model.values:
             self.state["model"] = self._model.values
-        values = self._model.values.items()
-        new = {name for name, value in values if self._is_ignored(name) and not self._fits(name, value)}
+        saved = self._stored.manifest.tensors
+        shapes = {name: entry.shape if (entry := saved.get(self._place(name))) else None for name in self._model.values}
+        ignored = filter(self._is_ignored, self._model.values)
+        new = {name for name in ignored if shapes[name] is None or shapes[name] != shape_of(self._model.values[name])}
         new |= set(self._left)
+        plans = self._optimizers
         if optims and self._groups is None:
             self._absent = (GROUPS,)
-        elif self._groups is not None and optims:
-            groups = self._groups
-            plans = [
-                _OptimizerPlan(
-                    self._stored,
-                    groups,
-                    self._module,
-                    optim,
-                    self._saved_name,
-                    new=new,
-                    strict=self._strict,
-                    cast=self._cast,
-                )
-                for optim in optims
-            ]
-            self._absent = tuple(f"{STATE}.{name}" for plan in plans for name in plan.match.missing)
-            filled = {name: value for plan in plans for name, value in plan.template.items()}
-            if filled:
-                self.state["optim"] = {"state": filled}
+        elif self._groups is not None:
+            about = (self._stored, self._groups, self._module, self._saved_name)
+            plans = [_OptimizerPlan(optim, *about, new=new, strict=self._strict, cast=self._cast) for optim in optims]
             self._optimizers = plans
+        self._absent += tuple(f"{STATE}.{name}" for plan in plans for name in plan.match.missing)
+        filled = {name: value for plan in plans for name, value in plan.template.items()}
+        if filled:
+            self.state["optim"] = {"state": filled}
         known = {self._saved_name(name) for name in new}
-        unused = on_no_rank([plan.match.unused for plan in self._optimizers]) if self._optimizers else ()
+        unused = on_no_rank([plan.match.unused for plan in plans]) if plans else ()
         return Unused(
             [name for name in self._unused_keys() if not self._is_ignored(name)],
             [name for name in unused if name not in known and not self._is_ignored(name)],
+            [] if self._bare else self._stored.beside_model({self._place(name) for name in self._model.values}),
         )
 
     def _leave(self) -> tuple[str, ...]:
@@ -240,12 +231,6 @@ class TrainingStateLoad:
 
     def _is_ignored(self, name: str) -> bool:
         return matches(f"model.{name}", self.ignored)
-
-    def _fits(self, name: str, value: Any) -> bool:
-        """Tell whether there is a tensor of this shape in the checkpoint."""
-        entry = self._stored.manifest.tensors.get(self.saved_key(f"model.{name}"))
-        shape = value.global_shape if isinstance(value, Shard) else getattr(value, "shape", None)
-        return entry is not None and shape is not None and entry.shape == tuple(shape)
 
     def saved_key(self, key: str) -> str:
         """For `Store.load`: where in the checkpoint the value for a key of ``state`` is. The optimizer's say that."""
@@ -275,10 +260,11 @@ class TrainingStateLoad:
             there = self._stored.weights()
             check_no_adapters(adapters if len(adapters) == sum(map(is_adapter, there)) else [], where)
         if names and self._strict:
-            what = f"the model in {where} has {listed(names)}, which this model has not"
+            what = f"the model in {where} has {listed(names)}, which this model does not have"
             raise Mismatch(f"{what}; pass strict=False to leave them out", keys=tuple(names))
+        names += on_no_rank([unused.beside for unused in found])
         if names and self._warns:
-            self._said.append(f"left out {listed(names)} of the model in {where}, which this model has not")
+            self._said.append(f"{where} has {listed(names)}, which this model does not have: they are left out")
         if self._strict:
             check_unused(on_no_rank([unused.optimizer for unused in found]), where)
         return [None] * len(found)
@@ -296,13 +282,19 @@ class TrainingStateLoad:
             starts = tuple(f"{key}." for key in known)
             unread = tuple(key for key in unread if key not in known and not key.startswith(starts))
         if self._filled:
-            log.info("filled %s tensors of the model from %s", self._filled, self._stored.where)
-        for said in self._said:
-            warn_partly(loaded.id, said, loaded.missing_keys)
+            said = f"filled {self._filled} tensors of the model from {self._stored.where}"
+            log_once(loaded.id, said, self._model.values, logging.INFO)
+        for warning in self._said:
+            log_once(loaded.id, warning, loaded.missing_keys)
         missing, subtrees = (*loaded.missing_keys, *self._absent), that_hold(loaded.unread_subtrees, unread)
         return replace(
             loaded, missing_keys=missing, mismatched_keys=mismatched, unread_keys=unread, unread_subtrees=subtrees
         )
+
+
+def _all_of(fit: Fit) -> str:
+    """How many tensors were filled, if all were: "5 of 5"; else nothing."""
+    return f"{fit.count} of {fit.count}" if fit.is_full else ""
 
 
 _NOWHERE = "\0"
@@ -311,10 +303,13 @@ _NOWHERE = "\0"
 
 @dataclass(frozen=True)
 class _Home:
-    """Where the state of one parameter goes: beside the parameter, into the tensors that are there already."""
+    """Where the state of one parameter goes: beside the parameter, into the tensors that are there already.
+
+    ``options``: those of its group, as they will be.
+    """
 
     holding: Holding
-    steps_on_cpu: bool
+    options: Mapping[str, Any]
     there: Mapping[str, torch.Tensor]
 
 
@@ -323,10 +318,10 @@ class _OptimizerPlan:
 
     def __init__(
         self,
+        optim: Optimizer,
         stored: StoredTraining,
         saved: StoredGroups,
         model: nn.Module,
-        optim: Optimizer,
         saved_name: Callable[[str], str],
         *,
         new: Collection[str],
@@ -350,39 +345,33 @@ class _OptimizerPlan:
         left_out = self.nothing_of | set(self.match.unused)
         nodes = stored.nodes(dict.fromkeys([*self._parameters, *self.match.unused]))
         nodes = {name: node for name, node in nodes.items() if name not in left_out}
-        self._check_kind(nodes, stored.where)
+        self._check_kind(nodes)
         self.template = apart(stored.template(nodes, self._place, lambda key: True))
 
-    def _check_kind(self, nodes: Mapping[Element, Node], where: str) -> None:
+    def _check_kind(self, nodes: Mapping[Element, Node]) -> None:
         """Raise Mismatch if the state is that of another kind of optimizer: it would show in the next step."""
-        kind = self._kind
-        for group, options in zip(self._optim.param_groups, self.match.options, strict=True):
-            for name in (self.match.saved.get(id(parameter)) for parameter in group["params"]):
-                node = None if name is None else nodes.get(name)
-                names = [] if node is None else [str(element) for element, _ in children(node)]
-                if kind is not None and names:
-                    kind.check(names, {**group, **options}, str(name), where)
+        for name, home in self._homes.items() if self._kind is not None else ():
+            names = [str(element) for element, _ in children(nodes[name])] if name in nodes else []
+            if self._kind is not None and names:
+                self._kind.check(names, home.options, name, self._stored.where)
 
     def _make_homes(self, model: nn.Module) -> dict[str, _Home]:
-        homes = {}
-        parts = flat_parts(model)
-        for group, options in zip(self._optim.param_groups, self.match.options, strict=True):
-            on_cpu = steps_on_cpu(self._optim, {**group, **options})
+        homes, parts = {}, flat_parts(model)
+        for group, changed in zip(self._optim.param_groups, self.match.options, strict=True):
+            options = {**group, **changed}
             for parameter in group["params"]:
                 name = self.match.saved.get(id(parameter))
                 if name is not None:
                     there = dict(tensors_below(self._optim.state.get(parameter, {}), ""))
-                    holding = Holding(name, parameter, parts.get(id(parameter)))
-                    homes[name] = _Home(holding, on_cpu, there)
+                    homes[name] = _Home(Holding(name, parameter, parts.get(id(parameter))), options, there)
         return homes
 
     def _place(self, name: Element, key: str, entry: StreamEntry) -> Any:
         """Give what to load one piece of state into."""
-        home = self._homes.get(str(name))
-        cpu = torch.device("cpu")
+        home, cpu = self._homes.get(str(name)), torch.device("cpu")
         if home is None:
             return new_empty(entry, cpu)
-        on_cpu = home.steps_on_cpu and is_step(entry, key)
+        on_cpu = is_step(entry, key) and steps_on_cpu(self._optim, home.options)
         device = cpu if on_cpu else home.holding.parameter.device
         added = self._kept is not None and key.partition(".")[0] not in self._kept
         wanted = self._as_cast(str(name), key, entry, home.holding.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 from torch.optim import ASGD, Optimizer
@@ -72,6 +72,13 @@ class StoredTraining:
     def bare_keys(self) -> list[str]:
         """The keys of tensors at the top, and below what stands there, but for those of an optimizer and its like."""
         return [key for key in self.manifest.tensors if not key.startswith(("optim.", "train."))]
+
+    def beside_model(self, places: Collection[str]) -> list[str]:
+        """The keys of tensors that stand alone at the top, as names of one model do, if any of ``places`` does."""
+        top = [str(element) for element, node in children(self._tree) if isinstance(node, int)]
+        alone = [key for key in top if key in self.manifest.tensors]
+        is_a_model = any(key in places for key in alone)
+        return [key for key in alone if is_a_model and key not in places and not key.startswith("model.")]
 
     def weights(self) -> dict[str, Shape]:
         """The shapes of the tensors that may be of a model, by key."""

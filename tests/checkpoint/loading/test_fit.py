@@ -77,6 +77,12 @@ def test_each_key_is_in_one_pair() -> None:
     assert missed_pairs({"x.a.w": W, "a.w": W}, {"a.w": W, "y.a.w": W}) == {"x.a.w": "a.w", "a.w": "y.a.w"}
 
 
+def test_of_names_that_are_equal_without_wrappers_those_that_are_most_alike_are_a_pair() -> None:
+    saved = {"model.model.module.w": W, "model.model.w": W}
+    for keys in (["model.module.w", "model.w"], ["model.w", "model.module.w"]):
+        assert missed_pairs(dict.fromkeys(keys, W), saved) == {key: f"model.{key}" for key in keys}
+
+
 def test_a_rule_keeps_numbers_and_leaves_what_is_filled() -> None:
     layers = {f"m.layers.{n}.wrap.a.w": f"layers.{n}.a.w" for n in range(12)}
     assert rename_for(layers, {}) == {r"m\.layers\.(\d+)\.wrap\.(.*)": r"layers.\1.\2"}
@@ -141,7 +147,7 @@ def test_a_load_that_misses_less_than_a_tenth_is_told_with_counts(count: int) ->
     said = check_fit(*part_of(count, 291), "a@1")
     assert said is not None
     assert f"filled {count} of 291 tensors from a@1" in said
-    assert f"Under other names it has {291 - count} of them" in said
+    assert f"{291 - count} of them have other names there" in said
 
 
 def test_a_load_that_fills_all_says_nothing_and_one_that_fills_nothing_raises() -> None:
@@ -150,7 +156,7 @@ def test_a_load_that_fills_all_says_nothing_and_one_that_fills_nothing_raises() 
     with pytest.raises(MissingKey, match=r"fill 0 of 1 tensors .* has 'other'.* unread=\"ignore\""):
         check_fit(Fit({}, {"w": W}), {"other": (9,)}, "a@1")
     said = check_fit(Fit({"a": "a"}, {"w": W}), {"a": W, "other": (9,)}, "a@1")
-    assert said == "filled 1 of 2 tensors from a@1; 'w' stay as they are."
+    assert said == "filled 1 of 2 tensors from a@1; left unchanged: 'w'."
 
 
 def test_adapters_are_refused_only_where_the_model_has_none() -> None:

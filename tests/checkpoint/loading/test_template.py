@@ -162,7 +162,7 @@ def test_whole_subtrees_that_are_left_are_told_once(caplog: pytest.LogCaptureFix
         assert loaded.unread_subtrees == ("optim", "train")
         assert "epoch" in loaded.unread_keys
     assert len(told(caplog)) == 1
-    assert f"not 'optim', 'train' of {run}@1" in told(caplog)[0]
+    assert f"did not read 'optim', 'train' of {run}@1" in told(caplog)[0]
     assert 'unread="ignore"' in told(caplog)[0]
     part = {"model": Network(2).state_dict(), "train": {0: {"epoch": 0}}}
     assert store.load(part, f"{run}@1", unread="ignore").unread_subtrees == ("optim", "train.0.rng")
@@ -201,7 +201,7 @@ def test_leaves_that_a_container_dropped_are_told(caplog: pytest.LogCaptureFixtu
     loaded = store.load(state, f"{run}@1")
     assert set(loaded.unread_keys) == {"counts.b", "deep.k.q", "ints.2", "epoch", "lr"}
     assert loaded.unread_subtrees == ()
-    assert "read not 'counts.b', 'deep.k.q', 'ints.2' of" in " ".join(told(caplog))
+    assert "did not read 'counts.b', 'deep.k.q', 'ints.2' of" in " ".join(told(caplog))
     store.load({**state, "epoch": 0}, f"{run}@1")
     assert "'ints.2', 'lr' of" in told(caplog)[-1]
     store.load({**state, "epoch": 0, "lr": 0, "counts": {"b": 0}}, f"{run}@1", unread="ignore")

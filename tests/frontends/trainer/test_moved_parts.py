@@ -57,7 +57,7 @@ def on_two(rank: int, size: int, path: Path) -> tuple[list[str], list[str]]:
 def test_parts_per_rank_that_move_are_named(tmp_path: Path, ranks: Pool) -> None:
     store = small_folder(tmp_path)
     save(store, "one", 0)
-    nobody = "the load read not 'loader', 'seen' of {}/keys@1; if that is meant, pass unread=\"ignore\""
+    nobody = "the load did not read 'loader', 'seen' of {}/keys@1; if that is meant, pass unread=\"ignore\""
     (same, more), others = ranks.run(2, on_two, tmp_path)
     assert others == ([], [])
     assert same == [nobody.format("two")]

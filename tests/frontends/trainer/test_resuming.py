@@ -90,7 +90,7 @@ def test_a_load_that_is_given_an_optimizer_in_vain_says_so(caplog: pytest.LogCap
     optimizer_elsewhere(store, run)
     Checkpointer(store, run=run).load(f"{run}@5", model, optimizer)
     assert "holds no optimizer that can be loaded, but 'model', 'optimizer'" in told(caplog)
-    assert f"not 'optimizer' of {run}@5" in told(caplog)
+    assert f"did not read 'optimizer' of {run}@5" in told(caplog)
     caplog.clear()
     Checkpointer(store, run=run).load(f"{run}@5", model, optimizer, load_optim_state=False, unread="ignore")
     assert not told(caplog)
@@ -129,7 +129,7 @@ def test_what_a_resume_is_not_given_is_told(caplog: pytest.LogCaptureFixture) ->
     found = checkpointer.resume(model)
     assert found is not None
     assert found.unread_subtrees == ("optim", "train")
-    assert f"not 'optim', 'train' of {run}@5" in told(caplog)
+    assert f"did not read 'optim', 'train' of {run}@5" in told(caplog)
     caplog.clear()
     checkpointer.load(f"{run}@5", model, load_optim_state=False, load_trainer_state=False)
     checkpointer.load(f"{run}@5", model, optimizer)
@@ -146,7 +146,7 @@ def test_what_a_front_end_leaves_on_purpose_is_not_told(caplog: pytest.LogCaptur
     assert not told(caplog)
     loaded = load_model_and_optim_state(store, f"{run}@5", model)
     assert loaded.unread_subtrees == ("optim", "train")
-    assert f"not 'train' of {run}@5" in told(caplog)  # no optimizer is asked for
+    assert f"did not read 'train' of {run}@5" in told(caplog)  # no optimizer is asked for
     caplog.clear()
     load_model_and_optim_state(store, f"{run}@5", model, optimizer, unread="ignore")
     assert not told(caplog)
