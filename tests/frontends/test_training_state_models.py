@@ -438,10 +438,10 @@ def test_state_of_a_flat_part_of_a_parameter_is_of_the_same_elements() -> None:
     holding = Holding("w", parameter, FlatPart(parameter, parameter.detach(), (4, 3), 5, 8, everywhere=False))
     entry = StreamEntry("tensor", "x", 0, None, "float32", 4, (4, 3), 0)
     there = torch.ones(3)
-    found = holding.destination(entry, there, cpu, set())
+    found = holding.destination(entry, there, cpu, set(), added=False)
     assert (found.data is there, found.shape, found.flat) == (True, (4, 3), ((5, 8),))
     for unfit, taken in ((None, 0), (torch.ones(4), 0), (there.double(), 0), (there, there.data_ptr())):
-        made = holding.destination(entry, unfit, cpu, {taken})
+        made = holding.destination(entry, unfit, cpu, {taken}, added=False)
         assert made.data is not unfit
         assert (made.data.shape, made.data.dtype, made.flat) == ((3,), torch.float32, ((5, 8),))
     assert holding.as_saved({"exp_avg": there})["exp_avg"].flat == ((5, 8),)
