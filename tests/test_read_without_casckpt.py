@@ -20,6 +20,7 @@ from blake3 import blake3
 
 import casckpt
 from casckpt.checkpoint.saving.options import SaveOptions
+from casckpt.format.sections.head import KNOWN, assemble
 from casckpt.repository import manifests
 from casckpt.repository.commits import forget, purge, refresh, restore
 from tests.store.test_damage import HOSTILE, forge
@@ -200,6 +201,10 @@ def test_it_sees_what_was_rewritten_and_undone(reader: Any, tmp_path: Path) -> N
     found = {one["step"]: one["txid"] for one in reader.Store(tmp_path).checkpoints()}
     assert found == {0: again.txid, 1: back.txid, 3: saved[3].txid}
     assert_as_casckpt(reader, tmp_path)
+    for path in (tmp_path / "commits").glob(f"{saved[0].txid}*"):
+        path.unlink()
+    with pytest.raises(ValueError, match=rf"replaces {saved[0].txid}, which is missing"):
+        reader.Store(tmp_path).checkpoints()
 
 
 def test_it_names_what_a_thinned_checkpoint_lacks(reader: Any, tmp_path: Path) -> None:
@@ -292,6 +297,70 @@ def test_a_log_that_lacks_a_record_is_refused(reader: Any, saved: Path) -> None:
         reader.Store(saved).checkpoints()
 
 
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    line = json.dumps(record).encode()
+    write(path, line + b"\n" + blake3(line).hexdigest().encode() + b"\n")
+
+
+def test_records_that_keep_a_number_change_nothing(reader: Any, saved: Path) -> None:
+    store = casckpt.open(saved)
+    first, second = (store.get(f"a@{step}").commit.txid for step in (1, 2))
+    store.forget("a@1")
+    for txid, number in ((first, 2), (second, 1)):
+        path = saved / "commits" / f"{txid}.{number}"
+        path.touch()
+        write_record(path, {"type": "kept", "txid": txid, "time": 1_800_000_000_000_000})
+    assert [one["txid"] for one in reader.Store(saved).checkpoints()] == [second]
+
+
+def _other_cells(parts: dict[str, bytes], _: bytearray) -> None:
+    parts["cells"] = parts["cells"][:-1] + bytes([parts["cells"][-1] ^ 1])
+
+
+def _other_index(parts: dict[str, bytes], _: bytearray) -> None:
+    parts["index"] = msgspec.msgpack.encode(msgspec.msgpack.decode(parts["index"]) | {"metadata": {"x": 1}})
+
+
+def _later_version(_: dict[str, bytes], head: bytearray) -> None:
+    head += b"CASCKPT\2"
+
+
+def _more_sections(_: dict[str, bytes], head: bytearray) -> None:
+    head += b"CASCKPT\1\7"
+
+
+def _needed_section(parts: dict[str, bytes], _: bytearray) -> None:
+    parts["new"] = b"1"
+
+
+ANEW = {
+    "damaged group of pieces": _other_cells,
+    "index of another checkpoint": _other_index,
+    "later version": _later_version,
+    "what is": _more_sections,
+    "what is new": _needed_section,
+}
+
+
+@pytest.mark.parametrize("told", ANEW)
+def test_a_manifest_that_is_written_anew_is_refused(reader: Any, saved: Path, told: str) -> None:
+    """Whoever can write to the store makes all hashes right but those that the id proves."""
+    store = casckpt.open(saved)
+    commit = store.get("a@2").commit
+    manifest = manifests.get(store.repository, commit)
+    parts, head = {name: bytes(manifest.section(name)) for name in KNOWN}, bytearray()
+    ANEW[told](parts, head)
+    data = assemble(parts.items())[1]
+    data = bytes(head) + data[len(head) :]
+    data = data[:4064] + blake3(data[:4064]).digest() + data[4096:]
+    [path] = (saved / "objects" / commit.txid).glob("*.manifest")
+    write(path, data)
+    record = saved / "commits" / commit.txid
+    write_record(record, json.loads(record.read_bytes().splitlines()[0]) | {"head": data[4064:4096].hex()})
+    with pytest.raises(ValueError, match=told):
+        read_all(reader, saved)
+
+
 # what it does not know
 
 UNKNOWN = {
@@ -333,8 +402,7 @@ def test_a_later_format_is_refused(reader: Any, saved: Path, new: dict[str, Any]
 @pytest.mark.parametrize("new", [{"type": "married"}, {"txid": "20260101T000000000000Z-0-0-1"}, {"step": 3}], ids=str)
 def test_a_record_of_something_else_is_refused(reader: Any, saved: Path, new: dict[str, Any]) -> None:
     path = next((saved / "commits").iterdir())
-    line = json.dumps(json.loads(path.read_bytes().splitlines()[0]) | new).encode()
-    write(path, line + b"\n" + blake3(line).hexdigest().encode() + b"\n")
+    write_record(path, json.loads(path.read_bytes().splitlines()[0]) | new)
     with pytest.raises(ValueError, match="the record of something else, or of an unknown type"):
         reader.Store(saved).checkpoints()
 
