@@ -288,6 +288,20 @@ def test_what_is_cut_or_lost_is_refused(reader: Any, saved: Path) -> None:
         path.write_bytes(kept)
 
 
+def test_a_manifest_with_more_bytes_is_refused(reader: Any, saved: Path) -> None:
+    for path in saved.rglob("*.manifest"):
+        write(path, path.read_bytes() + b"\0")
+    with pytest.raises(ValueError, match="another length"):
+        read_all(reader, saved)
+
+
+def test_a_link_in_the_place_of_an_object_is_refused(reader: Any, saved: Path) -> None:
+    for path in [*saved.rglob("*.safetensors")]:
+        path.symlink_to(path.rename(path.with_name("elsewhere")))
+    with pytest.raises(ValueError, match="is no file"):
+        read_all(reader, saved)
+
+
 def test_a_log_that_lacks_a_record_is_refused(reader: Any, saved: Path) -> None:
     store = casckpt.open(saved)
     store.restore(store.forget("a@1")[0])
@@ -361,9 +375,21 @@ def test_a_manifest_that_is_written_anew_is_refused(reader: Any, saved: Path, to
         read_all(reader, saved)
 
 
+def test_a_rewrite_whose_place_was_taken_is_void(reader: Any, tmp_path: Path) -> None:
+    store = small_folder(tmp_path)
+    base = store.save({"a": cells(2)}, run="a", step=1).commit
+    made = move(store.repository, base)
+    assert [one["txid"] for one in reader.Store(tmp_path).checkpoints()] == [made.txid]
+    kept = {"type": "kept", "txid": base.txid, "time": 1_800_000_000_000_000}
+    write_record(tmp_path / "commits" / f"{base.txid}.1", kept)
+    assert [one["txid"] for one in reader.Store(tmp_path).checkpoints()] == [base.txid]
+
+
 # what it does not know
 
+BACKWARDS = msgspec.msgpack.encode([[], [[0, 0, 4096], [0, 4096, 3072]], bytes(96)])
 UNKNOWN = {
+    "span": (with_piece("cells", b"\1" + BACKWARDS), "does not fit its shape"),
     "kind": (setting("index", "entries", "kinds", to=["picture"]), "unknown kinds: {'picture'}"),
     "form of cells": (with_piece("cells", b"\2" + bytes(96)), "form that is not known"),
     "width": (setting("index", "entries", "dtypes", to=[["float64", 4]]), "elements of 4 bytes and dtype float64"),
