@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import casckpt
+from tests.support.pages import commands_in, pattern
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "docs" / "examples"
 _ACTOR = re.compile(
@@ -29,3 +33,20 @@ def test_an_actor_reads_what_its_trainer_publishes() -> None:
     written = [float(match[2]) for line in done.stdout.splitlines() if (match := _TRAINER.fullmatch(line))]
     assert len(written) == 7
     assert max(written[1:]) < written[0] / 8
+
+
+def test_a_reader_without_casckpt_prints_what_it_says(tmp_path: Path) -> None:
+    store = casckpt.open(tmp_path / "checkpoints")
+    for step in (20, 40):
+        store.save({"model": {"weight": torch.ones(4, 3, dtype=torch.bfloat16)}, "step": step}, run="train", step=step)
+    store.forget("train@20")
+    script = EXAMPLES / "read_without_casckpt.py"
+    docstring = script.read_text().split('"""')[1]
+    for command, expected in commands_in(docstring[docstring.index("\n$ ") + 1 :].split("\n\n")[0]):
+        python, name, *arguments = command.split()
+        assert (python, name) == ("python", script.name)
+        done = subprocess.run(
+            [sys.executable, str(script), *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert re.fullmatch(pattern(expected), done.stdout.strip()), done.stdout

@@ -36,7 +36,7 @@ DOCS = ROOT / "docs"
 EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
 FRONTENDS = ("accelerate", "convert", "dcp", "lightning", "megatron", "torchtitan", "trainer", "transformers")
 NONE = (MISSING, inspect.Parameter.empty)
-ELSEWHERE = {"rl_publish_follow"}  # tests/test_examples.py looks at what it prints
+ELSEWHERE = {"rl_publish_follow", "read_without_casckpt"}  # tests/test_examples.py looks at what they print
 NEEDS = {"lightning_fit": "lightning", "transformers_trainer": "transformers"}
 
 
