@@ -1726,4 +1726,18 @@ PLANTED = (
         "            turns[0].append(want)\n",
         "tests/checkpoint/loading/test_tied.py",
     ),
+    Planted(
+        "a tensor of no dimensions is no number",
+        "casckpt/format/scalars.py",
+        "    return value.item()\n",
+        "    return value\n",
+        "tests/format/test_scalars.py tests/checkpoint/saving/test_async.py",
+    ),
+    Planted(
+        "a rank checks alone what it is to save in the background",
+        "casckpt/checkpoint/saving/saver.py",
+        "        ranks.exchange(look, lambda looked: looked)\n",
+        "        look()\n",
+        "tests/checkpoint/saving/test_async_ranks.py",
+    ),
 )

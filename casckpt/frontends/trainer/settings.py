@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypedDict
 
-from casckpt.checkpoint.saving.options import CheckReplicas, Compress, usable_check, usable_compress
+from casckpt.checkpoint.saving.options import CheckReplicas, Compress, Metrics, usable_check, usable_compress
 from casckpt.checkpoint.saving.prepare import Frozen, Owners
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import check_run, check_step
@@ -49,7 +49,7 @@ class DueArguments(TypedDict, total=False):
     """The keyword arguments of `Checkpointer.save_if_due`: what is said of a checkpoint, as for `Store.save`."""
 
     metadata: Mapping[str, Any] | None
-    metrics: Mapping[str, float] | None
+    metrics: Metrics | None
     healthy: bool | None
 
 
