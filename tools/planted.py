@@ -1740,4 +1740,32 @@ PLANTED = (
         "        look()\n",
         "tests/checkpoint/saving/test_async_ranks.py",
     ),
+    Planted(
+        "a save in the background that would fail again is tried again",
+        "casckpt/frontends/trainer/checkpointer.py",
+        "        if to_save and will_repeat(error):\n",
+        "        if to_save and isinstance(error, Conflict):\n",
+        "tests/frontends/trainer/test_failures.py",
+    ),
+    Planted(
+        "each rank counts its failures for itself",
+        "casckpt/frontends/trainer/checkpointer.py",
+        "        waits = ranks.exchange(look, lambda found: everyone(any(found), ranks.size))\n",
+        "        waits = ranks.exchange(look, lambda found: found)\n",
+        "tests/frontends/trainer/test_ranks.py",
+    ),
+    Planted(
+        "failures are raised however little time has gone by",
+        "casckpt/frontends/trainer/failures.py",
+        "        return self._clock() - self._first >= PATIENCE\n",
+        "        return True\n",
+        "tests/frontends/trainer/test_failures.py",
+    ),
+    Planted(
+        "a save that succeeds leaves the failures before it in the count",
+        "casckpt/frontends/trainer/failures.py",
+        "            self.count = 0\n            return\n",
+        "            return\n",
+        "tests/frontends/trainer/test_failures.py",
+    ),
 )

@@ -63,8 +63,8 @@ class CasCheckpointCallback(TrainerCallback):
     ``keep={"keep_best": "eval_loss:3"}`` keeps the best.
 
     A step that is saved again replaces the one of before. ``async_save``: in the background, one at a time; what fails
-    is logged by the next save, and raised at the end of the training. ``tag_best``: a tag for the best checkpoint so
-    far, by ``metric_for_best_model``, so that no retention loses it.
+    is heard as `Checkpointer.save_async` says, and at the end of the training. ``tag_best``: a tag for the best
+    checkpoint so far, by ``metric_for_best_model``, so that no retention loses it.
 
     FSDP and DeepSpeed write folders of their own kind, which are refused: use `casckpt.frontends.trainer` there.
     """

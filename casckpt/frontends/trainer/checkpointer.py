@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.keywords import check_keywords
 from casckpt.checkpoint.loading.load_plan import MatchArguments, RankArguments, Unread
-from casckpt.checkpoint.ranks import open_ranks
+from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
 from casckpt.checkpoint.saving.options import SaveArguments
-from casckpt.errors import CasckptError, Conflict, InvalidInput, Revoked
+from casckpt.errors import CasckptError, Conflict, InvalidInput
 from casckpt.format.keys import check_attachment_name, check_step
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer.contents import AnyTrainState, Restoring, TrainModel, Wanted, state_to_save
+from casckpt.frontends.trainer.failures import Failures, will_repeat
 from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.frontends.trainer.one_run import OneRun, newest_together
 from casckpt.frontends.trainer.resuming import Missing, is_to_be_set, set_train_state, to_resume
@@ -65,6 +66,8 @@ class Checkpointer(OneRun):
     ``fixed_steps``, ``ephemeral_save_interval``, ``ephemeral_cooldown``: when `save_if_due` saves (see `due`).
     ``max_steps_at_risk``: `save_if_due` waits for the save in the background before more steps than that could be lost,
     whenever the job dies; no less than the interval. None: it waits when the next save is due, so up to two intervals.
+    ``max_failures``: after so many saves in the background that failed in a row, over 15 minutes or more, the next one
+    is made in the foreground and raises its failure. None: failures that may pass, as of the storage, are only logged.
     ``gc``: after a save, delete what is forgotten and needed by nobody, on rank 0, beside the training.
 
     ``overwrite``: of steps that exist. ``save_threads``, ``load_threads``: of each rank. ``throttle``: at most so many
@@ -94,6 +97,7 @@ class Checkpointer(OneRun):
         self._janitor = Janitor(self.store)
         self._files: dict[str, bytes] = {}
         self._pending: _Pending | None = None
+        self._failures = Failures(self.config.max_failures, self.store.repository.clock)
         self.last_step: int | None = None
         self._begun: int | None = None
         self._told_of_space = False
@@ -129,11 +133,11 @@ class Checkpointer(OneRun):
         """
         check_keywords("Checkpointer.save", options, StepArguments)
         begun = time.monotonic()
-        self._settle(to_save=True)
-        ranks = open_ranks(self.process_group)
+        ranks, _ = self._begin()
         state = state_to_save(ranks, model, optim, train_state)
         saved = self.store.save(state, run=self.run, step=step, **self._save_arguments(model, **options))
         self._files.clear()
+        self._failures.note(None)
         self.last_step = saved.step
         seconds = time.monotonic() - begun
         self._after(saved, seconds, seconds, leads=ranks.rank == 0)
@@ -149,13 +153,14 @@ class Checkpointer(OneRun):
     ) -> Future[Checkpoint]:
         """Like `save`, but returns once the state is copied; it may change from then on. One save runs at a time.
 
-        It raises what goes wrong before that. What goes wrong later, the future raises, the next save or load logs, and
-        `wait` and `close` raise. The next save also raises a Conflict over a step that is already saved.
+        It raises what goes wrong before that. What goes wrong later, the future raises, and `wait` and `close` do. The
+        next save raises it on every rank if it would fail alike: InvalidInput, or Conflict over a step that is already
+        saved. What may pass, such as StorageError, the next save or load logs. After ``max_failures`` of these this
+        call waits for its save, and raises its failure.
         """
         check_keywords("Checkpointer.save_async", options, StepArguments)
         begun = time.monotonic()
-        self._settle(to_save=True)
-        ranks = open_ranks(self.process_group)
+        ranks, waits = self._begin()
         state = state_to_save(ranks, model, optim, train_state)
         saving = self.store.save_async(state, run=self.run, step=step, **self._save_arguments(model, **options))
         blocked = time.monotonic() - begun
@@ -173,6 +178,8 @@ class Checkpointer(OneRun):
         self._pending = _Pending(done, step, self.last_step, self._files)
         self._files, self.last_step = {}, step
         saving.add_done_callback(finish)
+        if waits:
+            self.wait()
         return done
 
     def due(self, step: int) -> Kind | None:
@@ -374,22 +381,47 @@ class Checkpointer(OneRun):
         if step + 1 - (self._begun if durable is None else durable) > limit:
             self.wait()
 
-    def _settle(self, *, to_save: bool = False) -> None:
-        """Wait for the save in the background, and report it if it failed.
+    def _begin(self) -> tuple[Ranks, bool]:
+        """Before a save: wait for the one in the background. (the ranks; shall all of them wait for this one, too?).
 
-        ``to_save``: raise a Conflict over its step: of a run that was not resumed, no save would ever succeed.
+        Raises on all ranks, if any failed with an error that would repeat.
+        """
+        error = self._settle(to_save=True)
+        ranks = open_ranks(self.process_group)
+
+        def look() -> bool:
+            if error is not None:
+                raise error
+            return self._failures.too_many
+
+        waits = ranks.exchange(look, lambda found: everyone(any(found), ranks.size))
+        if waits and ranks.rank == 0:
+            log.warning(
+                "%d saves of %s in a row failed: training waits for the next one", self._failures.count, self.run
+            )
+        return ranks, waits
+
+    def _settle(self, *, to_save: bool = False) -> BaseException | None:
+        """Wait for the save in the background, and log it if it failed.
+
+        ``to_save``: an error that the next save would repeat is not logged, but returned.
         """
         pending, error = self._pending, self._end_pending()
-        if to_save and isinstance(error, Conflict) and not isinstance(error, Revoked):
-            raise error
-        if pending is not None and error is not None:
-            log.error("the save of %s@%d failed, and nothing of it is visible: %s", self.run, pending.step, error)
+        if pending is None or error is None:
+            return None
+        if to_save and will_repeat(error):
+            return error
+        log.error("the save of %s@%d failed, and nothing of it is visible: %s", self.run, pending.step, error)
+        return None
 
     def _end_pending(self) -> BaseException | None:
         """Wait for the save in the background, if there is one; what it failed with. Then its files are not lost."""
         pending, self._pending = self._pending, None
-        error = pending.future.exception() if pending is not None else None
-        if pending is not None and error is not None:
+        if pending is None:
+            return None
+        error = pending.future.exception()
+        self._failures.note(error)
+        if error is not None:
             self._files = pending.files | self._files
             self.last_step = pending.last_step
         return error

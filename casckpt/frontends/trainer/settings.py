@@ -36,6 +36,7 @@ class TrainerArguments(TypedDict, total=False):
     ephemeral_save_interval: int | None
     ephemeral_cooldown: int | None
     max_steps_at_risk: int | None
+    max_failures: int | None
     gc: bool
     frozen: Frozen
     compress: Compress | None
@@ -80,6 +81,7 @@ class TrainerSettings:
     ephemeral_save_interval: int | None = None
     ephemeral_cooldown: int | None = None
     max_steps_at_risk: int | None = None
+    max_failures: int | None = 3
     gc: bool = False
     frozen: Frozen = None
     compress: Compress | None = None
@@ -92,7 +94,7 @@ class TrainerSettings:
         check_run(self.run)
         for name in (
             "save_threads", "load_threads", "throttle", "save_interval", "max_checkpoints",
-            "ephemeral_save_interval", "ephemeral_cooldown", "max_steps_at_risk",
+            "ephemeral_save_interval", "ephemeral_cooldown", "max_steps_at_risk", "max_failures",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
