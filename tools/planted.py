@@ -1768,4 +1768,18 @@ PLANTED = (
         "            return\n",
         "tests/frontends/trainer/test_failures.py",
     ),
+    Planted(
+        "the last step of a training is not due",
+        "casckpt/frontends/trainer/settings.py",
+        "        if step == self.last_step or step in (self.fixed_steps or ()) or",
+        "        if step in (self.fixed_steps or ()) or",
+        "tests/frontends/trainer/test_checkpointer.py",
+    ),
+    Planted(
+        "steps in no checkpoint are told of where there is any checkpoint",
+        "casckpt/frontends/trainer/checkpointer.py",
+        "        after, reached = self._begun if self.saved_step is None else self.saved_step, self._reached\n",
+        "        after, reached = self.saved_step, self._reached\n",
+        "tests/frontends/trainer/test_checkpointer.py",
+    ),
 )

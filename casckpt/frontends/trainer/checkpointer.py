@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.keywords import check_keywords
 from casckpt.checkpoint.loading.load_plan import MatchArguments, RankArguments, Unread
-from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
+from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks, this_rank
 from casckpt.checkpoint.saving.options import SaveArguments
 from casckpt.errors import CasckptError, Conflict, InvalidInput
 from casckpt.format.keys import check_attachment_name, check_step
@@ -63,7 +63,8 @@ class Checkpointer(OneRun):
     ``keep``, ``max_checkpoints``, ``fixed_steps``: what of the permanent checkpoints stays once a new one is committed
     (see `Rotation`; with neither of the first two everything stays, ephemeral ones too). ``thin``: what those that stay
     leave out, and which of them stay whole, as ``{"drop": ["optim.*"], "keep_last": 2}``. ``save_interval``,
-    ``fixed_steps``, ``ephemeral_save_interval``, ``ephemeral_cooldown``: when `save_if_due` saves (see `due`).
+    ``fixed_steps``, ``last_step``, ``ephemeral_save_interval``, ``ephemeral_cooldown``: when `save_if_due` saves (see
+    `due`). ``last_step``: of the training. None: `close` warns of steps since the last save.
     ``max_steps_at_risk``: `save_if_due` waits for the save in the background before more steps than that could be lost,
     whenever the job dies; no less than the interval. None: it waits when the next save is due, so up to two intervals.
     ``max_failures``: after so many saves in the background that failed in a row, over 15 minutes or more, the next one
@@ -98,8 +99,9 @@ class Checkpointer(OneRun):
         self._files: dict[str, bytes] = {}
         self._pending: _Pending | None = None
         self._failures = Failures(self.config.max_failures, self.store.repository.clock)
-        self.last_step: int | None = None
+        self.saved_step: int | None = None
         self._begun: int | None = None
+        self._reached: int | None = None
         self._told_of_space = False
 
     def __enter__(self) -> Self:
@@ -138,7 +140,7 @@ class Checkpointer(OneRun):
         saved = self.store.save(state, run=self.run, step=step, **self._save_arguments(model, **options))
         self._files.clear()
         self._failures.note(None)
-        self.last_step = saved.step
+        self.saved_step = saved.step
         seconds = time.monotonic() - begun
         self._after(saved, seconds, seconds, leads=ranks.rank == 0)
         return saved
@@ -175,8 +177,8 @@ class Checkpointer(OneRun):
             else:
                 done.set_result(saved)
 
-        self._pending = _Pending(done, step, self.last_step, self._files)
-        self._files, self.last_step = {}, step
+        self._pending = _Pending(done, step, self.saved_step, self._files)
+        self._files, self.saved_step = {}, step
         saving.add_done_callback(finish)
         if waits:
             self.wait()
@@ -184,7 +186,7 @@ class Checkpointer(OneRun):
 
     def due(self, step: int) -> Kind | None:
         """Say whether ``step`` is to be saved, and as what; the same on every rank. See `TrainerSettings.due`."""
-        return self.config.due(check_step(step), self.last_step)
+        return self.config.due(check_step(step), self.saved_step)
 
     def save_if_due(
         self,
@@ -192,9 +194,13 @@ class Checkpointer(OneRun):
         model: TrainModel,
         optim: AnyOptimizer | None = None,
         train_state: AnyTrainState = None,
+        *,
+        last: bool = False,
         **options: Unpack[DueArguments],
     ) -> Future[Checkpoint] | None:
         """Call `save_async` if ``step`` is due; otherwise return None. Call it after each step.
+
+        ``last``: this is the last step of the training, and due; the same on every rank.
 
         With ``max_steps_at_risk`` it raises the error of the save in the background once the next step would be one too
         many. The training stops rather than put more at risk. ``metadata``, ``metrics``, ``healthy``: as for
@@ -202,6 +208,11 @@ class Checkpointer(OneRun):
         """
         check_keywords("Checkpointer.save_if_due", options, DueArguments)
         kind, saving = self.due(step), None
+        if last:
+            kind = "permanent"
+        if self._begun is None:
+            self._begun = step - 1
+        self._reached = step
         if kind is not None:
             saving = self.save_async(step, model, optim, train_state, ephemeral=kind == "ephemeral", **options)
         self._bound_risk(step)
@@ -229,11 +240,12 @@ class Checkpointer(OneRun):
             raise error
 
     def close(self) -> None:
-        """`wait`, and also wait for a gc that is running."""
+        """`wait`, and also wait for a gc that is running. The log warns of steps that are in no checkpoint."""
         try:
             self.wait()
         finally:
             self._janitor.close()
+        self._warn_of_unsaved()
 
     # loading
 
@@ -311,7 +323,8 @@ class Checkpointer(OneRun):
             "threads": self.config.load_threads,
         }
         loaded, train = Restoring(open_ranks(self.process_group), self.store, wanted, options).load(ref, model, optim)
-        self.last_step, self._begun = (loaded.step if loaded.run == self.run else None), None
+        self.saved_step, self._begun = (loaded.step if loaded.run == self.run else None), None
+        self._reached = None
         return loaded, train
 
     def _find_together(
@@ -375,11 +388,20 @@ class Checkpointer(OneRun):
         limit = self.config.max_steps_at_risk
         if limit is None:
             return
-        if self._begun is None:
-            self._begun = step - 1
-        durable = self.last_step if self._pending is None else self._pending.last_step
-        if step + 1 - (self._begun if durable is None else durable) > limit:
+        durable = self.saved_step if self._pending is None else self._pending.saved_step
+        if step + 1 - ((self._begun or 0) if durable is None else durable) > limit:
             self.wait()
+
+    def _warn_of_unsaved(self) -> None:
+        """Of the steps that `save_if_due` was told of since the last save; once, and not on every rank of all."""
+        after, reached = self._begun if self.saved_step is None else self.saved_step, self._reached
+        self._reached = None
+        if reached is None or after is None or reached <= after or (this_rank() and self.process_group is None):
+            return
+        log.warning(
+            "steps %d to %d of %s are in no checkpoint; give the Checkpointer last_step=%d, or the last save_if_due "
+            "last=True", after + 1, reached, self.run, reached,
+        )  # fmt: skip
 
     def _begin(self) -> tuple[Ranks, bool]:
         """Before a save: wait for the one in the background. (the ranks; shall all of them wait for this one, too?).
@@ -423,15 +445,15 @@ class Checkpointer(OneRun):
         self._failures.note(error)
         if error is not None:
             self._files = pending.files | self._files
-            self.last_step = pending.last_step
+            self.saved_step = pending.saved_step
         return error
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A save in the background. ``last_step``, ``files``: as they were before it."""
+    """A save in the background. ``saved_step``, ``files``: as they were before it."""
 
     future: Future[Checkpoint]
     step: int
-    last_step: int | None
+    saved_step: int | None
     files: dict[str, bytes]

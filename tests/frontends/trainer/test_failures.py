@@ -59,7 +59,7 @@ def test_a_save_in_the_foreground_that_fails_can_be_made_again() -> None:
     with pytest.raises(StorageError, match="injected"):
         checkpointer.save(5, nn.Linear(2, 2))
     assert steps(store) == []
-    assert checkpointer.last_step is None
+    assert checkpointer.saved_step is None
     checkpointer.save(5, nn.Linear(2, 2))
     assert store.attachments("sft@5") == {"a": 1}
     with pytest.raises(Conflict, match="sft@5 exists already"):
