@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from typing import Any, TypeAlias
 
 from casckpt.errors import InvalidInput, Refused
+from casckpt.format.scalars import python_value
 
 MAX_METRICS = 64
 MAX_METRIC_NAME = 100
@@ -20,7 +21,10 @@ Stored: TypeAlias = int | float | str
 
 
 def stored_metrics(given: Mapping[str, Any] | None) -> dict[str, Stored]:
-    """Convert what a caller gives: names to real numbers. Raises `InvalidInput`, which names the metric."""
+    """Convert what a caller gives: names to real numbers, also of numpy, and to tensors of no dimensions.
+
+    Raises `InvalidInput`, which names the metric.
+    """
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -51,11 +55,12 @@ def _is_name(name: Any) -> bool:
     return type(name) is str and 0 < len(name) <= MAX_METRIC_NAME and not _UNFIT_RE.search(name)
 
 
-def _stored(name: str, value: Any) -> Stored:
+def _stored(name: str, given: Any) -> Stored:
+    value = python_value(given, f"metric {name!r}")
     if isinstance(value, str) and value in _TEXTS:
         return value
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise InvalidInput(f"metric {name!r} is a {type(value).__name__}; give a number (of a tensor its .item())")
+        raise InvalidInput(f"metric {name!r} is a {type(value).__name__}; give a number, or a tensor of no dimensions")
     if isinstance(value, Integral) and abs(int(value)) < 1 << 63:
         return int(value)
     try:

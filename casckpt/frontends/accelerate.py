@@ -60,9 +60,11 @@ class AcceleratorCheckpointer:
         """See `Checkpointer.save_async`."""
         return self.checkpointer.save_async(step, *self._all(), **options)
 
-    def save_if_due(self, step: int, **options: Unpack[DueArguments]) -> Future[Checkpoint] | None:
+    def save_if_due(
+        self, step: int, *, last: bool = False, **options: Unpack[DueArguments]
+    ) -> Future[Checkpoint] | None:
         """See `Checkpointer.save_if_due`."""
-        return self.checkpointer.save_if_due(step, *self._all(), **options)
+        return self.checkpointer.save_if_due(step, *self._all(), last=last, **options)
 
     def resume(self, *, missing: Missing = "raise", unread: Unread = "warn", cast: bool = False) -> Checkpoint | None:
         """Load the newest checkpoint of the run, if there is one. See `Checkpointer.resume`."""

@@ -50,7 +50,7 @@ OPTIMIZER, RNG = "optimizer.pt", re.compile(r"rng_state(_\d+)?\.pth")
 _SAFETENSORS = ".safetensors"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-_WHEN = {"save_interval", "ephemeral_save_interval", "ephemeral_cooldown", "max_steps_at_risk"}
+_WHEN = {"save_interval", "last_step", "ephemeral_save_interval", "ephemeral_cooldown", "max_steps_at_risk"}
 _MAX_FILE = 256 << 20  # bytes of a file that is no safetensors
 _FOREIGN = ("pytorch_model_fsdp", "optimizer_", "optimizer.bin", "global_step", "pytorch_model.bin")
 _USE_ANOTHER = "save by casckpt.frontends.trainer.Checkpointer in a loop of your own"
@@ -63,8 +63,8 @@ class CasCheckpointCallback(TrainerCallback):
     ``keep={"keep_best": "eval_loss:3"}`` keeps the best.
 
     A step that is saved again replaces the one of before. ``async_save``: in the background, one at a time; what fails
-    is logged by the next save, and raised at the end of the training. ``tag_best``: a tag for the best checkpoint so
-    far, by ``metric_for_best_model``, so that no retention loses it.
+    is heard as `Checkpointer.save_async` says, and at the end of the training. ``tag_best``: a tag for the best
+    checkpoint so far, by ``metric_for_best_model``, so that no retention loses it.
 
     FSDP and DeepSpeed write folders of their own kind, which are refused: use `casckpt.frontends.trainer` there.
     """

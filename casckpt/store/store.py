@@ -115,7 +115,8 @@ class Store:
         own state: shards (DTensor, `casckpt.Shard`), replicas that it shares with others, keys that only it has.
         ``no_dist``: this process saves alone.
 
-        ``metadata``: JSON-able, shown in listings. ``metrics``: up to 64 numbers by name, in the commit record.
+        ``metadata``: JSON-able, shown in listings; of paths the text. ``metrics``: up to 64 numbers by name, in the
+        commit record. Both take scalars of numpy and tensors of no dimensions, on any device, such as a loss.
         ``healthy``: True or False, your word on whether a training should go on from it. ``health``: count NaN and
         infinities, and find the largest value, of each tensor, in the cells that changed; of the others the parent has
         told. Where any is NaN, on whichever rank, and you gave no word, the checkpoint is not healthy. ``attachments``:
@@ -155,8 +156,9 @@ class Store:
         Saves of one store run one after the other, and there is memory for one copy. While one runs, a second call
         waits for its end (``when_busy="wait"``), or raises Conflict on every rank if one runs on any ("refuse").
 
-        The future raises what failed, and also what `save` raises for its arguments. If nobody asks the future, the
-        next call raises the error, once.
+        It raises what `save` raises for its arguments and for what cannot be stored, on every rank alike, before
+        anything is copied. The future raises what fails later. If nobody asks the future, the next call raises the
+        error, once.
         """
         check_keywords("Store.save_async", options, SaveArguments)
         return self._saver.get().save_async(state, SaveOptions(run=run, step=step, **options), when_busy)

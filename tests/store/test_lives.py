@@ -184,15 +184,16 @@ def test_a_last_save_that_failed_unheard_is_told_of_when_the_interpreter_ends(st
         "import gc, sys, casckpt\n"
         "def main():\n"
         "    store = casckpt.open(sys.argv[1])\n"
-        "    heard = store.save_async({'w': object()}, step=1).exception()\n"
+        "    store.save({'w': 1}, step=1), store.save({'w': 1}, step=2)\n"
+        "    heard = store.save_async({'w': 1}, step=1).exception()\n"
         "    other = casckpt.open(sys.argv[1])\n"
-        "    other.save_async({'unheard': object()}, step=1)\n"
+        "    other.save_async({'w': 1}, step=2)\n"
         "main()\n"
         "gc.collect()\n"
     )
     said = told(code, store_path, status=120)
     assert said.count("failed, and nobody asked its future") == 1
-    assert "unheard: a value of type builtins.object" in said
+    assert "default@2 exists already" in said
 
 
 def test_a_store_that_was_deleted_is_made_again_by_the_next_save(

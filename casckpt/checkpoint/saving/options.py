@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, TypeAlias, TypedDict, get_args
 
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import check_run, check_step
 from casckpt.format.metrics import stored_metrics
+from casckpt.format.sections.metadata import plain_metadata
 from casckpt.parallel import usable_threads
 
 if TYPE_CHECKING:
@@ -23,13 +23,15 @@ Compress: TypeAlias = Literal["auto", "off", "always"]
 WhenBusy: TypeAlias = Literal["wait", "refuse"]
 CheckReplicas: TypeAlias = Literal["raise", "sample", "off"] | bool
 """True is "raise", False is "off"."""
+Metrics: TypeAlias = Mapping[str, SupportsFloat]
+"""Names to real numbers, of Python or numpy, or tensors of no dimensions."""
 
 
 class WriterArguments(TypedDict, total=False):
     """The keyword arguments of `Store.save`, which describes them, that a DCP writer has too."""
 
     metadata: Mapping[str, Any] | None
-    metrics: Mapping[str, float] | None
+    metrics: Metrics | None
     healthy: bool | None
     health: bool
     overwrite: bool
@@ -86,7 +88,7 @@ class SaveOptions:
     run: str = "default"
     step: int
     metadata: Mapping[str, Any] | None = None
-    metrics: Mapping[str, float | str] | None = None
+    metrics: Mapping[str, SupportsFloat | str] | None = None
     healthy: bool | None = None
     health: bool = False
     overwrite: bool = False
@@ -103,15 +105,11 @@ class SaveOptions:
     process_group: ProcessGroup | None = None
     no_dist: bool = False
 
-    def copied(self) -> Self:
-        """The same, whatever the caller does with his metadata and metrics from now on."""
-        try:
-            return replace(self, metadata=deepcopy(self.metadata), metrics=deepcopy(self.metrics))
-        except Exception:  # noqa: BLE001 - of any object; what cannot be copied is none that can be stored, as the save says
-            return self
-
     def checked(self) -> Self:
-        """The same, as it is stored. Called where all ranks learn of it. Raises InvalidInput."""
+        """The same, as it is stored, with copies of metrics and metadata. Called where all ranks learn of it.
+
+        Raises InvalidInput.
+        """
         if self.dedup not in get_args(Dedup):
             raise InvalidInput(f"dedup={self.dedup!r} is not known; give 'store' or 'run'")
         if self.compress is not None:
@@ -124,7 +122,9 @@ class SaveOptions:
             raise InvalidInput(f"owners={self.owners!r:.40} is not usable; give a function from a flat key to a rank")
         check = usable_check(self.check_replicas)
         run, step, threads = check_run(self.run), check_step(self.step), usable_threads(self.threads)
+        metadata = None if self.metadata is None else plain_metadata(self.metadata)
         metrics, ephemeral = stored_metrics(self.metrics), bool(self.ephemeral)
         return replace(
-            self, run=run, step=step, metrics=metrics, ephemeral=ephemeral, threads=threads, check_replicas=check
-        )
+            self, run=run, step=step, metadata=metadata, metrics=metrics, ephemeral=ephemeral, threads=threads,
+            check_replicas=check,
+        )  # fmt: skip

@@ -38,25 +38,22 @@ class Saver:
     def save(self, state: State, options: SaveOptions) -> Checkpoint:
         """Save, and return once it is durable and visible."""
         ranks = open_ranks(options.process_group, no_dist=options.no_dist)
-        return self._run(ranks, options, lambda: _prepare(state, ranks, options))
+        try:
+            checked = options.checked()
+        except CasckptError as error:
+            ranks.fail(error)
+        return self._run(ranks, checked, lambda: _prepare(state, ranks, checked))
 
     def save_async(self, state: State, options: SaveOptions, when_busy: WhenBusy) -> Future[Checkpoint]:
-        """Copy the state, and save the copy in the background."""
-        ranks = open_ranks(options.process_group, no_dist=options.no_dist, purpose="async")
+        """Check all that is given, on all ranks; copy the state, and save the copy in the background."""
         if when_busy == "refuse":
             self._refuse_busy(options)
         with self.background.lock:
             self.background.wait()
-            if when_busy not in get_args(WhenBusy):  # the other ranks are about to save
-                ranks.fail(InvalidInput(f"when_busy={when_busy!r} is not known; give 'wait' or 'refuse'"))
-            failed = self.background.unheard()
-            prepared = _failing(failed) if failed else self._copied(state, ranks, options)
-            copied = options.copied()
-            future = self.background.submit(lambda: self._run(ranks, copied, prepared))
-        if failed is not None:  # the other ranks hear of it in their futures, if they have asked for the first
-            future.exception()
-            raise failed
-        return future
+            ranks = open_ranks(options.process_group, no_dist=options.no_dist, purpose="async")
+            checked, prepared = self._looked_at(state, ranks, options, when_busy)
+            copied = self._copied(prepared)
+            return self.background.submit(lambda: self._run(ranks, checked, copied))
 
     def _refuse_busy(self, options: SaveOptions) -> None:
         def decide(busy: Sequence[bool]) -> Sequence[None]:
@@ -75,20 +72,36 @@ class Saver:
             prepared = _prepare(state, ranks, SaveOptions(step=0, allow_pickle=True))
             self.background.staging.reserve(tensors_of(prepared))
 
-    def _copied(self, state: State, ranks: Ranks, options: SaveOptions) -> Callable[[], Prepared]:
+    def _looked_at(
+        self, state: State, ranks: Ranks, options: SaveOptions, when_busy: WhenBusy
+    ) -> tuple[SaveOptions, Prepared]:
+        """The arguments and every leaf, checked, before anything is copied. What one rank raises here, all raise.
+
+        So does what the save before failed with, if nobody asked its future.
+        """
+        done: list[tuple[SaveOptions, Prepared]] = []
+
+        def look() -> None:
+            if when_busy not in get_args(WhenBusy):
+                raise InvalidInput(f"when_busy={when_busy!r} is not known; give 'wait' or 'refuse'")
+            if failed := self.background.unheard():
+                raise failed
+            checked = options.checked()
+            done.append((checked, _prepare(state, ranks, checked)))
+
+        ranks.exchange(look, lambda looked: looked)
+        return done[0]
+
+    def _copied(self, prepared: Prepared) -> Callable[[], Prepared]:
         """What gives copies of all data, made now, or raises what went wrong, where all ranks learn of it."""
         try:
-            copied = snapshot(_prepare(state, ranks, options), self.background.staging)
+            copied = snapshot(prepared, self.background.staging)
         except CasckptError as error:
             return _failing(error)
         return lambda: copied
 
-    def _run(self, ranks: Ranks, options: SaveOptions, prepared: Callable[[], Prepared]) -> Checkpoint:
+    def _run(self, ranks: Ranks, checked: SaveOptions, prepared: Callable[[], Prepared]) -> Checkpoint:
         """Save; on every rank."""
-        try:
-            checked = options.checked()
-        except CasckptError as error:
-            ranks.fail(error)
         replicas = memory_of(self._repo.storage.url, ranks.group)
         memory = self._memories.setdefault(ranks.name, SaveMemory(replicas))
         return Checkpoint(self._repo, save(self._repo, ranks, memory, prepared, checked))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import PurePath
 from typing import Any
 
 import msgspec
 
 from casckpt.errors import InvalidInput
 from casckpt.format.records import MAX_METADATA_BYTES
+from casckpt.format.scalars import python_value
 
 MAX_METADATA_DEPTH = 32
 
@@ -16,22 +18,41 @@ MAX_METADATA_DEPTH = 32
 def encode_metadata(metadata: Mapping[str, Any]) -> tuple[msgspec.Raw, dict[str, Any] | None]:
     """Encode the user's metadata for the manifest and for the commit record (None if that cannot hold it exactly).
 
-    Raises InvalidInput for anything but None, bool, int, float, str, and lists and str-keyed dicts of them.
+    Raises InvalidInput as `plain_metadata` does.
+    """
+    plain = plain_metadata(metadata)
+    text = msgspec.json.encode(plain)
+    exact = len(text) <= MAX_METADATA_BYTES and msgspec.json.decode(text) == plain
+    return msgspec.Raw(msgspec.msgpack.encode(plain)), plain if exact else None
+
+
+def plain_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the user's metadata: None, bool, int, float, str, and lists and str-keyed dicts of them.
+
+    Scalars of numpy and tensors of no dimensions become numbers, and paths become text. Raises InvalidInput for
+    anything else.
     """
     if not isinstance(metadata, Mapping):
         raise InvalidInput(f"metadata is a dict of names to values, not a {type(metadata).__name__}")
-    plain = _plain(metadata, "metadata", 0)
     try:
-        raw = msgspec.Raw(msgspec.msgpack.encode(plain))
-        text = msgspec.json.encode(plain)
+        return {key: _plain(value, f"metadata[{key!r}]", 1) for key, value in _items(metadata, "metadata")}
     except UnicodeEncodeError as error:
         raise InvalidInput("metadata holds text with a lone surrogate, which no JSON can hold; replace it") from error
-    exact = len(text) <= MAX_METADATA_BYTES and msgspec.json.decode(text) == plain
-    return raw, plain if exact else None
 
 
-def _plain(value: Any, path: str, depth: int) -> Any:
+def _items(found: Mapping[Any, Any], path: str) -> Iterable[tuple[str, Any]]:
+    for key in found:
+        if type(key) is not str:
+            raise InvalidInput(f"{path} has the key {key!r:.80}; the keys of metadata are text: give str() of it")
+        key.encode()  # a lone surrogate
+    return found.items()
+
+
+def _plain(given: Any, path: str, depth: int) -> Any:
+    value: Any = str(given) if isinstance(given, PurePath) else python_value(given, path)
     kind = type(value)
+    if isinstance(value, str):
+        value.encode()  # a lone surrogate
     if value is None or kind in (bool, str) or (kind is int and -(2**63) <= value < 2**63):
         return value
     if isinstance(value, float):
@@ -41,10 +62,9 @@ def _plain(value: Any, path: str, depth: int) -> Any:
     if kind in (list, tuple):
         return [_plain(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
     if isinstance(value, Mapping):
-        if odd := [key for key in value if type(key) is not str]:
-            raise InvalidInput(f"{path} has the key {odd[0]!r:.80}; the keys of metadata are text: give str() of it")
-        return {key: _plain(item, f"{path}[{key!r}]", depth + 1) for key, item in value.items()}
+        return {key: _plain(item, f"{path}[{key!r}]", depth + 1) for key, item in _items(value, path)}
     raise InvalidInput(
-        f"{path} is a {kind.__name__}; metadata holds None, bool, int (64 bits), float, str, and lists and dicts with "
-        "str keys of them. Put anything else into the state, or into an attachment"
+        f"{path} is a {kind.__name__}; metadata holds None, bool, int (64 bits), float, str, paths, scalars of numpy, "
+        "tensors of no dimensions, and lists and dicts with str keys of them. Put anything else into the state, or "
+        "into an attachment"
     )

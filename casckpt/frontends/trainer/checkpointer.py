@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.keywords import check_keywords
 from casckpt.checkpoint.loading.load_plan import MatchArguments, RankArguments, Unread
-from casckpt.checkpoint.ranks import open_ranks
+from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks, this_rank
 from casckpt.checkpoint.saving.options import SaveArguments
-from casckpt.errors import CasckptError, Conflict, InvalidInput, Revoked
+from casckpt.errors import CasckptError, Conflict, InvalidInput
 from casckpt.format.keys import check_attachment_name, check_step
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer.contents import AnyTrainState, Restoring, TrainModel, Wanted, state_to_save
+from casckpt.frontends.trainer.failures import Failures, will_repeat
 from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.frontends.trainer.one_run import OneRun, newest_together
 from casckpt.frontends.trainer.resuming import Missing, is_to_be_set, set_train_state, to_resume
@@ -62,9 +63,12 @@ class Checkpointer(OneRun):
     ``keep``, ``max_checkpoints``, ``fixed_steps``: what of the permanent checkpoints stays once a new one is committed
     (see `Rotation`; with neither of the first two everything stays, ephemeral ones too). ``thin``: what those that stay
     leave out, and which of them stay whole, as ``{"drop": ["optim.*"], "keep_last": 2}``. ``save_interval``,
-    ``fixed_steps``, ``ephemeral_save_interval``, ``ephemeral_cooldown``: when `save_if_due` saves (see `due`).
+    ``fixed_steps``, ``last_step``, ``ephemeral_save_interval``, ``ephemeral_cooldown``: when `save_if_due` saves (see
+    `due`). ``last_step``: of the training. None: `close` warns of steps since the last save.
     ``max_steps_at_risk``: `save_if_due` waits for the save in the background before more steps than that could be lost,
     whenever the job dies; no less than the interval. None: it waits when the next save is due, so up to two intervals.
+    ``max_failures``: after so many saves in the background that failed in a row, over 15 minutes or more, the next one
+    is made in the foreground and raises its failure. None: failures that may pass, as of the storage, are only logged.
     ``gc``: after a save, delete what is forgotten and needed by nobody, on rank 0, beside the training.
 
     ``overwrite``: of steps that exist. ``save_threads``, ``load_threads``: of each rank. ``throttle``: at most so many
@@ -94,8 +98,10 @@ class Checkpointer(OneRun):
         self._janitor = Janitor(self.store)
         self._files: dict[str, bytes] = {}
         self._pending: _Pending | None = None
-        self.last_step: int | None = None
+        self._failures = Failures(self.config.max_failures, self.store.repository.clock)
+        self.saved_step: int | None = None
         self._begun: int | None = None
+        self._reached: int | None = None
         self._told_of_space = False
 
     def __enter__(self) -> Self:
@@ -129,12 +135,12 @@ class Checkpointer(OneRun):
         """
         check_keywords("Checkpointer.save", options, StepArguments)
         begun = time.monotonic()
-        self._settle(to_save=True)
-        ranks = open_ranks(self.process_group)
+        ranks, _ = self._begin()
         state = state_to_save(ranks, model, optim, train_state)
         saved = self.store.save(state, run=self.run, step=step, **self._save_arguments(model, **options))
         self._files.clear()
-        self.last_step = saved.step
+        self._failures.note(None)
+        self.saved_step = saved.step
         seconds = time.monotonic() - begun
         self._after(saved, seconds, seconds, leads=ranks.rank == 0)
         return saved
@@ -149,13 +155,14 @@ class Checkpointer(OneRun):
     ) -> Future[Checkpoint]:
         """Like `save`, but returns once the state is copied; it may change from then on. One save runs at a time.
 
-        It raises what goes wrong before that. What goes wrong later, the future raises, the next save or load logs, and
-        `wait` and `close` raise. The next save also raises a Conflict over a step that is already saved.
+        It raises what goes wrong before that. What goes wrong later, the future raises, and `wait` and `close` do. The
+        next save raises it on every rank if it would fail alike: InvalidInput, or Conflict over a step that is already
+        saved. What may pass, such as StorageError, the next save or load logs. After ``max_failures`` of these this
+        call waits for its save, and raises its failure.
         """
         check_keywords("Checkpointer.save_async", options, StepArguments)
         begun = time.monotonic()
-        self._settle(to_save=True)
-        ranks = open_ranks(self.process_group)
+        ranks, waits = self._begin()
         state = state_to_save(ranks, model, optim, train_state)
         saving = self.store.save_async(state, run=self.run, step=step, **self._save_arguments(model, **options))
         blocked = time.monotonic() - begun
@@ -170,14 +177,16 @@ class Checkpointer(OneRun):
             else:
                 done.set_result(saved)
 
-        self._pending = _Pending(done, step, self.last_step, self._files)
-        self._files, self.last_step = {}, step
+        self._pending = _Pending(done, step, self.saved_step, self._files)
+        self._files, self.saved_step = {}, step
         saving.add_done_callback(finish)
+        if waits:
+            self.wait()
         return done
 
     def due(self, step: int) -> Kind | None:
         """Say whether ``step`` is to be saved, and as what; the same on every rank. See `TrainerSettings.due`."""
-        return self.config.due(check_step(step), self.last_step)
+        return self.config.due(check_step(step), self.saved_step)
 
     def save_if_due(
         self,
@@ -185,9 +194,13 @@ class Checkpointer(OneRun):
         model: TrainModel,
         optim: AnyOptimizer | None = None,
         train_state: AnyTrainState = None,
+        *,
+        last: bool = False,
         **options: Unpack[DueArguments],
     ) -> Future[Checkpoint] | None:
         """Call `save_async` if ``step`` is due; otherwise return None. Call it after each step.
+
+        ``last``: this is the last step of the training, and due; the same on every rank.
 
         With ``max_steps_at_risk`` it raises the error of the save in the background once the next step would be one too
         many. The training stops rather than put more at risk. ``metadata``, ``metrics``, ``healthy``: as for
@@ -195,6 +208,11 @@ class Checkpointer(OneRun):
         """
         check_keywords("Checkpointer.save_if_due", options, DueArguments)
         kind, saving = self.due(step), None
+        if last:
+            kind = "permanent"
+        if self._begun is None:
+            self._begun = step - 1
+        self._reached = step
         if kind is not None:
             saving = self.save_async(step, model, optim, train_state, ephemeral=kind == "ephemeral", **options)
         self._bound_risk(step)
@@ -222,11 +240,12 @@ class Checkpointer(OneRun):
             raise error
 
     def close(self) -> None:
-        """`wait`, and also wait for a gc that is running."""
+        """`wait`, and also wait for a gc that is running. The log warns of steps that are in no checkpoint."""
         try:
             self.wait()
         finally:
             self._janitor.close()
+        self._warn_of_unsaved()
 
     # loading
 
@@ -304,7 +323,8 @@ class Checkpointer(OneRun):
             "threads": self.config.load_threads,
         }
         loaded, train = Restoring(open_ranks(self.process_group), self.store, wanted, options).load(ref, model, optim)
-        self.last_step, self._begun = (loaded.step if loaded.run == self.run else None), None
+        self.saved_step, self._begun = (loaded.step if loaded.run == self.run else None), None
+        self._reached = None
         return loaded, train
 
     def _find_together(
@@ -368,38 +388,72 @@ class Checkpointer(OneRun):
         limit = self.config.max_steps_at_risk
         if limit is None:
             return
-        if self._begun is None:
-            self._begun = step - 1
-        durable = self.last_step if self._pending is None else self._pending.last_step
-        if step + 1 - (self._begun if durable is None else durable) > limit:
+        durable = self.saved_step if self._pending is None else self._pending.saved_step
+        if step + 1 - ((self._begun or 0) if durable is None else durable) > limit:
             self.wait()
 
-    def _settle(self, *, to_save: bool = False) -> None:
-        """Wait for the save in the background, and report it if it failed.
+    def _warn_of_unsaved(self) -> None:
+        """Of the steps that `save_if_due` was told of since the last save; once, and not on every rank of all."""
+        after, reached = self._begun if self.saved_step is None else self.saved_step, self._reached
+        self._reached = None
+        if reached is None or after is None or reached <= after or (this_rank() and self.process_group is None):
+            return
+        log.warning(
+            "steps %d to %d of %s are in no checkpoint; give the Checkpointer last_step=%d, or the last save_if_due "
+            "last=True", after + 1, reached, self.run, reached,
+        )  # fmt: skip
 
-        ``to_save``: raise a Conflict over its step: of a run that was not resumed, no save would ever succeed.
+    def _begin(self) -> tuple[Ranks, bool]:
+        """Before a save: wait for the one in the background. (the ranks; shall all of them wait for this one, too?).
+
+        Raises on all ranks, if any failed with an error that would repeat.
+        """
+        error = self._settle(to_save=True)
+        ranks = open_ranks(self.process_group)
+
+        def look() -> bool:
+            if error is not None:
+                raise error
+            return self._failures.too_many
+
+        waits = ranks.exchange(look, lambda found: everyone(any(found), ranks.size))
+        if waits and ranks.rank == 0:
+            log.warning(
+                "%d saves of %s in a row failed: training waits for the next one", self._failures.count, self.run
+            )
+        return ranks, waits
+
+    def _settle(self, *, to_save: bool = False) -> BaseException | None:
+        """Wait for the save in the background, and log it if it failed.
+
+        ``to_save``: an error that the next save would repeat is not logged, but returned.
         """
         pending, error = self._pending, self._end_pending()
-        if to_save and isinstance(error, Conflict) and not isinstance(error, Revoked):
-            raise error
-        if pending is not None and error is not None:
-            log.error("the save of %s@%d failed, and nothing of it is visible: %s", self.run, pending.step, error)
+        if pending is None or error is None:
+            return None
+        if to_save and will_repeat(error):
+            return error
+        log.error("the save of %s@%d failed, and nothing of it is visible: %s", self.run, pending.step, error)
+        return None
 
     def _end_pending(self) -> BaseException | None:
         """Wait for the save in the background, if there is one; what it failed with. Then its files are not lost."""
         pending, self._pending = self._pending, None
-        error = pending.future.exception() if pending is not None else None
-        if pending is not None and error is not None:
+        if pending is None:
+            return None
+        error = pending.future.exception()
+        self._failures.note(error)
+        if error is not None:
             self._files = pending.files | self._files
-            self.last_step = pending.last_step
+            self.saved_step = pending.saved_step
         return error
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A save in the background. ``last_step``, ``files``: as they were before it."""
+    """A save in the background. ``saved_step``, ``files``: as they were before it."""
 
     future: Future[Checkpoint]
     step: int
-    last_step: int | None
+    saved_step: int | None
     files: dict[str, bytes]

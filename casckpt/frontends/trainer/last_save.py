@@ -96,4 +96,4 @@ class SaveOnSignal:
             self._checkpointer.wait()
         except CasckptError as error:
             log.error("the save before the last one failed: %s", error)
-        return self._checkpointer.last_step == step
+        return self._checkpointer.saved_step == step

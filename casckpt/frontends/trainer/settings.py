@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypedDict
 
-from casckpt.checkpoint.saving.options import CheckReplicas, Compress, usable_check, usable_compress
+from casckpt.checkpoint.saving.options import CheckReplicas, Compress, Metrics, usable_check, usable_compress
 from casckpt.checkpoint.saving.prepare import Frozen, Owners
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import check_run, check_step
@@ -32,10 +32,12 @@ class TrainerArguments(TypedDict, total=False):
     work_dir: str | os.PathLike[str] | None
     save_interval: int | None
     fixed_steps: Iterable[int] | None
+    last_step: int | None
     max_checkpoints: int | None
     ephemeral_save_interval: int | None
     ephemeral_cooldown: int | None
     max_steps_at_risk: int | None
+    max_failures: int | None
     gc: bool
     frozen: Frozen
     compress: Compress | None
@@ -49,7 +51,7 @@ class DueArguments(TypedDict, total=False):
     """The keyword arguments of `Checkpointer.save_if_due`: what is said of a checkpoint, as for `Store.save`."""
 
     metadata: Mapping[str, Any] | None
-    metrics: Mapping[str, float] | None
+    metrics: Metrics | None
     healthy: bool | None
 
 
@@ -76,10 +78,12 @@ class TrainerSettings:
     work_dir: str | os.PathLike[str] | None = None
     save_interval: int | None = None
     fixed_steps: Iterable[int] | None = None
+    last_step: int | None = None
     max_checkpoints: int | None = None
     ephemeral_save_interval: int | None = None
     ephemeral_cooldown: int | None = None
     max_steps_at_risk: int | None = None
+    max_failures: int | None = 3
     gc: bool = False
     frozen: Frozen = None
     compress: Compress | None = None
@@ -92,7 +96,7 @@ class TrainerSettings:
         check_run(self.run)
         for name in (
             "save_threads", "load_threads", "throttle", "save_interval", "max_checkpoints",
-            "ephemeral_save_interval", "ephemeral_cooldown", "max_steps_at_risk",
+            "ephemeral_save_interval", "ephemeral_cooldown", "max_steps_at_risk", "max_failures",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -101,6 +105,8 @@ class TrainerSettings:
             raise InvalidInput(f"fixed_steps={self.fixed_steps!r} is not usable; give a list of steps, or None")
         steps = None if self.fixed_steps is None else frozenset(check_step(step) for step in self.fixed_steps)
         object.__setattr__(self, "fixed_steps", steps)
+        if self.last_step is not None:
+            object.__setattr__(self, "last_step", check_step(self.last_step))
         policy_of(self.keep)
         usable_check(self.check_replicas)
         if self.compress is not None:
@@ -128,10 +134,11 @@ class TrainerSettings:
     def due(self, step: int, last: int | None) -> Kind | None:
         """Give what is to be saved at ``step``. ``last``: the step of the newest checkpoint, None if there is none.
 
-        Every ``save_interval`` steps, and at ``fixed_steps``, a permanent one. Every ``ephemeral_save_interval`` one
-        that goes once a newer one is there; none within ``ephemeral_cooldown`` steps of the last one of any kind.
+        Every ``save_interval`` steps, at ``fixed_steps`` and at ``last_step``, a permanent one. Every
+        ``ephemeral_save_interval`` one that goes once a newer one is there; none within ``ephemeral_cooldown`` steps of
+        the last one of any kind.
         """
-        if step in (self.fixed_steps or ()) or _is_multiple(step, self.save_interval):
+        if step == self.last_step or step in (self.fixed_steps or ()) or _is_multiple(step, self.save_interval):
             return "permanent"
         cooldown = self.ephemeral_cooldown or 0
         near = last is not None and 0 <= step - last < cooldown

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 import casckpt
-from casckpt.errors import CasckptError, Conflict, StorageError
+from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
 from tests.support.faulty import Call, call_first, fail_before
 from tests.support.ranks import outcome_of, tell, wait_for
 from tests.support.saves import small_folder
@@ -36,8 +36,7 @@ def unheard(rank: int, size: int, path: Path) -> Any:
         faults.inject(fail_before("put", key="objects/*.safetensors"))
     first = store.save_async(state, step=0)
     heard = [outcome_of(first.result)] if rank == 0 else []
-    second = outcome_of(lambda: store.save_async(state, step=1))
-    heard.append(outcome_of(second.result) if rank == 0 else second)
+    heard.append(outcome_of(lambda: store.save_async(state, step=1)))
     third = store.save_async(state, step=2).result()
     return [type(error) for error in heard], third.step, [one.step for one in store.checkpoints()]
 
@@ -47,6 +46,23 @@ def test_a_failure_that_one_rank_has_not_heard_of_stops_the_next_save_on_all(ran
     assert all(issubclass(kind, CasckptError) for kind in first[0])
     assert second[0] == [StorageError]
     assert first[1:] == second[1:] == (2, [2])
+
+
+def wrong_on_one(rank: int, size: int, path: Path) -> Any:
+    """Rank 1 gives what no save takes: as a metric, then in the state."""
+    store = casckpt.open(path)
+    state = spread({"w": numbers("w", 64, 100)}, line(size), [Shard(0)])
+    metrics: Any = {"loss": "low"} if rank == 1 else None
+    calls = (
+        lambda: store.save_async(state, step=0, metrics=metrics),
+        lambda: store.save_async(state | ({"odd": object()} if rank == 1 else {}), step=0),
+    )
+    errors = [outcome_of(call) for call in calls]
+    return [type(error) for error in errors], store.save_async(state, step=0).result().step
+
+
+def test_what_one_rank_gives_wrong_is_raised_in_the_call_on_all(ranks: Pool, path: Path) -> None:
+    assert ranks.run(2, wrong_on_one, path) == [([InvalidInput, InvalidInput], 0)] * 2
 
 
 def refusing(rank: int, size: int, path: Path) -> Any:

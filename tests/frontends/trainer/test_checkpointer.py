@@ -134,7 +134,7 @@ def test_weights_alone_load_wherever_they_came_from(where: str) -> None:
     checkpointer = Checkpointer(store, run="sft")
     assert checkpointer.load("base@0", other, fresh) is None
     assert identical(dict(other.state_dict()), dict(weights))
-    assert checkpointer.last_step is None  # that was another run
+    assert checkpointer.saved_step is None  # that was another run
     with pytest.raises((MissingKey, Mismatch)):
         checkpointer.load("base@0", nn.Linear(2, 2))
 
@@ -406,6 +406,49 @@ def test_a_wrong_train_state_changes_nothing() -> None:
     with pytest.raises(MissingKey, match="lacks 'rank'"):
         TrainState().load_state_dict({"rng": {}})
     assert dict(state) == {"epoch": 1}
+
+
+# the end of the training
+
+
+def trained_to(end: int, *, first: int = 1, last: bool = False, **settings: Any) -> list[int]:
+    """The steps that are saved."""
+    store = small()
+    with Checkpointer(store, run="sft", **settings) as checkpointer:
+        for step in range(first, end + 1):
+            checkpointer.save_if_due(step, nn.Linear(2, 2), last=last and step == end)
+    return [step for _, step in steps(store)]
+
+
+@pytest.mark.parametrize("settings", [{"last_step": 5}, {"last": True}], ids=list)
+def test_the_end_of_a_training_that_was_told_is_saved(
+    settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert trained_to(5, save_interval=2, **settings) == [2, 4, 5]
+    assert trained_to(5, **settings) == [5]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("interval", "first", "unsaved"),
+    [(2, 1, "steps 5 to 5 "), (3, 1, "steps 4 to 5 "), (9, 3, "steps 3 to 5 "), (5, 1, "")],
+)
+def test_steps_at_the_end_that_are_in_no_checkpoint_are_told(
+    interval: int, first: int, unsaved: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained_to(5, first=first, save_interval=interval)
+    told = [record.message for record in caplog.records]
+    assert len(told) == bool(unsaved)
+    assert all(one.startswith(f"{unsaved}of sft are in no checkpoint") and "last_step=5" in one for one in told)
+
+
+def test_steps_before_a_checkpoint_that_was_loaded_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    with Checkpointer(small(), run="sft", save_interval=2) as checkpointer:
+        for step in range(1, 4):
+            checkpointer.save_if_due(step, model)
+        checkpointer.load("sft@2", model)
+    assert not caplog.records
 
 
 # how much a crash may cost

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from torch import nn
 
-from casckpt.errors import Conflict, StorageError
+from casckpt.errors import Conflict, StorageError, Unsupported
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, fail_before, look_on
-from tests.support.repositories import memory
+from tests.support.repositories import Ticks, memory
 from tests.support.saves import small, steps
 from tests.support.training import trained
 
@@ -59,7 +59,7 @@ def test_a_save_in_the_foreground_that_fails_can_be_made_again() -> None:
     with pytest.raises(StorageError, match="injected"):
         checkpointer.save(5, nn.Linear(2, 2))
     assert steps(store) == []
-    assert checkpointer.last_step is None
+    assert checkpointer.saved_step is None
     checkpointer.save(5, nn.Linear(2, 2))
     assert store.attachments("sft@5") == {"a": 1}
     with pytest.raises(Conflict, match="sft@5 exists already"):
@@ -169,3 +169,63 @@ def test_an_error_in_the_loop_is_not_hidden_by_that_of_a_save() -> None:
 
     with pytest.raises(ZeroDivisionError):
         loop()
+
+
+# that will repeat, and that may pass
+
+
+def test_a_failure_in_the_background_that_would_repeat_is_raised_at_the_next_save_that_is_due(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _, store = broken(fail_before("put", key="objects/*.manifest", error=Unsupported("by the storage")))
+    checkpointer, done = Checkpointer(store, run="sft", save_interval=2), []
+
+    def loop(first: int) -> None:
+        for step in range(first, 9):
+            done.append(step)
+            checkpointer.save_if_due(step, nn.Linear(2, 2))
+
+    with pytest.raises(Unsupported, match="by the storage"):
+        loop(2)
+    assert done == [2, 3, 4]
+    assert not caplog.records
+    loop(4)
+    checkpointer.close()
+    assert steps(store) == [("sft", 4), ("sft", 6), ("sft", 8)]
+
+
+MINUTES = (0, 1, 2, 3, 15, 16, 17)
+MANIFEST = "objects/*.manifest"
+
+
+def raised_at(minutes: tuple[int, ...], *faults: Any, **settings: Any) -> list[int]:
+    """The minutes at which a save in the background raised what failed."""
+    _, store = broken(*faults)
+    clock = store.repository.clock = Ticks()
+    checkpointer, raised, before = Checkpointer(store, run="sft", **settings), [], 0
+    for step, minute in enumerate(minutes):
+        clock.advance(60 * (minute - before))
+        before = minute
+        try:
+            checkpointer.save_async(step, nn.Linear(2, 2)).exception(60)
+        except StorageError:
+            raised.append(minute)
+    return raised
+
+
+@pytest.mark.parametrize(("most", "raised"), [(3, [16, 17]), (5, [16, 17]), (6, [17]), (7, []), (None, [])])
+def test_failures_that_may_pass_are_raised_after_some_in_a_row_and_a_while(most: int | None, raised: list[int]) -> None:
+    assert raised_at(MINUTES, fail_before("put", key=MANIFEST, times=99), max_failures=most) == raised
+
+
+def test_a_save_that_succeeds_makes_the_failures_before_it_count_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    faults = fail_before("put", key=MANIFEST, times=3), fail_before("put", key=MANIFEST, at=5, times=99)
+    assert raised_at((*MINUTES, 18, 19, 20), *faults) == []
+    assert "training waits" not in caplog.text
+
+
+def test_before_they_are_raised_a_save_is_tried_in_the_foreground(caplog: pytest.LogCaptureFixture) -> None:
+    assert raised_at(MINUTES, fail_before("put", key=MANIFEST, times=5)) == []
+    assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
+        "5 saves of sft in a row failed: training waits for the next one"
+    ]

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from casckpt.errors import InvalidInput, RankFailed, StorageError
+from casckpt.errors import InvalidInput, RankFailed, StorageError, Unsupported
 from casckpt.frontends.trainer import Checkpointer, SaveOnSignal, TrainState
 from casckpt.frontends.trainer.throttle import ThrottledStore, Turn
 from casckpt.repository.repository import Repository
@@ -25,7 +26,7 @@ from casckpt.store.store import Store
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before, look_on
 from tests.support.parallel import local, sharded
 from tests.support.ranks import die, outcome_of, tell, wait_for
-from tests.support.repositories import meanwhile
+from tests.support.repositories import Ticks, meanwhile
 from tests.support.saves import cells, small_folder, steps
 
 if TYPE_CHECKING:
@@ -152,6 +153,29 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_step_can_be_saved_again(sto
     assert "rank 1" in texts[2][1]
     assert seen == ([], [], [])
     assert all(same)
+
+
+def fails_again_and_again(rank: int, size: int, path: Path, *, repeats: bool) -> tuple[type, int]:
+    """Only rank 1 fails, and only its clock says that much time has gone by: (what was raised, at which step)."""
+    storage, clock = FaultyStore(LocalStore(path)), Ticks()
+    checkpointer = Checkpointer(Store(Repository(storage, clock=clock)), run="sft", save_interval=2)
+    if rank == 1:
+        error = Unsupported("by the storage") if repeats else None
+        storage.inject(fail_before("put", key="objects/*.safetensors", times=99, error=error))
+    for step in range(2, 99):
+        if rank == 1:
+            clock.advance(60)
+        saving = outcome_of(partial(checkpointer.save_if_due, step, model(), None, {"x": cells(2, seed=rank)}))
+        if isinstance(saving, Exception):
+            return type(saving), step
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(("repeats", "want"), [(True, (Unsupported, 4)), (False, (StorageError, 20))])
+def test_failures_are_raised_at_the_same_step_on_all_ranks(
+    repeats: bool, want: tuple[type, int], store_path: Path, ranks: Pool
+) -> None:
+    assert ranks.run(2, fails_again_and_again, store_path, repeats=repeats) == [want] * 2
 
 
 def dies_in_the_background(rank: int, size: int, path: Path) -> Any:

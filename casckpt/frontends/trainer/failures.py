@@ -1,0 +1,41 @@
+"""Saves in the background that failed: which are raised at the next save, and which only after several of them."""
+
+from __future__ import annotations
+
+from casckpt.errors import Conflict, InvalidInput, Revoked
+from casckpt.repository.repository import Clock
+
+PATIENCE = 15 * 60 * 1_000_000
+"""For so many microseconds saves may fail before one is made in the foreground."""
+
+
+def will_repeat(error: BaseException) -> bool:
+    """Tell whether the next save would fail alike: the state, an argument or a step that exists is the reason."""
+    return isinstance(error, InvalidInput) or (isinstance(error, Conflict) and not isinstance(error, Revoked))
+
+
+class Failures:
+    """The saves that failed since the last one that did not, on one rank. ``clock``: in microseconds.
+
+    ``most``: so many in a row, over `PATIENCE`, are too many. None: they never are.
+    """
+
+    def __init__(self, most: int | None, clock: Clock) -> None:
+        self.count = 0
+        self._most, self._clock, self._first = most, clock, 0
+
+    def note(self, error: BaseException | None) -> None:
+        """Note how a save ended. ``error``: None if it is durable."""
+        if error is None:
+            self.count = 0
+            return
+        if self.count == 0:
+            self._first = self._clock()
+        self.count += 1
+
+    @property
+    def too_many(self) -> bool:
+        """Whether the next save is to be made in the foreground, and its failure raised."""
+        if self._most is None or self.count < self._most:
+            return False
+        return self._clock() - self._first >= PATIENCE
