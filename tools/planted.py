@@ -1753,8 +1753,8 @@ PLANTED = (
     Planted(
         "a save in the background that would fail again is tried again",
         "casckpt/frontends/trainer/checkpointer.py",
-        "        if to_save and will_repeat(error):\n",
-        "        if to_save and isinstance(error, Conflict):\n",
+        "        if to_save and will_repeat(error) and not heard:\n",
+        "        if to_save and isinstance(error, Conflict) and not heard:\n",
         "tests/frontends/trainer/test_failures.py",
     ),
     Planted(

@@ -248,6 +248,7 @@ def leaves_something_unread(rank: int, size: int, path: Path) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a test may
     logging.getLogger("casckpt").addHandler(handler)
+    torch.manual_seed(0)
     model = nn.Linear(3, 3)
     casckpt.open(path).save({"model": model.state_dict(), "ema": {"w": torch.ones(2)}}, run="unread", step=1)
     load_model_and_optim_state(path, "unread@1", model)

@@ -19,7 +19,7 @@ from casckpt.errors import CasckptError, Conflict, InvalidInput
 from casckpt.format.keys import check_attachment_name, check_step
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer.contents import AnyTrainState, Restoring, TrainModel, Wanted, state_to_save
-from casckpt.frontends.trainer.failures import Failures, will_repeat
+from casckpt.frontends.trainer.failures import Failures, HeardFuture, will_repeat
 from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.frontends.trainer.one_run import OneRun, newest_together
 from casckpt.frontends.trainer.resuming import Missing, is_to_be_set, set_train_state, to_resume
@@ -156,9 +156,9 @@ class Checkpointer(OneRun):
         """Like `save`, but returns once the state is copied; it may change from then on. One save runs at a time.
 
         It raises what goes wrong before that. What goes wrong later, the future raises, and `wait` and `close` do. The
-        next save raises it on every rank if it would fail alike: InvalidInput, or Conflict over a step that is already
-        saved. What may pass, such as StorageError, the next save or load logs. After ``max_failures`` of these this
-        call waits for its save, and raises its failure.
+        next save raises it on every rank if it would fail alike (InvalidInput, or Conflict over a step that is already
+        saved), unless all ranks have asked the future. What may pass, such as StorageError, the next save or load logs.
+        After ``max_failures`` of these this call waits for its save, and raises its failure.
         """
         check_keywords("Checkpointer.save_async", options, StepArguments)
         begun = time.monotonic()
@@ -166,7 +166,7 @@ class Checkpointer(OneRun):
         state = state_to_save(ranks, model, optim, train_state)
         saving = self.store.save_async(state, run=self.run, step=step, **self._save_arguments(model, **options))
         blocked = time.monotonic() - begun
-        done: Future[Checkpoint] = Future()
+        done = HeardFuture()
 
         def finish(saving: Future[Checkpoint]) -> None:
             try:
@@ -426,12 +426,13 @@ class Checkpointer(OneRun):
     def _settle(self, *, to_save: bool = False) -> BaseException | None:
         """Wait for the save in the background, and log it if it failed.
 
-        ``to_save``: an error that the next save would repeat is not logged, but returned.
+        ``to_save``: an error that the next save would repeat is not logged but returned, unless the caller knows of it.
         """
-        pending, error = self._pending, self._end_pending()
+        pending, heard = self._pending, self._pending is not None and self._pending.future.is_heard
+        error = self._end_pending()
         if pending is None or error is None:
             return None
-        if to_save and will_repeat(error):
+        if to_save and will_repeat(error) and not heard:
             return error
         log.error("the save of %s@%d failed, and nothing of it is visible: %s", self.run, pending.step, error)
         return None
@@ -441,7 +442,7 @@ class Checkpointer(OneRun):
         pending, self._pending = self._pending, None
         if pending is None:
             return None
-        error = pending.future.exception()
+        error = pending.future.unheard_exception()
         self._failures.note(error)
         if error is not None:
             self._files = pending.files | self._files
@@ -453,7 +454,7 @@ class Checkpointer(OneRun):
 class _Pending:
     """A save in the background. ``saved_step``, ``files``: as they were before it."""
 
-    future: Future[Checkpoint]
+    future: HeardFuture
     step: int
     saved_step: int | None
     files: dict[str, bytes]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
+from casckpt.checkpoint.handle import Checkpoint
 from casckpt.errors import Conflict, InvalidInput, Revoked
 from casckpt.repository.repository import Clock
 
@@ -12,6 +15,26 @@ PATIENCE = 15 * 60 * 1_000_000
 def will_repeat(error: BaseException) -> bool:
     """Tell whether the next save would fail alike: the state, an argument or a step that exists is the reason."""
     return isinstance(error, InvalidInput) or (isinstance(error, Conflict) and not isinstance(error, Revoked))
+
+
+class HeardFuture(Future[Checkpoint]):
+    """The future of a save. ``is_heard``: whether the caller has asked how it ended, and so knows of a failure."""
+
+    is_heard = False
+
+    def result(self, timeout: float | None = None) -> Checkpoint:
+        """See `Future.result`."""
+        self.is_heard = True
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See `Future.exception`."""
+        self.is_heard = True
+        return super().exception(timeout)
+
+    def unheard_exception(self) -> BaseException | None:
+        """Wait for the end and return what the save raised, without telling the caller."""
+        return super().exception()
 
 
 class Failures:

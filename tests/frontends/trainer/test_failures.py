@@ -229,3 +229,15 @@ def test_before_they_are_raised_a_save_is_tried_in_the_foreground(caplog: pytest
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
         "5 saves of sft in a row failed: training waits for the next one"
     ]
+
+
+def test_a_failure_that_was_asked_for_is_not_raised_again_by_the_next_save() -> None:
+    checkpointer = Checkpointer(broken()[1], run="sft")
+    checkpointer.save(5, nn.Linear(2, 2))
+    with pytest.raises(Conflict, match="sft@5 exists already"):
+        checkpointer.save_async(5, nn.Linear(2, 2)).result()
+    checkpointer.save(6, nn.Linear(2, 2))
+    failed = checkpointer.save_async(6, nn.Linear(2, 2))
+    with pytest.raises(Conflict, match="sft@6 exists already"):
+        checkpointer.save(7, nn.Linear(2, 2))
+    assert isinstance(failed.exception(), Conflict)
