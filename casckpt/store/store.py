@@ -37,7 +37,7 @@ from casckpt.repository.signatures.keys import KeyFile, private_key
 from casckpt.repository.signatures.signed import check_trusted, get_trusted, sign
 from casckpt.storage.base import Finding
 from casckpt.storage.forking import PerProcess
-from casckpt.store import exports
+from casckpt.store import exports, objects
 from casckpt.store.exports import Exported, ExportOptions
 from casckpt.store.settings import SettingChanges, StoreSettings, check_names, duration_fields, settings_from
 from casckpt.upkeep.copies import copying
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from casckpt.checkpoint.arguments import Rename
     from casckpt.checkpoint.comparing import Comparison
     from casckpt.checkpoint.loading.load_plan import LoadArguments, LoadOptions, ReadArguments, UpdateArguments
+    from casckpt.checkpoint.ranks import Ranks
     from casckpt.checkpoint.saving.options import WhenBusy
     from casckpt.checkpoint.saving.saver import Saver, State
 
@@ -140,6 +141,7 @@ class Store:
         RankFailed; on every rank alike. After an error nothing of the save is visible.
         """
         check_keywords("Store.save", options, SaveArguments)
+        state, options = _without_objects(state, options)
         return self._saver.get().save(state, SaveOptions(run=run, step=step, **options))
 
     def save_async(
@@ -161,6 +163,7 @@ class Store:
         error, once.
         """
         check_keywords("Store.save_async", options, SaveArguments)
+        state, options = _without_objects(state, options)
         return self._saver.get().save_async(state, SaveOptions(run=run, step=step, **options), when_busy)
 
     def warm_up(self, state: State, *, process_group: ProcessGroup | None = None, no_dist: bool = False) -> None:
@@ -168,6 +171,7 @@ class Store:
 
         Without it the first call of `save_async` does that. Every rank makes the call. Raises InvalidInput as `save`.
         """
+        state, _ = _without_objects(state, {"process_group": process_group, "no_dist": no_dist})
         self._saver.get().warm_up(state, process_group=process_group, no_dist=no_dist)
 
     def load(self, state: Any, ref: str | Checkpoint, **options: Unpack[LoadArguments]) -> Checkpoint:
@@ -226,10 +230,18 @@ class Store:
         return self._load(state, ref, LoadOptions(updates=True, held=held, **options))
 
     def _load(self, state: Any, ref: str | Checkpoint, given: LoadOptions) -> Checkpoint:
-        from casckpt.checkpoint.loading.load import load_together
         from casckpt.checkpoint.ranks import open_ranks
+        from casckpt.tensors.state import holds_object
 
         ranks = open_ranks(given.process_group, no_dist=given.no_dist)
+        fill = partial(self._fill, ranks)
+        if holds_object(state):
+            return objects.home().load_objects(self, ranks, state, ref, given=given, fill_tensors=fill)  # type: ignore[no-any-return]
+        return fill(state, ref, given)
+
+    def _fill(self, ranks: Ranks, state: Any, ref: str | Checkpoint, given: LoadOptions) -> Checkpoint:
+        from casckpt.checkpoint.loading.load import load_together
+
         with ExitStack() as held:
             resolve = partial(self._resolve_held, ref, held) if given.lease else partial(self._resolve_to_load, ref)
             loaded = load_together(self.repository, ranks, state, ref, given, resolve=resolve)
@@ -787,6 +799,19 @@ class Store:
             more = "A lease is a small record in tags/; if you cannot write there, load without lease=True"
             raise type(error)(f"{error}. {more}", **error.__dict__) from error
         return self._trusted(commit)
+
+
+def _without_objects(state: State, options: SaveArguments) -> tuple[State, SaveArguments]:
+    """The arguments of a save with the state of each whole object in its place. Every rank makes the call."""
+    import torch
+
+    from casckpt.tensors.state import holds_object
+
+    is_made = callable(state) and not isinstance(state, Mapping | torch.nn.Module)  # what a model does is its forward
+    if not is_made and not holds_object(state):
+        return state, options
+    found: tuple[State, SaveArguments] = objects.home().save_objects(state, options)
+    return found
 
 
 def _new_saver(repository: Repository) -> Saver:

@@ -6,6 +6,7 @@ value is one leaf. A Counter or a defaultdict without tensors is one leaf too, s
 
 from __future__ import annotations
 
+import random
 import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
@@ -14,7 +15,9 @@ from functools import partial
 from types import NoneType
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from casckpt.errors import InvalidInput
 from casckpt.format import plain, tree
@@ -59,6 +62,34 @@ def flatten(state: Any, is_tensor_like: IsTensorLike | None = None) -> FlatState
     return FlatState(flattener.leaves, node)
 
 
+def is_object(value: Any) -> bool:
+    """Tell whether it is a whole object, whose state is saved in its place: with a state_dict, or a random generator.
+
+    A DataLoader without a state_dict counts, as it is refused where the others are asked for their state.
+    """
+    return isinstance(value, _OBJECTS) or (hasattr(value, "state_dict") and not isinstance(value, torch.Tensor | type))
+
+
+def holds_object(state: Any) -> bool:
+    """Tell whether there is a whole object anywhere in the containers of ``state``."""
+    seen: dict[int, Any] = {}  # holds what it names, so that no id is given twice
+    waiting = [state] if isinstance(state, _CONTAINERS) else []
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen:
+            continue
+        seen[id(item)] = item
+        for child in item.values() if isinstance(item, Mapping) else item:
+            inner = child.value if isinstance(child, PerRank) else child
+            if type(inner) in _PLAIN:
+                continue
+            if is_object(inner):
+                return True
+            if isinstance(inner, _CONTAINERS):
+                waiting.append(inner)
+    return False
+
+
 def is_part(value: Any) -> bool:
     """Tell whether a tensor leaf says which part of a global tensor it is, or may be."""
     return is_dtensor(value) or not isinstance(value, torch.Tensor)
@@ -100,7 +131,7 @@ def _writes(state: Any, values: Mapping[str, Any], is_tensor_like: IsTensorLike 
 def _check_state(state: Any) -> None:
     inner = state.value if isinstance(state, PerRank) else state
     if not isinstance(inner, Mapping):
-        what = "its state_dict()" if hasattr(inner, "state_dict") else "a mapping"
+        what = 'it by name, as {"model": model}' if hasattr(inner, "state_dict") else "a mapping"
         raise InvalidInput(f"a state is a mapping of names to values, not a {type(inner).__name__}; give {what}")
 
 
@@ -192,7 +223,9 @@ class _Rules:
         return OrderedDict if isinstance(value, OrderedDict) else dict
 
 
+_OBJECTS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random, DataLoader)
 _ATOMS = frozenset((NoneType, bool, int, float, str, bytes))
+_PLAIN = _ATOMS | {torch.Tensor, torch.nn.Parameter}
 
 
 def _is_element(key: Any) -> bool:
