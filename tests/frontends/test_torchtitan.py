@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -205,6 +206,9 @@ def refuses(rank: int, size: int, path: Path) -> None:
     with pytest.raises(Mismatch, match="pass cast=True"):
         Loop(rank, size, path, **begun).load()
     assert Loop(rank, size, path, cast=True, **begun).load()
+    with patch.object(loop.manager.checkpointer, "close") as close:
+        loop.manager.close()
+    close.assert_called_once()
 
 
 def signs_and_demands(rank: int, size: int, path: Path, private: str, public: str) -> None:
