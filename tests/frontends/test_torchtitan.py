@@ -122,6 +122,7 @@ def broken_off(rank: int, size: int, path: Path, width: int = 12) -> Any:
     loop.load()
     losses = loop.train(5)
     loop.manager.maybe_wait_for_saving()
+    assert loop.manager.save_future is None
     return losses  # and never closed
 
 
