@@ -1459,8 +1459,8 @@ PLANTED = (
     Planted(
         "a module that is left as it is loses its state in the optimizer",
         "casckpt/frontends/training_state/loading.py",
-        "        new |= set(self._left)\n",
-        "",
+        "new = {*self._left, *(",
+        "new = {*(",
         "tests/frontends/test_training_state_passed_by.py",
     ),
     Planted(
