@@ -1381,16 +1381,16 @@ PLANTED = (
     ),
     Planted(
         "what others use too counts as alone",
-        "casckpt/upkeep/footprint.py",
-        "self.sizes[counts == self._users].sum()",
-        "self.sizes[counts > 0].sum()",
+        "casckpt/upkeep/blob_use.py",
+        "numbers[counts == self._users[numbers]]",
+        "numbers",
         "tests/upkeep/test_footprint.py",
     ),
     Planted(
         "a blob in which a visible checkpoint has cells counts as bases",
         "casckpt/upkeep/footprint.py",
-        "if named.names[number] not in told] if told else mine] = True",
-        "if named.names[number] not in told and told] if told else mine[:0]] = True",
+        "if use.names[number] not in told] if told else mine] = True",
+        "if use.names[number] not in told and told] if told else mine[:0]] = True",
         "tests/upkeep/test_footprint.py",
     ),
     Planted(
