@@ -193,13 +193,10 @@ class TrainingStateLoad:
         if self._model.values:
             self.state[self.at] = self._model.values
         saved = self._stored.manifest.tensors
-        shapes = {name: entry.shape if (entry := saved.get(self._place(name))) else None for name in self._model.values}
+        shapes = {name: entry.shape for name in self._model.values if (entry := saved.get(self._place(name)))}
         ignored = filter(self._is_ignored, self._model.values)
-        new = {name for name in ignored if shapes[name] is None or shapes[name] != shape_of(self._model.values[name])}
-        new |= set(self._left)
-        unused = list[str]()
-        for key, several in optims.items():
-            unused += self._plan_optimizers(key, several, new)
+        new = {*self._left, *(name for name in ignored if shapes.get(name) != shape_of(self._model.values[name]))}
+        unused = [name for at, several in optims.items() for name in self._plan_optimizers(at, several, new)]
         known = {self._saved_name(name) for name in new}
         return Unused(
             [name for name in self._unused_keys() if not self._is_ignored(name)],
