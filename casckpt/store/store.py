@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -198,10 +199,14 @@ class Store:
         all before anything changes. Damaged (naming key, blob and checkpoints), Gone (a gc purged it meanwhile, which a
         lease prevents) or StorageError during the read, after which the contents of ``state`` are undefined.
         """
+        is_held = sys.getrefcount(state) > objects.UNHELD
         from casckpt.checkpoint.loading.load_plan import LoadArguments, LoadOptions
 
         check_keywords("Store.load", options, LoadArguments)
-        return self._load(state, ref, LoadOptions(**options))
+        loaded = self._load(state, ref, LoadOptions(**options))
+        if options.get("unread", "warn") == "warn":
+            objects.tell_of_optimizers(state, loaded.missing_keys, is_held=is_held)
+        return loaded
 
     def update(
         self, state: Any, ref: str | Checkpoint, *, held: Checkpoint | None, **options: Unpack[UpdateArguments]
@@ -234,12 +239,13 @@ class Store:
         from casckpt.tensors.state import holds_object
 
         ranks = open_ranks(given.process_group, no_dist=given.no_dist)
-        fill = partial(self._fill, ranks)
-        if holds_object(state):
-            return objects.home().load_objects(self, ranks, state, ref, given=given, fill_tensors=fill)  # type: ignore[no-any-return]
-        return fill(state, ref, given)
+        load = partial(self._load_tensors, ranks)
+        if not holds_object(state):
+            return load(state, ref, given)
+        loaded: Checkpoint = objects.home().load_objects(self, ranks, state, ref, given=given, load=load)
+        return loaded
 
-    def _fill(self, ranks: Ranks, state: Any, ref: str | Checkpoint, given: LoadOptions) -> Checkpoint:
+    def _load_tensors(self, ranks: Ranks, state: Any, ref: str | Checkpoint, given: LoadOptions) -> Checkpoint:
         from casckpt.checkpoint.loading.load import load_together
 
         with ExitStack() as held:

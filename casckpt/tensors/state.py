@@ -47,15 +47,15 @@ class FlatState:
     tree: Node
 
 
-def flatten(state: Any) -> FlatState:
+def flatten(state: Any, *, objects: bool = False) -> FlatState:
     """Flatten ``state``, a mapping (or a `PerRank` of one), into leaves and a tree.
 
-    Tensors are torch.Tensor (DTensor too), `Shard`, a list of `Shard` and Megatron-style sharded tensors. Nothing is
-    copied. Raises InvalidInput, naming the path, for a state that is no mapping, contains itself or is too deep, for
-    keys that cannot be stored and for two paths with one flat key.
+    Tensors are torch.Tensor (DTensor too), `Shard`, a list of `Shard` and Megatron-style sharded tensors; with
+    ``objects``, whole objects too. Nothing is copied. Raises InvalidInput, naming the path, for a state that is no
+    mapping, contains itself or is too deep, for keys that cannot be stored and for two paths with one flat key.
     """
     _check_state(state)
-    flattener = _Flattener()
+    flattener = _Flattener(objects=objects)
     node = flattener.node(state, (), False)
     return FlatState(flattener.leaves, node)
 
@@ -65,7 +65,9 @@ def is_object(value: Any) -> bool:
 
     A DataLoader without a state_dict counts, as it is refused where the others are asked for their state.
     """
-    return isinstance(value, _OBJECTS) or (hasattr(value, "state_dict") and not isinstance(value, torch.Tensor | type))
+    return isinstance(value, (*GENERATORS, DataLoader)) or (
+        hasattr(value, "state_dict") and not isinstance(value, torch.Tensor | type)
+    )
 
 
 def holds_object(state: Any) -> bool:
@@ -170,14 +172,14 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _holds_tensor(value: Any) -> bool:
-    """Tell whether a value is or contains a tensor or a PerRank."""
+    """Tell whether a value is or contains a tensor, a whole object or a PerRank."""
     seen: dict[int, Any] = {}  # holds what it names, so that no id is given twice
     waiting = [value]
     while waiting:
         item = waiting.pop()
         if type(item) in _ATOMS or id(item) in seen:
             continue
-        if isinstance(item, PerRank) or _is_tensor(item):
+        if isinstance(item, PerRank) or _is_tensor(item) or is_object(item):
             return True
         if isinstance(item, Mapping | list | tuple):
             seen[id(item)] = item
@@ -216,7 +218,7 @@ def _mapping_kind(value: Mapping[Any, Any], path: Path) -> type | None:
     return OrderedDict if isinstance(value, OrderedDict) else dict
 
 
-_OBJECTS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random, DataLoader)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _ATOMS = frozenset((NoneType, bool, int, float, str, bytes))
 _PLAIN = _ATOMS | {torch.Tensor, torch.nn.Parameter}
 
@@ -240,7 +242,8 @@ def _children(value: Any) -> list[tuple[Element, Any]]:
 class _Flattener:
     """One call of `flatten`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, objects: bool) -> None:
+        self.objects = objects
         self.leaves: dict[str, LeafValue] = {}
         self.open: set[int] = set()
 
@@ -248,7 +251,7 @@ class _Flattener:
         """Return the node of a value, and add its leaves."""
         if isinstance(value, PerRank):
             return self.node(value.value, path, True)
-        is_tensor = _is_tensor(value)
+        is_tensor = _is_tensor(value) or (self.objects and bool(path) and is_object(value))
         kind = None if is_tensor else _kind(value, path)
         key = check_key(join(path)) if path else ""
         if kind is None:

@@ -23,7 +23,7 @@ from casckpt.checkpoint.loading.contents import Contents
 from casckpt.checkpoint.loading.fit import Fit, log_once
 from casckpt.checkpoint.loading.load_plan import LoadOptions, LoadPlan
 from casckpt.checkpoint.loading.template import Template
-from casckpt.checkpoint.loading.unread import also_unread, bare_optimizers, on_all, tell, that_hold, warn_moved
+from casckpt.checkpoint.loading.unread import also_unread, on_all, tell, that_hold, warn_moved
 from casckpt.checkpoint.ranks import Ranks, everyone
 from casckpt.errors import MissingKey, NotFound
 from casckpt.format.manifest import Manifest
@@ -131,7 +131,6 @@ def _load(repo: Repository, ranks: Ranks, state: Any, found: _Found, mine: LoadO
         if mine.unread == "warn":
             tell(commit.run, commit.step, unread, 'pass unread="ignore"')
             log_once(commit.id, said, template.missing)
-            log_once(commit.id, bare_optimizers(template.bare), template.bare)
             read = {key: held for key, held in template.per_rank.items() if key not in template.unread}
             warn_moved(commit.run, commit.step, read, ranks.size)
         subtrees = frozenset(template.subtrees)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,6 @@ from casckpt.repository.repository import Repository
 from casckpt.tensors.state import FlatState, LeafValue, check_replaceable, flatten, is_part, replace_leaves
 
 _SHOWN = 10
-_GROUPS = re.compile(r"(.+)\.param_groups(\.0\.params)?")  # apart where an option of a group is a tensor
 
 
 class Template:
@@ -110,13 +108,6 @@ class Template:
         """The ranks that saved a value of their own, by key; random generators aside, which are seeded anew."""
         return {key: ranks for key, ranks in self._plan.contents.per_rank.items() if not is_generator(key)}
 
-    @property
-    def bare(self) -> list[str]:
-        """The keys of what it has filled of an optimizer's own state_dict, which counts parameters."""
-        groups = {key: leaf.value for key, leaf in self._flat.leaves.items() if key not in self.missing}
-        found = {key: _GROUPS.fullmatch(key) for key in groups}
-        return [at[1] for key, at in found.items() if at is not None and _counts_parameters(groups[key])]
-
     def _look_below(self, key: str, name: str, *, of_optimizer: bool) -> None:
         """An empty mapping of the template: filled if it is where a fresh optimizer will have its state."""
         node = find(self._plan.contents.tree, name)
@@ -195,12 +186,6 @@ class Template:
     def run(self, repo: Repository, state: Any) -> None:
         """Read, and put the new leaves in. Raises Damaged, StorageError."""
         replace_leaves(state, self._plan.run(repo))
-
-
-def _counts_parameters(groups: Any) -> bool:
-    """Whether it is the groups of an optimizer, or the parameters of one group, with a number for each parameter."""
-    first = groups[0] if isinstance(groups, list) and groups else None
-    return type(first) is int or (isinstance(first, dict) and _counts_parameters(first.get("params")))
 
 
 def _empty_mappings(node: Node, path: Path) -> Iterator[tuple[str, bool]]:

@@ -104,17 +104,6 @@ def warn_moved(run: str, step: int, holders: Mapping[str, Collection[int]], size
             log.warning("%s of %s@%d: %s", listed(keys), run, step, "; ".join(said))
 
 
-def bare_optimizers(keys: Sequence[str]) -> str | None:
-    """What to log of state_dicts of optimizers that were filled: no optimizer has them yet. None if there are none."""
-    if not keys:
-        return None
-    return (
-        f"{listed(keys)} was filled, but is a state_dict that no optimizer has: it takes effect when the optimizer's "
-        "load_state_dict is called with it. Give the optimizer itself beside its module, as in "
-        f'store.load({{"model": model, "{keys[0]}": optim}}, ref)'
-    )
-
-
 def tell(run: str, step: int, subtrees: Sequence[str], what_to_say: str) -> None:
     """Log that these were left unread, once of each run. ``what_to_say``: how a caller says that it is meant."""
     if subtrees and _is_news(run, tuple(subtrees)):

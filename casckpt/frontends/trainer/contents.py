@@ -253,28 +253,24 @@ class Restoring:
         self, stored: StoredTraining, whole: dict[str, Any], train: dict[str, Any]
     ) -> tuple[dict[str, Any], Checkpoint]:
         wanted, optims = self._wanted, [key for key, value in whole.items() if is_optimizer(value)]
-
-        def check() -> None:
-            self._check_there(stored, any(map(stored.has_optimizer, optims)))
-
-        self._ranks.exchange(check, lambda done: done)
+        has_any = any(map(stored.has_optimizer, optims))
+        self._ranks.exchange(lambda: self._check_there(stored, has_any), lambda done: done)
         for key in optims:
-            is_there = stored.has_optimizer(key) or wanted.optim or wanted.whole
-            if wanted.optim is False or not is_there:
+            is_wanted = stored.has_optimizer(key) or wanted.optim or wanted.whole
+            if wanted.optim is False or not is_wanted:
                 del whole[key]
-            if not is_there and self._ranks.rank == 0:
+            if not is_wanted and self._ranks.rank == 0:
                 log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
-        state = whole | train
+
+        def load(template: Any, _: Checkpoint, to_fill: LoadOptions) -> Checkpoint:
+            return self._fill(stored, template, to_fill.rename, to_fill.ignore_mismatched, to_fill.unread)
+
         given = LoadOptions(
             strict=wanted.strict, ignore_mismatched=wanted.ignore_mismatched, rename=self._saved_key, cast=wanted.cast,
             unread=self._unread_of_module, **self._options,
         )  # fmt: skip
-
-        def fill(template: Any, _: Checkpoint, to_fill: LoadOptions) -> Checkpoint:
-            return self._fill(stored, template, to_fill.rename, to_fill.ignore_mismatched, to_fill.unread)
-
-        loaded = load_objects(self._store, self._ranks, state, stored.checkpoint, given=given, fill_tensors=fill)
-        return state, loaded
+        state = whole | train
+        return state, load_objects(self._store, self._ranks, state, stored.checkpoint, given=given, load=load)
 
     def _saved_key(self, key: str) -> str:
         """The key of the checkpoint for one here. The train state's are no names of a user."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,18 +19,20 @@ from casckpt.checkpoint.loading.load_plan import LoadOptions
 from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
 from casckpt.checkpoint.saving.options import SaveArguments
 from casckpt.errors import InvalidInput
-from casckpt.format.tree import Path
 from casckpt.frontends.training_state.hub_config import config_files
 from casckpt.frontends.training_state.loading import TrainingStateLoad, normal_tensors
 from casckpt.frontends.training_state.model import model_to_save
 from casckpt.frontends.training_state.names import parameter_names
 from casckpt.frontends.training_state.optimizer import states_to_save, tensors_below
 from casckpt.frontends.training_state.plain_state import draws, fill, plain_state
-from casckpt.frontends.training_state.stored import StoredGroups, StoredTraining
+from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.frontends.training_state.together import Made, NamedState, find, is_sharded, make_state
 from casckpt.store.store import Store
 from casckpt.tensors.state import check_replaceable, flatten, inflate, is_object, replace_leaves
 from casckpt.tensors.values import PerRank
+
+AnyRef: TypeAlias = str | Checkpoint
+Load: TypeAlias = Callable[[Any, Checkpoint, LoadOptions], Checkpoint]
 
 
 def save_objects(state: Any, options: SaveArguments) -> tuple[dict[str, Any], SaveArguments]:
@@ -79,7 +81,7 @@ class Objects:
 
     def __init__(self, state: Any) -> None:
         self._state = state
-        self._flat = flatten(state, lambda value: value is not state and is_object(value))
+        self._flat = flatten(state, objects=True)
         leaves = sorted(self._flat.leaves.items())
         self.by_key = {key: leaf.value for key, leaf in leaves if is_object(leaf.value)}
         self.modules: dict[str, nn.Module] = {k: v for k, v in self.by_key.items() if isinstance(v, nn.Module)}
@@ -94,37 +96,42 @@ class Objects:
         parameters = {key: parameter_names(module).keys() for key, module in self.modules.items()}
         self.owners = {key: _owner(key, optim, parameters) for key, optim in self.optimizers.items()}
 
-    def nested(self, values: Mapping[str, Any], left_out: Callable[[str], bool] = lambda _: False) -> dict[str, Any]:
-        """The state with ``values`` in place of its objects, in new containers."""
+    def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The state with ``values`` in place of its objects, in new containers; without those that have none."""
 
         def value(key: str, _: int) -> Any:
             leaf = self._flat.leaves[key]
             found = values.get(key, leaf.value)
             return PerRank(found) if leaf.per_rank else found
 
-        made: dict[str, Any] = inflate(self._flat.tree, value, lambda key: not left_out(key))
+        made: dict[str, Any] = inflate(self._flat.tree, value, lambda key: key in values or key not in self.by_key)
         return made
 
+    @property
     def others(self) -> list[str]:
         """The keys of those that are neither modules nor optimizers, in the order in which they are loaded."""
         keys = [key for key in self.by_key if key not in self.modules and key not in self.optimizers]
         return sorted(keys, key=lambda key: draws(self.by_key[key]))
 
+    @property
     def plain(self) -> list[str]:
         """The keys of leaves that a load replaces."""
         return [key for key, leaf in self._flat.leaves.items() if not leaf.is_tensor]
 
-    def take(self, filled: Any, left: Callable[[str], bool]) -> None:
-        """Hand over what a load put into ``filled``: to the objects, random generators last, and into the state."""
+    def take(self, filled: Any, left: Collection[str]) -> None:
+        """Hand what a load put into ``filled`` to the objects, random generators last, and into the state."""
 
         def of(key: str) -> Any:
-            value = _at(filled, self._flat.leaves[key].path)
-            return value.value if isinstance(value, PerRank) else value
+            value = filled
+            for element in self._flat.leaves[key].path:
+                value = value[element]
+                value = value.value if isinstance(value, PerRank) else value
+            return value
 
-        for key in self.others():
-            if not left(key):
+        for key in self.others:
+            if key not in left:
                 fill(self.by_key[key], of(key), key)
-        replace_leaves(self._state, {key: of(key) for key in self.plain()}, is_object)
+        replace_leaves(self._state, {key: of(key) for key in self.plain})
 
 
 def _owner(key: str, optim: Optimizer, parameters: Mapping[str, Collection[int]]) -> str:
@@ -147,23 +154,9 @@ def _owner(key: str, optim: Optimizer, parameters: Mapping[str, Collection[int]]
     )
 
 
-def _at(value: Any, path: Path) -> Any:
-    for element in path:
-        value = (value.value if isinstance(value, PerRank) else value)[element]
-    return value
-
-
 @normal_tensors()
-def load_objects(
-    store: Store,
-    ranks: Ranks,
-    state: Any,
-    ref: str | Checkpoint,
-    *,
-    given: LoadOptions,
-    fill_tensors: Callable[[Any, Checkpoint, LoadOptions], Checkpoint],
-) -> Checkpoint:
-    """Load into a state with whole objects, of which every rank makes the call. ``fill_tensors``: loads into tensors.
+def load_objects(store: Store, ranks: Ranks, state: Any, ref: AnyRef, *, given: LoadOptions, load: Load) -> Checkpoint:
+    """Load into a state with whole objects. Every rank makes the call. ``load``: loads into the tensors of a state.
 
     All is checked before anything changes. Then modules and their optimizers are loaded, then the other objects, random
     generators last. Raises as `Store.load`, and what an object's load_state_dict raises; on all ranks.
@@ -172,68 +165,52 @@ def load_objects(
 
     def hello() -> list[str]:
         made.append(Objects(state))
-        check_replaceable(state, made[0].plain())
+        check_replaceable(state, made[0].plain)
         return list(made[0].modules)
 
     modules = ranks.exchange(hello, lambda found: everyone(sorted({key for keys in found for key in keys}), ranks.size))
-    objects = made[0]
+    objects, allow_pickle = made[0], given.allow_pickle
     stored, groups = find(
-        ranks, store, ref, optimizers=lambda: objects.optimizers, required=given.strict, allow_pickle=given.allow_pickle
+        ranks, store, ref, optimizers=lambda: objects.optimizers, required=given.strict, allow_pickle=allow_pickle
     )
-    loadings: list[TrainingStateLoad] = []
-    for key in modules:
-        load = TrainingStateLoad(
-            stored, groups, given.strict, given.rename, given.ignore_mismatched, cast=given.cast, at=key
-        )
-        _plan(ranks, load, objects, key)
-        loadings.append(load)
-    template, options = _template(objects, stored, loadings, given, groups)
-    loaded = fill_tensors(template, stored.checkpoint, options)
-    for load in loadings:
-        loaded = load.install(loaded)
+    about = (stored, groups, given.strict, given.rename, given.ignore_mismatched)
+    loads = [TrainingStateLoad(*about, cast=given.cast, at=key) for key in modules]
+    for one in loads:
+        _plan(ranks, one, objects)
+    template, options = _template(objects, stored, loads, given)
+    loaded = load(template, stored.checkpoint, options)
+    for one in loads:
+        loaded = one.install(loaded)
     left = {*loaded.missing_keys, *loaded.mismatched_keys}
-    ranks.exchange(lambda: objects.take(template, left.__contains__), lambda done: done)
+    ranks.exchange(lambda: objects.take(template, left), lambda done: done)
     return loaded
 
 
-def _plan(ranks: Ranks, load: TrainingStateLoad, objects: Objects, key: str) -> None:
-    """What is the same for each module. This rank may lack it: then it has a part with nothing in it."""
-    optims = {name: [optim] for name, optim in objects.optimizers.items() if objects.owners[name] == key}
-    load.choose(ranks, lambda: objects.modules.get(key, nn.Module()), "ignore")  # `Store.load` says what is left
+def _plan(ranks: Ranks, load: TrainingStateLoad, objects: Objects) -> None:
+    """One module, which this rank may lack: then it has a part of it with nothing in it."""
+    optims = {name: [optim] for name, optim in objects.optimizers.items() if objects.owners[name] == load.at}
+    load.choose(ranks, lambda: objects.modules.get(load.at, nn.Module()), "ignore")  # `Store.load` says what is left
     ranks.exchange(lambda: load.plan(optims), load.check_unused)
 
 
 def _template(
-    objects: Objects,
-    stored: StoredTraining,
-    loadings: Sequence[TrainingStateLoad],
-    given: LoadOptions,
-    groups: Mapping[str, StoredGroups | None],
+    objects: Objects, stored: StoredTraining, loads: Sequence[TrainingStateLoad], given: LoadOptions
 ) -> tuple[dict[str, Any], LoadOptions]:
     """What `Store.load` is to fill, and how."""
-    values: dict[str, Any] = {key: value for load in loadings for key, value in load.state.items()}
-    for key in objects.optimizers:
-        if groups[key] is not None:
-            values[key] = {**values.get(key, {}), "param_groups": None}  # these are known by now
-    for key in objects.others():
-        values[key] = _to_fill(objects.by_key[key], key, stored)
-    rename, starts = renamer(given.rename), tuple(f"{key}." for key in objects.optimizers)
+    values = {key: value for one in loads for key, value in one.state.items()}
+    for key in filter(stored.has_optimizer, objects.optimizers):
+        values[key] = {**values.get(key, {}), "param_groups": None}  # read once more, so that nothing is left unread
+    for key in objects.others:
+        has_tensors = any(name.startswith(f"{key}.") for name in stored.manifest.tensors)
+        state = plain_state(objects.by_key[key], key) if has_tensors else None
+        # None: all of it is made; but where it has shards, each rank fills its own
+        values[key] = state if any(is_sharded(tensor) for _, tensor in tensors_below(state, key)) else None
+    rename = renamer(given.rename)
+    homes: dict[str, Callable[[str], str]] = {one.at: one.saved_key for one in loads}
+    homes |= dict.fromkeys(objects.optimizers, renamer(None))  # by the names that they were saved with
 
     def saved_key(key: str) -> str:
-        if key.startswith(starts):
-            return key
-        home = next((load for load in loadings if key.startswith(f"{load.at}.")), None)
-        return rename(key) if home is None else home.saved_key(key)
+        return next((place for at, place in homes.items() if key.startswith(f"{at}.")), rename)(key)
 
-    left_out = [key for key in objects.by_key if key not in values]
-    template = objects.nested(values, left_out.__contains__)
-    ignored = [pattern for load in loadings for pattern in load.ignored] or given.ignore_mismatched
-    return template, replace(given, rename=saved_key, ignore_mismatched=ignored)
-
-
-def _to_fill(value: Any, key: str, stored: StoredTraining) -> Any:
-    """None: all of it is made. An object that has shards of tensors gives these, so that each rank fills its own."""
-    if not any(name.startswith(f"{key}.") for name in stored.manifest.tensors):
-        return None
-    state = plain_state(value, key)
-    return state if any(is_sharded(tensor) for _, tensor in tensors_below(state, key)) else None
+    ignored = [pattern for one in loads for pattern in one.ignored] or given.ignore_mismatched
+    return objects.nested(values), replace(given, rename=saved_key, ignore_mismatched=ignored)

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from casckpt.errors import InvalidInput, MissingKey
-from casckpt.tensors.state import holds_object, is_object
+from casckpt.tensors.state import GENERATORS, holds_object, is_object
 
 log = logging.getLogger("casckpt")
 
@@ -44,23 +44,26 @@ def check_part(value: Any, key: str) -> None:
 
 def _state_of(value: Any, key: str) -> Any:
     check_part(value, key)
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
+    return value.bit_generator.state if isinstance(value, np.random.Generator) else getattr(value, _methods(value)[0])()
+
+
+def _methods(value: Any) -> tuple[str, str]:
+    """The names of what gives its state, and of what sets it."""
     if isinstance(value, random.Random):
-        return value.getstate()
-    return value.get_state() if isinstance(value, torch.Generator | np.random.RandomState) else value.state_dict()
+        return "getstate", "setstate"
+    is_generator = isinstance(value, torch.Generator | np.random.RandomState)
+    return ("get_state", "set_state") if is_generator else ("state_dict", "load_state_dict")
 
 
 def draws(value: Any) -> bool:
     """Tell whether it is a random generator, or holds those of the process: loaded last, after all that may draw."""
-    is_generator = isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random)
-    return is_generator or getattr(value, "holds_rng", False)
+    return isinstance(value, GENERATORS) or getattr(value, "holds_rng", False)
 
 
 def fill(value: Any, state: Any, key: str) -> Any:
     """Put ``state`` into ``value``, in place; give what is to stand there, which is ``state`` if that cannot be done.
 
-    Objects, tensors, arrays, dicts, lists and sets stay the ones they are. Raises InvalidInput for an object without
+    Objects, tensors, arrays, dicts and lists stay the ones they are. Raises InvalidInput for an object without
     load_state_dict, MissingKey for one in a container of which nothing was saved.
     """
     if is_object(value):
@@ -82,9 +85,6 @@ def fill(value: Any, state: Any, key: str) -> Any:
             return type(state)(items)
         value.clear()
         value.extend(items)
-    elif isinstance(value, set) and isinstance(state, set):
-        value.clear()
-        value.update(state)
     else:
         return state
     return value
@@ -93,17 +93,14 @@ def fill(value: Any, state: Any, key: str) -> Any:
 def _load_into(value: Any, state: Any, key: str) -> None:
     if isinstance(value, np.random.Generator):
         value.bit_generator.state = state
-    elif isinstance(value, random.Random):
-        value.setstate(state)
-    elif isinstance(value, torch.Generator | np.random.RandomState):
-        value.set_state(state)
-    elif hasattr(value, "load_state_dict"):
-        value.load_state_dict(state)
-    else:
+        return
+    load = getattr(value, _methods(value)[1], None)
+    if load is None:
         kind = type(value).__name__
         raise InvalidInput(
             f"{key!r}: a {kind} has a state_dict, but no load_state_dict: it cannot be set again", key=key
         )
+    load(state)
 
 
 def _copied(value: Any, state: Any, key: str) -> Any:
