@@ -15,7 +15,6 @@ from functools import partial
 from types import NoneType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -61,7 +60,7 @@ def flatten(state: Any, *, objects: bool = False) -> FlatState:
 
 
 def is_object(value: Any) -> bool:
-    """Tell whether it is a whole object, whose state is saved in its place: with a state_dict, or a random generator.
+    """Tell whether it is a whole object, whose state is saved in its place: with a state_dict, or a generator.
 
     A DataLoader without a state_dict counts, as it is refused where the others are asked for their state.
     """
@@ -218,7 +217,7 @@ def _mapping_kind(value: Mapping[Any, Any], path: Path) -> type | None:
     return OrderedDict if isinstance(value, OrderedDict) else dict
 
 
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+GENERATORS = (torch.Generator, random.Random)
 _ATOMS = frozenset((NoneType, bool, int, float, str, bytes))
 _PLAIN = _ATOMS | {torch.Tensor, torch.nn.Parameter}
 

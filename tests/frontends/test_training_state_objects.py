@@ -139,9 +139,9 @@ def shared_out() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("state", "says"),
     [
-        (lambda: {"optim": made()[1]}, "no module of the state has the parameters of the optimizer 'optim'"),
+        (lambda: {"optim": made()[1]}, "no module of the state has all parameters of the optimizer 'optim'"),
         (lambda: {"model": made()[0], "optim": made(1)[1]}, 'as {"model": model, "optim": optim}'),
-        (shared_out, "'a', 'b' have some. Put these into one torch.nn.ModuleDict"),
+        (shared_out, "'a', 'b' have some: put these into one torch.nn.ModuleDict"),
         (lambda: {"model": casckpt.PerRank(made()[0])}, "'model' is in a PerRank"),
         (lambda: {"loader": DataLoader([1])}, "StatefulDataLoader"),  # type: ignore[arg-type]  # a list will do
     ],

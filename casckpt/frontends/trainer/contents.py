@@ -29,7 +29,7 @@ from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_mo
 from casckpt.frontends.training_state.plain_state import plain_state
 from casckpt.frontends.training_state.save_load import state_of
 from casckpt.frontends.training_state.stored import GROUPS, StoredGroups, StoredTraining
-from casckpt.frontends.training_state.together import Made, NamedState, find, is_sharded, make_state
+from casckpt.frontends.training_state.together import Made, find, is_sharded, made_by_name, make_state
 from casckpt.store.store import Store
 
 log = logging.getLogger("casckpt")
@@ -112,12 +112,7 @@ def _contents(model: TrainModel, optim: AnyOptimizer | None) -> Made:
         return state_of(model, optim)
     if optim is not None:
         raise InvalidInput("a model with state_dict_to_save says by itself what it has; give no optimizer beside it")
-    state = dict(model.state_dict_to_save())
-    optimizer = state.get(OPTIM)
-    if not isinstance(optimizer, Mapping) or "param_groups" not in optimizer:
-        return state, ()
-    state[OPTIM] = dict(optimizer)
-    return state, (NamedState(OPTIM, state[OPTIM], state.get("model", {})),)
+    return made_by_name(dict(model.state_dict_to_save()))
 
 
 def _with(model: Mapping[str, Any], optim: AnyOptimizer | None) -> dict[str, Any]:

@@ -85,11 +85,7 @@ class Objects:
         leaves = sorted(self._flat.leaves.items())
         self.by_key = {key: leaf.value for key, leaf in leaves if is_object(leaf.value)}
         self.modules: dict[str, nn.Module] = {k: v for k, v in self.by_key.items() if isinstance(v, nn.Module)}
-        self.optimizers: dict[str, Optimizer] = {
-            key: value
-            for key, value in self.by_key.items()
-            if key not in self.modules and hasattr(value, "param_groups")
-        }
+        self.optimizers: dict[str, Optimizer] = {k: v for k, v in self.by_key.items() if is_optimizer(v)}
         for key in (*self.modules, *self.optimizers):
             if self._flat.leaves[key].per_rank:
                 raise InvalidInput(f"{key!r} is in a PerRank; give modules and optimizers without it", key=key)
@@ -141,17 +137,10 @@ def _owner(key: str, optim: Optimizer, parameters: Mapping[str, Collection[int]]
         if wanted.issubset(ids):
             return name
     some = [name for name, ids in parameters.items() if wanted.intersection(ids)]
+    way = f'give its module beside it, as {{"model": model, "{key}": optim}}'
     if some:
-        raise InvalidInput(
-            f"no module alone has all parameters of the optimizer {key!r}: {listed(some)} have some. Put these into "
-            "one torch.nn.ModuleDict, and give that in their place",
-            key=key,
-        )
-    raise InvalidInput(
-        f"no module of the state has the parameters of the optimizer {key!r}; give the module beside it, as "
-        f'{{"model": model, "{key}": optim}}',
-        key=key,
-    )
+        way = f"{listed(some)} have some: put these into one torch.nn.ModuleDict, and give that in their place"
+    raise InvalidInput(f"no module of the state has all parameters of the optimizer {key!r}; {way}", key=key)
 
 
 @normal_tensors()

@@ -17,6 +17,9 @@ from casckpt.tensors.state import GENERATORS, holds_object, is_object
 
 log = logging.getLogger("casckpt")
 
+_NUMPYS = (np.random.Generator, np.random.RandomState)
+"""Plain data, which is stored as it is."""
+
 
 def plain_state(value: Any, key: str) -> Any:
     """``value`` with their state in place of the objects in it; itself if it holds none. Nothing is copied.
@@ -44,27 +47,26 @@ def check_part(value: Any, key: str) -> None:
 
 def _state_of(value: Any, key: str) -> Any:
     check_part(value, key)
-    return value.bit_generator.state if isinstance(value, np.random.Generator) else getattr(value, _methods(value)[0])()
+    return getattr(value, _methods(value)[0])()
 
 
 def _methods(value: Any) -> tuple[str, str]:
     """The names of what gives its state, and of what sets it."""
     if isinstance(value, random.Random):
         return "getstate", "setstate"
-    is_generator = isinstance(value, torch.Generator | np.random.RandomState)
-    return ("get_state", "set_state") if is_generator else ("state_dict", "load_state_dict")
+    return ("get_state", "set_state") if isinstance(value, torch.Generator) else ("state_dict", "load_state_dict")
 
 
 def draws(value: Any) -> bool:
     """Tell whether it is a random generator, or holds those of the process: loaded last, after all that may draw."""
-    return isinstance(value, GENERATORS) or getattr(value, "holds_rng", False)
+    return isinstance(value, GENERATORS + _NUMPYS) or getattr(value, "holds_rng", False)
 
 
 def fill(value: Any, state: Any, key: str) -> Any:
     """Put ``state`` into ``value``, in place; give what is to stand there, which is ``state`` if that cannot be done.
 
-    Objects, tensors, arrays, dicts and lists stay the ones they are. Raises InvalidInput for an object without
-    load_state_dict, MissingKey for one in a container of which nothing was saved.
+    Objects, generators, tensors, arrays, dicts and lists stay the ones they are. Raises InvalidInput for an object
+    without load_state_dict, MissingKey for one in a container of which nothing was saved.
     """
     if is_object(value):
         _load_into(value, state, key)
@@ -85,15 +87,18 @@ def fill(value: Any, state: Any, key: str) -> Any:
             return type(state)(items)
         value.clear()
         value.extend(items)
+    elif isinstance(value, np.random.RandomState) and isinstance(state, np.random.RandomState):
+        value.set_state(state.get_state(legacy=False))
+    elif isinstance(value, np.random.Generator) and type(value.bit_generator) is type(
+        getattr(state, "bit_generator", None)
+    ):
+        value.bit_generator.state = state.bit_generator.state
     else:
         return state
     return value
 
 
 def _load_into(value: Any, state: Any, key: str) -> None:
-    if isinstance(value, np.random.Generator):
-        value.bit_generator.state = state
-        return
     load = getattr(value, _methods(value)[1], None)
     if load is None:
         kind = type(value).__name__

@@ -18,7 +18,7 @@ from casckpt.frontends.training_state.model import model_to_save
 from casckpt.frontends.training_state.optimizer import states_to_save
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
 from casckpt.frontends.training_state.stored import MODEL, OPTIM
-from casckpt.frontends.training_state.together import Made, NamedState, find, make_state
+from casckpt.frontends.training_state.together import Made, find, made_by_name, make_state
 from casckpt.store.store import Store
 
 
@@ -67,10 +67,9 @@ def state_of(model: AnyModel, optim: AnyOptimizer | None) -> Made:
     """Give what this rank saves of them: live tensors under plain names. Raises InvalidInput."""
     whole, optims = as_model(model), as_optimizers(optim)
     state: dict[str, Any] = {MODEL: model_to_save(whole)}
-    if not optims:
-        return state, ()
-    state[OPTIM] = states_to_save(whole, optims)
-    return state, (NamedState(OPTIM, state[OPTIM], state[MODEL]),)
+    if optims:
+        state[OPTIM] = states_to_save(whole, optims)
+    return made_by_name(state)
 
 
 @normal_tensors()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -18,7 +17,7 @@ from casckpt.format.manifest import Manifest
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.training_state.groups import merged
 from casckpt.frontends.training_state.optimizer import tensors_below
-from casckpt.frontends.training_state.stored import StoredGroups, StoredTraining
+from casckpt.frontends.training_state.stored import MODEL, OPTIM, StoredGroups, StoredTraining
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
 from casckpt.store.store import Store
@@ -40,6 +39,15 @@ Made: TypeAlias = tuple[dict[str, Any], Sequence[NamedState]]
 """What a rank saves, and the states of optimizers in it."""
 
 
+def made_by_name(state: dict[str, Any]) -> Made:
+    """``state``, whose optimizer, if it has one, is by the names of its model."""
+    optimizer = state.get(OPTIM)
+    if not isinstance(optimizer, Mapping) or "param_groups" not in optimizer:
+        return state, ()
+    state[OPTIM] = dict(optimizer)
+    return state, (NamedState(OPTIM, state[OPTIM], state.get(MODEL, {})),)
+
+
 def make_state(ranks: Ranks, make: Callable[[], Made]) -> dict[str, Any]:
     """This rank's state, in which the ``param_groups`` of each optimizer are those of all ranks that have it.
 
@@ -54,25 +62,21 @@ def make_state(ranks: Ranks, make: Callable[[], Made]) -> dict[str, Any]:
         texts = {one.key: repr([group["params"] for group in one.state["param_groups"]]) for one in named}
         return {key: hex_digest(text.encode()) for key, text in texts.items()}, _beside_shards(named, ranks.size)
 
-    def compare(found: Sequence[tuple[dict[str, str], Mapping[str, bytes]]]) -> Sequence[list[str]]:
+    def compare(found: Sequence[tuple[dict[str, str], Mapping[str, bytes]]]) -> Sequence[set[str]]:
         _check_alike([beside for _, beside in found])
-        texts = defaultdict[str, set[str]](set)
-        for digests, _ in found:
-            for key, text in digests.items():
-                texts[key].add(text)
-        return everyone([key for key, several in texts.items() if len(several) > 1], ranks.size)
+        distinct = {pair for texts, _ in found for pair in texts.items()}
+        keys = [key for key, _ in distinct]
+        return everyone({key for key in keys if keys.count(key) > 1}, ranks.size)
+
+    def merge(found: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        return everyone({key: merged([one[key] for one in found if key in one]) for key in differ}, ranks.size)
 
     differ = ranks.exchange(digest, compare)
     if differ:
-        mine = {one.key: one.state for one in made[0][1]}
-        every = ranks.exchange(
-            lambda: {key: state["param_groups"] for key, state in mine.items() if key in differ},
-            lambda found: everyone(
-                {key: merged([one[key] for one in found if key in one]) for key in differ}, ranks.size
-            ),
-        )
-        for key in mine.keys() & set(differ):
-            mine[key]["param_groups"] = every[key]
+        mine = {one.key: one.state for one in made[0][1] if one.key in differ}
+        every = ranks.exchange(lambda: {key: state["param_groups"] for key, state in mine.items()}, merge)
+        for key, state in mine.items():
+            state["param_groups"] = every[key]
     return made[0][0]
 
 
@@ -80,13 +84,12 @@ def _beside_shards(named: Sequence[NamedState], size: int) -> dict[str, bytes]:
     """Digests of the tensors of an optimizer's state that are whole here, though their parameter is sharded, by key."""
     digests = dict[str, bytes]()
     for one in named if size > 1 else ():
-        for name, entries in one.state.get("state", {}).items():
-            for key, value in (
-                tensors_below(entries, f"{one.key}.state.{name}") if is_sharded(one.model.get(name)) else ()
-            ):
-                if not is_dtensor(value) and value.numel() > 1:
-                    check_storable(key, value)
-                    digests[key] = digest_of(value)
+        states = one.state.get("state", {}).items()
+        of_shards = {name: entries for name, entries in states if is_sharded(one.model.get(name))}
+        for key, value in tensors_below(of_shards, f"{one.key}.state"):
+            if not is_dtensor(value) and value.numel() > 1:
+                check_storable(key, value)
+                digests[key] = digest_of(value)
     return digests
 
 

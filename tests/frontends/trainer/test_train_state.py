@@ -116,6 +116,7 @@ def test_what_cannot_be_filled_in_place_is_replaced_and_said(caplog: pytest.LogC
 def test_generators_go_on_where_they_were_though_a_part_draws_when_it_is_loaded() -> None:
     generators = {
         "numpy": np.random.default_rng(3),
+        "old": np.random.RandomState(2),
         "torch": torch.Generator().manual_seed(4),
         "plain": random.Random(5),
     }
@@ -136,7 +137,7 @@ def test_generators_go_on_where_they_were_though_a_part_draws_when_it_is_loaded(
 
 def drawn(generators: dict[str, Any]) -> list[float]:
     there = torch.rand(1, generator=generators["torch"])
-    return [generators["numpy"].random(), float(there), generators["plain"].random()]
+    return [generators["numpy"].random(), generators["old"].normal(), float(there), generators["plain"].random()]
 
 
 def test_a_data_loader_that_does_not_know_where_it_is_is_refused_at_once() -> None:
