@@ -109,9 +109,11 @@ class Store:
     # saving and loading
 
     def save(self, state: State, *, run: str = "default", step: int, **options: Unpack[SaveArguments]) -> Checkpoint:
-        """Save ``state``, a nested mapping of tensors and plain data, and return once it is durable and visible.
+        """Save ``state``, a nested mapping of tensors, plain data and objects. Return once it is durable and visible.
 
-        ``state`` may be a function that makes it. Then its errors reach all ranks.
+        Objects are modules, stored by plain names; optimizers, by the names of the module in ``state`` that has their
+        parameters; and anything else with a state_dict, which every rank calls in the sorted order of keys. ``state``
+        may be a function that makes it. Then its errors reach all ranks.
 
         Every rank of ``process_group`` (default: all, where torch.distributed is initialised) makes the call with its
         own state: shards (DTensor, `casckpt.Shard`), replicas that it shares with others, keys that only it has.
@@ -178,11 +180,13 @@ class Store:
     def load(self, state: Any, ref: str | Checkpoint, **options: Unpack[LoadArguments]) -> Checkpoint:
         """Load into ``state``: its tensors are filled in place, its other leaves replaced. Keys it lacks are not read.
 
-        The empty ``state`` of a fresh optimizer's state_dict is filled, with new tensors; `load_state_dict` then hands
-        them over. ``strict`` (the default): every key of ``state`` must be in the checkpoint; else those that are not
-        are left as they are and stand in ``missing_keys`` of what is returned. A tensor that shares its memory with one
-        that is loaded is not missing. ``ignore_mismatched``: fnmatch patterns of keys of ``state`` that are left as
-        they are where the checkpoint lacks them or holds another shape, dtype or kind (``mismatched_keys``).
+        Objects, as `save` takes them, are loaded as wholes: modules and optimizers, fresh ones too, then the others,
+        random generators last. The empty ``state`` of a fresh optimizer's state_dict is filled, with new tensors;
+        `load_state_dict` then hands them over; a warning tells where nobody has it to do so. ``strict`` (the default):
+        every key of ``state`` must be in the checkpoint; else those that are not are left as they are and stand in
+        ``missing_keys`` of what is returned. A tensor that shares its memory with one that is loaded is not missing.
+        ``ignore_mismatched``: fnmatch patterns of keys of ``state`` that are left as they are where the checkpoint
+        lacks them or holds another shape, dtype or kind (``mismatched_keys``).
 
         A load that would fill no tensor, or more than a tenth of whose tensors stand in the checkpoint under other
         names, raises MissingKey with the ``rename`` that fills them, whatever ``strict`` is. If fewer are left, the log
@@ -421,7 +425,8 @@ class Store:
         from casckpt.checkpoint.ranks import open_ranks
 
         ranks = open_ranks(process_group, no_dist=no_dist)
-        return compare_together(self.repository, ranks, state, ref, lambda: self._resolve(ref))
+        made: Any = _without_objects(state, {"process_group": process_group, "no_dist": no_dist})[0]
+        return compare_together(self.repository, ranks, made, ref, lambda: self._resolve(ref))
 
     def stats(self) -> StoreStats:
         """Return how many checkpoints and blobs there are, and their bytes."""

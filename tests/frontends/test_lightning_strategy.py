@@ -168,17 +168,20 @@ class Averaging(WeightAveraging):
         from torch.distributed.fsdp import fully_shard
 
         self._average_model = AveragedModel(Model(), avg_fn=lambda old, new, _: old * 0.5 + new * 0.5)
-        fully_shard(self._average_model.module.net, mesh=trainer.strategy.device_mesh["data_parallel"])
+        strategy: Any = trainer.strategy
+        average: Any = self._average_model.module
+        fully_shard(average.net, mesh=strategy.device_mesh["data_parallel"])
 
-    def weights(self) -> list[torch.Tensor]:
+    def found(self) -> tuple[list[torch.Tensor], int]:
         assert self._average_model is not None
-        return [one.full_tensor().detach() for one in self._average_model.module.parameters()]
+        shards: list[Any] = list(self._average_model.module.parameters())
+        return [one.full_tensor().detach() for one in shards], int(self._average_model.n_averaged)
 
 
 def averaged(rank: int, size: int, folder: Path, epochs: int, path: str | None = None) -> tuple[Any, ...]:
     averaging = Averaging()
     losses = fitted(rank, size, folder, epochs, path, callbacks=[averaging])
-    return losses, averaging.weights(), int(averaging._average_model.n_averaged)
+    return losses, *averaging.found()
 
 
 def test_an_averaged_model_is_saved_and_loaded_beside_the_other(tmp_path: Path, ranks: Pool) -> None:

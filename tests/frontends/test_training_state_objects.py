@@ -87,7 +87,7 @@ def test_a_fresh_optimizer_goes_on_with_moments_and_rate() -> None:
     optimizer.param_groups[0]["lr"] = 0.125
     store.save({"model": model, "optim": optimizer, "sched": schedule, "epoch": 3}, run="a", step=1)
     fresh, fresh_optimizer = made(seed=1)
-    state = {
+    state: dict[str, Any] = {
         "model": fresh,
         "optim": fresh_optimizer,
         "sched": optim.lr_scheduler.StepLR(fresh_optimizer, 7),
@@ -198,7 +198,7 @@ def test_what_the_checkpoint_lacks_stays_where_that_is_allowed() -> None:
     model, _ = trained()
     store.save({"model": model}, run="a", step=1)
     fresh, fresh_optimizer = made(seed=1)
-    state = {"model": fresh, "optim": fresh_optimizer, "more": Counter("more", log, 4), "epoch": 7}
+    state: dict[str, Any] = {"model": fresh, "optim": fresh_optimizer, "more": Counter("more", log, 4), "epoch": 7}
     loaded = store.load(state, "a@1", strict=False)
     assert set(loaded.missing_keys) == {"optim.param_groups", "more", "epoch"}
     assert (state["more"].value, state["epoch"], log) == (4, 7, [])
@@ -240,7 +240,7 @@ def test_objects_are_saved_in_the_background_and_by_a_function_and_updated() -> 
     store.save_async(state, run="a", step=1).result()
     store.save(lambda: state, run="a", step=2)
     fresh, fresh_optimizer = made(seed=1)
-    mine = {"model": fresh, "optim": fresh_optimizer, "t": torch.zeros(3)}
+    mine: dict[str, Any] = {"model": fresh, "optim": fresh_optimizer, "t": torch.zeros(3)}
     held = store.load(mine, "a@1")
     with torch.no_grad():
         model.head.weight.add_(1)
@@ -248,6 +248,7 @@ def test_objects_are_saved_in_the_background_and_by_a_function_and_updated() -> 
     held = store.update(mine, "a@3", held=held)
     assert identical(contents(fresh, fresh_optimizer), contents(model, optimizer))
     assert torch.equal(mine["t"], torch.ones(3))
+    assert [store.compare(mine, f"a@{step}").is_same for step in (1, 3)] == [False, True]
 
 
 def test_a_filled_state_dict_of_an_optimizer_that_nobody_holds_draws_a_warning(
@@ -268,7 +269,7 @@ def test_a_filled_state_dict_of_an_optimizer_that_nobody_holds_draws_a_warning(
 
 def test_a_model_by_itself_is_given_by_name() -> None:
     with pytest.raises(InvalidInput, match=r'\{"model": model\}'):
-        small().save(made()[0], run="a", step=1)  # type: ignore[arg-type]  # which it says
+        small().save(made()[0], run="a", step=1)
 
 
 # over ranks

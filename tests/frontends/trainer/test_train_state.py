@@ -114,7 +114,7 @@ def test_what_cannot_be_filled_in_place_is_replaced_and_said(caplog: pytest.LogC
 
 
 def test_generators_go_on_where_they_were_though_a_part_draws_when_it_is_loaded() -> None:
-    generators = {
+    generators: dict[str, Any] = {
         "numpy": np.random.default_rng(3),
         "old": np.random.RandomState(2),
         "torch": torch.Generator().manual_seed(4),
