@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
@@ -65,6 +65,8 @@ class HasState(Protocol):
 
 TrainModel: TypeAlias = AnyModel | TrainModule
 AnyTrainState: TypeAlias = Mapping[str, Any] | HasState | None
+GroupOptions: TypeAlias = Literal["checkpoint", "keep"]
+"""Whether a load sets the options of the optimizer's groups, as learning rates, or keeps those that are there."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ class Wanted:
     ``pre_download``: into the cache of this host first. ``strict``: the names here must be those of the checkpoint, as
     ``rename`` gives them. ``cast``: other dtypes are converted. ``is_train_state_set``: False: a train state is left
     unread, which is told of. ``whole``: a train module must find all that it has. ``lenient``: an optimizer that was
-    saved by number is left out, rather than refused.
+    saved by number is left out, rather than refused, and so are tensors of another shape. ``options``: those of the
+    optimizer's groups, of the checkpoint or as they are. ``is_resume``: what is left is told of by that.
     """
 
     optim: bool | None
@@ -118,6 +121,8 @@ class Wanted:
     is_train_state_set: bool = True
     whole: bool = False
     lenient: bool = False
+    options: GroupOptions = "checkpoint"
+    is_resume: bool = False
 
 
 class Restoring:
@@ -133,6 +138,12 @@ class Restoring:
         def wants_optimizer() -> bool:
             if self._wanted.optim and optim is None and not isinstance(model, TrainModule):
                 raise InvalidInput("load_optim_state=True needs an optimizer to load into; give optim")
+            if self._wanted.options not in get_args(GroupOptions):
+                raise InvalidInput(f'options={self._wanted.options!r:.80} is not usable; give "checkpoint" or "keep"')
+            if self._wanted.options == "keep" and isinstance(model, TrainModule):
+                raise InvalidInput(
+                    'a model with load_state_dict sets its optimizer by itself; leave out options="keep"'
+                )
             optims.extend(() if self._wanted.optim is False else as_optimizers(optim))
             return bool(optims)
 
@@ -143,16 +154,18 @@ class Restoring:
         else:
             wanted = self._wanted
             loading = TrainingStateLoad(
-                stored, groups, wanted.strict, wanted.rename, wanted.ignore_mismatched, cast=wanted.cast
-            )
+                stored, groups, wanted.strict, wanted.rename, wanted.ignore_mismatched, cast=wanted.cast,
+                keep_options=wanted.options == "keep", leave_resized=wanted.lenient and not wanted.strict,
+            )  # fmt: skip
             state, loaded = self._load_named(loading, stored, model, optims, train)
-            if self._ranks.rank == 0 and optims and groups is None:
+            if self._ranks.rank == 0 and optims and groups is None and not wanted.is_resume:
                 log.warning(
                     "%s holds no optimizer that can be loaded, but %s: the one that was given stays as it is",
                     stored.where, stored.at_the_top(),
                 )  # fmt: skip
         if self._ranks.rank == 0 and self._wanted.unread == "warn":
-            if not isinstance(model, TrainModule) or self._unread_of_module == "ignore":
+            is_told = self._wanted.is_resume or (isinstance(model, TrainModule) and self._unread_of_module != "ignore")
+            if not is_told:
                 tell(loaded.run, loaded.step, self._left(loaded.unread_subtrees, has_train=bool(train)), _MEANT)
             warn_moved(loaded.run, loaded.step, _parts_of(stored) if train else {}, self._ranks.size)
         return loaded, next(iter(state[TRAIN].values())) if train else None

@@ -10,6 +10,7 @@ from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import Ranks, everyone
 from casckpt.errors import NotFound
 from casckpt.repository.commits import Commit
+from casckpt.repository.refs import similar_runs
 from casckpt.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -47,10 +48,23 @@ def newest_together(
 
     def find(told: Sequence[tuple[str, bool]]) -> Sequence[tuple[Commit | None, bool]]:
         check_same([text for text, _ in told])
-        return everyone((find_one(), any(yes for _, yes in told)), ranks.size)
+        found = find_one()
+        if found is None and step is None:
+            warn_of_similar(store, run)
+        return everyone((found, any(yes for _, yes in told)), ranks.size)
 
     commit, yes = ranks.exchange(lambda: (f"{_ref(run, step)}{', healthy' * healthy}", ask()), find)
     return None if commit is None else Checkpoint(store.repository, commit), yes
+
+
+def warn_of_similar(store: Store, run: str) -> None:
+    """Log that a run of another name may be meant, as one with a typo: a training begins anew."""
+    similar = similar_runs(run, store.runs()) if store.repository.exists() else []
+    if similar:
+        log.warning(
+            "there is no checkpoint of run %r in %s, so nothing is resumed; did you mean run %s?",
+            run, store.url, " or ".join(map(repr, similar)),
+        )  # fmt: skip
 
 
 def _ref(run: str, step: int | None) -> str:

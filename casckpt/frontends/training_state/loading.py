@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from os.path import commonprefix
 from typing import Any
 
@@ -78,6 +80,8 @@ class TrainingStateLoad:
     ``rename``: from a key of the model, ``model.<name>``, to one of the checkpoint; its optimizer's state goes along.
     ``ignore_mismatched``: patterns of names of the model, or of keys; what does not fit there is left as it is.
     ``cast``: convert; state that was saved in the dtype of its saved parameter gets that of the parameter here.
+    ``keep_options``: options of the optimizer's groups stay as they are. ``leave_resized``: so do tensors of the model
+    for which the checkpoint has another shape, and the optimizer's state for them.
     Weights at the top of a checkpoint, as an import of safetensors files has them, are those of a model, too: where the
     layout does not tell, `choose` takes the reading that fills more.
     """
@@ -91,8 +95,11 @@ class TrainingStateLoad:
         ignore_mismatched: Sequence[str] | None = None,
         *,
         cast: bool = False,
+        keep_options: bool = False,
+        leave_resized: bool = False,
     ) -> None:
         self.state: dict[str, Any] = {}
+        self._keep_options, self._leave_resized = keep_options, leave_resized
         self._stored, self._groups, self._strict, self._rename = stored, groups, strict, rename
         self._ignore_mismatched, self._cast = ignore_mismatched, cast
         self.ignored: tuple[str, ...] = ()
@@ -137,6 +144,8 @@ class TrainingStateLoad:
         if ranks.rank == 0 and bare is not None:
             self._filled = _all_of(fits[bare]) if ranks.size == 1 else "all"
         self._bare = ranks.exchange(lambda: fits, decide) if bare is None else bare
+        if self._leave_resized:
+            self.ignored += tuple(glob.escape(key) for key in fits[self._bare].misfits)
 
     def _fit(self, *, bare: bool) -> Fit:
         """How this rank's tensors fit: by name, or by the memory that they share with one that fits."""
@@ -193,7 +202,8 @@ class TrainingStateLoad:
             self._absent = (GROUPS,)
         elif self._groups is not None:
             about = (self._stored, self._groups, self._module, self._saved_name)
-            plans = [_OptimizerPlan(optim, *about, new=new, strict=self._strict, cast=self._cast) for optim in optims]
+            plan = partial(_OptimizerPlan, new=new, strict=self._strict, cast=self._cast)
+            plans = [plan(optim, *about, keep_options=self._keep_options) for optim in optims]
             self._optimizers = plans
         self._absent += tuple(f"{STATE}.{name}" for plan in plans for name in plan.match.missing)
         filled = {name: value for plan in plans for name, value in plan.template.items()}
@@ -327,12 +337,15 @@ class _OptimizerPlan:
         new: Collection[str],
         strict: bool,
         cast: bool,
+        keep_options: bool,
     ) -> None:
         """``new``: names of parameters that are left as they are, and their state with them."""
         self._optim, self._kind, self._stored, self._cast = optim, Kind.of(optim), stored, cast
         self._kept = None if self._kind is None else self._kind.keeps()
         here = named_groups(model, optim)
-        self.match: Match = match(here, saved, lambda name: _NOWHERE if name in new else saved_name(name))
+        self.match: Match = match(
+            here, saved, lambda name: _NOWHERE if name in new else saved_name(name), keep_options=keep_options
+        )
         if strict:
             lacking = tuple(name for name in self.match.missing if name not in new)
             check(replace(self.match, missing=lacking), getattr(optim, "defaults", {}), saved, stored.where)
