@@ -387,3 +387,53 @@ def test_several_files_and_files_below(tmp_path: Path, store: Store) -> None:
     store.save({"w": torch.ones(2)}, run="other", step=1)
     with pytest.raises(Mismatch, match="not saved from a folder"):
         restore_checkpoint(store, "other@1", tmp_path)
+
+
+def test_a_job_starts_from_the_beginning_where_nothing_is_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = casckpt.open(tmp_path / "store")
+    callback = CasCheckpointCallback(store, run="sft")
+    for last in (1, 2):  # the same job, twice
+        found = restore_checkpoint(store, "sft@latest", tmp_path / "out", force=True)
+        assert found == (None if last == 1 else tmp_path / "out" / "checkpoint-1")
+        trainer(tmp_path / "out", tiny(), callback, most=last).train(resume_from_checkpoint=found)
+    assert steps(store) == [("sft", 1), ("sft", 2)]
+    assert not caplog.records
+    assert restore_checkpoint(store, "stf@latest", tmp_path / "out") is None
+    assert "did you mean run 'sft'?" in caplog.text
+    for ref in ("sft@7", "tag:best"):
+        with pytest.raises(NotFound):
+            restore_checkpoint(store, ref, tmp_path / "out")
+
+
+class WithProjector(torch.optim.SGD):
+    """Its first step makes state that is no plain data."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["projector"] = object()
+
+
+def test_an_optimizer_that_cannot_be_saved_ends_a_training_at_its_begin(tmp_path: Path, store: Store) -> None:
+    def train(make: Any, **options: Any) -> int:
+        learner = tiny()
+        training = trainer(
+            tmp_path / "out", learner, CasCheckpointCallback(store, run="sft", overwrite=True), most=4, save_steps=4,
+            **options,
+        )  # fmt: skip
+        training.optimizer = make(learner)
+        try:
+            training.train()
+        except InvalidInput:
+            assert not store.repository.exists()
+        return int(training.state.global_step)
+
+    def dummy(learner: Any) -> Any:
+        return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+    assert train(dummy) == 0
+    assert train(lambda learner: WithProjector(learner.parameters(), lr=0.1)) == 1
+    assert train(dummy, save_only_model=True) == 4  # as the error advises
+    assert steps(store) == [("sft", 4)]

@@ -118,13 +118,14 @@ def outcome_of(
     left = dict.fromkeys(loaded.missing_keys, _NOT_THERE) | dict.fromkeys(loaded.mismatched_keys, _RESIZED)
     if GROUPS in left:
         left[GROUPS] = _NO_OPTIMIZER
-    elif OPTIM in given:
+    elif OPTIM in given and OPTIM not in loaded.unread_subtrees:
         restored.append(OPTIM)
         left |= {GROUPS: _KEPT} if wanted.options == "keep" else {}
     if wanted.unread == "warn":
         inside = tuple(f"{key}." for key in (*loaded.unread_subtrees, *({TRAIN} & {*given})))
         unread = (key for key in (*loaded.unread_subtrees, *loaded.unread_keys) if not key.startswith(inside))
-        left |= {key: _NOT_GIVEN if key in (OPTIM, TRAIN) else _NOT_HERE for key in unread if key not in left}
+        not_given = {OPTIM, TRAIN}.difference(given)
+        left |= {key: _NOT_GIVEN if key in not_given else _NOT_HERE for key in unread if key not in left}
     if train_state is not None and state is None:
         left[TRAIN] = _NO_TRAIN
     elif state is not None:
