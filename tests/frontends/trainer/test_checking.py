@@ -190,6 +190,24 @@ def test_all_ranks_hear_of_it_at_the_same_step(store_path: Path, ranks: Pool, si
     assert steps(open_store(store_path)) == []
 
 
+def stepped_on_one(rank: int, size: int, path: Path) -> Any:
+    """Only the optimizer of rank 1 makes state, at the second step."""
+    model = net()
+    optimizer = Phased(model.parameters(), lr=0.0) if rank else optim.SGD(model.parameters(), lr=0.0)
+    run = Checkpointer(small_folder(path), run="sft", save_interval=5)
+    for step in range(1, 5):
+        if step == 2:
+            stepped(model, optimizer)
+        error = outcome_of(lambda: run.save_if_due(step, model, optimizer))  # noqa: B023
+        if error is not None:
+            return type(error).__name__, step
+    return None
+
+
+def test_state_that_one_rank_has_is_checked_on_all(store_path: Path, ranks: Pool) -> None:
+    assert ranks.run(2, stepped_on_one, store_path) == [("InvalidInput", 2)] * 2
+
+
 def differing(rank: int, size: int, path: Path) -> Any:
     model = net()
     nn.init.constant_(model.weight, rank)
