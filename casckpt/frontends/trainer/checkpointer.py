@@ -34,7 +34,7 @@ from casckpt.frontends.trainer.one_run import OneRun, newest_together
 from casckpt.frontends.trainer.resuming import (
     Missing,
     Resumed,
-    is_to_be_set,
+    check_given,
     of_all_ranks,
     outcome_of,
     to_resume,
@@ -356,7 +356,7 @@ class Checkpointer(OneRun):
         and InvalidInput for a train state without load_state_dict.
         """
         self.resumed = None
-        found, _ = self._find_together(None, lambda: is_to_be_set(train_state, missing), healthy=healthy)
+        found = self._find_together(None, lambda: check_given(train_state, missing), healthy=healthy)
         if found is not None:
             given = [name for name, one in ((OPTIM, optim), (TRAIN, train_state)) if one is not None]
             wanted = to_resume(
@@ -372,7 +372,7 @@ class Checkpointer(OneRun):
 
     def newest_of_all_ranks(self, step: int | None = None) -> Checkpoint | None:
         """The newest of the run, or that of a step, as rank 0 finds it: the same on every rank, which all call it."""
-        return self._find_together(step, lambda: False)[0]
+        return self._find_together(step, lambda: None)
 
     # inside
 
@@ -405,10 +405,10 @@ class Checkpointer(OneRun):
         return loaded, train
 
     def _find_together(
-        self, step: int | None, ask: Callable[[], bool], *, healthy: bool = False
-    ) -> tuple[Checkpoint | None, bool]:
+        self, step: int | None, check: Callable[[], None], *, healthy: bool = False
+    ) -> Checkpoint | None:
         self._settle()
-        return newest_together(open_ranks(self.process_group), self.store, self.run, step, ask, healthy=healthy)
+        return newest_together(open_ranks(self.process_group), self.store, self.run, step, check, healthy=healthy)
 
     def _save_arguments(
         self,

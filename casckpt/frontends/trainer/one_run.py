@@ -36,25 +36,26 @@ def newest_healthy(store: Store, run: str) -> Commit | None:
 
 
 def newest_together(
-    ranks: Ranks, store: Store, run: str, step: int | None, ask: Callable[[], bool], *, healthy: bool
-) -> tuple[Checkpoint | None, bool]:
-    """`newest` as rank 0 finds it; and did ``ask``, whose errors reach all ranks, say yes on any of them?
+    ranks: Ranks, store: Store, run: str, step: int | None, check: Callable[[], None], *, healthy: bool
+) -> Checkpoint | None:
+    """`newest` as rank 0 finds it. ``check``: called on each rank; what it raises, all raise.
 
     Raises Conflict if ranks name another run or step.
     """
 
-    def find_one() -> Commit | None:
-        return newest_healthy(store, run) if healthy else newest(store, run, step)
+    def name() -> str:
+        check()
+        return f"{_ref(run, step)}{', healthy' * healthy}"
 
-    def find(told: Sequence[tuple[str, bool]]) -> Sequence[tuple[Commit | None, bool]]:
-        check_same([text for text, _ in told])
-        found = find_one()
+    def find(named: Sequence[str]) -> Sequence[Commit | None]:
+        check_same(named)
+        found = newest_healthy(store, run) if healthy else newest(store, run, step)
         if found is None and step is None:
             warn_of_similar(store, run)
-        return everyone((found, any(yes for _, yes in told)), ranks.size)
+        return everyone(found, ranks.size)
 
-    commit, yes = ranks.exchange(lambda: (f"{_ref(run, step)}{', healthy' * healthy}", ask()), find)
-    return None if commit is None else Checkpoint(store.repository, commit), yes
+    commit = ranks.exchange(name, find)
+    return None if commit is None else Checkpoint(store.repository, commit)
 
 
 def warn_of_similar(store: Store, run: str) -> None:

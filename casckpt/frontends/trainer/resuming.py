@@ -54,8 +54,8 @@ class Resumed:
         return "\n  ".join([head, *(f"left: {listed(keys)} ({why})" for why, keys in by_reason.items())])
 
     def log(self) -> None:
-        """Log it, as a warning if anything was left."""
-        log.log(logging.WARNING if self.left else logging.INFO, "%s", self)
+        """Log it, as a warning if anything was left that was not asked to be."""
+        log.log(logging.WARNING if {*self.left.values()} - {_KEPT} else logging.INFO, "%s", self)
 
 
 Outcome: TypeAlias = tuple[tuple[str, ...], dict[str, str]]
@@ -70,14 +70,13 @@ def of_all_ranks(found: Sequence[Outcome]) -> Sequence[Outcome]:
     return everyone((restored, left), len(found))
 
 
-def is_to_be_set(train_state: Any, missing: Any) -> bool:
-    """Look for a train state to set. Raises InvalidInput for one that cannot be, and for another ``missing``."""
+def check_given(train_state: Any, missing: Any) -> None:
+    """Raise InvalidInput for a train state that cannot be set, and for another ``missing``."""
     if missing not in get_args(Missing):
         raise InvalidInput(f'missing={missing!r:.80} is not usable; give "raise" or "warn"')
     if train_state is not None and not hasattr(train_state, "load_state_dict"):
         kind = type(train_state).__name__
         raise InvalidInput(f"a {kind} cannot be set: give resume a TrainState, or take what load gives")
-    return train_state is not None
 
 
 def to_resume(

@@ -166,9 +166,10 @@ def bad_on_one(rank: int, size: int, path: Path) -> Any:
     """Each way in which the last rank alone has something that no save can store; where each rank hears of it."""
     last, model = rank == size - 1, net()
     found = []
-    for number, (state, make) in enumerate(
-        [({"phase": Phase.WARMUP} if last else {}, optim.AdamW), ({}, Phased if last else optim.AdamW)]
-    ):
+    ways: list[tuple[dict[str, Any], Any]] = [
+        ({"phase": Phase.WARMUP} if last else {}, optim.AdamW), ({}, Phased if last else optim.AdamW)
+    ]  # fmt: skip
+    for number, (state, make) in enumerate(ways):
         run = Checkpointer(small_folder(path), run=f"sft{number}", save_interval=5)
         optimizer = make(model.parameters())
         found.append(type(outcome_of(lambda: run.resume(model, optimizer, TrainState(**state)))).__name__)  # noqa: B023
