@@ -797,7 +797,7 @@ PLANTED = (
         "the digest is taken of the caller's memory, not of the buffer that is written",
         "casckpt/checkpoint/saving/upload.py",
         "source, digest = self.sources[cell.source], cell_digest(target)",
-        "source, digest = self.sources[cell.source], _digest_of(cell)",
+        "source, digest = self.sources[cell.source], cell_digest(cell.data())",
         "tests/checkpoint/saving/test_promises.py",
     ),
     Planted(
