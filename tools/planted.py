@@ -1792,4 +1792,25 @@ PLANTED = (
         "        after, reached = self.saved_step, self._reached\n",
         "tests/frontends/trainer/test_checkpointer.py",
     ),
+    Planted(
+        "no rank that has not come is named",
+        "casckpt/checkpoint/wire.py",
+        "if not has_come(frame)]",
+        "if has_come(frame)]",
+        "tests/checkpoint/test_waiting.py",
+    ),
+    Planted(
+        "a rank that gave up ends before the others know why",
+        "casckpt/checkpoint/waiting.py",
+        "        if verdict:\n            self._let",
+        "        if not verdict:\n            self._let",
+        "tests/checkpoint/test_waiting.py",
+    ),
+    Planted(
+        "a rank without gloo does not say so before the others connect",
+        "casckpt/checkpoint/ranks.py",
+        'problem and f"gloo cannot start',
+        '"" and f"gloo cannot start',
+        "tests/checkpoint/test_waiting.py",
+    ),
 )
