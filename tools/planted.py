@@ -1813,4 +1813,25 @@ PLANTED = (
         '"" and f"gloo cannot start',
         "tests/checkpoint/test_waiting.py",
     ),
+    Planted(
+        "a session with expired credentials stays",
+        "casckpt/storage/remote/s3/client.py",
+        "set_session(refresh=True)",
+        "set_session(refresh=False)",
+        "tests/storage/remote/s3/test_errors.py",
+    ),
+    Planted(
+        "credentials are looked for again and again",
+        "casckpt/storage/remote/store.py",
+        "                    renewed = True\n",
+        "                    renewed = attempts > 3\n",
+        "tests/storage/remote/s3/test_errors.py",
+    ),
+    Planted(
+        "a server that does not know checksums is told like any other",
+        "casckpt/storage/remote/s3/errors.py",
+        "if _CHECKSUM.search(said):",
+        "if _CHECKSUM.match(said):",
+        "tests/storage/remote/s3/test_errors.py",
+    ),
 )

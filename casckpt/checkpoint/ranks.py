@@ -99,7 +99,8 @@ def open_ranks(process_group: ProcessGroup | None = None, *, no_dist: bool = Fal
         return Solo()
     _refuse_inherited()
     group = process_group if process_group is not None else dist.group.WORLD
-    if not any(group is one for one in (*dist.distributed_c10d._world.pg_map, dist.GroupMember.NON_GROUP_MEMBER)):
+    known = (*dist.distributed_c10d._world.pg_map, dist.GroupMember.NON_GROUP_MEMBER)
+    if group is None or not any(group is one for one in known):
         raise InvalidInput(
             f"process_group is a {type(group).__name__} that torch.distributed does not know: it was destroyed, or "
             "forwards to another group. Pass what new_group or the get_group of a DeviceMesh returns"
@@ -292,9 +293,9 @@ def _timeout_of(group: ProcessGroup) -> timedelta:
 
 def _connect(parent: ProcessGroup, name: str, rank: int, size: int) -> Wire:
     """Over a gloo group. Made by hand: `new_group` names groups by how many a rank is in; ranks may differ in that."""
-    dist = torch.distributed
-    if not dist.is_gloo_available():
+    if not torch.distributed.is_gloo_available():
         raise Unsupported("this build of torch has no gloo, over which the ranks of a save talk")
+    dist: Any = torch.distributed
     store = dist.PrefixStore(name, dist.distributed_c10d._world.pg_map[parent][1])
     timeout = _timeout_of(parent)
     _, problem = _gloo(dist.HashStore(), 0, 1, timeout)  # alone, to see whether it can start
@@ -331,9 +332,10 @@ class _Groups:
         key = (parent.group_name, purpose)
         with self._lock:
             found = self._made.get(key)
-            known = found is not None and found.parent() is parent  # else it was of an earlier one of the same name
-            if not known or found.dropped:
-                found = self._made[key] = GroupRanks(parent, purpose, found.generation + 1 if known else 0)
+            if found is not None and found.parent() is not parent:  # it was of an earlier one of the same name
+                found = None
+            if found is None or found.dropped:
+                found = self._made[key] = GroupRanks(parent, purpose, found.generation + 1 if found else 0)
                 found.connect(parent)
             return found
 
