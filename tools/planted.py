@@ -1834,4 +1834,25 @@ PLANTED = (
         "if _CHECKSUM.match(said):",
         "tests/storage/remote/s3/test_errors.py",
     ),
+    Planted(
+        "a model that accelerate offloaded counts as one without values",
+        "casckpt/frontends/training_state/model.py",
+        "if empty and any(",
+        "if not empty and any(",
+        "tests/frontends/test_accelerate.py",
+    ),
+    Planted(
+        "the class of a mapping is lost without a word",
+        "casckpt/tensors/state.py",
+        "type(value) not in (kind, dict)",
+        "type(value) in (kind, dict)",
+        "tests/checkpoint/saving/test_save.py",
+    ),
+    Planted(
+        "a step that was purged is told like one that never was",
+        "casckpt/repository/refs.py",
+        'if c.last == "purged" and (c.run,',
+        'if c.last == "forgotten" and (c.run,',
+        "tests/repository/test_refs.py",
+    ),
 )

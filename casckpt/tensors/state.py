@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import NoneType
 from typing import Any, NamedTuple, TypeAlias
@@ -44,6 +44,8 @@ class FlatState:
 
     leaves: dict[str, LeafValue]
     tree: Node
+    unkept: dict[type, Path] = field(default_factory=dict)
+    """Classes of mappings that the tree does not keep, each with one place."""
 
 
 def flatten(state: Any, is_tensor_like: IsTensorLike | None = None) -> FlatState:
@@ -56,7 +58,7 @@ def flatten(state: Any, is_tensor_like: IsTensorLike | None = None) -> FlatState
     _check_state(state)
     flattener = _Flattener(_Rules(is_tensor_like))
     node = flattener.node(state, (), False)
-    return FlatState(flattener.leaves, node)
+    return FlatState(flattener.leaves, node, flattener.unkept)
 
 
 def is_part(value: Any) -> bool:
@@ -218,6 +220,7 @@ class _Flattener:
         self.rules = rules
         self.leaves: dict[str, LeafValue] = {}
         self.open: set[int] = set()
+        self.unkept: dict[type, Path] = {}
 
     def node(self, value: Any, path: Path, per_rank: bool) -> Node:
         """Return the node of a value, and add its leaves."""
@@ -231,6 +234,8 @@ class _Flattener:
             return TENSOR if is_tensor else OBJECT
         if id(value) in self.open or len(path) >= plain.MAX_DEPTH:
             raise _endless(f"state{show(path[:8])}", key)
+        if path and type(value) not in (kind, dict):
+            self.unkept.setdefault(type(value), path)
         self.open.add(id(value))
         children = {element: self.node(child, (*path, element), per_rank) for element, child in _children(value)}
         self.open.remove(id(value))

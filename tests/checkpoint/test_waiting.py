@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, Any
 from weakref import proxy
@@ -126,7 +127,7 @@ def loading_alone(rank: int, size: int, where: str) -> Any:
     """Rank 0 loads, then unshards; the other one comes only because it is named."""
     store, model = casckpt.open(where), nn.Linear(2, 2)
     casckpt.save_model_and_optim_state(store, model, run="r", step=1)
-    calls = {
+    calls: dict[str, Any] = {
         "load": lambda: casckpt.load_model_and_optim_state(store, "r@1", model),
         "unshard": lambda: casckpt.unshard_model_state(store, "r@1"),
     }
@@ -337,7 +338,8 @@ def other_groups(rank: int, size: int) -> Any:
     stale = dist.new_group([0, 1])
     dist.destroy_process_group(stale)
     world = dist.group.WORLD
-    return [outcome_of(lambda one=one: open_ranks(one)) for one in (stale, proxy(world), _Forwarding(world))]
+    others: list[Any] = [stale, proxy(world), _Forwarding(world)]
+    return [outcome_of(partial(open_ranks, one)) for one in others]
 
 
 def test_a_group_that_torch_does_not_know_is_refused(ranks: Pool) -> None:

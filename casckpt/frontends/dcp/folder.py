@@ -39,7 +39,14 @@ class Folder:
 
     def __init__(self, files: Files, *, allow_pickle: bool) -> None:
         self._files, self._allow_pickle = files, allow_pickle
-        self._boxed = is_megatron(files.read(MEGATRON)) if MEGATRON in files.names() else False
+        names = files.names()
+        deeper = [name.removesuffix(f"/{METADATA}") for name in names if name.endswith(f"/{METADATA}")]
+        if METADATA not in names and deeper:
+            more = ", ..." if len(deeper) > 6 else ""
+            raise InvalidInput(
+                f"{files.url} holds no checkpoint, but folders that do: {', '.join(deeper[:6])}{more}; give one of them"
+            )
+        self._boxed = is_megatron(files.read(MEGATRON)) if MEGATRON in names else False
         found = read_metadata(files.read(METADATA), f"{files.url}/{METADATA}", anything=allow_pickle)
         self.metadata, self._cuts = unflatten(found)
         self._places: dict[MetadataIndex, _StorageInfo] = places(self.metadata.storage_data or {}, self._cuts)

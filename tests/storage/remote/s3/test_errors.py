@@ -177,7 +177,7 @@ _KEYS = {"key": "key", "secret": "secret"}
 
 def answer(status: int, code: str, message: str = "") -> ClientError:
     return ClientError(
-        {"Error": {"Code": code, "Message": message}, "ResponseMetadata": {"HTTPStatusCode": status}},  # type: ignore[typeddict-item]  # as much of it as is read
+        {"Error": {"Code": code, "Message": message}, "ResponseMetadata": {"HTTPStatusCode": status}},
         "PutObject",
     )
 
