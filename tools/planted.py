@@ -1855,4 +1855,18 @@ PLANTED = (
         'if c.last == "forgotten" and (c.run,',
         "tests/repository/test_refs.py",
     ),
+    Planted(
+        "the entries of a mapping that is one object are not found",
+        "casckpt/checkpoint/loading/template.py",
+        "len(value) > 0 and name_of(key) in objects",
+        "False and name_of(key) in objects",
+        "tests/checkpoint/loading/test_entries.py",
+    ),
+    Planted(
+        "large mappings of several ranks are those of the lowest",
+        "casckpt/checkpoint/saving/prepare.py",
+        "is_whole=_is_large if size == 1 else None",
+        "is_whole=_is_large if size > 0 else None",
+        "tests/checkpoint/loading/test_entries.py",
+    ),
 )

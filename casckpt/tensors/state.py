@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import NoneType
@@ -26,6 +26,7 @@ from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.values import PerRank, Shard
 
 IsTensorLike: TypeAlias = Callable[[Any], bool]
+IsWhole: TypeAlias = Callable[[str, Mapping[Any, Any]], bool]
 
 
 class LeafValue(NamedTuple):
@@ -46,19 +47,22 @@ class FlatState:
     tree: Node
     unkept: dict[type, Path] = field(default_factory=dict)
     """Classes of mappings that the tree does not keep, each with one place."""
+    whole: Sequence[str] = ()
+    """Leaves that are mappings because ``is_whole`` says so."""
 
 
-def flatten(state: Any, is_tensor_like: IsTensorLike | None = None) -> FlatState:
+def flatten(state: Any, is_tensor_like: IsTensorLike | None = None, *, is_whole: IsWhole | None = None) -> FlatState:
     """Flatten ``state``, a mapping (or a `PerRank` of one), into leaves and a tree.
 
     Tensors are torch.Tensor (DTensor too), `Shard`, a list of `Shard`, Megatron-style sharded tensors and what
-    ``is_tensor_like`` says. Nothing is copied. Raises InvalidInput, naming the path, for a state that is no mapping,
+    ``is_tensor_like`` says. ``is_whole``: which mappings without tensors below them, by flat key, are one leaf. Nothing
+    is copied. Raises InvalidInput, naming the path, for a state that is no mapping,
     contains itself or is too deep, for keys that cannot be stored and for two paths with one flat key.
     """
     _check_state(state)
-    flattener = _Flattener(_Rules(is_tensor_like))
+    flattener = _Flattener(_Rules(is_tensor_like), is_whole)
     node = flattener.node(state, (), False)
-    return FlatState(flattener.leaves, node, flattener.unkept)
+    return FlatState(flattener.leaves, node, flattener.unkept, flattener.whole)
 
 
 def is_part(value: Any) -> bool:
@@ -216,11 +220,12 @@ def _children(value: Any) -> list[tuple[Element, Any]]:
 class _Flattener:
     """One call of `flatten`."""
 
-    def __init__(self, rules: _Rules) -> None:
-        self.rules = rules
+    def __init__(self, rules: _Rules, is_whole: IsWhole | None) -> None:
+        self.rules, self.is_whole = rules, is_whole
         self.leaves: dict[str, LeafValue] = {}
         self.open: set[int] = set()
         self.unkept: dict[type, Path] = {}
+        self.whole: list[str] = []
 
     def node(self, value: Any, path: Path, per_rank: bool) -> Node:
         """Return the node of a value, and add its leaves."""
@@ -229,6 +234,9 @@ class _Flattener:
         is_tensor = self.rules.is_tensor(value)
         kind = None if is_tensor else self.rules.kind(value, path)
         key = check_key(join(path)) if path else ""
+        if kind is not None and self._is_whole(key, value):
+            self.whole.append(key)
+            kind = None
         if kind is None:
             self._add(LeafValue(key, path, value, is_tensor, per_rank))
             return TENSOR if is_tensor else OBJECT
@@ -241,6 +249,10 @@ class _Flattener:
         self.open.remove(id(value))
         node: Node = container(kind, children, value)
         return node
+
+    def _is_whole(self, key: str, value: Any) -> bool:
+        is_asked = bool(key) and self.is_whole is not None and isinstance(value, Mapping)
+        return is_asked and self.is_whole(key, value) and not self.rules.holds_tensor(value)
 
     def _add(self, leaf: LeafValue) -> None:
         if not leaf.key:

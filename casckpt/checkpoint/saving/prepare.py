@@ -26,6 +26,7 @@ from casckpt.tensors.staging import Staging
 from casckpt.tensors.state import encode_tree, flatten
 
 _INLINE_BYTES = 4096
+LARGE = 10_000  # entries: below it a save and a read of them take well below a second
 _EMPTY = (
     "%d of the %d floating-point tensors of this state are empty. If these are placeholders, as DeepSpeed's ZeRO-3 "
     "leaves them, this checkpoint lacks the weights: gather them first, and save again"
@@ -70,7 +71,7 @@ def prepare(
 
     What ``owners`` gives to another rank of ``size`` is left to that.
     """
-    flat = flatten(state)
+    flat = flatten(state, is_whole=_is_large if size == 1 else None)  # each of several ranks may have other entries
     is_frozen = frozen_by(frozen)
     sources: list[Source] = []
     objects: list[ObjectEntry] = []
@@ -100,6 +101,10 @@ def _warn_if_empty(sources: Sequence[Source]) -> None:
     sizes = [source.nbytes for source in sources if source.kind == TENSOR and "float" in source.dtype]
     if len(sizes) > 1 and sizes.count(0) > len(sizes) / 2:
         log.warning(_EMPTY, sizes.count(0), len(sizes))
+
+
+def _is_large(_: str, value: Mapping[Any, Any]) -> bool:
+    return len(value) >= LARGE
 
 
 @cache

@@ -59,8 +59,8 @@ def _live_state(model: nn.Module) -> dict[str, Any]:
     if empty and any(map(_is_offloaded, model.modules())):
         raise InvalidInput(
             f"accelerate has offloaded {listed(empty)}, so the model does not hold the values. Load it without "
-            "device_map, cpu_offload and disk_offload, or call accelerate.hooks.remove_hook_from_submodules(model), which "
-            "brings back what is offloaded to the CPU",
+            "device_map, cpu_offload and disk_offload; accelerate.hooks.remove_hook_from_submodules(model) brings back "
+            "what is offloaded to the CPU",
             key=empty[0],
         )
     return state

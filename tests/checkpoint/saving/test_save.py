@@ -358,7 +358,8 @@ class Settings(dict[str, int]):
 
 def test_the_class_of_a_mapping_that_is_not_kept_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     store, one = small(), torch.ones(2)
-    kept = {"a": {"x": 1}, "b": OrderedDict(y=one), "c": defaultdict(list, z=[1]), "d": defaultdict(dict, w=one)}
+    tensors: defaultdict[str, Any] = defaultdict(dict, w=one)
+    kept = {"a": {"x": 1}, "b": OrderedDict(y=one), "c": defaultdict(list, z=[1]), "d": tensors}
     store.save(kept, step=1)
     assert not caplog.records
     lost = {
