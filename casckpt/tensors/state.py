@@ -251,8 +251,9 @@ class _Flattener:
         return node
 
     def _is_whole(self, key: str, value: Any) -> bool:
-        is_asked = bool(key) and self.is_whole is not None and isinstance(value, Mapping)
-        return is_asked and self.is_whole(key, value) and not self.rules.holds_tensor(value)
+        if not key or self.is_whole is None or not isinstance(value, Mapping):
+            return False
+        return self.is_whole(key, value) and not self.rules.holds_tensor(value)
 
     def _add(self, leaf: LeafValue) -> None:
         if not leaf.key:
