@@ -797,7 +797,7 @@ PLANTED = (
         "the digest is taken of the caller's memory, not of the buffer that is written",
         "casckpt/checkpoint/saving/upload.py",
         "source, digest = self.sources[cell.source], cell_digest(target)",
-        "source, digest = self.sources[cell.source], _digest_of(cell)",
+        "source, digest = self.sources[cell.source], cell_digest(cell.data())",
         "tests/checkpoint/saving/test_promises.py",
     ),
     Planted(
@@ -1381,16 +1381,16 @@ PLANTED = (
     ),
     Planted(
         "what others use too counts as alone",
-        "casckpt/upkeep/footprint.py",
-        "self.sizes[counts == self._users].sum()",
-        "self.sizes[counts > 0].sum()",
+        "casckpt/upkeep/blob_use.py",
+        "numbers[counts == self._users[numbers]]",
+        "numbers",
         "tests/upkeep/test_footprint.py",
     ),
     Planted(
         "a blob in which a visible checkpoint has cells counts as bases",
         "casckpt/upkeep/footprint.py",
-        "if named.names[number] not in told] if told else mine] = True",
-        "if named.names[number] not in told and told] if told else mine[:0]] = True",
+        "if use.names[number] not in told] if told else mine] = True",
+        "if use.names[number] not in told and told] if told else mine[:0]] = True",
         "tests/upkeep/test_footprint.py",
     ),
     Planted(
@@ -1459,8 +1459,8 @@ PLANTED = (
     Planted(
         "a module that is left as it is loses its state in the optimizer",
         "casckpt/frontends/training_state/loading.py",
-        "        new |= set(self._left)\n",
-        "",
+        "new = {*self._left, *(",
+        "new = {*(",
         "tests/frontends/test_training_state_passed_by.py",
     ),
     Planted(
@@ -1865,8 +1865,8 @@ PLANTED = (
     Planted(
         "large mappings of several ranks are those of the lowest",
         "casckpt/checkpoint/saving/prepare.py",
-        "is_whole=_is_large if size == 1 else None",
-        "is_whole=_is_large if size > 0 else None",
+        "size == 1 and len(mapping)",
+        "size > 0 and len(mapping)",
         "tests/checkpoint/loading/test_entries.py",
     ),
 )

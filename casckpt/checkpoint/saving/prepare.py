@@ -71,7 +71,8 @@ def prepare(
 
     What ``owners`` gives to another rank of ``size`` is left to that.
     """
-    flat = flatten(state, is_whole=_is_large if size == 1 else None)  # each of several ranks may have other entries
+    # each of several ranks may have other entries
+    flat = flatten(state, is_whole=lambda _, mapping: size == 1 and len(mapping) >= LARGE)
     is_frozen = frozen_by(frozen)
     sources: list[Source] = []
     objects: list[ObjectEntry] = []
@@ -101,10 +102,6 @@ def _warn_if_empty(sources: Sequence[Source]) -> None:
     sizes = [source.nbytes for source in sources if source.kind == TENSOR and "float" in source.dtype]
     if len(sizes) > 1 and sizes.count(0) > len(sizes) / 2:
         log.warning(_EMPTY, sizes.count(0), len(sizes))
-
-
-def _is_large(_: str, value: Mapping[Any, Any]) -> bool:
-    return len(value) >= LARGE
 
 
 @cache
