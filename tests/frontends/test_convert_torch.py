@@ -504,6 +504,6 @@ def test_a_folder_of_checkpoints_is_told_from_one(kind: str, store: Store, tmp_p
     with pytest.raises(InvalidInput, match="holds no checkpoint, but folders that do: step-10, step-20; give"):
         look_at(tmp_path)
     if kind == "dcp":
-        with pytest.raises(InvalidInput, match="holds no checkpoint, but folders that do: step-10, step-20; give"):
+        with pytest.raises(InvalidInput, match="holds no checkpoint, but folders that do: 'step-10', 'step-20'; give"):
             dcp_to_casckpt(tmp_path, store, step=1)
     assert import_any(store, look_at(tmp_path / "step-20"), step=1).step == 1

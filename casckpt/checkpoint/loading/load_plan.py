@@ -248,10 +248,10 @@ class LoadPlan:
     def add_entries(self, key: str, name: str, target: Mapping[Any, Any]) -> Entries:
         """A mapping of the template, whose entries are to be filled from those of one object, ``name``."""
         self.named.add(name)
-        one = self.contents.objects[name]
-        if one.pickled and one.parts:
+        stored = self.contents.objects[name]
+        if stored.pickled and stored.parts:
             raise Mismatch(f"{key!r} is a mapping here, but a pickle in the checkpoint; put None in its place", key=key)
-        self._add_object(key, one)
+        self._add_object(key, stored)
         entries = self._entries[key] = Entries(target, partial(self._decoded, key, *self._objects.pop(key)))
         entries.compare(key, name, target, entries.decode())  # its buffers are not read yet, but its keys are there
         return entries

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from casckpt.checkpoint.arguments import listed
 from casckpt.errors import Damaged, InvalidInput, Refused, Unsupported
 from casckpt.frontends.dcp.described import read_metadata
 from casckpt.frontends.dcp.items import BoxedStream
@@ -42,9 +43,8 @@ class Folder:
         names = files.names()
         deeper = [name.removesuffix(f"/{METADATA}") for name in names if name.endswith(f"/{METADATA}")]
         if METADATA not in names and deeper:
-            more = ", ..." if len(deeper) > 6 else ""
             raise InvalidInput(
-                f"{files.url} holds no checkpoint, but folders that do: {', '.join(deeper[:6])}{more}; give one of them"
+                f"{files.url} holds no checkpoint, but folders that do: {listed(deeper)}; give one of them"
             )
         self._boxed = is_megatron(files.read(MEGATRON)) if MEGATRON in names else False
         found = read_metadata(files.read(METADATA), f"{files.url}/{METADATA}", anything=allow_pickle)
