@@ -237,6 +237,9 @@ def _at_step(repo: Repository, found: CommitList, run: str, step: int) -> Commit
     if hits:
         message = f"{run}@{step} in {repo.storage.url} was forgotten; its id is {hits[-1].id}"
         raise NotFound(f"{message}; `casckpt restore STORE {hits[-1].id[:16]}` makes it visible again")
+    purged = [c for c in found.commits.values() if c.last == "purged" and (c.run, c.step) == (run, step)]
+    if purged:
+        raise Gone(f"checkpoint {purged[-1]} was purged: it is gone for good; see `casckpt list`")
     raise _no_step(repo, found, _commits_of_run(repo, found, run), f"step {step}")
 
 

@@ -478,6 +478,8 @@ class Store:
         Raises Gone if the checkpoint was purged, Conflict if it is just now; with ``expires`` NotFound, also if it is
         forgotten.
         """
+        if isinstance(ref, str) and refs.is_reference(name) and not refs.is_reference(ref):
+            raise InvalidInput(f"the name of a tag comes first, then the checkpoint: tag({ref!r}, {name!r})")
         if expires is None:
             tags.set_tag(self.repository, name, self._resolve(ref))
         else:
