@@ -23,19 +23,19 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import pytest
 
+from casckpt.cli.main import command_modules
+
 PACKAGE: Final = Path(__file__).resolve().parent.parent.parent / "casckpt"
 HOLE: Final = "…"
 """Stands for a value in the text of a hint."""
 
-_COMMANDS: Final = "|".join(
-    sorted(path.stem.replace("_", "-") for path in (PACKAGE / "cli" / "commands").glob("[a-z]*.py"))
-)
+_COMMANDS: Final = "|".join(sorted(command_modules()))
 _IDENTIFIER: Final = r"\b[a-z]+(?:_[a-z]+)+\b"
 _ADVICE: Final = tuple(
     re.compile(pattern)
     for pattern in (
         r"(?<![\w…{])[a-z_]{3,}=(?!=)",  # an argument
-        rf"\bcasckpt (?:{_COMMANDS}|init)\b",
+        rf"\bcasckpt (?:{_COMMANDS})\b",
         r"(?<!\w)--[a-z-]{3,}",
         r"\b[A-Z]{2,}_[A-Z_]+\b",  # of the environment
         r"\b[Ss]tore\.[a-z_]+",
