@@ -75,3 +75,8 @@ def saved(store: casckpt.Store, store_path: Path, weights: dict[str, torch.Tenso
     """A store with ``weights`` as a@1."""
     store.save(weights, run="a", step=1)
     return store
+
+
+def words(text: str) -> list[str]:
+    """What a command printed, word by word."""
+    return text.split()

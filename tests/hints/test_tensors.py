@@ -107,7 +107,7 @@ def test_of_a_sparse_tensor_its_parts_or_all_elements_are_stored(store: Store, t
         store.save({"w": sparse}, run="a", step=1)
     advice.says("store its indices and values")
     store.save({"indices": sparse.indices(), "values": sparse.values()}, run="a", step=1)
-    made = torch.sparse_coo_tensor(**store.read("a@1"), size=sparse.shape)
+    made = torch.sparse_coo_tensor(**store.read("a@1"), size=sparse.shape, check_invariants=True)
     assert torch.equal(made.to_dense(), torch.eye(3))
     advice.says("to_dense()")
     store.save({"w": sparse.to_dense()}, run="a", step=2)
