@@ -19,10 +19,10 @@ from casckpt.storage.remote.s3.errors import explain
 from casckpt.storage.remote.store import RemoteStore
 from casckpt.storage.remote.urls import RemoteLocation
 from tests.hints.conftest import Run
+from tests.storage.remote.s3.test_direct import client_of
 from tests.support.certificates import make_certificate
 from tests.support.hints import Told, follows
 from tests.support.proxy import Proxy
-from tests.storage.remote.s3.test_direct import client_of
 from tests.support.servers import Server
 
 ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE")

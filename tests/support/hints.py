@@ -128,7 +128,7 @@ def _text(node: ast.AST) -> str:
         return "".join(map(_text, node.values))
     if isinstance(node, ast.BinOp) and _is_text(node):
         return _text(node.left) + _text(node.right)
-    return HOLE + "".join(f"({text})" for text in _texts(node) if " " in text)
+    return HOLE + "".join(f"({text})" for text in _texts(node) if " " in text.strip(", "))
 
 
 class Case(NamedTuple):
@@ -177,7 +177,7 @@ class Advice:
     def argument(self, name: str) -> dict[str, Any]:
         """``{name: value}``, with the value that the message shows behind ``name=``."""
         self.says(f"{name}=")
-        for found in re.finditer(rf"\b{name}=", self.message):
+        for found in reversed([*re.finditer(rf"\b{name}=", self.message)]):  # the first may be what was wrong
             shown = self.message[found.end() :]
             for end in range(min(len(shown), 400), 0, -1):
                 try:
