@@ -174,14 +174,18 @@ class Advice:
         self.followed = True
         return text
 
-    def argument(self, name: str) -> dict[str, Any]:
-        """``{name: value}``, with the value that the message shows behind ``name=``."""
+    def argument(self, name: str, after: str = "") -> dict[str, Any]:
+        """``{name: value}``, with the value that the message shows behind ``name=``: the first that is ``after`` it.
+
+        Without ``after`` the last, since the first may be what was wrong.
+        """
+        shown = self.message.partition(self.says(after))[2] if after else self.message
         self.says(f"{name}=")
-        for found in reversed([*re.finditer(rf"\b{name}=", self.message)]):  # the first may be what was wrong
-            shown = self.message[found.end() :]
-            for end in range(min(len(shown), 400), 0, -1):
+        places = [found.end() for found in re.finditer(rf"\b{name}=", shown)]
+        for place in places if after else reversed(places):
+            for end in range(min(len(shown), place + 400), place, -1):
                 try:
-                    value = ast.literal_eval(shown[:end])
+                    value = ast.literal_eval(shown[place:end])
                 except (SyntaxError, ValueError):
                     continue
                 if not shown[:end].rstrip().endswith(","):  # which would make a tuple of it
