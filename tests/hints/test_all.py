@@ -14,7 +14,7 @@ from tests.support.hints import PACKAGE, Advice, Case, Hint, hints, hints_in, is
 HERE = Path(__file__).parent
 ROOT = PACKAGE.parent
 
-PENDING: tuple[str, ...] = ("frontends/",)
+PENDING: tuple[str, ...] = ("frontends/trainer/", "frontends/training_state/")
 """Folders whose hints have no cases yet. Only shrinks."""
 
 NOT_HERE = {
@@ -27,11 +27,17 @@ NOT_HERE = {
 
 NO_HINTS = {
     Case("checkpoint/saving/leader.py:Leader._check_agreed", "(dedup=…, check_replicas=…)"): "names what a rank gave",
+    Case("frontends/serve/access.py:Guard._refusal", 'Basic realm="casckpt"'): "is a header",
+    Case("frontends/serve/ranges.py:", "bytes="): "is a regular expression",
+    Case("frontends/megatron/mapping.py:ShardedTensor._problem", "do not make up"): "names fields that do not fit",
     Case("tensors/values.py:Shard.__repr__", "Shard(… of …, …)"): "is no message",
 }
 """Texts that look like advice, and are none, and why."""
 
 FOLLOWED_ELSEWHERE: dict[Case, str] = {
+    Case(
+        "frontends/megatron/folders.py:check_common", "puts back what was saved"
+    ): "tests/frontends/megatron/test_core_failures.py::test_a_save_that_failed_over_a_folder_is_not_mixed_with_what_was_there",
     Case(
         "repository/commits.py:gone", "lease=True, or Store.lease"
     ): "tests/store/test_gone.py::test_what_it_says_helps",

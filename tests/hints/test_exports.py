@@ -249,7 +249,6 @@ def test_a_dtype_that_safetensors_lacks_is_left_out_or_converted(
     assert names_in(tmp_path / "x.safetensors") == ({"w"} if way == "keys" else {"w", "c"})
 
 
-@follows("frontends/safetensors/files.py:check_safetensors", "is …, and no safetensors file. …")
 def test_a_file_of_torch_is_imported_as_such(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
     with told.error(Unsupported) as advice:
