@@ -904,14 +904,7 @@ DRAWN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ),
         ("pickles run without leave", "weights_only=True)", "weights_only=False)", "tests/frontends/test_dcp.py"),
     ),
-    "casckpt/tensors/shards.py": (
-        (
-            "several regions are whole if the first is",
-            "(regions) == 1",
-            "(regions) >= 1",
-            "tests/frontends/safetensors/test_parts.py",
-        ),
-    ),
+    "casckpt/tensors/shards.py": (),
     "casckpt/tensors/state.py": (
         (
             "a state that holds itself is followed without an end",

@@ -1381,16 +1381,16 @@ PLANTED = (
     ),
     Planted(
         "what others use too counts as alone",
-        "casckpt/upkeep/footprint.py",
-        "self.sizes[counts == self._users].sum()",
-        "self.sizes[counts > 0].sum()",
+        "casckpt/upkeep/blob_use.py",
+        "numbers[counts == self._users[numbers]]",
+        "numbers",
         "tests/upkeep/test_footprint.py",
     ),
     Planted(
         "a blob in which a visible checkpoint has cells counts as bases",
         "casckpt/upkeep/footprint.py",
-        "if named.names[number] not in told] if told else mine] = True",
-        "if named.names[number] not in told and told] if told else mine[:0]] = True",
+        "if use.names[number] not in told] if told else mine] = True",
+        "if use.names[number] not in told and told] if told else mine[:0]] = True",
         "tests/upkeep/test_footprint.py",
     ),
     Planted(
@@ -1459,8 +1459,8 @@ PLANTED = (
     Planted(
         "a module that is left as it is loses its state in the optimizer",
         "casckpt/frontends/training_state/loading.py",
-        "        new |= set(self._left)\n",
-        "",
+        "new = {*self._left, *(",
+        "new = {*(",
         "tests/frontends/test_training_state_passed_by.py",
     ),
     Planted(

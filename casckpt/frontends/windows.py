@@ -31,13 +31,16 @@ WINDOW_BYTES: Final = 64 << 20
 _BLOCK = 1 << 20  # of a file: it is written where one differs
 
 
-def plan_windows(sources: Iterable[Source], most: int, cell_bytes: int) -> Iterator[list[Source]]:
+def plan_windows(
+    sources: Iterable[Source], most: int, cell_bytes: int, first: int | None = None
+) -> Iterator[list[Source]]:
     """Cut the data of ``sources``, one after the other, into pieces of at most ``most`` bytes together.
 
-    Streams are cut between cells, so that no cell is read twice, unless ``most`` is less than a cell.
+    Streams are cut between cells, so that no cell is read twice, unless ``most`` is less than a cell. ``first``: the
+    most bytes of the first piece, if these are others.
     """
     window: list[Source] = []
-    room = most
+    room = most if first is None else first
     for one in sources:
         lo, size = one.lo, itemsize(one.entry.dtype)
         cell = max(cell_bytes // size, 1)
@@ -57,18 +60,11 @@ def plan_windows(sources: Iterable[Source], most: int, cell_bytes: int) -> Itera
         yield window
 
 
-def fill(
-    download: Download, window: Sequence[Source], buffer: torch.Tensor, tables: Mapping[int, ExtentTable] | None = None
-) -> int:
-    """Read a window into the front of ``buffer``, of dtype uint8; how many bytes that was. Raises as a load.
+def requests(window: Sequence[Source], buffer: torch.Tensor, tables: Mapping[int, ExtentTable]) -> list[StreamRequest]:
+    """What reads a window into the front of ``buffer``, of dtype uint8.
 
     ``tables``: of entries, by number, whose extents are at hand.
     """
-    download.run(_requests(window, buffer, tables or {}))
-    return sum(one.nbytes for one in window)
-
-
-def _requests(window: Sequence[Source], buffer: torch.Tensor, tables: Mapping[int, ExtentTable]) -> list[StreamRequest]:
     ends = list(accumulate((one.nbytes for one in window), initial=0))
     return [
         _request(one, buffer[start : start + one.nbytes], tables.get(one.number))
@@ -120,4 +116,4 @@ class WindowReader:
             total = sum(one.nbytes for one in window)
             if self._buffer.numel() < total:
                 self._buffer = torch.empty(total, dtype=torch.uint8, device="cpu")
-            yield _requests(window, self._buffer, {}), memoryview(self._buffer.numpy().data)[:total]
+            yield requests(window, self._buffer, {}), memoryview(self._buffer.numpy().data)[:total]

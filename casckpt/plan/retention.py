@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Se
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from math import isnan, nan
-from typing import Any, Protocol, Self, TypedDict, TypeVar
+from typing import Any, Self, TypedDict
 
 from casckpt.errors import InvalidInput
 from casckpt.format.names import TxId
@@ -216,18 +216,7 @@ def _forget_of_run(group: list[Kept], policy: Policy, now: int) -> list[Kept]:
     return [one for one in group if one.txid not in keep]
 
 
-H = TypeVar("H", bound="HasHealth")
-
-
-class HasHealth(Protocol):
-    """What somebody may have called unhealthy."""
-
-    @property
-    def healthy(self) -> bool | None:
-        """False: no training should go on from it."""
-
-
-def newest_of(current: Sequence[H]) -> list[H]:
+def newest_of(current: Sequence[Kept]) -> list[Kept]:
     """Return the last one, and the last one that nobody called unhealthy: whatever the rules say, these stay."""
     healthy = next((one for one in reversed(current) if one.healthy is not False), None)
     return [*current[-1:], *([] if healthy is None else [healthy])]

@@ -176,11 +176,6 @@ class CommitList:
         answers = {commit.txid for commit in self._current}
         return [commit for commit in self.visible() if commit.txid not in answers]
 
-    def newest_live(self, run: str) -> Commit | None:
-        """Return the live one of ``run`` that was saved last, forgotten or not; never one whose state is in doubt."""
-        known = (commit for commit in reversed(self._sorted) if commit.txid not in self.damaged)
-        return next((commit for commit in known if commit.live and commit.run == run), None)
-
     def runs(self) -> list[str]:
         """Return the names of the runs that have a visible checkpoint, sorted."""
         return sorted({commit.run for commit in self._current})

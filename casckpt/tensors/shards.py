@@ -124,7 +124,7 @@ def _from_shards(key: str, shards: Sequence[Shard]) -> LocalTensor:
 
 def _shard_pieces(shard: Shard) -> list[Piece]:
     regions = shard.regions()
-    if len(regions) == 1 and regions[0].is_whole:
+    if regions and regions[0].is_whole:
         return [Piece(regions[0], shard.data.reshape(regions[0].box.shape))]
     flat = shard.data.reshape(-1)
     pieces, start = [], 0

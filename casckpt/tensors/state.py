@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from types import NoneType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,8 +24,6 @@ from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.foreign import is_megatron_tensor
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.values import PerRank, Shard
-
-IsTensorLike: TypeAlias = Callable[[Any], bool]
 
 
 class LeafValue(NamedTuple):
@@ -46,15 +44,15 @@ class FlatState:
     tree: Node
 
 
-def flatten(state: Any, is_tensor_like: IsTensorLike | None = None) -> FlatState:
+def flatten(state: Any) -> FlatState:
     """Flatten ``state``, a mapping (or a `PerRank` of one), into leaves and a tree.
 
-    Tensors are torch.Tensor (DTensor too), `Shard`, a list of `Shard`, Megatron-style sharded tensors and what
-    ``is_tensor_like`` says. Nothing is copied. Raises InvalidInput, naming the path, for a state that is no mapping,
-    contains itself or is too deep, for keys that cannot be stored and for two paths with one flat key.
+    Tensors are torch.Tensor (DTensor too), `Shard`, a list of `Shard` and Megatron-style sharded tensors. Nothing is
+    copied. Raises InvalidInput, naming the path, for a state that is no mapping, contains itself or is too deep, for
+    keys that cannot be stored and for two paths with one flat key.
     """
     _check_state(state)
-    flattener = _Flattener(_Rules(is_tensor_like))
+    flattener = _Flattener()
     node = flattener.node(state, (), False)
     return FlatState(flattener.leaves, node)
 
@@ -69,27 +67,27 @@ encode_tree = partial(tree.encode_tree, extensions=TORCH_EXTENSIONS)
 decode_tree = partial(tree.decode_tree, extensions=TORCH_EXTENSIONS)
 
 
-def replace_leaves(state: Any, values: Mapping[str, Any], is_tensor_like: IsTensorLike | None = None) -> None:
+def replace_leaves(state: Any, values: Mapping[str, Any]) -> None:
     """Put ``values`` (by flat key, of leaves or of whole containers) into ``state``, in place.
 
     Dicts and lists are changed, tuples are replaced in what holds them, a value in a `PerRank` stays in one. Raises
     InvalidInput, before anything changes, for a key that the state does not have or that stands in a mapping that
     cannot be changed.
     """
-    for write in _writes(state, values, is_tensor_like):
+    for write in _writes(state, values):
         write()
 
 
 def check_replaceable(state: Any, keys: Iterable[str]) -> None:
     """Raise InvalidInput where `replace_leaves` would, for new values under these keys. Nothing changes."""
-    _writes(state, {key: object() for key in keys}, None)
+    _writes(state, {key: object() for key in keys})
 
 
-def _writes(state: Any, values: Mapping[str, Any], is_tensor_like: IsTensorLike | None) -> list[Callable[[], None]]:
+def _writes(state: Any, values: Mapping[str, Any]) -> list[Callable[[], None]]:
     _check_state(state)
     if not values:
         return []
-    writer = _Writer(_Rules(is_tensor_like), values)
+    writer = _Writer(values)
     writer.replaced(state, ())
     missing = [key for key in values if key not in writer.found]
     if missing:
@@ -134,62 +132,57 @@ def _endless(place: str, key: str) -> InvalidInput:
     return InvalidInput(f"{place}...: it contains itself or is nested more than {plain.MAX_DEPTH} levels deep", key=key)
 
 
-@dataclass(frozen=True)
-class _Rules:
-    """The rules for what is a tensor, and what is a container."""
+def _is_tensor(value: Any) -> bool:
+    if isinstance(value, _TENSORS) or is_megatron_tensor(value):
+        return True
+    return type(value) is list and bool(value) and all(isinstance(item, Shard) for item in value)
 
-    is_tensor_like: IsTensorLike | None
 
-    def is_tensor(self, value: Any) -> bool:
-        if isinstance(value, _TENSORS) or is_megatron_tensor(value):
+def _holds_tensor(value: Any) -> bool:
+    """Tell whether a value is or contains a tensor or a PerRank."""
+    seen: dict[int, Any] = {}  # holds what it names, so that no id is given twice
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if type(item) in _ATOMS or id(item) in seen:
+            continue
+        if isinstance(item, PerRank) or _is_tensor(item):
             return True
-        if type(value) is list and value and all(isinstance(item, Shard) for item in value):
-            return True
-        return self.is_tensor_like is not None and self.is_tensor_like(value)
+        if isinstance(item, Mapping | list | tuple):
+            seen[id(item)] = item
+            waiting.extend(item.values() if isinstance(item, Mapping) else item)
+    return False
 
-    def holds_tensor(self, value: Any) -> bool:
-        """Tell whether a value is or contains a tensor or a PerRank."""
-        seen: dict[int, Any] = {}  # holds what it names, so that no id is given twice
-        waiting = [value]
-        while waiting:
-            item = waiting.pop()
-            if type(item) in _ATOMS or id(item) in seen:
-                continue
-            if isinstance(item, PerRank) or self.is_tensor(item):
-                return True
-            if isinstance(item, Mapping | list | tuple):
-                seen[id(item)] = item
-                waiting.extend(item.values() if isinstance(item, Mapping) else item)
-        return False
 
-    def kind(self, value: Any, path: Path) -> type | None:
-        """Return the type that a container to descend into has in the tree; None for a leaf."""
-        if isinstance(value, Mapping):
-            return self._mapping_kind(value, path)
-        if not isinstance(value, list | tuple) or not self.holds_tensor(value):
-            return None
-        if type(value) not in (list, tuple):
-            raise InvalidInput(
-                f"state{show(path)}: a {type(value).__qualname__} cannot hold tensors; give a list, a tuple or a dict",
-                key=join(path),
-            )
-        return type(value)
+def _kind(value: Any, path: Path) -> type | None:
+    """Return the type that a container to descend into has in the tree; None for a leaf."""
+    if isinstance(value, Mapping):
+        return _mapping_kind(value, path)
+    if not isinstance(value, list | tuple) or not _holds_tensor(value):
+        return None
+    if type(value) not in (list, tuple):
+        raise InvalidInput(
+            f"state{show(path)}: a {type(value).__qualname__} cannot hold tensors; give a list, a tuple or a dict",
+            key=join(path),
+        )
+    return type(value)
 
-    def _mapping_kind(self, value: Mapping[Any, Any], path: Path) -> type | None:
-        odd = [key for key in value if not _is_element(key)]
-        is_default = type(value) is defaultdict and _has_plain_factory(value)
-        counts = type(value) is Counter or is_default
-        if (odd or counts) and path and not self.holds_tensor(value):
-            return None
-        if odd:
-            raise InvalidInput(
-                f"state{show(path)}: the key {odd[0]!r:.80} is neither text nor an int of 64 bits, as the keys of "
-                "the state and of what holds tensors must be; rename it",
-                key=join(path),
-            )
-        if is_default:
-            return defaultdict
-        return OrderedDict if isinstance(value, OrderedDict) else dict
+
+def _mapping_kind(value: Mapping[Any, Any], path: Path) -> type | None:
+    odd = [key for key in value if not _is_element(key)]
+    is_default = type(value) is defaultdict and _has_plain_factory(value)
+    counts = type(value) is Counter or is_default
+    if (odd or counts) and path and not _holds_tensor(value):
+        return None
+    if odd:
+        raise InvalidInput(
+            f"state{show(path)}: the key {odd[0]!r:.80} is neither text nor an int of 64 bits, as the keys of "
+            "the state and of what holds tensors must be; rename it",
+            key=join(path),
+        )
+    if is_default:
+        return defaultdict
+    return OrderedDict if isinstance(value, OrderedDict) else dict
 
 
 _ATOMS = frozenset((NoneType, bool, int, float, str, bytes))
@@ -214,8 +207,7 @@ def _children(value: Any) -> list[tuple[Element, Any]]:
 class _Flattener:
     """One call of `flatten`."""
 
-    def __init__(self, rules: _Rules) -> None:
-        self.rules = rules
+    def __init__(self) -> None:
         self.leaves: dict[str, LeafValue] = {}
         self.open: set[int] = set()
 
@@ -223,8 +215,8 @@ class _Flattener:
         """Return the node of a value, and add its leaves."""
         if isinstance(value, PerRank):
             return self.node(value.value, path, True)
-        is_tensor = self.rules.is_tensor(value)
-        kind = None if is_tensor else self.rules.kind(value, path)
+        is_tensor = _is_tensor(value)
+        kind = None if is_tensor else _kind(value, path)
         key = check_key(join(path)) if path else ""
         if kind is None:
             self._add(LeafValue(key, path, value, is_tensor, per_rank))
@@ -263,8 +255,7 @@ def check_key(key: str) -> str:
 class _Writer:
     """One call of `replace_leaves`: collects the writes, so that all of them or none are made."""
 
-    def __init__(self, rules: _Rules, values: Mapping[str, Any]) -> None:
-        self.rules = rules
+    def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
         self.found: set[str] = set()
         self.writes: list[Callable[[], None]] = []
@@ -278,7 +269,7 @@ class _Writer:
         if path and key in self.values:
             self.found.add(key)
             return self.values[key]
-        kind = None if self.rules.is_tensor(value) else self.rules.kind(value, path)
+        kind = None if _is_tensor(value) else _kind(value, path)
         if kind is None:
             return value
         if len(path) >= plain.MAX_DEPTH:

@@ -7,7 +7,7 @@ manifest of the first checkpoint that names it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from functools import partial
@@ -16,9 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from casckpt.errors import CasckptError, Damaged, Refused
-from casckpt.format.columns import Ints
-from casckpt.format.names import BlobHash, TxId
+from casckpt.errors import CasckptError
 from casckpt.format.notes import BLOB_NAMES, BLOB_SHARES, BlobShares, decode, encode
 from casckpt.format.records import time_of
 from casckpt.format.sections.blobs import BlobRef
@@ -29,7 +27,8 @@ from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import Tag, tags, tags_of
-from casckpt.upkeep.gc.retiring import GcPlan, check_metrics, min_age_of, plan_retiring
+from casckpt.upkeep.blob_use import BlobUse
+from casckpt.upkeep.gc.retiring import GcPlan, check_metrics, plan_of
 
 _NO_TIME = ("tagged", "unmirrored")
 
@@ -106,38 +105,6 @@ class Footprint:
     unreadable: Sequence[str]
 
 
-class _Named:
-    """The blobs that live checkpoints name, numbered, and how many name each."""
-
-    def __init__(self, repo: Repository, live: Sequence[Commit]) -> None:
-        self.readable = manifests.learn(repo, live)
-        numbers: dict[tuple[TxId, BlobHash, int], int] = {}
-        self.blobs: dict[TxId, Ints] = {}
-        for commit in self.readable:
-            mine = [numbers.setdefault(blob, len(numbers)) for blob in manifests.blobs_of(repo, commit)]
-            self.blobs[commit.txid] = np.unique(np.array(mine, np.int64))
-        self.names = [f"{uploader}/{blob}" for uploader, blob, _ in numbers]
-        self.sizes = np.array([size for _, _, size in numbers], np.int64)
-        self._users = self._counts(self.blobs)
-
-    def _counts(self, some: Iterable[TxId]) -> Ints:
-        mine = [self.blobs[txid] for txid in some if txid in self.blobs]
-        return np.bincount(np.concatenate([np.empty(0, np.int64), *mine]), minlength=len(self.names))
-
-    def alone(self, some: Iterable[TxId]) -> int:
-        """Sum up the blobs that nobody but these names."""
-        counts = self._counts(some)
-        return int(self.sizes[counts == self._users].sum())
-
-    def new(self, commits: Iterable[Commit]) -> Iterator[tuple[Commit, Ints]]:
-        """Give of each of these the blobs that none before it names."""
-        seen = np.zeros(len(self.names), bool)
-        for commit in commits:
-            mine = self.blobs[commit.txid]
-            yield commit, mine[~seen[mine]]
-            seen[mine] = True
-
-
 def footprint(
     repo: Repository, *, run: str | None = None, branches: bool = False, policy: Policy | None = None
 ) -> Footprint:
@@ -149,34 +116,25 @@ def footprint(
     check_metrics(repo, policy or Policy(), run)
     commits = list_commits(repo)
     live = sorted(commits.live(), key=lambda commit: commit.order)
-    named, found = _Named(repo, live), tags(repo)
-    wanted = [commit for commit in named.readable if run is None or commit.run == run]
+    use, found = BlobUse(repo, live), tags(repo)
+    wanted = [commit for commit in use.readable if run is None or commit.run == run]
     return Footprint(
-        steps=_steps(wanted, named, plan_of(repo, commits, Policy()), found),
-        tags=[_tag_usage(tag, named, commits) for tag in found.values() if _is_wanted(tag, wanted)],
-        branches=_branches(repo, wanted, named) if branches else (),
-        rules=[_rule_usage(repo, commits, named, one, run) for one in _each_rule(policy or Policy())],
-        unreadable=[commit.id for commit in live if commit.txid not in named.blobs],
+        steps=_steps(wanted, use, plan_of(repo, commits, Policy()), found),
+        tags=[_tag_usage(tag, use, commits) for tag in found.values() if _is_wanted(tag, wanted)],
+        branches=_branches(repo, wanted, use) if branches else (),
+        rules=[_rule_usage(repo, commits, use, one, run) for one in _each_rule(policy or Policy())],
+        unreadable=[commit.id for commit in live if commit.txid not in use.blobs],
     )
 
 
-def plan_of(repo: Repository, commits: CommitList, policy: Policy, run: str | None = None) -> GcPlan:
-    """Return what a gc would do; nothing where it would refuse to work."""
-    try:
-        return plan_retiring(repo, commits, policy, min_age_of(repo, None), run)
-    except (Damaged, Refused):
-        return GcPlan((), ())
-
-
-def _steps(wanted: Sequence[Commit], named: _Named, plan: GcPlan, found: Mapping[str, Tag]) -> list[StepUsage]:
+def _steps(wanted: Sequence[Commit], use: BlobUse, plan: GcPlan, found: Mapping[str, Tag]) -> list[StepUsage]:
     waiting = {one.txid: one for one in plan.waiting}
-    first = {commit.txid: int(named.sizes[new].sum()) for commit, new in named.new(named.readable)}
-    steps = []
+    first, steps = use.bytes_new(), []
     for commit in wanted:
-        waits, used = waiting.get(commit.txid), int(named.sizes[named.blobs[commit.txid]].sum())
+        waits, used = waiting.get(commit.txid), int(use.sizes[use.blobs[commit.txid]].sum())
         made = StepUsage(
             commit.run, commit.step, commit.id, _state(commit), commit.dropped is not None, commit.bytes_held, used,
-            first[commit.txid], named.alone([commit.txid]), None if waits is None else waits.until,
+            first[commit.txid], use.alone([commit.txid]).blob_bytes, None if waits is None else waits.until,
             None if waits is None or waits.reason not in _NO_TIME else waits.reason, tuple(tags_of(found, commit.id)),
         )  # fmt: skip
         steps.append(made)
@@ -193,10 +151,10 @@ def _is_wanted(tag: Tag, wanted: Iterable[Commit]) -> bool:
     return any(commit.id == tag.manifest for commit in wanted)
 
 
-def _tag_usage(tag: Tag, named: _Named, commits: CommitList) -> TagUsage:
+def _tag_usage(tag: Tag, use: BlobUse, commits: CommitList) -> TagUsage:
     mine = [commit for commit in commits.live() if commit.id == tag.manifest]
     end = None if tag.expires is None else time_of(tag.expires)
-    alone = named.alone(commit.txid for commit in mine)
+    alone = use.alone(commit.txid for commit in mine).blob_bytes
     return TagUsage(tag.name, mine[-1].run, mine[-1].step, tag.manifest, end, tag.holder, alone)
 
 
@@ -213,27 +171,28 @@ def _each_rule(policy: Policy) -> list[tuple[str, Policy]]:
 
 
 def _rule_usage(
-    repo: Repository, commits: CommitList, named: _Named, rule: tuple[str, Policy], run: str | None
+    repo: Repository, commits: CommitList, use: BlobUse, rule: tuple[str, Policy], run: str | None
 ) -> RuleUsage:
     gone = [commit.txid for commit in commits.live() if not commit.visible]
     forgets = [commit.txid for commit in plan_of(repo, commits, rule[1], run).forget]
-    return RuleUsage(rule[0], len(forgets), named.alone([*gone, *forgets]) - named.alone(gone))
+    freed = use.alone([*gone, *forgets]).blob_bytes - use.alone(gone).blob_bytes
+    return RuleUsage(rule[0], len(forgets), freed)
 
 
 # branches
 
 
-def _branches(repo: Repository, wanted: Sequence[Commit], named: _Named) -> list[BranchUsage]:
+def _branches(repo: Repository, wanted: Sequence[Commit], use: BlobUse) -> list[BranchUsage]:
     """Divide the blobs of these, each by what the first checkpoint that names it has in it."""
     totals, bases = defaultdict[str, float](float), defaultdict[str, float](float)
-    is_base = _only_bases(repo, named)
-    work = [(commit, new.tolist(), [named.names[number] for number in new]) for commit, new in named.new(wanted)]
+    is_base = _only_bases(repo, use)
+    work = [(commit, new.tolist(), [use.names[number] for number in new]) for commit, new in use.new(wanted)]
     read = in_parallel(repo.storage.traits.requests, lambda one: _shares_of(repo, one[0], one[2]), work)
     for (_, numbers, names), shares in zip(work, read, strict=True):
         for number, name in zip(numbers, names, strict=True):
             held = shares.get(name, {"": 1})
             for branch, nbytes in held.items():
-                part = int(named.sizes[number]) * nbytes / sum(held.values())
+                part = int(use.sizes[number]) * nbytes / sum(held.values())
                 totals[branch] += part
                 bases[branch] += part if is_base[number] else 0
     found = [BranchUsage(branch, round(nbytes), round(bases[branch])) for branch, nbytes in totals.items()]
@@ -267,15 +226,15 @@ def _read_shares(repo: Repository, commit: Commit) -> BlobShares:
     return {_name(manifest.blob(number)): dict(held) for number, held in found.items()}
 
 
-def _only_bases(repo: Repository, named: _Named) -> npt.NDArray[np.bool_]:
+def _only_bases(repo: Repository, use: BlobUse) -> npt.NDArray[np.bool_]:
     """Tell of each blob whether visible checkpoints need it, and all of them for bases alone."""
-    visible = [commit for commit in named.readable if commit.visible]
-    needed, direct = np.zeros((2, len(named.names)), bool)
+    visible = [commit for commit in use.readable if commit.visible]
+    needed, direct = np.zeros((2, len(use.names)), bool)
     bases = in_parallel(repo.storage.traits.requests, partial(_bases_of, repo), visible)
     for commit, told in zip(visible, bases, strict=True):
-        mine = named.blobs[commit.txid]
+        mine = use.blobs[commit.txid]
         needed[mine] = True
-        direct[[number for number in mine if named.names[number] not in told] if told else mine] = True
+        direct[[number for number in mine if use.names[number] not in told] if told else mine] = True
     return needed & ~direct
 
 

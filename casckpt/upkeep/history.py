@@ -13,6 +13,7 @@ from casckpt.plan.sizes import format_size
 from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.repository import Repository
+from casckpt.upkeep.blob_use import BlobUse
 
 _NAMED = 3  # branches of a state that a reason names
 
@@ -61,16 +62,12 @@ def history(repo: Repository, runs: Collection[str], looked_at: int = 48) -> His
     What cannot be read keeps nothing else from being told. Raises `StorageError`.
     """
     commits = list_commits(repo)
-    named: set[object] = set()
     before: dict[str, tuple[Commit, Manifest]] = {}
     wanted = _newest([commit for commit in commits.current() if commit.run in runs], looked_at)
-    added = []
-    readable = {commit.txid for commit in manifests.learn(repo, commits.live())}
-    for commit in commits.live():
-        fresh = _fresh(repo, commit, named) if commit.txid in readable else 0
-        if commit.visible:
-            changed = _changed(repo, commit, before) if commit.txid in wanted else None
-            added.append(Added(commit, fresh, _why(commit, changed), changed))
+    added, fresh = [], BlobUse(repo, commits.live()).bytes_new()
+    for commit in commits.visible():
+        changed = _changed(repo, commit, before) if commit.txid in wanted else None
+        added.append(Added(commit, fresh.get(commit.txid, 0), _why(commit, changed), changed))
     damaged = sorted(blob for _, blob in blobs.damaged_marks(repo))
     return History(added, damaged, list(commits.damaged))
 
@@ -81,14 +78,6 @@ def _newest(current: Sequence[Commit], most: int) -> set[str]:
     for commit in current:
         by_run.setdefault(commit.run, []).append(commit.txid)
     return {txid for found in by_run.values() for txid in found[-most - 1 :]}
-
-
-def _fresh(repo: Repository, commit: Commit, named: set[object]) -> int:
-    """Note the blobs of a checkpoint; the bytes of those that are new."""
-    fresh = {(uploader, blob): size for uploader, blob, size in manifests.blobs_of(repo, commit)}
-    total = sum(size for blob, size in fresh.items() if blob not in named)
-    named.update(fresh)
-    return total
 
 
 def _changed(repo: Repository, commit: Commit, before: dict[str, tuple[Commit, Manifest]]) -> dict[str, int] | None:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
 
-from casckpt.errors import Damaged, Refused
 from casckpt.format.keys import parse_object
 from casckpt.format.names import BlobHash, TxId
 from casckpt.plan.retention import Policy
-from casckpt.repository import blobs, manifests
+from casckpt.repository import blobs
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.repository import Repository
+from casckpt.upkeep.blob_use import BlobUse
 from casckpt.upkeep.copies.mirrored import NO_STORE, mirror_made_at, needed_in_mirror, unmirrored
-from casckpt.upkeep.gc.retiring import min_age_of, plan_retiring
-from casckpt.upkeep.stock import BLOB, Stock, Sums, take_stock
+from casckpt.upkeep.gc.retiring import plan_of
+from casckpt.upkeep.stock import BLOB, Stock, take_stock
 
 _Blob = tuple[TxId, BlobHash]
-_SEVERAL = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,36 +99,26 @@ class StoreStats:
     damaged_blobs: int = 0
 
 
-@dataclass
-class _Tally:
-    """What was counted of one run."""
-
-    number: int
-    commits: list[Commit] = field(default_factory=list)
-    blobs: dict[_Blob, int] = field(default_factory=dict)
-    newest: int = 0
-
-
 def usage(repo: Repository) -> StoreUsage:
     """Count. Lists, and reads, what the catalogue does not know. Raises NotFound, StorageError."""
     commits = list_commits(repo)
     live = commits.live()
-    readable = {commit.txid for commit in manifests.learn(repo, live)}
-    tallies, user = _tallied(repo, live, readable)
-    stock = take_stock(repo, commits)
-    loose = _loose_blobs(stock)
-    runs = [_usage_of(run, tally, user) for run, tally in tallies.items()]
+    use, stock = BlobUse(repo, live), take_stock(repo, commits)
+    loose, by_run = _loose_blobs(stock), defaultdict[str, list[Commit]](list)
+    for commit in live:
+        by_run[commit.run].append(commit)
+    runs = [_usage_of(run, of_run, use) for run, of_run in by_run.items()]
+    used = [use.used(one.txid for one in of_run)[0].tolist() for of_run in by_run.values()]
+    shared = (use.refs[number] for number, runs_of in Counter(chain(*used)).items() if runs_of > 1)
     return StoreUsage(
         runs=sorted(runs, key=lambda one: (-one.bytes_used, one.run)),
         bytes_blobs=stock.total().blob_bytes,
         bytes_shared=sum(
-            size if blob[0] in stock.guarded else loose.get(blob, 0)
-            for blob, size in _named(tallies.values()).items()
-            if user[blob] == _SEVERAL
+            size if uploader in stock.guarded else loose.get((uploader, blob), 0) for uploader, blob, size in shared
         ),
         freed=freed_by_gc(repo, commits, stock),
-        bytes_unneeded=sum(size for blob, size in loose.items() if blob not in user),
-        unreadable=[commit.id for commit in live if commit.txid not in readable],
+        bytes_unneeded=sum(size for blob, size in loose.items() if blob not in use.named),
+        unreadable=[commit.id for commit in live if commit.txid not in use.blobs],
     )
 
 
@@ -165,26 +156,7 @@ def measure(repo: Repository) -> StoreStats:
 def _damaged_blobs(repo: Repository, commits: CommitList) -> int:
     """Count the blobs that are marked; without those that nothing needs any more, which wait for a gc."""
     marked = blobs.damaged_marks(repo)
-    return len(marked & _named_by(repo, commits.needed()).keys()) if marked else 0
-
-
-def _tallied(
-    repo: Repository, live: Iterable[Commit], readable: Container[TxId]
-) -> tuple[dict[str, _Tally], dict[_Blob, int]]:
-    """Count each run; and tell of each blob the number of the run that names it, or ``_SEVERAL``. The oldest first."""
-    tallies: dict[str, _Tally] = {}
-    user: dict[_Blob, int] = {}
-    for commit in live:
-        tally = tallies.setdefault(commit.run, _Tally(len(tallies)))
-        tally.commits.append(commit)
-        if commit.txid in readable:
-            found = {(uploader, name): size for uploader, name, size in manifests.blobs_of(repo, commit)}
-            tally.blobs |= found
-            tally.newest = sum(found.values())
-            for blob in found:
-                if user.setdefault(blob, tally.number) != tally.number:
-                    user[blob] = _SEVERAL
-    return tallies, user
+    return len(marked & BlobUse(repo, commits.needed()).named) if marked else 0
 
 
 def freed_by_gc(repo: Repository, commits: CommitList, stock: Stock | None = None, *, purges: bool = True) -> Freed:
@@ -194,44 +166,14 @@ def freed_by_gc(repo: Repository, commits: CommitList, stock: Stock | None = Non
     forgotten, or lies about. Raises `StorageError`.
     """
     forgotten = [commit for commit in commits.live() if not commit.visible]
-    due = needed_only_by(repo, commits, _due(repo, commits) if forgotten and purges else ())
     loose = {} if stock is None else _loose_blobs(stock)
-    named = _named_by(repo, commits.live()) if loose else {}
+    use = BlobUse(repo, commits.live() if forgotten or loose else ())
+    purged = plan_of(repo, commits, Policy()).purge if forgotten and purges else ()
+    due = use.alone(commit.txid for commit in purged).blob_bytes
     return Freed(
-        now=due.blob_bytes + sum(size for blob, size in loose.items() if blob not in named),
-        later=needed_only_by(repo, commits, forgotten).blob_bytes - due.blob_bytes,
+        now=due + sum(size for blob, size in loose.items() if blob not in use.named),
+        later=use.alone(commit.txid for commit in forgotten).blob_bytes - due,
     )
-
-
-def _due(repo: Repository, commits: CommitList) -> Sequence[Commit]:
-    """Return what the next gc purges; nothing where it would refuse to work."""
-    try:
-        return plan_retiring(repo, commits, Policy(), min_age_of(repo, None), None).purge
-    except (Damaged, Refused):
-        return ()
-
-
-def needed_only_by(repo: Repository, commits: CommitList, some: Iterable[Commit]) -> Sums:
-    """Sum up blobs that only ``some`` live ones of ``commits`` name: what a gc frees once those are purged.
-
-    Checkpoints whose manifests cannot be read count for nothing. Raises `StorageError`.
-    """
-    gone = {commit.txid for commit in some}
-    if not gone:
-        return Sums()
-    named = _named_by(repo, [commit for commit in commits.live() if commit.txid in gone])
-    others = _named_by(repo, [commit for commit in commits.live() if commit.txid not in gone])
-    sizes = [size for blob, size in named.items() if blob not in others]
-    return Sums(blobs=len(sizes), blob_bytes=sum(sizes))
-
-
-def _named_by(repo: Repository, live: Iterable[Commit]) -> dict[_Blob, int]:
-    """Return the sizes of all blobs that these name, as far as their manifests can be read."""
-    return {
-        (uploader, blob): size
-        for commit in manifests.learn(repo, live)
-        for uploader, blob, size in manifests.blobs_of(repo, commit)
-    }
 
 
 def _loose_blobs(stock: Stock) -> dict[_Blob, int]:
@@ -244,20 +186,17 @@ def _loose_blobs(stock: Stock) -> dict[_Blob, int]:
     return found
 
 
-def _named(tallies: Iterable[_Tally]) -> dict[_Blob, int]:
-    return {blob: size for tally in tallies for blob, size in tally.blobs.items()}
-
-
-def _usage_of(run: str, tally: _Tally, user: dict[_Blob, int]) -> RunUsage:
-    newest = tally.commits[-1]
+def _usage_of(run: str, commits: Sequence[Commit], use: BlobUse) -> RunUsage:
+    mine, newest = [commit.txid for commit in commits], commits[-1]
+    readable = [txid for txid in mine if txid in use.blobs]
     return RunUsage(
         run=run,
-        checkpoints=sum(commit.visible for commit in tally.commits),
-        forgotten=sum(commit.is_forgotten for commit in tally.commits),
+        checkpoints=sum(commit.visible for commit in commits),
+        forgotten=sum(commit.is_forgotten for commit in commits),
         newest_step=newest.step,
         newest_at=newest.committed.created_at,
-        bytes_logical=sum(commit.bytes_held for commit in tally.commits if commit.visible),
-        bytes_used=sum(tally.blobs.values()),
-        bytes_alone=sum(size for blob, size in tally.blobs.items() if user[blob] == tally.number),
-        bytes_newest=tally.newest,
+        bytes_logical=sum(commit.bytes_held for commit in commits if commit.visible),
+        bytes_used=int(use.sizes[use.used(mine)[0]].sum()),
+        bytes_alone=use.alone(mine).blob_bytes,
+        bytes_newest=int(use.sizes[use.used(readable[-1:])[0]].sum()),
     )

@@ -23,6 +23,7 @@ pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
 
 import casckpt
 from casckpt.errors import Conflict, InvalidInput, Mismatch, NotFound, Unsupported
+from casckpt.format.metrics import MAX_METRICS
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
 from casckpt.frontends.transformers import CasCheckpointCallback, restore_checkpoint
 from casckpt.store.store import Store
@@ -186,6 +187,21 @@ def test_the_best_stay_by_a_rule_too(tmp_path: Path, store: Store) -> None:
     assert {one.step: one.metrics["eval_loss"] for one in store.checkpoints()} == {
         one: losses[one] for one in {*best, 6}
     }
+
+
+class ManyFigures(hub.TrainerCallback):  # type: ignore[misc]  # Any, where Transformers is not installed
+    """Logs more figures than a checkpoint may have."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
+        figures = {f"figure {number}": 1.0 for number in range(MAX_METRICS)}
+        state.log_history.append({"step": state.global_step, "eval_loss": 2.0, **figures})
+
+
+def test_of_too_many_figures_those_of_an_evaluation_are_kept(tmp_path: Path, store: Store) -> None:
+    trainer(tmp_path, tiny(), CasCheckpointCallback(store, run="sft"), ManyFigures(), most=1).train()
+    metrics = store.get("sft@1").metrics
+    assert len(metrics) == MAX_METRICS
+    assert metrics["eval_loss"] == 2.0
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "deepspeed"])

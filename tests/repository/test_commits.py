@@ -25,6 +25,7 @@ from casckpt.repository.commits import (
     restore,
 )
 from casckpt.repository.repository import Repository
+from casckpt.repository.runs.following import newest_reusable
 from casckpt.repository.transactions import revoke
 from casckpt.storage.base import ObjectStore, Traits
 from casckpt.storage.local.store import LocalStore
@@ -145,10 +146,10 @@ def test_the_newest_live_one_of_a_run_may_be_forgotten_but_not_purged(repo: Repo
     commit_bare(repo, "b", 9)
     forget(repo, two)
     purge(repo, forget(repo, three))
-    newest = list_commits(repo).newest_live("a")
+    newest = newest_reusable(repo, "a", anew=True)
     assert newest is not None
     assert newest.txid == two.txid
-    assert list_commits(repo).newest_live("c") is None
+    assert newest_reusable(repo, "c", anew=True) is None
     assert list_commits(repo).runs() == ["a", "b"]
     assert [c.txid for c in list_commits(repo).live()][:2] == [one.txid, two.txid]
 

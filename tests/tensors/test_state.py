@@ -75,14 +75,6 @@ def test_shards_and_lists_of_shards_are_tensors() -> None:
     assert flat.leaves["many"].value is chunks
 
 
-def test_other_tensors_by_a_predicate() -> None:
-    class Foreign(dict[str, int]):
-        pass
-
-    flat = flatten({"a": Foreign(), "b": [Foreign()]}, lambda value: isinstance(value, Foreign))
-    assert kinds(flat) == {"a": "tensor", "b.0": "tensor"}
-
-
 def test_dtensors_are_tensors() -> None:
     class Sub(torch.Tensor):
         pass

@@ -16,7 +16,6 @@ from casckpt.checkpoint.loading.download import Download, StreamRequest
 from casckpt.checkpoint.loading.tied import Content, Tied
 from casckpt.checkpoint.loading.update import update
 from casckpt.errors import Damaged, InvalidInput, Mismatch, Refused
-from casckpt.format.extents import ExtentTable
 from casckpt.format.regions import whole
 from casckpt.format.sections.index import StoredObject, StreamEntry
 from casckpt.format.tree import Node, find, join, kind_of, leaves
@@ -28,7 +27,7 @@ from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import converts, dtype_name, torch_dtype
 from casckpt.tensors.memory import Destination
 from casckpt.tensors.objects import decode_object, refuse_pickle
-from casckpt.tensors.shards import LocalTensor, Piece, check_apart, check_in_place, local_tensor
+from casckpt.tensors.shards import LocalTensor, check_apart, check_in_place, local_tensor
 from casckpt.tensors.state import LeafValue, inflate
 
 if TYPE_CHECKING:
@@ -201,36 +200,17 @@ class LoadPlan:
                 key=key,
             )
         if dtype_name(local.dtype) != entry.dtype:
-            possible = converts(torch_dtype(entry.dtype), local.dtype)
-            if not possible or not self.options.cast:
-                raise Mismatch(
-                    f"{key!r} is {dtype_name(local.dtype)} here, but {entry.dtype} in the checkpoint; "
-                    + ("pass cast=True to convert" if possible else "torch cannot convert one to the other"),
-                    key=key,
-                )
+            check_cast(key, torch_dtype(entry.dtype), local.dtype, cast=self.options.cast, where="convert")
         table = self.contents.manifest.extents(entry)
         is_new = key in self._not_held or entry.key in self._unread
-        for piece in local.pieces:
-            region, data = piece
+        for region, data in local.pieces:
             check_apart(key, data)
             if not covers(table, region):
                 raise Damaged(f"the checkpoint holds {key!r} only in part; {region} is not all there", key=key)
             if region.lo < region.hi:
                 self._tied.add(Content(key, data, number, entry.dtype, table, region))
-                self._want(number, table, piece, entry.dtype, part_of=part_of, is_new=is_new)
-
-    def _want(
-        self,
-        number: int,
-        table: ExtentTable,
-        piece: Piece,
-        stored: str,
-        *,
-        part_of: torch.Tensor | None = None,
-        is_new: bool = False,
-    ) -> None:
-        destination = Destination(*piece, torch_dtype(stored), part_of)
-        self._wants.append(StreamRequest(number, destination, table, is_new))
+                destination = Destination(region, data, torch_dtype(entry.dtype), part_of)
+                self._wants.append(StreamRequest(number, destination, table, is_new))
 
     def new_tensor(self, number: int, entry: StreamEntry, device: torch.device) -> torch.Tensor:
         """A tensor for the whole of an entry, to be filled by `run`. Raises Damaged if the extents have holes."""
@@ -239,7 +219,8 @@ class LoadPlan:
             raise Damaged(f"the checkpoint holds {entry.key!r} ({entry.nbytes} bytes) only in part", key=entry.key)
         data = new_empty(entry, device)
         if entry.numel:
-            self._want(number, table, Piece(whole(entry.shape), data), entry.dtype, is_new=True)
+            destination = Destination(whole(entry.shape), data, torch_dtype(entry.dtype))
+            self._wants.append(StreamRequest(number, destination, table, is_new=True))
         return data
 
     def _add_object(self, key: str, one: StoredObject) -> None:
@@ -308,6 +289,20 @@ class LoadPlan:
 
         data = self.contents.manifest.data(one)
         return decode_object(key, data, one.pickled, allow_pickle=self.options.allow_pickle, load=load)
+
+
+def check_cast(key: str, stored: torch.dtype, here: torch.dtype, *, cast: bool, where: str) -> None:
+    """Raise Mismatch unless ``cast``, and the dtypes, let what is ``stored`` fill what is ``here``.
+
+    ``where``: what ``cast`` is passed to.
+    """
+    possible = converts(stored, here)
+    if not possible or not cast:
+        raise Mismatch(
+            f"{key!r} is {dtype_name(here)} here, but {dtype_name(stored)} in the checkpoint; "
+            + (f"pass cast=True to {where}" if possible else "torch cannot convert one to the other"),
+            key=key,
+        )
 
 
 def new_empty(entry: StreamEntry, device: torch.device) -> torch.Tensor:

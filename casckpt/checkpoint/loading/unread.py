@@ -58,17 +58,17 @@ def is_within(key: str, subtree: str) -> bool:
 
 def that_hold(subtrees: Collection[str], keys: Collection[str]) -> tuple[str, ...]:
     """The subtrees that any of some flat keys lies in."""
-    homes = {home for key in keys for home in _above(key)}
+    homes = {home for key in keys for home in prefixes(key)}
     return tuple(subtree for subtree in subtrees if subtree in homes)
 
 
 def also_unread(asked: Sequence[str], subtrees: Collection[str]) -> list[bool]:
     """Of each subtree that another rank left unread: did this one leave it, which has these ``subtrees`` unread?"""
     mine = frozenset(subtrees)
-    return [not mine.isdisjoint(_above(key)) for key in asked]
+    return [not mine.isdisjoint(prefixes(key)) for key in asked]
 
 
-def _above(key: str) -> list[str]:
+def prefixes(key: str) -> list[str]:
     """A flat key, and all that it may lie below."""
     if key == EVERYTHING:
         return [EVERYTHING]

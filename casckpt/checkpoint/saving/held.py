@@ -42,11 +42,6 @@ class HeldCells:
 
     _cells: dict[CellName, HeldCell] = field(default_factory=dict)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that they take."""
-        return sum(len(one.plain) + sum(len(frame.data) for frame in one.frames) for one in list(self._cells.values()))
-
     def only(self, names: Container[CellName]) -> None:
         """Give up all but these: the state has others no more, or they are cut in another way."""
         for name in [name for name in list(self._cells) if name not in names]:

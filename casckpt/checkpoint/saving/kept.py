@@ -91,11 +91,6 @@ class _Runs:
         with self._lock:
             self._kept.pop((store, run), None)
 
-    @property
-    def nbytes(self) -> int:
-        with self._lock:
-            return sum(kept.held.nbytes for kept in self._kept.values())
-
 
 _RUNS = PerProcess(_Runs)
 
@@ -108,8 +103,3 @@ def kept_of(repo: Repository, run: str) -> Kept:
 def give_up(repo: Repository, run: str) -> None:
     """Keep nothing of a run any more."""
     _RUNS.get().give_up(repo.marker.store_id, run)
-
-
-def held_bytes() -> int:
-    """Bytes of memory that this process holds for next saves."""
-    return _RUNS.get().nbytes

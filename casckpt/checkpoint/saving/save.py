@@ -83,7 +83,6 @@ class _Attempt:
         self.repo, self.ranks, self.memory = repo, ranks, memory
         self.options, self.progress = options, telling(ranks, progress)
         self._prepare = prepare
-        self._reuse = reuse
         self._layout: RankLayout | None = None
         self._share: Share | None = None
         self._seed = seed_of(options.run, options.step)

@@ -10,6 +10,7 @@ import os
 import posixpath
 import re
 import string
+from collections.abc import Callable
 
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -49,6 +50,15 @@ def reference_of(checkpoint_id: str | os.PathLike[str], run: str | None) -> str:
         return text
     run, step = place_of(text, run or "")
     return f"{run}@{step}"
+
+
+def is_usable(of: Callable[[str | os.PathLike[str], str], object], checkpoint_id: str | os.PathLike[str]) -> bool:
+    """Tell whether `place_of`, or `reference_of`, takes an id."""
+    try:
+        of(checkpoint_id, "default")
+    except InvalidInput:
+        return False
+    return True
 
 
 def _text(checkpoint_id: object) -> str:

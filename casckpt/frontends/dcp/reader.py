@@ -20,14 +20,14 @@ from torch.futures import Future
 from casckpt.checkpoint.handle import Checkpoint, warn_if_forgotten
 from casckpt.checkpoint.loading.download import Download, StreamRequest
 from casckpt.checkpoint.loading.fit import Fit, check_fit, log_once, saved_shapes, shape_of
-from casckpt.checkpoint.loading.load_plan import LoadOptions, Unread
+from casckpt.checkpoint.loading.load_plan import LoadOptions, Unread, check_cast
 from casckpt.checkpoint.loading.tied import Content, Tied
 from casckpt.checkpoint.ranks import this_rank
 from casckpt.errors import Conflict, Damaged, InvalidInput, Mismatch, NotFound
 from casckpt.format.keys import check_run
 from casckpt.format.regions import Box, Region
 from casckpt.frontends.dcp.hooks import hook
-from casckpt.frontends.dcp.ids import reference_of
+from casckpt.frontends.dcp.ids import is_usable, reference_of
 from casckpt.frontends.dcp.items import check_planned
 from casckpt.frontends.dcp.opened import Opened
 from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream, has_methods_of
@@ -37,7 +37,7 @@ from casckpt.plan.lots import lots
 from casckpt.plan.progress import Progress, Shown
 from casckpt.plan.reads import covers
 from casckpt.tensors.dtensors import is_dtensor
-from casckpt.tensors.dtypes import converts, dtype_name, torch_dtype
+from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import Destination
 from casckpt.tensors.shards import check_destination
 
@@ -256,7 +256,7 @@ class StorageReader(Protocol):
             raise Mismatch(f"{key!r}: the planner gave {list(target.shape)} for {list(item.lengths)}", key=key)
         stored = torch_dtype(entry.dtype)
         if stored != target.dtype:
-            self._check_cast(key, stored, target.dtype)
+            check_cast(key, stored, target.dtype, cast=self._options.cast, where="StorageReader")
             converted[key] = None
         check_destination(key, target)
         if is_dtensor(held):
@@ -272,23 +272,10 @@ class StorageReader(Protocol):
             tied.add(Content(key, target, number, entry.dtype, table, region))
             yield StreamRequest(number, Destination(region, target, stored, held if is_dtensor(held) else None), table)
 
-    def _check_cast(self, key: str, stored: torch.dtype, target: torch.dtype) -> None:
-        possible = converts(stored, target)
-        if not possible or not self._options.cast:
-            raise Mismatch(
-                f"{key!r} is {dtype_name(target)} here, but {dtype_name(stored)} in the checkpoint; "
-                + ("pass cast=True to StorageReader" if possible else "torch cannot convert one to the other"),
-                key=key,
-            )
-
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Tell whether it is a reference, a step, or a path that names a run."""
-        try:
-            reference_of(checkpoint_id, "default")
-        except InvalidInput:
-            return False
-        return True
+        return is_usable(reference_of, checkpoint_id)
 
 
 def _windows(items: Sequence[ReadItem], planner: LoadPlanner) -> Iterator[list[ReadItem]]:

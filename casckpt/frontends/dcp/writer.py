@@ -21,7 +21,7 @@ from casckpt.checkpoint.saving.options import SaveOptions, WriterArguments
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import check_run, check_step
 from casckpt.frontends.dcp.hooks import hook
-from casckpt.frontends.dcp.ids import place_of, stamp
+from casckpt.frontends.dcp.ids import is_usable, place_of, stamp
 from casckpt.frontends.dcp.session import WriterSession
 from casckpt.frontends.stores import AnyStore, as_store
 
@@ -118,11 +118,7 @@ class StorageWriter(Protocol):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Tell whether it is RUN@STEP, a step, or a path that names a run."""
-        try:
-            place_of(checkpoint_id, "default")
-        except InvalidInput:
-            return False
-        return True
+        return is_usable(place_of, checkpoint_id)
 
     @property
     def _next(self) -> _Target:

@@ -30,6 +30,13 @@ class _Held:
     timer: threading.Timer | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def end(self) -> None:
+        """End the lease, and what would end it later."""
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.lease is not None:
+            self.lease.close()
+
 
 class Leases:
     """The leases of a server. Where none can be had, as with keys that only read, it serves without, and says so."""
@@ -92,10 +99,7 @@ class Leases:
             if held.users or self._held.get(id) is not held:
                 return
             del self._held[id]
-        if held.timer is not None:
-            held.timer.cancel()
-        if held.lease is not None:
-            held.lease.close()
+        held.end()
 
     def close(self) -> None:
         """End all of them."""
@@ -103,7 +107,4 @@ class Leases:
             self._is_closed = True
             every, self._held = self._held, {}
         for held in every.values():
-            if held.timer is not None:
-                held.timer.cancel()
-            if held.lease is not None:
-                held.lease.close()
+            held.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from casckpt.format.extents import ExtentTable
 from casckpt.frontends.recut import Source
 from casckpt.frontends.serve.folders import File, Folder
 from casckpt.frontends.serve.ranges import Span, Wanted
-from casckpt.frontends.windows import fill, plan_windows
+from casckpt.frontends.windows import plan_windows, requests
 from casckpt.repository.repository import Repository
 
 WINDOW_BYTES: Final = 3 << 20
@@ -36,15 +37,16 @@ class Buffers:
         self._free: list[Buffer] = []
         self._lock = threading.Lock()
 
-    def take(self) -> Buffer:
-        """Take one, a new one if there is none."""
+    @contextmanager
+    def lent(self) -> Iterator[Buffer]:
+        """Inside, one of them is in use, a new one if there is none."""
         with self._lock:
-            return self._free.pop() if self._free else Buffer()
-
-    def give(self, buffer: Buffer) -> None:
-        """Give it back."""
-        with self._lock:
-            self._free.append(buffer)
+            buffer = self._free.pop() if self._free else Buffer()
+        try:
+            yield buffer
+        finally:
+            with self._lock:
+                self._free.append(buffer)
 
 
 class Window(NamedTuple):
@@ -74,25 +76,18 @@ class RangeReader:
 
     def _plan(self, span: Span, wanted: Wanted) -> Iterator[Window]:
         start, skip = span.start + len(wanted.head), wanted.skip
-        for sources in self._cut(wanted.sources):
+        cell_bytes = self._folder.manifest.body.cell_bytes
+        for sources in plan_windows(wanted.sources, WINDOW_BYTES, cell_bytes, FIRST_BYTES):
             stop = min(start + sum(one.nbytes for one in sources) - skip, span.stop)
             yield Window(start, stop, sources, skip)
             start, skip = stop, 0
-
-    def _cut(self, sources: list[Source]) -> Iterator[list[Source]]:
-        cell_bytes = self._folder.manifest.body.cell_bytes
-        first = next(plan_windows(sources, FIRST_BYTES, cell_bytes), [])
-        if first:
-            yield first
-            yield from plan_windows(_behind(sources, len(first), first[-1].hi), WINDOW_BYTES, cell_bytes)
 
     def read(self, window: Window, buffer: Buffer) -> memoryview:
         """The bytes of a window, in ``buffer`` until that is used again.
 
         Raises Damaged, Gone, StorageError; then nothing of the window is given.
         """
-        tables = self._learn(window.sources)
-        fill(self._download, window.sources, buffer.data, tables)
+        self._download.run(requests(window.sources, buffer.data, self._learn(window.sources)))
         return buffer.view[window.skip : window.skip + window.stop - window.start]
 
     def _learn(self, sources: list[Source]) -> dict[int, ExtentTable]:
@@ -103,11 +98,3 @@ class RangeReader:
         found = {n: held[n] if n in held else manifest.extents(manifest.entries[n]) for n in wanted}
         self._tables = found
         return found
-
-
-def _behind(sources: list[Source], count: int, end: int) -> Iterator[Source]:
-    """What follows the first ``count`` of ``sources``, the last of which was taken up to element ``end``."""
-    last = sources[count - 1]
-    if end < last.hi:
-        yield last._replace(lo=end)
-    yield from sources[count:]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from time import monotonic
 from typing import Final, TypeVar
@@ -19,7 +19,7 @@ from casckpt.frontends.serve.answers import refusal_of
 from casckpt.frontends.serve.folders import File, Folder, Folders
 from casckpt.frontends.serve.leases import Leases
 from casckpt.frontends.serve.ranges import Span
-from casckpt.frontends.serve.reading import Buffer, Buffers, RangeReader, Window
+from casckpt.frontends.serve.reading import Buffers, RangeReader, Window
 from casckpt.parallel import usable_threads
 from casckpt.plan.sizes import format_size
 from casckpt.store.store import Store
@@ -114,7 +114,7 @@ class _Held:
             for slots in (desk.slow_slots, desk.slots) if slow else (desk.slots,):
                 await slots.acquire()
                 taken.callback(slots.release)
-            buffer = taken.enter_context(_lent(desk.buffers))
+            buffer = taken.enter_context(desk.buffers.lent())
             reading = asyncio.ensure_future(desk.read(partial(reader.read, window, buffer)))
             try:
                 self.data = await asyncio.shield(reading)
@@ -270,15 +270,6 @@ def _leave(*found: object) -> None:
     for one in found:
         if isinstance(one, _Held):
             one.leave()
-
-
-@contextmanager
-def _lent(buffers: Buffers) -> Iterator[Buffer]:
-    buffer = buffers.take()
-    try:
-        yield buffer
-    finally:
-        buffers.give(buffer)
 
 
 async def _gone(receive: Receive) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,15 +22,12 @@ from casckpt.checkpoint.loading.load_plan import MatchArguments, RankArguments, 
 from casckpt.checkpoint.loading.unread import is_generator, is_within, tell, warn_moved
 from casckpt.checkpoint.ranks import Ranks
 from casckpt.errors import InvalidInput, Mismatch, NotFound
-from casckpt.format.tree import children
-from casckpt.format.tree import find as find_node
 from casckpt.frontends.training_state.loading import TrainingStateLoad, normal_tensors
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
 from casckpt.frontends.training_state.save_load import state_of
 from casckpt.frontends.training_state.stored import GROUPS, StoredGroups, StoredTraining
 from casckpt.frontends.training_state.together import find, make_state
 from casckpt.store.store import Store
-from casckpt.tensors.state import decode_tree
 
 log = logging.getLogger("casckpt")
 
@@ -272,17 +270,14 @@ def _has_optimizer(stored: StoredTraining) -> bool:
 
 def _parts_of(stored: StoredTraining) -> dict[str, list[int]]:
     """The ranks that saved each part of a train state, but for random generators."""
-    found: dict[str, list[int]] = {}
+    found = defaultdict[str, list[int]](list)
     for rank in _ranks_of(stored):
-        node = find_node(decode_tree(stored.manifest.body.tree), f"{TRAIN}.{rank}")
-        for part, _ in () if node is None else children(node):
+        for part in stored.below(f"{TRAIN}.{rank}"):
             if not is_generator(str(part)):
-                found.setdefault(f"{TRAIN}.{part}", []).append(rank)
+                found[f"{TRAIN}.{part}"].append(rank)
     return found
 
 
 def _ranks_of(stored: StoredTraining) -> list[int]:
     """The ranks that saved a train state."""
-    node = find_node(decode_tree(stored.manifest.body.tree), TRAIN)
-    below = () if node is None else children(node)
-    return sorted(element for element, _ in below if isinstance(element, int))
+    return sorted(element for element in stored.below(TRAIN) if isinstance(element, int))

@@ -184,18 +184,15 @@ class TrainingStateLoad:
         if self._model.values:
             self.state["model"] = self._model.values
         saved = self._stored.manifest.tensors
-        shapes = {name: entry.shape if (entry := saved.get(self._place(name))) else None for name in self._model.values}
+        shapes = {name: entry.shape for name in self._model.values if (entry := saved.get(self._place(name)))}
         ignored = filter(self._is_ignored, self._model.values)
-        new = {name for name in ignored if shapes[name] is None or shapes[name] != shape_of(self._model.values[name])}
-        new |= set(self._left)
-        plans = self._optimizers
-        if optims and self._groups is None:
-            self._absent = (GROUPS,)
-        elif self._groups is not None:
+        new = {*self._left, *(name for name in ignored if shapes.get(name) != shape_of(self._model.values[name]))}
+        plans: list[_OptimizerPlan] = []
+        if self._groups is not None:
             about = (self._stored, self._groups, self._module, self._saved_name)
             plans = [_OptimizerPlan(optim, *about, new=new, strict=self._strict, cast=self._cast) for optim in optims]
-            self._optimizers = plans
-        self._absent += tuple(f"{STATE}.{name}" for plan in plans for name in plan.match.missing)
+        missing = tuple(f"{STATE}.{name}" for plan in plans for name in plan.match.missing)
+        self._optimizers, self._absent = plans, (GROUPS,) if optims and self._groups is None else missing
         filled = {name: value for plan in plans for name, value in plan.template.items()}
         if filled:
             self.state["optim"] = {"state": filled}

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from casckpt.checkpoint.arguments import listed
+from casckpt.checkpoint.loading.unread import is_within, prefixes
 from casckpt.checkpoint.ranks import this_rank
 from casckpt.errors import InvalidInput
 from casckpt.frontends.training_state.flat import flat_parts, full_dtypes, let_go, without_fsdp_hooks
@@ -84,21 +85,18 @@ def passed_by(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> di
     for root in roots if suspects else ():
         for path, module in root.named_modules(remove_duplicate=False):
             modules[plain_name(root, path)].append(module)
-    found, below = dict[str, list[str]](), dict[str, list[str]]()
+    found: dict[str, list[str]] = {}
+    names_below = cache(lambda path: [name for name in state if not path or is_within(name, path)])
     for name in suspects:
         path, _, last = name.rpartition(".")
         if any(_reads(owner, last) for owner in modules.get(path, ())):
             continue
-        steps = name.split(".")
-        above = [path for path in (".".join(steps[:end]) for end in range(len(steps))) if path in modules]
-        owners, start = modules[above[-1]], f"{above[-1]}.".lstrip(".")
+        above = [path for path in prefixes(name) if path in modules]
+        owners = modules[above[-1]]
         writes = any(_has_own(owner, "_save_to_state_dict") for owner in owners)
         readers = owners if writes else [module for path in above for module in modules[path]]
-        if any(_loads(module, is_root=module in roots) for module in readers):
-            continue
-        if writes and start not in below:
-            below[start] = [one for one in state if one.startswith(start)]
-        found[name] = below[start] if writes else [name]
+        if not any(_loads(module, is_root=module in roots) for module in readers):
+            found[name] = names_below(above[-1]) if writes else [name]
     return found
 
 

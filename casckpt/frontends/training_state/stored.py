@@ -63,6 +63,11 @@ class StoredTraining:
         keys = (join(path) for path, _ in leaves(self._tree))
         return [key.removeprefix(start) for key in keys if key.startswith(start)]
 
+    def below(self, key: str) -> dict[Element, Node]:
+        """What stands in the container ``key``; nothing if there is none."""
+        node = find(self._tree, key)
+        return {} if node is None else dict(children(node))
+
     @property
     def is_nested(self) -> bool:
         """Whether it is laid out as front ends of casckpt do it: a container "model", beside others of theirs only."""
@@ -121,7 +126,7 @@ class StoredTraining:
     def nodes(self, names: Mapping[str, Any]) -> dict[Element, Node]:
         """The part of the tree for each of ``names`` that has state, and for what else stands beside them."""
         node = find(self._tree, STATE)
-        others = self._at_the_top(names) | ({} if node is None else dict(children(node)))
+        others = self._at_the_top(names) | self.below(STATE)
         nodes: dict[Element, Node] = {name: others.pop(name) for name in names if name in others}
         if not others:
             return nodes

@@ -40,6 +40,7 @@ from casckpt.repository.signatures.signed import remove_signatures
 from casckpt.repository.tags import remove_old_generations
 from casckpt.repository.transactions import PREFIX as TRANSACTIONS
 from casckpt.repository.transactions import OpenTransaction, open_transactions, remove_closed
+from casckpt.upkeep.blob_use import BlobUse
 from casckpt.upkeep.gc import paused as paused_state
 from casckpt.upkeep.gc.marking import Candidates, Unreadable, candidates, commits_without_doubt, spare_roots
 from casckpt.upkeep.gc.paused import Paused
@@ -57,9 +58,8 @@ from casckpt.upkeep.gc.retiring import (
 from casckpt.upkeep.gc.settling import settle
 from casckpt.upkeep.gc.waiting import Limits, Sleep, wait_until_closed
 from casckpt.upkeep.lost import check_recorded
-from casckpt.upkeep.stock import BLOB, Stock, Sums, sums_of, take_stock
+from casckpt.upkeep.stock import BLOB, Stock, sums_of, take_stock
 from casckpt.upkeep.thinning import ThinResult
-from casckpt.upkeep.usage import needed_only_by
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,8 @@ class _Tally:
     def result(self, repo: Repository, plan: GcPlan, done: GcResult, opened: Iterable[OpenTransaction]) -> GcResult:
         """Add to ``done`` all that a gc knows at its end. ``opened``: transactions that are in the way yet."""
         deleted, kept = sums_of(self.deleted.items()), self.stock.total(but=self.deleted)
-        later = needed_only_by(repo, list_commits(repo), plan.young) if plan.young else Sums()
+        named = BlobUse(repo, list_commits(repo).live() if plan.young else ())
+        later = named.alone(commit.txid for commit in plan.young)
         return replace(
             done,
             deleted_blobs=deleted.blobs,

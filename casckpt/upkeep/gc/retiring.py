@@ -128,6 +128,14 @@ def min_age_of(repo: Repository, wanted: float | None, unset: MinAge = A_DAY) ->
     return MinAge(unset.usual if usual is None else usual, unset.ephemeral if ephemeral is None else ephemeral)
 
 
+def plan_of(repo: Repository, commits: CommitList, policy: Policy, run: str | None = None) -> GcPlan:
+    """Return what a gc would do; nothing where it would refuse to work."""
+    try:
+        return plan_retiring(repo, commits, policy, min_age_of(repo, None), run)
+    except (Damaged, Refused):
+        return GcPlan((), ())
+
+
 def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age: MinAge, run: str | None) -> GcPlan:
     """Plan for ``commits``. Writes nothing. Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`."""
     named = tags(repo, anew=not repo.storage.traits.remote, slack=FOREIGN_CLOCKS)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 import casckpt
 from casckpt.checkpoint.saving import coding
 from casckpt.checkpoint.saving.held import HeldCell, HeldFrame
-from casckpt.checkpoint.saving.kept import give_up, held_bytes
+from casckpt.checkpoint.saving.kept import give_up
 from casckpt.errors import InvalidInput
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.digest import cell_digest
@@ -28,6 +28,7 @@ from casckpt.repository import manifests
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from tests.support.far import far
+from tests.support.held import held_bytes
 from tests.support.saves import CELL, another_process, reopened, same_state, small, small_folder
 from tests.support.tensors import bytes_of
 from tests.support.together import line, spread

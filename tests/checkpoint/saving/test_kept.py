@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from casckpt.checkpoint.saving.kept import MAX_RUNS, Kept, Pause, PutRate, held_bytes, kept_of
+from casckpt.checkpoint.saving.kept import MAX_RUNS, Kept, Pause, PutRate, kept_of
 from casckpt.errors import StorageError
 from casckpt.frontends.dcp import StorageWriter
 from casckpt.frontends.trainer import Checkpointer
@@ -19,6 +19,7 @@ from casckpt.store.store import Store
 from tests.support import dcp
 from tests.support.far import FarStore, far
 from tests.support.faulty import fail_before
+from tests.support.held import held_bytes
 from tests.support.saves import another_process, reopened, same_state, small, trained
 
 STEPS = 4

@@ -6,15 +6,18 @@ import enum
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import casckpt
-from casckpt.errors import CasckptError
+from casckpt.errors import CasckptError, StorageError
 from casckpt.frontends import megatron
+from casckpt.store.store import Store
 from tests.support.megatron_core import core
 from tests.support.ranks import die, outcome_of
 
@@ -89,6 +92,23 @@ def with_a_function(rank: int, size: int, path: Path, asynchronous: bool) -> str
     objects = {"rng": mapping.ShardedObject("rng", value, (size,), (rank,))}
     text, _ = said(rank, size, saved, path, 5, asynchronous, **objects)
     return "rank 1" if ("rank 1" in text or rank == 1) and "rng" in text else text
+
+
+def fails_late(rank: int, size: int, path: Path) -> None:
+    core()
+    strategy = megatron.CasSaveShardedStrategy(path / "store", run="a")
+    failed = Future[Any]()
+    failed.set_exception(StorageError("the disk is full"))
+    common = megatron.ShardedObject("common_state", {"iteration": 5}, (1,), (0,))
+    with patch.object(Store, "save_async", return_value=failed):
+        request = strategy.async_save({"common_state": common}, path / "iter_4")
+    with pytest.raises(StorageError, match="the disk is full"):
+        request.execute_sync()
+
+
+def test_a_save_in_the_background_that_failed_is_heard_in_the_end(path: Path, ranks: Pool) -> None:
+    ranks.run(1, fails_late, path)
+    assert not list((path / "iter_4").iterdir())
 
 
 def test_classes_that_a_load_elsewhere_needs_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -101,7 +101,7 @@ def replay(here: Here, *, folder: str, name: str, place: str, saves: int, compre
     copies; "cpu/GiB" of a save; "held": bytes of host memory; "newest cold", "first warm", ...: seconds of a load;
     "kept": copies that are stored after a gc of all but the last 8.
     """
-    from casckpt.checkpoint.saving.kept import held_bytes
+    from tests.support.held import held_bytes
 
     path = Path(place)
     store, saving = open_store(path, rate), list[Clock]()
