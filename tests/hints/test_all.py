@@ -14,9 +14,6 @@ from tests.support.hints import PACKAGE, Advice, Case, Hint, hints, hints_in, is
 HERE = Path(__file__).parent
 ROOT = PACKAGE.parent
 
-PENDING: tuple[str, ...] = ("frontends/trainer/", "frontends/training_state/")
-"""Folders whose hints have no cases yet. Only shrinks."""
-
 NOT_HERE = {
     "pip install": "a test installs nothing; that the extra exists is tested below",
     "install aiobotocore": "a test installs nothing",
@@ -35,9 +32,10 @@ NO_HINTS = {
 """Texts that look like advice, and are none, and why."""
 
 FOLLOWED_ELSEWHERE: dict[Case, str] = {
-    Case(
-        "frontends/megatron/folders.py:check_common", "puts back what was saved"
-    ): "tests/frontends/megatron/test_core_failures.py::test_a_save_that_failed_over_a_folder_is_not_mixed_with_what_was_there",
+    Case("frontends/megatron/folders.py:check_common", "puts back what was saved"): (
+        "tests/frontends/megatron/test_core_failures.py::"
+        "test_a_save_that_failed_over_a_folder_is_not_mixed_with_what_was_there"
+    ),
     Case(
         "repository/commits.py:gone", "lease=True, or Store.lease"
     ): "tests/store/test_gone.py::test_what_it_says_helps",
@@ -56,10 +54,6 @@ def cases() -> list[Case]:
 CASES = (*cases(), *FOLLOWED_ELSEWHERE)
 
 
-def is_pending(hint: Hint) -> bool:
-    return any(hint.where.startswith(folder) for folder in PENDING)
-
-
 def test_every_hint_has_a_test_that_follows_it() -> None:
     missing = [
         str(hint)
@@ -67,7 +61,6 @@ def test_every_hint_has_a_test_that_follows_it() -> None:
         if not any(case.covers(hint) for case in CASES)
         and not any(text in hint.text for text in NOT_HERE)
         and not any(case.covers(hint) for case in NO_HINTS)
-        and not is_pending(hint)
     ]
     assert not missing, "\n".join(missing)
 

@@ -185,12 +185,12 @@ def test_of_names_that_are_there_twice_either_can_be_loaded(store: casckpt.Store
 
 @follows("checkpoint/loading/load.py:_load.finish", 'pass unread="ignore"')
 def test_keys_that_a_load_leaves_are_not_logged_where_that_is_meant(store: casckpt.Store, told: Told) -> None:
-    store.save({"optim": {"lr": 0.1, "step": 5}}, run="a", step=1)
+    store.save({"optim": {"lr": 0.1, "step": 5}}, run="leaving-keys", step=1)
     with told.log() as advice:
-        store.load({"optim": {"lr": 0.0}}, "a@1")
+        store.load({"optim": {"lr": 0.0}}, "leaving-keys@1")
     state = {"optim": {"lr": 0.0}}
     with heard() as texts:
-        store.load(state, "a@1", **advice.argument("unread"))
+        store.load(state, "leaving-keys@1", **advice.argument("unread"))
     assert (state, texts) == ({"optim": {"lr": 0.1}}, [])
 
 
@@ -215,7 +215,7 @@ def test_a_tensor_of_another_shape_is_left(saved: casckpt.Store, weights: Weight
     assert torch.equal(state["b"], weights["b"])
 
 
-@follows("checkpoint/loading/load_plan.py:LoadPlan._add_tensor", "pass cast=True to convert")
+@follows("checkpoint/loading/load_plan.py:check_cast", "pass cast=True to …")
 def test_a_tensor_of_another_dtype_is_converted(saved: casckpt.Store, weights: Weights, told: Told) -> None:
     state = zeros(weights) | {"w": torch.zeros(6, dtype=torch.double)}
     with told.error(Mismatch) as advice:

@@ -16,6 +16,7 @@ from torch import nn
 
 import casckpt
 from casckpt.errors import InvalidInput, MissingKey, Refused, Unsupported
+from casckpt.frontends.convert import import_any, look_at
 from casckpt.frontends.olmo_import import import_olmo_trainer
 from casckpt.frontends.safetensors import files, layout
 from casckpt.frontends.safetensors.importing import import_safetensors
@@ -24,6 +25,7 @@ from casckpt.frontends.torch_files import casckpt_to_torch_save, torch_save_to_c
 from casckpt.frontends.training_state import load_model_and_optim_state
 from tests.frontends.test_convert_torch import stock
 from tests.hints.conftest import Run
+from tests.support.fuzz import KINDS
 from tests.support.hints import Told, follows
 from tests.support.serving import serving
 
@@ -395,6 +397,21 @@ def test_a_train_state_of_olmo_is_imported_with_leave(
     else:
         run("import", store.url, tmp_path / "olmo", "--step", 2, advice.says(way))
     assert store.read("default@2", allow_pickle=True)["train"] == {0: {"x": Odd()}}
+
+
+@follows("frontends/olmo_import.py:_group", "pass allow_pickle=True (--allow-pickle) if you trust whoever wrote it")
+@pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
+def test_an_optimizer_of_olmo_is_imported_with_leave(
+    store: Store, tmp_path: Path, told: Told, run: Run, way: str
+) -> None:
+    folder = KINDS["olmo"](tmp_path, Odd())
+    with told.error(InvalidInput) as advice:
+        import_any(store, look_at(folder), step=1)
+    if way == "allow_pickle":
+        import_any(store, look_at(folder), step=1, **advice.argument(way))
+    else:
+        run("import", store.url, folder, "--step", 1, advice.says(way))
+    assert store.get("default@1").tensors
 
 
 # serving
