@@ -146,7 +146,7 @@ class Adapted(nn.Module):
             inner.add_module(name, nn.ModuleDict({"default": nn.Linear(2, 2, bias=False)}))
 
     def merge_and_unload(self) -> nn.Module:
-        inner: Any = self.base_model.model.get_submodule("0")  # type: ignore[union-attr,operator]
+        inner: Any = self.base_model.model.get_submodule("0")  # type: ignore[union-attr]
         with torch.no_grad():
             inner.base_layer.weight += inner.lora_B.default.weight @ inner.lora_A.default.weight
         return nn.Sequential(inner.base_layer)

@@ -80,7 +80,7 @@ def test_a_tensor_of_another_shape_is_padded(where: str, told: Told) -> None:
 @follows("frontends/megatron/mapping.py:ShardedTensor._problem", "for an uneven cut give axis_fragmentations=None")
 def test_an_uneven_cut_has_no_fragmentations(told: Told) -> None:
     def part(**more: Any) -> ShardedTensor:
-        fields = {"axis_fragmentations": (2,), "replica_id": 0} | more
+        fields: dict[str, Any] = {"axis_fragmentations": (2,), "replica_id": 0} | more
         return ShardedTensor("w", torch.ones(3), torch.float32, (3,), (5,), (2,), **fields)
 
     with told.error(CheckpointingException) as advice:
@@ -211,14 +211,15 @@ def test_classes_in_the_common_part_are_loaded_with_leave_or_by_megatron(
     core()
     backend = module("megatron.core.transformer.enums").AttnBackend.flash
     strategy: Any = megatron.CasSaveShardedStrategy(store_path, run="a")
-    for step, value in ((1, Phase.WARM), (2, backend)):
+
+    def saved(step: int, phase: Any) -> None:
         (tmp_path / f"iter_{step}").mkdir()
-        common = ShardedObject("common_state", {"phase": value}, (1,), (0,))
-        if step == 1:
-            with told.log() as said:
-                strategy.save({"common_state": common}, tmp_path / "iter_1")
-        else:
-            strategy.save({"common_state": common}, tmp_path / "iter_2")
+        common = ShardedObject("common_state", {"phase": phase}, (1,), (0,))
+        strategy.save({"common_state": common}, tmp_path / f"iter_{step}")
+
+    with told.log() as said:
+        saved(1, Phase.WARM)
+    saved(2, backend)
     where = f"{store_path}#a@1"
     with told.error(CheckpointingException) as advice:
         megatron.load_common_state_dict(where)

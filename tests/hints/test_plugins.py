@@ -99,9 +99,8 @@ def test_folders_of_a_hub_go_through_commands(store: Store, tmp_path: Path, told
     with told.error(Unsupported) as advice:
         _refuse(CasCheckpointManager.Config(enable=True, store=store.url, run="titan", initial_load_in_hf=True))
     run(*advice.command("import"), store.url, tmp_path / "hf", "--run", "hub", "--step", 1)
-    config = CasCheckpointManager.Config(
-        enable=True, store=store.url, run="new", **{advice.says("initial_load_ref"): "hub@1"}
-    )
+    begun: Any = {advice.says("initial_load_ref"): "hub@1"}
+    config = CasCheckpointManager.Config(enable=True, store=store.url, run="new", **begun)
     manager: Any = SimpleNamespace(checkpointer=Checkpointer(store, run="new"), config=config)
     fresh = nn.Linear(2, 2)
     manager.checkpointer.load(CasCheckpointManager._ref(manager, -1), fresh)
@@ -115,7 +114,7 @@ def test_folders_of_a_hub_go_through_commands(store: Store, tmp_path: Path, told
 def test_a_loop_of_ones_own_saves_what_a_trainer_cannot(store: Store, told: Told) -> None:
     callback = CasCheckpointCallback(store, run="sft")
     with told.error(Unsupported) as advice:
-        callback.on_train_begin(SimpleNamespace(fsdp=True), None, None)  # type: ignore[arg-type]
+        callback.on_train_begin(SimpleNamespace(fsdp=True), None, None)
     advice.says("casckpt.frontends.trainer.Checkpointer")
     Checkpointer(store, run="sft").save(1, nn.Linear(2, 2))
     assert store.get("sft@1").step == 1

@@ -126,7 +126,7 @@ def test_credentials_are_given_in_three_ways_or_none_are_asked_for(
 @follows("storage/remote/s3/errors.py:", "the bucket lies in another region: give it with storage_options")
 def test_the_region_of_a_bucket_is_given(moto_server: Server, told: Told) -> None:
     answer = {"Error": {"Code": "PermanentRedirect"}, "ResponseMetadata": {"HTTPStatusCode": 301}}
-    advice = told.text(explain(ClientError(answer, "PutObject")).why)  # type: ignore[arg-type]
+    advice = told.text(explain(ClientError(answer, "PutObject")).why)
     shown = advice.says("client_kwargs={'region_name': ...}").replace("...", "'eu-central-1'")
     store = bucket_of(moto_server, **eval(f"dict({shown})"))  # as a reader would write it
     store.save({"x": 1}, run="a", step=1)
@@ -153,7 +153,7 @@ def test_a_certificate_is_made_known(moto_server: Server, tmp_path: Path, told: 
 @follows("storage/remote/s3/errors.py:", "or say with single_writer (--single-writer) that nobody else writes")
 def test_a_server_without_conditional_puts_is_for_a_single_writer(rclone_server: Server, told: Told, run: Run) -> None:
     answer = {"Error": {"Code": "NotImplemented"}, "ResponseMetadata": {"HTTPStatusCode": 501}}
-    advice = told.text(explain(ClientError(answer, "PutObject")).why)  # type: ignore[arg-type]
+    advice = told.text(explain(ClientError(answer, "PutObject")).why)
     url, alone = f"s3://{rclone_server.new_bucket()}/store", {advice.says("single_writer"): True}
     store = casckpt.open(url, storage_options=rclone_server.options, **alone)  # type: ignore[arg-type]
     store.save({"x": 1}, run="a", step=1)

@@ -124,7 +124,7 @@ def test_of_a_quantized_tensor_its_numbers_are_stored(store: Store, told: Told) 
     state = {"w": quantized.int_repr(), "scale": quantized.q_scale(), "zero": quantized.q_zero_point()}
     store.save(state, run="a", step=1)
     found = store.read("a@1")
-    made = torch._make_per_tensor_quantized_tensor(found["w"], found["scale"], found["zero"])  # type: ignore[attr-defined]
+    made = torch._make_per_tensor_quantized_tensor(found["w"], found["scale"], found["zero"])
     assert torch.equal(made.dequantize(), torch.arange(3.0))
 
 
@@ -132,7 +132,7 @@ def test_of_a_quantized_tensor_its_numbers_are_stored(store: Store, told: Told) 
 def test_of_a_module_its_state_dict_is_saved(store: Store, told: Told) -> None:
     model = nn.Linear(2, 2)
     with told.error(InvalidInput) as advice:
-        store.save(model, run="a", step=1)  # type: ignore[arg-type]
+        store.save(model, run="a", step=1)
     advice.says("give its state_dict()")
     store.save(model.state_dict(), run="a", step=1)
     assert torch.equal(store.read("a@1")["weight"], model.weight)

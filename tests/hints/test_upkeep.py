@@ -332,4 +332,4 @@ def test_what_verify_can_be_asked_for(trained: Store, told: Told) -> None:
         trained.verify(mode="all", sample=0)  # type: ignore[arg-type]
     advice.says("give 'full' or 'exists', and a fraction from 0 to 1")
     for mode in ("full", "exists"):
-        assert not trained.verify(mode=mode, sample=0.5).is_damaged  # type: ignore[arg-type]
+        assert not trained.verify(mode=mode, sample=0.5).is_damaged
