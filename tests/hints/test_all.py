@@ -26,6 +26,11 @@ NO_HINTS = {
     Case("checkpoint/saving/leader.py:Leader._check_agreed", "(dedup=…, check_replicas=…)"): "names what a rank gave",
     Case("frontends/serve/access.py:Guard._refusal", 'Basic realm="casckpt"'): "is a header",
     Case("frontends/serve/ranges.py:", "bytes="): "is a regular expression",
+    Case("frontends/megatron/mapping.py:ShardedTensorFactory.build", "takes three arguments"): "names what is too many",
+    Case(
+        "frontends/transformers.py:_Folder.load_state_dict", "is restored by"
+    ): "is for code, which has no such object",
+    Case("frontends/transformers.py:_Folder.state_dict_to_load", "is restored by"): "is for code, too",
     Case("frontends/megatron/mapping.py:ShardedTensor._problem", "do not make up"): "names fields that do not fit",
     Case("tensors/values.py:Shard.__repr__", "Shard(… of …, …)"): "is no message",
 }
@@ -96,6 +101,8 @@ def test_every_extra_that_a_hint_names_exists() -> None:
         "set GLOO_SOCKET_IFNAME",
         "store.read takes it",
         "call mark_as_sharded() first",
+        "pass it to dcp.load",
+        "it belongs into exclude_keys",
         "give another cache_dir",
     ],
 )

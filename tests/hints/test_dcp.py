@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -126,6 +127,21 @@ def test_where_a_save_goes_and_a_load_comes_from_is_said_by_either(store: Store,
     assert load({"a": torch.zeros(1)}, StorageReader(store, **ref))["a"] == 1
     given = {advice.says("checkpoint_id"): "default@2"}
     assert load({"a": torch.zeros(1)}, StorageReader(store), **given)["a"] == 2
+
+
+@follows("frontends/dcp/reader.py:StorageReader._now", "pass it to dcp.load")
+@follows("frontends/dcp/writer.py:StorageWriter._session", "pass it to dcp.save")
+def test_readers_and_writers_are_passed_to_dcp(store: Store, told: Told) -> None:
+    writer = StorageWriter(store, step=1)
+    with told.error(InvalidInput) as advice:
+        writer.prepare_local_plan(SavePlan([]))
+    advice.says("dcp.save")
+    save({"a": torch.ones(1)}, writer)
+    reader = StorageReader(store, "default@1")
+    with told.error(InvalidInput) as advice:
+        reader.prepare_local_plan(LoadPlan([]))
+    advice.says("dcp.load")
+    assert load({"a": torch.zeros(1)}, reader)["a"] == 1
 
 
 @follows("frontends/dcp/reader.py:StorageReader._check_fit", "name keys so, or use store.load with")

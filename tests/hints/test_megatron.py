@@ -14,8 +14,8 @@ import casckpt
 from casckpt.errors import Conflict
 from casckpt.frontends import megatron
 from casckpt.frontends.megatron import CheckpointingException, ShardedObject, ShardedTensor, load, save
-from casckpt.frontends.megatron.optimizer import get_param_id_to_sharded_param_map
-from tests.frontends.megatron.test_optimizer import sharded
+from casckpt.frontends.megatron.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
+from tests.frontends.megatron.test_optimizer import sharded, trained
 from tests.support.hints import Told, follows
 from tests.support.megatron_core import core, module
 
@@ -194,6 +194,19 @@ def test_a_state_dict_of_parameters_has_them(told: Told) -> None:
     assert len(get_param_id_to_sharded_param_map(made, model.parameters())) == 2
     advice.says("ShardedTensorFactory")
     assert len(get_param_id_to_sharded_param_map(sharded(model), model.parameters())) == 2
+
+
+@follows("frontends/megatron/optimizer.py:make_sharded_optimizer_tensor", "such as 'step', belongs into exclude_keys")
+def test_state_of_another_shape_is_left_out_of_what_is_sharded(store_path: Path, told: Told) -> None:
+    model, optim = trained()
+    numbers = get_param_id_to_sharded_param_map(sharded(model), model.parameters())
+    with told.error(CheckpointingException) as advice:
+        optim_state_to_sharding_state(optim.state_dict(), numbers)
+    left: Any = {advice.says("exclude_keys"): [advice.says("'step'").strip("'")]}
+    state = optim.state_dict()
+    optim_state_to_sharding_state(state, numbers, **left)
+    save({"optimizer": state}, f"{store_path}#a@1")
+    assert "optimizer.state.exp_avg.weight" in casckpt.open(store_path).get("a@1").tensors
 
 
 # what needs Megatron-core

@@ -13,13 +13,15 @@ import torch
 from torch import nn
 
 import casckpt
-from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsupported
+from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsigned, Unsupported
 from casckpt.frontends.lightning import CasCheckpointIO, CasModelParallelStrategy, restore_checkpoint
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.frontends.transformers import CasCheckpointCallback
 from casckpt.frontends.transformers import restore_checkpoint as restore_folder
 from tests.hints.conftest import Run
 from tests.support.hints import Told, follows
+from tests.support.signing import pair
+from tests.support.torchrun import as_accelerate_hears
 from tests.support.training import identical
 
 Store = casckpt.Store
@@ -65,6 +67,46 @@ def test_the_strategy_takes_a_store_with_its_options(store_path: Path, tmp_path:
     strategy._lightning_module = nn.Linear(2, 2)  # type: ignore[assignment]
     strategy.save_checkpoint(dict(CHECKPOINT), tmp_path / "x.ckpt")
     assert casckpt.open(store_path).get("sft@3").step == 3
+
+
+@follows(
+    "frontends/stores.py:check_foreign", "Import it, and sign that; or load it with a store that was opened without"
+)
+@pytest.mark.parametrize("way", ["sign", "without"])
+def test_a_file_of_nobody_is_imported_and_signed(tmp_path: Path, told: Told, run: Run, way: str) -> None:
+    path, where, alice = tmp_path / "x.ckpt", tmp_path / "store", pair(tmp_path / "keys")
+    torch.save(CHECKPOINT, path)
+    trusting = CasCheckpointIO(casckpt.open(where, require_signature=alice.public), run="sft")
+    with told.error(Unsigned) as advice:
+        trusting.load_checkpoint(path)
+    if way == "sign":
+        advice.says("Import it, and sign that")
+        run("import", where, path, "--run", "sft", "--step", 3)
+        run("sign", where, "sft@3", "--key", alice.private)
+        found = trusting.load_checkpoint("sft@3")
+    else:
+        advice.says("with a store that was opened without")
+        found = CasCheckpointIO(where, run="sft").load_checkpoint(path)
+    assert torch.equal(found["state_dict"]["w"], torch.ones(2))
+
+
+# Accelerate
+
+
+@follows("frontends/accelerate.py:AcceleratorCheckpointer.__init__", "save by accelerator.save_state")
+def test_models_of_others_are_saved_by_accelerate(store: Store, tmp_path: Path, told: Told) -> None:
+    from accelerate import Accelerator
+
+    from casckpt.frontends.accelerate import AcceleratorCheckpointer
+
+    other: Any = SimpleNamespace(distributed_type=SimpleNamespace(name="DEEPSPEED"))
+    with told.error(Unsupported) as advice:
+        AcceleratorCheckpointer(other, store, run="sft")
+    with as_accelerate_hears(0, 1):
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(nn.Linear(2, 2))
+        getattr(accelerator, advice.says("accelerator.save_state").partition(".")[2])(tmp_path / "state")
+    assert list((tmp_path / "state").glob("*.safetensors"))
 
 
 # torchtitan

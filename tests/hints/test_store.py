@@ -91,6 +91,16 @@ def test_a_storage_that_replaces_is_for_a_single_writer(tmp_path: Path, told: To
 # names
 
 
+@follows("store/store.py:Store.restore", "restore_many takes ranges")
+def test_a_range_is_restored_by_the_method_for_many(saved: Store, told: Told) -> None:
+    saved.save({"x": 2}, run="a", step=2)
+    saved.forget("a@1..2")
+    with told.error(InvalidInput) as advice:
+        saved.restore("a@1..2")
+    getattr(saved, advice.says("restore_many"))("a@1..2")
+    assert [one.step for one in saved.checkpoints()] == [1, 2]
+
+
 @follows("repository/refs.py:_at_step", "`casckpt restore STORE …` makes it visible again")
 def test_a_forgotten_step_is_restored_by_the_command_that_is_shown(
     saved: Store, store_path: Path, told: Told, run: Run

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import casckpt
@@ -21,7 +22,7 @@ from tests.frontends.test_training_state_passed_by import Reading, Scaled
 from tests.hints.conftest import Run
 from tests.hints.test_checkpoint import heard
 from tests.support.hints import Advice, Told, follows
-from tests.support.parallel import joined
+from tests.support.parallel import Stack, joined, tp
 from tests.support.ranks import outcome_of
 from tests.support.training import identical
 
@@ -267,9 +268,16 @@ def wrapped_otherwise(rank: int, size: int, path: str) -> list[str]:
     refused(joined(image)).says("model.to(memory_format=torch.contiguous_format)")
     image = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     save(joined(image.to(memory_format=torch.contiguous_format)), "contiguous")
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("data", "tensor"))
+    advice = refused(joined(tp(Stack(1), mesh["tensor"]), device_mesh=mesh["data"]))
+    advice.says("torch.distributed.fsdp.fully_shard")
+    parallel = tp(Stack(1), mesh["tensor"])
+    fully_shard(parallel, mesh=mesh["data"])
+    save(parallel, "parallel")
     return said
 
 
+@follows("frontends/training_state/flat.py:_check", "shard it with torch.distributed.fsdp.fully_shard")
 @follows("frontends/training_state/flat.py:_check", "wrap the model with use_orig_params=True")
 @follows("frontends/training_state/flat.py:_check", "save and load outside forward, backward and summon_full_params")
 @follows("frontends/training_state/flat.py:_check_order", "make it contiguous before it is wrapped")
@@ -277,7 +285,7 @@ def test_a_model_is_wrapped_so_that_it_can_be_saved(ranks: Pool, store_path: Pat
     for messages in ranks.run(2, wrapped_otherwise, str(store_path)):
         for message in messages:
             told.text(message).says("FSDP")
-    assert casckpt.open(store_path).runs() == ["contiguous", "original", "outside"]
+    assert casckpt.open(store_path).runs() == ["contiguous", "original", "outside", "parallel"]
 
 
 def state_of_shards(rank: int, size: int, path: str) -> list[str]:
@@ -396,6 +404,30 @@ def test_what_a_training_leaves_is_not_logged_where_that_is_meant(
     with heard() as texts:
         made.load(f"{name}@1", Two(), **given)
     assert texts == []
+
+
+class Whole(nn.Module):
+    """Says by itself what is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def state_dict_to_save(self) -> dict[str, Any]:
+        return {"model": {"weight": self.weight.detach()}}
+
+    def state_dict_to_load(self, metadata: Any) -> dict[str, Any]:
+        return self.state_dict_to_save()
+
+
+@follows("frontends/trainer/contents.py:_of_module", "give no optimizer beside it")
+def test_a_model_that_says_what_it_has_is_saved_alone(store: Store, told: Told) -> None:
+    whole: Any = Whole()
+    with told.error(InvalidInput) as advice:
+        checkpointer(store).save(1, whole, SGD(whole.parameters()))
+    advice.says("give no optimizer beside it")
+    checkpointer(store).save(1, whole)
+    assert torch.equal(store.read("sft@1")["model"]["weight"], torch.ones(2))
 
 
 @follows("frontends/trainer/contents.py:Restoring.load.wants_optimizer", "needs an optimizer to load into; give optim")

@@ -42,6 +42,9 @@ _ADVICE: Final = tuple(
         r"\bcasckpt\.(?!json)[A-Za-z_]+",
         r"\b[a-zA-Z_.]+[a-zA-Z]\([^)]*\)(?= |,|;|$)",  # a call
         r"\b(?:give|pass|use|leave|call|say|put|choose|map|make|load|save|wrap)\b[^;:.]*" + _IDENTIFIER,
+        r"\b(?:by|into|to|with) (?:[a-z_]+\.)+[a-z_]+\b",
+        rf"\b(?:by|into|with) {_IDENTIFIER}",
+        rf"{_IDENTIFIER} takes\b",
         r"\b(?:install|upgrade)\b",
     )
 )
