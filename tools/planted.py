@@ -1792,4 +1792,32 @@ PLANTED = (
         "        after, reached = self.saved_step, self._reached\n",
         "tests/frontends/trainer/test_checkpointer.py",
     ),
+    Planted(
+        "an error advises an argument that nothing takes",
+        "casckpt/checkpoint/saving/leader.py",
+        '"(overwrite=True, --overwrite)"',
+        '"(replace=True, --overwrite)"',
+        "tests/hints/test_checkpoint.py",
+    ),
+    Planted(
+        "what has another shape is called missing",
+        "casckpt/checkpoint/loading/fit.py",
+        "[key for key in unfilled if (key in saved) is there]",
+        "[key for key in unfilled if not there]",
+        "tests/hints/test_checkpoint.py",
+    ),
+    Planted(
+        "an import of an optimizer without a model is advised to give names",
+        "casckpt/frontends/torch_layout.py",
+        'advice: str = "Load"',
+        'advice: str = "Import again with parameter_names=, or load"',
+        "tests/hints/test_exports.py",
+    ),
+    Planted(
+        "an import of OLMo-core that may unpickle stores no pickles",
+        "casckpt/frontends/olmo_import.py",
+        "no_dist=True, allow_pickle=allow_pickle, **options)",
+        "no_dist=True, **options)",
+        "tests/hints/test_exports.py",
+    ),
 )
