@@ -26,6 +26,8 @@ NO_HINTS = {
     Case("checkpoint/saving/leader.py:Leader._check_agreed", "(dedup=…, check_replicas=…)"): "names what a rank gave",
     Case("frontends/serve/access.py:Guard._refusal", 'Basic realm="casckpt"'): "is a header",
     Case("frontends/serve/ranges.py:", "bytes="): "is a regular expression",
+    Case("cli/commands/demo.py:Tour.run", "compared with the weights"): "tells what the demo did",
+    Case("cli/commands/demo.py:Tour.run", "gc --keep-last 1"): "tells what the demo does",
     Case("frontends/megatron/mapping.py:ShardedTensorFactory.build", "takes three arguments"): "names what is too many",
     Case(
         "frontends/transformers.py:_Folder.load_state_dict", "is restored by"
@@ -37,6 +39,9 @@ NO_HINTS = {
 """Texts that look like advice, and are none, and why."""
 
 FOLLOWED_ELSEWHERE: dict[Case, str] = {
+    Case("cli/commands/export.py:_listening", "for clients: export HF_ENDPOINT=…"): (
+        "tests/frontends/serve/test_clients.py::test_from_pretrained_with_an_endpoint_alone"
+    ),
     Case("frontends/megatron/folders.py:check_common", "puts back what was saved"): (
         "tests/frontends/megatron/test_core_failures.py::"
         "test_a_save_that_failed_over_a_folder_is_not_mixed_with_what_was_there"

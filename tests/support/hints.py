@@ -49,8 +49,8 @@ _ADVICE: Final = tuple(
     )
 )
 _LOGS: Final = re.compile(r"(?:_?log\w*|warnings)\.(?:warn|warning|error)\b")
-_FOR_PEOPLE: Final = ("cli/", "frontends/report/", "frontends/serve/page.py")
-"""What is printed there is no message, unless it is raised or logged."""
+_PAGES: Final = ("frontends/report/", "frontends/serve/page.py")
+"""Of HTML, which is no message."""
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
@@ -76,7 +76,7 @@ def hints_in(module: str, source: str) -> Iterator[Hint]:
     """Those of one module. A value that is put into a text is a `HOLE`; texts in it follow in parentheses."""
     for statement, function in _statements(ast.parse(source), ()):
         kind = _kind(statement)
-        if kind == "part" and module.startswith(_FOR_PEOPLE):
+        if kind == "part" and module.startswith(_PAGES):
             continue
         for text in _texts(statement):
             if is_advice(text):
