@@ -142,7 +142,7 @@ def _doubtful(cells: Sequence[Cell], progress: Progress) -> list[Cell]:
 
     def look(lot: Sequence[tuple[int, Cell]]) -> None:
         for number, cell in lot:
-            if cell.known is None or cell_digest(_bytes_of(cell)) != cell.known.digest:
+            if cell.known is None or cell_digest(cell.data()) != cell.known.digest:
                 found.add(number)
             progress(cell.nbytes)
 
@@ -150,14 +150,6 @@ def _doubtful(cells: Sequence[Cell], progress: Progress) -> list[Cell]:
     threads = useful_threads(usable_threads(None), nbytes, len(cells))
     run_all(look, lots(enumerate(cells), lambda one: one[1].nbytes, _LOOK_BYTES), threads)
     return [cells[number] for number in sorted(found)]
-
-
-def _bytes_of(cell: Cell) -> memoryview:
-    view = cell.memory.view(cell.start, cell.stop)
-    if view is None:
-        view = memoryview(bytearray(cell.nbytes))
-        cell.memory.copy_out(cell.start, cell.stop, view)
-    return view
 
 
 def _unequal(
@@ -169,7 +161,7 @@ def _unequal(
     reader = RegionReader(repo, contents.manifest, sum(cell.nbytes for cell in cells), progress)
     stored = reader.read(map(Part, entries, regions))
     for cell, (part, data) in zip(cells, stored, strict=True):
-        places = _places(_bytes_of(cell), data, part.entry.itemsize)
+        places = _places(cell.data(), data, part.entry.itemsize)
         if len(places):
             lo, hi = (part.region.lo + int(place) for place in (places[0], places[-1]))
             yield _Unequal(cell.source, Region(part.region.box, lo, hi + 1), len(places))

@@ -24,13 +24,13 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from casckpt.checkpoint.handle import Arrival, Checkpoint
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, StorageError, Unsigned
-from casckpt.frontends.new_files import sync_folder
+from casckpt.frontends.new_files import locked, sync_folder
 from casckpt.frontends.safetensors.exporting import Base, export_safetensors
 from casckpt.frontends.safetensors.planned import CONFIG
 from casckpt.plan.durations import Duration
@@ -254,12 +254,9 @@ def _alone(folder: Path) -> Iterator[None]:
         is_ours = path.name in ours if path.is_symlink() else _GENERATION.fullmatch(path.name)
         if not is_ours and not _LEFT.fullmatch(path.name):
             raise InvalidInput(f"{folder} holds {path.name!r}, which is of no follower; give an empty folder")
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with ExitStack() as held:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held.enter_context(locked(folder.resolve(), fcntl.LOCK_EX | fcntl.LOCK_NB))
         except BlockingIOError as error:
             raise Conflict(f"another process follows with {folder}; end it, or give another folder") from error
         yield
-    finally:
-        os.close(handle)

@@ -135,19 +135,19 @@ def _scratch(beside: Path, name: str) -> Iterator[Path]:
     """A temporary folder in ``beside`` for what will be ``name``, locked for as long as this process works in it."""
     _clear(beside, name)
     with ExitStack() as held:
-        folder = _new_locked(beside, name, held)
+        folder = _newlocked(beside, name, held)
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _new_locked(beside: Path, name: str, held: ExitStack) -> Path:
+def _newlocked(beside: Path, name: str, held: ExitStack) -> Path:
     while True:
         folder = beside / f"{_prefix(name)}{secrets.token_hex(4)}"
         folder.mkdir()
         with suppress(OSError):  # no locks here; or it was taken for left, in the instant before the lock
-            held.enter_context(_locked(folder, fcntl.LOCK_SH))
+            held.enter_context(locked(folder, fcntl.LOCK_SH))
         if folder.exists():
             return folder
 
@@ -159,7 +159,7 @@ def _clear(beside: Path, name: str) -> None:
     """
     for path in list(beside.iterdir()):
         if path.name.startswith(_prefix(name)):
-            with suppress(OSError), _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            with suppress(OSError), locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 shutil.rmtree(path, ignore_errors=True)
 
 
@@ -168,7 +168,7 @@ def _prefix(name: str) -> str:
 
 
 @contextmanager
-def _locked(folder: Path, how: int) -> Iterator[None]:
+def locked(folder: Path, how: int) -> Iterator[None]:
     """Hold a lock on a folder. Raises OSError where there is none to be had."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -10,10 +10,9 @@ from io import BufferedRandom
 from itertools import accumulate
 from typing import Final
 
-import torch
-
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.download import Download, StreamRequest
+from casckpt.checkpoint.loading.regions import Part, request_for
 from casckpt.checkpoint.loading.update import change
 from casckpt.errors import StorageError
 from casckpt.format.dtypes import itemsize
@@ -24,8 +23,7 @@ from casckpt.frontends.recut import Source, ViewTensor
 from casckpt.parallel import usable_threads
 from casckpt.plan.progress import Progress, Shown
 from casckpt.repository.repository import Repository
-from casckpt.tensors.dtypes import torch_dtype
-from casckpt.tensors.memory import BITS, Destination
+from casckpt.storage.buffers import AlignedBuffer
 
 WINDOW_BYTES: Final = 64 << 20
 _BLOCK = 1 << 20  # of a file: it is written where one differs
@@ -60,22 +58,14 @@ def plan_windows(
         yield window
 
 
-def requests(window: Sequence[Source], buffer: torch.Tensor, tables: Mapping[int, ExtentTable]) -> list[StreamRequest]:
-    """What reads a window into the front of ``buffer``, of dtype uint8.
-
-    ``tables``: of entries, by number, whose extents are at hand.
-    """
-    ends = list(accumulate((one.nbytes for one in window), initial=0))
+def requests(window: Sequence[Source], buffer: memoryview, tables: Mapping[int, ExtentTable]) -> list[StreamRequest]:
+    """What reads a window into the front of ``buffer``. ``tables``: of entries, by number, if they are at hand."""
+    ends = accumulate((one.nbytes for one in window), initial=0)
+    parts = (Part(one.entry, Region(full_box(one.entry.shape), one.lo, one.hi)) for one in window)
     return [
-        _request(one, buffer[start : start + one.nbytes], tables.get(one.number))
-        for one, start in zip(window, ends, strict=False)
+        request_for(part, buffer[start : start + part.nbytes], tables.get(part.entry.number))
+        for part, start in zip(parts, ends, strict=False)
     ]
-
-
-def _request(one: Source, data: torch.Tensor, table: ExtentTable | None) -> StreamRequest:
-    kind = BITS.get(itemsize(one.entry.dtype)) or torch_dtype(one.entry.dtype)
-    region = Region(full_box(one.entry.shape), one.lo, one.hi)
-    return StreamRequest(one.number, Destination(region, data.view(kind), kind), table)
 
 
 class WindowReader:
@@ -84,7 +74,7 @@ class WindowReader:
     def __init__(self, repo: Repository, manifest: Manifest, nbytes: int, progress: Shown | None) -> None:
         self._cell_bytes = manifest.body.cell_bytes
         self._download = Download(repo, manifest, True, usable_threads(None), Progress(progress).of(nbytes))
-        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._buffer = AlignedBuffer(1)
 
     def read(self, streams: Iterable[ViewTensor]) -> Iterator[memoryview]:
         """Give it, by at most `WINDOW_BYTES` together. What is given holds until the next is asked for."""
@@ -114,6 +104,6 @@ class WindowReader:
         sources = (source for one in streams for source in one.sources)
         for window in plan_windows(sources, WINDOW_BYTES, self._cell_bytes):
             total = sum(one.nbytes for one in window)
-            if self._buffer.numel() < total:
-                self._buffer = torch.empty(total, dtype=torch.uint8, device="cpu")
-            yield requests(window, self._buffer, {}), memoryview(self._buffer.numpy().data)[:total]
+            if self._buffer.nbytes < total:
+                self._buffer = AlignedBuffer(total)
+            yield requests(window, self._buffer.view, {}), self._buffer.view[:total]

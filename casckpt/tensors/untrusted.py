@@ -43,6 +43,23 @@ def misread(refusal: Callable[[str], CasckptError]) -> Iterator[None]:
 _AS_PYTHON: Final[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
 
 
+_KEYS: Final = {
+    pickle.SETITEM: slice(-2, -1), pickle.SETITEMS: slice(None, None, 2),
+    pickle.ADDITEMS: slice(None), pickle.FROZENSET: slice(None),
+}  # fmt: skip
+"""Opcodes that put keys into a dict, or values into a set, and where these are on the stack."""
+
+
+def _checking_keys(code: int, keys: slice) -> Callable[[BoundedUnpickler], None]:
+    """The opcode ``code``, after a look at its keys."""
+
+    def run(unpickler: BoundedUnpickler) -> None:
+        unpickler.check_keys(unpickler.stack[keys])
+        _AS_PYTHON[code](unpickler)
+
+    return run
+
+
 class BoundedUnpickler(pickle._Unpickler):
     """Finds the names that it is given, and nothing else; ``anything``: whatever a pickle names, which runs code.
 
@@ -80,23 +97,7 @@ class BoundedUnpickler(pickle._Unpickler):
             raise pickle.UnpicklingError("it holds a bytearray")
         _AS_PYTHON[pickle.BYTEARRAY8[0]](self)
 
-    def _setitem(self) -> None:
-        self._check_keys(self.stack[-2:-1])
-        _AS_PYTHON[pickle.SETITEM[0]](self)
-
-    def _setitems(self) -> None:
-        self._check_keys(self.stack[::2])
-        _AS_PYTHON[pickle.SETITEMS[0]](self)
-
-    def _additems(self) -> None:
-        self._check_keys(self.stack)
-        _AS_PYTHON[pickle.ADDITEMS[0]](self)
-
-    def _frozenset(self) -> None:
-        self._check_keys(self.stack)
-        _AS_PYTHON[pickle.FROZENSET[0]](self)
-
-    def _check_keys(self, keys: Sequence[Any]) -> None:
+    def check_keys(self, keys: Sequence[Any]) -> None:
         """Check keys: nested tuples may take for ever to hash, or overflow the stack."""
         for key in keys:
             waiting, seen = ([] if type(key) is str else [key]), 0
@@ -112,10 +113,7 @@ class BoundedUnpickler(pickle._Unpickler):
 
     dispatch[pickle.BUILD[0]] = _build
     dispatch[pickle.BYTEARRAY8[0]] = _bytearray
-    dispatch[pickle.SETITEM[0]] = _setitem
-    dispatch[pickle.SETITEMS[0]] = _setitems
-    dispatch[pickle.ADDITEMS[0]] = _additems
-    dispatch[pickle.FROZENSET[0]] = _frozenset
+    dispatch.update({code[0]: _checking_keys(code[0], keys) for code, keys in _KEYS.items()})
 
 
 def check_expansion(value: Any, nbytes: int, where: str) -> None:

@@ -7,7 +7,7 @@ manifest of the first checkpoint that names it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from functools import partial
@@ -118,9 +118,10 @@ def footprint(
     live = sorted(commits.live(), key=lambda commit: commit.order)
     use, found = BlobUse(repo, live), tags(repo)
     wanted = [commit for commit in use.readable if run is None or commit.run == run]
+    ids = {commit.id for commit in wanted}
     return Footprint(
         steps=_steps(wanted, use, plan_of(repo, commits, Policy()), found),
-        tags=[_tag_usage(tag, use, commits) for tag in found.values() if _is_wanted(tag, wanted)],
+        tags=[_tag_usage(tag, use, commits) for tag in found.values() if tag.manifest in ids],
         branches=_branches(repo, wanted, use) if branches else (),
         rules=[_rule_usage(repo, commits, use, one, run) for one in _each_rule(policy or Policy())],
         unreadable=[commit.id for commit in live if commit.txid not in use.blobs],
@@ -145,10 +146,6 @@ def _state(commit: Commit) -> str:
     if commit.visible:
         return "visible"
     return "forgotten" if commit.is_forgotten else "replaced"
-
-
-def _is_wanted(tag: Tag, wanted: Iterable[Commit]) -> bool:
-    return any(commit.id == tag.manifest for commit in wanted)
 
 
 def _tag_usage(tag: Tag, use: BlobUse, commits: CommitList) -> TagUsage:

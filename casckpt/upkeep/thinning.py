@@ -34,6 +34,7 @@ from casckpt.repository.refs import resolve_many
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
 from casckpt.repository.tags import Tag, tagged_txids, tags, tags_of, write_generation
+from casckpt.upkeep.blob_use import BlobUse
 from casckpt.upkeep.gc.retiring import check_metrics, kept_of, min_age_of
 from casckpt.upkeep.rewriting import record_of, rewrite
 
@@ -200,10 +201,9 @@ def preview(repo: Repository, plan: ThinPlan) -> ThinResult:
 def _space(repo: Repository, plan: ThinPlan) -> tuple[int, int]:
     """Return the bytes of blobs that nothing needs once the old places are purged, and of those that others need."""
     goes: _Sizes = {name: size for one in plan.thin for name, size in one.goes.items()}
-    needed = {name for one in plan.thin for name in one.stays}
     bases = {one.commit.txid for one in plan.thin}
-    for commit in manifests.learn(repo, (one for one in list_commits(repo).live() if one.txid not in bases)):
-        needed |= {(uploader, name) for uploader, name, _ in manifests.blobs_of(repo, commit)}
+    others = (one for one in list_commits(repo).live() if one.txid not in bases)
+    needed = {name for one in plan.thin for name in one.stays} | BlobUse(repo, others).named
     free = sum(size for name, size in goes.items() if name not in needed)
     return free, sum(goes.values()) - free
 

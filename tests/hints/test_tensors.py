@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
+from collections import deque
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -80,10 +81,10 @@ def test_an_object_that_is_a_pickle_is_loaded_with_leave(store: Store, told: Tol
 def test_of_a_generator_its_state_is_stored(store: Store, told: Told) -> None:
     generator = torch.Generator().manual_seed(3)
     with told.error(InvalidInput) as advice:
-        store.save({"rng": generator}, run="a", step=1)
+        store.save({"rng": deque([generator])}, run="a", step=1)
     advice.says("get_state()")
-    store.save({"rng": generator.get_state()}, run="a", step=1)
-    assert torch.equal(store.read("a@1")["rng"], generator.get_state())
+    store.save({"rng": [generator.get_state()]}, run="a", step=1)
+    assert torch.equal(store.read("a@1")["rng"][0], generator.get_state())
 
 
 @follows("tensors/shards.py:_problem", "materialise it first (module.to_empty(device=...))")
@@ -126,16 +127,6 @@ def test_of_a_quantized_tensor_its_numbers_are_stored(store: Store, told: Told) 
     found = store.read("a@1")
     made = torch._make_per_tensor_quantized_tensor(found["w"], found["scale"], found["zero"])
     assert torch.equal(made.dequantize(), torch.arange(3.0))
-
-
-@follows("tensors/state.py:_check_state", "its state_dict()")
-def test_of_a_module_its_state_dict_is_saved(store: Store, told: Told) -> None:
-    model = nn.Linear(2, 2)
-    with told.error(InvalidInput) as advice:
-        store.save(model, run="a", step=1)
-    advice.says("give its state_dict()")
-    store.save(model.state_dict(), run="a", step=1)
-    assert torch.equal(store.read("a@1")["weight"], model.weight)
 
 
 def uneven(rank: int, size: int, path: str) -> str:

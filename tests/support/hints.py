@@ -151,7 +151,7 @@ class Case(NamedTuple):
 
     def in_message(self, message: str) -> bool:
         """Does a message have the text, with values in its holes?"""
-        return bool(re.search(".*?".join(map(re.escape, re.split(r"…|%s|%d", self.text))), message, re.DOTALL))
+        return bool(re.search(".*?".join(map(re.escape, re.split(r"…|%[srd]", self.text))), message, re.DOTALL))
 
 
 def follows(where: str, text: str) -> Callable[[Test], Test]:

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 import torch
 
 from casckpt.checkpoint.loading.download import Download, StreamRequest
+from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Region, full_box
 from casckpt.format.sections.index import StreamEntry
@@ -60,12 +61,13 @@ class RegionReader:
             if self._buffer.nbytes < ends[-1]:
                 self._buffer = AlignedBuffer(ends[-1])
             views = [self._buffer.view[at : at + part.nbytes] for at, part in zip([0, *ends], lot, strict=False)]
-            self._download.run([_request(part, view) for part, view in zip(lot, views, strict=True)])
+            self._download.run([request_for(part, view) for part, view in zip(lot, views, strict=True)])
             yield from zip(lot, views, strict=True)
 
 
-def _request(part: Part, view: memoryview) -> StreamRequest:
+def request_for(part: Part, view: memoryview, table: ExtentTable | None = None) -> StreamRequest:
+    """What reads a part into ``view``, of just its bytes. ``table``: the extents of its entry, if they are at hand."""
     kind = BITS.get(part.entry.itemsize) or torch_dtype(part.entry.dtype)
     data = torch.frombuffer(view, dtype=kind)
     shaped = data.view(part.region.box.shape) if part.region.is_whole else data
-    return StreamRequest(part.entry.number, Destination(part.region, shaped, kind))
+    return StreamRequest(part.entry.number, Destination(part.region, shaped, kind), table)

@@ -111,6 +111,14 @@ class Cell:
         """Element of the memory behind the last one."""
         return self.start + self.cut.hi - self.cut.lo
 
+    def data(self) -> memoryview:
+        """Its bytes, in place; a copy where they do not lie together in host memory."""
+        view = self.memory.view(self.start, self.stop)
+        if view is None:
+            view = memoryview(bytearray(self.nbytes))
+            self.memory.copy_out(self.start, self.stop, view)
+        return view
+
 
 @collecting_later()
 def plan_work(sources: Sequence[Source], cell_bytes: int, known: KnownCells) -> list[list[Cell]]:

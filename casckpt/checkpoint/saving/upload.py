@@ -151,7 +151,9 @@ class Upload:
         changed: set[int] = set()
 
         def look(lot: Sequence[Cell]) -> None:
-            changed.update(id(cell) for cell in lot if cell.known is None or _digest_of(cell) != cell.known.digest)
+            changed.update(
+                id(cell) for cell in lot if cell.known is None or cell_digest(cell.data()) != cell.known.digest
+            )
 
         threads = useful_threads(self.threads, sum(cell.nbytes for cell in cells), len(cells))
         run_all(look, _tasks(cells), threads)
@@ -307,14 +309,6 @@ class Upload:
             place = PlacedCell.known(found) if found else PlacedCell(digest, True, number, offset)
             self._claims[digest] = place
         return place, found is None
-
-
-def _digest_of(cell: Cell) -> CellDigest:
-    view = cell.memory.view(cell.start, cell.stop)
-    if view is None:
-        view = memoryview(bytearray(cell.nbytes))
-        cell.memory.copy_out(cell.start, cell.stop, view)
-    return cell_digest(view)
 
 
 class _Queue(Queue[Cell]):

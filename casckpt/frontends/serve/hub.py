@@ -60,7 +60,11 @@ class Hub:
 
     def run(self, repo: str) -> str:
         """The run of a repository, be there one or not."""
-        return run_of(repo, _Runs(self))
+        return run_of(repo, self._runs())
+
+    def _runs(self) -> Iterator[str]:
+        """All runs, which are looked up by whoever goes through them."""
+        yield from sorted({one.run for one in self._checkpoints()})
 
     def checkpoint(self, repo: str, revision: str) -> Checkpoint:
         """The checkpoint that a revision of a repository means now."""
@@ -140,16 +144,6 @@ class Hub:
         folder = self.folder(repo, revision)
         every = {one["path"]: one for one in _entries(list(folder.files.values()), "")}
         return [every[path] | _last(folder, expand=expand) for path in dict.fromkeys(paths) if path in every]
-
-
-class _Runs:
-    """All runs, which are looked up by whoever goes through them."""
-
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted({one.run for one in self._hub._checkpoints()}))
 
 
 def _entries(files: Sequence[File], prefix: str) -> Iterator[Json]:

@@ -52,7 +52,7 @@ def _number(digits: str) -> int:
 
 
 class Wanted(NamedTuple):
-    """What a range is made of: ``head``, then the bytes of ``sources`` but for the first ``skip``; ``nbytes`` in all.
+    """What a range is made of: ``head``, then the bytes of ``sources`` but for the first ``skip``.
 
     The last element may be cut short.
     """
@@ -60,7 +60,6 @@ class Wanted(NamedTuple):
     head: memoryview
     sources: list[Source]
     skip: int
-    nbytes: int
 
 
 class FileMap:
@@ -80,7 +79,7 @@ class FileMap:
         """What bytes ``span`` are made of: whole elements, as few as hold them."""
         start, stop = (max(at - len(self._head), 0) for at in span)
         sources, skip = self._elements(start, stop)
-        return Wanted(self._head[span.start : span.stop], sources, skip, span.stop - span.start)
+        return Wanted(self._head[span.start : span.stop], sources, skip)
 
     def _elements(self, start: int, stop: int) -> tuple[list[Source], int]:
         """The elements that hold bytes [start, stop) of the data, and how many bytes of the first lie before."""

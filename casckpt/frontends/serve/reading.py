@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
-import torch
-
 from casckpt.checkpoint.loading.download import Download
 from casckpt.format.extents import ExtentTable
 from casckpt.frontends.recut import Source
@@ -16,34 +14,30 @@ from casckpt.frontends.serve.folders import File, Folder
 from casckpt.frontends.serve.ranges import Span, Wanted
 from casckpt.frontends.windows import plan_windows, requests
 from casckpt.repository.repository import Repository
+from casckpt.storage.buffers import AlignedBuffer
 
 WINDOW_BYTES: Final = 3 << 20
 FIRST_BYTES: Final = 1 << 20
 """Of the first window of a range: its bytes are on their way sooner."""
 
 
-class Buffer:
-    """Memory for one window, used again and again."""
-
-    def __init__(self) -> None:
-        self.data = torch.empty(WINDOW_BYTES, dtype=torch.uint8, device="cpu")
-        self.view = memoryview(self.data.numpy().data)
-
-
 class Buffers:
-    """Buffers that nobody uses; the one that came back last goes first, and is warm. Whoever takes one counts them."""
+    """Buffers for a window each, used again and again; the one that came back last goes first, and is warm.
+
+    Whoever takes one counts them.
+    """
 
     def __init__(self) -> None:
-        self._free: list[Buffer] = []
+        self._free: list[AlignedBuffer] = []
         self._lock = threading.Lock()
 
     @contextmanager
-    def lent(self) -> Iterator[Buffer]:
+    def lent(self) -> Iterator[memoryview]:
         """Inside, one of them is in use, a new one if there is none."""
         with self._lock:
-            buffer = self._free.pop() if self._free else Buffer()
+            buffer = self._free.pop() if self._free else AlignedBuffer(WINDOW_BYTES)
         try:
-            yield buffer
+            yield buffer.view
         finally:
             with self._lock:
                 self._free.append(buffer)
@@ -82,13 +76,13 @@ class RangeReader:
             yield Window(start, stop, sources, skip)
             start, skip = stop, 0
 
-    def read(self, window: Window, buffer: Buffer) -> memoryview:
+    def read(self, window: Window, buffer: memoryview) -> memoryview:
         """The bytes of a window, in ``buffer`` until that is used again.
 
         Raises Damaged, Gone, StorageError; then nothing of the window is given.
         """
-        self._download.run(requests(window.sources, buffer.data, self._learn(window.sources)))
-        return buffer.view[window.skip : window.skip + window.stop - window.start]
+        self._download.run(requests(window.sources, buffer, self._learn(window.sources)))
+        return buffer[window.skip : window.skip + window.stop - window.start]
 
     def _learn(self, sources: list[Source]) -> dict[int, ExtentTable]:
         """The extents of what is read; those of a large tensor are asked for again and again."""

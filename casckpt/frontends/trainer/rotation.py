@@ -53,16 +53,12 @@ def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Contain
     keep = {one.txid for one in newest_of([*map(kept_of, current)])}
     keep |= {one.txid for one in current if one.step in rotation.fixed}
     if rotation.keep is not None:
-        keep |= _kept_by(rotation.keep, permanent, now)
+        forgotten = {one.txid for one in plan_forget(map(kept_of, permanent), rotation.keep, now)}
+        keep |= {one.txid for one in permanent} - forgotten
     if rotation.max_checkpoints is not None:
         counted = [one for one in permanent if one.step not in rotation.fixed and one.txid not in tagged]
         keep |= {one.txid for one in counted[-rotation.max_checkpoints :]}
     return [one for one in visible if one.txid not in keep and one.txid not in tagged]
-
-
-def _kept_by(policy: Policy, permanent: Sequence[Commit], now: int) -> set[TxId]:
-    forgotten = {one.txid for one in plan_forget(map(kept_of, permanent), policy, now)}
-    return {one.txid for one in permanent if one.txid not in forgotten}
 
 
 def rotate(repo: Repository, run: str, rotation: Rotation) -> list[Commit]:

@@ -34,7 +34,7 @@ from casckpt.frontends.serve.folders import Folders
 from casckpt.frontends.serve.hub import Hub
 from casckpt.frontends.serve.names import commit_of, repo_of
 from casckpt.frontends.serve.ranges import Span
-from casckpt.frontends.serve.reading import Buffer, RangeReader, Window
+from casckpt.frontends.serve.reading import RangeReader, Window
 from casckpt.frontends.serve.sending import RangeResponse
 from casckpt.store.store import Store
 from tests.support.forging import gone_to
@@ -503,7 +503,7 @@ def test_what_several_clients_are_sent_at_once_is_read_once(tmp_path: Path, monk
     folder, read, read_of = folders.of(store.get("sft@1")), list[int](), RangeReader.read
     file = folder.files["model.safetensors"]
 
-    def counted(reader: RangeReader, window: Window, buffer: Buffer) -> memoryview:
+    def counted(reader: RangeReader, window: Window, buffer: memoryview) -> memoryview:
         read.append(window.start)
         return read_of(reader, window, buffer)
 

@@ -18,7 +18,7 @@ import casckpt
 from casckpt.errors import InvalidInput
 from casckpt.frontends.serve.folders import Folder, Folders
 from casckpt.frontends.serve.ranges import Span
-from casckpt.frontends.serve.reading import Buffer, RangeReader
+from casckpt.frontends.serve.reading import WINDOW_BYTES, RangeReader
 from casckpt.frontends.serve.view_file import VIEW_FILE, read_rules
 from casckpt.frontends.view import Rules
 from casckpt.store.store import Store
@@ -38,7 +38,7 @@ def etags(store: Store, ref: str = "latest", rules: Rules | None = None) -> dict
 
 
 def content(store: Store, of: Folder, name: str, start: int = 0, stop: int | None = None) -> bytes:
-    file, buffer = of.files[name], Buffer()
+    file, buffer = of.files[name], memoryview(bytearray(WINDOW_BYTES))
     reader = RangeReader(store.repository, of, file, Span(start, file.nbytes if stop is None else stop))
     found = bytes(reader.head)
     while window := reader.next():
