@@ -64,7 +64,9 @@ def test_the_strategy_takes_a_store_with_its_options(store_path: Path, tmp_path:
         CasModelParallelStrategy(store_path, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt", options)
     advice.says("storage_options of save_checkpoint go to casckpt.open")
     strategy = CasModelParallelStrategy(casckpt.open(store_path, storage_options=options), run="sft")
-    strategy._lightning_module = nn.Linear(2, 2)  # type: ignore[assignment]
+    module: Any = nn.Linear(2, 2)
+    module.trainer = SimpleNamespace(callbacks=[])
+    strategy._lightning_module = module
     strategy.save_checkpoint(dict(CHECKPOINT), tmp_path / "x.ckpt")
     assert casckpt.open(store_path).get("sft@3").step == 3
 
