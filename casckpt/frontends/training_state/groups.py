@@ -89,7 +89,7 @@ def check(found: Match, defaults: Mapping[str, Any], saved: Sequence[Mapping[str
         if lacking and unknown:
             raise Mismatch(
                 f"the optimizer in {where} is of another kind: it has the options {listed(unknown)}, but not "
-                f"{listed(lacking)}. Make the same optimizer as was saved, or pass strict=False",
+                f"{listed(lacking)}. Make the same optimizer as was saved, or load the model alone (optim=None)",
                 keys=tuple(lacking),
             )
 
