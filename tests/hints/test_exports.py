@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
+
+pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
 
 import casckpt
 from casckpt.errors import InvalidInput, MissingKey, Refused, Unsupported
@@ -414,12 +414,14 @@ def test_an_optimizer_of_olmo_is_imported_with_leave(
 def test_a_token_is_given_as_the_environment_gives_it(
     saved: Store, tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    hub: Any = pytest.importorskip("huggingface_hub", reason="needs casckpt[transformers]")
+    errors: Any = pytest.importorskip("huggingface_hub.errors", reason="needs casckpt[transformers]")
     with serving(saved, guard={"tokens": frozenset({"hf_right"})}) as served:
         where: Any = {"endpoint": served.endpoint, "cache_dir": tmp_path / "hub"}
-        with pytest.raises(HfHubHTTPError) as caught:
-            hf_hub_download("a", "model.safetensors", token=False, **where)
+        with pytest.raises(errors.HfHubHTTPError) as caught:
+            hub.hf_hub_download("a", "model.safetensors", token=False, **where)
         monkeypatch.setenv(told.text(caught.value).says("HF_TOKEN"), "hf_right")
-        path = hf_hub_download("a", "model.safetensors", **where)
+        path = hub.hf_hub_download("a", "model.safetensors", **where)
     assert names_in(path) == {"w", "b"}
 
 
