@@ -169,6 +169,14 @@ class Store:
         state, options = _without_objects(state, options)
         return self._saver.get().save_async(state, SaveOptions(run=run, step=step, **options), when_busy)
 
+    def check(self, state: State, *, run: str = "default", **options: Unpack[SaveArguments]) -> None:
+        """Raise what `save` would raise for this state and these options before it writes anything. Write nothing.
+
+        Every rank makes the call. Raises InvalidInput, on every rank alike.
+        """
+        check_keywords("Store.check", options, SaveArguments)
+        self._saver.get().check(state, SaveOptions(run=run, step=0, **options))
+
     def warm_up(self, state: State, *, process_group: ProcessGroup | None = None, no_dist: bool = False) -> None:
         """Prepare for `save_async` of such a state: allocate the memory for its copy, and connect the ranks.
 
