@@ -116,6 +116,24 @@ def test_an_attachment_in_the_way_of_a_file_is_left_out(
     assert store.read_attachment("a@1", "model.safetensors") == b"x"
 
 
+@follows("frontends/exporting.py:export", "or say with format= (--format) which of … it is to be")
+@pytest.mark.parametrize("way", ["name", "format", "--format"])
+def test_what_a_name_does_not_say_is_said(saved: Store, tmp_path: Path, told: Told, run: Run, way: str) -> None:
+    with told.error(InvalidInput) as advice:
+        saved.export("a@1", tmp_path / "m.onnx")
+    if way == "name":
+        for suffix in (".safetensors", ".pt", ".pth", ".bin"):
+            saved.export("a@1", tmp_path / f"m{advice.says(suffix)}")
+        assert torch.load(tmp_path / "m.bin").keys() == names_in(tmp_path / "m.safetensors")
+    elif way == "format":
+        given: Any = {advice.says("format=")[:-1]: advice.says("safetensors")}
+        saved.export("a@1", tmp_path / "m.onnx", **given)
+        assert names_in(tmp_path / "m.onnx" / "model.safetensors") == {"w", "b"}
+    else:
+        run("export", saved.url, "a@1", tmp_path / "m.onnx", advice.says(way), "dcp")
+        assert (tmp_path / "m.onnx" / ".metadata").exists()
+
+
 # which part
 
 
