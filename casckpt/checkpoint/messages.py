@@ -92,7 +92,7 @@ def astray(rank: int, step: str, expected: str) -> InvalidInput:
     """What to raise where a rank is elsewhere in the code than rank 0."""
     return InvalidInput(
         f"rank {rank} is at {step}, rank 0 at {expected}: all ranks must make the same calls of casckpt in the same "
-        "order",
+        "order; whole objects in the state of one rank, and none in that of another, are different calls",
         rank=rank,
     )
 
@@ -112,7 +112,8 @@ def portable(error: Exception) -> Exception:
 
 
 def _failure(rank: int | None, error: BaseException) -> RankFailed:
-    return RankFailed(f"rank {rank} failed: {type(error).__name__}: {error}", rank=rank)
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    return RankFailed(f"rank {rank} failed: {type(error).__name__}: {error}{notes}", rank=rank)
 
 
 def seen_from(answer: Message, rank: int) -> Message:

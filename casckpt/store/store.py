@@ -175,6 +175,7 @@ class Store:
         Every rank makes the call. Raises InvalidInput, on every rank alike.
         """
         check_keywords("Store.check", options, SaveArguments)
+        state, options = _without_objects(state, options)
         self._saver.get().check(state, SaveOptions(run=run, step=0, **options))
 
     def warm_up(self, state: State, *, process_group: ProcessGroup | None = None, no_dist: bool = False) -> None:

@@ -260,6 +260,25 @@ def test_objects_may_stand_in_values_per_rank_and_in_lists() -> None:
     assert (one.value, other.value) == (1, 2)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_list_of_objects_takes_as_many_as_were_saved(count: int) -> None:
+    store = small()
+    store.save({"l": [Counter("a", [], 1), Counter("b", [], 2)]}, run="a", step=1)
+    objects = [Counter("", []) for _ in range(count)]
+    with pytest.raises(Mismatch, match=f"a list of {count}"):
+        store.load({"l": objects}, "a@1")
+    assert [one.value for one in objects] == [0] * count
+
+
+def test_check_takes_what_save_takes() -> None:
+    store, (model, optimizer) = small(), trained()
+    store.check({"model": model, "optim": optimizer})
+    store.check(lambda: {"model": model, "optim": optimizer})
+    with pytest.raises(InvalidInput, match="'optim'"):
+        store.check({"optim": optimizer})
+    assert store.checkpoints() == []
+
+
 def test_a_filled_state_dict_of_an_optimizer_that_nobody_holds_draws_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -329,16 +348,27 @@ class FailsOnRank1(Counter):
         self.state_dict()
 
 
-def fail_on_one(rank: int, size: int, path: Path) -> list[bool]:
+def fail_on_one(rank: int, size: int, path: Path) -> list[str]:
     store, model = casckpt.open(path), nn.Linear(2, 2)
     store.save({"model": nn.Linear(2, 2), "z": Counter("z", [])}, run="good", step=1, check_replicas="off")
     state = {"model": model, "z": FailsOnRank1("z", [], rank)}
     calls = (lambda: store.save(state, run="bad", step=1), lambda: store.load(state, "good@1"))
-    return [isinstance(outcome_of(call), Exception) for call in calls]
+    errors = [outcome_of(call) for call in calls]
+    return [" ".join([str(error), *getattr(error, "__notes__", ())]) for error in errors]
 
 
 def test_an_object_that_fails_on_one_rank_fails_on_all(tmp_path: Path, ranks: Pool) -> None:
-    assert ranks.run(2, fail_on_one, tmp_path) == [[True, True], [True, True]]
+    for saved, loaded in ranks.run(2, fail_on_one, tmp_path):
+        assert "raised in state_dict of 'z'" in saved
+        assert "raised in load_state_dict of 'z'; what was loaded before it stays loaded" in loaded
+
+
+def objects_on_one(rank: int, size: int, path: Path) -> str:
+    return str(outcome_of(lambda: casckpt.open(path).save({"z": nn.Linear(1, 1) if rank else 1}, step=1)))
+
+
+def test_objects_in_the_state_of_one_rank_alone_are_told(tmp_path: Path, ranks: Pool) -> None:
+    assert all("whole objects in the state of one rank" in text for text in ranks.run(2, objects_on_one, tmp_path))
 
 
 def save_averaged(rank: int, size: int, path: Path) -> tuple[list[torch.Tensor], str]:

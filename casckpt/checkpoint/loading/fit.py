@@ -169,7 +169,7 @@ def missed_pairs(unfilled: Shapes, unread: Shapes) -> dict[str, str]:
     pairs = _ending(unfilled, unread)
     taken = set(pairs.values())
     left = {key: shape for key, shape in unfilled.items() if key not in pairs}
-    others = {name: shape for name, shape in unread.items() if name not in taken}
+    others = {name: unread[name] for name in sorted(unread) if name not in taken}  # equal models do not mix
     return pairs | {key: name for name, key in _ending(others, left).items()}
 
 

@@ -111,7 +111,8 @@ def _load(repo: Repository, ranks: Ranks, state: Any, found: _Found, mine: LoadO
     def compare(planned: Sequence[tuple[Mapping[str, str], bool]]) -> Sequence[tuple[tuple[str, ...], bool]]:
         templates[-1].check_empty([empties for empties, _ in planned])
         warns, first = mine.unread == "warn", templates[-1]
-        own = [key for key in first.unread if key in first.per_rank and not that_hold(first.subtrees, [key])]
+        held = first.per_rank
+        own = [key for key in first.unread if key in held and not that_hold(first.subtrees, [key])]
         asked = tuple(dict.fromkeys((*first.subtrees, *((*first.dropped, *own) if warns else ()))))
         return everyone((asked, warns and not all(is_full for _, is_full in planned)), ranks.size)
 
@@ -131,7 +132,8 @@ def _load(repo: Repository, ranks: Ranks, state: Any, found: _Found, mine: LoadO
         if mine.unread == "warn":
             tell(commit.run, commit.step, unread, 'pass unread="ignore"')
             log_once(commit.id, said, template.missing)
-            read = {key: held for key, held in template.per_rank.items() if key not in template.unread}
+            left_here = frozenset(template.unread)
+            read = {key: held for key, held in template.per_rank.items() if key not in left_here}
             warn_moved(commit.run, commit.step, read, ranks.size)
         subtrees = frozenset(template.subtrees)
         return everyone(tuple(key for key in unread if key in subtrees), ranks.size)

@@ -86,9 +86,9 @@ def state_to_save(
 
     def make() -> Made:
         state, named = _contents(model, optim)
+        if TRAIN in state and (train_state is not None or isinstance(model, Mapping)):
+            raise InvalidInput(f"the model gives a key {TRAIN!r}, where the train state goes; rename it")
         if train_state is not None:
-            if TRAIN in state:
-                raise InvalidInput(f"the model gives a key {TRAIN!r}, where the train state goes; rename it")
             state[TRAIN] = {ranks.rank: _of_one_rank(plain_state(train_state, TRAIN))}
         return state, named
 

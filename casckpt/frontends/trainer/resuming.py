@@ -140,7 +140,7 @@ def _set(train_state: Any, state: Mapping[str, Any], wanted: Wanted) -> dict[str
     if not hasattr(train_state, "load_state_dict"):
         parts = TrainState(rng=False)
         parts.data = train_state
-        left = _set(parts, {name: state[name] for name in state if name in train_state}, wanted)
+        left = {name: why for name, why in _set(parts, state, wanted).items() if name in train_state}
         train_state.update({name: value for name, value in state.items() if name not in train_state})
         return left
     if not isinstance(train_state, TrainState):

@@ -18,7 +18,7 @@ from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.load_plan import LoadOptions
 from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
 from casckpt.checkpoint.saving.options import SaveArguments
-from casckpt.errors import InvalidInput
+from casckpt.errors import InvalidInput, Mismatch
 from casckpt.frontends.training_state.hub_config import config_files
 from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors
 from casckpt.frontends.training_state.model import model_to_save
@@ -118,11 +118,17 @@ class Objects:
         """Hand what a load put into ``filled`` to the objects, random generators last, and into the state."""
 
         def of(key: str) -> Any:
-            value = filled
+            here, value = self._state, filled
             for element in self._flat.leaves[key].path:
-                value = value[element]
-                value = value.value if isinstance(value, PerRank) else value
-            return value
+                here, value = (one.value if isinstance(one, PerRank) else one for one in (here, value))
+                if isinstance(here, list | tuple) and (not isinstance(value, list | tuple) or len(value) != len(here)):
+                    raise Mismatch(
+                        f"{key!r} is in a {type(here).__name__} of {len(here)}, which is not what the checkpoint has "
+                        "there; give as many as were saved, or leave it out. Tensors are loaded already",
+                        key=key,
+                    )
+                here, value = here[element], value[element]
+            return value.value if isinstance(value, PerRank) else value
 
         for key in self.others:
             if key not in left:

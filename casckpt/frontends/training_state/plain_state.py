@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from casckpt.errors import InvalidInput, MissingKey
+from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.tensors.state import GENERATORS, holds_object, is_object
 
 log = logging.getLogger("casckpt")
@@ -47,7 +48,18 @@ def check_part(value: Any, key: str) -> None:
 
 def _state_of(value: Any, key: str) -> Any:
     check_part(value, key)
-    return getattr(value, _methods(value)[0])()
+    name = _methods(value)[0]
+    with _noted(f"raised in {name} of {key!r}"):
+        return getattr(value, name)()
+
+
+@contextmanager
+def _noted(note: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note)
+        raise
 
 
 def _methods(value: Any) -> tuple[str, str]:
@@ -66,11 +78,14 @@ def fill(value: Any, state: Any, key: str) -> Any:
     """Put ``state`` into ``value``, in place; give what is to stand there, which is ``state`` if that cannot be done.
 
     Objects, generators, tensors, arrays, dicts and lists stay the ones they are. Raises InvalidInput for an object
-    without load_state_dict, MissingKey for one in a container of which nothing was saved.
+    without load_state_dict, MissingKey for one in a container of which nothing was saved, Mismatch for a container with
+    objects that holds more or fewer entries in the checkpoint. What an object raises has a note with its key.
     """
     if is_object(value):
         _load_into(value, state, key)
         return value
+    if holds_object(value):
+        _check_count(value, state, key)
     if isinstance(value, torch.Tensor | np.ndarray):
         return _copied(value, state, key)
     if isinstance(value, MutableMapping) and isinstance(state, Mapping):
@@ -98,6 +113,17 @@ def fill(value: Any, state: Any, key: str) -> Any:
     return value
 
 
+def _check_count(value: Any, state: Any, key: str) -> None:
+    """Raise Mismatch for a container with objects of which the checkpoint has more, fewer, or none."""
+    alike = isinstance(state, list | tuple) and len(value) == len(state)
+    if not (isinstance(state, Mapping) if isinstance(value, Mapping) else alike):
+        raise Mismatch(
+            f"{key!r} is a {type(value).__name__} of {len(value)} with objects in it, which is not what the checkpoint "
+            "has there; give as many as were saved, or leave it out",
+            key=key,
+        )
+
+
 def _load_into(value: Any, state: Any, key: str) -> None:
     load = getattr(value, _methods(value)[1], None)
     if load is None:
@@ -105,7 +131,8 @@ def _load_into(value: Any, state: Any, key: str) -> None:
         raise InvalidInput(
             f"{key!r}: a {kind} has a state_dict, but no load_state_dict: it cannot be set again", key=key
         )
-    load(state)
+    with _noted(f"raised in {_methods(value)[1]} of {key!r}; what was loaded before it stays loaded, so load again"):
+        load(state)
 
 
 def _copied(value: Any, state: Any, key: str) -> Any:

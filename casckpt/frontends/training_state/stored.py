@@ -107,8 +107,8 @@ class StoredTraining:
         key = f"{at}.param_groups"
         if not self.has_optimizer(at):
             raise MissingKey(
-                f"{self.where} holds no optimizer ({key}); load the model without it (optim=None), or choose another "
-                "checkpoint",
+                f"{self.where} holds no optimizer ({key}), but {self.at_the_top()}; load the model without it "
+                "(optim=None), or choose another checkpoint. A whole object goes by the name that it was saved under",
                 keys=(key,),
             )
         made: dict[str, Any] = {key: None}

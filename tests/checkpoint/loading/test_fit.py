@@ -77,6 +77,12 @@ def test_each_key_is_in_one_pair() -> None:
     assert missed_pairs({"x.a.w": W, "a.w": W}, {"a.w": W, "y.a.w": W}) == {"x.a.w": "a.w", "a.w": "y.a.w"}
 
 
+def test_a_model_that_is_missed_gets_all_its_partners_from_one_of_two_equal_models() -> None:
+    missed = {"model.a.w": W, "model.b.w": W}
+    saved = {"g.a.w": W, "d.b.w": W, "d.a.w": W, "g.b.w": W}
+    assert missed_pairs(missed, saved) == {"model.a.w": "d.a.w", "model.b.w": "d.b.w"}
+
+
 def test_of_names_that_are_equal_without_wrappers_those_that_are_most_alike_are_a_pair() -> None:
     saved = {"model.model.module.w": W, "model.model.w": W}
     for keys in (["model.module.w", "model.w"], ["model.w", "model.module.w"]):

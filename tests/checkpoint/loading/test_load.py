@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from casckpt.errors import CasckptError, InvalidInput, Mismatch, MissingKey, NotFound
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
+from casckpt.tensors.values import PerRank
 from tests.support.ids import named
 from tests.support.saves import cells, same_state, small
 from tests.support.tensors import NAMES, dtype_of, raw, same
@@ -428,3 +429,16 @@ def test_a_leaf_where_a_container_was_saved_is_a_mismatch(tmp_path: Path, here: 
     store.save({"a": {"b": torch.ones(2)}}, step=1)
     with pytest.raises(Mismatch, match=r"'a' is .* here, but a dict in the checkpoint"):
         store.load({"a": here}, "default@1")
+
+
+def test_values_per_rank_that_are_left_unread_are_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, looked = small(), list[str]()
+    store.save({"seen": PerRank({f"k{number}": number for number in range(50)})}, step=1)
+
+    def is_generator(key: str) -> bool:
+        looked.append(key)
+        return False
+
+    monkeypatch.setattr("casckpt.checkpoint.loading.template.is_generator", is_generator)
+    store.load({"seen": PerRank({"k3": None})}, REF)
+    assert len(looked) <= 100  # once before the load, and once after it; not once for each

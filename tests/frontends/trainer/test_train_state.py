@@ -13,7 +13,7 @@ import torch
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
-from casckpt.errors import InvalidInput, MissingKey
+from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.store.store import Store
 from tests.support.saves import small
@@ -94,7 +94,7 @@ def test_a_dict_that_asks_for_more_than_was_saved_is_refused_before_it_changes()
     store = small()
     Checkpointer(store, run="a").save(1, nn.Linear(1, 1), None, {"epoch": 3})
     plain = {"epoch": 0, "more": 1}
-    with pytest.raises(MissingKey, match="'more'"):
+    with pytest.raises(MissingKey, match="no 'more', but 'epoch'"):
         resumed(store, "a", plain)
     assert plain == {"epoch": 0, "more": 1}
     Checkpointer(store, run="a").resume(nn.Linear(1, 1), None, plain, missing="warn")
@@ -104,6 +104,36 @@ def test_a_dict_that_asks_for_more_than_was_saved_is_refused_before_it_changes()
 def test_an_object_inside_a_dict_of_which_nothing_was_saved_is_not_lost() -> None:
     with pytest.raises(MissingKey, match="'one'"):
         TrainState(rng=False, scheds={"one": schedule(1)}).load_state_dict({"scheds": {}})
+
+
+@pytest.mark.parametrize("saved", [[], [{}] * 3, 3, {"0": {}}])
+def test_a_list_of_objects_of_which_more_or_fewer_were_saved_is_not_lost(saved: Any) -> None:
+    schedules = [schedule(1), schedule(2)]
+    with pytest.raises(Mismatch, match="'scheds' is a list of 2"):
+        TrainState(rng=False, scheds=schedules).load_state_dict({"scheds": saved})
+    assert [one.step_size for one in schedules] == [1, 2]
+
+
+def test_what_an_object_raises_has_a_note_with_its_key() -> None:
+    class Odd:
+        def state_dict(self) -> dict[str, int]:
+            raise KeyError(1)
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise KeyError(2)
+
+    state = TrainState(rng=False, parts={"odd": Odd()})
+    with pytest.raises(KeyError) as saved:
+        state.state_dict()
+    assert saved.value.__notes__ == ["raised in state_dict of 'parts.odd'"]
+    with pytest.raises(KeyError) as loaded:
+        state.load_state_dict({"parts": {"odd": 1}})
+    assert "load_state_dict of 'parts.odd'" in loaded.value.__notes__[0]
+
+
+def test_a_model_by_the_name_of_the_train_state_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="'train'"):
+        Checkpointer(small(), run="a").save(1, {"train": nn.Linear(1, 1)})
 
 
 def test_what_cannot_be_filled_in_place_is_replaced_and_said(caplog: pytest.LogCaptureFixture) -> None:
