@@ -40,7 +40,7 @@ from casckpt.frontends.training_state.groups import Match, check, check_unused, 
 from casckpt.frontends.training_state.holding import Holding, apart, unwrapped
 from casckpt.frontends.training_state.kinds import Kind
 from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
-from casckpt.frontends.training_state.optimizer import install, named_groups, tensors_below
+from casckpt.frontends.training_state.optimizer import install, local_optimizer, named_groups, tensors_below
 from casckpt.frontends.training_state.stored import (
     GROUPS,
     STATE,
@@ -326,6 +326,7 @@ class _OptimizerPlan:
         cast: bool,
     ) -> None:
         """``new``: names of parameters that are left as they are, and their state with them."""
+        self._given, optim = optim, local_optimizer(optim)
         self._optim, self._kind, self._stored, self._cast = optim, Kind.of(optim), stored, cast
         self._kept = None if self._kind is None else self._kind.keeps()
         here = named_groups(model, optim)
@@ -394,6 +395,7 @@ class _OptimizerPlan:
             if parameter in self._optim.state:
                 state[parameter] = self._optim.state[parameter]
         for name in self.template:
-            value = loaded[name]
-            state[self._parameters.get(str(name), name)] = unwrapped(value)
-        install(self._optim, state, self.match.options)
+            parameter = self._parameters.get(str(name))
+            device = None if parameter is None else parameter.device
+            state[name if parameter is None else parameter] = unwrapped(loaded[name], device)
+        install(self._given, state, self.match.options)
