@@ -17,6 +17,7 @@ import casckpt
 from casckpt.errors import InvalidInput, Unsupported
 from tests.support.saves import small_folder, steps
 from tests.support.torchrun import as_accelerate_hears
+from tests.support.training import identical
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -105,6 +106,33 @@ def test_a_reference_is_loaded_on_another_number_of_ranks(store_path: Path, rank
     assert all(one == first for one in others)
 
 
+def test_models_with_parameters_of_one_name_are_kept_apart(store: casckpt.Store) -> None:
+    from accelerate import Accelerator
+
+    from casckpt.frontends.accelerate import AcceleratorCheckpointer
+
+    def made(seed: int) -> tuple[AcceleratorCheckpointer, list[Any]]:
+        torch.manual_seed(seed)
+        nets = [nn.Linear(3, 2), nn.Linear(3, 2)]
+        optims = [torch.optim.AdamW(net.parameters()) for net in reversed(nets)]
+        accelerator = Accelerator(cpu=True)
+        prepared = list(accelerator.prepare(*nets, *optims))
+        return AcceleratorCheckpointer(accelerator, store, run="gan"), prepared
+
+    def contents(prepared: list[Any]) -> list[Any]:
+        return [one.state_dict() for one in prepared]
+
+    saver, saved = made(0)
+    for net, optim in zip(saved[:2], reversed(saved[2:]), strict=True):
+        saver.accelerator.backward(net(torch.ones(1, 3)).sum())
+        optim.step()
+    saver.save(1)
+    assert set(store.read("gan@1")) == {"model", "model_1", "optim", "optim_1", "train"}
+    loader, fresh = made(1)
+    assert loader.resume() is not None
+    assert identical(contents(fresh), contents(saved))
+
+
 class Data:
     """A prepared data loader; ``place``: what a stateful one knows of where it is."""
 
@@ -146,3 +174,25 @@ def test_models_of_somebody_else_are_refused(store: casckpt.Store, kind: str) ->
     accelerator: Any = SimpleNamespace(distributed_type=SimpleNamespace(name=kind))
     with pytest.raises(Unsupported, match=f"models of {kind} are not taken apart here"):
         AcceleratorCheckpointer(accelerator, store, run="a")
+
+
+def test_a_model_that_accelerate_offloaded_is_told_from_one_without_values(tmp_path: Path) -> None:
+    from accelerate import cpu_offload
+    from accelerate.hooks import remove_hook_from_submodules
+
+    torch.manual_seed(0)
+    model, store = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), casckpt.open(tmp_path)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    cpu_offload(model, torch.device("cpu"))
+    with pytest.raises(InvalidInput, match=r"accelerate has offloaded .* without device_map") as caught:
+        casckpt.save_model_and_optim_state(store, model, run="r", step=1)
+    assert "accelerate.hooks.remove_hook_from_submodules(model)" in str(caught.value)
+    with pytest.raises(InvalidInput, match=r"a meta tensor has no values.* without device_map"):
+        store.save({"model": model.state_dict()}, run="r", step=1)
+    remove_hook_from_submodules(model)
+    casckpt.save_model_and_optim_state(store, model, run="r", step=1)
+    found = casckpt.unshard_model_state(store, "r@1")
+    assert all(torch.equal(found[name], value) for name, value in before.items())
+    empty = nn.Linear(2, 2, device="meta")
+    with pytest.raises(InvalidInput, match="a meta tensor has no values"):
+        casckpt.save_model_and_optim_state(store, empty, run="r", step=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +15,14 @@ from torch import nn
 pytest.importorskip("lightning.pytorch", reason="needs casckpt[lightning]")
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim.swa_utils import AveragedModel
 
 import casckpt
 from casckpt.errors import InvalidInput, Mismatch
-from casckpt.frontends.lightning import CasCheckpointIO, CasModelParallelStrategy
-from tests.support.ranks import JobFailed
+from casckpt.frontends.lightning import CasCheckpointCheck, CasCheckpointIO, CasModelParallelStrategy
+from tests.support.ranks import JobFailed, outcome_of
 from tests.support.saves import small_folder, steps
 from tests.support.torchrun import as_torchrun_says
 
@@ -56,14 +58,23 @@ class Model(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def fitted(rank: int, size: int, folder: Path, epochs: int, path: str | None = None, **options: Any) -> dict[int, str]:
+def fitted(
+    rank: int,
+    size: int,
+    folder: Path,
+    epochs: int,
+    path: str | None = None,
+    *,
+    callbacks: Sequence[Callback] = (),
+    **options: Any,
+) -> dict[int, str]:
     with as_torchrun_says(rank, size):
         model = Model()
         strategy = CasModelParallelStrategy(
             folder / "store", run="sft", health=True,
             data_parallel_size=size, tensor_parallel_size=1, process_group_backend="gloo",
         )  # fmt: skip
-        keeping: list[Callback] = [ModelCheckpoint(folder / "files", save_top_k=-1, save_last=True, **options)]
+        keeping = [*callbacks, ModelCheckpoint(folder / "files", save_top_k=-1, save_last=True, **options)]
         trainer = Trainer(
             accelerator="cpu", devices=size, strategy=strategy, max_epochs=epochs, callbacks=keeping, logger=False,
             enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
@@ -148,3 +159,87 @@ def test_replicas_are_saved_once_and_loaded_on_every_rank(tmp_path: Path, ranks:
     assert [one | two for one, two in zip(first, second, strict=True)] == whole
     store = casckpt.open(tmp_path / "parts" / "store")
     assert len([run for run, _ in steps(store) if run == "ddp"]) <= 2  # the best, and the last if it is another one
+
+
+class Averaging(WeightAveraging):
+    """An averaged model that is sharded like the other. Lightning's own setup copies shards, which torch refuses."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        self._average_model = AveragedModel(Model(), avg_fn=lambda old, new, _: old * 0.5 + new * 0.5)
+        strategy: Any = trainer.strategy
+        average: Any = self._average_model.module
+        fully_shard(average.net, mesh=strategy.device_mesh["data_parallel"])
+
+    def found(self) -> tuple[list[torch.Tensor], int]:
+        assert self._average_model is not None
+        shards: list[Any] = list(self._average_model.module.parameters())
+        return [one.full_tensor().detach() for one in shards], int(self._average_model.n_averaged)
+
+
+def averaged(rank: int, size: int, folder: Path, epochs: int, path: str | None = None) -> tuple[Any, ...]:
+    averaging = Averaging()
+    losses = fitted(rank, size, folder, epochs, path, callbacks=[averaging])
+    return losses, *averaging.found()
+
+
+def test_an_averaged_model_is_saved_and_loaded_beside_the_other(tmp_path: Path, ranks: Pool) -> None:
+    whole = ranks.run(2, averaged, tmp_path / "whole", 3)[0]
+    ranks.run(2, averaged, tmp_path / "parts", 2)
+    store = casckpt.open(tmp_path / "parts" / "store")
+    assert {"ema.net.0.weight", "model.net.0.weight"} <= set(store.get("sft@6").tensors)
+    losses, weights, count = ranks.run(2, averaged, tmp_path / "parts", 3, "last")[0]
+    assert losses == {step: whole[0][step] for step in (6, 7, 8)}
+    assert count == whole[2] == 9
+    assert all(torch.equal(one, other) for one, other in zip(weights, whole[1], strict=True))
+
+
+class Projecting(torch.optim.AdamW):
+    """Its first step makes state that is no plain data."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["projector"] = object()
+        return loss
+
+
+class OddState(Model):
+    """Saves what is no plain data."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["odd"] = object()
+
+
+class OddOptimizer(Model):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Projecting(self.parameters(), lr=0.01)
+
+
+def hears(rank: int, size: int, folder: Path) -> Any:
+    found = []
+    for model in (OddState(), OddOptimizer()):
+        for strategy in ("ddp", CasModelParallelStrategy(folder / "store", run="sft", process_group_backend="gloo")):
+            with as_torchrun_says(rank, size):
+                if strategy == "ddp":
+                    model.__dict__["configure_model"] = lambda: None
+                else:
+                    model.__dict__.pop("configure_model")
+                trainer = Trainer(
+                    accelerator="cpu", devices=size, strategy=strategy, max_epochs=1, logger=False,
+                    callbacks=[CasCheckpointCheck()],
+                    plugins=[CasCheckpointIO(folder / "store", run="ddp")] if strategy == "ddp" else [],
+                    enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+                    use_distributed_sampler=False,
+                )  # fmt: skip
+
+                error = outcome_of(lambda: trainer.fit(model))  # noqa: B023 - called at once
+                found.append((type(error).__name__, trainer.global_step))
+    return found
+
+
+def test_what_cannot_be_saved_is_heard_on_all_ranks_at_the_begin(tmp_path: Path, ranks: Pool) -> None:
+    expected = [("InvalidInput", 0)] * 2 + [("InvalidInput", 1)] * 2
+    assert ranks.run(2, hears, tmp_path) == [expected] * 2
+    assert steps(small_folder(tmp_path / "store")) == []

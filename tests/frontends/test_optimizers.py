@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -33,7 +34,7 @@ TRAINING = Path(__file__).parents[2] / "docs" / "training.md"
 AS_IT_IS = "as it is"
 ON_ONE = "as it is, on one process"
 PICKLED = "with `allow_pickle=True`"
-OWNED = "as it is on one process; with `owners=` on several"
+OWNED = "with `owners=`"
 SHARDED = "as it is, on any number of ranks; refused with `overlap_with_ddp=True`"
 AS_OBJECT = "refused before step 1: leave `optim` out, and pass `TrainState(optim=optim)`"
 
@@ -118,7 +119,9 @@ ROWS = [
         "SingleDeviceMuon SingleDeviceMuonWithAuxAdam", "muon_optimizer", "0.1.0", "muon",
         make={"SingleDeviceMuon": of_matrices, "": muon_and_adam},
     ),
-    Row("Muon MuonWithAuxAdam", "muon_optimizer", "0.1.0", "muon", OWNED),
+    Row(
+        "Muon MuonWithAuxAdam", "muon_optimizer", "0.1.0", "muon", OWNED, {"Muon": of_matrices, "": muon_and_adam},
+    ),
     Row(
         "AdamWScheduleFree RAdamScheduleFree SGDScheduleFree ScheduleFreeWrapper", "schedulefree", "1.4.1",
         "schedulefree", make={"ScheduleFreeWrapper": partial(around, optim.SGD)},
@@ -128,7 +131,10 @@ ROWS = [
     Row(
         "LayerWiseDummyOptimizer", "transformers", "5.23.0", "transformers.trainer_pt_utils", make={"": layer_wise}
     ),
-    Row("SOAP Shampoo GaLore APOLLO Lion Prodigy ADOPT Adan StableAdamW", "pytorch_optimizer", "4.1.0", "pytorch_optimizer"),
+    Row(
+        "SOAP Shampoo GaLore APOLLO Lion Prodigy ADOPT Adan StableAdamW", "pytorch_optimizer", "4.1.0",
+        "pytorch_optimizer",
+    ),
     Row("ScalableShampoo Conda SCION", "pytorch_optimizer", "4.1.0", "pytorch_optimizer", PICKLED),
     Row(
         "Ranger21 SPAM StableSPAM", "pytorch_optimizer", "4.1.0", "pytorch_optimizer", AS_OBJECT,
@@ -157,11 +163,11 @@ CASES = [
 ]
 
 
-def network(seed: int) -> nn.Module:
+def network(seed: int, sides: Sequence[int] = (80, 64, 72)) -> nn.Module:
     """Matrices of more than 4096 elements, from which on 8-bit optimizers use 8 bits."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(80, 64), nn.Tanh(), nn.Linear(64, 72))
+        return nn.Sequential(nn.Linear(*sides[:2]), nn.Tanh(), nn.Linear(*sides[1:]))
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
@@ -192,9 +198,7 @@ def all_of(model: nn.Module, optimizer: Any) -> Any:
     layers = getattr(optimizer, "optimizer_dict", None)
     optims = [optimizer] if layers is None else list(layers.values())
     state = [{str(key): value for key, value in one.state.items() if isinstance(key, str)} for one in optims]
-    kept = [
-        [one.state.get(parameter) for group in one.param_groups for parameter in group["params"]] for one in optims
-    ]
+    kept = [[one.state.get(parameter) for group in one.param_groups for parameter in group["params"]] for one in optims]
     left = ("params", "__class__")  # the latter notes which class of heavyball it was
     groups = [
         [{key: group[key] for key in sorted(group.keys() - left)} for group in one.param_groups] for one in optims
@@ -229,7 +233,7 @@ def test_a_training_goes_on_bit_by_bit(monkeypatch: pytest.MonkeyPatch, row: Row
     if row.outcome == PICKLED:
         with pytest.raises(InvalidInput, match="allow_pickle=True"):
             save_model_and_optim_state(store, model, optimizer, run="r", step=3)
-    resumed = [in_a_loop(store, row, name, model, optimizer, options)]
+    resumed = [in_a_loop(store, row, name, (model, optimizer), options)]
     if row.outcome != AS_OBJECT:
         save_model_and_optim_state(store, model, optimizer, run="r", step=3, **options)
         fresh = network(2)
@@ -242,15 +246,15 @@ def test_a_training_goes_on_bit_by_bit(monkeypatch: pytest.MonkeyPatch, row: Row
 
 
 def in_a_loop(
-    store: casckpt.Store, row: Row, name: str, model: nn.Module, optimizer: Optimizer, options: Any
+    store: casckpt.Store, row: Row, name: str, trained: tuple[nn.Module, Optimizer], options: Any
 ) -> tuple[nn.Module, Optimizer]:
-    """A model and an optimizer that resumed from what a `Checkpointer` saved of these."""
+    """A model and an optimizer that resumed from what a `Checkpointer` saved of others."""
 
     def contents(model: nn.Module, optimizer: Optimizer) -> Any:
         return (model, None, TrainState(optim=optimizer)) if row.outcome == AS_OBJECT else (model, optimizer)
 
     with Checkpointer(store, run="loop", **options) as checkpointer:
-        checkpointer.save(3, *contents(model, optimizer))
+        checkpointer.save(3, *contents(*trained))
     fresh = network(3)
     other = row.of(name, fresh)
     with Checkpointer(store, run="loop", **options) as checkpointer:
@@ -271,3 +275,93 @@ def test_the_table_has_these_rows() -> None:
 def test_the_table_has_all_of_torchs_own() -> None:
     kinds = [kind for kind in vars(optim).values() if inspect.isclass(kind) and issubclass(kind, Optimizer)]
     assert {kind.__name__ for kind in kinds} - {"Optimizer"} <= set(ROWS[0].names.split())
+
+
+# several ranks
+
+
+def zero(model: nn.Module, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit.script, in torch's own
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=optim.AdamW, **options)
+
+
+def zero_resumed(rank: int, size: int, path: Path) -> Any:
+    model = DistributedDataParallel(network(1))
+    optimizer = zero(model, lr=0.01)
+    train(model, optimizer, range(3))
+    optimizer.param_groups[0]["lr"] = 0.005  # as a scheduler does, without a step since then
+    save_model_and_optim_state(path, model, optimizer, run="r", step=3)
+    fresh = DistributedDataParallel(network(2))
+    other = zero(fresh, lr=0.5)
+    load_model_and_optim_state(path, "r@3", fresh, other)
+    assert other.param_groups[0]["lr"] == 0.005
+    train(model, optimizer, range(3, 6))
+    train(fresh, other, range(3, 6))
+    assert identical(all_of(fresh, other.optim), all_of(model, optimizer.optim))
+    overlapping = outcome_of(
+        lambda: save_model_and_optim_state(path, fresh, zero(fresh, lr=0.1, overlap_with_ddp=True), run="r", step=4)
+    )
+    return {name: one.detach() for name, one in model.module.named_parameters()}, str(overlapping)
+
+
+def test_zero_redundancy_goes_on_with_its_parts_and_without_them(store_path: Path, ranks: Pool) -> None:
+    found, overlapping = ranks.run(2, zero_resumed, store_path)[0]
+    assert "make it without overlap_with_ddp" in overlapping
+    alone = network(3)
+    whole = optim.AdamW(alone.parameters(), lr=0.5)
+    load_model_and_optim_state(store_path, "r@3", alone, whole)
+    train(alone, whole, range(3, 6))
+    assert identical({name: one.detach() for name, one in alone.named_parameters()}, found)
+
+
+def owners_of(model: nn.Module, optimizer: Optimizer, size: int) -> Callable[[str], int | None]:
+    """As docs/training.md has it."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        f"optim.state.{names[parameter]}.momentum_buffer": number % size
+        for group in optimizer.param_groups
+        if group.get("use_muon", True)
+        for number, parameter in enumerate(group["params"])
+    }.get
+
+
+square = partial(network, sides=(80, 80, 80))  # gloo gathers tensors of one shape
+
+
+def muon_resumed(rank: int, size: int, path: Path, name: str) -> str:
+    row = next(row for row in ROWS if row.outcome == OWNED)
+    store, model, resumed = casckpt.open(path), square(1), square(2)
+    optimizer = row.of(name, model)
+    train(model, optimizer, range(2))
+    saved = model, optimizer
+    for step in (2, 4):
+        owners = owners_of(*saved, size)
+        save_model_and_optim_state(store, *saved, run=name, step=step, owners=owners)
+        resumed = square(step)
+        saved = resumed, row.of(name, resumed)
+        load_model_and_optim_state(store, f"{name}@{step}", *saved)
+        train(model, optimizer, range(step, step + 2))
+        train(*saved, range(step, step + 2))
+        assert identical(maintained(*saved, owners, rank), maintained(model, optimizer, owners, rank))
+    return str(outcome_of(lambda: save_model_and_optim_state(store, *saved, run=name, step=6, check_replicas="raise")))
+
+
+def maintained(model: nn.Module, optimizer: Optimizer, owners: Callable[[str], int | None], rank: int) -> Any:
+    """The parameters, and of the state what this rank maintains."""
+    state = {
+        f"{name}.{what}": value
+        for name, parameter in model.named_parameters()
+        for what, value in optimizer.state.get(parameter, {}).items()
+        if owners(f"optim.state.{name}.{what}") in (None, rank)
+    }
+    return dict(model.named_parameters()), state
+
+
+@pytest.mark.parametrize("name", ["Muon", "MuonWithAuxAdam"])
+def test_muon_goes_on_with_the_momentum_of_its_owners(store_path: Path, ranks: Pool, name: str) -> None:
+    pytest.importorskip("muon")
+    for refused in ranks.run(2, muon_resumed, store_path, name):
+        assert "owners=" in refused

@@ -9,29 +9,33 @@ import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
 
 from casckpt.checkpoint.arguments import Rename, renamer
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.loading.load_plan import MatchArguments, RankArguments, Unread
+from casckpt.checkpoint.loading.load_plan import LoadOptions, MatchArguments, RankArguments, Unread
 from casckpt.checkpoint.loading.unread import is_generator, is_within, tell, warn_moved
 from casckpt.checkpoint.ranks import Ranks
 from casckpt.errors import InvalidInput, Mismatch, NotFound
-from casckpt.frontends.training_state.loading import TrainingStateLoad, normal_tensors
+from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors
+from casckpt.frontends.training_state.objects import is_optimizer, load_objects, made_of
+from casckpt.frontends.training_state.optimizer import tensors_below
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
+from casckpt.frontends.training_state.plain_state import plain_state
 from casckpt.frontends.training_state.save_load import state_of
 from casckpt.frontends.training_state.stored import GROUPS, StoredGroups, StoredTraining
-from casckpt.frontends.training_state.together import find, make_state
+from casckpt.frontends.training_state.together import Made, find, is_sharded, made_by_name, make_state
 from casckpt.store.store import Store
 
 log = logging.getLogger("casckpt")
 
 TRAIN, OPTIM = "train", "optim"
+_NO_OPTIMIZER = "%s holds no optimizer that can be loaded, but %s: the one that was given stays as it is"
 _MEANT = 'pass unread="ignore" (or load_optim_state=False, load_trainer_state=False)'
 
 
@@ -61,8 +65,11 @@ class HasState(Protocol):
         """Give what to save of it on this rank."""
 
 
-TrainModel: TypeAlias = AnyModel | TrainModule
+TrainModel: TypeAlias = AnyModel | TrainModule | Mapping[str, Any]
+"""A model; an object that says by itself what it has; or several models by name, with what else `Store.save` takes."""
 AnyTrainState: TypeAlias = Mapping[str, Any] | HasState | None
+GroupOptions: TypeAlias = Literal["checkpoint", "keep"]
+"""Whether a load sets the options of the optimizer's groups, as learning rates, or keeps those that are there."""
 
 
 @dataclass(frozen=True)
@@ -77,22 +84,46 @@ def state_to_save(
 ) -> dict[str, Any]:
     """This rank's part of a checkpoint. Every rank makes the call; what goes wrong on one is raised on all."""
 
-    def make() -> dict[str, Any]:
-        state = dict(_of_module(model, optim)) if isinstance(model, TrainModule) else state_of(model, optim)
+    def make() -> Made:
+        state, named = _contents(model, optim)
         if train_state is not None:
             if TRAIN in state:
-                raise InvalidInput(f"state_dict_to_save gave a key {TRAIN!r}, where the train state goes; rename it")
-            value = train_state.state_dict() if isinstance(train_state, HasState) else train_state
-            state[TRAIN] = {ranks.rank: value}
-        return state
+                raise InvalidInput(f"the model gives a key {TRAIN!r}, where the train state goes; rename it")
+            state[TRAIN] = {ranks.rank: _of_one_rank(plain_state(train_state, TRAIN))}
+        return state, named
 
     return make_state(ranks, make)
 
 
-def _of_module(model: TrainModule, optim: AnyOptimizer | None) -> Mapping[str, Any]:
+def _of_one_rank(state: Any) -> Any:
+    """A train state. Raises InvalidInput for a tensor in it of which this rank has only a part."""
+    for key, tensor in tensors_below(state, TRAIN):
+        if is_sharded(tensor):
+            raise InvalidInput(
+                f"{key!r} is sharded over ranks, and a train state is of one rank. Give it beside the model, as in "
+                'save(step, {"model": model, "ema": ema}, optim, train_state), and load it in the same way',
+                key=key,
+            )
+    return state
+
+
+def _contents(model: TrainModel, optim: AnyOptimizer | None) -> Made:
+    if isinstance(model, Mapping):
+        return made_of(_with(model, optim))
+    if not isinstance(model, TrainModule):
+        return state_of(model, optim)
     if optim is not None:
         raise InvalidInput("a model with state_dict_to_save says by itself what it has; give no optimizer beside it")
-    return model.state_dict_to_save()
+    return made_by_name(dict(model.state_dict_to_save()))
+
+
+def _with(model: Mapping[str, Any], optim: AnyOptimizer | None) -> dict[str, Any]:
+    """A dict of whole objects, and the optimizer that was given beside it."""
+    if optim is None:
+        return dict(model)
+    if OPTIM in model:
+        raise InvalidInput(f"the dict of models has {OPTIM!r}, and an optimizer is given beside it; give one of them")
+    return {**model, OPTIM: optim[0] if isinstance(optim, list | tuple) and len(optim) == 1 else optim}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +133,8 @@ class Wanted:
     ``pre_download``: into the cache of this host first. ``strict``: the names here must be those of the checkpoint, as
     ``rename`` gives them. ``cast``: other dtypes are converted. ``is_train_state_set``: False: a train state is left
     unread, which is told of. ``whole``: a train module must find all that it has. ``lenient``: an optimizer that was
-    saved by number is left out, rather than refused.
+    saved by number is left out, rather than refused, and so are tensors of another shape. ``options``: those of the
+    optimizer's groups, of the checkpoint or as they are. ``is_resume``: what is left is told of by that.
     """
 
     optim: bool | None
@@ -116,6 +148,8 @@ class Wanted:
     is_train_state_set: bool = True
     whole: bool = False
     lenient: bool = False
+    options: GroupOptions = "checkpoint"
+    is_resume: bool = False
 
 
 class Restoring:
@@ -128,45 +162,58 @@ class Restoring:
         """Load in place: (checkpoint, this rank's train state or None). Every rank makes the call."""
         optims: list[Optimizer] = []
 
-        def wants_optimizer() -> bool:
-            if self._wanted.optim and optim is None and not isinstance(model, TrainModule):
-                raise InvalidInput("load_optim_state=True needs an optimizer to load into; give optim")
-            optims.extend(() if self._wanted.optim is False else as_optimizers(optim))
-            return bool(optims)
+        says_itself = isinstance(model, TrainModule | Mapping)
 
-        stored, groups = self._find(ref, wants_optimizer)
+        def wanted_optimizers() -> list[str]:
+            if self._wanted.optim and optim is None and not says_itself:
+                raise InvalidInput("load_optim_state=True needs an optimizer to load into; give optim")
+            if self._wanted.options not in get_args(GroupOptions):
+                raise InvalidInput(f'options={self._wanted.options!r:.80} is not usable; give "checkpoint" or "keep"')
+            if self._wanted.options == "keep" and isinstance(model, TrainModule):
+                raise InvalidInput(
+                    'a model with load_state_dict sets its optimizer by itself; leave out options="keep"'
+                )
+            optims.extend(() if self._wanted.optim is False or says_itself else as_optimizers(optim))
+            return [OPTIM] if optims else []
+
+        stored, groups = self._find(ref, wanted_optimizers)
         train = self._train_template(stored)
         if isinstance(model, TrainModule):
             state, loaded = self._load_module(stored, model, train)
+        elif isinstance(model, Mapping):
+            state, loaded = self._load_objects(stored, _with(model, optim), train)
         else:
             wanted = self._wanted
             loading = TrainingStateLoad(
-                stored, groups, wanted.strict, wanted.rename, wanted.ignore_mismatched, cast=wanted.cast
+                stored, groups, wanted.strict, wanted.rename, wanted.ignore_mismatched, cast=wanted.cast, **self._keeps
             )
             state, loaded = self._load_named(loading, stored, model, optims, train)
-            if self._ranks.rank == 0 and optims and groups is None:
-                log.warning(
-                    "%s holds no optimizer that can be loaded, but %s: the one that was given stays as it is",
-                    stored.where, stored.at_the_top(),
-                )  # fmt: skip
+            if self._ranks.rank == 0 and optims and groups[OPTIM] is None and not wanted.is_resume:
+                log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
         if self._ranks.rank == 0 and self._wanted.unread == "warn":
-            if not isinstance(model, TrainModule) or self._unread_of_module == "ignore":
+            if not self._wanted.is_resume and (not says_itself or self._unread_of_module == "ignore"):
                 tell(loaded.run, loaded.step, self._left(loaded.unread_subtrees, has_train=bool(train)), _MEANT)
             warn_moved(loaded.run, loaded.step, _parts_of(stored) if train else {}, self._ranks.size)
         return loaded, next(iter(state[TRAIN].values())) if train else None
 
+    @property
+    def _keeps(self) -> Keeps:
+        wanted = self._wanted
+        return {"keep_options": wanted.options == "keep", "leave_resized": wanted.lenient and not wanted.strict}
+
     @normal_tensors()
     def _find(
-        self, ref: str | Checkpoint, wants_optimizer: Callable[[], bool]
-    ) -> tuple[StoredTraining, StoredGroups | None]:
+        self, ref: str | Checkpoint, optimizers: Callable[[], list[str]]
+    ) -> tuple[StoredTraining, dict[str, StoredGroups | None]]:
         find_stored = partial(find, self._ranks, self._store, ref, required=False)
         allow_pickle = self._options.get("allow_pickle", False)
         try:
-            return find_stored(optimizer=wants_optimizer, allow_pickle=allow_pickle)
+            return find_stored(optimizers=optimizers, allow_pickle=allow_pickle)
         except Mismatch as error:
             if not self._wanted.lenient or error.key != GROUPS:
                 raise
-        return find_stored(optimizer=lambda: False, allow_pickle=allow_pickle)
+        stored, _ = find_stored(optimizers=lambda: (), allow_pickle=allow_pickle)
+        return stored, {OPTIM: None}
 
     def _left(self, subtrees: Sequence[str], *, has_train: bool) -> list[str]:
         """Of what was left unread, that of which the caller did not say so. Other ranks have had train states, too."""
@@ -204,14 +251,41 @@ class Restoring:
     ) -> tuple[dict[str, Any], Checkpoint]:
 
         def make() -> nn.Module:
-            self._check_there(stored, stored.has_optimizer)
+            self._check_there(stored, stored.has_optimizer())
             return as_model(model)
 
         loading.choose(self._ranks, make, self._wanted.unread)
-        self._ranks.exchange(lambda: loading.plan(optims), loading.check_unused)
+        self._ranks.exchange(lambda: loading.plan({OPTIM: optims}), loading.check_unused)
         loading.state.update(train)
         loaded = self._fill(stored, loading.state, loading.saved_key, loading.ignored)
         return loading.state, loading.install(loaded)
+
+    def _load_objects(
+        self, stored: StoredTraining, whole: dict[str, Any], train: dict[str, Any]
+    ) -> tuple[dict[str, Any], Checkpoint]:
+        wanted, optims = self._wanted, [key for key, value in whole.items() if is_optimizer(value)]
+        has_any, absent = any(map(stored.has_optimizer, optims)), list[str]()
+        self._ranks.exchange(lambda: self._check_there(stored, has_any), lambda done: done)
+        for key in optims:
+            is_wanted = stored.has_optimizer(key) or wanted.optim or wanted.whole
+            if wanted.optim is False or not is_wanted:
+                del whole[key]
+            if not is_wanted:
+                absent.append(f"{key}.param_groups")
+            if not is_wanted and self._ranks.rank == 0 and not wanted.is_resume:
+                log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
+
+        def load(template: Any, _: Checkpoint, to_fill: LoadOptions) -> Checkpoint:
+            return self._fill(stored, template, to_fill.rename, to_fill.ignore_mismatched, to_fill.unread)
+
+        given = LoadOptions(
+            strict=wanted.strict, ignore_mismatched=wanted.ignore_mismatched, rename=self._saved_key, cast=wanted.cast,
+            unread=self._unread_of_module, **self._options,
+        )  # fmt: skip
+        state = whole | train
+        about = (self._store, self._ranks, state, stored.checkpoint)
+        loaded = load_objects(*about, given=given, load=load, **self._keeps)
+        return state, replace(loaded, missing_keys=(*loaded.missing_keys, *absent))
 
     def _saved_key(self, key: str) -> str:
         """The key of the checkpoint for one here. The train state's are no names of a user."""
