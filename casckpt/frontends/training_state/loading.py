@@ -360,15 +360,11 @@ class _OptimizerPlan:
         cast: bool,
         keep_options: bool,
     ) -> None:
-<<<<<<< HEAD
-        """``new``: names of parameters that are left as they are, and their state with them."""
-        self._given, optim = optim, local_optimizer(optim)
-=======
         """``at``: the key of the optimizer. ``start``: of all keys of the model.
 
         ``new``: names of parameters that are left as they are, and their state with them.
         """
->>>>>>> main
+        self._given, optim = optim, local_optimizer(optim)
         self._optim, self._kind, self._stored, self._cast = optim, Kind.of(optim), stored, cast
         self._kept, self._start = None if self._kind is None else self._kind.keeps(), start
         here = named_groups(model, optim)

@@ -61,13 +61,8 @@ def named_groups(model: nn.Module, optim: Optimizer) -> list[list[NamedParameter
             if id(parameter) not in names:
                 raise InvalidInput(
                     f"parameter {position} of group {number} of the optimizer, of shape {list(parameter.shape)}, is "
-<<<<<<< HEAD
-                    "none of the model's; give the model that the optimizer was made for. If it stands for optimizers "
-                    "that step in hooks, give the list of those"
-=======
                     "none of the model's; give the model that the optimizer was made for. If it stands for one of each "
                     "layer, give the list of these, or none (optim=None; of a Trainer: save_only_model=True)"
->>>>>>> main
                 )
         groups.append([NamedParameter(parameter, names[id(parameter)]) for parameter in group["params"]])
     known = {one.parameter: one.names[0] for group in groups for one in group}
