@@ -1702,10 +1702,31 @@ PLANTED = (
         "tests/tensors/test_no_memory.py",
     ),
     Planted(
+        "a ZeroRedundancyOptimizer goes on with the rate that it had",
+        "casckpt/frontends/training_state/optimizer.py",
+        '            shown.update({name: value for name, value in group.items() if name != "params"})\n',
+        "            shown.update({})\n",
+        "tests/frontends/test_optimizers.py",
+    ),
+    Planted(
+        "state that is made of other tensors is never stored",
+        "casckpt/frontends/training_state/holding.py",
+        "return Archived(value)",
+        "return value",
+        "tests/frontends/test_optimizers.py",
+    ),
+    Planted(
+        "of layer-wise optimizers one is saved",
+        "casckpt/frontends/training_state/parts.py",
+        "layers.values() if",
+        "[*layers.values()][:1] if",
+        "tests/frontends/test_optimizers.py",
+    ),
+    Planted(
         "a tensor is stored without those that it holds beside its memory",
         "casckpt/tensors/shards.py",
-        "        if inner:\n",
-        "        if inner and not data.data_ptr():\n",
+        "(inner := inner_names(data)):",
+        "(inner := inner_names(data)) and not data.data_ptr():",
         "tests/tensors/test_no_memory.py",
     ),
     Planted(

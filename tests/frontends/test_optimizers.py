@@ -17,6 +17,7 @@ import torch
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.testing._internal.two_tensor import TwoTensor
 
 import casckpt
 from casckpt.errors import InvalidInput
@@ -260,6 +261,65 @@ def in_a_loop(
     with Checkpointer(store, run="loop", **options) as checkpointer:
         assert checkpointer.resume(*contents(fresh, other)) is not None
     return fresh, other
+
+
+class Noted(optim.SGD):
+    """One with an entry of its own beside state and groups."""
+
+    def __init__(self, params: Any, note: int) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.note = note
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"note": self.note}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.note = state_dict.pop("note")
+        super().load_state_dict(state_dict)
+
+
+def test_an_optimizer_with_more_in_its_state_is_saved_as_an_object() -> None:
+    model, store = network(1), small()
+    noted = Noted(model.parameters(), 7)
+    with pytest.raises(InvalidInput, match=r"holds \['note'\].* in a TrainState, or by its state_dict"):
+        Checkpointer(store, run="r").save(0, model, noted)
+    train(model, noted, range(2))
+    Checkpointer(store, run="r").save(2, model, None, TrainState(optim=noted))
+    store.save({"model": model.state_dict(), "optim": noted.state_dict()}, run="by-dict", step=2)
+    fresh = network(2)
+    again, other = Noted(fresh.parameters(), 0), Noted(fresh.parameters(), 0)
+    assert Checkpointer(store, run="r").resume(fresh, None, TrainState(optim=again)) is not None
+    other.load_state_dict(store.read("by-dict@2")["optim"])
+    for one in (again, other):
+        assert identical(all_of(fresh, one), all_of(model, noted))
+        assert one.note == 7
+
+
+def test_instead_of_a_dummy_the_optimizers_of_layers_are_given_or_none() -> None:
+    model, store = network(1), small()
+    layers = [optim.AdamW([one]) for one in model.parameters()]
+    dummy = optim.SGD([torch.empty(1, 1)], lr=0.1)
+    with pytest.raises(InvalidInput, match="If it stands for one of each layer, give the list of these, or none"):
+        save_model_and_optim_state(store, model, dummy, run="r", step=1)
+    save_model_and_optim_state(store, model, layers, run="r", step=1)
+    save_model_and_optim_state(store, model, None, run="r", step=2)
+    fresh = network(2)
+    load_model_and_optim_state(store, "r@1", fresh, optim.AdamW(fresh.parameters()))
+    assert identical(dict(fresh.named_parameters()), dict(model.named_parameters()))
+
+
+def test_tensors_made_of_others_are_stored_where_pickles_are_allowed() -> None:
+    model, store = nn.Linear(3, 2), small()
+    make: Any = TwoTensor
+    codes = make(torch.arange(6.0).view(2, 3), torch.ones(2, 3))
+    optimizer, other = (optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    optimizer.state[model.weight] = {"codes": codes, "nested": {"codes": codes}}
+    with pytest.raises(InvalidInput, match=r"optim\.state\.weight\.codes: a TwoTensor consists of .*allow_pickle=True"):
+        save_model_and_optim_state(store, model, optimizer, run="r", step=1)
+    save_model_and_optim_state(store, model, optimizer, run="r", step=1, allow_pickle=True)
+    load_model_and_optim_state(store, "r@1", model, other, allow_pickle=True)
+    assert identical(all_of(model, other), all_of(model, optimizer))
+    assert type(other.state[model.weight]["nested"]["codes"]) is TwoTensor
 
 
 def test_the_table_has_these_rows() -> None:
