@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -87,7 +87,7 @@ def around(inner: Any, kind: Any, model: nn.Module) -> Optimizer:
 
 def layer_wise(kind: Any, model: nn.Module) -> Optimizer:
     """As Transformers does it: each steps in a hook of its parameter."""
-    layers = {one: optim.AdamW([one], lr=0.01) for one in model.parameters()}
+    layers: dict[Any, Optimizer] = {one: optim.AdamW([one], lr=0.01) for one in model.parameters()}
     made: Optimizer = kind(optimizer_dict=layers)
 
     def step(parameter: torch.Tensor) -> None:
@@ -164,14 +164,15 @@ CASES = [
 ]
 
 
-def network(seed: int, sides: Sequence[int] = (80, 64, 72)) -> nn.Module:
+def network(seed: int, sides: tuple[int, int, int] = (80, 64, 72)) -> nn.Module:
     """Matrices of more than 4096 elements, from which on 8-bit optimizers use 8 bits."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(*sides[:2]), nn.Tanh(), nn.Linear(*sides[1:]))
+        return nn.Sequential(nn.Linear(sides[0], sides[1]), nn.Tanh(), nn.Linear(sides[1], sides[2]))
 
 
-def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    is_sparse, takes_closure = isinstance(optimizer, optim.SparseAdam), isinstance(optimizer, optim.LBFGS)
     for number in steps:
         torch.manual_seed(number)  # some optimizers draw
         x = torch.randn(7, 80)
@@ -182,13 +183,13 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
             value.backward()  # type: ignore[no-untyped-call]  # torch's own
             return value
 
-        if isinstance(optimizer, optim.SparseAdam):
+        if is_sparse:
             loss()
             for one in model.parameters():
                 one.grad = None if one.grad is None else one.grad.to_sparse()
             optimizer.step()
-        elif isinstance(optimizer, optim.LBFGS):
-            optimizer.step(loss)  # type: ignore[arg-type]  # a closure
+        elif takes_closure:
+            optimizer.step(loss)
         else:
             loss()
             optimizer.step()
@@ -314,7 +315,9 @@ def test_tensors_made_of_others_are_stored_where_pickles_are_allowed() -> None:
     codes = make(torch.arange(6.0).view(2, 3), torch.ones(2, 3))
     optimizer, other = (optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
     optimizer.state[model.weight] = {"codes": codes, "nested": {"codes": codes}}
-    with pytest.raises(InvalidInput, match=r"optim\.state\.weight\.codes: a TwoTensor consists of .*allow_pickle=True"):
+    with pytest.raises(
+        InvalidInput, match=r"optim\.state\.weight\.codes': a TwoTensor consists of .*allow_pickle=True"
+    ):
         save_model_and_optim_state(store, model, optimizer, run="r", step=1)
     save_model_and_optim_state(store, model, optimizer, run="r", step=1, allow_pickle=True)
     load_model_and_optim_state(store, "r@1", model, other, allow_pickle=True)

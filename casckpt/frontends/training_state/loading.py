@@ -435,7 +435,7 @@ class _OptimizerPlan:
             if parameter in self._optim.state:
                 state[parameter] = self._optim.state[parameter]
         for name in self.template:
-            parameter = self._parameters.get(str(name))
-            device = None if parameter is None else parameter.device
-            state[name if parameter is None else parameter] = unwrapped(loaded[name], device)
+            owner = self._parameters.get(str(name))
+            value = unwrapped(loaded[name], None if owner is None else owner.device)
+            state[name if owner is None else owner] = value
         install(self._given, state, self.match.options)
