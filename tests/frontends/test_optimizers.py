@@ -296,19 +296,6 @@ def test_an_optimizer_with_more_in_its_state_is_saved_as_an_object() -> None:
         assert one.note == 7
 
 
-def test_instead_of_a_dummy_the_optimizers_of_layers_are_given_or_none() -> None:
-    model, store = network(1), small()
-    layers = [optim.AdamW([one]) for one in model.parameters()]
-    dummy = optim.SGD([torch.empty(1, 1)], lr=0.1)
-    with pytest.raises(InvalidInput, match="If it stands for one of each layer, give the list of these, or none"):
-        save_model_and_optim_state(store, model, dummy, run="r", step=1)
-    save_model_and_optim_state(store, model, layers, run="r", step=1)
-    save_model_and_optim_state(store, model, None, run="r", step=2)
-    fresh = network(2)
-    load_model_and_optim_state(store, "r@1", fresh, optim.AdamW(fresh.parameters()))
-    assert identical(dict(fresh.named_parameters()), dict(model.named_parameters()))
-
-
 def test_tensors_made_of_others_are_stored_where_pickles_are_allowed() -> None:
     model, store = nn.Linear(3, 2), small()
     make: Any = TwoTensor
