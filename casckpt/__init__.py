@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 from casckpt import errors as errors
 from casckpt._version import __version__ as __version__
 from casckpt.store import exports as _exports
+from casckpt.store import objects as _objects
 
 if TYPE_CHECKING:
     from casckpt.checkpoint.handle import Checkpoint as Checkpoint
@@ -106,3 +107,4 @@ def __dir__() -> list[str]:
 
 
 _exports.exporter = lambda: __getattr__("export")  # formats lie above the store, which offers them
+_objects.home = lambda: import_module("casckpt.frontends.training_state.objects")  # so are modules and optimizers

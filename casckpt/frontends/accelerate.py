@@ -15,6 +15,7 @@ random generators it always writes to a folder by torch.save, so half of each ch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -31,6 +32,7 @@ from casckpt.frontends.stores import AnyStore
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.trainer.resuming import Missing
 from casckpt.frontends.trainer.settings import DueArguments, StepArguments, TrainerArguments
+from casckpt.frontends.training_state.names import parameter_names
 
 _OTHERS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 
@@ -38,7 +40,8 @@ _OTHERS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 class AcceleratorCheckpointer:
     """A `Checkpointer` of the models, optimizers, schedulers, scaler, data loaders and registered objects of one.
 
-    Prepare all of them first. Several models must not have parameters of one name. Data loaders go on with the right
+    Prepare all of them first. Several models are one, unless they have parameters of one name: then they are ``model``,
+    ``model_1``, ..., and their optimizers ``optim``, ``optim_1``, ... Data loaders go on with the right
     epoch, and within one if Accelerate uses stateful data loaders; else `accelerator.skip_first_batches` is yours to
     call, as it is with `load_state`. ``settings``: those of `Checkpointer`.
     """
@@ -87,7 +90,7 @@ class AcceleratorCheckpointer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.checkpointer.__exit__(kind, error, at)
 
-    def _all(self) -> tuple[list[Any], list[Any], TrainState]:
+    def _all(self) -> tuple[list[Any] | dict[str, Any], list[Any] | None, TrainState]:
         """(models, optimizers, the rest), as they are prepared by now."""
         it: Any = self.accelerator
         if not it._models:
@@ -99,7 +102,21 @@ class AcceleratorCheckpointer:
             "scaler": [] if it.scaler is None else [it.scaler],
         }
         parts = {f"{name}{number}": one for name, several in named.items() for number, one in enumerate(several)}
-        return list(it._models), [one.optimizer for one in it._optimizers], TrainState(**parts)
+        models, optimizers, train = list(it._models), [one.optimizer for one in it._optimizers], TrainState(**parts)
+        if not _share_names(models):
+            return models, optimizers, train
+        return {**_numbered("model", models), **_numbered("optim", optimizers)}, None, train
+
+
+def _share_names(models: Sequence[Any]) -> bool:
+    """Whether two parameters have one name."""
+    owners: dict[str, int] = {}
+    names = ((name, one) for model in models for one, several in parameter_names(model).items() for name in several)
+    return any(owners.setdefault(name, one) != one for name, one in names)
+
+
+def _numbered(name: str, several: Sequence[Any]) -> dict[str, Any]:
+    return {f"{name}_{number}" if number else name: one for number, one in enumerate(several)}
 
 
 class _Loader:

@@ -201,7 +201,7 @@ def restore_checkpoint(
         for name, file in about["files"].items():
             tensors = _read(opened, stored, name, file["names"])
             save_file(tensors, _within(folder, name), metadata=dict(file["metadata"]) or None)
-        if stored.has_optimizer:
+        if stored.has_optimizer():
             torch.save(unshard_optim_state(opened, stored.checkpoint, allow_pickle=allow_pickle), folder / OPTIMIZER)
     return target
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -37,7 +38,7 @@ from casckpt.repository.signatures.keys import KeyFile, private_key
 from casckpt.repository.signatures.signed import check_trusted, get_trusted, sign
 from casckpt.storage.base import Finding
 from casckpt.storage.forking import PerProcess
-from casckpt.store import exports
+from casckpt.store import exports, objects
 from casckpt.store.exports import Exported, ExportOptions
 from casckpt.store.settings import SettingChanges, StoreSettings, check_names, duration_fields, settings_from
 from casckpt.upkeep.copies import copying
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from casckpt.checkpoint.arguments import Rename
     from casckpt.checkpoint.comparing import Comparison
     from casckpt.checkpoint.loading.load_plan import LoadArguments, LoadOptions, ReadArguments, UpdateArguments
+    from casckpt.checkpoint.ranks import Ranks
     from casckpt.checkpoint.saving.options import WhenBusy
     from casckpt.checkpoint.saving.saver import Saver, State
 
@@ -107,9 +109,11 @@ class Store:
     # saving and loading
 
     def save(self, state: State, *, run: str = "default", step: int, **options: Unpack[SaveArguments]) -> Checkpoint:
-        """Save ``state``, a nested mapping of tensors and plain data, and return once it is durable and visible.
+        """Save ``state``, a nested mapping of tensors, plain data and objects. Return once it is durable and visible.
 
-        ``state`` may be a function that makes it. Then its errors reach all ranks.
+        Objects are modules, stored by plain names; optimizers, by the names of the module in ``state`` that has their
+        parameters; and anything else with a state_dict, which every rank calls in the sorted order of keys. ``state``
+        may be a function that makes it. Then its errors reach all ranks.
 
         Every rank of ``process_group`` (default: all, where torch.distributed is initialised) makes the call with its
         own state: shards (DTensor, `casckpt.Shard`), replicas that it shares with others, keys that only it has.
@@ -140,6 +144,7 @@ class Store:
         RankFailed; on every rank alike. After an error nothing of the save is visible.
         """
         check_keywords("Store.save", options, SaveArguments)
+        state, options = _without_objects(state, options)
         return self._saver.get().save(state, SaveOptions(run=run, step=step, **options))
 
     def save_async(
@@ -161,6 +166,7 @@ class Store:
         error, once.
         """
         check_keywords("Store.save_async", options, SaveArguments)
+        state, options = _without_objects(state, options)
         return self._saver.get().save_async(state, SaveOptions(run=run, step=step, **options), when_busy)
 
     def warm_up(self, state: State, *, process_group: ProcessGroup | None = None, no_dist: bool = False) -> None:
@@ -168,16 +174,19 @@ class Store:
 
         Without it the first call of `save_async` does that. Every rank makes the call. Raises InvalidInput as `save`.
         """
+        state, _ = _without_objects(state, {"process_group": process_group, "no_dist": no_dist})
         self._saver.get().warm_up(state, process_group=process_group, no_dist=no_dist)
 
     def load(self, state: Any, ref: str | Checkpoint, **options: Unpack[LoadArguments]) -> Checkpoint:
         """Load into ``state``: its tensors are filled in place, its other leaves replaced. Keys it lacks are not read.
 
-        The empty ``state`` of a fresh optimizer's state_dict is filled, with new tensors; `load_state_dict` then hands
-        them over. ``strict`` (the default): every key of ``state`` must be in the checkpoint; else those that are not
-        are left as they are and stand in ``missing_keys`` of what is returned. A tensor that shares its memory with one
-        that is loaded is not missing. ``ignore_mismatched``: fnmatch patterns of keys of ``state`` that are left as
-        they are where the checkpoint lacks them or holds another shape, dtype or kind (``mismatched_keys``).
+        Objects, as `save` takes them, are loaded as wholes: modules and optimizers, fresh ones too, then the others,
+        random generators last. The empty ``state`` of a fresh optimizer's state_dict is filled, with new tensors;
+        `load_state_dict` then hands them over; a warning tells where nobody has it to do so. ``strict`` (the default):
+        every key of ``state`` must be in the checkpoint; else those that are not are left as they are and stand in
+        ``missing_keys`` of what is returned. A tensor that shares its memory with one that is loaded is not missing.
+        ``ignore_mismatched``: fnmatch patterns of keys of ``state`` that are left as they are where the checkpoint
+        lacks them or holds another shape, dtype or kind (``mismatched_keys``).
 
         A load that would fill no tensor, or more than a tenth of whose tensors stand in the checkpoint under other
         names, raises MissingKey with the ``rename`` that fills them, whatever ``strict`` is. If fewer are left, the log
@@ -194,10 +203,14 @@ class Store:
         all before anything changes. Damaged (naming key, blob and checkpoints), Gone (a gc purged it meanwhile, which a
         lease prevents) or StorageError during the read, after which the contents of ``state`` are undefined.
         """
+        is_held = sys.getrefcount(state) > objects.UNHELD
         from casckpt.checkpoint.loading.load_plan import LoadArguments, LoadOptions
 
         check_keywords("Store.load", options, LoadArguments)
-        return self._load(state, ref, LoadOptions(**options))
+        loaded = self._load(state, ref, LoadOptions(**options))
+        if options.get("unread", "warn") == "warn":
+            objects.tell_of_optimizers(state, loaded.missing_keys, is_held=is_held)
+        return loaded
 
     def update(
         self, state: Any, ref: str | Checkpoint, *, held: Checkpoint | None, **options: Unpack[UpdateArguments]
@@ -226,10 +239,19 @@ class Store:
         return self._load(state, ref, LoadOptions(updates=True, held=held, **options))
 
     def _load(self, state: Any, ref: str | Checkpoint, given: LoadOptions) -> Checkpoint:
-        from casckpt.checkpoint.loading.load import load_together
         from casckpt.checkpoint.ranks import open_ranks
+        from casckpt.tensors.state import holds_object
 
         ranks = open_ranks(given.process_group, no_dist=given.no_dist)
+        load = partial(self._load_tensors, ranks)
+        if not holds_object(state):
+            return load(state, ref, given)
+        loaded: Checkpoint = objects.home().load_objects(self, ranks, state, ref, given=given, load=load)
+        return loaded
+
+    def _load_tensors(self, ranks: Ranks, state: Any, ref: str | Checkpoint, given: LoadOptions) -> Checkpoint:
+        from casckpt.checkpoint.loading.load import load_together
+
         with ExitStack() as held:
             resolve = partial(self._resolve_held, ref, held) if given.lease else partial(self._resolve_to_load, ref)
             loaded = load_together(self.repository, ranks, state, ref, given, resolve=resolve)
@@ -403,7 +425,8 @@ class Store:
         from casckpt.checkpoint.ranks import open_ranks
 
         ranks = open_ranks(process_group, no_dist=no_dist)
-        return compare_together(self.repository, ranks, state, ref, lambda: self._resolve(ref))
+        made: Any = _without_objects(state, {"process_group": process_group, "no_dist": no_dist})[0]
+        return compare_together(self.repository, ranks, made, ref, lambda: self._resolve(ref))
 
     def stats(self) -> StoreStats:
         """Return how many checkpoints and blobs there are, and their bytes."""
@@ -787,6 +810,19 @@ class Store:
             more = "A lease is a small record in tags/; if you cannot write there, load without lease=True"
             raise type(error)(f"{error}. {more}", **error.__dict__) from error
         return self._trusted(commit)
+
+
+def _without_objects(state: State, options: SaveArguments) -> tuple[State, SaveArguments]:
+    """The arguments of a save with the state of each whole object in its place. Every rank makes the call."""
+    import torch
+
+    from casckpt.tensors.state import holds_object
+
+    is_made = callable(state) and not isinstance(state, Mapping | torch.nn.Module)  # what a model does is its forward
+    if not is_made and not holds_object(state):
+        return state, options
+    found: tuple[State, SaveArguments] = objects.home().save_objects(state, options)
+    return found
 
 
 def _new_saver(repository: Repository) -> Saver:

@@ -6,6 +6,7 @@ value is one leaf. A Counter or a defaultdict without tensors is one leaf too, s
 
 from __future__ import annotations
 
+import random
 import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
@@ -15,6 +16,7 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import DataLoader
 
 from casckpt.errors import InvalidInput
 from casckpt.format import plain, tree
@@ -44,17 +46,47 @@ class FlatState:
     tree: Node
 
 
-def flatten(state: Any) -> FlatState:
+def flatten(state: Any, *, objects: bool = False) -> FlatState:
     """Flatten ``state``, a mapping (or a `PerRank` of one), into leaves and a tree.
 
-    Tensors are torch.Tensor (DTensor too), `Shard`, a list of `Shard` and Megatron-style sharded tensors. Nothing is
-    copied. Raises InvalidInput, naming the path, for a state that is no mapping, contains itself or is too deep, for
-    keys that cannot be stored and for two paths with one flat key.
+    Tensors are torch.Tensor (DTensor too), `Shard`, a list of `Shard` and Megatron-style sharded tensors; with
+    ``objects``, whole objects too. Nothing is copied. Raises InvalidInput, naming the path, for a state that is no
+    mapping, contains itself or is too deep, for keys that cannot be stored and for two paths with one flat key.
     """
     _check_state(state)
-    flattener = _Flattener()
+    flattener = _Flattener(objects=objects)
     node = flattener.node(state, (), False)
     return FlatState(flattener.leaves, node)
+
+
+def is_object(value: Any) -> bool:
+    """Tell whether it is a whole object, whose state is saved in its place: with a state_dict, or a generator.
+
+    A DataLoader without a state_dict counts, as it is refused where the others are asked for their state.
+    """
+    return isinstance(value, (*GENERATORS, DataLoader)) or (
+        hasattr(value, "state_dict") and not isinstance(value, torch.Tensor | type)
+    )
+
+
+def holds_object(state: Any) -> bool:
+    """Tell whether there is a whole object anywhere in the containers of ``state``."""
+    seen: dict[int, Any] = {}  # holds what it names, so that no id is given twice
+    waiting = [state] if isinstance(state, _CONTAINERS) else []
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen:
+            continue
+        seen[id(item)] = item
+        for child in item.values() if isinstance(item, Mapping) else item:
+            inner = child.value if isinstance(child, PerRank) else child
+            if type(inner) in _PLAIN:
+                continue
+            if is_object(inner):
+                return True
+            if isinstance(inner, _CONTAINERS):
+                waiting.append(inner)
+    return False
 
 
 def is_part(value: Any) -> bool:
@@ -98,7 +130,7 @@ def _writes(state: Any, values: Mapping[str, Any]) -> list[Callable[[], None]]:
 def _check_state(state: Any) -> None:
     inner = state.value if isinstance(state, PerRank) else state
     if not isinstance(inner, Mapping):
-        what = "its state_dict()" if hasattr(inner, "state_dict") else "a mapping"
+        what = 'it by name, as {"model": model}' if hasattr(inner, "state_dict") else "a mapping"
         raise InvalidInput(f"a state is a mapping of names to values, not a {type(inner).__name__}; give {what}")
 
 
@@ -139,14 +171,14 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _holds_tensor(value: Any) -> bool:
-    """Tell whether a value is or contains a tensor or a PerRank."""
+    """Tell whether a value is or contains a tensor, a whole object or a PerRank."""
     seen: dict[int, Any] = {}  # holds what it names, so that no id is given twice
     waiting = [value]
     while waiting:
         item = waiting.pop()
         if type(item) in _ATOMS or id(item) in seen:
             continue
-        if isinstance(item, PerRank) or _is_tensor(item):
+        if isinstance(item, PerRank) or _is_tensor(item) or is_object(item):
             return True
         if isinstance(item, Mapping | list | tuple):
             seen[id(item)] = item
@@ -185,7 +217,9 @@ def _mapping_kind(value: Mapping[Any, Any], path: Path) -> type | None:
     return OrderedDict if isinstance(value, OrderedDict) else dict
 
 
+GENERATORS = (torch.Generator, random.Random)
 _ATOMS = frozenset((NoneType, bool, int, float, str, bytes))
+_PLAIN = _ATOMS | {torch.Tensor, torch.nn.Parameter}
 
 
 def _is_element(key: Any) -> bool:
@@ -207,7 +241,8 @@ def _children(value: Any) -> list[tuple[Element, Any]]:
 class _Flattener:
     """One call of `flatten`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, objects: bool) -> None:
+        self.objects = objects
         self.leaves: dict[str, LeafValue] = {}
         self.open: set[int] = set()
 
@@ -215,7 +250,7 @@ class _Flattener:
         """Return the node of a value, and add its leaves."""
         if isinstance(value, PerRank):
             return self.node(value.value, path, True)
-        is_tensor = _is_tensor(value)
+        is_tensor = _is_tensor(value) or (self.objects and bool(path) and is_object(value))
         kind = None if is_tensor else _kind(value, path)
         key = check_key(join(path)) if path else ""
         if kind is None:

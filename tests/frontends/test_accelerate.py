@@ -17,6 +17,7 @@ import casckpt
 from casckpt.errors import InvalidInput, Unsupported
 from tests.support.saves import small_folder, steps
 from tests.support.torchrun import as_accelerate_hears
+from tests.support.training import identical
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -103,6 +104,33 @@ def test_a_reference_is_loaded_on_another_number_of_ranks(store_path: Path, rank
     first, *others = ranks.run(3, loaded, store_path)
     assert first < [0.01]
     assert all(one == first for one in others)
+
+
+def test_models_with_parameters_of_one_name_are_kept_apart(store: casckpt.Store) -> None:
+    from accelerate import Accelerator
+
+    from casckpt.frontends.accelerate import AcceleratorCheckpointer
+
+    def made(seed: int) -> tuple[AcceleratorCheckpointer, list[Any]]:
+        torch.manual_seed(seed)
+        nets = [nn.Linear(3, 2), nn.Linear(3, 2)]
+        optims = [torch.optim.AdamW(net.parameters()) for net in reversed(nets)]
+        accelerator = Accelerator(cpu=True)
+        prepared = list(accelerator.prepare(*nets, *optims))
+        return AcceleratorCheckpointer(accelerator, store, run="gan"), prepared
+
+    def contents(prepared: list[Any]) -> list[Any]:
+        return [one.state_dict() for one in prepared]
+
+    saver, saved = made(0)
+    for net, optim in zip(saved[:2], reversed(saved[2:]), strict=True):
+        saver.accelerator.backward(net(torch.ones(1, 3)).sum())
+        optim.step()
+    saver.save(1)
+    assert set(store.read("gan@1")) == {"model", "model_1", "optim", "optim_1", "train"}
+    loader, fresh = made(1)
+    assert loader.resume() is not None
+    assert identical(contents(fresh), contents(saved))
 
 
 class Data:

@@ -18,7 +18,7 @@ lightning = pytest.importorskip("lightning.pytorch", reason="needs casckpt[light
 
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 
 from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound, StorageError, Unsigned
 from casckpt.frontends.lightning import CasCheckpointIO, restore_checkpoint
@@ -87,6 +87,20 @@ def trainer(folder: Path, io: CasCheckpointIO, *callbacks: Any, epochs: int = 4,
 
 def best_two(folder: Path, **options: Any) -> ModelCheckpoint:
     return ModelCheckpoint(folder / "files", monitor="loss", save_top_k=2, save_last=True, **options)
+
+
+def test_an_average_of_weights_goes_on_to_the_bit(tmp_path: Path) -> None:
+    def fit(name: str, epochs: int, path: str | None = None) -> Any:
+        averaging = EMAWeightAveraging(decay=0.5)
+        io = CasCheckpointIO(tmp_path / name, run="sft")
+        keeping = ModelCheckpoint(tmp_path / f"{name} files", save_last=True)
+        trainer(tmp_path, io, averaging, keeping, Losses(), epochs=epochs).fit(Model(), data(), ckpt_path=path)
+        assert averaging._average_model is not None
+        return averaging._average_model.state_dict()
+
+    whole = fit("whole", 2)
+    fit("parts", 1)
+    assert identical(fit("parts", 2, "last"), whole)
 
 
 @pytest.mark.parametrize("async_save", [False, True])

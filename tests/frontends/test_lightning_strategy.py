@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,9 @@ from torch import nn
 pytest.importorskip("lightning.pytorch", reason="needs casckpt[lightning]")
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim.swa_utils import AveragedModel
 
 import casckpt
 from casckpt.errors import InvalidInput, Mismatch
@@ -56,14 +58,23 @@ class Model(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def fitted(rank: int, size: int, folder: Path, epochs: int, path: str | None = None, **options: Any) -> dict[int, str]:
+def fitted(
+    rank: int,
+    size: int,
+    folder: Path,
+    epochs: int,
+    path: str | None = None,
+    *,
+    callbacks: Sequence[Callback] = (),
+    **options: Any,
+) -> dict[int, str]:
     with as_torchrun_says(rank, size):
         model = Model()
         strategy = CasModelParallelStrategy(
             folder / "store", run="sft", health=True,
             data_parallel_size=size, tensor_parallel_size=1, process_group_backend="gloo",
         )  # fmt: skip
-        keeping: list[Callback] = [ModelCheckpoint(folder / "files", save_top_k=-1, save_last=True, **options)]
+        keeping = [*callbacks, ModelCheckpoint(folder / "files", save_top_k=-1, save_last=True, **options)]
         trainer = Trainer(
             accelerator="cpu", devices=size, strategy=strategy, max_epochs=epochs, callbacks=keeping, logger=False,
             enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
@@ -148,3 +159,37 @@ def test_replicas_are_saved_once_and_loaded_on_every_rank(tmp_path: Path, ranks:
     assert [one | two for one, two in zip(first, second, strict=True)] == whole
     store = casckpt.open(tmp_path / "parts" / "store")
     assert len([run for run, _ in steps(store) if run == "ddp"]) <= 2  # the best, and the last if it is another one
+
+
+class Averaging(WeightAveraging):
+    """An averaged model that is sharded like the other. Lightning's own setup copies shards, which torch refuses."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        self._average_model = AveragedModel(Model(), avg_fn=lambda old, new, _: old * 0.5 + new * 0.5)
+        strategy: Any = trainer.strategy
+        average: Any = self._average_model.module
+        fully_shard(average.net, mesh=strategy.device_mesh["data_parallel"])
+
+    def found(self) -> tuple[list[torch.Tensor], int]:
+        assert self._average_model is not None
+        shards: list[Any] = list(self._average_model.module.parameters())
+        return [one.full_tensor().detach() for one in shards], int(self._average_model.n_averaged)
+
+
+def averaged(rank: int, size: int, folder: Path, epochs: int, path: str | None = None) -> tuple[Any, ...]:
+    averaging = Averaging()
+    losses = fitted(rank, size, folder, epochs, path, callbacks=[averaging])
+    return losses, *averaging.found()
+
+
+def test_an_averaged_model_is_saved_and_loaded_beside_the_other(tmp_path: Path, ranks: Pool) -> None:
+    whole = ranks.run(2, averaged, tmp_path / "whole", 3)[0]
+    ranks.run(2, averaged, tmp_path / "parts", 2)
+    store = casckpt.open(tmp_path / "parts" / "store")
+    assert {"ema.net.0.weight", "model.net.0.weight"} <= set(store.get("sft@6").tensors)
+    losses, weights, count = ranks.run(2, averaged, tmp_path / "parts", 3, "last")[0]
+    assert losses == {step: whole[0][step] for step in (6, 7, 8)}
+    assert count == whole[2] == 9
+    assert all(torch.equal(one, other) for one, other in zip(weights, whole[1], strict=True))

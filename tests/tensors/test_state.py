@@ -126,7 +126,7 @@ def test_a_state_is_a_mapping(state: Any) -> None:
 
 
 def test_a_module_is_no_state() -> None:
-    with pytest.raises(InvalidInput, match=r"not a Linear; give its state_dict\(\)"):
+    with pytest.raises(InvalidInput, match=r'not a Linear; give it by name, as \{"model": model\}'):
         flatten(torch.nn.Linear(1, 1))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import callbacks
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
@@ -21,12 +22,18 @@ from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.frontends.trainer.settings import TrainerArguments
 
+_EMA = "ema"
+_NOT_PLAIN = ("state_dict", "optimizer_states", "current_model_state")
+"""Of what Lightning gives: the live shards are saved in their place."""
+
 
 class CasModelParallelStrategy(ModelParallelStrategy):
     """For ``Trainer(strategy=...)``: ModelParallelStrategy passes by every CheckpointIO, this one needs none.
 
-    Nothing is gathered, and a checkpoint loads on another number of ranks. ``health``, ``check_replicas``, ``owners``:
-    as for `Store.save`. ``cast``: as for `Checkpointer.load`. ``options``: those of ModelParallelStrategy.
+    Nothing is gathered, and a checkpoint loads on another number of ranks. With a WeightAveraging callback the averaged
+    model is saved beside the other, below ``ema``, and loaded where the checkpoint has it. ``health``,
+    ``check_replicas``, ``owners``: as for `Store.save`. ``cast``: as for `Checkpointer.load`. ``options``: those of
+    ModelParallelStrategy.
     """
 
     def __init__(
@@ -73,7 +80,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         if storage_options is not None:
             raise InvalidInput("storage_options of save_checkpoint go to casckpt.open; leave them out here")
         ranks, step = open_ranks(), int(checkpoint["global_step"])
-        rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+        rest = {name: value for name, value in checkpoint.items() if name not in _NOT_PLAIN}
         optims = self.optimizers if "optimizer_states" in checkpoint else []
 
         def place(paths: list[str]) -> list[tuple[str, str | None, str, bool]]:
@@ -82,7 +89,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
 
         path, before, run, overwrite = ranks.exchange(lambda: str(filepath), place)
         saved = self._checkpointer(run).save(
-            step, self._module(), optims or None, rest, overwrite=overwrite, metrics=monitored(checkpoint)
+            step, self._models(), optims or None, rest, overwrite=overwrite, metrics=monitored(checkpoint)
         )
 
         def name(_: list[None]) -> list[None]:
@@ -107,8 +114,16 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         optims = self.optimizers if fitting else None
         checkpointer = self._checkpointer(self._book.run)
-        rest = checkpointer.load(ref, module, optims, load_optim_state=bool(optims), cast=self._cast)
-        return {**(rest or {}), "state_dict": {}, "optimizer_states": [{} for _ in self.optimizers]}
+        average = _average(module) if fitting else None
+        has_average = average is not None and any(
+            key.startswith(f"{_EMA}.") for key in self._book.store.get(ref).tensors
+        )
+        models = self._models() if has_average else module
+        rest = checkpointer.load(ref, models, optims, load_optim_state=bool(optims), cast=self._cast) or {}
+        if average is not None:  # the callback takes these over: they are loaded by now
+            source = average.module if has_average else module
+            rest |= {"state_dict": source.state_dict(), "current_model_state": module.state_dict()}
+        return {"state_dict": {}, **rest, "optimizer_states": [{} for _ in self.optimizers]}
 
     def remove_checkpoint(self, filepath: AnyPath) -> None:
         """Remove the file, and forget the checkpoint if no other file names it."""
@@ -123,7 +138,19 @@ class CasModelParallelStrategy(ModelParallelStrategy):
     def _checkpointer(self, run: str) -> Checkpointer:
         return Checkpointer(self._book.store, run=run, **self._settings)
 
+    def _models(self) -> Any:
+        """The model, or by name the model and the averaged one."""
+        module, average = self._module(), _average(self._module())
+        return module if average is None else {"model": module, _EMA: average.module}
+
     def _module(self) -> Any:
         if self.lightning_module is None:
             raise InvalidInput("the strategy has no model yet; let a Trainer save and load")
         return self.lightning_module
+
+
+def _average(module: Any) -> Any:
+    """The averaged model of the WeightAveraging callback; None if there is none, as in a Lightning before 2.6."""
+    kind = getattr(callbacks, "WeightAveraging", ())
+    found = [one for one in module.trainer.callbacks if isinstance(one, kind)]
+    return found[0]._average_model if found else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
@@ -126,9 +126,10 @@ class Checkpointer(OneRun):
         """Save, and return once the checkpoint is durable and visible; then forget what retention does not keep.
 
         ``model``, ``optim``: or lists of them; or as the model an object with state_dict_to_save, state_dict_to_load
-        and load_state_dict. ``train_state``: of this rank: a nested mapping of tensors and plain data, or an object
-        with state_dict, such as `TrainState`. ``overwrite``: None for the checkpointer's setting. ``ephemeral``,
-        ``attachments``, ``metadata``, ``metrics``, ``healthy``: as for `Store.save`.
+        and load_state_dict, or a dict of several models, as ``{"model": model, "ema": ema}``, which may hold all that
+        `Store.save` takes. ``train_state``: of this rank: a nested mapping of tensors, plain data and objects with
+        state_dict, or one such object, as `TrainState`. ``overwrite``: None for the checkpointer's setting.
+        ``ephemeral``, ``attachments``, ``metadata``, ``metrics``, ``healthy``: as for `Store.save`.
 
         Raises as `Store.save` does, on every rank alike; then nothing of the save is visible, and the same step can be
         saved again.
@@ -280,7 +281,7 @@ class Checkpointer(OneRun):
         self,
         model: TrainModel,
         optim: AnyOptimizer | None = None,
-        train_state: TrainState | None = None,
+        train_state: TrainState | MutableMapping[str, Any] | None = None,
         *,
         missing: Missing = "raise",
         unread: Unread = "warn",
@@ -291,8 +292,8 @@ class Checkpointer(OneRun):
 
         ``healthy``: the newest that was not saved with ``healthy=False``; NotFound if there is none. ``missing``: if an
         optimizer or a train state that you pass cannot be restored, "raise" NotFound or MissingKey, or "warn" in the
-        log and go on with the rest. ``unread``, ``cast``: as for `load`. Raises as `load` does, and InvalidInput for a
-        train state without load_state_dict.
+        log and go on with the rest. ``unread``, ``cast``: as for `load`. ``train_state``: a dict is filled in place.
+        Raises as `load` does, and InvalidInput for a train state that is neither a dict nor has load_state_dict.
         """
         found, any_set = self._find_together(None, lambda: is_to_be_set(train_state, missing), healthy=healthy)
         if found is None:

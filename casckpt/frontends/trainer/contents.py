@@ -18,20 +18,24 @@ from torch.optim import Optimizer
 
 from casckpt.checkpoint.arguments import Rename, renamer
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.loading.load_plan import MatchArguments, RankArguments, Unread
+from casckpt.checkpoint.loading.load_plan import LoadOptions, MatchArguments, RankArguments, Unread
 from casckpt.checkpoint.loading.unread import is_generator, is_within, tell, warn_moved
 from casckpt.checkpoint.ranks import Ranks
 from casckpt.errors import InvalidInput, Mismatch, NotFound
 from casckpt.frontends.training_state.loading import TrainingStateLoad, normal_tensors
+from casckpt.frontends.training_state.objects import is_optimizer, load_objects, made_of
+from casckpt.frontends.training_state.optimizer import tensors_below
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
+from casckpt.frontends.training_state.plain_state import plain_state
 from casckpt.frontends.training_state.save_load import state_of
 from casckpt.frontends.training_state.stored import GROUPS, StoredGroups, StoredTraining
-from casckpt.frontends.training_state.together import find, make_state
+from casckpt.frontends.training_state.together import Made, find, is_sharded, made_by_name, make_state
 from casckpt.store.store import Store
 
 log = logging.getLogger("casckpt")
 
 TRAIN, OPTIM = "train", "optim"
+_NO_OPTIMIZER = "%s holds no optimizer that can be loaded, but %s: the one that was given stays as it is"
 _MEANT = 'pass unread="ignore" (or load_optim_state=False, load_trainer_state=False)'
 
 
@@ -61,7 +65,8 @@ class HasState(Protocol):
         """Give what to save of it on this rank."""
 
 
-TrainModel: TypeAlias = AnyModel | TrainModule
+TrainModel: TypeAlias = AnyModel | TrainModule | Mapping[str, Any]
+"""A model; an object that says by itself what it has; or several models by name, with what else `Store.save` takes."""
 AnyTrainState: TypeAlias = Mapping[str, Any] | HasState | None
 
 
@@ -77,22 +82,46 @@ def state_to_save(
 ) -> dict[str, Any]:
     """This rank's part of a checkpoint. Every rank makes the call; what goes wrong on one is raised on all."""
 
-    def make() -> dict[str, Any]:
-        state = dict(_of_module(model, optim)) if isinstance(model, TrainModule) else state_of(model, optim)
+    def make() -> Made:
+        state, named = _contents(model, optim)
         if train_state is not None:
             if TRAIN in state:
                 raise InvalidInput(f"state_dict_to_save gave a key {TRAIN!r}, where the train state goes; rename it")
-            value = train_state.state_dict() if isinstance(train_state, HasState) else train_state
-            state[TRAIN] = {ranks.rank: value}
-        return state
+            state[TRAIN] = {ranks.rank: _of_one_rank(plain_state(train_state, TRAIN))}
+        return state, named
 
     return make_state(ranks, make)
 
 
-def _of_module(model: TrainModule, optim: AnyOptimizer | None) -> Mapping[str, Any]:
+def _of_one_rank(state: Any) -> Any:
+    """A train state. Raises InvalidInput for a tensor in it of which this rank has only a part."""
+    for key, tensor in tensors_below(state, TRAIN):
+        if is_sharded(tensor):
+            raise InvalidInput(
+                f"{key!r} is sharded over ranks, and a train state is of one rank. Give it beside the model, as in "
+                'save(step, {"model": model, "ema": ema}, optim, train_state), and load it in the same way',
+                key=key,
+            )
+    return state
+
+
+def _contents(model: TrainModel, optim: AnyOptimizer | None) -> Made:
+    if isinstance(model, Mapping):
+        return made_of(_with(model, optim))
+    if not isinstance(model, TrainModule):
+        return state_of(model, optim)
     if optim is not None:
         raise InvalidInput("a model with state_dict_to_save says by itself what it has; give no optimizer beside it")
-    return model.state_dict_to_save()
+    return made_by_name(dict(model.state_dict_to_save()))
+
+
+def _with(model: Mapping[str, Any], optim: AnyOptimizer | None) -> dict[str, Any]:
+    """A dict of whole objects, and the optimizer that was given beside it."""
+    if optim is None:
+        return dict(model)
+    if OPTIM in model:
+        raise InvalidInput(f"the dict of models has {OPTIM!r}, and an optimizer is given beside it; give one of them")
+    return {**model, OPTIM: optim[0] if isinstance(optim, list | tuple) and len(optim) == 1 else optim}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,45 +157,47 @@ class Restoring:
         """Load in place: (checkpoint, this rank's train state or None). Every rank makes the call."""
         optims: list[Optimizer] = []
 
-        def wants_optimizer() -> bool:
-            if self._wanted.optim and optim is None and not isinstance(model, TrainModule):
-                raise InvalidInput("load_optim_state=True needs an optimizer to load into; give optim")
-            optims.extend(() if self._wanted.optim is False else as_optimizers(optim))
-            return bool(optims)
+        says_itself = isinstance(model, TrainModule | Mapping)
 
-        stored, groups = self._find(ref, wants_optimizer)
+        def wanted_optimizers() -> list[str]:
+            if self._wanted.optim and optim is None and not says_itself:
+                raise InvalidInput("load_optim_state=True needs an optimizer to load into; give optim")
+            optims.extend(() if self._wanted.optim is False or says_itself else as_optimizers(optim))
+            return [OPTIM] if optims else []
+
+        stored, groups = self._find(ref, wanted_optimizers)
         train = self._train_template(stored)
         if isinstance(model, TrainModule):
             state, loaded = self._load_module(stored, model, train)
+        elif isinstance(model, Mapping):
+            state, loaded = self._load_objects(stored, _with(model, optim), train)
         else:
             wanted = self._wanted
             loading = TrainingStateLoad(
                 stored, groups, wanted.strict, wanted.rename, wanted.ignore_mismatched, cast=wanted.cast
             )
             state, loaded = self._load_named(loading, stored, model, optims, train)
-            if self._ranks.rank == 0 and optims and groups is None:
-                log.warning(
-                    "%s holds no optimizer that can be loaded, but %s: the one that was given stays as it is",
-                    stored.where, stored.at_the_top(),
-                )  # fmt: skip
+            if self._ranks.rank == 0 and optims and groups[OPTIM] is None:
+                log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
         if self._ranks.rank == 0 and self._wanted.unread == "warn":
-            if not isinstance(model, TrainModule) or self._unread_of_module == "ignore":
+            if not says_itself or self._unread_of_module == "ignore":
                 tell(loaded.run, loaded.step, self._left(loaded.unread_subtrees, has_train=bool(train)), _MEANT)
             warn_moved(loaded.run, loaded.step, _parts_of(stored) if train else {}, self._ranks.size)
         return loaded, next(iter(state[TRAIN].values())) if train else None
 
     @normal_tensors()
     def _find(
-        self, ref: str | Checkpoint, wants_optimizer: Callable[[], bool]
-    ) -> tuple[StoredTraining, StoredGroups | None]:
+        self, ref: str | Checkpoint, optimizers: Callable[[], list[str]]
+    ) -> tuple[StoredTraining, dict[str, StoredGroups | None]]:
         find_stored = partial(find, self._ranks, self._store, ref, required=False)
         allow_pickle = self._options.get("allow_pickle", False)
         try:
-            return find_stored(optimizer=wants_optimizer, allow_pickle=allow_pickle)
+            return find_stored(optimizers=optimizers, allow_pickle=allow_pickle)
         except Mismatch as error:
             if not self._wanted.lenient or error.key != GROUPS:
                 raise
-        return find_stored(optimizer=lambda: False, allow_pickle=allow_pickle)
+        stored, _ = find_stored(optimizers=lambda: (), allow_pickle=allow_pickle)
+        return stored, {OPTIM: None}
 
     def _left(self, subtrees: Sequence[str], *, has_train: bool) -> list[str]:
         """Of what was left unread, that of which the caller did not say so. Other ranks have had train states, too."""
@@ -204,14 +235,37 @@ class Restoring:
     ) -> tuple[dict[str, Any], Checkpoint]:
 
         def make() -> nn.Module:
-            self._check_there(stored, stored.has_optimizer)
+            self._check_there(stored, stored.has_optimizer())
             return as_model(model)
 
         loading.choose(self._ranks, make, self._wanted.unread)
-        self._ranks.exchange(lambda: loading.plan(optims), loading.check_unused)
+        self._ranks.exchange(lambda: loading.plan({OPTIM: optims}), loading.check_unused)
         loading.state.update(train)
         loaded = self._fill(stored, loading.state, loading.saved_key, loading.ignored)
         return loading.state, loading.install(loaded)
+
+    def _load_objects(
+        self, stored: StoredTraining, whole: dict[str, Any], train: dict[str, Any]
+    ) -> tuple[dict[str, Any], Checkpoint]:
+        wanted, optims = self._wanted, [key for key, value in whole.items() if is_optimizer(value)]
+        has_any = any(map(stored.has_optimizer, optims))
+        self._ranks.exchange(lambda: self._check_there(stored, has_any), lambda done: done)
+        for key in optims:
+            is_wanted = stored.has_optimizer(key) or wanted.optim or wanted.whole
+            if wanted.optim is False or not is_wanted:
+                del whole[key]
+            if not is_wanted and self._ranks.rank == 0:
+                log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
+
+        def load(template: Any, _: Checkpoint, to_fill: LoadOptions) -> Checkpoint:
+            return self._fill(stored, template, to_fill.rename, to_fill.ignore_mismatched, to_fill.unread)
+
+        given = LoadOptions(
+            strict=wanted.strict, ignore_mismatched=wanted.ignore_mismatched, rename=self._saved_key, cast=wanted.cast,
+            unread=self._unread_of_module, **self._options,
+        )  # fmt: skip
+        state = whole | train
+        return state, load_objects(self._store, self._ranks, state, stored.checkpoint, given=given, load=load)
 
     def _saved_key(self, key: str) -> str:
         """The key of the checkpoint for one here. The train state's are no names of a user."""

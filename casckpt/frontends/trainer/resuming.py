@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, Literal, TypeAlias, get_args
 
 from casckpt.checkpoint.loading.load_plan import Unread
@@ -20,9 +20,9 @@ def is_to_be_set(train_state: Any, missing: Any) -> bool:
     """Look for a train state to set. Raises InvalidInput for one that cannot be, and for another ``missing``."""
     if missing not in get_args(Missing):
         raise InvalidInput(f'missing={missing!r:.80} is not usable; give "raise" or "warn"')
-    if train_state is not None and not hasattr(train_state, "load_state_dict"):
+    if not isinstance(train_state, MutableMapping | None) and not hasattr(train_state, "load_state_dict"):
         kind = type(train_state).__name__
-        raise InvalidInput(f"a {kind} cannot be set: give resume a TrainState, or take what load gives")
+        raise InvalidInput(f"a {kind} cannot be set: give resume a TrainState or a dict, or take what load gives")
     return train_state is not None
 
 
@@ -44,11 +44,19 @@ def to_resume(
 
 
 def set_train_state(train_state: Any, state: Mapping[str, Any] | None, where: str, missing: Missing) -> None:
-    """Set ``train_state``, if there is one, to what was loaded. Raises what its load_state_dict raises."""
+    """Set ``train_state``, if there is one, to what was loaded. Raises what its load_state_dict raises.
+
+    A dict is filled in place, and gets what only the checkpoint has.
+    """
     if train_state is None:
         return
     if state is None:
         log.warning("%s holds no train state: the one that was given stays as it is", where)
+    elif not hasattr(train_state, "load_state_dict"):
+        parts = TrainState(rng=False)
+        parts.data = train_state
+        set_train_state(parts, {name: state[name] for name in state if name in train_state}, where, missing)
+        train_state.update({name: value for name, value in state.items() if name not in train_state})
     elif missing == "warn" and isinstance(train_state, TrainState):
         left = train_state.load_state_dict(state, strict=False)
         if left:

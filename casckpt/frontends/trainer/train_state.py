@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import UserDict
 from collections.abc import Mapping
@@ -13,6 +14,9 @@ import torch
 from casckpt.checkpoint.ranks import this_rank
 from casckpt.errors import InvalidInput, MissingKey
 from casckpt.format.digest import hex_digest
+from casckpt.frontends.training_state.plain_state import check_part, draws, fill, plain_state
+
+log = logging.getLogger("casckpt")
 
 RNG = "rng"
 
@@ -58,9 +62,13 @@ def _seed(seed: int) -> None:
 class TrainState(UserDict[str, Any]):
     """The random generators of this rank, and what is given by name.
 
-    ``parts``: objects with state_dict and load_state_dict (schedulers, data loaders, samplers), torch.Generators, and
-    plain data, which is read and set as ``train["epoch"]``. ``rng``: with the generators of `rng_state`.
+    ``parts``: objects with state_dict and load_state_dict (schedulers, data loaders, samplers), random generators of
+    torch and numpy, and plain data, which is read and set as ``train["epoch"]``. A load fills dicts, lists, arrays and
+    tensors in place. ``rng``: with the generators of `rng_state`. Raises InvalidInput for a DataLoader of torch, which
+    does not know where it is.
     """
+
+    holds_rng = True
 
     def __init__(self, *, rng: bool = True, **parts: Any) -> None:  # of any type: what is to be saved
         self._rng = rng
@@ -69,11 +77,12 @@ class TrainState(UserDict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         if name == RNG and self._rng:
             raise InvalidInput(f"{RNG!r} is where a TrainState has the random generators; give another name")
+        check_part(value, name)
         super().__setitem__(name, value)
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as it is now."""
-        state = {name: _state_of(part) for name, part in self.items()}
+        state = {name: plain_state(part, name) for name, part in self.items()}
         return {RNG: rng_state(), **state} if self._rng else state
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> list[str]:
@@ -89,26 +98,11 @@ class TrainState(UserDict[str, Any]):
                 f"that part out of the TrainState{without}, or load another checkpoint",
                 keys=tuple(missing),
             )
-        for name in [name for name in self if name not in missing]:
-            self[name] = _restored(self[name], state[name])
+        beside = [name for name in state if name not in self and name != RNG]
+        if beside:
+            log.warning("the saved train state has %s, which this one has not: left out", ", ".join(map(repr, beside)))
+        for name in sorted((name for name in self if name not in missing), key=lambda name: draws(self[name])):
+            self[name] = fill(self[name], state[name], name)
         if self._rng and RNG not in missing:
             restore_rng(state[RNG])
         return missing
-
-
-def _state_of(part: Any) -> Any:
-    if isinstance(part, torch.Generator):
-        return part.get_state()
-    return part.state_dict() if hasattr(part, "state_dict") else part
-
-
-def _restored(part: Any, state: Any) -> Any:
-    if isinstance(part, torch.Generator):
-        part.set_state(state)
-    elif hasattr(part, "load_state_dict"):
-        part.load_state_dict(state)
-    elif hasattr(part, "state_dict"):
-        raise InvalidInput(f"a {type(part).__name__} has a state_dict, but no load_state_dict: it cannot be set again")
-    else:
-        return state
-    return part

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from casckpt.frontends.training_state.names import wrapped_child
+from casckpt.frontends.training_state.stored import MODEL
 
 log = logging.getLogger(__name__)
 
@@ -19,8 +21,11 @@ _FSDP2 = "FSDP"  # fully_shard puts it before the name of a class, and its own c
 def config_files(model: Any) -> dict[str, bytes]:
     """config.json, and generation_config.json where there is one; nothing for a model of another kind.
 
-    Of several parts of a model none is known to be it. Nor is a model with adapters what its config says.
+    Of several parts of a model none is known to be it. Nor is a model with adapters what its config says. Of a dict of
+    whole objects it is the one named "model".
     """
+    if isinstance(model, Mapping):
+        model = model.get(MODEL)
     inner = _unwrapped(model[0] if isinstance(model, list | tuple) and len(model) == 1 else model)
     if not _is_pretrained(inner) or getattr(inner, "_hf_peft_config_loaded", False):
         return {}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from os.path import commonprefix
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,8 +43,7 @@ from casckpt.frontends.training_state.kinds import Kind
 from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
 from casckpt.frontends.training_state.optimizer import install, named_groups, tensors_below
 from casckpt.frontends.training_state.stored import (
-    GROUPS,
-    STATE,
+    MODEL,
     StoredGroups,
     StoredTraining,
     is_step,
@@ -73,8 +73,10 @@ class Unused:
 
 
 class TrainingStateLoad:
-    """A load of one checkpoint, with its optimizer's groups if they are wanted.
+    """A load of one model, with its optimizers by key, from one checkpoint, where the model is below ``at``.
 
+    ``groups``: those of each optimizer that is wanted; None where the checkpoint has none. ``state``: what to fill, for
+    the key of the model and of each optimizer, known after `plan`.
     ``rename``: from a key of the model, ``model.<name>``, to one of the checkpoint; its optimizer's state goes along.
     ``ignore_mismatched``: patterns of names of the model, or of keys; what does not fit there is left as it is.
     ``cast``: convert; state that was saved in the dtype of its saved parameter gets that of the parameter here.
@@ -85,14 +87,16 @@ class TrainingStateLoad:
     def __init__(
         self,
         stored: StoredTraining,
-        groups: StoredGroups | None,
+        groups: Mapping[str, StoredGroups | None],
         strict: bool,
         rename: Rename = None,
         ignore_mismatched: Sequence[str] | None = None,
         *,
         cast: bool = False,
+        at: str = MODEL,
     ) -> None:
         self.state: dict[str, Any] = {}
+        self.at, self._start = at, f"{at}."
         self._stored, self._groups, self._strict, self._rename = stored, groups, strict, rename
         self._ignore_mismatched, self._cast = ignore_mismatched, cast
         self.ignored: tuple[str, ...] = ()
@@ -100,7 +104,7 @@ class TrainingStateLoad:
         self._bare = False
         self._places: dict[bool, dict[str, str]] = {}
         self._warns, self._filled, self._said = True, "", list[str | None]()
-        self._optimizers: list[_OptimizerPlan] = []
+        self._optimizers: dict[str, list[_OptimizerPlan]] = {}
         self._absent: tuple[str, ...] = ()
 
     def choose(self, ranks: Ranks, make: Callable[[], nn.Module], unread: Unread) -> None:
@@ -114,11 +118,11 @@ class TrainingStateLoad:
 
         def measure() -> list[bool]:
             given = usable_patterns(self._ignore_mismatched, "ignore_mismatched") or ()
-            self.ignored = (*given, *(f"model.{pattern}" for pattern in given))
+            self.ignored = (*given, *(f"{self._start}{pattern}" for pattern in given))
             self._saved_key = renamer(self._rename)
             self._module = make()
             self._model = ModelTemplate(self._module, strict=self._strict)
-            fits[:] = [self._fit(bare=bare) for bare in ((False,) if self._stored.is_nested else (False, True))]
+            fits[:] = [self._fit(bare=bare) for bare in ((False,) if self._is_nested else (False, True))]
             return [fit.is_full for fit in fits]
 
         def settled(found: Sequence[list[bool]]) -> Sequence[bool | None]:
@@ -138,13 +142,18 @@ class TrainingStateLoad:
             self._filled = _all_of(fits[bare]) if ranks.size == 1 else "all"
         self._bare = ranks.exchange(lambda: fits, decide) if bare is None else bare
 
+    @property
+    def _is_nested(self) -> bool:
+        """Whether the names of the model can only be below its key."""
+        return self.at != MODEL or self._stored.is_nested
+
     def _fit(self, *, bare: bool) -> Fit:
         """How this rank's tensors fit: by name, or by the memory that they share with one that fits."""
         filled, unfilled, misfits = dict[str, str](), dict[str, Shape](), set[str]()
         manifest, values = self._stored.manifest, self._model.values
         places = self._places[bare] = {name: self._where(name, bare=bare) for name in values}
         for name, value in values.items():
-            key, shape, saved = f"model.{name}", shape_of(value), places[name]
+            key, shape, saved = f"{self._start}{name}", shape_of(value), places[name]
             entry = manifest.tensors.get(saved)
             if shape is None:
                 continue
@@ -155,8 +164,8 @@ class TrainingStateLoad:
             else:
                 misfits.add(key)
         if unfilled:
-            homes = {memory_of(values[key.removeprefix("model.")]): saved for key, saved in filled.items()}
-            tied = {key: homes.get(memory_of(values[key.removeprefix("model.")])) for key in unfilled}
+            homes = {memory_of(values[key.removeprefix(self._start)]): saved for key, saved in filled.items()}
+            tied = {key: homes.get(memory_of(values[key.removeprefix(self._start)])) for key in unfilled}
             filled |= {key: saved for key, saved in tied.items() if saved is not None}
         return Fit(filled, {key: shape for key, shape in unfilled.items() if key not in filled}, frozenset(misfits))
 
@@ -166,9 +175,9 @@ class TrainingStateLoad:
 
         def place(name: str) -> str:
             """What ``rename`` makes of it; the key of a checkpoint that it gives in full is taken as it is."""
-            saved = self._saved_key(f"model.{name}")
-            is_whole = saved != f"model.{name}" and saved in entries
-            return saved.removeprefix("model.") if bare and not is_whole else saved
+            saved = self._saved_key(f"{self._start}{name}")
+            is_whole = saved != f"{self._start}{name}" and saved in entries
+            return saved.removeprefix(self._start) if bare and not is_whole else saved
 
         saved = place(name)
         if saved in entries or (plain := name_without_adapters(name)) == name:
@@ -176,33 +185,42 @@ class TrainingStateLoad:
         base = place(plain)
         return base if base in entries else saved
 
-    def plan(self, optims: Sequence[Optimizer] = ()) -> Unused:
-        """Check all that this rank can. Raises MissingKey, Mismatch or InvalidInput."""
+    def plan(self, optims: Mapping[str, Sequence[Optimizer]] = MappingProxyType({})) -> Unused:
+        """Check all that this rank can. ``optims``: by key. Raises MissingKey, Mismatch or InvalidInput."""
         self._left = self._leave()
         for name in self._left:
             del self._model.values[name]
         if self._model.values:
-            self.state["model"] = self._model.values
+            self.state[self.at] = self._model.values
         saved = self._stored.manifest.tensors
         shapes = {name: entry.shape for name in self._model.values if (entry := saved.get(self._place(name)))}
         ignored = filter(self._is_ignored, self._model.values)
         new = {*self._left, *(name for name in ignored if shapes.get(name) != shape_of(self._model.values[name]))}
-        plans: list[_OptimizerPlan] = []
-        if self._groups is not None:
-            about = (self._stored, self._groups, self._module, self._saved_name)
-            plans = [_OptimizerPlan(optim, *about, new=new, strict=self._strict, cast=self._cast) for optim in optims]
-        missing = tuple(f"{STATE}.{name}" for plan in plans for name in plan.match.missing)
-        self._optimizers, self._absent = plans, (GROUPS,) if optims and self._groups is None else missing
-        filled = {name: value for plan in plans for name, value in plan.template.items()}
-        if filled:
-            self.state["optim"] = {"state": filled}
+        unused = [name for at, several in optims.items() for name in self._plan_optimizers(at, several, new)]
         known = {self._saved_name(name) for name in new}
-        unused = on_no_rank([plan.match.unused for plan in plans]) if plans else ()
         return Unused(
             [name for name in self._unused_keys() if not self._is_ignored(name)],
             [name for name in unused if name not in known and not self._is_ignored(name)],
             [] if self._bare else self._stored.beside_model({self._place(name) for name in self._model.values}),
         )
+
+    def _plan_optimizers(self, at: str, optims: Sequence[Optimizer], new: Collection[str]) -> list[str]:
+        """The same for those that were saved together at one key. Give the names that only the checkpoint has."""
+        groups = self._groups.get(at)
+        if not optims or groups is None:
+            self._absent += (f"{at}.param_groups",) if optims else ()
+            return []
+        about = (self._stored, groups, self._module, self._saved_name)
+        plans = [
+            _OptimizerPlan(optim, *about, at=at, start=self._start, new=new, strict=self._strict, cast=self._cast)
+            for optim in optims
+        ]
+        self._optimizers[at] = plans
+        self._absent += tuple(f"{at}.state.{name}" for plan in plans for name in plan.match.missing)
+        filled = {name: value for plan in plans for name, value in plan.template.items()}
+        if filled:
+            self.state[at] = {"state": filled}
+        return on_no_rank([plan.match.unused for plan in plans])
 
     def _leave(self) -> tuple[str, ...]:
         """Names that are left as they are: load_state_dict passes by them, or by others that belong to them.
@@ -211,7 +229,7 @@ class TrainingStateLoad:
         """
         left, refused = dict[str, None](), dict[str, str]()
         for name, together in self._model.passed_by.items():
-            there = [one for one in together if self.saved_key(f"model.{one}") in self._stored.keys]
+            there = [one for one in together if self.saved_key(f"{self._start}{one}") in self._stored.keys]
             if all(self._is_ignored(one) for one in there):
                 left |= dict.fromkeys(there)
             else:
@@ -227,11 +245,11 @@ class TrainingStateLoad:
         return tuple(left)
 
     def _is_ignored(self, name: str) -> bool:
-        return matches(f"model.{name}", self.ignored)
+        return matches(f"{self._start}{name}", self.ignored)
 
     def saved_key(self, key: str) -> str:
         """For `Store.load`: where in the checkpoint the value for a key of ``state`` is. The optimizer's say that."""
-        return self._place(key.removeprefix("model.")) if key.startswith("model.") else key
+        return self._place(key.removeprefix(self._start)) if key.startswith(self._start) else key
 
     def _place(self, name: str) -> str:
         """The key of the checkpoint for a name of the model."""
@@ -240,13 +258,13 @@ class TrainingStateLoad:
     def _saved_name(self, name: str) -> str:
         """Give what a name of the model's was when it was saved."""
         saved = self._place(name)
-        return saved if self._bare else saved.removeprefix("model.")
+        return saved if self._bare else saved.removeprefix(self._start)
 
     def _unused_keys(self) -> list[str]:
         """Saved names of the model's that it has not."""
         wanted = {self._saved_name(name): name for name in (*self._model.values, *self._left)}
         extra = tuple(f"{saved}." for saved, name in wanted.items() if is_extra_state(name))
-        there = self._stored.bare_keys() if self._bare else self._stored.keys_below("model")
+        there = self._stored.bare_keys() if self._bare else self._stored.keys_below(self.at)
         return [name for name in there if name not in wanted and not name.startswith(extra)]
 
     def check_unused(self, found: Sequence[Unused]) -> Sequence[None]:
@@ -268,18 +286,20 @@ class TrainingStateLoad:
 
     def install(self, loaded: Checkpoint) -> Checkpoint:
         """Hand what was loaded to the model and the optimizer."""
-        mismatched = (*loaded.mismatched_keys, *(f"model.{name}" for name in self._left))
-        self._model.install({key.removeprefix("model.") for key in (*loaded.missing_keys, *mismatched)}, self._strict)
-        known_left = {self.saved_key(f"model.{name}") for name in self._left}
+        mismatched = (*loaded.mismatched_keys, *(f"{self._start}{name}" for name in self._left))
+        without = [key for key in (*loaded.missing_keys, *mismatched) if key.startswith(self._start)]
+        self._model.install({key.removeprefix(self._start) for key in without}, self._strict)
+        known_left = {self.saved_key(f"{self._start}{name}") for name in self._left}
         unread = tuple(key for key in loaded.unread_keys if key not in known_left)
-        if self._optimizers:
-            for plan in self._optimizers:
-                plan.install(self.state.get("optim", {}).get("state", {}))
-            known = (GROUPS, *(f"{STATE}.{name}" for plan in self._optimizers for name in plan.nothing_of))
+        for at, plans in self._optimizers.items():
+            for plan in plans:
+                plan.install(self.state.get(at, {}).get("state", {}))
+            known = (f"{at}.param_groups", *(f"{at}.state.{name}" for plan in plans for name in plan.nothing_of))
             starts = tuple(f"{key}." for key in known)
             unread = tuple(key for key in unread if key not in known and not key.startswith(starts))
         if self._filled:
-            said = f"filled {self._filled} tensors of the model from {self._stored.where}"
+            what = "the model" if self.at == MODEL else repr(self.at)
+            said = f"filled {self._filled} tensors of {what} from {self._stored.where}"
             log_once(loaded.id, said, self._model.values, logging.INFO)
         for warning in self._said:
             log_once(loaded.id, warning, loaded.missing_keys)
@@ -321,13 +341,18 @@ class _OptimizerPlan:
         model: nn.Module,
         saved_name: Callable[[str], str],
         *,
+        at: str,
+        start: str,
         new: Collection[str],
         strict: bool,
         cast: bool,
     ) -> None:
-        """``new``: names of parameters that are left as they are, and their state with them."""
+        """``at``: the key of the optimizer. ``start``: of all keys of the model.
+
+        ``new``: names of parameters that are left as they are, and their state with them.
+        """
         self._optim, self._kind, self._stored, self._cast = optim, Kind.of(optim), stored, cast
-        self._kept = None if self._kind is None else self._kind.keeps()
+        self._kept, self._start = None if self._kind is None else self._kind.keeps(), start
         here = named_groups(model, optim)
         self.match: Match = match(here, saved, lambda name: _NOWHERE if name in new else saved_name(name))
         if strict:
@@ -340,10 +365,10 @@ class _OptimizerPlan:
         self.nothing_of = {name for name, home in self._homes.items() if home.holding.is_nothing}
         self._taken = {local_of(parameter).data_ptr() for parameter in model.parameters()} - {0}
         left_out = self.nothing_of | set(self.match.unused)
-        nodes = stored.nodes(dict.fromkeys([*self._parameters, *self.match.unused]))
+        nodes = stored.nodes(dict.fromkeys([*self._parameters, *self.match.unused]), at)
         nodes = {name: node for name, node in nodes.items() if name not in left_out}
         self._check_kind(nodes)
-        self.template = apart(stored.template(nodes, self._place, lambda key: True))
+        self.template = apart(stored.template(nodes, self._place, lambda key: True, at))
 
     def _check_kind(self, nodes: Mapping[Element, Node]) -> None:
         """Raise Mismatch if the state is that of another kind of optimizer: it would show in the next step."""
@@ -382,7 +407,7 @@ class _OptimizerPlan:
 
         What was saved in the dtype of its parameter follows it. All else was meant to be of its own, as are counts.
         """
-        weight = self._stored.manifest.tensors.get(f"model.{name}")
+        weight = self._stored.manifest.tensors.get(f"{self._start}{name}")
         stays = keeps_dtype(entry, key) or key in getattr(self._optim, "non_castable_tensor_keys", ())  # bitsandbytes'
         follows = self._cast and weight is not None and entry.dtype == weight.dtype and not stays
         return entry.converted(dtype_name(dtype), dtype.itemsize) if follows else entry

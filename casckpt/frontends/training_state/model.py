@@ -52,6 +52,15 @@ def model_state(model: nn.Module) -> OrderedDict[str, Any]:
     return state
 
 
+def model_to_save(model: nn.Module) -> OrderedDict[str, Any]:
+    """`model_state`, in which buffers are marked: ranks may hold other values of them, as `may_differ` says."""
+    state = model_state(model)
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+            state[name] = nn.Buffer(value)
+    return state
+
+
 def _live_state(model: nn.Module) -> dict[str, Any]:
     """Parameters as such, which are known to be the same on all ranks that have them."""
     with without_fsdp_hooks(model):

@@ -82,7 +82,11 @@ class Parts(nn.Module):
             for key, value in part.state_dict(prefix=prefix, keep_vars=keep_vars).items():
                 name = plain_name(part, key)
                 if found.setdefault(name, value) is not value:
-                    raise InvalidInput(f"two parts of the model have the name {name!r}; rename one", key=name)
+                    raise InvalidInput(
+                        f"two parts of the model have the name {name!r}. Rename one; or, if these are several models, "
+                        'give a dict of them and their optimizers, as {"generator": g, "discriminator": d, ...}',
+                        key=name,
+                    )
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Unpack
 
-import torch
-from torch import nn
-
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.keywords import check_keywords
 from casckpt.checkpoint.loading.load_plan import LoadArguments, LoadOptions
@@ -17,10 +14,11 @@ from casckpt.checkpoint.saving.options import SaveArguments
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.training_state.hub_config import config_files
 from casckpt.frontends.training_state.loading import TrainingStateLoad, normal_tensors
-from casckpt.frontends.training_state.model import model_state
+from casckpt.frontends.training_state.model import model_to_save
 from casckpt.frontends.training_state.optimizer import states_to_save
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
-from casckpt.frontends.training_state.together import find, make_state
+from casckpt.frontends.training_state.stored import MODEL, OPTIM
+from casckpt.frontends.training_state.together import Made, find, made_by_name, make_state
 from casckpt.store.store import Store
 
 
@@ -54,7 +52,7 @@ def save_model_and_optim_state(
     ranks = open_ranks(options.get("process_group"), no_dist=options.get("no_dist", False))
     opened: list[Store] = []
 
-    def make() -> dict[str, Any]:
+    def make() -> Made:
         opened.append(as_store(store))
         return state_of(model, optim)
 
@@ -65,16 +63,13 @@ def save_model_and_optim_state(
     return opened[0].save(state, run=run, step=step, **options)
 
 
-def state_of(model: AnyModel, optim: AnyOptimizer | None) -> dict[str, Any]:
+def state_of(model: AnyModel, optim: AnyOptimizer | None) -> Made:
     """Give what this rank saves of them: live tensors under plain names. Raises InvalidInput."""
     whole, optims = as_model(model), as_optimizers(optim)
-    state: dict[str, Any] = {"model": model_state(whole)}
-    for name, value in state["model"].items():
-        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-            state["model"][name] = nn.Buffer(value)  # which ranks may hold otherwise, as `may_differ` says
+    state: dict[str, Any] = {MODEL: model_to_save(whole)}
     if optims:
-        state["optim"] = states_to_save(whole, optims)
-    return state
+        state[OPTIM] = states_to_save(whole, optims)
+    return made_by_name(state)
 
 
 @normal_tensors()
@@ -116,16 +111,16 @@ def load_model_and_optim_state(
     given = LoadOptions(**options)
     ranks = open_ranks(given.process_group, no_dist=given.no_dist)
     stored, groups = find(
-        ranks, store, ref, optimizer=lambda: bool(as_optimizers(optim)), required=given.strict,
+        ranks, store, ref, optimizers=lambda: [OPTIM] if as_optimizers(optim) else [], required=given.strict,
         allow_pickle=given.allow_pickle,
     )  # fmt: skip
     loading = TrainingStateLoad(stored, groups, given.strict, given.rename, given.ignore_mismatched, cast=given.cast)
     loading.choose(ranks, lambda: as_model(model), given.unread)
-    ranks.exchange(lambda: loading.plan(as_optimizers(optim)), loading.check_unused)
+    ranks.exchange(lambda: loading.plan({OPTIM: as_optimizers(optim)}), loading.check_unused)
     options |= {"ignore_mismatched": loading.ignored, "unread": "ignore", "rename": loading.saved_key}
     loaded = stored.store.load(loading.state, stored.checkpoint, **options)
     loaded = loading.install(loaded)
     if ranks.rank == 0 and given.unread == "warn":
-        left = [key for key in loaded.unread_subtrees if optim is not None or not is_within(key, "optim")]
+        left = [key for key in loaded.unread_subtrees if optim is not None or not is_within(key, OPTIM)]
         tell(loaded.run, loaded.step, left, 'pass unread="ignore"')
     return loaded

@@ -21,8 +21,8 @@ from casckpt.repository.signatures.signed import get_trusted
 from casckpt.store.store import Store
 from casckpt.tensors.state import decode_tree, inflate
 
-GROUPS = "optim.param_groups"
-STATE = "optim.state"
+MODEL, OPTIM = "model", "optim"
+GROUPS, STATE = f"{OPTIM}.param_groups", f"{OPTIM}.state"
 
 _TOP = frozenset(("model", "optim", "train", "lightning", "transformers"))
 """What front ends of casckpt save at the top of a checkpoint."""
@@ -95,38 +95,39 @@ class StoredTraining:
         names = [repr(element) for element, _ in children(self._tree)]
         return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether an optimizer was saved along."""
-        return find(self._tree, GROUPS) is not None
+    def has_optimizer(self, at: str = OPTIM) -> bool:
+        """Whether an optimizer was saved along, under the key ``at``."""
+        return find(self._tree, f"{at}.param_groups") is not None
 
-    def groups(self, *, allow_pickle: bool = False) -> StoredGroups:
-        """The groups, with their parameters by name.
+    def groups(self, at: str = OPTIM, *, allow_pickle: bool = False) -> StoredGroups:
+        """The groups of the optimizer at ``at``, with their parameters by name.
 
         Raises MissingKey if there are none, Mismatch if they were saved by number.
         """
-        if not self.has_optimizer:
+        key = f"{at}.param_groups"
+        if not self.has_optimizer(at):
             raise MissingKey(
-                f"{self.where} holds no optimizer ({GROUPS}); load the model alone with optim=None, or choose another "
+                f"{self.where} holds no optimizer ({key}); load the model without it (optim=None), or choose another "
                 "checkpoint",
-                keys=(GROUPS,),
+                keys=(key,),
             )
-        state = self.store.read(self.checkpoint, keys=[f"{GROUPS}*"], allow_pickle=allow_pickle)
-        found = state["optim"]["param_groups"]
+        made: dict[str, Any] = {key: None}
+        self.store.load(made, self.checkpoint, no_dist=True, unread="ignore", allow_pickle=allow_pickle)
+        found = made[key]
         usable = isinstance(found, list) and all(isinstance(group, Mapping) and "params" in group for group in found)
         if not usable or not all(isinstance(name, str) for group in found for name in group["params"]):
             raise Mismatch(
-                f"{GROUPS} of {self.where} does not name its parameters (a plain optim.state_dict() was saved?); "
+                f"{key} of {self.where} does not name its parameters (a plain optim.state_dict() was saved?); "
                 "read it with store.read",
-                key=GROUPS,
+                key=key,
             )
         groups: StoredGroups = found
         return groups
 
-    def nodes(self, names: Mapping[str, Any]) -> dict[Element, Node]:
-        """The part of the tree for each of ``names`` that has state, and for what else stands beside them."""
-        node = find(self._tree, STATE)
-        others = self._at_the_top(names) | self.below(STATE)
+    def nodes(self, names: Mapping[str, Any], at: str = OPTIM) -> dict[Element, Node]:
+        """The part of the tree for each of ``names`` that has state at ``at``, and for what else stands beside them."""
+        node = find(self._tree, f"{at}.state")
+        others = self._at_the_top(names, f"{at}.state.") | self.below(f"{at}.state")
         nodes: dict[Element, Node] = {name: others.pop(name) for name in names if name in others}
         if not others:
             return nodes
@@ -137,9 +138,9 @@ class StoredTraining:
                 others.pop(name.partition(".")[0], None)
         return nodes | others
 
-    def _at_the_top(self, names: Mapping[str, Any]) -> dict[Element, Node]:
+    def _at_the_top(self, names: Mapping[str, Any], start: str) -> dict[Element, Node]:
         """The same of state that stands at the top of the tree by its flat keys, as Megatron style leaves it."""
-        start, found = f"{STATE}.", dict[Element, dict[Element, Node]]()
+        found = dict[Element, dict[Element, Node]]()
         for element, node in children(self._tree):
             if str(element).startswith(start):
                 key = str(element).removeprefix(start)
@@ -147,16 +148,18 @@ class StoredTraining:
                 found.setdefault(name, {})[key.removeprefix(f"{name}.")] = node
         return dict(found)
 
-    def template(self, nodes: Mapping[Element, Node], place: Place, keep: Callable[[str], bool]) -> dict[Element, Any]:
-        """State to be filled by `Store.load`: the flat keys below ``optim.state`` that ``keep`` answers for."""
+    def template(
+        self, nodes: Mapping[Element, Node], place: Place, keep: Callable[[str], bool], at: str = OPTIM
+    ) -> dict[Element, Any]:
+        """State to be filled by `Store.load`: the flat keys below the ``state`` of ``at`` that ``keep`` answers for."""
         filled: dict[Element, Any] = {}
-        keys = (f"{STATE}.{join((name, *path))}" for name, node in nodes.items() for path, _ in leaves(node))
+        keys = (f"{at}.state.{join((name, *path))}" for name, node in nodes.items() for path, _ in leaves(node))
         self.manifest.ready([entry.number for key in keys if (entry := self.manifest.tensors.get(key))], ())
         for name, node in nodes.items():
             prefix = f"{name}."
 
             def leaf(key: str, kind: Leaf, name: Element = name, prefix: str = prefix) -> Any:
-                entry = self.manifest.tensors.get(f"{STATE}.{key}")
+                entry = self.manifest.tensors.get(f"{at}.state.{key}")
                 return None if entry is None else place(name, key.removeprefix(prefix), self._whole(entry))
 
             filled |= inflate({name: node}, leaf, keep)

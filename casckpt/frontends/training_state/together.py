@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 from casckpt.checkpoint.agreement import check_same, named
 from casckpt.checkpoint.handle import Checkpoint
@@ -16,7 +17,7 @@ from casckpt.format.manifest import Manifest
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.training_state.groups import merged
 from casckpt.frontends.training_state.optimizer import tensors_below
-from casckpt.frontends.training_state.stored import StoredGroups, StoredTraining
+from casckpt.frontends.training_state.stored import MODEL, OPTIM, StoredGroups, StoredTraining
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
 from casckpt.store.store import Store
@@ -25,47 +26,75 @@ from casckpt.tensors.shards import check_storable
 from casckpt.tensors.values import Shard
 
 
-def make_state(ranks: Ranks, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """This rank's state, in which ``optim.param_groups``, if there are any, are those of all ranks.
+@dataclass(frozen=True)
+class NamedState:
+    """What a rank saves of an optimizer, by the names of its model. ``key``: of the optimizer. ``model``: its state."""
+
+    key: str
+    state: dict[str, Any]
+    model: Mapping[str, Any]
+
+
+Made: TypeAlias = tuple[dict[str, Any], Sequence[NamedState]]
+"""What a rank saves, and the states of optimizers in it."""
+
+
+def made_by_name(state: dict[str, Any]) -> Made:
+    """``state``, whose optimizer, if it has one, is by the names of its model."""
+    optimizer = state.get(OPTIM)
+    if not isinstance(optimizer, Mapping) or "param_groups" not in optimizer:
+        return state, ()
+    state[OPTIM] = dict(optimizer)
+    return state, (NamedState(OPTIM, state[OPTIM], state.get(MODEL, {})),)
+
+
+def make_state(ranks: Ranks, make: Callable[[], Made]) -> dict[str, Any]:
+    """This rank's state, in which the ``param_groups`` of each optimizer are those of all ranks that have it.
 
     What goes wrong in the making is raised on all of them. Raises InvalidInput, too, where ranks have other values of
     an optimizer's state that is no shard of anything, for a parameter that is sharded.
     """
-    made: list[dict[str, Any]] = []
+    made: list[Made] = []
 
-    def groups() -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = made[0].get("optim", {}).get("param_groups", [])
-        return found
-
-    def digest() -> tuple[str, dict[str, bytes]]:
+    def digest() -> tuple[dict[str, str], dict[str, bytes]]:
         made.append(make())
-        beside = _beside_shards(made[0]) if ranks.size > 1 else {}
-        return hex_digest(repr([group["params"] for group in groups()]).encode()), beside
+        named = made[0][1]
+        texts = {one.key: repr([group["params"] for group in one.state["param_groups"]]) for one in named}
+        return {key: hex_digest(text.encode()) for key, text in texts.items()}, _beside_shards(named, ranks.size)
 
-    def compare(found: Sequence[tuple[str, Mapping[str, bytes]]]) -> Sequence[bool]:
+    def compare(found: Sequence[tuple[dict[str, str], Mapping[str, bytes]]]) -> Sequence[set[str]]:
         _check_alike([beside for _, beside in found])
-        return everyone(len({text for text, _ in found}) > 1, ranks.size)
+        distinct = {pair for texts, _ in found for pair in texts.items()}
+        keys = [key for key, _ in distinct]
+        return everyone({key for key in keys if keys.count(key) > 1}, ranks.size)
+
+    def merge(found: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        return everyone({key: merged([one[key] for one in found if key in one]) for key in differ}, ranks.size)
 
     differ = ranks.exchange(digest, compare)
     if differ:
-        every = ranks.exchange(groups, lambda found: everyone(merged(found), ranks.size))
-        made[0]["optim"] = {**made[0].get("optim", {"state": {}}), "param_groups": every}
-    return made[0]
+        mine = {one.key: one.state for one in made[0][1] if one.key in differ}
+        every = ranks.exchange(lambda: {key: state["param_groups"] for key, state in mine.items()}, merge)
+        for key, state in mine.items():
+            state["param_groups"] = every[key]
+    return made[0][0]
 
 
-def _beside_shards(state: Mapping[str, Any]) -> dict[str, bytes]:
+def _beside_shards(named: Sequence[NamedState], size: int) -> dict[str, bytes]:
     """Digests of the tensors of an optimizer's state that are whole here, though their parameter is sharded, by key."""
-    model, digests = state.get("model", {}), dict[str, bytes]()
-    for name, entries in state.get("optim", {}).get("state", {}).items():
-        if _is_sharded(model.get(name)):
-            for key, value in tensors_below(entries, f"optim.state.{name}"):
-                if not is_dtensor(value) and value.numel() > 1:
-                    check_storable(key, value)
-                    digests[key] = digest_of(value)
+    digests = dict[str, bytes]()
+    for one in named if size > 1 else ():
+        states = one.state.get("state", {}).items()
+        of_shards = {name: entries for name, entries in states if is_sharded(one.model.get(name))}
+        for key, value in tensors_below(of_shards, f"{one.key}.state"):
+            if not is_dtensor(value) and value.numel() > 1:
+                check_storable(key, value)
+                digests[key] = digest_of(value)
     return digests
 
 
-def _is_sharded(parameter: Any) -> bool:
+def is_sharded(parameter: Any) -> bool:
+    """Tell whether this rank has only a part of it."""
     if isinstance(parameter, Shard):
         return parameter.data.numel() != prod(parameter.global_shape)
     return is_dtensor(parameter) and parameter.to_local().numel() != parameter.numel()
@@ -91,26 +120,31 @@ def find(
     store: AnyStore,
     ref: str | Checkpoint,
     *,
-    optimizer: Callable[[], bool],
+    optimizers: Callable[[], Collection[str]],
     required: bool,
     allow_pickle: bool,
-) -> tuple[StoredTraining, StoredGroups | None]:
-    """The checkpoint that ``ref`` names, and its optimizer's groups if any rank wants an ``optimizer``; rank 0 reads.
+) -> tuple[StoredTraining, dict[str, StoredGroups | None]]:
+    """The checkpoint that ``ref`` names, and the groups of the ``optimizers``, keys, that any rank wants; rank 0 reads.
 
-    ``optimizer``: called once, where what it raises reaches all ranks. ``required``: there must be one. Raises Conflict
-    if ranks name different checkpoints, NotFound, MissingKey, Mismatch, Damaged, StorageError; on all ranks.
+    ``optimizers``: called once, where what it raises reaches all ranks. ``required``: they must be there; else those
+    that are not are None. Raises Conflict if ranks name different checkpoints, NotFound, MissingKey, Mismatch, Damaged,
+    StorageError; on all ranks.
     """
     opened: list[Store] = []
 
-    def hello() -> tuple[str, bool]:
+    def hello() -> tuple[str, list[str]]:
         opened.append(as_store(store))
-        return named(ref), optimizer()
+        return named(ref), list(optimizers())
 
-    def look(told: Sequence[tuple[str, bool]]) -> Sequence[tuple[Commit, Manifest, StoredGroups | None]]:
+    def look(
+        told: Sequence[tuple[str, list[str]]],
+    ) -> Sequence[tuple[Commit, Manifest, dict[str, StoredGroups | None]]]:
         check_same([text for text, _ in told])
         stored = StoredTraining.read(opened[0], ref)
-        reads = any(wanted for _, wanted in told) and (required or stored.has_optimizer)
-        groups = stored.groups(allow_pickle=allow_pickle) if reads else None
+        groups = {
+            key: stored.groups(key, allow_pickle=allow_pickle) if required or stored.has_optimizer(key) else None
+            for key in sorted({key for _, wanted in told for key in wanted})
+        }
         return everyone((stored.commit, stored.manifest, groups), ranks.size)
 
     commit, manifest, groups = ranks.exchange(hello, look)

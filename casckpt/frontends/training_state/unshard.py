@@ -19,7 +19,7 @@ from casckpt.format.tree import Element
 from casckpt.frontends.stores import AnyStore
 from casckpt.frontends.training_state.model import is_extra_state
 from casckpt.frontends.training_state.optimizer import by_number
-from casckpt.frontends.training_state.stored import STATE, StoredGroups, StoredTraining, is_step, steps_on_cpu
+from casckpt.frontends.training_state.stored import OPTIM, STATE, StoredGroups, StoredTraining, is_step, steps_on_cpu
 from casckpt.frontends.training_state.together import find
 
 
@@ -176,8 +176,9 @@ def _unshard(
 
     def run() -> None:
         if rank == 0 or not rank0_only:
-            found[0] = read(stored, groups)
+            found[0] = read(stored, groups.get(OPTIM))
 
-    stored, groups = find(ranks, store, ref, optimizer=lambda: optimizer, required=True, allow_pickle=allow_pickle)
+    keys = [OPTIM] if optimizer else []
+    stored, groups = find(ranks, store, ref, optimizers=lambda: keys, required=True, allow_pickle=allow_pickle)
     ranks.exchange(run, lambda done: done)
     return found[0]

@@ -548,8 +548,8 @@ def test_what_cannot_be_used_is_refused_by_name() -> None:
     with pytest.raises(InvalidInput, match="step None"):
         checkpointer.save_if_due(nothing, model)
     checkpointer.save(1, model, optimizer, {"epoch": 1})
-    plain: Any = {"epoch": 0}
-    with pytest.raises(InvalidInput, match="give resume a TrainState"):
+    plain: Any = [0]
+    with pytest.raises(InvalidInput, match="give resume a TrainState or a dict"):
         checkpointer.resume(model, optimizer, plain)
     with pytest.raises(InvalidInput, match="'rng' is where"):
         TrainState()["rng"] = 5

@@ -1,0 +1,205 @@
+"""Whole objects in a state: modules, optimizers, and all else that has a state_dict, saved and loaded as they are.
+
+A module lies below its key under plain names, as `save_model_and_optim_state` lays it out, an optimizer by the names of
+the module in the same state that has its parameters. Of any other object its state_dict is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from torch import nn
+from torch.optim import Optimizer
+
+from casckpt.checkpoint.arguments import listed, renamer
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.loading.load_plan import LoadOptions
+from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
+from casckpt.checkpoint.saving.options import SaveArguments
+from casckpt.errors import InvalidInput
+from casckpt.frontends.training_state.hub_config import config_files
+from casckpt.frontends.training_state.loading import TrainingStateLoad, normal_tensors
+from casckpt.frontends.training_state.model import model_to_save
+from casckpt.frontends.training_state.names import parameter_names
+from casckpt.frontends.training_state.optimizer import states_to_save, tensors_below
+from casckpt.frontends.training_state.plain_state import draws, fill, plain_state
+from casckpt.frontends.training_state.stored import StoredTraining
+from casckpt.frontends.training_state.together import Made, NamedState, find, is_sharded, make_state
+from casckpt.store.store import Store
+from casckpt.tensors.state import check_replaceable, flatten, inflate, is_object, replace_leaves
+from casckpt.tensors.values import PerRank
+
+AnyRef: TypeAlias = str | Checkpoint
+Load: TypeAlias = Callable[[Any, Checkpoint, LoadOptions], Checkpoint]
+
+
+def save_objects(state: Any, options: SaveArguments) -> tuple[dict[str, Any], SaveArguments]:
+    """The arguments of `Store.save` without whole objects. Every rank makes the call.
+
+    ``state``: or a function that makes it. What goes wrong in the making is raised on all ranks.
+    """
+    whole: list[Any] = []
+
+    def make() -> Made:
+        whole.append(state() if callable(state) else state)
+        return made_of(whole[0])
+
+    made = make_state(open_ranks(options.get("process_group"), no_dist=options.get("no_dist", False)), make)
+    given = options.get("attachments") or {}
+    if isinstance(given, Mapping):  # else `Store.save` refuses it, where all ranks hear of that
+        options = options | {"attachments": config_files(whole[0]) | dict(given)}
+    return made, options
+
+
+def made_of(state: Any) -> Made:
+    """What this rank saves of ``state``. Raises InvalidInput."""
+    objects = Objects(state)
+    values: dict[str, Any] = {}
+    for key, value in objects.by_key.items():
+        if key in objects.modules:
+            values[key] = model_to_save(value)
+        elif key in objects.optimizers:
+            values[key] = states_to_save(objects.modules[objects.owners[key]], [value])
+        else:
+            values[key] = plain_state(value, key)
+    named = [NamedState(key, values[key], values[owner]) for key, owner in objects.owners.items()]
+    return objects.nested(values), named
+
+
+def is_optimizer(value: Any) -> bool:
+    """Tell whether it is an optimizer: torch's, or one that wraps it."""
+    return hasattr(value, "param_groups") and not isinstance(value, nn.Module)
+
+
+class Objects:
+    """The whole objects of a state by flat key, in sorted order, which is that in which their state_dict is called.
+
+    ``owners``: the key of an optimizer's module. Raises InvalidInput for an optimizer without one.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+        self._flat = flatten(state, objects=True)
+        leaves = sorted(self._flat.leaves.items())
+        self.by_key = {key: leaf.value for key, leaf in leaves if is_object(leaf.value)}
+        self.modules: dict[str, nn.Module] = {k: v for k, v in self.by_key.items() if isinstance(v, nn.Module)}
+        self.optimizers: dict[str, Optimizer] = {k: v for k, v in self.by_key.items() if is_optimizer(v)}
+        for key in (*self.modules, *self.optimizers):
+            if self._flat.leaves[key].per_rank:
+                raise InvalidInput(f"{key!r} is in a PerRank; give modules and optimizers without it", key=key)
+        parameters = {key: parameter_names(module).keys() for key, module in self.modules.items()}
+        self.owners = {key: _owner(key, optim, parameters) for key, optim in self.optimizers.items()}
+
+    def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The state with ``values`` in place of its objects, in new containers; without those that have none."""
+
+        def value(key: str, _: int) -> Any:
+            leaf = self._flat.leaves[key]
+            found = values.get(key, leaf.value)
+            return PerRank(found) if leaf.per_rank else found
+
+        made: dict[str, Any] = inflate(self._flat.tree, value, lambda key: key in values or key not in self.by_key)
+        return made
+
+    @property
+    def others(self) -> list[str]:
+        """The keys of those that are neither modules nor optimizers, in the order in which they are loaded."""
+        keys = [key for key in self.by_key if key not in self.modules and key not in self.optimizers]
+        return sorted(keys, key=lambda key: draws(self.by_key[key]))
+
+    @property
+    def plain(self) -> list[str]:
+        """The keys of leaves that a load replaces."""
+        return [key for key, leaf in self._flat.leaves.items() if not leaf.is_tensor]
+
+    def take(self, filled: Any, left: Collection[str]) -> None:
+        """Hand what a load put into ``filled`` to the objects, random generators last, and into the state."""
+
+        def of(key: str) -> Any:
+            value = filled
+            for element in self._flat.leaves[key].path:
+                value = value[element]
+                value = value.value if isinstance(value, PerRank) else value
+            return value
+
+        for key in self.others:
+            if key not in left:
+                fill(self.by_key[key], of(key), key)
+        replace_leaves(self._state, {key: of(key) for key in self.plain})
+
+
+def _owner(key: str, optim: Optimizer, parameters: Mapping[str, Collection[int]]) -> str:
+    """The key of the module that has all parameters of an optimizer. ``parameters``: the id() of those of each."""
+    wanted = {id(parameter) for group in optim.param_groups for parameter in group["params"]}
+    for name, ids in parameters.items():
+        if wanted.issubset(ids):
+            return name
+    some = [name for name, ids in parameters.items() if wanted.intersection(ids)]
+    way = f'give its module beside it, as {{"model": model, "{key}": optim}}'
+    if some:
+        way = f"{listed(some)} have some: put these into one torch.nn.ModuleDict, and give that in their place"
+    raise InvalidInput(f"no module of the state has all parameters of the optimizer {key!r}; {way}", key=key)
+
+
+@normal_tensors()
+def load_objects(store: Store, ranks: Ranks, state: Any, ref: AnyRef, *, given: LoadOptions, load: Load) -> Checkpoint:
+    """Load into a state with whole objects. Every rank makes the call. ``load``: loads into the tensors of a state.
+
+    All is checked before anything changes. Then modules and their optimizers are loaded, then the other objects, random
+    generators last. Raises as `Store.load`, and what an object's load_state_dict raises; on all ranks.
+    """
+    made: list[Objects] = []
+
+    def hello() -> list[str]:
+        made.append(Objects(state))
+        check_replaceable(state, made[0].plain)
+        return list(made[0].modules)
+
+    modules = ranks.exchange(hello, lambda found: everyone(sorted({key for keys in found for key in keys}), ranks.size))
+    objects, allow_pickle = made[0], given.allow_pickle
+    stored, groups = find(
+        ranks, store, ref, optimizers=lambda: objects.optimizers, required=given.strict, allow_pickle=allow_pickle
+    )
+    about = (stored, groups, given.strict, given.rename, given.ignore_mismatched)
+    loads = [TrainingStateLoad(*about, cast=given.cast, at=key) for key in modules]
+    for one in loads:
+        _plan(ranks, one, objects)
+    template, options = _template(objects, stored, loads, given)
+    loaded = load(template, stored.checkpoint, options)
+    for one in loads:
+        loaded = one.install(loaded)
+    left = {*loaded.missing_keys, *loaded.mismatched_keys}
+    ranks.exchange(lambda: objects.take(template, left), lambda done: done)
+    return loaded
+
+
+def _plan(ranks: Ranks, load: TrainingStateLoad, objects: Objects) -> None:
+    """One module, which this rank may lack: then it has a part of it with nothing in it."""
+    optims = {name: [optim] for name, optim in objects.optimizers.items() if objects.owners[name] == load.at}
+    load.choose(ranks, lambda: objects.modules.get(load.at, nn.Module()), "ignore")  # `Store.load` says what is left
+    ranks.exchange(lambda: load.plan(optims), load.check_unused)
+
+
+def _template(
+    objects: Objects, stored: StoredTraining, loads: Sequence[TrainingStateLoad], given: LoadOptions
+) -> tuple[dict[str, Any], LoadOptions]:
+    """What `Store.load` is to fill, and how."""
+    values = {key: value for one in loads for key, value in one.state.items()}
+    for key in filter(stored.has_optimizer, objects.optimizers):
+        values[key] = {**values.get(key, {}), "param_groups": None}  # read once more, so that nothing is left unread
+    for key in objects.others:
+        has_tensors = any(name.startswith(f"{key}.") for name in stored.manifest.tensors)
+        state = plain_state(objects.by_key[key], key) if has_tensors else None
+        # None: all of it is made; but where it has shards, each rank fills its own
+        values[key] = state if any(is_sharded(tensor) for _, tensor in tensors_below(state, key)) else None
+    rename = renamer(given.rename)
+    homes: dict[str, Callable[[str], str]] = {one.at: one.saved_key for one in loads}
+    homes |= dict.fromkeys(objects.optimizers, renamer(None))  # by the names that they were saved with
+
+    def saved_key(key: str) -> str:
+        return next((place for at, place in homes.items() if key.startswith(f"{at}.")), rename)(key)
+
+    ignored = [pattern for one in loads for pattern in one.ignored] or given.ignore_mismatched
+    return objects.nested(values), replace(given, rename=saved_key, ignore_mismatched=ignored)

@@ -1,0 +1,119 @@
+"""The state of objects that are no modules or optimizers: schedulers, data loaders, random generators, containers."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import deque
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from casckpt.errors import InvalidInput, MissingKey
+from casckpt.tensors.state import GENERATORS, holds_object, is_object
+
+log = logging.getLogger("casckpt")
+
+_NUMPYS = (np.random.Generator, np.random.RandomState)
+"""Plain data, which is stored as it is."""
+
+
+def plain_state(value: Any, key: str) -> Any:
+    """``value`` with their state in place of the objects in it; itself if it holds none. Nothing is copied.
+
+    Raises InvalidInput, naming the key, for a DataLoader that does not know where it is.
+    """
+    if is_object(value):
+        return _state_of(value, key)
+    if not holds_object(value):
+        return value
+    if isinstance(value, Mapping):
+        return {name: plain_state(child, f"{key}.{name}") for name, child in value.items()}
+    return type(value)([plain_state(child, f"{key}.{number}") for number, child in enumerate(value)])
+
+
+def check_part(value: Any, key: str) -> None:
+    """Raise InvalidInput for a DataLoader that does not know where it is."""
+    if isinstance(value, DataLoader) and not hasattr(value, "state_dict"):
+        raise InvalidInput(
+            f"{key!r} is a DataLoader of torch, which cannot say which batches are done. Give a StatefulDataLoader of "
+            "torchdata, which takes the same arguments, or leave it out",
+            key=key,
+        )
+
+
+def _state_of(value: Any, key: str) -> Any:
+    check_part(value, key)
+    return getattr(value, _methods(value)[0])()
+
+
+def _methods(value: Any) -> tuple[str, str]:
+    """The names of what gives its state, and of what sets it."""
+    if isinstance(value, random.Random):
+        return "getstate", "setstate"
+    return ("get_state", "set_state") if isinstance(value, torch.Generator) else ("state_dict", "load_state_dict")
+
+
+def draws(value: Any) -> bool:
+    """Tell whether it is a random generator, or holds those of the process: loaded last, after all that may draw."""
+    return isinstance(value, GENERATORS + _NUMPYS) or getattr(value, "holds_rng", False)
+
+
+def fill(value: Any, state: Any, key: str) -> Any:
+    """Put ``state`` into ``value``, in place; give what is to stand there, which is ``state`` if that cannot be done.
+
+    Objects, generators, tensors, arrays, dicts and lists stay the ones they are. Raises InvalidInput for an object
+    without load_state_dict, MissingKey for one in a container of which nothing was saved.
+    """
+    if is_object(value):
+        _load_into(value, state, key)
+        return value
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return _copied(value, state, key)
+    if isinstance(value, MutableMapping) and isinstance(state, Mapping):
+        lacking = [name for name, child in value.items() if name not in state and holds_object({name: child})]
+        if lacking:
+            raise MissingKey(f"{key!r} was saved without {lacking[0]!r}; leave it out", keys=(f"{key}.{lacking[0]}",))
+        new = {name: fill(value.get(name), child, f"{key}.{name}") for name, child in state.items()}
+        value.clear()
+        value.update(new)  # a Counter adds these to nothing
+    elif isinstance(value, list | deque | tuple) and isinstance(state, list | deque | tuple):
+        kept = [*value, *[None] * len(state)]
+        items = [fill(kept[number], child, f"{key}.{number}") for number, child in enumerate(state)]
+        if isinstance(value, tuple):
+            return type(state)(items)
+        value.clear()
+        value.extend(items)
+    elif isinstance(value, np.random.RandomState) and isinstance(state, np.random.RandomState):
+        value.set_state(state.get_state(legacy=False))
+    elif isinstance(value, np.random.Generator) and type(value.bit_generator) is type(
+        getattr(state, "bit_generator", None)
+    ):
+        value.bit_generator.state = state.bit_generator.state
+    else:
+        return state
+    return value
+
+
+def _load_into(value: Any, state: Any, key: str) -> None:
+    load = getattr(value, _methods(value)[1], None)
+    if load is None:
+        kind = type(value).__name__
+        raise InvalidInput(
+            f"{key!r}: a {kind} has a state_dict, but no load_state_dict: it cannot be set again", key=key
+        )
+    load(state)
+
+
+def _copied(value: Any, state: Any, key: str) -> Any:
+    """A tensor or array with new contents; ``state`` itself where its shape, dtype or kind is another one."""
+    alike = isinstance(state, torch.Tensor if isinstance(value, torch.Tensor) else np.ndarray)
+    if not alike or value.shape != state.shape or value.dtype != state.dtype:
+        log.warning("%r has another shape or dtype in the checkpoint: it is replaced, and not filled in place", key)
+        return state
+    with torch.no_grad():
+        value[...] = state
+    return value

@@ -1,0 +1,48 @@
+"""Whole objects in what a store saves and loads: modules, optimizers, and others with a state_dict.
+
+To name the parameters of an optimizer, models are taken apart. That lies above the store, and `casckpt` hands it in.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+log = logging.getLogger("casckpt")
+
+_BARE = (
+    "%r was filled, but is a state_dict: no optimizer changes until its load_state_dict is called with it. Give the "
+    'optimizer itself beside its module, as in store.load({"model": model, "%s": optim}, ref)'
+)
+
+home: Callable[[], Any]
+"""Imports, and gives, the module that takes objects apart: set when `casckpt` is imported."""
+
+
+def _references(state: object, **_: object) -> int:
+    return sys.getrefcount(state)
+
+
+_DICT: dict[str, dict[str, Any]] = {"inside": {}}
+UNHELD, _UNHELD_INSIDE = _references({}), sys.getrefcount(_DICT["inside"])
+"""References that a dict has in a function that was called with it, and a dict inside it, where nobody else has one."""
+
+
+def tell_of_optimizers(state: Any, missing: Sequence[str], *, is_held: bool) -> None:
+    """Log of each dict in ``state`` that is the state_dict of an optimizer: by itself it changes no optimizer.
+
+    A warning, unless the caller still holds it, or the state (``is_held``), and so may hand it over.
+    """
+    for name in state if isinstance(state, Mapping) else ():
+        if _is_of_optimizer(state[name]) and f"{name}.param_groups" not in missing:
+            is_lost = not is_held and sys.getrefcount(state[name]) <= _UNHELD_INSIDE
+            log.log(logging.WARNING if is_lost else logging.INFO, _BARE, name, name)
+
+
+def _is_of_optimizer(value: Any) -> bool:
+    """Whether it has groups that count parameters: an optimizer's own."""
+    groups = value.get("param_groups") if isinstance(value, Mapping) else None
+    first = groups[0] if isinstance(groups, list) and groups else None
+    return isinstance(first, Mapping) and any(type(one) is int for one in first.get("params", ()))

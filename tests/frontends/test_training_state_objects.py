@@ -1,0 +1,341 @@
+"""Whole objects in a state: what `Store.save` stores of them, and what `Store.load` puts into them, in which order."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
+
+import casckpt
+from casckpt.errors import InvalidInput, Mismatch, MissingKey
+from casckpt.format.manifest import Manifest
+from casckpt.frontends.trainer import Checkpointer, TrainState
+from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
+from casckpt.repository.signatures.signed import get_trusted
+from casckpt.store.store import Store
+from tests.support.ranks import outcome_of
+from tests.support.saves import small
+from tests.support.training import identical, made, trained
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+
+def manifest(store: Store, ref: str) -> Manifest:
+    return get_trusted(store.repository, store.get(ref).commit)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+
+
+def contents(model: nn.Module, optimizer: optim.Optimizer | None = None) -> Any:
+    """A copy of what is saved of them."""
+    return copy.deepcopy([model.state_dict(), {} if optimizer is None else optimizer.state_dict()])
+
+
+class Counter:
+    """An object with a state_dict; ``log``: who was called, in order."""
+
+    def __init__(self, name: str, log: list[str], value: int = 0) -> None:
+        self.name, self.log, self.value = name, log, value
+
+    def state_dict(self) -> dict[str, int]:
+        self.log.append(self.name)
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.log.append(self.name)
+        self.value = state["value"]
+
+
+class Scaled(nn.Linear):
+    """Like a quantised layer: it saves a scale that it does not read."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.scale"] = torch.ones(1)
+
+
+def test_objects_lie_in_a_checkpoint_as_save_model_and_optim_state_has_them() -> None:
+    store, (model, optimizer) = small(), trained()
+    store.save({"model": model, "optim": optimizer}, run="objects", step=1)
+    save_model_and_optim_state(store, model, optimizer, run="named", step=1)
+    one, other = manifest(store, "objects@1"), manifest(store, "named@1")
+    assert one.body.tree == other.body.tree
+    assert list(one.tensors) == list(other.tensors)
+    assert [item.key for item in one.objects] == [item.key for item in other.objects]
+    assert identical(store.read("objects@1"), store.read("named@1"))
+
+
+def test_a_fresh_optimizer_goes_on_with_moments_and_rate() -> None:
+    store, (model, optimizer) = small(), trained()
+    schedule = optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.param_groups[0]["lr"] = 0.125
+    store.save({"model": model, "optim": optimizer, "sched": schedule, "epoch": 3}, run="a", step=1)
+    fresh, fresh_optimizer = made(seed=1)
+    state: dict[str, Any] = {
+        "model": fresh,
+        "optim": fresh_optimizer,
+        "sched": optim.lr_scheduler.StepLR(fresh_optimizer, 7),
+        "epoch": 0,
+    }
+    loaded = store.load(state, "a@1")
+    assert identical(contents(fresh, fresh_optimizer), contents(model, optimizer))
+    assert state["sched"].state_dict() == schedule.state_dict()
+    assert state["epoch"] == 3
+    assert not loaded.missing_keys + loaded.unread_keys
+
+
+def test_what_either_front_end_saved_the_other_loads() -> None:
+    store, (model, optimizer) = small(), trained()
+    store.save({"model": model, "optim": optimizer}, run="a", step=1)
+    save_model_and_optim_state(store, model, optimizer, run="b", step=1)
+    for load, ref in itertools.product((load_model_and_optim_state, load_objects), ("a@1", "b@1")):
+        fresh, fresh_optimizer = made(seed=1)
+        load(store, ref, fresh, fresh_optimizer)
+        assert identical(contents(fresh, fresh_optimizer), contents(model, optimizer))
+
+
+def load_objects(store: Store, ref: str, model: nn.Module, optimizer: optim.Optimizer) -> Any:
+    return store.load({"model": model, "optim": optimizer}, ref)
+
+
+def adversaries(seed: int) -> dict[str, Any]:
+    """Two models of equal names, each with its optimizer, nested."""
+    (one, its), (other, others) = (made(seed), made(seed + 1)) if seed else (trained(5), trained(6))
+    return {"nets": {"g": one, "d": other}, "optims": [others, its]}
+
+
+def test_an_optimizer_belongs_to_the_module_that_has_its_parameters() -> None:
+    store, saved, fresh = small(), adversaries(0), adversaries(20)
+    store.save(saved, run="a", step=1)
+    keys = store.get("a@1").tensors
+    assert {"nets.g.head.weight", "nets.d.head.weight", "optims.0.state.head.weight.exp_avg"} <= set(keys)
+    store.load(fresh, "a@1")
+    for name, number in (("g", 1), ("d", 0)):
+        got, want = (contents(state["nets"][name], state["optims"][number]) for state in (fresh, saved))
+        assert identical(got, want)
+
+
+def shared_out() -> dict[str, Any]:
+    one, other = made()[0], made()[0]
+    return {"a": one, "b": other, "optim": optim.SGD([*one.parameters(), *other.parameters()])}
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        (lambda: {"optim": made()[1]}, "no module of the state has all parameters of the optimizer 'optim'"),
+        (lambda: {"model": made()[0], "optim": made(1)[1]}, 'as {"model": model, "optim": optim}'),
+        (shared_out, "'a', 'b' have some: put these into one torch.nn.ModuleDict"),
+        (lambda: {"model": casckpt.PerRank(made()[0])}, "'model' is in a PerRank"),
+        (lambda: {"loader": DataLoader([1])}, "StatefulDataLoader"),  # type: ignore[arg-type]  # a list will do
+    ],
+)
+def test_an_object_that_cannot_be_stored_is_refused(state: Callable[[], Any], says: str) -> None:
+    store = small()
+    with pytest.raises(InvalidInput) as refused:
+        store.save(state(), run="a", step=1)
+    assert says in str(refused.value)
+    assert not store.repository.exists() or not store.checkpoints()
+
+
+def test_modules_put_together_as_the_error_says_are_saved_and_loaded() -> None:
+    store, parts = small(), shared_out()
+    whole = nn.ModuleDict({"a": parts["a"], "b": parts["b"]})
+    store.save({"nets": whole, "optim": parts["optim"]}, run="a", step=1)
+    assert "nets.a.head.weight" in store.get("a@1").tensors
+
+
+def test_all_is_checked_before_anything_changes() -> None:
+    store, (model, optimizer) = small(), trained()
+    store.save({"model": model, "optim": optimizer, "ema": nn.Linear(2, 2)}, run="a", step=1)
+    fresh, fresh_optimizer = made(seed=1)
+    sgd, log = optim.SGD(fresh.parameters(), momentum=0.5), list[str]()
+    before = contents(fresh, fresh_optimizer)
+    cases: list[tuple[dict[str, Any], type[Exception]]] = [
+        ({"model": fresh, "ema": nn.Linear(3, 2)}, Mismatch),  # shape
+        ({"model": fresh, "optim": sgd}, Mismatch),  # kind of optimizer
+        ({"model": fresh, "ema": nn.Linear(2, 2, bias=False)}, Mismatch),  # a name that the module lacks
+        ({"model": fresh, "sched": Counter("sched", log)}, MissingKey),
+        ({"model": fresh, "ema_optim": optim.SGD(fresh.parameters())}, MissingKey),
+        ({"model": fresh, "beside": torch.zeros(3)}, MissingKey),
+    ]
+    for state, kind in cases:
+        with pytest.raises(kind):
+            store.load(state, "a@1")
+    assert identical(contents(fresh, fresh_optimizer), before)
+    assert not log
+
+
+def test_a_module_that_reads_less_than_it_saves_is_refused_before_anything_changes() -> None:
+    store, layer = small(), Scaled(4, 4)
+    store.save({"layer": layer}, run="a", step=1)
+    fresh = Scaled(4, 4)
+    before = fresh.weight.detach().clone()
+    for strict in (True, False):
+        with pytest.raises(Mismatch, match=r"weight\.scale"):
+            store.load({"layer": fresh}, "a@1", strict=strict)
+    assert torch.equal(fresh.weight, before)
+
+
+def test_what_the_checkpoint_lacks_stays_where_that_is_allowed() -> None:
+    store, log = small(), list[str]()
+    model, _ = trained()
+    store.save({"model": model}, run="a", step=1)
+    fresh, fresh_optimizer = made(seed=1)
+    state: dict[str, Any] = {"model": fresh, "optim": fresh_optimizer, "more": Counter("more", log, 4), "epoch": 7}
+    loaded = store.load(state, "a@1", strict=False)
+    assert set(loaded.missing_keys) == {"optim.param_groups", "more", "epoch"}
+    assert (state["more"].value, state["epoch"], log) == (4, 7, [])
+    assert identical(contents(fresh), contents(model))
+
+
+def test_state_dicts_are_asked_in_sorted_order_and_generators_loaded_last() -> None:
+    store, log = small(), list[str]()
+
+    class Drawing(Counter):
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            super().load_state_dict(state)
+            random.random(), np.random.rand(), torch.rand(1, generator=state_of["b"])  # noqa: NPY002
+
+    def fresh() -> dict[str, Any]:
+        generators = {"b": torch.Generator(), "c": [np.random.default_rng(1), random.Random(1)]}
+        return {"z": Drawing("z", log), "a": TrainState(), "e": Counter("e", log), **generators}
+
+    state_of = fresh()
+    store.save(state_of, run="a", step=1)
+    assert log == ["e", "z"]
+    drawn = draw(state_of)
+    random.seed(3)
+    state_of = fresh()
+    store.load(state_of, "a@1")
+    assert log == ["e", "z", "e", "z"]
+    assert draw(state_of) == drawn
+
+
+def draw(state: dict[str, Any]) -> list[float]:
+    array, plain = state["c"]
+    return [random.random(), float(torch.rand(1, generator=state["b"])), array.random(), plain.random()]
+
+
+def test_objects_are_saved_in_the_background_and_by_a_function_and_updated() -> None:
+    store, (model, optimizer) = small(), trained()
+    state = {"model": model, "optim": optimizer, "t": torch.ones(3)}
+    store.warm_up(state)
+    store.save_async(state, run="a", step=1).result()
+    store.save(lambda: state, run="a", step=2)
+    fresh, fresh_optimizer = made(seed=1)
+    mine: dict[str, Any] = {"model": fresh, "optim": fresh_optimizer, "t": torch.zeros(3)}
+    held = store.load(mine, "a@1")
+    with torch.no_grad():
+        model.head.weight.add_(1)
+    store.save(state, run="a", step=3)
+    held = store.update(mine, "a@3", held=held)
+    assert identical(contents(fresh, fresh_optimizer), contents(model, optimizer))
+    assert torch.equal(mine["t"], torch.ones(3))
+    assert [store.compare(mine, f"a@{step}").is_same for step in (1, 3)] == [False, True]
+
+
+def test_a_filled_state_dict_of_an_optimizer_that_nobody_holds_draws_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store, (model, optimizer) = small(), trained()
+    store.save({"model": model.state_dict(), "adam": optimizer.state_dict()}, run="a", step=1)
+    fresh, fresh_optimizer = made(seed=1)
+    held, inside = {"adam": fresh_optimizer.state_dict()}, fresh_optimizer.state_dict()
+    store.load({"model": fresh.state_dict()}, "a@1", unread="ignore")
+    store.load({"adam": fresh_optimizer.state_dict()}, "a@1", unread="ignore")
+    store.load(held, "a@1")  # its caller may call load_state_dict with it
+    store.load({"adam": inside}, "a@1")
+    assert "state_dict" not in warnings(caplog)
+    store.load({"model": fresh.state_dict(), "adam": fresh_optimizer.state_dict()}, "a@1")
+    assert 'store.load({"model": model, "adam": optim}, ref)' in warnings(caplog)
+
+
+def test_a_model_by_itself_is_given_by_name() -> None:
+    with pytest.raises(InvalidInput, match=r'\{"model": model\}'):
+        small().save(made()[0], run="a", step=1)
+
+
+# over ranks
+
+
+class Averaging:
+    """A model, an averaged one and a shadow of its weights, all sharded alike, and the optimizer of the first."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+        self.ema = AveragedModel(self.model, avg_fn=lambda old, new, _: old * 0.5 + new * 0.5)
+        fully_shard(self.model)
+        fully_shard(self.ema.module)
+        self.optim = optim.AdamW(self.model.parameters())
+        self.shadow = {name: one.detach().clone() for name, one in self.model.named_parameters()}
+
+    def train(self) -> None:
+        for step in range(3):
+            self.model(torch.full((2, 6), 0.1 * (step + 1))).square().sum().backward()
+            self.optim.step()
+            self.ema.update_parameters(self.model)
+        self.shadow = {name: one.detach() * 2 for name, one in self.model.named_parameters()}
+
+    def models(self) -> dict[str, Any]:
+        return {"model": self.model, "ema": self.ema, "shadow": self.shadow}
+
+    def whole(self) -> list[torch.Tensor]:
+        moments = [value for one in self.model.parameters() for value in self.optim.state[one].values()]
+        tensors = [
+            *self.model.parameters(),
+            *self.ema.parameters(),
+            self.ema.n_averaged,
+            *self.shadow.values(),
+            *moments,
+        ]
+        return [(one.full_tensor() if isinstance(one, DTensor) else one).detach().clone() for one in tensors]
+
+
+def save_averaged(rank: int, size: int, path: Path) -> tuple[list[torch.Tensor], str]:
+    one = Averaging(0)
+    one.train()
+    only = {"only": nn.Linear(2, 2)} if rank == 0 else {}
+    casckpt.open(path).save({**one.models(), "optim": one.optim, **only}, run="objects", step=1)
+    checkpointer = Checkpointer(path, run="loop")
+    refused = str(outcome_of(lambda: checkpointer.save(1, one.model, one.optim, TrainState(ema=one.shadow))))
+    checkpointer.save(1, one.models(), one.optim, {"epoch": 2, "sched": optim.lr_scheduler.StepLR(one.optim, 1)})
+    return one.whole(), refused
+
+
+def load_averaged(rank: int, size: int, path: Path) -> list[list[torch.Tensor]]:
+    one, other = Averaging(rank + 1), Averaging(rank + 1)
+    only = {"only": nn.Linear(2, 2)} if rank == 0 else {}
+    casckpt.open(path).load({**one.models(), "optim": one.optim, **only}, "objects@1")
+    train = {"epoch": 0, "sched": optim.lr_scheduler.StepLR(other.optim, 5)}
+    Checkpointer(path, run="loop").resume(other.models(), other.optim, train)
+    assert train["epoch"] == 2
+    assert train["sched"].step_size == 1  # type: ignore[attr-defined]  # it is a scheduler
+    return [one.whole(), other.whole()]
+
+
+def test_an_averaged_model_is_a_second_model_on_any_number_of_ranks(tmp_path: Path, ranks: Pool) -> None:
+    (saved, refused), *_ = ranks.run(2, save_averaged, tmp_path)
+    assert "'train.ema.0.weight' is sharded" in refused
+    assert 'save(step, {"model": model, "ema": ema}' in refused
+    for size in (2, 3):
+        for found in ranks.run(size, load_averaged, tmp_path):
+            for tensors in found:
+                assert all(torch.equal(one, other) for one, other in zip(tensors, saved, strict=True))
