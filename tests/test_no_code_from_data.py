@@ -28,6 +28,7 @@ _TABLE = "its names stand in the code"
 _CALLER = "whoever calls it has asked"
 _RANK = "from a rank of the same job, which runs the same code"
 KNOWN = {
+    ("__init__.py", "", "importlib.import_module"): _TABLE,
     ("__init__.py", "__getattr__", "importlib.import_module"): _TABLE,
     ("cli/main.py", "get_command", "importlib.import_module"): _TABLE,
     ("frontends/megatron/__init__.py", "__getattr__", "importlib.import_module"): _TABLE,

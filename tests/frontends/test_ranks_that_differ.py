@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[str, Call]] = {
         "InvalidInput", lambda store, odd: trainer(store).load("r@1", pair()[0], object() if odd else pair()[1])  # type: ignore[arg-type]
     ),
     "a train state that cannot be set": (
-        "InvalidInput", lambda store, odd: trainer(store).resume(*pair(), {} if odd else TrainState())  # type: ignore[arg-type]
+        "InvalidInput", lambda store, odd: trainer(store).resume(*pair(), [] if odd else TrainState())  # type: ignore[arg-type]
     ),
     "attachments that are none": (
         "InvalidInput", lambda store, odd: trainer(store).save(7, *pair(), attachments=5 if odd else None)  # type: ignore[arg-type]

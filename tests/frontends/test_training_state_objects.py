@@ -81,7 +81,7 @@ def test_objects_lie_in_a_checkpoint_as_save_model_and_optim_state_has_them() ->
     assert identical(store.read("objects@1"), store.read("named@1"))
 
 
-def test_a_fresh_optimizer_goes_on_with_moments_and_rate() -> None:
+def test_a_fresh_optimizer_goes_on_with_moments_and_rate(caplog: pytest.LogCaptureFixture) -> None:
     store, (model, optimizer) = small(), trained()
     schedule = optim.lr_scheduler.StepLR(optimizer, 1)
     optimizer.param_groups[0]["lr"] = 0.125
@@ -98,6 +98,7 @@ def test_a_fresh_optimizer_goes_on_with_moments_and_rate() -> None:
     assert state["sched"].state_dict() == schedule.state_dict()
     assert state["epoch"] == 3
     assert not loaded.missing_keys + loaded.unread_keys
+    assert "did not read" not in warnings(caplog)
 
 
 def test_what_either_front_end_saved_the_other_loads() -> None:
@@ -251,6 +252,14 @@ def test_objects_are_saved_in_the_background_and_by_a_function_and_updated() -> 
     assert [store.compare(mine, f"a@{step}").is_same for step in (1, 3)] == [False, True]
 
 
+def test_objects_may_stand_in_values_per_rank_and_in_lists() -> None:
+    store, log = small(), list[str]()
+    store.save({"l": casckpt.PerRank(Counter("l", log, 1)), "n": [{"x": Counter("x", log, 2)}]}, run="a", step=1)
+    one, other = Counter("l", log), Counter("x", log)
+    store.load({"l": casckpt.PerRank(one), "n": [{"x": other}]}, "a@1")
+    assert (one.value, other.value) == (1, 2)
+
+
 def test_a_filled_state_dict_of_an_optimizer_that_nobody_holds_draws_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -307,6 +316,28 @@ class Averaging:
             *moments,
         ]
         return [(one.full_tensor() if isinstance(one, DTensor) else one).detach().clone() for one in tensors]
+
+
+class FailsOnRank1(Counter):
+    """Its state_dict and its load_state_dict fail there alone."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": 1 // (1 - self.value)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state_dict()
+
+
+def fail_on_one(rank: int, size: int, path: Path) -> list[bool]:
+    store, model = casckpt.open(path), nn.Linear(2, 2)
+    store.save({"model": nn.Linear(2, 2), "z": Counter("z", [])}, run="good", step=1, check_replicas="off")
+    state = {"model": model, "z": FailsOnRank1("z", [], rank)}
+    calls = (lambda: store.save(state, run="bad", step=1), lambda: store.load(state, "good@1"))
+    return [isinstance(outcome_of(call), Exception) for call in calls]
+
+
+def test_an_object_that_fails_on_one_rank_fails_on_all(tmp_path: Path, ranks: Pool) -> None:
+    assert ranks.run(2, fail_on_one, tmp_path) == [[True, True], [True, True]]
 
 
 def save_averaged(rank: int, size: int, path: Path) -> tuple[list[torch.Tensor], str]:

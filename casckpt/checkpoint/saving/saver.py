@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, get_args
 
-import torch
-
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
@@ -109,8 +107,6 @@ class Saver:
 
 def _prepare(state: Any, ranks: Ranks, options: SaveOptions) -> Prepared:
     """Look at every leaf; see `casckpt.checkpoint.saving.prepare.prepare`."""
-    if callable(state) and not isinstance(state, Mapping | torch.nn.Module):  # what a model does is its forward
-        state = state()
     with collecting_later():
         return prepare(
             state, options.attachments, rank=ranks.rank, size=ranks.size, allow_pickle=options.allow_pickle,

@@ -86,7 +86,7 @@ def state_to_save(
         state, named = _contents(model, optim)
         if train_state is not None:
             if TRAIN in state:
-                raise InvalidInput(f"state_dict_to_save gave a key {TRAIN!r}, where the train state goes; rename it")
+                raise InvalidInput(f"the model gives a key {TRAIN!r}, where the train state goes; rename it")
             state[TRAIN] = {ranks.rank: _of_one_rank(plain_state(train_state, TRAIN))}
         return state, named
 

@@ -100,7 +100,7 @@ class TrainState(UserDict[str, Any]):
             )
         beside = [name for name in state if name not in self and name != RNG]
         if beside:
-            log.warning("the saved train state has %s, which this one has not: left out", ", ".join(map(repr, beside)))
+            log.warning("the saved train state also has %s, which is left out", ", ".join(map(repr, beside)))
         for name in sorted((name for name in self if name not in missing), key=lambda name: draws(self[name])):
             self[name] = fill(self[name], state[name], name)
         if self._rng and RNG not in missing:

@@ -166,7 +166,9 @@ def load_objects(store: Store, ranks: Ranks, state: Any, ref: AnyRef, *, given: 
     loads = [TrainingStateLoad(*about, cast=given.cast, at=key) for key in modules]
     for one in loads:
         _plan(ranks, one, objects)
-    template, options = _template(objects, stored, loads, given)
+    ready: list[tuple[dict[str, Any], LoadOptions]] = []
+    ranks.exchange(lambda: ready.append(_template(objects, stored, loads, given)), lambda done: done)
+    template, options = ready[0]
     loaded = load(template, stored.checkpoint, options)
     for one in loads:
         loaded = one.install(loaded)

@@ -189,3 +189,23 @@ def test_who_looks_for_the_newest_hears_what_was_asked_too() -> None:
     assert newest_together(alone, store, "sft", None, lambda: True, healthy=False) == (saved, True)
     assert newest_together(alone, store, "sft", None, lambda: False, healthy=False) == (saved, False)
     assert newest_together(alone, store, "other", None, lambda: True, healthy=True) == (None, True)
+
+
+def test_the_optimizers_of_a_dict_of_models_are_demanded_or_left_as_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    store, run, (model, optimizer) = small(), new_run(), trained()
+    checkpointer, ema = Checkpointer(store, run=run), nn.Linear(2, 2)
+    checkpointer.save(1, {"model": model, "ema": ema}, optimizer, {"epoch": 1})
+    fresh, its = made(seed=1)
+    state = checkpointer.load(f"{run}@1", {"model": fresh, "ema": nn.Linear(2, 2)}, its, load_optim_state=False)
+    assert (state, its.state) == ({"epoch": 1}, {})
+    assert checkpointer.load(f"{run}@1", {"model": fresh, "ema": ema, "optim": its}, load_trainer_state=False) is None
+    assert identical(its.state_dict(), optimizer.state_dict())
+    checkpointer.save(2, {"model": model, "ema": ema})
+    for models, beside in (({"model": fresh}, its), ({"model": fresh, "optim": its}, None)):
+        with pytest.raises((NotFound, MissingKey), match="optimizer"):
+            checkpointer.resume(models, beside, unread="ignore")
+        assert checkpointer.resume(models, beside, unread="ignore", missing="warn") is not None
+        assert "holds no optimizer that can be loaded" in told(caplog)
+        caplog.clear()
+    with pytest.raises(InvalidInput, match="give one of them"):
+        checkpointer.save(3, {"model": model, "optim": optimizer}, optimizer)
