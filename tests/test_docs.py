@@ -237,6 +237,7 @@ def train_step(model: torch.nn.Module, optim: torch.optim.Optimizer) -> float:
 
 
 def on_rank(rank: int, size: int, block: Block, folder: Path) -> None:
+    torch.manual_seed(0)  # ranks of a pool have drawn different numbers, where those of torchrun begin alike
     with chdir(folder):
         block.run_python({})
 

@@ -689,14 +689,6 @@ DRAWN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
             "tests/frontends/trainer/test_ranks.py",
         ),
     ),
-    "casckpt/frontends/trainer/one_run.py": (
-        (
-            "who looks for the newest hears no answer",
-            "any(yes for _, yes in told",
-            "find_one(",
-            "tests/frontends/trainer/test_resuming.py",
-        ),
-    ),
     "casckpt/frontends/trainer/rotation.py": (
         (
             "a metric that no save has is not told",

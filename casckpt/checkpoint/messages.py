@@ -54,14 +54,30 @@ def to_frames(data: bytes) -> list[torch.Tensor]:
     return [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
 
 
-def alive_frame() -> torch.Tensor:
-    """A frame that holds no message: its sender still works on its own."""
+def empty_frame() -> torch.Tensor:
+    """A frame to receive into."""
     return torch.zeros(FRAME, dtype=torch.uint8, device="cpu")
 
 
+def alive_frame(warning: str = "") -> torch.Tensor:
+    """A frame that holds no message: its sender still works on its own, or waits, and gives a ``warning`` of that."""
+    text = warning.encode()[: FRAME - _LENGTH - 1]
+    return torch.frombuffer(bytearray(_LENGTH) + b"\1" + text.ljust(FRAME - _LENGTH - 1, b"\0"), dtype=torch.uint8)
+
+
 def is_alive(frame: torch.Tensor) -> bool:
-    """Whether it is a frame of `alive_frame`; a message is never empty."""
+    """Whether it is a frame of `alive_frame`, or an empty one; a message is never empty."""
     return not frame[:_LENGTH].any()
+
+
+def has_come(frame: torch.Tensor) -> bool:
+    """Whether anything was received into it."""
+    return bool(frame[: _LENGTH + 1].any())
+
+
+def warning_in(frame: torch.Tensor) -> str:
+    """What `alive_frame` was given."""
+    return frame[_LENGTH + 1 :].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
 
 
 def from_frame(frame: torch.Tensor) -> tuple[bytes, int]:
@@ -116,6 +132,7 @@ def broken(rank: int, error: RuntimeError) -> RankFailed:
     late = timed_out(error)
     how = "did not answer in time" if late else "died, or closed its connection"
     done = "nothing was saved or loaded" if rank else "see in the list of checkpoints whether it had committed by then"
+    done += ". Every rank must make the call" * late
     return RankFailed(
         f"rank {rank} {how}: {done}. Look at the log of rank {rank}, then start again ({first_line(error)})",
         rank=rank,

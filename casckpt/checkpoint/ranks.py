@@ -23,12 +23,15 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from threading import Lock
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 from weakref import ref
 
 import torch
 
+from casckpt.checkpoint import waiting
 from casckpt.checkpoint.messages import Message, astray, first_line, seen_from
+from casckpt.checkpoint.waiting import Meeting
 from casckpt.checkpoint.wire import Transfer, Wire
 from casckpt.errors import CasckptError, InvalidInput, RankFailed, Unsupported
 from casckpt.plan.progress import Progress
@@ -96,7 +99,13 @@ def open_ranks(process_group: ProcessGroup | None = None, *, no_dist: bool = Fal
         return Solo()
     _refuse_inherited()
     group = process_group if process_group is not None else dist.group.WORLD
-    if group is None or dist.get_rank(group) < 0:
+    known = (*dist.distributed_c10d._world.pg_map, dist.GroupMember.NON_GROUP_MEMBER)
+    if group is None or not any(group is one for one in known):
+        raise InvalidInput(
+            f"process_group is a {type(group).__name__} that torch.distributed does not know: it was destroyed, or "
+            "forwards to another group. Pass what new_group or the get_group of a DeviceMesh returns"
+        )
+    if dist.get_rank(group) < 0:
         raise InvalidInput("this process is not in process_group; call only on its ranks, or pass no_dist=True")
     if dist.get_world_size(group) == 1:
         return Solo()
@@ -154,12 +163,16 @@ class GroupRanks:
         self.group = parent.group_name
         self.name = f"casckpt/{parent.group_name}/{purpose}/{generation}"
         self.generation = generation
-        self.dropped = False
+        self.dropped = True  # until it is connected
         self.rank, self.size = torch.distributed.get_rank(parent), torch.distributed.get_world_size(parent)
         self.exchanges = 0
-        self._wire = _connect(parent, self.name, self.rank, self.size)
         self._dead: RankFailed | None = None
         self._lock = Lock()
+
+    def connect(self, parent: ProcessGroup) -> None:
+        """Find the other ranks. Raises RankFailed on all ranks, which make the next group under another name."""
+        self._wire = _connect(parent, self.name, self.rank, self.size)
+        self.dropped = False
 
     def fail(self, error: CasckptError) -> NoReturn:
         """Raise ``error`` here, and its like on all other ranks, which are about to make an exchange."""
@@ -282,28 +295,30 @@ def _connect(parent: ProcessGroup, name: str, rank: int, size: int) -> Wire:
     """Over a gloo group. Made by hand: `new_group` names groups by how many a rank is in; ranks may differ in that."""
     if not torch.distributed.is_gloo_available():
         raise Unsupported("this build of torch has no gloo, over which the ranks of a save talk")
-    c10d = torch.distributed.distributed_c10d
-    store = c10d.PrefixStore(name, c10d._world.pg_map[parent][1])
+    dist: Any = torch.distributed
+    store = dist.PrefixStore(name, dist.distributed_c10d._world.pg_map[parent][1])
     timeout = _timeout_of(parent)
-    patience = 2 * timeout + MARGIN
-    store.set(f"here/{rank}", "")
+    _, problem = _gloo(dist.HashStore(), 0, 1, timeout)  # alone, to see whether it can start
+    meeting, seconds = Meeting(store, rank, size), timeout.total_seconds()
+    meeting.come("start", seconds, problem and f"gloo cannot start on rank {rank}: {problem}")
+    end = monotonic() + seconds + waiting.HEARD_SECONDS
+    group, problem = _gloo(store, rank, size, timeout)
+    problem = problem and f"gloo cannot connect rank {rank} with the others: {problem}"
+    meeting.come("connected", end - monotonic(), problem)
+    return Wire(group, store, rank, size, timeout=timeout, patience=2 * timeout + MARGIN)
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[Any, str]:
+    """A gloo group, or why there is none."""
     try:
-        group = torch.distributed.ProcessGroupGloo(store, rank, size, patience)
+        return torch.distributed.ProcessGroupGloo(store, rank, size, timeout), ""
     except RuntimeError as error:
-        raise _not_all_came(store, size, error) from error
-    return Wire(group, store, rank, size, timeout=timeout, patience=patience)
-
-
-def _not_all_came(store: Any, size: int, error: RuntimeError) -> RankFailed:
-    try:
-        absent = [other for other in range(size) if not store.check([f"here/{other}"])]
-    except RuntimeError:  # the store is gone, and with it whoever has it
-        absent = [0]
-    return RankFailed(
-        f"not all ranks came to save or load together (absent: {absent or 'none by now'}); all of them must make "
-        f"the call ({first_line(error)})",
-        rank=absent[0] if absent else None,
-    )
+        name = os.environ.get("GLOO_SOCKET_IFNAME")
+        chosen = f" (here it is {name})" if name else ""
+        return None, (
+            f"{first_line(error)}. Set GLOO_SOCKET_IFNAME to the network interface of each host that the others "
+            f"reach{chosen}; `ip address` lists them"
+        )
 
 
 class _Groups:
@@ -317,10 +332,11 @@ class _Groups:
         key = (parent.group_name, purpose)
         with self._lock:
             found = self._made.get(key)
-            if found is None or found.parent() is not parent:  # it was of an earlier one of the same name
-                found = self._made[key] = GroupRanks(parent, purpose, 0)
-            elif found.dropped:
-                found = self._made[key] = GroupRanks(parent, purpose, found.generation + 1)
+            if found is not None and found.parent() is not parent:  # it was of an earlier one of the same name
+                found = None
+            if found is None or found.dropped:
+                found = self._made[key] = GroupRanks(parent, purpose, found.generation + 1 if found else 0)
+                found.connect(parent)
             return found
 
 

@@ -5,6 +5,7 @@ A star: rank 0 talks with all others, and the others with rank 0 alone, except f
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -14,19 +15,24 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 
+from casckpt.checkpoint import waiting
 from casckpt.checkpoint.messages import (
-    FRAME,
     Message,
     alive_frame,
     broken,
+    empty_frame,
     from_frame,
+    has_come,
     is_alive,
     pack,
     timed_out,
     to_frames,
     unpack,
+    warning_in,
 )
 from casckpt.errors import RankFailed
+
+log = logging.getLogger(__name__)
 
 Transfer: TypeAlias = "tuple[torch.Tensor, int]"
 """Bytes, and the other rank."""
@@ -35,7 +41,8 @@ WORD_SECONDS = 5.0  # how long a rank looks for rank 0's word after its connecti
 _REST_SECONDS = 60.0  # at the least, for the rest of a message that has begun
 _LOST = "lost"
 _SWAP = 1  # the tag of what is not a message
-_SIGNS = 4  # signs of life within a timeout
+_SIGNS = 4  # signs of life within a timeout; the first of an exchange comes before anybody warns
+AFTER_RANK_0 = 10.0  # seconds: rank 0, which knows who is missing, warns first
 
 
 class Wire:
@@ -51,12 +58,12 @@ class Wire:
         self._rank, self._size = rank, size
         self._timeout, self._patience = timeout, patience
         self._alive_lock = Lock()
-        self._told = monotonic()
         self._signs: list[Any] = []  # signs of life on their way; gone only with the message that follows them
+        self.begin()
 
     def begin(self) -> None:
         """An exchange begins: nobody is impatient yet."""
-        self._told = monotonic()
+        self._told, self._pause = monotonic(), min(self._timeout.total_seconds() / _SIGNS, waiting.FIRST * 2 / 3)
 
     def end(self) -> None:
         """An exchange is over."""
@@ -69,12 +76,12 @@ class Wire:
         with self._alive_lock:
             if self._told_lately():
                 return
-            self._told = monotonic()
+            self._told, self._pause = monotonic(), self._timeout.total_seconds() / _SIGNS
             others = [0] if self._rank else range(1, self._size)
             self._signs += [self._isend(alive_frame(), rank) for rank in others]
 
     def _told_lately(self) -> bool:
-        return monotonic() - self._told < self._timeout.total_seconds() / _SIGNS
+        return monotonic() - self._told < self._pause
 
     def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         """See `casckpt.checkpoint.ranks.GroupRanks.swap`."""
@@ -93,18 +100,27 @@ class Wire:
         """What every rank says, ``mine`` first; and which ranks are lost, whose place in it is None."""
         timeout = self._timeout.total_seconds()
         deadline = monotonic() + timeout
-        frames = {rank: torch.empty(FRAME, dtype=torch.uint8, device="cpu") for rank in range(1, self._size)}
+        frames = {rank: empty_frame() for rank in range(1, self._size)}
         works = {rank: self._irecv(frame, rank) for rank, frame in frames.items()}
         received: list[Message | None] = [mine] + [None] * (self._size - 1)
         lost: list[RankFailed] = []
-        for rank, work in works.items():
-            try:
-                received[rank] = self._message(work, frames[rank], rank, deadline, timeout)
-            except RuntimeError as error:
-                lost.append(self._why_lost(rank, error))
-                if lost[-1].lost == "late":  # gloo closes all connections of a group after a timeout
-                    self.leave_word(lost[-1])
-                    break
+
+        def missing() -> list[int]:
+            return [rank for rank, frame in frames.items() if not has_come(frame)]
+
+        def tell(warning: str) -> None:
+            those = [rank for rank, frame in frames.items() if not is_alive(frame)]
+            self._signs += [self._isend(alive_frame(warning), rank) for rank in those]
+
+        with waiting.announced(missing, tell):
+            for rank, work in works.items():
+                try:
+                    received[rank] = self._message(work, frames[rank], rank, deadline, timeout)
+                except RuntimeError as error:
+                    lost.append(self._why_lost(rank, error))
+                    if lost[-1].lost == "late":  # gloo closes all connections of a group after a timeout
+                        self.leave_word(lost[-1])
+                        break
         return received, lost
 
     def scatter(self, answers: Sequence[Message], *, skip: Container[int | None]) -> RankFailed | None:
@@ -134,8 +150,9 @@ class Wire:
         deadline = monotonic() + patience
         try:
             sent = [self._isend(part, 0) for part in to_frames(pack(mine))]  # taken once rank 0 is done
-            frame = torch.empty(FRAME, dtype=torch.uint8, device="cpu")
-            answer = self._message(self._irecv(frame, 0), frame, 0, deadline, patience)
+            frame = empty_frame()
+            with waiting.announced(lambda: [] if has_come(frame) else [0], lambda _: None, AFTER_RANK_0):
+                answer = self._message(self._irecv(frame, 0), frame, 0, deadline, patience)
             for sending in sent:
                 sending.wait(self._patience)
         except RuntimeError as error:
@@ -163,6 +180,8 @@ class Wire:
         """
         _wait(work, deadline)
         while is_alive(frame):
+            if warning := warning_in(frame):
+                log.warning("%s", warning)
             if self._rank == 0:
                 self.alive()  # the others wait for rank 0, which waits for this one
             _wait(self._irecv(frame, rank), monotonic() + patience)

@@ -30,6 +30,7 @@ from casckpt.checkpoint.loading.load_plan import Unread
 from casckpt.errors import InvalidInput, Unsupported
 from casckpt.frontends.stores import AnyStore
 from casckpt.frontends.trainer import Checkpointer, TrainState
+from casckpt.frontends.trainer.contents import GroupOptions
 from casckpt.frontends.trainer.resuming import Missing
 from casckpt.frontends.trainer.settings import DueArguments, StepArguments, TrainerArguments
 from casckpt.frontends.training_state.names import parameter_names
@@ -69,9 +70,23 @@ class AcceleratorCheckpointer:
         """See `Checkpointer.save_if_due`."""
         return self.checkpointer.save_if_due(step, *self._all(), last=last, **options)
 
-    def resume(self, *, missing: Missing = "raise", unread: Unread = "warn", cast: bool = False) -> Checkpoint | None:
+    def check(self) -> None:
+        """See `Checkpointer.check`."""
+        self.checkpointer.check(*self._all())
+
+    def resume(
+        self,
+        *,
+        missing: Missing = "raise",
+        unread: Unread = "warn",
+        cast: bool = False,
+        strict: bool | None = None,
+        options: GroupOptions = "checkpoint",
+    ) -> Checkpoint | None:
         """Load the newest checkpoint of the run, if there is one. See `Checkpointer.resume`."""
-        return self.checkpointer.resume(*self._all(), missing=missing, unread=unread, cast=cast)
+        return self.checkpointer.resume(
+            *self._all(), missing=missing, unread=unread, cast=cast, strict=strict, options=options
+        )
 
     def load(self, ref: str | Checkpoint, *, cast: bool = False) -> None:
         """Load all of a checkpoint; of one of weights alone, these. ``cast``: see `Checkpointer.load`."""

@@ -22,6 +22,11 @@ from casckpt.store.store import Store
 
 FORMATS: Final[tuple[Format, ...]] = get_args(Format)
 _SUFFIXES: Final[Mapping[str, Format]] = {SUFFIX: "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
+_FOREIGN: Final = {
+    ".ckpt", ".engine", ".gguf", ".gz", ".h5", ".hdf5", ".keras", ".mlmodel", ".mlpackage", ".msgpack", ".npy", ".npz",
+    ".onnx", ".pb", ".pickle", ".pkl", ".pte", ".tar", ".tflite", ".zip",
+}  # fmt: skip
+"""Suffixes of files that no format here is; a folder of such a name would only be found out by whoever opens it."""
 _NOT_FOR: Final = {"dcp": ("keys", "strip_prefix", "rename", "max_shard_size"), "torch": ("max_shard_size",)}
 """Arguments that a format knows nothing of."""
 
@@ -62,6 +67,11 @@ def export(
     """
     opened = as_store(store)
     _check_outside(opened.url, path)
+    if format is None and Path(path).suffix.lower() in _FOREIGN and not os.path.isdir(path):
+        raise InvalidInput(
+            f"casckpt writes no {Path(path).suffix} files: give a name that ends in .safetensors, .pt, .pth or .bin, "
+            f"or a folder, or say with format= (--format) which of {', '.join(FORMATS)} it is to be"
+        )
     checkpoint = opened.get(ref)
     chosen = format or _by_suffix(path) or ("hf" if CONFIG in opened.attachments(checkpoint) else "safetensors")
     if chosen not in FORMATS:

@@ -39,7 +39,7 @@ def model_part(tree: Node, keys: Collection[str], where: str) -> tuple[str, list
         found = [prefix for prefix in found if prefix]  # beside the model: a loss, a step
     if not found:
         more = f", but something below {', '.join(parts)}; give --strip-prefix if that is one" if parts else ""
-        raise MissingKey(f"{where} holds no weights of a model{more}; `casckpt show` lists what it holds")
+        raise MissingKey(f"{where} holds no weights of a model{more}; `casckpt show --tensors` lists what it holds")
     if len(found) > 1 or (found == [""] and len(parts) > 1 and _is_either(tree, parts[""])):
         raise _unclear(where, [prefix for prefix in found if prefix] + [_first(key) for key in parts.get("", ())])
     prefix = found[0]

@@ -73,7 +73,7 @@ def import_olmo(
     else:
         state = dict(_tensors(files, maps))
     options["progress"] = maps.done
-    return as_store(store).save(state, step=step, no_dist=True, **options)
+    return as_store(store).save(state, step=step, no_dist=True, allow_pickle=allow_pickle, **options)
 
 
 def _tensors(files: LocalFiles, maps: Maps) -> dict[str, list[Shard]]:

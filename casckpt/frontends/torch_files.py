@@ -55,6 +55,11 @@ log = logging.getLogger(__name__)
 
 _Storage: TypeAlias = ViewTensor | bytes
 """What fills a hole of a file: a tensor of the checkpoint, or the data of one inside of an object."""
+_DEFINE = (
+    "Each class must be where it was when the file was saved. For one of __main__, import it in a program, set it with "
+    "`import __main__; __main__.NAME = NAME`, and call torch_save_to_casckpt of casckpt.frontends.convert there, with "
+    "allow_pickle=True"
+)
 _CENTRAL = struct.Struct("<4s12xL8xHHH12x")  # a record of a zip's directory: its crc, and lengths of what follows it
 
 
@@ -104,10 +109,17 @@ def _read(path: Path, allow_pickle: bool) -> Any:
         except pickle.UnpicklingError as error:
             if allow_pickle:
                 raise
+            held = refused_name(error)
             raise InvalidInput(
                 f"{path} holds more than tensors and plain data, and reading it runs code from it; pass "
-                f"allow_pickle=True (--allow-pickle) if you trust whoever wrote it ({refused_name(error)})"
+                f"allow_pickle=True (--allow-pickle) if you trust whoever wrote it ({held})"
+                + f". {_DEFINE}"
+                * ("__main__." in held)
             ) from error
+        except (AttributeError, ImportError) as error:
+            if not allow_pickle:
+                raise
+            raise InvalidInput(f"{path} holds objects of a class that is not found here: {error}. {_DEFINE}") from error
     check_expansion(state, path.stat().st_size, str(path))
     return state
 

@@ -52,7 +52,7 @@ def laid_out(state: Mapping[str, Any], parameter_names: Sequence[str] | None = N
     except Mismatch as error:
         if parameter_names is not None:
             raise
-        return TorchState(as_it_is, (_note(repr(name), str(error)),))
+        return TorchState(as_it_is, (_note(repr(name), str(error), "Import again with parameter_names=, or load"),))
     if _LIGHTNING in state:
         return TorchState({**as_it_is, "optim": optim})
     rest = {key: value for key, value in state.items() if key not in (name, home)}
@@ -64,10 +64,10 @@ def _of_lightning(state: Mapping[str, Any], home: str) -> Mapping[str, Any]:
     return {"model": state[home], "lightning": {key: value for key, value in state.items() if key != home}}
 
 
-def _note(what: str, why: str) -> str:
+def _note(what: str, why: str, advice: str = "Load") -> str:
     return (
         f"{what} counts its parameters, and is stored as it is, without their names ({why}): no resume will find "
-        "it. Import again with parameter_names=, or load it with store.read and optim.load_state_dict"
+        f"it. {advice} it with store.read and optim.load_state_dict"
     )
 
 

@@ -46,7 +46,7 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         ``store``: a path or URL; "" for the folder ``folder`` below the dump folder. ``initial_load_ref``: a
         checkpoint of the store to begin from, while the run has none (instead of ``initial_load_path``).
         ``async_save``: in the background. ``fixed_steps``: saved in any case, and kept. ``throttle``,
-        ``pre_download``, ``health``, ``check_replicas``: see `Checkpointer`. ``cast``: see `Checkpointer.load`.
+        ``pre_download``, ``health``, ``check_replicas``: see `Checkpointer`. ``cast``, ``options``: see its `load`.
         ``mirror``, ``sign_with``, ``require_signature`` ("" and () for none): see `casckpt.open`.
         """
 
@@ -59,6 +59,7 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         pre_download: bool = False
         health: bool = False
         cast: bool = False
+        options: Literal["checkpoint", "keep"] = "checkpoint"
         check_replicas: Literal["raise", "sample", "off"] = "sample"
         mirror: str = ""
         sign_with: str = ""
@@ -107,7 +108,10 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         first = curr_step == 1 and self.config.enable_first_step_checkpoint
-        if self.config.load_only or not (first or last_step or self.checkpointer.due(curr_step)):
+        if self.config.load_only:
+            return False
+        if not (first or last_step or self.checkpointer.due(curr_step)):
+            self._check()
             return False
         if last_step and self.config.last_save_model_only:
             self.checkpointer.save(curr_step, _Weights(self.model_parts, self.config.export_dtype), overwrite=True)
@@ -120,7 +124,16 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
             self._wait_for_saving()
         return True
 
+    def _check(self) -> None:
+        if not self.config.load_only:
+            self.checkpointer.check_first_steps(self.model_parts, self.optimizers, TrainState(**self.states))
+
     def _load(self, step: int = -1) -> bool:
+        found = self._load_newest(step)
+        self._check()
+        return found
+
+    def _load_newest(self, step: int) -> bool:
         ref = self._ref(step)
         if ref is None:
             return False
@@ -136,6 +149,7 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
             load_optim_state=needed if optims else None,
             load_trainer_state=False if model_only else needed,
             cast=self.config.cast,
+            options=self.config.options,
         )
         if loaded is not None:
             wanted = {name: part for name, part in self.states.items() if name not in excluded}

@@ -36,10 +36,12 @@ from casckpt.frontends.new_files import new_folder
 from casckpt.frontends.safetensors.importing import Maps
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig
+from casckpt.frontends.trainer.one_run import warn_of_similar
 from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.frontends.training_state import unshard_optim_state
 from casckpt.frontends.training_state.optimizer import state_to_save
 from casckpt.frontends.training_state.stored import StoredTraining
+from casckpt.repository.refs import LATEST
 from casckpt.store.store import Store
 from casckpt.tensors.dtypes import torch_dtype
 
@@ -89,6 +91,7 @@ class CasCheckpointCallback(TrainerCallback):
         self.store = as_store(store)
         self._async, self._tag = async_save, tag_best
         self._checkpointer: Checkpointer | None = None
+        self._is_step_checked = False
 
     @property
     def checkpointer(self) -> Checkpointer:
@@ -98,10 +101,22 @@ class CasCheckpointCallback(TrainerCallback):
         return self._checkpointer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
-        """Raises Unsupported for a training whose folders will be refused."""
+        """Raises Unsupported for a training whose folders will be refused, InvalidInput for such an optimizer."""
         for name in ("fsdp", "deepspeed"):
             if getattr(args, name, None):
                 raise Unsupported(f"the folders of a Trainer with {name} are not taken apart here; {_USE_ANOTHER}")
+        self._check(args, kwargs)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
+        """At the first step, which makes the optimizer's state: raises InvalidInput for one that cannot be saved."""
+        if not self._is_step_checked:
+            self._is_step_checked = True
+            self._check(args, kwargs)
+
+    def _check(self, args: Any, given: Mapping[str, Any]) -> None:
+        """What of a folder can be known before there is one. Every rank makes the call."""
+        if not args.save_only_model:
+            self.checkpointer.check(_Optimizer(Path(args.output_dir), given.get("model"), given.get("optimizer")))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
         """Save the folder that the trainer has just written. Every rank makes the call, rank 0 has most of it."""
@@ -157,9 +172,12 @@ class _Folder:
             state[HOME]["files"][name] = {"names": list(maps.state), "metadata": said}
             home = state["model"] if _MODEL.fullmatch(name) else state[HOME]["tensors"].setdefault(name, {})
             home.update(maps.state)
-        if self._optimizer is not None and (self._folder / OPTIMIZER).is_file():
-            state["optim"] = state_to_save(self._model, self._optimizer)
+        if (self._folder / OPTIMIZER).is_file():
+            state |= self._optimizer_state()
         return state
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        return {} if self._optimizer is None else {"optim": state_to_save(self._model, self._optimizer)}
 
     def state_dict_to_load(self, metadata: Any) -> dict[str, Any]:
         """Nothing is loaded by way of a folder in use."""
@@ -170,6 +188,14 @@ class _Folder:
         raise Unsupported("a folder is restored by restore_checkpoint")
 
 
+class _Optimizer(_Folder):
+    """What a save by rank 0 adds to a folder."""
+
+    def state_dict_to_save(self) -> dict[str, Any]:
+        """The optimizer's state, on rank 0."""
+        return self._optimizer_state() if this_rank() == 0 else {}
+
+
 def restore_checkpoint(
     store: AnyStore,
     ref: str | Checkpoint,
@@ -177,9 +203,10 @@ def restore_checkpoint(
     *,
     force: bool = False,
     allow_pickle: bool = False,
-) -> Path:
+) -> Path | None:
     """Write the folder ``output_dir/checkpoint-STEP`` as the trainer had written it; its path.
 
+    None if ``ref`` is ``RUN@latest`` of a run that has no checkpoint yet: then a trainer starts from the beginning.
     That is what ``trainer.train(resume_from_checkpoint=...)`` takes. An ``output_dir`` that is called
     ``checkpoint-<number>`` is the folder itself. One process for each file system makes the call. A folder
     with the same ``trainer_state.json``, which the job itself has left, is written again. ``force``: over whatever is
@@ -188,7 +215,15 @@ def restore_checkpoint(
     `CasCheckpointCallback` made, Damaged. After an error nothing stands under the final name.
     """
     opened = as_store(store)
-    stored = StoredTraining.read(opened, ref)
+    try:
+        stored = StoredTraining.read(opened, ref)
+    except NotFound as error:
+        run, _, at = str(ref).rpartition("@")
+        if at != LATEST:
+            raise
+        log.info("%s", error)
+        warn_of_similar(opened, run)
+        return None
     if not stored.keys_below(f"{HOME}.files"):
         raise Mismatch(f"{stored.where} was not saved from a folder of Transformers; casckpt export writes its weights")
     about = opened.read(stored.checkpoint, keys=[f"{HOME}.files*", f"{HOME}.rng*"])[HOME]

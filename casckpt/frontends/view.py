@@ -96,7 +96,9 @@ def check_whole(manifest: Manifest, entries: Sequence[StreamEntry]) -> None:
 def _check_used(where: str, keys: Sequence[str], patterns: Sequence[str] | None) -> None:
     for pattern in patterns or ():
         if not any(fnmatchcase(key, pattern) for key in keys):
-            raise MissingKey(f"no tensor of {where} matches {pattern!r}; `casckpt show` lists them", keys=(pattern,))
+            raise MissingKey(
+                f"no tensor of {where} matches {pattern!r}; `casckpt show --tensors` lists them", keys=(pattern,)
+            )
 
 
 def _part(contents: Contents, keys: Sequence[str], rules: Rules, where: str) -> tuple[str, Sequence[str]]:
@@ -106,7 +108,9 @@ def _part(contents: Contents, keys: Sequence[str], rules: Rules, where: str) -> 
     prefix = rules.strip_prefix and f"{rules.strip_prefix.removesuffix('.')}."
     below = [key for key in keys if key.startswith(prefix)]
     if not below:
-        raise MissingKey(f"no tensor of {where} lies below {prefix!r}; `casckpt show` lists them", keys=(prefix,))
+        raise MissingKey(
+            f"no tensor of {where} lies below {prefix!r}; `casckpt show --tensors` lists them", keys=(prefix,)
+        )
     return prefix, below
 
 

@@ -237,6 +237,9 @@ def _at_step(repo: Repository, found: CommitList, run: str, step: int) -> Commit
     if hits:
         message = f"{run}@{step} in {repo.storage.url} was forgotten; its id is {hits[-1].id}"
         raise NotFound(f"{message}; `casckpt restore STORE {hits[-1].id[:16]}` makes it visible again")
+    purged = [c for c in found.commits.values() if c.last == "purged" and (c.run, c.step) == (run, step)]
+    if purged:
+        raise Gone(f"checkpoint {purged[-1]} was purged: it is gone for good; see `casckpt list`")
     raise _no_step(repo, found, _commits_of_run(repo, found, run), f"step {step}")
 
 
@@ -248,11 +251,19 @@ def _commits_of_run(repo: Repository, found: CommitList, run: str) -> list[Commi
     raise NotFound(about_run(repo, found, run))
 
 
+def similar_runs(run: str, runs: Sequence[str]) -> list[str]:
+    """Return those of ``runs`` that are spelt almost like ``run``, or begin with it, or it with them; in any case."""
+    name, names = run.casefold(), [other.casefold() for other in runs]
+    close = difflib.get_close_matches(name, names, _SHOWN)
+    near = [a in close or a.startswith(name) or name.startswith(a) for a in names]
+    return [other for other, is_near in zip(runs, near, strict=True) if is_near and other != run][:_SHOWN]
+
+
 def about_run(repo: Repository, found: CommitList, run: str) -> str:
     """Return what to say of a run that has no visible checkpoint: whether it had one, and which runs there are."""
     forgotten = sum(commit.run == run for commit in found.live())
     runs = found.runs()
-    near = difflib.get_close_matches(run, runs, _SHOWN)
+    near = similar_runs(run, runs)
     if forgotten:
         there = f"{forgotten} of it {'were' if forgotten > 1 else 'was'} forgotten: see `casckpt list --all`"
     elif near:

@@ -13,8 +13,9 @@ from typing import Any
 log = logging.getLogger("casckpt")
 
 _BARE = (
-    "%r was filled, but is a state_dict: no optimizer changes until its load_state_dict is called with it. Give the "
-    'optimizer itself beside its module, as in store.load({"model": model, "%s": optim}, ref)'
+    "%r was filled, but is a state_dict: no optimizer changes until its load_state_dict is called with it. Keep the "
+    "state in a variable, and call optim.load_state_dict(state[%r]) after the load; or save the optimizer itself "
+    'beside its module, as in store.save({"model": model, "%s": optim}, step=step), and load it so'
 )
 
 home: Callable[[], Any]
@@ -38,7 +39,7 @@ def tell_of_optimizers(state: Any, missing: Sequence[str], *, is_held: bool) -> 
     for name in state if isinstance(state, Mapping) else ():
         if _is_of_optimizer(state[name]) and f"{name}.param_groups" not in missing:
             is_lost = not is_held and sys.getrefcount(state[name]) <= _UNHELD_INSIDE
-            log.log(logging.WARNING if is_lost else logging.INFO, _BARE, name, name)
+            log.log(logging.WARNING if is_lost else logging.INFO, _BARE, name, name, name)
 
 
 def _is_of_optimizer(value: Any) -> bool:

@@ -169,6 +169,14 @@ class Store:
         state, options = _without_objects(state, options)
         return self._saver.get().save_async(state, SaveOptions(run=run, step=step, **options), when_busy)
 
+    def check(self, state: State, *, run: str = "default", **options: Unpack[SaveArguments]) -> None:
+        """Raise what `save` would raise for this state and these options before it writes anything. Write nothing.
+
+        Every rank makes the call. Raises InvalidInput, on every rank alike.
+        """
+        check_keywords("Store.check", options, SaveArguments)
+        self._saver.get().check(state, SaveOptions(run=run, step=0, **options))
+
     def warm_up(self, state: State, *, process_group: ProcessGroup | None = None, no_dist: bool = False) -> None:
         """Prepare for `save_async` of such a state: allocate the memory for its copy, and connect the ranks.
 
@@ -470,6 +478,8 @@ class Store:
         Raises Gone if the checkpoint was purged, Conflict if it is just now; with ``expires`` NotFound, also if it is
         forgotten.
         """
+        if isinstance(ref, str) and refs.is_reference(name) and not refs.is_reference(ref):
+            raise InvalidInput(f"the name of a tag comes first, then the checkpoint: tag({ref!r}, {name!r})")
         if expires is None:
             tags.set_tag(self.repository, name, self._resolve(ref))
         else:

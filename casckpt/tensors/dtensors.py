@@ -159,7 +159,8 @@ def _mesh_order(key: str, tensor: DTensor) -> Sequence[int]:
     if len(set(dims)) < len(dims) and hasattr(tensor.device_mesh, "_shard_order"):
         raise InvalidInput(
             f"{key!r}: a DTensor of Megatron-FSDP does not tell which elements it holds; call "
-            "preprocess_state_dict_for_uneven_dtensor, from megatron_fsdp.uneven_dtensor, on the state first",
+            "preprocess_state_dict_for_uneven_dtensor on the state first. It is in megatron_fsdp.uneven_dtensor; "
+            "Megatron-core has that below megatron.core.distributed.fsdp.src",
             key=key,
         )
     entries = getattr(tensor._spec, "shard_order", None) or ()

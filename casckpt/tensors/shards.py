@@ -148,9 +148,15 @@ def _problem(data: Any) -> str | None:
     if not is_plain and not data.is_nested and hasattr(data, "__tensor_flatten__"):  # of nested ones see below
         inner = ", ".join(map(str, data.__tensor_flatten__()[0]))
         if inner:
-            return f"a {type(data).__name__} consists of other tensors ({inner}); store these in its place"
+            return (
+                f"a {type(data).__name__} consists of other tensors ({inner}); store these in its place. If an "
+                "optimizer keeps it, save without that (optim=None), or use one of plain tensors, such as bitsandbytes'"
+            )
     if data.is_meta:
-        return "a meta tensor has no bytes; materialise it first (module.to_empty(device=...))"
+        return (
+            "a meta tensor has no values; for a load, call module.to_empty(device=...), for a save fill the module. If "
+            "accelerate offloaded it, load the model without device_map"
+        )
     if hasattr(data, "ds_id") and data.shape != getattr(data, "ds_shape", data.shape):
         return (
             f"this is a placeholder of DeepSpeed's ZeRO-3 for a tensor of shape {list(data.ds_shape)}, which has no "

@@ -9,11 +9,11 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader
@@ -26,6 +26,8 @@ from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.foreign import is_megatron_tensor
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.values import PerRank, Shard
+
+IsWhole: TypeAlias = Callable[[str, Mapping[Any, Any]], bool]
 
 
 class LeafValue(NamedTuple):
@@ -44,19 +46,24 @@ class FlatState:
 
     leaves: dict[str, LeafValue]
     tree: Node
+    unkept: dict[type, Path] = field(default_factory=dict)
+    """Classes of mappings that the tree does not keep, each with one place."""
+    whole: Sequence[str] = ()
+    """Leaves that are mappings because ``is_whole`` says so."""
 
 
-def flatten(state: Any, *, objects: bool = False) -> FlatState:
+def flatten(state: Any, *, objects: bool = False, is_whole: IsWhole = lambda key, value: False) -> FlatState:
     """Flatten ``state``, a mapping (or a `PerRank` of one), into leaves and a tree.
 
     Tensors are torch.Tensor (DTensor too), `Shard`, a list of `Shard` and Megatron-style sharded tensors; with
-    ``objects``, whole objects too. Nothing is copied. Raises InvalidInput, naming the path, for a state that is no
-    mapping, contains itself or is too deep, for keys that cannot be stored and for two paths with one flat key.
+    ``objects``, whole objects too. ``is_whole``: which mappings without tensors, by flat key, are one leaf. Nothing is
+    copied. Raises InvalidInput, naming the path, for a state that is no mapping, contains itself or is too deep, for
+    keys that cannot be stored and for two paths with one flat key.
     """
     _check_state(state)
-    flattener = _Flattener(objects=objects)
+    flattener = _Flattener(is_whole, objects=objects)
     node = flattener.node(state, (), False)
-    return FlatState(flattener.leaves, node)
+    return FlatState(flattener.leaves, node, flattener.unkept, flattener.whole)
 
 
 def is_object(value: Any) -> bool:
@@ -241,10 +248,12 @@ def _children(value: Any) -> list[tuple[Element, Any]]:
 class _Flattener:
     """One call of `flatten`."""
 
-    def __init__(self, *, objects: bool) -> None:
-        self.objects = objects
+    def __init__(self, is_whole: IsWhole, *, objects: bool) -> None:
+        self.is_whole, self.objects = is_whole, objects
         self.leaves: dict[str, LeafValue] = {}
         self.open: set[int] = set()
+        self.unkept: dict[type, Path] = {}
+        self.whole: list[str] = []
 
     def node(self, value: Any, path: Path, per_rank: bool) -> Node:
         """Return the node of a value, and add its leaves."""
@@ -253,11 +262,16 @@ class _Flattener:
         is_tensor = _is_tensor(value) or (self.objects and bool(path) and is_object(value))
         kind = None if is_tensor else _kind(value, path)
         key = check_key(join(path)) if path else ""
+        if kind and path and isinstance(value, Mapping) and self.is_whole(key, value) and not _holds_tensor(value):
+            self.whole.append(key)
+            kind = None
         if kind is None:
             self._add(LeafValue(key, path, value, is_tensor, per_rank))
             return TENSOR if is_tensor else OBJECT
         if id(value) in self.open or len(path) >= plain.MAX_DEPTH:
             raise _endless(f"state{show(path[:8])}", key)
+        if path and type(value) not in (kind, dict):
+            self.unkept.setdefault(type(value), path)
         self.open.add(id(value))
         children = {element: self.node(child, (*path, element), per_rank) for element, child in _children(value)}
         self.open.remove(id(value))

@@ -346,4 +346,6 @@ def check(plan: ThinPlan) -> None:
         raise type(error)(f"{error}{more}", **error.__dict__) from error
     if plan.chosen and not plan.thin and not plan.done:
         patterns = " or ".join(map(repr, plan.drop))
-        raise MissingKey(f"no tensor of what was chosen matches {patterns}; casckpt show lists keys", keys=plan.drop)
+        raise MissingKey(
+            f"no tensor of what was chosen matches {patterns}; `casckpt show --tensors` lists keys", keys=plan.drop
+        )

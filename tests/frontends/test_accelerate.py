@@ -174,3 +174,25 @@ def test_models_of_somebody_else_are_refused(store: casckpt.Store, kind: str) ->
     accelerator: Any = SimpleNamespace(distributed_type=SimpleNamespace(name=kind))
     with pytest.raises(Unsupported, match=f"models of {kind} are not taken apart here"):
         AcceleratorCheckpointer(accelerator, store, run="a")
+
+
+def test_a_model_that_accelerate_offloaded_is_told_from_one_without_values(tmp_path: Path) -> None:
+    from accelerate import cpu_offload
+    from accelerate.hooks import remove_hook_from_submodules
+
+    torch.manual_seed(0)
+    model, store = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), casckpt.open(tmp_path)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    cpu_offload(model, torch.device("cpu"))
+    with pytest.raises(InvalidInput, match=r"accelerate has offloaded .* without device_map") as caught:
+        casckpt.save_model_and_optim_state(store, model, run="r", step=1)
+    assert "accelerate.hooks.remove_hook_from_submodules(model)" in str(caught.value)
+    with pytest.raises(InvalidInput, match=r"a meta tensor has no values.* without device_map"):
+        store.save({"model": model.state_dict()}, run="r", step=1)
+    remove_hook_from_submodules(model)
+    casckpt.save_model_and_optim_state(store, model, run="r", step=1)
+    found = casckpt.unshard_model_state(store, "r@1")
+    assert all(torch.equal(found[name], value) for name, value in before.items())
+    empty = nn.Linear(2, 2, device="meta")
+    with pytest.raises(InvalidInput, match="a meta tensor has no values"):
+        casckpt.save_model_and_optim_state(store, empty, run="r", step=2)

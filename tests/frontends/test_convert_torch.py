@@ -466,3 +466,44 @@ def test_urls_of_other_programs(store: Store, tmp_path: Path, bucket: str) -> No
         pass
     with pytest.raises(Unsupported), looked_at(f"file://{tmp_path}/store"):
         pass
+
+
+class Config:
+    """Of a training script."""
+
+    def __init__(self) -> None:
+        self.rate = 0.1
+
+
+def test_a_class_of_the_script_that_saved_a_file_is_named_and_can_be_put_there(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = sys.modules["__main__"]
+    monkeypatch.setattr(Config, "__module__", "__main__")
+    monkeypatch.setattr(script, "Config", Config, raising=False)
+    torch.save({"w": torch.ones(2), "config": Config()}, tmp_path / "m.pt")
+    monkeypatch.delattr(script, "Config")
+    for allow_pickle in (False, True):
+        with pytest.raises(InvalidInput, match=r"Config.* __main__\.NAME = NAME") as caught:
+            torch_save_to_casckpt(tmp_path / "m.pt", store, step=1, allow_pickle=allow_pickle)
+        assert "allow_pickle=True" in str(caught.value)
+    monkeypatch.setattr(script, "Config", Config, raising=False)
+    torch_save_to_casckpt(tmp_path / "m.pt", store, step=1, allow_pickle=True)
+    assert store.read("latest", allow_pickle=True)["config"].rate == 0.1
+
+
+@pytest.mark.parametrize("kind", ["dcp", "safetensors"])
+def test_a_folder_of_checkpoints_is_told_from_one(kind: str, store: Store, tmp_path: Path) -> None:
+    for step in (10, 20):
+        folder = tmp_path / f"step-{step}"
+        if kind == "dcp":
+            save({"w": torch.ones(2)}, FileSystemWriter(folder))
+        else:
+            folder.mkdir()
+            save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+    with pytest.raises(InvalidInput, match="holds no checkpoint, but folders that do: step-10, step-20; give"):
+        look_at(tmp_path)
+    if kind == "dcp":
+        with pytest.raises(InvalidInput, match="holds no checkpoint, but folders that do: 'step-10', 'step-20'; give"):
+            dcp_to_casckpt(tmp_path, store, step=1)
+    assert import_any(store, look_at(tmp_path / "step-20"), step=1).step == 1

@@ -229,3 +229,13 @@ def test_a_suffix_that_names_another_format_is_refused(
     with pytest.raises(InvalidInput, match=rf"{name} is a name for --format {of}, and {format} was asked for"):
         store.export("latest", tmp_path / name, format=format)
     assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("name", ["m.onnx", "m.gguf", "M.ONNX"])
+def test_a_suffix_of_what_is_never_written_is_refused(name: str, store: Store, tmp_path: Path) -> None:
+    store.save({"w": torch.ones(2)}, step=1)
+    with pytest.raises(InvalidInput, match=r"writes no \.\w+ files: give a name that ends in \.safetensors"):
+        store.export("latest", tmp_path / name)
+    assert not (tmp_path / name).exists()
+    store.export("latest", tmp_path / "m.safetensors")
+    store.export("latest", tmp_path / name, format="torch")

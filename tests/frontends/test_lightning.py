@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 
 from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound, StorageError, Unsigned
-from casckpt.frontends.lightning import CasCheckpointIO, restore_checkpoint
+from casckpt.frontends.lightning import CasCheckpointCheck, CasCheckpointIO, restore_checkpoint
 from casckpt.frontends.lightning.pointer import Pointer
 from casckpt.frontends.training_state import unshard_model_state
 from casckpt.repository.repository import Repository
@@ -382,3 +383,38 @@ def test_what_another_front_end_saved_and_what_no_trainer_counts(store: Store, t
         {"state_dict": {"w": torch.ones(2)}, "callbacks": {"a": None, "b": {"monitor": "x"}}}, tmp_path / "x"
     )
     assert [(one.step, one.metrics) for one in store.checkpoints("plain")] == [(7, {}), (8, {})]
+
+
+class Odd(Model):
+    """With a hyperparameter that is no plain data."""
+
+    def __init__(self, act: Any = torch.relu) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Projecting(torch.optim.SGD):
+    """Its first step makes state that is no plain data."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["projector"] = object()
+
+
+class Projected(Model):
+    def configure_optimizers(self) -> Any:
+        return Projecting(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "pickles", "step"), [(Odd, False, 0), (Odd, True, 4), (Projected, False, 1), (Model, False, 4)]
+)
+def test_what_cannot_be_saved_is_heard_at_the_begin(
+    tmp_path: Path, model: type[Model], pickles: bool, step: int
+) -> None:
+    io = CasCheckpointIO(tmp_path / "store", run="sft", allow_pickle=pickles)
+    training = trainer(tmp_path, io, CasCheckpointCheck(), epochs=1, limit_train_batches=4)
+    with nullcontext() if step == 4 else pytest.raises(InvalidInput, match=r"projector|hyper_parameters\.act"):
+        training.fit(model(), data())
+    assert training.global_step == step

@@ -21,8 +21,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import casckpt
 from casckpt.errors import InvalidInput, Mismatch
-from casckpt.frontends.lightning import CasCheckpointIO, CasModelParallelStrategy
-from tests.support.ranks import JobFailed
+from casckpt.frontends.lightning import CasCheckpointCheck, CasCheckpointIO, CasModelParallelStrategy
+from tests.support.ranks import JobFailed, outcome_of
 from tests.support.saves import small_folder, steps
 from tests.support.torchrun import as_torchrun_says
 
@@ -193,3 +193,53 @@ def test_an_averaged_model_is_saved_and_loaded_beside_the_other(tmp_path: Path, 
     assert losses == {step: whole[0][step] for step in (6, 7, 8)}
     assert count == whole[2] == 9
     assert all(torch.equal(one, other) for one, other in zip(weights, whole[1], strict=True))
+
+
+class Projecting(torch.optim.AdamW):
+    """Its first step makes state that is no plain data."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["projector"] = object()
+        return loss
+
+
+class OddState(Model):
+    """Saves what is no plain data."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["odd"] = object()
+
+
+class OddOptimizer(Model):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Projecting(self.parameters(), lr=0.01)
+
+
+def hears(rank: int, size: int, folder: Path) -> Any:
+    found = []
+    for model in (OddState(), OddOptimizer()):
+        for strategy in ("ddp", CasModelParallelStrategy(folder / "store", run="sft", process_group_backend="gloo")):
+            with as_torchrun_says(rank, size):
+                if strategy == "ddp":
+                    model.__dict__["configure_model"] = lambda: None
+                else:
+                    model.__dict__.pop("configure_model")
+                trainer = Trainer(
+                    accelerator="cpu", devices=size, strategy=strategy, max_epochs=1, logger=False,
+                    callbacks=[CasCheckpointCheck()],
+                    plugins=[CasCheckpointIO(folder / "store", run="ddp")] if strategy == "ddp" else [],
+                    enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+                    use_distributed_sampler=False,
+                )  # fmt: skip
+
+                error = outcome_of(lambda: trainer.fit(model))  # noqa: B023 - called at once
+                found.append((type(error).__name__, trainer.global_step))
+    return found
+
+
+def test_what_cannot_be_saved_is_heard_on_all_ranks_at_the_begin(tmp_path: Path, ranks: Pool) -> None:
+    expected = [("InvalidInput", 0)] * 2 + [("InvalidInput", 1)] * 2
+    assert ranks.run(2, hears, tmp_path) == [expected] * 2
+    assert steps(small_folder(tmp_path / "store")) == []

@@ -18,6 +18,7 @@ pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
 
 import casckpt
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsigned, Unsupported
+from tests.support.ranks import outcome_of
 from tests.support.saves import small_folder
 from tests.support.signing import pair
 from tests.support.training import identical
@@ -233,3 +234,49 @@ def test_what_is_not_for_a_store_is_refused(store_path: Path, ranks: Pool) -> No
     ranks.run(1, refuses, store_path)
     tensors = casckpt.open(store_path).get("titan@1").tensors.values()
     assert {one.dtype for one in tensors} == {"bfloat16", "int64"}  # a buffer that counts is not converted
+
+
+class Refused:
+    """A part of a train state that no save can store, from a step on."""
+
+    def __init__(self, loop: Loop, step: int) -> None:
+        self.loop, self.step = loop, step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"refused": object() if self.loop.step >= self.step else 1}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def hears(rank: int, size: int, path: Path) -> Any:
+    found = []
+    for step, load_only in ((0, False), (1, False), (0, True)):
+        loop = Loop(rank, size, path, load_only=load_only)
+        if rank == size - 1:
+            loop.manager.states["refused"] = Refused(loop, step)
+        error = outcome_of(loop.load)
+        error = outcome_of(lambda: loop.train(1)) if error is False else error  # noqa: B023 - called at once
+        found.append((loop.step, type(error).__name__))
+    return found
+
+
+def test_what_cannot_be_saved_is_heard_before_the_first_step_or_at_it(store_path: Path, ranks: Pool) -> None:
+    expected = [(0, "InvalidInput"), (1, "InvalidInput"), (1, "dict")]
+    assert ranks.run(2, hears, store_path) == [expected] * 2
+
+
+def keeps(rank: int, size: int, path: Path) -> Any:
+    first = Loop(rank, size, path)
+    first.train(2)
+    first.manager.close()
+    loop = Loop(rank, size, path, options="keep")
+    for optimizer in loop.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.125
+    assert loop.load()
+    return loop.step, {group["lr"] for optimizer in loop.optimizers for group in optimizer.param_groups}
+
+
+def test_a_new_learning_rate_stays(store_path: Path, ranks: Pool) -> None:
+    assert ranks.run(2, keeps, store_path) == [(2, {0.125})] * 2

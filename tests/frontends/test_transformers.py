@@ -99,6 +99,13 @@ def trainer(folder: Path, learner: Any, *callbacks: Any, most: int = 10, **optio
     )
 
 
+def restored_folder(*arguments: Any, **options: Any) -> Path:
+    """Of a checkpoint that is there."""
+    found = restore_checkpoint(*arguments, **options)
+    assert found is not None
+    return found
+
+
 def test_ten_checkpoints_of_a_frozen_encoder_take_the_first_and_what_changed(tmp_path: Path, store: Store) -> None:
     learner, losses = model(), Losses()
     training = trainer(tmp_path / "out", learner, CasCheckpointCallback(store, run="sft"), losses)
@@ -113,7 +120,7 @@ def test_ten_checkpoints_of_a_frozen_encoder_take_the_first_and_what_changed(tmp
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-10"]
 
     # the folder that went comes back, and the training goes on from there as it did before
-    restored = restore_checkpoint(store, "sft@7", tmp_path / "back")
+    restored = restored_folder(store, "sft@7", tmp_path / "back")
     assert restored == tmp_path / "back" / "checkpoint-7"
     again, more = model(), Losses()
     torch.nn.init.zeros_(again.classifier.weight)
@@ -123,7 +130,7 @@ def test_ten_checkpoints_of_a_frozen_encoder_take_the_first_and_what_changed(tmp
 
     # the folder that stayed is the one that is restored
     last = tmp_path / "out" / "checkpoint-10"
-    other = restore_checkpoint(store, "sft@latest", tmp_path / "back2" / "checkpoint-10")
+    other = restored_folder(store, "sft@latest", tmp_path / "back2" / "checkpoint-10")
     assert other.parent == tmp_path / "back2"
     assert sorted(path.name for path in other.iterdir()) == sorted(path.name for path in last.iterdir())
     for path in last.iterdir():
@@ -139,12 +146,12 @@ def test_ten_checkpoints_of_a_frozen_encoder_take_the_first_and_what_changed(tmp
     # where a job is started again its folder is there, whole or not; the folder of another training is kept
     (other / "model.safetensors").unlink()
     (other / "optimizer.pt").write_bytes(b"")
-    assert restore_checkpoint(store, "sft@latest", tmp_path / "back2") == other
+    assert restored_folder(store, "sft@latest", tmp_path / "back2") == other
     assert identical(load_file(other / "model.safetensors"), load_file(last / "model.safetensors"))
     assert identical(torch.load(other / "optimizer.pt")["state"], one["state"])
     (other / "trainer_state.json").write_text("{}")
     with pytest.raises(Conflict, match="not empty"):
-        restore_checkpoint(store, "sft@latest", tmp_path / "back2")
+        restored_folder(store, "sft@latest", tmp_path / "back2")
     assert (other / "trainer_state.json").read_text() == "{}"
 
     # and other front ends read it
@@ -163,8 +170,8 @@ def test_what_is_stored_smaller_is_restored_to_the_bit(tmp_path: Path, store: St
     trainer(tmp_path / "out", tiny(), CasCheckpointCallback(store, run="sft"), found, most=4).train()
     assert found.found == plain.found
     for step in (2, 4):
-        one = restore_checkpoint(store, f"sft@{step}", tmp_path / f"smaller {step}")
-        two = restore_checkpoint(tmp_path / "other", f"sft@{step}", tmp_path / f"as it is {step}")
+        one = restored_folder(store, f"sft@{step}", tmp_path / f"smaller {step}")
+        two = restored_folder(tmp_path / "other", f"sft@{step}", tmp_path / f"as it is {step}")
         assert identical(load_file(one / "model.safetensors"), load_file(two / "model.safetensors"))
         moments = (torch.load(folder / "optimizer.pt")["state"] for folder in (one, two))
         assert identical(*moments)
@@ -239,9 +246,9 @@ def test_what_a_user_added_to_an_optimizer_comes_back(tmp_path: Path, store: Sto
     saving = CasCheckpointCallback(store, run="sft", allow_pickle=True)
     trainer(tmp_path / "out", tiny(), Projecting(), saving, most=1).train()
     with pytest.raises(InvalidInput, match="pass allow_pickle=True"):
-        restore_checkpoint(store, "sft@1", tmp_path / "back")
+        restored_folder(store, "sft@1", tmp_path / "back")
     assert not list((tmp_path / "back").rglob("*.pt"))
-    back = restore_checkpoint(store, "sft@1", tmp_path / "back", allow_pickle=True)
+    back = restored_folder(store, "sft@1", tmp_path / "back", allow_pickle=True)
     found, written = (
         torch.load(folder / "optimizer.pt", weights_only=False) for folder in (back, tmp_path / "out" / "checkpoint-1")
     )
@@ -279,7 +286,7 @@ def trained_on_ranks(rank: int, size: int, folder: Path, run: str, back: Path | 
 def test_a_training_over_ranks_goes_on_to_the_bit(tmp_path: Path, ranks: Pool) -> None:
     whole = ranks.run(2, trained_on_ranks, tmp_path, "whole", None)
     store = tmp_path / "store"
-    back = restore_checkpoint(store, "whole@2", tmp_path / "parts")
+    back = restored_folder(store, "whole@2", tmp_path / "parts")
     assert {f"rng_state_{rank}.pth" for rank in range(2)} < {path.name for path in back.iterdir()}
     again = ranks.run(2, trained_on_ranks, tmp_path, "parts", back)
     for (losses, weights), (later, others) in zip(whole, again, strict=True):
@@ -356,7 +363,7 @@ def test_what_fails_on_rank_0_is_raised_on_all(tmp_path: Path, ranks: Pool) -> N
 
 def test_each_rank_brings_its_own_random_generators(tmp_path: Path, ranks: Pool) -> None:
     ranks.run(3, on_one_of_several, tmp_path)
-    back = restore_checkpoint(tmp_path / "store", "sft@1", tmp_path / "back")
+    back = restored_folder(tmp_path / "store", "sft@1", tmp_path / "back")
     assert sorted(path.name for path in back.iterdir()) == sorted(
         ["model.safetensors", "trainer_state.json", *(f"rng_state_{rank}.pth" for rank in range(3))]
     )
@@ -376,7 +383,7 @@ def test_several_files_and_files_below(tmp_path: Path, store: Store) -> None:
     callback = CasCheckpointCallback(store, run="sft")
     callback.on_save(args, state, None)
     assert set(store.read("sft@3", keys=["model.*"])["model"]) == {"a", "b"}
-    back = restore_checkpoint(store, "sft@3", tmp_path / "back")
+    back = restored_folder(store, "sft@3", tmp_path / "back")
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     assert sorted(path.relative_to(back).as_posix() for path in back.rglob("*") if path.is_file()) == names
     for name in names:
@@ -395,4 +402,54 @@ def test_several_files_and_files_below(tmp_path: Path, store: Store) -> None:
         callback.on_save(args, state, None)
     store.save({"w": torch.ones(2)}, run="other", step=1)
     with pytest.raises(Mismatch, match="not saved from a folder"):
-        restore_checkpoint(store, "other@1", tmp_path)
+        restored_folder(store, "other@1", tmp_path)
+
+
+def test_a_job_starts_from_the_beginning_where_nothing_is_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = casckpt.open(tmp_path / "store")
+    callback = CasCheckpointCallback(store, run="sft")
+    for last in (1, 2):  # the same job, twice
+        found = restore_checkpoint(store, "sft@latest", tmp_path / "out", force=True)
+        assert found == (None if last == 1 else tmp_path / "out" / "checkpoint-1")
+        trainer(tmp_path / "out", tiny(), callback, most=last).train(resume_from_checkpoint=found)
+    assert steps(store) == [("sft", 1), ("sft", 2)]
+    assert not caplog.records
+    assert restore_checkpoint(store, "stf@latest", tmp_path / "out") is None
+    assert "did you mean run 'sft'?" in caplog.text
+    for ref in ("sft@7", "tag:best"):
+        with pytest.raises(NotFound):
+            restore_checkpoint(store, ref, tmp_path / "out")
+
+
+class WithProjector(torch.optim.SGD):
+    """Its first step makes state that is no plain data."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["projector"] = object()
+
+
+def test_an_optimizer_that_cannot_be_saved_ends_a_training_at_its_begin(tmp_path: Path, store: Store) -> None:
+    def train(make: Any, **options: Any) -> int:
+        learner = tiny()
+        training = trainer(
+            tmp_path / "out", learner, CasCheckpointCallback(store, run="sft", overwrite=True), most=4, save_steps=4,
+            **options,
+        )  # fmt: skip
+        training.optimizer = make(learner)
+        try:
+            training.train()
+        except InvalidInput:
+            assert not store.repository.exists()
+        return int(training.state.global_step)
+
+    def dummy(learner: Any) -> Any:
+        return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+    assert train(dummy) == 0
+    assert train(lambda learner: WithProjector(learner.parameters(), lr=0.1)) == 1
+    assert train(dummy, save_only_model=True) == 4  # as the error advises
+    assert steps(store) == [("sft", 4)]

@@ -102,6 +102,12 @@ def test_what_was_purged_is_said_to_be_gone(repo: Repository) -> None:
     purged = purge(repo, forget(repo, commit_bare(repo, "a", 1)))
     with pytest.raises(Gone, match=r"a@1 .*purged"):
         resolve(repo, purged.id)
+    for _ in ("of a run that is gone", "of a run that is there"):
+        with pytest.raises(Gone, match=r"a@1 .*purged"):
+            resolve(repo, "a@1")
+        with pytest.raises(Gone, match=r"a@1 .*purged"):
+            resolve_forgotten(repo, "a@1", list_commits(repo))
+        commit_bare(repo, "a", 7)
     other = commit_bare(repo, "a", 2, manifest=an_id(purged.id[:6]))
     assert resolve(repo, purged.id[:6]) == other
 

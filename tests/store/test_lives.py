@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import casckpt
+from casckpt.errors import InvalidInput
 from tests.support.forks import forked
 
 if TYPE_CHECKING:
@@ -242,3 +243,13 @@ def test_the_cache_folder_may_come_from_the_environment(tmp_path: Path, monkeypa
     assert casckpt.open(tmp_path / "store", cache_dir=tmp_path / "mine").repository.cache_dir == tmp_path / "mine"
     monkeypatch.setenv("CASCKPT_CACHE_DIR", "")
     assert casckpt.open(tmp_path / "store").repository.cache_dir is None
+
+
+def test_a_tag_whose_arguments_are_swapped_is_told(tmp_path: Path) -> None:
+    store = casckpt.open(tmp_path)
+    saved = store.save({"w": torch.ones(2)}, run="sft", step=1)
+    for name in ("sft@1", saved.id, "latest"):
+        with pytest.raises(InvalidInput, match="the name of a tag comes first, then the checkpoint"):
+            store.tag(name, "best")
+    assert not store.tags()
+    store.tag("best", "sft@1")

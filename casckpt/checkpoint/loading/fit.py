@@ -87,14 +87,22 @@ def check_fit(fit: Fit, saved: Shapes, where: str, rename: Rename = None, way: s
     pairs = missed_pairs(fit.unfilled, unread)
     filled = f"{len(fit.filled)} of {fit.count} tensors from {where}"
     lacking, there = listed(list(fit.unfilled), _SHOWN), listed(list(unread), _SHOWN)
+    lost = _why_unfilled(fit.unfilled, saved)
     hint = rename_hint(pairs, fit.filled, rename, way)
     if len(pairs) * _SHARE > fit.count or not (fit.filled or fit.misfits):
         raise MissingKey(
-            f"this load would fill {filled}: it lacks {lacking}, and has {there or 'no others'}. "
+            f"this load would fill {filled}: it {lost}, and has {there or 'no others'}. "
             f'{hint or f"Choose another checkpoint, or {way} rename="}; unread="ignore" leaves them as they are',
             keys=tuple(fit.unfilled),
         )
     return f"filled {filled}; left unchanged: {lacking}." + (f" {hint}" if hint else "")
+
+
+def _why_unfilled(unfilled: Shapes, saved: Shapes) -> str:
+    """Say of a checkpoint that it lacks some keys, and has others with another shape or dtype."""
+    lacking, other = ([key for key in unfilled if (key in saved) is there] for there in (False, True))
+    said = [f"lacks {listed(lacking, _SHOWN)}"] if lacking else []
+    return " and ".join([*said, *([f"has {listed(other, _SHOWN)} with another shape or dtype"] if other else [])])
 
 
 def check_no_adapters(names: Sequence[str], where: str) -> None:

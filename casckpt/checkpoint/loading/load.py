@@ -226,7 +226,8 @@ def check_used(manifest: Manifest, patterns: Sequence[str], names: Sequence[str]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise MissingKey(
-                f"nothing in {manifest.body.run}@{manifest.body.step} matches {pattern!r}; casckpt show lists its keys",
+                f"nothing in {manifest.body.run}@{manifest.body.step} matches {pattern!r}; "
+                "`casckpt show --tensors` lists its keys",
                 keys=(pattern,),
             )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, get_args
 
@@ -13,6 +14,7 @@ from casckpt.checkpoint.arguments import Rename, usable_patterns
 from casckpt.checkpoint.handle import Checkpoint, Frames
 from casckpt.checkpoint.loading.contents import Contents, lacking
 from casckpt.checkpoint.loading.download import Download, StreamRequest
+from casckpt.checkpoint.loading.entries import Entries, fill_entries
 from casckpt.checkpoint.loading.tied import Content, Tied
 from casckpt.checkpoint.loading.update import update
 from casckpt.errors import Damaged, InvalidInput, Mismatch, Refused
@@ -131,6 +133,7 @@ class LoadPlan:
         self._values: dict[str, Any] = {}
         self._objects: dict[str, tuple[StoredObject, list[torch.Tensor]]] = {}
         self._below: dict[str, tuple[Node, str, LoadPlan]] = {}
+        self._entries: dict[str, Entries] = {}
         self._tied = Tied()
         self.named: set[str] = set()
         self.frames: Frames = {}
@@ -141,7 +144,7 @@ class LoadPlan:
     @property
     def replaced(self) -> list[str]:
         """Keys of the template that get new values."""
-        return [*self._values, *self._objects, *self._below]
+        return [*self._values, *self._objects, *self._below, *self._entries]
 
     def add(self, key: str, name: str, leaf: LeafValue) -> bool:
         """One leaf of the template, ``key``, to be filled from ``name``; False if the checkpoint lacks it."""
@@ -242,6 +245,26 @@ class LoadPlan:
         else:
             raise lacking(self.contents.manifest, key)
 
+    def add_entries(self, key: str, name: str, target: Mapping[Any, Any]) -> Entries:
+        """A mapping of the template, whose entries are to be filled from those of one object, ``name``."""
+        self.named.add(name)
+        stored = self.contents.objects[name]
+        if stored.pickled and stored.parts:
+            raise Mismatch(f"{key!r} is a mapping here, but a pickle in the checkpoint; put None in its place", key=key)
+        self._add_object(key, stored)
+        entries = self._entries[key] = Entries(target, partial(self._decoded, key, *self._objects.pop(key)))
+        entries.compare(key, name, target, entries.decode())  # its buffers are not read yet, but its keys are there
+        return entries
+
+    def first_entry(self, name: str) -> str | None:
+        """The key of the first entry of a mapping that is one object; None for all else."""
+        one = self.contents.objects.get(name)
+        if one is None or one.pickled:
+            return None
+        entries = [self.contents.manifest.entries[number] for number in self.contents.parts(one)]
+        saved = self._decoded(name, one, [new_empty(entry, torch.device("cpu")) for entry in entries])  # for its keys
+        return join((name, next(iter(saved)))) if isinstance(saved, dict) and saved else None
+
     def check_shared(self, repo: Repository) -> None:
         """Raise Mismatch for memory that is to be filled twice, with different values. Nothing changes."""
         self._tied.check(replace(self.download(repo), progress=Progress(None, self.options.alive)))
@@ -274,6 +297,10 @@ class LoadPlan:
             values[key] = self._decoded(key, one, parts)
         for key, (node, name, below) in self._below.items():
             values[key] = below._inflated(node, name)
+        saved = [entries.decode() for entries in self._entries.values()]
+        for (key, entries), one in zip(self._entries.items(), saved, strict=True):  # all of them could be decoded
+            fill_entries(entries.target, one)
+            values[key] = entries.target
         return values
 
     def _inflated(self, node: Node, name: str) -> Any:

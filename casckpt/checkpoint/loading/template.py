@@ -47,11 +47,13 @@ class Template:
     @collecting_later()
     def plan(self, repo: Repository, state: Any) -> None:
         """Check all of it. Raises MissingKey, Mismatch or InvalidInput; Damaged, StorageError if it has to read."""
-        self._flat = flat = flatten(state)
         name_of = renamer(self._plan.options.rename)
+        objects = self._plan.contents.objects
+        self._flat = flat = flatten(state, is_whole=lambda key, value: len(value) > 0 and name_of(key) in objects)
         self._names = {key: name_of(key) for key in flat.leaves}
         self._plan.contents.ready(self._names.values())
         errors, lacking = self._add()
+        entries = self._add_entries(lacking)
         for key, of_optimizer in _empty_mappings(flat.tree, ()):
             self._look_below(key, name_of(key), of_optimizer=of_optimizer)
         self.missing = tuple(leaf.key for leaf in lacking if not self._plan.fills(leaf))
@@ -59,6 +61,7 @@ class Template:
         self.unread = tuple(key for key in contents.keys() if key not in self._plan.named)  # noqa: SIM118 - no mapping
         if self.unread:
             self.subtrees, self.dropped = left_unread(contents.tree, self.unread)
+        self.unread, self.dropped = (*self.unread, *entries), (*self.dropped, *entries)
         if errors:
             raise self._misfits(errors)
         needed = [key for key in self.missing if not self._is_ignored(key)]
@@ -72,8 +75,10 @@ class Template:
 
     def _add(self) -> tuple[list[Mismatch], list[LeafValue]]:
         """What does not fit, and the leaves that the checkpoint lacks."""
-        errors, lacking, left = [], [], []
+        errors, lacking, left, whole = [], [], [], set(self._flat.whole)
         for key, leaf in self._flat.leaves.items():
+            if key in whole:
+                continue
             try:
                 if not self._plan.add(key, self._names[key], leaf):
                     lacking.append(leaf)
@@ -84,6 +89,16 @@ class Template:
                     errors.append(error)
         self.mismatched = tuple(left)
         return errors, lacking
+
+    def _add_entries(self, lacking: list[LeafValue]) -> tuple[str, ...]:
+        """Add mappings that are one object of the checkpoint. Gives the entries that only that has."""
+        unread: list[str] = []
+        for key in self._flat.whole:
+            found = self._plan.add_entries(key, self._names[key], self._flat.leaves[key].value)
+            unread += found.unread
+            self._names.update({one: self._names[key] + one.removeprefix(key) for one in found.lacking})
+            lacking += [LeafValue(one, (one,), None, False, False) for one in found.lacking]
+        return tuple(unread)
 
     @property
     def is_full(self) -> bool:
@@ -111,6 +126,8 @@ class Template:
     def _look_below(self, key: str, name: str, *, of_optimizer: bool) -> None:
         """An empty mapping of the template: filled if it is where a fresh optimizer will have its state."""
         node = find(self._plan.contents.tree, name)
+        if (first := self._plan.first_entry(name)) is not None:
+            self.empties[key] = first
         below = None if node is None else next(leaves(node), None)
         if node is None or isinstance(node, int) or below is None:
             return

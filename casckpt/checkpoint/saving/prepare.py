@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from pathlib import PurePosixPath
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ from casckpt.format.draft import Attachment, ObjectEntry
 from casckpt.format.keys import check_attachment_name
 from casckpt.format.plain import Spill
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR
+from casckpt.format.tree import show
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.objects import encode_object
 from casckpt.tensors.shards import Piece, local_tensor, may_differ
@@ -25,6 +26,7 @@ from casckpt.tensors.staging import Staging
 from casckpt.tensors.state import encode_tree, flatten
 
 _INLINE_BYTES = 4096
+LARGE = 10_000  # entries: below it a save and a read of them take well below a second
 _EMPTY = (
     "%d of the %d floating-point tensors of this state are empty. If these are placeholders, as DeepSpeed's ZeRO-3 "
     "leaves them, this checkpoint lacks the weights: gather them first, and save again"
@@ -69,7 +71,8 @@ def prepare(
 
     What ``owners`` gives to another rank of ``size`` is left to that.
     """
-    flat = flatten(state)
+    # each of several ranks may have other entries
+    flat = flatten(state, is_whole=lambda _, mapping: size == 1 and len(mapping) >= LARGE)
     is_frozen = frozen_by(frozen)
     sources: list[Source] = []
     objects: list[ObjectEntry] = []
@@ -88,6 +91,8 @@ def prepare(
             sources += parts
     if rank == 0:
         _warn_if_empty(sources)
+        for unkept, path in flat.unkept.items():
+            _tell_class(unkept, show(path))
     inline, large = _attachments(attachments or {})
     return Prepared([*sources, *large], objects, inline, encode_tree(flat.tree), left)
 
@@ -97,6 +102,16 @@ def _warn_if_empty(sources: Sequence[Source]) -> None:
     sizes = [source.nbytes for source in sources if source.kind == TENSOR and "float" in source.dtype]
     if len(sizes) > 1 and sizes.count(0) > len(sizes) / 2:
         log.warning(_EMPTY, sizes.count(0), len(sizes))
+
+
+@cache
+def _tell_class(kind: type, place: str) -> None:
+    log.warning(
+        "state%s is a %s, which is stored as a dict: Store.read gives a dict, and a load into such an object fills it. "
+        "This is said once",
+        place,
+        kind.__qualname__,
+    )
 
 
 def _owner(owners: Callable[[str], int | None], key: str, size: int) -> int | None:

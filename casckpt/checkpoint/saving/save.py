@@ -17,6 +17,7 @@ from casckpt.checkpoint.saving.leader import (
     FinishAnswer,
     FinishRequest,
     Leader,
+    Planned,
     SaveMemory,
 )
 from casckpt.checkpoint.saving.looking import Looker
@@ -66,6 +67,14 @@ def save(
         return _Attempt(repo, ranks, memory, once, options, progress=progress, reuse=False).run()
 
 
+def compare(repo: Repository, ranks: Ranks, memory: SaveMemory, prepared: Prepared, options: SaveOptions) -> None:
+    """Compare what ``ranks`` hold, as `save` does before it writes anything. ``memory``: one that no save has.
+
+    Every rank calls it. Raises InvalidInput where their parts contradict each other.
+    """
+    _Attempt(repo, ranks, memory, lambda: prepared, options, progress=Progress(None), reuse=False).planned()
+
+
 class _Attempt:
     """One attempt, on one rank."""
 
@@ -105,10 +114,7 @@ class _Attempt:
         start = self.ranks.exchange(self._hello, self.leader.begin)
         knowledge = start.knowledge
         if knowledge is None:
-            planned = self.ranks.exchange(self._sampled, self.leader.plan)
-            if isinstance(planned, list):
-                rows = np.array(planned, np.int64)
-                planned = self.ranks.exchange(lambda: self._samples(MORE_RUNS, rows), self.leader.judge)
+            planned = self.planned()
             self.memory.fingerprint = self._own_layout().fingerprint
             self.memory.plan_number, self.memory.duty = planned.number, planned.duty
             self.memory.compared.plan(planned.sets)
@@ -116,6 +122,14 @@ class _Attempt:
             knowledge = planned.knowledge
         told = knowledge
         return self.ranks.exchange(lambda: self._store(start, told), self.leader.finish)
+
+    def planned(self) -> Planned:
+        """What this rank is to write, once the ranks have compared what they hold."""
+        planned = self.ranks.exchange(self._sampled, self.leader.plan)
+        if isinstance(planned, list):
+            rows = np.array(planned, np.int64)
+            return self.ranks.exchange(lambda: self._samples(MORE_RUNS, rows), self.leader.judge)
+        return planned
 
     def _hello(self) -> BeginRequest:
         prepared, alone = self._prepare(), self.ranks.size == 1

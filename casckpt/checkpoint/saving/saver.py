@@ -14,7 +14,7 @@ from casckpt.checkpoint.saving.leader import SaveMemory
 from casckpt.checkpoint.saving.options import SaveOptions, WhenBusy
 from casckpt.checkpoint.saving.prepare import Prepared, prepare, snapshot, tensors_of
 from casckpt.checkpoint.saving.replicas import memory_of
-from casckpt.checkpoint.saving.save import save
+from casckpt.checkpoint.saving.save import compare, save
 from casckpt.errors import CasckptError, Conflict, InvalidInput
 from casckpt.repository.repository import Repository
 
@@ -52,6 +52,14 @@ class Saver:
             checked, prepared = self._looked_at(state, ranks, options, when_busy)
             copied = self._copied(prepared)
             return self.background.submit(lambda: self._run(ranks, checked, copied))
+
+    def check(self, state: State, options: SaveOptions) -> None:
+        """Do what a save does before it writes anything; on every rank."""
+        ranks = open_ranks(options.process_group, no_dist=options.no_dist)
+        checked, prepared = self._looked_at(state, ranks, options, "wait")
+        if ranks.size > 1:
+            memory = SaveMemory(memory_of(self._repo.storage.url, ranks.group))
+            compare(self._repo, ranks, memory, prepared, checked)
 
     def _refuse_busy(self, options: SaveOptions) -> None:
         def decide(busy: Sequence[bool]) -> Sequence[None]:

@@ -102,7 +102,7 @@ def about_records(records: list[dict[str, Any]]) -> list[str]:
     damaged = count(len(records), "record")
     return [
         f"{damaged} damaged: put the files back from a copy of the files (`casckpt copy` makes records of its own);",
-        "without one, set tags again, and give up the saves with `casckpt transactions STORE --give-up`",
+        "without one, set tags again, and give up the saves with `casckpt transactions STORE --give-up TXID`",
     ]
 
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from casckpt.checkpoint.arguments import listed
 from casckpt.errors import Damaged, InvalidInput, Refused, Unsupported
 from casckpt.frontends.dcp.described import read_metadata
 from casckpt.frontends.dcp.items import BoxedStream
@@ -39,7 +40,13 @@ class Folder:
 
     def __init__(self, files: Files, *, allow_pickle: bool) -> None:
         self._files, self._allow_pickle = files, allow_pickle
-        self._boxed = is_megatron(files.read(MEGATRON)) if MEGATRON in files.names() else False
+        names = files.names()
+        deeper = [name.removesuffix(f"/{METADATA}") for name in names if name.endswith(f"/{METADATA}")]
+        if METADATA not in names and deeper:
+            raise InvalidInput(
+                f"{files.url} holds no checkpoint, but folders that do: {listed(deeper)}; give one of them"
+            )
+        self._boxed = is_megatron(files.read(MEGATRON)) if MEGATRON in names else False
         found = read_metadata(files.read(METADATA), f"{files.url}/{METADATA}", anything=allow_pickle)
         self.metadata, self._cuts = unflatten(found)
         self._places: dict[MetadataIndex, _StorageInfo] = places(self.metadata.storage_data or {}, self._cuts)

@@ -20,7 +20,7 @@ try:
 except ImportError as error:
     raise ImportError("casckpt.frontends.lightning needs Lightning: pip install 'casckpt[lightning]'") from error
 
-from casckpt.frontends.lightning.io import CasCheckpointIO, restore_checkpoint
+from casckpt.frontends.lightning.io import CasCheckpointCheck, CasCheckpointIO, restore_checkpoint
 from casckpt.frontends.lightning.strategy import CasModelParallelStrategy
 
-__all__ = ["CasCheckpointIO", "CasModelParallelStrategy", "restore_checkpoint"]
+__all__ = ["CasCheckpointCheck", "CasCheckpointIO", "CasModelParallelStrategy", "restore_checkpoint"]

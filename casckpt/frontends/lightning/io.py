@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch import Callback, Trainer
 
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.saving.options import Compress, SaveArguments
@@ -65,12 +66,8 @@ class CasCheckpointIO(CheckpointIO):
         before = pointer.read()
         state, step = to_state(checkpoint), self._step_of(checkpoint)
         run, overwrite = self._run_files.place(pointer, step)
-        options: SaveArguments = {
-            "overwrite": overwrite, "no_dist": True, "allow_pickle": self._allow_pickle, "threads": self._threads,
-            "compress": self._compress,
-            "health": self._health,
-            "metrics": monitored(checkpoint),
-        }  # fmt: skip
+        options = self._options(checkpoint)
+        options["overwrite"] = overwrite
         if not self._async:
             self._run_files.saved(pointer, before, self.store.save(state, run=run, step=step, **options))
             return
@@ -78,6 +75,16 @@ class CasCheckpointIO(CheckpointIO):
         if before is None:
             pointer.write({"run": run, "step": step})  # so that Lightning gives the name to nobody else
         self._later(lambda: self._finish(pointer, before, saving))
+
+    def check(self, checkpoint: dict[str, Any]) -> None:
+        """Raise what `save_checkpoint` would raise for it before it writes anything. Rank 0 makes the call."""
+        self.store.check(to_state(checkpoint), run=self._run_files.run, **self._options(checkpoint))
+
+    def _options(self, checkpoint: Mapping[str, Any]) -> SaveArguments:
+        return {
+            "no_dist": True, "allow_pickle": self._allow_pickle, "threads": self._threads, "compress": self._compress,
+            "health": self._health, "metrics": monitored(checkpoint),
+        }  # fmt: skip
 
     def load_checkpoint(
         self, path: AnyPath, map_location: Any = None, weights_only: bool | None = None
@@ -149,6 +156,40 @@ class CasCheckpointIO(CheckpointIO):
             error = one.exception()
             if error is not None:
                 log.error("a save or removal in the background failed: %s", error)
+
+
+class CasCheckpointCheck(Callback):
+    """For ``Trainer(callbacks=[...])`` beside a `CasCheckpointIO`, which sees no training before its first save.
+
+    What cannot be saved raises InvalidInput on every rank before the first batch, or, if it is the optimizer's state,
+    after the first step.
+    """
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Check what there is."""
+        self._begun: int | None = trainer.global_step
+        self._check(trainer)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        """Check once more after the first step of the optimizer."""
+        if self._begun is not None and trainer.global_step > self._begun:
+            self._begun = None
+            self._check(trainer)
+
+    def _check(self, trainer: Trainer) -> None:
+        checkpoint, io = (
+            trainer._checkpoint_connector.dump_checkpoint(weights_only=False),
+            trainer.strategy.checkpoint_io,
+        )
+        failed: CasckptError | None = None
+        if trainer.is_global_zero and isinstance(io, CasCheckpointIO):
+            try:
+                io.check(checkpoint)
+            except CasckptError as error:
+                failed = error
+        failed = trainer.strategy.broadcast(failed)
+        if failed is not None:
+            raise failed
 
 
 def to_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

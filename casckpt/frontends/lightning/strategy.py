@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
@@ -20,6 +21,7 @@ from casckpt.frontends.lightning.io import monitored
 from casckpt.frontends.lightning.pointer import AnyPath, Pointer
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer import Checkpointer
+from casckpt.frontends.trainer.contents import GroupOptions
 from casckpt.frontends.trainer.settings import TrainerArguments
 
 _EMA = "ema"
@@ -31,9 +33,10 @@ class CasModelParallelStrategy(ModelParallelStrategy):
     """For ``Trainer(strategy=...)``: ModelParallelStrategy passes by every CheckpointIO, this one needs none.
 
     Nothing is gathered, and a checkpoint loads on another number of ranks. With a WeightAveraging callback the averaged
-    model is saved beside the other, below ``ema``, and loaded where the checkpoint has it. ``health``,
-    ``check_replicas``, ``owners``: as for `Store.save`. ``cast``: as for `Checkpointer.load`. ``options``: those of
-    ModelParallelStrategy.
+    model is saved beside the other, below ``ema``, and loaded where the checkpoint has it. What cannot be saved raises
+    InvalidInput before the first batch, or the second one if the optimizer's state is the reason. ``health``,
+    ``check_replicas``, ``owners``: as for `Store.save`. ``cast``: as for `Checkpointer.load`, and ``group_options`` is
+    its ``options``. ``options``: those of ModelParallelStrategy.
     """
 
     def __init__(
@@ -47,11 +50,13 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         cast: bool = False,
         check_replicas: CheckReplicas = "sample",
         owners: Owners = None,
+        group_options: GroupOptions = "checkpoint",
         **options: Any,  # Lightning's own arguments, which depend on its version
     ) -> None:
         super().__init__(**options)
         self._book = RunFiles(as_store(store), run, gc=gc)
-        self._cast = cast
+        self._cast, self._group_options = cast, group_options
+        self._checks: Checkpointer | None = None
         self._settings: TrainerArguments = {
             "allow_pickle": allow_pickle, "health": health, "check_replicas": check_replicas, "owners": owners
         }  # fmt: skip
@@ -80,7 +85,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         if storage_options is not None:
             raise InvalidInput("storage_options of save_checkpoint go to casckpt.open; leave them out here")
         ranks, step = open_ranks(), int(checkpoint["global_step"])
-        rest = {name: value for name, value in checkpoint.items() if name not in _NOT_PLAIN}
+        rest = _rest(checkpoint)
         optims = self.optimizers if "optimizer_states" in checkpoint else []
 
         def place(paths: list[str]) -> list[tuple[str, str | None, str, bool]]:
@@ -119,7 +124,10 @@ class CasModelParallelStrategy(ModelParallelStrategy):
             key.startswith(f"{_EMA}.") for key in self._book.store.get(ref).tensors
         )
         models = self._models() if has_average else module
-        rest = checkpointer.load(ref, models, optims, load_optim_state=bool(optims), cast=self._cast) or {}
+        rest = checkpointer.load(
+            ref, models, optims, load_optim_state=bool(optims), cast=self._cast, options=self._group_options
+        )
+        rest = rest or {}
         if average is not None:  # the callback takes these over: they are loaded by now
             source = average.module if has_average else module
             rest |= {"state_dict": source.state_dict(), "current_model_state": module.state_dict()}
@@ -129,6 +137,21 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         """Remove the file, and forget the checkpoint if no other file names it."""
         if self.is_global_zero:
             self._book.remove(Pointer(filepath))
+
+    def on_train_start(self) -> None:
+        """Raises InvalidInput for what no save can store; see `Checkpointer.check`."""
+        super().on_train_start()
+        self._checks = self._checkpointer(self._book.run)
+        self._check()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """See `on_train_start`: until the optimizer has state."""
+        super().on_train_batch_start(batch, batch_idx)
+        self._check()
+
+    def _check(self) -> None:
+        if self._checks is not None:
+            self._checks.check_first_steps(self._module(), self.optimizers, _Rest(self._module().trainer))
 
     def teardown(self) -> None:
         """Wait for a gc that runs."""
@@ -154,3 +177,18 @@ def _average(module: Any) -> Any:
     kind = getattr(callbacks, "WeightAveraging", ())
     found = [one for one in module.trainer.callbacks if isinstance(one, kind)]
     return found[0]._average_model if found else None
+
+
+class _Rest:
+    """What a Trainer saves beside model and optimizers, made when it is asked for."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """What Lightning would hand to a save now."""
+        return _rest(self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
+
+
+def _rest(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in checkpoint.items() if name not in _NOT_PLAIN}

@@ -32,13 +32,19 @@ def read_common(stored: MegatronCheckpoint, allow_pickle: bool) -> dict[Any, Any
 
 
 def load_content_metadata(
-    checkpoint_dir: CheckpointDir | None = None, *, preloaded_state_dict: dict[str, Any] | None = None
+    checkpoint_dir: CheckpointDir | None = None,
+    *,
+    preloaded_state_dict: dict[str, Any] | None = None,
+    allow_pickle: bool = False,
 ) -> dict[str, Any] | None:
-    """What `save` was given as ``content_metadata``, None if nothing; of a checkpoint, or of a loaded state dict."""
+    """What `save` was given as ``content_metadata``, None if nothing; of a checkpoint, or of a loaded state dict.
+
+    Raises what `load_common_state_dict` raises.
+    """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
             raise ValueError("give a checkpoint_dir, or a preloaded_state_dict")
-        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir, allow_pickle=allow_pickle)
     return preloaded_state_dict.get(CONTENT_METADATA)
 
 

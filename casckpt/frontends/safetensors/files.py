@@ -34,11 +34,12 @@ _ORDER = (
     "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64",
 )  # fmt: skip
 
+_BY_TORCH, _BY_ITS_OWN = "`casckpt import` takes it", "Read it with a library of its own, and save that with store.save"
 _MAGIC = (
-    (b"PK\x03\x04", "a zip file, as torch.save writes"),
-    (b"\x80", "a pickle, as torch.save wrote long ago"),
-    (b"GGUF", "a GGUF file"),
-    (b"\x89HDF", "an HDF5 file"),
+    (b"PK\x03\x04", "a zip file, as torch.save writes", _BY_TORCH),
+    (b"\x80", "a pickle, as torch.save wrote long ago", _BY_TORCH),
+    (b"GGUF", "a GGUF file", _BY_ITS_OWN),
+    (b"\x89HDF", "an HDF5 file", _BY_ITS_OWN),
 )
 
 
@@ -181,12 +182,9 @@ def check_safetensors(path: Path) -> None:
     length = int.from_bytes(head[:8], "little")
     if len(head) == 9 and head[8:] == b"{" and length <= path.stat().st_size - 8:
         return
-    what = next((what for magic, what in _MAGIC if head.startswith(magic)), "")
-    if what:
-        raise Unsupported(
-            f"{path} is {what}, no safetensors file, and cannot be imported yet. Load it in Python "
-            "(torch.load(..., weights_only=True)) and save the state with store.save"
-        )
+    for magic, what, advice in _MAGIC:
+        if head.startswith(magic):
+            raise Unsupported(f"{path} is {what}, and no safetensors file. {advice}")
     raise InvalidInput(f"{path} is no safetensors file, or was cut short; get a whole one")
 
 

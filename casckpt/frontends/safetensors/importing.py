@@ -168,6 +168,9 @@ def _nothing_in(folder: Path) -> Exception:
     for name, what in kinds.items():
         if name in names:
             return Unsupported(f"{folder} holds no safetensors file, but {what}")
+    deeper = sorted({path.parent.name for kind in (*kinds, "*.safetensors") for path in folder.glob(f"*/{kind}")})
+    if deeper:
+        return InvalidInput(f"{folder} holds no checkpoint, but folders that do: {_few(deeper)}; give the path of one")
     return NotFound(f"there is no safetensors file in {folder}; give the path of one, or of a folder with one")
 
 

@@ -14,22 +14,39 @@ from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.keywords import check_keywords
 from casckpt.checkpoint.loading.load_plan import MatchArguments, RankArguments, Unread
 from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks, this_rank
-from casckpt.checkpoint.saving.options import SaveArguments
+from casckpt.checkpoint.saving.options import CheckReplicas, SaveArguments
 from casckpt.errors import CasckptError, Conflict, InvalidInput
 from casckpt.format.keys import check_attachment_name, check_step
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.frontends.trainer.contents import AnyTrainState, Restoring, TrainModel, Wanted, state_to_save
+from casckpt.frontends.trainer.contents import (
+    OPTIM,
+    TRAIN,
+    AnyTrainState,
+    GroupOptions,
+    Restoring,
+    TrainModel,
+    Wanted,
+    state_to_save,
+)
 from casckpt.frontends.trainer.failures import Failures, HeardFuture, will_repeat
 from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.frontends.trainer.one_run import OneRun, newest_together
-from casckpt.frontends.trainer.resuming import Missing, is_to_be_set, set_train_state, to_resume
+from casckpt.frontends.trainer.resuming import (
+    Missing,
+    Resumed,
+    check_given,
+    of_all_ranks,
+    outcome_of,
+    to_resume,
+)
 from casckpt.frontends.trainer.rotation import rotate, thin
 from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
 from casckpt.frontends.trainer.summary import SaveSummary
 from casckpt.frontends.trainer.throttle import throttled
-from casckpt.frontends.trainer.train_state import TrainState
+from casckpt.frontends.trainer.train_state import TrainState, restore_rng, rng_state
 from casckpt.frontends.training_state.hub_config import config_files
-from casckpt.frontends.training_state.parts import AnyOptimizer
+from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
+from casckpt.frontends.training_state.stored import MODEL
 from casckpt.repository.commits import Commit
 
 if TYPE_CHECKING:
@@ -103,6 +120,9 @@ class Checkpointer(OneRun):
         self._begun: int | None = None
         self._reached: int | None = None
         self._told_of_space = False
+        self._checked: bool | None = None  # False: before the optimizer had state
+        self.resumed: Resumed | None = None
+        """What the last `resume` did; None if it found nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -185,6 +205,34 @@ class Checkpointer(OneRun):
             self.wait()
         return done
 
+    def check(self, model: TrainModel, optim: AnyOptimizer | None = None, train_state: AnyTrainState = None) -> None:
+        """Raise what `save` would raise for these before it writes anything. Nothing is written, nothing changes.
+
+        Every rank makes the call: names, shapes and samples of what several ranks hold are compared. `resume` makes it,
+        but for the samples, and so do the first steps, see `check_first_steps`. It costs what a save costs before it
+        reads weights: for 1,000 tensors some 20 ms. Raises InvalidInput and Unsupported, on every rank alike.
+        """
+        self._check(model, optim, train_state, self.config.check_replicas)
+
+    def check_first_steps(
+        self, model: TrainModel, optim: AnyOptimizer | None = None, train_state: AnyTrainState = None
+    ) -> None:
+        """Call `check` at the first call, and at the first at which the optimizer of any rank has state; until a save.
+
+        An optimizer makes its state in its first step. `save_if_due` makes this call. It is for who decides otherwise
+        which step is saved, after each step that is not. Until the optimizer has state, ranks exchange a message.
+        """
+        if self._checked:
+            return
+
+        def is_stepped() -> bool:
+            return optim is None or any(getattr(one, "state", True) for one in as_optimizers(optim))
+
+        ranks, is_first = open_ranks(self.process_group), self._checked is None
+        self._checked = ranks.exchange(is_stepped, lambda found: everyone(any(found), ranks.size))
+        if self._checked or is_first:
+            self.check(model, optim, train_state)
+
     def due(self, step: int) -> Kind | None:
         """Say whether ``step`` is to be saved, and as what; the same on every rank. See `TrainerSettings.due`."""
         return self.config.due(check_step(step), self.saved_step)
@@ -201,6 +249,8 @@ class Checkpointer(OneRun):
     ) -> Future[Checkpoint] | None:
         """Call `save_async` if ``step`` is due; otherwise return None. Call it after each step.
 
+        Where nothing is due, it makes the call `check_first_steps`.
+
         ``last``: this is the last step of the training, and due; the same on every rank.
 
         With ``max_steps_at_risk`` it raises the error of the save in the background once the next step would be one too
@@ -216,6 +266,8 @@ class Checkpointer(OneRun):
         self._reached = step
         if kind is not None:
             saving = self.save_async(step, model, optim, train_state, ephemeral=kind == "ephemeral", **options)
+        else:
+            self.check_first_steps(model, optim, train_state)
         self._bound_risk(step)
         return saving
 
@@ -260,6 +312,7 @@ class Checkpointer(OneRun):
         load_trainer_state: bool | None = None,
         unread: Unread = "warn",
         cast: bool = False,
+        options: GroupOptions = "checkpoint",
         **match: Unpack[MatchArguments],
     ) -> Any:
         """Load into ``model`` and ``optim``. Return this rank's train state, or rank 0's if there are more ranks now.
@@ -267,13 +320,14 @@ class Checkpointer(OneRun):
         ``load_optim_state``, ``load_trainer_state``: True: raise NotFound if it is not there. None: load it if it is
         there; otherwise return None, and warn in the log of an optimizer that was passed in vain. False: do not read
         it. A checkpoint of weights alone loads. ``unread``: the log names whole subtrees that are left, unless
-        "ignore". ``cast``, ``strict``, ``ignore_mismatched``, ``rename``: see `load_model_and_optim_state`. Raises as
-        `Store.load` does.
+        "ignore". ``cast``, ``strict``, ``ignore_mismatched``, ``rename``: see `load_model_and_optim_state`.
+        ``options``: those of the optimizer's groups, such as learning rates, are set to the "checkpoint"'s, or "keep"
+        what they are. Raises as `Store.load` does.
         """
         check_keywords("Checkpointer.load", match, MatchArguments)
         wanted = Wanted(
             optim=load_optim_state, train=load_trainer_state, pre_download=self.config.pre_download, unread=unread,
-            cast=cast, **match,
+            cast=cast, options=options, **match,
         )  # fmt: skip
         return self._restore(ref, model, optim, wanted)[1]
 
@@ -287,31 +341,56 @@ class Checkpointer(OneRun):
         unread: Unread = "warn",
         healthy: bool = False,
         cast: bool = False,
+        strict: bool | None = None,
+        options: GroupOptions = "checkpoint",
     ) -> Checkpoint | None:
         """Load the newest checkpoint of the run, if there is one, the same on all ranks. Set ``train_state``, too.
 
-        ``healthy``: the newest that was not saved with ``healthy=False``; NotFound if there is none. ``missing``: if an
-        optimizer or a train state that you pass cannot be restored, "raise" NotFound or MissingKey, or "warn" in the
-        log and go on with the rest. ``unread``, ``cast``: as for `load`. ``train_state``: a dict is filled in place.
-        Raises as `load` does, and InvalidInput for a train state that is neither a dict nor has load_state_dict.
+        ``healthy``: the newest that was not saved with ``healthy=False``; NotFound if there is none. ``missing``: if
+        something that you pass cannot be restored, "raise" NotFound, MissingKey or Mismatch, or "warn" in the log and
+        go on with the rest: an optimizer, a train state or parts of it, and, unless ``strict`` is True, layers and
+        parameters of the optimizer that only one side has, and tensors that have another shape. ``strict``: None is
+        False with "warn", else True. ``unread``, ``cast``, ``options``: as for `load`. ``train_state``: a dict is
+        filled in place. The log, and ``resumed``, say what was restored, and what was left and why.
+
+        Afterwards, or if it finds nothing, it calls `check`, so that what cannot be saved is heard of before the
+        training. If it finds nothing, but a run whose name is similar, the log warns. Raises as `load` and `check` do,
+        and InvalidInput for a train state that is neither a dict nor has load_state_dict.
         """
-        found, any_set = self._find_together(None, lambda: is_to_be_set(train_state, missing), healthy=healthy)
-        if found is None:
-            return None
-        has = optim is not None, train_state is not None
-        wanted = to_resume(*has, missing, unread, pre_download=self.config.pre_download, cast=cast)
-        loaded, state = self._restore(found, model, optim, wanted)
-        if any_set:
-            open_ranks(self.process_group).exchange(
-                lambda: set_train_state(train_state, state, str(loaded.commit), missing), lambda done: done
+        self.resumed = None
+        found = self._find_together(None, lambda: check_given(train_state, missing), healthy=healthy)
+        if found is not None:
+            given = [*model] if isinstance(model, Mapping) else [MODEL]
+            given += [name for name, one in ((OPTIM, optim), (TRAIN, train_state)) if one is not None]
+            wanted = to_resume(
+                given, missing, strict, pre_download=self.config.pre_download, unread=unread, cast=cast, options=options
             )
-        return loaded
+            found, state = self._restore(found, model, optim, wanted)
+            ranks, mine = open_ranks(self.process_group), (found, given, wanted, train_state, state)
+            self.resumed = Resumed(found, *ranks.exchange(lambda: outcome_of(*mine), of_all_ranks))
+            if ranks.rank == 0:
+                self.resumed.log()
+        self._check(model, optim, train_state, "off")  # not samples: ranks may be made equal later, as by DDP
+        return found
 
     def newest_of_all_ranks(self, step: int | None = None) -> Checkpoint | None:
         """The newest of the run, or that of a step, as rank 0 finds it: the same on every rank, which all call it."""
-        return self._find_together(step, lambda: False)[0]
+        return self._find_together(step, lambda: None)
 
     # inside
+
+    def _check(
+        self, model: TrainModel, optim: AnyOptimizer | None, train_state: AnyTrainState, compared: CheckReplicas
+    ) -> None:
+        """``compared``: what of the values that several ranks hold, as ``check_replicas`` says it."""
+        generators = rng_state()
+        try:
+            state = state_to_save(open_ranks(self.process_group), model, optim, train_state)
+            arguments = self._save_arguments(model)
+            arguments["check_replicas"] = compared
+            self.store.check(state, run=self.run, **arguments)
+        finally:
+            restore_rng(generators)  # a data loader may draw from them when it is asked for its state
 
     def _restore(
         self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None, wanted: Wanted
@@ -329,10 +408,10 @@ class Checkpointer(OneRun):
         return loaded, train
 
     def _find_together(
-        self, step: int | None, ask: Callable[[], bool], *, healthy: bool = False
-    ) -> tuple[Checkpoint | None, bool]:
+        self, step: int | None, check: Callable[[], None], *, healthy: bool = False
+    ) -> Checkpoint | None:
         self._settle()
-        return newest_together(open_ranks(self.process_group), self.store, self.run, step, ask, healthy=healthy)
+        return newest_together(open_ranks(self.process_group), self.store, self.run, step, check, healthy=healthy)
 
     def _save_arguments(
         self,
@@ -410,6 +489,7 @@ class Checkpointer(OneRun):
         Raises on all ranks, if any failed with an error that would repeat.
         """
         error = self._settle(to_save=True)
+        self._checked = True
         ranks = open_ranks(self.process_group)
 
         def look() -> bool:

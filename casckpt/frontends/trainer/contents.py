@@ -9,9 +9,9 @@ import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
@@ -22,7 +22,7 @@ from casckpt.checkpoint.loading.load_plan import LoadOptions, MatchArguments, Ra
 from casckpt.checkpoint.loading.unread import is_generator, is_within, tell, warn_moved
 from casckpt.checkpoint.ranks import Ranks
 from casckpt.errors import InvalidInput, Mismatch, NotFound
-from casckpt.frontends.training_state.loading import TrainingStateLoad, normal_tensors
+from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors
 from casckpt.frontends.training_state.objects import is_optimizer, load_objects, made_of
 from casckpt.frontends.training_state.optimizer import tensors_below
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
@@ -68,6 +68,8 @@ class HasState(Protocol):
 TrainModel: TypeAlias = AnyModel | TrainModule | Mapping[str, Any]
 """A model; an object that says by itself what it has; or several models by name, with what else `Store.save` takes."""
 AnyTrainState: TypeAlias = Mapping[str, Any] | HasState | None
+GroupOptions: TypeAlias = Literal["checkpoint", "keep"]
+"""Whether a load sets the options of the optimizer's groups, as learning rates, or keeps those that are there."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,8 @@ class Wanted:
     ``pre_download``: into the cache of this host first. ``strict``: the names here must be those of the checkpoint, as
     ``rename`` gives them. ``cast``: other dtypes are converted. ``is_train_state_set``: False: a train state is left
     unread, which is told of. ``whole``: a train module must find all that it has. ``lenient``: an optimizer that was
-    saved by number is left out, rather than refused.
+    saved by number is left out, rather than refused, and so are tensors of another shape. ``options``: those of the
+    optimizer's groups, of the checkpoint or as they are. ``is_resume``: what is left is told of by that.
     """
 
     optim: bool | None
@@ -145,6 +148,8 @@ class Wanted:
     is_train_state_set: bool = True
     whole: bool = False
     lenient: bool = False
+    options: GroupOptions = "checkpoint"
+    is_resume: bool = False
 
 
 class Restoring:
@@ -162,6 +167,12 @@ class Restoring:
         def wanted_optimizers() -> list[str]:
             if self._wanted.optim and optim is None and not says_itself:
                 raise InvalidInput("load_optim_state=True needs an optimizer to load into; give optim")
+            if self._wanted.options not in get_args(GroupOptions):
+                raise InvalidInput(f'options={self._wanted.options!r:.80} is not usable; give "checkpoint" or "keep"')
+            if self._wanted.options == "keep" and isinstance(model, TrainModule):
+                raise InvalidInput(
+                    'a model with load_state_dict sets its optimizer by itself; leave out options="keep"'
+                )
             optims.extend(() if self._wanted.optim is False or says_itself else as_optimizers(optim))
             return [OPTIM] if optims else []
 
@@ -174,16 +185,21 @@ class Restoring:
         else:
             wanted = self._wanted
             loading = TrainingStateLoad(
-                stored, groups, wanted.strict, wanted.rename, wanted.ignore_mismatched, cast=wanted.cast
+                stored, groups, wanted.strict, wanted.rename, wanted.ignore_mismatched, cast=wanted.cast, **self._keeps
             )
             state, loaded = self._load_named(loading, stored, model, optims, train)
-            if self._ranks.rank == 0 and optims and groups[OPTIM] is None:
+            if self._ranks.rank == 0 and optims and groups[OPTIM] is None and not wanted.is_resume:
                 log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
         if self._ranks.rank == 0 and self._wanted.unread == "warn":
-            if not says_itself or self._unread_of_module == "ignore":
+            if not self._wanted.is_resume and (not says_itself or self._unread_of_module == "ignore"):
                 tell(loaded.run, loaded.step, self._left(loaded.unread_subtrees, has_train=bool(train)), _MEANT)
             warn_moved(loaded.run, loaded.step, _parts_of(stored) if train else {}, self._ranks.size)
         return loaded, next(iter(state[TRAIN].values())) if train else None
+
+    @property
+    def _keeps(self) -> Keeps:
+        wanted = self._wanted
+        return {"keep_options": wanted.options == "keep", "leave_resized": wanted.lenient and not wanted.strict}
 
     @normal_tensors()
     def _find(
@@ -248,13 +264,15 @@ class Restoring:
         self, stored: StoredTraining, whole: dict[str, Any], train: dict[str, Any]
     ) -> tuple[dict[str, Any], Checkpoint]:
         wanted, optims = self._wanted, [key for key, value in whole.items() if is_optimizer(value)]
-        has_any = any(map(stored.has_optimizer, optims))
+        has_any, absent = any(map(stored.has_optimizer, optims)), list[str]()
         self._ranks.exchange(lambda: self._check_there(stored, has_any), lambda done: done)
         for key in optims:
             is_wanted = stored.has_optimizer(key) or wanted.optim or wanted.whole
             if wanted.optim is False or not is_wanted:
                 del whole[key]
-            if not is_wanted and self._ranks.rank == 0:
+            if not is_wanted:
+                absent.append(f"{key}.param_groups")
+            if not is_wanted and self._ranks.rank == 0 and not wanted.is_resume:
                 log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
 
         def load(template: Any, _: Checkpoint, to_fill: LoadOptions) -> Checkpoint:
@@ -265,7 +283,9 @@ class Restoring:
             unread=self._unread_of_module, **self._options,
         )  # fmt: skip
         state = whole | train
-        return state, load_objects(self._store, self._ranks, state, stored.checkpoint, given=given, load=load)
+        about = (self._store, self._ranks, state, stored.checkpoint)
+        loaded = load_objects(*about, given=given, load=load, **self._keeps)
+        return state, replace(loaded, missing_keys=(*loaded.missing_keys, *absent))
 
     def _saved_key(self, key: str) -> str:
         """The key of the checkpoint for one here. The train state's are no names of a user."""

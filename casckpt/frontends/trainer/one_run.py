@@ -10,6 +10,7 @@ from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import Ranks, everyone
 from casckpt.errors import NotFound
 from casckpt.repository.commits import Commit
+from casckpt.repository.refs import similar_runs
 from casckpt.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -35,22 +36,36 @@ def newest_healthy(store: Store, run: str) -> Commit | None:
 
 
 def newest_together(
-    ranks: Ranks, store: Store, run: str, step: int | None, ask: Callable[[], bool], *, healthy: bool
-) -> tuple[Checkpoint | None, bool]:
-    """`newest` as rank 0 finds it; and did ``ask``, whose errors reach all ranks, say yes on any of them?
+    ranks: Ranks, store: Store, run: str, step: int | None, check: Callable[[], None], *, healthy: bool
+) -> Checkpoint | None:
+    """`newest` as rank 0 finds it. ``check``: called on each rank; what it raises, all raise.
 
     Raises Conflict if ranks name another run or step.
     """
 
-    def find_one() -> Commit | None:
-        return newest_healthy(store, run) if healthy else newest(store, run, step)
+    def name() -> str:
+        check()
+        return f"{_ref(run, step)}{', healthy' * healthy}"
 
-    def find(told: Sequence[tuple[str, bool]]) -> Sequence[tuple[Commit | None, bool]]:
-        check_same([text for text, _ in told])
-        return everyone((find_one(), any(yes for _, yes in told)), ranks.size)
+    def find(named: Sequence[str]) -> Sequence[Commit | None]:
+        check_same(named)
+        found = newest_healthy(store, run) if healthy else newest(store, run, step)
+        if found is None and step is None:
+            warn_of_similar(store, run)
+        return everyone(found, ranks.size)
 
-    commit, yes = ranks.exchange(lambda: (f"{_ref(run, step)}{', healthy' * healthy}", ask()), find)
-    return None if commit is None else Checkpoint(store.repository, commit), yes
+    commit = ranks.exchange(name, find)
+    return None if commit is None else Checkpoint(store.repository, commit)
+
+
+def warn_of_similar(store: Store, run: str) -> None:
+    """Log that a run of another name may be meant, as one with a typo: a training begins anew."""
+    similar = similar_runs(run, store.runs()) if store.repository.exists() else []
+    if similar:
+        log.warning(
+            "there is no checkpoint of run %r in %s, so nothing is resumed; did you mean run %s?",
+            run, store.url, " or ".join(map(repr, similar)),
+        )  # fmt: skip
 
 
 def _ref(run: str, step: int | None) -> str:

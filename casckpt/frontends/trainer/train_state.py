@@ -88,8 +88,15 @@ class TrainState(UserDict[str, Any]):
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> list[str]:
         """Set all parts, the random generators last. Raises MissingKey, before anything changes, for one that lacks.
 
-        ``strict=False``: those that lack stay as they are, and are what is returned.
+        ``strict=False``: those that lack stay as they are, and are what is returned. The log names what else is saved.
         """
+        beside = [name for name in state if name not in self and name != RNG]
+        if beside:
+            log.warning("the saved train state also has %s, which is left out", ", ".join(map(repr, beside)))
+        return self.set_parts(state, strict=strict)
+
+    def set_parts(self, state: Mapping[str, Any], *, strict: bool) -> list[str]:
+        """Do what `load_state_dict` does, without the line in the log."""
         missing = [name for name in (*self, *((RNG,) if self._rng else ())) if name not in state]
         if missing and strict:
             without = " (rng=False: without the random generators)" if RNG in missing else ""
@@ -98,9 +105,6 @@ class TrainState(UserDict[str, Any]):
                 f"that part out of the TrainState{without}, or load another checkpoint",
                 keys=tuple(missing),
             )
-        beside = [name for name in state if name not in self and name != RNG]
-        if beside:
-            log.warning("the saved train state also has %s, which is left out", ", ".join(map(repr, beside)))
         for name in sorted((name for name in self if name not in missing), key=lambda name: draws(self[name])):
             self[name] = fill(self[name], state[name], name)
         if self._rng and RNG not in missing:

@@ -38,10 +38,15 @@ class Match:
 
 
 def match(
-    here: Sequence[Sequence[NamedParameter]], saved: Sequence[Mapping[str, Any]], saved_name: Callable[[str], str]
+    here: Sequence[Sequence[NamedParameter]],
+    saved: Sequence[Mapping[str, Any]],
+    saved_name: Callable[[str], str],
+    *,
+    keep_options: bool = False,
 ) -> Match:
     """Match by name, whatever the number and order of groups. ``saved_name``: what a name here was when it was saved.
 
+    ``keep_options``: no option of a group here is to be set.
     Raises Mismatch where tied names were saved apart, InvalidInput where two parameters here were one.
     """
     group_of = {name: number for number, group in enumerate(saved) for name in group["params"]}
@@ -66,7 +71,7 @@ def match(
     options = []
     for number, group in enumerate(here):
         origins = [group_of[names[id(one.parameter)]] for one in group if id(one.parameter) in names]
-        options.append(_options(number, group, list(dict.fromkeys(origins)), saved))
+        options.append({} if keep_options else _options(number, group, list(dict.fromkeys(origins)), saved))
     return Match(names, options, tuple(missing), tuple(name for name in group_of if name not in used))
 
 
@@ -84,7 +89,7 @@ def check(found: Match, defaults: Mapping[str, Any], saved: Sequence[Mapping[str
         if lacking and unknown:
             raise Mismatch(
                 f"the optimizer in {where} is of another kind: it has the options {listed(unknown)}, but not "
-                f"{listed(lacking)}. Make the same optimizer as was saved, or pass strict=False",
+                f"{listed(lacking)}. Make the same optimizer as was saved, or load the model alone (optim=None)",
                 keys=tuple(lacking),
             )
 

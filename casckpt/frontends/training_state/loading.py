@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from os.path import commonprefix
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -72,6 +74,13 @@ class Unused:
     beside: Sequence[str]
 
 
+class Keeps(TypedDict, total=False):
+    """What a load leaves as it is: options of the optimizer's groups; tensors that have another shape."""
+
+    keep_options: bool
+    leave_resized: bool
+
+
 class TrainingStateLoad:
     """A load of one model, with its optimizers by key, from one checkpoint, where the model is below ``at``.
 
@@ -80,6 +89,8 @@ class TrainingStateLoad:
     ``rename``: from a key of the model, ``model.<name>``, to one of the checkpoint; its optimizer's state goes along.
     ``ignore_mismatched``: patterns of names of the model, or of keys; what does not fit there is left as it is.
     ``cast``: convert; state that was saved in the dtype of its saved parameter gets that of the parameter here.
+    ``keep_options``: options of the optimizer's groups stay as they are. ``leave_resized``: so do tensors of the model
+    for which the checkpoint has another shape, and the optimizer's state for them.
     Weights at the top of a checkpoint, as an import of safetensors files has them, are those of a model, too: where the
     layout does not tell, `choose` takes the reading that fills more.
     """
@@ -94,9 +105,10 @@ class TrainingStateLoad:
         *,
         cast: bool = False,
         at: str = MODEL,
+        **keeps: Unpack[Keeps],
     ) -> None:
         self.state: dict[str, Any] = {}
-        self.at, self._start = at, f"{at}."
+        self.at, self._start, self._keeps = at, f"{at}.", keeps
         self._stored, self._groups, self._strict, self._rename = stored, groups, strict, rename
         self._ignore_mismatched, self._cast = ignore_mismatched, cast
         self.ignored: tuple[str, ...] = ()
@@ -141,6 +153,8 @@ class TrainingStateLoad:
         if ranks.rank == 0 and bare is not None:
             self._filled = _all_of(fits[bare]) if ranks.size == 1 else "all"
         self._bare = ranks.exchange(lambda: fits, decide) if bare is None else bare
+        if self._keeps.get("leave_resized"):
+            self.ignored += tuple(glob.escape(key) for key in fits[self._bare].misfits)
 
     @property
     def _is_nested(self) -> bool:
@@ -211,10 +225,8 @@ class TrainingStateLoad:
             self._absent += (f"{at}.param_groups",) if optims else ()
             return []
         about = (self._stored, groups, self._module, self._saved_name)
-        plans = [
-            _OptimizerPlan(optim, *about, at=at, start=self._start, new=new, strict=self._strict, cast=self._cast)
-            for optim in optims
-        ]
+        make = partial(_OptimizerPlan, at=at, start=self._start, new=new, strict=self._strict, cast=self._cast)
+        plans = [make(optim, *about, keep_options=self._keeps.get("keep_options", False)) for optim in optims]
         self._optimizers[at] = plans
         self._absent += tuple(f"{at}.state.{name}" for plan in plans for name in plan.match.missing)
         filled = {name: value for plan in plans for name, value in plan.template.items()}
@@ -346,6 +358,7 @@ class _OptimizerPlan:
         new: Collection[str],
         strict: bool,
         cast: bool,
+        keep_options: bool,
     ) -> None:
         """``at``: the key of the optimizer. ``start``: of all keys of the model.
 
@@ -354,7 +367,9 @@ class _OptimizerPlan:
         self._optim, self._kind, self._stored, self._cast = optim, Kind.of(optim), stored, cast
         self._kept, self._start = None if self._kind is None else self._kind.keeps(), start
         here = named_groups(model, optim)
-        self.match: Match = match(here, saved, lambda name: _NOWHERE if name in new else saved_name(name))
+        self.match: Match = match(
+            here, saved, lambda name: _NOWHERE if name in new else saved_name(name), keep_options=keep_options
+        )
         if strict:
             lacking = tuple(name for name in self.match.missing if name not in new)
             check(replace(self.match, missing=lacking), getattr(optim, "defaults", {}), saved, stored.where)

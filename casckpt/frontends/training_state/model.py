@@ -64,7 +64,21 @@ def model_to_save(model: nn.Module) -> OrderedDict[str, Any]:
 def _live_state(model: nn.Module) -> dict[str, Any]:
     """Parameters as such, which are known to be the same on all ranks that have them."""
     with without_fsdp_hooks(model):
-        return model.state_dict(keep_vars=True)
+        state = model.state_dict(keep_vars=True)
+    empty = [name for name, value in state.items() if getattr(value, "is_meta", False)]
+    if empty and any(map(_is_offloaded, model.modules())):
+        raise InvalidInput(
+            f"accelerate has offloaded {listed(empty)}, so the model does not hold the values. Load it without "
+            "device_map, cpu_offload and disk_offload; accelerate.hooks.remove_hook_from_submodules(model) brings back "
+            "what is offloaded to the CPU",
+            key=empty[0],
+        )
+    return state
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    hook = getattr(module, "_hf_hook", None)  # of accelerate, which may hold several
+    return any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ())))
 
 
 def _in_full(value: Any, dtypes: Mapping[int, torch.dtype]) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 from torch import nn
 from torch.optim import Optimizer
@@ -20,7 +20,7 @@ from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
 from casckpt.checkpoint.saving.options import SaveArguments
 from casckpt.errors import InvalidInput
 from casckpt.frontends.training_state.hub_config import config_files
-from casckpt.frontends.training_state.loading import TrainingStateLoad, normal_tensors
+from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors
 from casckpt.frontends.training_state.model import model_to_save
 from casckpt.frontends.training_state.names import parameter_names
 from casckpt.frontends.training_state.optimizer import states_to_save, tensors_below
@@ -144,7 +144,9 @@ def _owner(key: str, optim: Optimizer, parameters: Mapping[str, Collection[int]]
 
 
 @normal_tensors()
-def load_objects(store: Store, ranks: Ranks, state: Any, ref: AnyRef, *, given: LoadOptions, load: Load) -> Checkpoint:
+def load_objects(
+    store: Store, ranks: Ranks, state: Any, ref: AnyRef, *, given: LoadOptions, load: Load, **keeps: Unpack[Keeps]
+) -> Checkpoint:
     """Load into a state with whole objects. Every rank makes the call. ``load``: loads into the tensors of a state.
 
     All is checked before anything changes. Then modules and their optimizers are loaded, then the other objects, random
@@ -163,7 +165,7 @@ def load_objects(store: Store, ranks: Ranks, state: Any, ref: AnyRef, *, given: 
         ranks, store, ref, optimizers=lambda: objects.optimizers, required=given.strict, allow_pickle=allow_pickle
     )
     about = (stored, groups, given.strict, given.rename, given.ignore_mismatched)
-    loads = [TrainingStateLoad(*about, cast=given.cast, at=key) for key in modules]
+    loads = [TrainingStateLoad(*about, cast=given.cast, at=key, **keeps) for key in modules]
     for one in loads:
         _plan(ranks, one, objects)
     ready: list[tuple[dict[str, Any], LoadOptions]] = []

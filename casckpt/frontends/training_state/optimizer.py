@@ -41,7 +41,8 @@ def named_groups(model: nn.Module, optim: Optimizer) -> list[list[NamedParameter
             if id(parameter) not in names:
                 raise InvalidInput(
                     f"parameter {position} of group {number} of the optimizer, of shape {list(parameter.shape)}, is "
-                    "none of the model's; give the model that the optimizer was made for"
+                    "none of the model's; give the model that the optimizer was made for. If it stands for one of each "
+                    "layer, give the list of these, or none (optim=None; of a Trainer: save_only_model=True)"
                 )
         groups.append([NamedParameter(parameter, names[id(parameter)]) for parameter in group["params"]])
     known = {one.parameter: one.names[0] for group in groups for one in group}

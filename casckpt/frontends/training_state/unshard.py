@@ -54,7 +54,7 @@ def _model_of(
 ) -> dict[str, Any]:
     names = stored.keys_below("model")
     if not names:
-        raise MissingKey(f"{stored.where} holds no model; `casckpt show` lists its keys", keys=("model",))
+        raise MissingKey(f"{stored.where} holds no model; `casckpt show --tensors` lists its keys", keys=("model",))
     wanted = usable_patterns(["*"] if keys is None else keys) or ()
     patterns = [_pattern(pattern, names, stored.where) for pattern in wanted]
     state = stored.store.read(stored.checkpoint, keys=patterns, device=device, **options)
@@ -78,7 +78,7 @@ def _pattern(pattern: str, names: Sequence[str], where: str) -> str:
 
 
 def _unmatched(pattern: str, what: str, where: str) -> MissingKey:
-    said = f"nothing of {what} in {where} matches {pattern!r}; `casckpt show` lists its keys"
+    said = f"nothing of {what} in {where} matches {pattern!r}; `casckpt show --tensors` lists its keys"
     return MissingKey(said, keys=(pattern,))
 
 

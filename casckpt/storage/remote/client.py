@@ -58,6 +58,9 @@ class Client(Protocol):
     def explain(self, error: Exception) -> ExplainedFailure:
         """Say what an error of these means."""
 
+    def renew(self, error: Exception) -> bool:
+        """Look for credentials again, if such an error says that they ended. True: the call is worth another try."""
+
     def create(self, key: str, data: memoryview, put_id: str) -> None:
         """Put, unless the key is taken: `AlreadyExists`. ``put_id``: to be kept beside the object."""
 

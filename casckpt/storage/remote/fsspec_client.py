@@ -54,6 +54,10 @@ class FsspecClient:
         again = self._scheme not in _ATOMIC and (not 400 <= status < 500 or status in _TRANSIENT)
         return ExplainedFailure(f"{line}; check the network and the storage_options, and try again", again=again)
 
+    def renew(self, error: Exception) -> bool:
+        """See `casckpt.storage.remote.client.Client`: other clients do so themselves."""
+        return False
+
     def create(self, key: str, data: memoryview, put_id: str) -> None:
         """See `casckpt.storage.remote.client.Client`."""
         self._write(key, data, mode="create")

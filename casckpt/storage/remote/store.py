@@ -191,7 +191,7 @@ class RemoteStore(ObjectStore):
 
     def again(self, verb: str, key: str, call: Callable[[], T]) -> T:
         """Call ``call`` again and again while that may help. Raises what the last failure means."""
-        client, pauses, attempts = self._clients.get(), self._backoff.pauses(), 0
+        client, pauses, attempts, renewed = self._clients.get(), self._backoff.pauses(), 0, False
         whole = Call(client.patience, hopeless=time.monotonic() - self._given_up < client.patience.call)
         while True:
             attempts += 1
@@ -204,6 +204,9 @@ class RemoteStore(ObjectStore):
                 self._given_up = -math.inf
                 raise
             except client.failures as error:
+                if not renewed and client.renew(error):
+                    renewed = True
+                    continue
                 failure = client.explain(error)
                 pause = next(pauses, None) if failure.again else None
                 if late := whole.left <= (pause or 0):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import types
+from collections import OrderedDict, UserDict, defaultdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -348,3 +350,34 @@ def _finds_what_is_not_announced(made: Store, known: bool, caplog: pytest.LogCap
     assert again.stats.blobs_written == 0
     assert [one.step for one in reopened(store).checkpoints()] == [1, 2, 3]
     assert not store.verify().records
+
+
+class Settings(dict[str, int]):
+    """A dict of its own kind."""
+
+
+def test_the_class_of_a_mapping_that_is_not_kept_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    store, one = small(), torch.ones(2)
+    tensors: defaultdict[str, Any] = defaultdict(dict, w=one)
+    kept = {"a": {"x": 1}, "b": OrderedDict(y=one), "c": defaultdict(list, z=[1]), "d": tensors}
+    store.save(kept, step=1)
+    assert not caplog.records
+    lost = {
+        "a": {"s": Settings(x=1)}, "b": [UserDict(y=one)], "c": types.MappingProxyType({"z": 1}),
+        "d": defaultdict(lambda: 0, w=1),
+    }  # fmt: skip
+    for step in (2, 3):
+        store.save(kept | lost, step=step)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 4
+    for text, (place, kind) in zip(
+        told,
+        {"['a']['s']": "Settings", "['b'][0]": "UserDict", "['c']": "mappingproxy", "['d']": "defaultdict"}.items(),
+        strict=True,
+    ):
+        assert f"state{place} is a {kind}, which is stored as a dict" in text
+    assert type(store.read("latest")["a"]["s"]) is dict
+    into = {"a": {"s": Settings(x=0)}}
+    store.load(into, "latest", unread="ignore")
+    assert into == {"a": {"s": Settings(x=1)}}
+    assert type(into["a"]["s"]) is Settings

@@ -5,20 +5,22 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn, optim
 
-from casckpt.checkpoint.ranks import open_ranks
 from casckpt.errors import InvalidInput, Mismatch, MissingKey, NotFound
 from casckpt.frontends.trainer import Checkpointer, TrainState
-from casckpt.frontends.trainer.one_run import newest_together
 from casckpt.frontends.training_state import load_model_and_optim_state, unshard_model_state, unshard_optim_state
 from casckpt.store.store import Store
-from tests.support.saves import small
+from tests.support.saves import small, small_folder
 from tests.support.training import identical, made, trained
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
 
 _RUNS = itertools.count()
 Save = Callable[[Store, str], Any]
@@ -119,7 +121,7 @@ def test_parts_of_a_train_state_that_are_not_there(caplog: pytest.LogCaptureFixt
     assert state["epoch"] == 0
     checkpointer.resume(model, optimizer, state, missing="warn")
     assert (state["epoch"], state["schedule"]) == (3, schedule)
-    assert "has no 'schedule', 'rng': they stay as they are" in told(caplog)
+    assert "left: 'train.schedule', 'train.rng' (not in the checkpoint" in told(caplog)
 
 
 def test_what_a_resume_is_not_given_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -129,7 +131,7 @@ def test_what_a_resume_is_not_given_is_told(caplog: pytest.LogCaptureFixture) ->
     found = checkpointer.resume(model)
     assert found is not None
     assert found.unread_subtrees == ("optim", "train")
-    assert f"did not read 'optim', 'train' of {run}@5" in told(caplog)
+    assert "left: 'optim', 'train' (in the checkpoint, but not passed to resume" in told(caplog)
     caplog.clear()
     checkpointer.load(f"{run}@5", model, load_optim_state=False, load_trainer_state=False)
     checkpointer.load(f"{run}@5", model, optimizer)
@@ -182,13 +184,158 @@ def test_a_train_module_resumes_with_its_optimizer() -> None:
     assert module.loaded == {"model"}
 
 
-def test_who_looks_for_the_newest_hears_what_was_asked_too() -> None:
+# what fits
+
+
+def layers(*names: str, rows: int = 6) -> nn.ModuleDict:
+    torch.manual_seed(len(names) + rows)
+    return nn.ModuleDict({name: nn.Embedding(rows, 3) if name == "words" else nn.Linear(3, 3) for name in names})
+
+
+def adam(model: nn.ModuleDict, *names: str) -> optim.AdamW:
+    """Of some layers, each a group of its own."""
+    return optim.AdamW([{"params": model[name].parameters(), "lr": 0.1 + at} for at, name in enumerate(names)])
+
+
+def weight(model: nn.Module, name: str) -> torch.Tensor:
+    return model.get_parameter(f"{name}.weight")
+
+
+def saved_layers(store: Store, run: str, model: nn.ModuleDict, optimizer: optim.Optimizer) -> nn.ModuleDict:
+    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    Checkpointer(store, run=run).save(5, model, optimizer, TrainState(rng=False, epoch=3, old=1))
+    return model
+
+
+def test_a_resume_goes_on_with_what_fits(caplog: pytest.LogCaptureFixture) -> None:
+    store, run, model = small(), new_run(), layers("words", "low", "body", "head", "gone")
+    saved_layers(store, run, model, adam(model, "words", "low", "head", "gone"))
+    # body is unfrozen, low is frozen, gone is removed, new is added, and there are more words
+    other = layers("words", "low", "body", "head", "new", rows=8)
+    words, new = weight(other, "words").clone(), weight(other, "new").clone()
+    optimizer, state = adam(other, "words", "head", "body", "new"), TrainState(rng=False, epoch=0, late=2)
+    for options in ({}, {"missing": "warn", "strict": True}):
+        with pytest.raises((MissingKey, Mismatch)):
+            Checkpointer(store, run=run).resume(other, optimizer, state, **options)  # type: ignore[arg-type]
+    checkpointer = Checkpointer(store, run=run)
+    found = checkpointer.resume(other, optimizer, state, missing="warn")
+    assert all(torch.equal(weight(other, name), weight(model, name)) for name in ("low", "body", "head"))
+    assert torch.equal(weight(other, "words"), words)
+    assert torch.equal(weight(other, "new"), new)
+    assert set(optimizer.state) == set(other["head"].parameters())
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 2.1, 2.1, 3.1]  # head's was 1.1
+    assert (state["epoch"], state["late"]) == (3, 2)
+    assert checkpointer.resumed is not None
+    assert checkpointer.resumed.checkpoint == found
+    assert checkpointer.resumed.restored == ("model", "optim", "train")
+    left = checkpointer.resumed.left
+    there = [f"{place}.new.{what}" for place in ("model", "optim.state") for what in ("weight", "bias")]
+    assert {key for key, why in left.items() if why.startswith("not in the checkpoint")} == {
+        *there, "optim.state.body.weight", "optim.state.body.bias", "optim.state.words.weight", "train.late",
+    }  # fmt: skip
+    assert {key for key, why in left.items() if why.startswith("only in the checkpoint")} >= {
+        "model.gone.weight", "model.gone.bias", "optim.state.gone.weight", "optim.state.low.bias", "train.old",
+    }  # fmt: skip
+    assert "load into the old size, then resize" in left["model.words.weight"]
+    assert told(caplog).count("resumed model") == 1
+    assert str(checkpointer.resumed) in told(caplog)
+
+
+def test_a_vocabulary_is_loaded_and_then_resized(caplog: pytest.LogCaptureFixture) -> None:
+    store, run, model = small(), new_run(), layers("words", "head")
+    saved_layers(store, run, model, adam(model, "head"))
+    other = layers("words", "head")
+    Checkpointer(store, run=run).resume(other, adam(other, "head"), missing="warn", unread="ignore")
+    wider = nn.Embedding(8, 3)
+    with torch.no_grad():
+        wider.weight[:6] = weight(other, "words")
+    assert torch.equal(wider.weight[:6], weight(model, "words"))
+    assert not told(caplog)  # all that was asked for is there
+
+
+def test_another_dtype_is_not_left() -> None:
+    store, run, model = small(), new_run(), layers("head")
+    saved_layers(store, run, model, adam(model, "head"))
+    with pytest.raises(Mismatch, match="pass cast=True"):
+        Checkpointer(store, run=run).resume(layers("head").bfloat16(), missing="warn")
+
+
+@pytest.mark.parametrize("how", ["resume", "load"])
+def test_a_new_learning_rate_stays_where_that_is_asked_for(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    store, run, model = small(), new_run(), layers("head")
+    saved_layers(store, run, model, adam(model, "head"))
+    other = layers("head")
+    optimizer = optim.AdamW(other.parameters(), lr=0.5, weight_decay=0.0)
+    checkpointer = Checkpointer(store, run=run)
+    if how == "load":
+        checkpointer.load(f"{run}@5", other, optimizer, options="keep")
+    else:
+        checkpointer.resume(other, optimizer, TrainState(rng=False, epoch=0, old=0), options="keep")
+        assert checkpointer.resumed is not None
+        assert "the learning rate" in checkpointer.resumed.left["optim.param_groups"]
+    assert not told(caplog)  # as was asked for
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.5, 0.0)
+    assert float(optimizer.state[weight(other, "head")]["step"]) == 1
+    checkpointer.load(f"{run}@5", other, optimizer)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.1, 0.01)
+
+
+def test_a_scheduler_that_may_undo_a_new_rate_is_named() -> None:
+    store, run, model = small(), new_run(), layers("head")
+    optimizer = adam(model, "head")
+    state = TrainState(rng=False, schedule=optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0))
+    Checkpointer(store, run=run).save(5, model, optimizer, state)
+    optimizer = optim.AdamW(model.parameters(), lr=0.5)
+    state = TrainState(rng=False, schedule=optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0))
+    checkpointer = Checkpointer(store, run=run)
+    checkpointer.resume(model, optimizer, state, options="keep")
+    assert checkpointer.resumed is not None
+    assert "base rates of the checkpoint" in checkpointer.resumed.left["train.schedule"]
+    state["schedule"].base_lrs = [group["initial_lr"] for group in optimizer.param_groups]  # as docs/training.md has it
+    optimizer.step()
+    state["schedule"].step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_what_keep_has_no_meaning_for_is_refused() -> None:
     store, (model, optimizer) = small(), trained()
-    saved = Checkpointer(store, run="sft").save(1, model, optimizer)
-    alone = open_ranks(no_dist=True)
-    assert newest_together(alone, store, "sft", None, lambda: True, healthy=False) == (saved, True)
-    assert newest_together(alone, store, "sft", None, lambda: False, healthy=False) == (saved, False)
-    assert newest_together(alone, store, "other", None, lambda: True, healthy=True) == (None, True)
+    Checkpointer(store, run="sft").save(1, model, optimizer)
+    with pytest.raises(InvalidInput, match="options='saved' is not usable"):
+        Checkpointer(store, run="sft").resume(model, optimizer, options="saved")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="sets its optimizer by itself"):
+        Checkpointer(store, run="sft").resume(Module(), options="keep")
+
+
+def test_a_resume_that_is_whole_says_so_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    store, (model, optimizer) = small(), trained()
+    checkpointer = Checkpointer(store, run="sft")
+    checkpointer.save(1, model, optimizer)
+    with caplog.at_level(logging.INFO, "casckpt"):
+        checkpointer.resume(model, optimizer)
+    assert checkpointer.resumed is not None
+    assert not checkpointer.resumed.left
+    assert f"resumed model, optim from sft@1 of {store.url}" in [record.getMessage() for record in caplog.records]
+
+
+def of_stages(rank: int, size: int, path: Path) -> Any:
+    """Each rank has a stage; the last one has a layer more than was saved, and none has the layer "gone"."""
+    store = small_folder(path)
+    stage = layers(f"stage{rank}", *(["new"] if rank == size - 1 else []))
+    if rank == 0:
+        whole = layers("stage0", "stage1", "gone")
+        store.save({"model": whole.state_dict()}, run="sft", step=1, no_dist=True)
+    checkpointer = Checkpointer(store, run="sft")
+    checkpointer.resume(stage, missing="warn")
+    assert checkpointer.resumed is not None
+    return sorted(checkpointer.resumed.left)
+
+
+def test_a_resume_says_of_all_ranks_together_what_is_left(store_path: Path, ranks: Pool) -> None:
+    small_folder(store_path)
+    left = sorted(f"model.{name}.{what}" for name in ("new", "gone") for what in ("weight", "bias"))
+    assert ranks.run(2, of_stages, store_path) == [left] * 2
 
 
 def test_the_optimizers_of_a_dict_of_models_are_demanded_or_left_as_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -85,6 +85,8 @@ def test_a_dict_gets_what_only_the_checkpoint_has_and_a_train_state_says_so(capl
     assert plain == {"epoch": 3, "seen": {"a": 1}}
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
     resumed(store, "a", TrainState(rng=False, epoch=0))
+    assert "left: 'train.seen' (only in the checkpoint" in caplog.text
+    TrainState(rng=False, epoch=0).load_state_dict(plain)
     assert "also has 'seen'" in caplog.text
 
 

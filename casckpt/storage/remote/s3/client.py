@@ -8,7 +8,9 @@ old client does not know (such as the condition that makes a put create only).
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,7 +28,7 @@ from casckpt.storage.remote.client import ExplainedFailure, Page
 from casckpt.storage.remote.loop import Loop
 from casckpt.storage.remote.patience import Patience, moved
 from casckpt.storage.remote.s3.direct import DirectReads, Signed, can_reach, sign
-from casckpt.storage.remote.s3.errors import FAILURES, explain, size_from, status_of
+from casckpt.storage.remote.s3.errors import FAILURES, explain, is_about_credentials, size_from, status_of
 from casckpt.storage.remote.s3.facts import examine
 from casckpt.storage.remote.s3.session import Session
 
@@ -42,6 +44,7 @@ _CONFIG: Mapping[str, Any] = {
     "http_session_cls": Session,
 }
 _LATER = 5.0  # seconds
+_RENEWED_FOR = 10.0  # seconds in which others' failures are taken for those of the session before
 _PUT_ID = "casckpt-put"
 _TEXTS = ("key", "secret", "token")  # the command line takes one that is all digits for a number
 
@@ -69,6 +72,8 @@ class S3Client:
         config = {**_CONFIG, **given, "read_timeout": self.patience.request + _LATER}
         secrets = {name: str(options[name]) for name in _TEXTS if options.get(name) is not None}
         self.bucket, self.prefix = bucket, prefix
+        self._given = bool(secrets)  # a new session would have the same
+        self._renewing, self._renewed = threading.Lock(), -math.inf
         # one of our own: an instance that s3fs made earlier has the credentials and the endpoint of that time
         ours = {"config_kwargs": config, "use_listings_cache": False, "skip_instance_cache": True}
         self._fs = S3FileSystem(**{**options, **secrets, **ours})
@@ -97,6 +102,17 @@ class S3Client:
     def explain(self, error: Exception) -> ExplainedFailure:
         """See `casckpt.storage.remote.client.Client`."""
         return explain(error)
+
+    def renew(self, error: Exception) -> bool:
+        """See `casckpt.storage.remote.client.Client`: a new session, which looks wherever the first one looked."""
+        if not is_about_credentials(error) or self._given:
+            return False
+        with self._renewing:  # one session for all threads whose requests failed
+            if time.monotonic() - self._renewed > _RENEWED_FOR:
+                log.info("the credentials for %s are no longer valid: looking for new ones", self._place)
+                Loop(self._fs.loop, Patience()).run(self._fs.set_session(refresh=True))
+                self._renewed = time.monotonic()
+        return True
 
     def create(self, key: str, data: memoryview, put_id: str) -> None:
         """See `casckpt.storage.remote.client.Client`."""

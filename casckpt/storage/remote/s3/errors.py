@@ -11,6 +11,7 @@ from botocore.exceptions import (
     BotoCoreError,
     ClientError,
     CredentialRetrievalError,
+    FlexibleChecksumError,
     HTTPClientError,
     IncompleteReadError,
     NoCredentialsError,
@@ -49,6 +50,15 @@ _ADVICE = {
     "client_kwargs={'region_name': ...}",
     "EntityTooLarge": "the object is too large for one request: make a store with smaller blobs",
 }
+_ENDED = frozenset(
+    {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "InvalidAccessKeyId"}
+)
+_CHECKSUM = re.compile(r"checksum|trailer|aws-chunked|content-?md5|content-?sha-?256", re.IGNORECASE)
+_WITHOUT = (
+    "if it does not know the checksums of newer S3 clients, set AWS_REQUEST_CHECKSUM_CALCULATION and "
+    "AWS_RESPONSE_CHECKSUM_VALIDATION to when_required in the environment, or request_checksum_calculation and "
+    "response_checksum_validation in the config_kwargs of storage_options"
+)
 _TLS = "does the endpoint speak https, and is its certificate known (client_kwargs={'verify': 'ca.pem'})?"
 _NO_BUCKET = "there is no such bucket: create it first, or correct the URL or the endpoint_url"
 _NO_CONDITION = (
@@ -65,6 +75,8 @@ def explain(error: Exception) -> ExplainedFailure:
         return ExplainedFailure(f"no credentials were found: {_GIVE}, or anon=True for a public bucket")
     if isinstance(error, SSLError):
         return ExplainedFailure(f"{in_one_line(error)}; {_TLS}", again=True)
+    if isinstance(error, FlexibleChecksumError):
+        return ExplainedFailure(f"{in_one_line(error)}; the answer was damaged; {_WITHOUT}", again=True)
     if isinstance(error, _LOST):
         return ExplainedFailure(f"{in_one_line(error)}; check the network and the endpoint, and try again", again=True)
     return ExplainedFailure(f"{in_one_line(error)}; check the storage_options")
@@ -74,15 +86,23 @@ def _explain_answer(error: ClientError) -> ExplainedFailure:
     code, status = str(error.response["Error"].get("Code", "")), status_of(error)
     if code == "NoSuchBucket":
         return ExplainedFailure(_NO_BUCKET, kind=NotFound)
-    if status == 501 or code == "NotImplemented":
-        return ExplainedFailure(_NO_CONDITION, kind=Unsupported)
     said = f"{status} {code} {error.response['Error'].get('Message', '')}".strip()
+    if _CHECKSUM.search(said):
+        again = status in _BUSY or code in _BUSY_CODES
+        return ExplainedFailure(f"the server answers {said}; {_WITHOUT}", again=again)
+    if status == 501 or code == "NotImplemented":
+        return ExplainedFailure(f"the server answers {said}; {_NO_CONDITION}. But {_WITHOUT}", kind=Unsupported)
     if status in _BUSY or code in _BUSY_CODES:
         return ExplainedFailure(f"the server answers {said}; try again when it is well", again=True)
     if code in _ADVICE or status == 403:
         return ExplainedFailure(_ADVICE.get(code, _ADVICE["AccessDenied"]))
     kind = NotFound if status == 404 else StorageError
     return ExplainedFailure(f"the server answers {said}; check the bucket and the storage_options", kind=kind)
+
+
+def is_about_credentials(error: Exception) -> bool:
+    """Tell whether the server says that the credentials are no longer valid, so that others may be."""
+    return isinstance(error, ClientError) and error.response["Error"].get("Code") in _ENDED
 
 
 def status_of(error: ClientError) -> int:

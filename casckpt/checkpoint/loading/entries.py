@@ -1,0 +1,56 @@
+"""Entries of a mapping that is one object of a checkpoint, for a template that names them one by one."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from types import NoneType
+from typing import Any, Final
+
+from casckpt.errors import InvalidInput, Mismatch
+
+_ATOMS: Final = frozenset((NoneType, bool, int, float, str, bytes))
+
+
+@dataclass(frozen=True)
+class Entries:
+    """A mapping of a template, ``target``, against a saved one, which ``decode`` gives.
+
+    ``lacking``: flat keys that only the template has. ``unread``: those that only the saved one has.
+    """
+
+    target: Mapping[Any, Any]
+    decode: Callable[[], Any]
+    lacking: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+
+    def compare(self, key: str, name: str, target: Any, saved: Any) -> None:
+        """Compare entries. ``key``: of the template, ``name``: of the checkpoint. Raises Mismatch, InvalidInput."""
+        if not (isinstance(saved, Mapping) and isinstance(target, Mapping)):
+            here, there = type(target).__name__, type(saved).__name__
+            raise Mismatch(f"{key!r} is a {here} here, but a {there} in the checkpoint (key {name!r})", key=key)
+        if not isinstance(target, MutableMapping):
+            raise InvalidInput(f"{key!r}: a {type(target).__qualname__} cannot be changed; give a dict", key=key)
+        for element, value in target.items():
+            if element not in saved:
+                self.lacking.append(f"{key}.{element}")
+                continue
+            there = saved[element]
+            if _is_filled(value) or (isinstance(there, dict) and value is not None and not isinstance(value, Mapping)):
+                self.compare(f"{key}.{element}", f"{name}.{element}", value, there)
+        self.unread.extend(f"{name}.{element}" for element in saved if element not in target)
+
+
+def fill_entries(target: Any, saved: Any) -> None:
+    """Give the entries of ``target`` the values that ``saved`` has for them."""
+    nested = {element for element, value in target.items() if _is_filled(value)}
+    for element in nested & saved.keys():
+        fill_entries(target[element], saved[element])
+    target.update({element: saved[element] for element in target if element in saved and element not in nested})
+
+
+def _is_filled(value: Any) -> bool:
+    if type(value) in _ATOMS:  # most are
+        return False
+    return isinstance(value, Mapping) and len(value) > 0 and not isinstance(value, Counter | defaultdict)

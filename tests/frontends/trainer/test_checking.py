@@ -1,0 +1,247 @@
+"""What no save can store is heard before the training, or at its first step, and to hear it nothing is written."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from casckpt.errors import InvalidInput
+from casckpt.frontends.accelerate import AcceleratorCheckpointer
+from casckpt.frontends.trainer import Checkpointer, TrainState
+from casckpt.store.opening import open as open_store
+from casckpt.store.store import Store
+from tests.support.ranks import outcome_of
+from tests.support.saves import files, small, small_folder, steps
+from tests.support.training import made, train, trained
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+
+class Phase(enum.Enum):
+    WARMUP = 1
+
+
+class Phased(optim.AdamW):
+    """Its first step makes state that is no plain data."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["phase"] = Phase.WARMUP
+
+
+class Drawing:
+    """A part of a train state that draws when it is asked for its state, and counts how often."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"drawn": float(torch.rand(()))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def net() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(3, 3)
+
+
+def stepped(model: nn.Module, optimizer: optim.Optimizer) -> None:
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+
+
+def test_a_check_writes_nothing_and_draws_nothing(tmp_path: Path) -> None:
+    store, (model, optimizer) = open_store(tmp_path / "store"), trained()
+    checkpointer, state, before = Checkpointer(store, run="sft"), TrainState(loader=Drawing()), torch.get_rng_state()
+    checkpointer.check(model, optimizer, state)
+    assert not (tmp_path / "store").exists()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert state["loader"].asked == 1
+    checkpointer.save(1, model, optimizer, state)
+    there = files(tmp_path / "store")
+    checkpointer.check(model, optimizer, state)
+    assert files(tmp_path / "store") == there
+
+
+def test_a_check_raises_what_a_save_would() -> None:
+    model, optimizer = trained()
+    elsewhere = optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    cases: dict[str, Callable[[Checkpointer], None]] = {
+        r"train\.0\.phase": lambda run: run.check(model, optimizer, {"phase": Phase.WARMUP}),
+        "give the list of these": lambda run: run.check(model, elsewhere),
+        "give a dict of them": lambda run: run.check([nn.Linear(2, 2), nn.Linear(2, 2)]),
+    }
+    for message, check in cases.items():
+        with pytest.raises(InvalidInput, match=message):
+            check(Checkpointer(small(), run="sft"))
+    both = nn.ModuleDict({"one": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
+    optimizers = [optim.AdamW([parameter]) for parameter in both.parameters()]
+    Checkpointer(small(), run="sft").check(both, optimizers)  # as the messages advise, and:
+    Checkpointer(small(), run="sft").check({"generator": nn.Linear(2, 2), "discriminator": nn.Linear(2, 2)})
+    Checkpointer(small(), run="sft", allow_pickle=True).check(model, optimizer, {"phase": Phase.WARMUP})
+
+
+def test_a_store_checks_a_state_as_it_would_save_it() -> None:
+    store = small()
+    store.check({"w": torch.ones(2)}, run="a")
+    with pytest.raises(InvalidInput, match="phase"):
+        store.check({"phase": Phase.WARMUP})
+    with pytest.raises(InvalidInput, match="metric 'loss'"):
+        store.check({"w": torch.ones(2)}, metrics={"loss": "small"})  # type: ignore[dict-item] # on purpose
+    assert steps(store) == []
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_a_resume_raises_before_the_training(found: bool) -> None:
+    store, model = small(), net()
+    if found:
+        Checkpointer(store, run="sft").save(1, model, None, TrainState(phase=1))
+    with pytest.raises(InvalidInput, match=r"train\.0\.more\.func"):
+        Checkpointer(store, run="sft").resume(model, None, TrainState(more={"func": max}), missing="warn")
+
+
+def loop(store: Store, make: Callable[[nn.Module], optim.Optimizer], every: int = 1, state: Any = None) -> int:
+    """The step at which a training ends that steps its optimizer at each ``every``-th of 10 steps."""
+    model = net()
+    optimizer = make(model)
+    checkpointer = Checkpointer(store, run="sft", save_interval=8)
+    for step in range(1, 11):
+        if step % every == 0:
+            stepped(model, optimizer)
+        try:
+            checkpointer.save_if_due(step, model, optimizer, state)
+        except InvalidInput:
+            return step
+    checkpointer.close()
+    return 0
+
+
+def test_state_of_the_optimizer_is_checked_once_it_is_there() -> None:
+    assert loop(small(), lambda model: Phased(model.parameters())) == 1
+    assert loop(small(), lambda model: Phased(model.parameters()), every=3) == 3
+    assert loop(small(), lambda model: optim.SGD(model.parameters()), state={"phase": Phase.WARMUP}) == 1
+
+
+def test_a_step_is_checked_until_the_optimizer_has_state() -> None:
+    store, state = small(), TrainState(loader=Drawing())
+    assert loop(store, lambda model: optim.AdamW(model.parameters()), every=4, state=state) == 0
+    assert state["loader"].asked == 3  # at steps 1 and 4, and the save at step 8
+    state = TrainState(loader=Drawing())
+    assert loop(small(), lambda model: optim.AdamW(model.parameters()), state=state) == 0
+    assert state["loader"].asked == 2
+
+
+# names of runs
+
+
+@pytest.mark.parametrize(
+    ("run", "meant"), [("llama-stf", "llama-sft"), ("LLAMA-SFT", "llama-sft"), ("llama", "llama-sft"), ("zzz", None)]
+)
+def test_a_resume_that_finds_nothing_names_a_run_that_may_be_meant(
+    run: str, meant: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, (model, optimizer) = small(), made(1)
+    assert Checkpointer(store, run=run).resume(model, optimizer) is None  # no store: no run
+    Checkpointer(store, run="llama-sft").save(1, model, optimizer)
+    assert Checkpointer(store, run=run).resume(model, optimizer) is None
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [text.rpartition("; ")[2] for text in told] == ([f"did you mean run {meant!r}?"] if meant else [])
+
+
+# many ranks
+
+
+def bad_on_one(rank: int, size: int, path: Path) -> Any:
+    """Each way in which the last rank alone has something that no save can store; where each rank hears of it."""
+    last, model = rank == size - 1, net()
+    found = []
+    ways: list[tuple[dict[str, Any], Any]] = [
+        ({"phase": Phase.WARMUP} if last else {}, optim.AdamW), ({}, Phased if last else optim.AdamW)
+    ]  # fmt: skip
+    for number, (state, make) in enumerate(ways):
+        run = Checkpointer(small_folder(path), run=f"sft{number}", save_interval=5)
+        optimizer = make(model.parameters())
+        found.append(type(outcome_of(lambda: run.resume(model, optimizer, TrainState(**state)))).__name__)  # noqa: B023
+        for step in range(1, 4):
+            stepped(model, optimizer)
+            error = outcome_of(lambda: run.save_if_due(step, model, optimizer))  # noqa: B023
+            if error is not None:
+                found.append(f"{type(error).__name__} of rank {error.rank} at step {step}")
+                break
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_ranks_hear_of_it_at_the_same_step(store_path: Path, ranks: Pool, size: int) -> None:
+    expected = ["InvalidInput", "NoneType", f"InvalidInput of rank {size - 1} at step 1"]
+    found = ranks.run(size, bad_on_one, store_path)
+    assert [of_rank[:2] for of_rank in found] == [expected[:2]] * size
+    assert [of_rank[2].replace("None", str(size - 1)) for of_rank in found] == [expected[2]] * size
+    assert steps(open_store(store_path)) == []
+
+
+def stepped_on_one(rank: int, size: int, path: Path) -> Any:
+    """Only the optimizer of rank 1 makes state, at the second step."""
+    model = net()
+    optimizer = Phased(model.parameters(), lr=0.0) if rank else optim.SGD(model.parameters(), lr=0.0)
+    run = Checkpointer(small_folder(path), run="sft", save_interval=5)
+    for step in range(1, 5):
+        if step == 2:
+            stepped(model, optimizer)
+        error = outcome_of(lambda: run.save_if_due(step, model, optimizer))  # noqa: B023
+        if error is not None:
+            return type(error).__name__, step
+    return None
+
+
+def test_state_that_one_rank_has_is_checked_on_all(store_path: Path, ranks: Pool) -> None:
+    assert ranks.run(2, stepped_on_one, store_path) == [("InvalidInput", 2)] * 2
+
+
+def differing(rank: int, size: int, path: Path) -> Any:
+    model = net()
+    nn.init.constant_(model.weight, rank)
+    run = Checkpointer(small_folder(path), run="sft", save_interval=5)
+    found = [run.resume(model), outcome_of(lambda: run.check(model)), outcome_of(lambda: run.save_if_due(1, model))]
+    wide = nn.Linear(3, 3 + rank)
+    return [type(one).__name__ for one in (*found, outcome_of(lambda: run.resume(wide)))]
+
+
+def test_what_ranks_hold_is_compared_once_they_train(store_path: Path, ranks: Pool) -> None:
+    expected = ["NoneType", "InvalidInput", "InvalidInput", "InvalidInput"]  # weights may be made equal after a resume
+    assert ranks.run(2, differing, store_path) == [expected] * 2
+
+
+def test_an_accelerator_is_checked_as_a_whole() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
+    it, model = accelerate.Accelerator(cpu=True), nn.Linear(2, 2)
+    optimizer = optim.AdamW(model.parameters())
+    optimizer.state[model.weight] = {"step": torch.ones(()), "projector": object()}
+    it.prepare(model, optimizer)
+    run = AcceleratorCheckpointer(it, small(), run="gan")
+    for call in (run.check, run.resume):
+        with pytest.raises(InvalidInput, match="projector"):
+            call()
+
+
+def test_what_can_be_saved_trains_on() -> None:
+    store, (model, optimizer) = small(), made(1)
+    checkpointer = Checkpointer(store, run="sft", save_interval=2)
+    checkpointer.resume(model, optimizer)
+    for step in range(1, 5):
+        train(model, optimizer, range(step, step + 1))
+        checkpointer.save_if_due(step, model, optimizer)
+    checkpointer.close()
+    assert steps(store) == [("sft", 2), ("sft", 4)]

@@ -1,0 +1,82 @@
+"""What the tests of hints share: the messages that they hear, the command line, and a small store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import casckpt
+from casckpt.cli.main import cli
+from tests.support.hints import Told
+
+Run = Callable[..., Result]
+
+
+class Changed(NamedTuple):
+    """A blob with a byte that is not as it was written, and how it was."""
+
+    path: Path
+    data: bytes
+
+    def put_back(self) -> None:
+        self.path.write_bytes(self.data)
+
+
+def changed_blob(store: Path, at: int = 4100) -> Changed:
+    """Change one byte of the blob that was written last, by default behind its header."""
+    paths = list((store / "objects").rglob("*.safetensors"))
+    path = max(paths, key=lambda path: path.stat().st_mtime_ns)
+    data = path.read_bytes()
+    path.chmod(0o600)
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    return Changed(path, data)
+
+
+@pytest.fixture
+def told(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[Told]:
+    """Takes what the test hears; at its end, all of it must have been followed."""
+    heard = Told(request.function.follows, caplog)
+    yield heard
+    if getattr(request.node, "passed", False):
+        heard.check()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    yield
+    item.passed = True  # type: ignore[attr-defined] # for the fixture above
+
+
+@pytest.fixture
+def run() -> Run:
+    """Run a command in this process. ``status``: the exit status that is expected."""
+
+    def call(*args: object, status: int = 0) -> Result:
+        result = CliRunner().invoke(cli, [str(arg) for arg in args])
+        assert result.exit_code == status, result.output
+        assert "Traceback" not in result.output
+        return result
+
+    return call
+
+
+@pytest.fixture
+def weights() -> dict[str, torch.Tensor]:
+    return {"w": torch.arange(6.0), "b": torch.ones(2)}
+
+
+@pytest.fixture
+def saved(store: casckpt.Store, store_path: Path, weights: dict[str, torch.Tensor]) -> casckpt.Store:
+    """A store with ``weights`` as a@1."""
+    store.save(weights, run="a", step=1)
+    return store
+
+
+def words(text: str) -> list[str]:
+    """What a command printed, word by word."""
+    return text.split()

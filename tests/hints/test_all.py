@@ -1,0 +1,150 @@
+"""Each hint has a case, and each case a hint."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from tests.support.hints import PACKAGE, Advice, Case, Hint, hints, hints_in, is_advice
+
+HERE = Path(__file__).parent
+ROOT = PACKAGE.parent
+
+NOT_HERE = {
+    "pip install": "a test installs nothing; that the extra exists is tested below",
+    "install aiobotocore": "a test installs nothing",
+    "install tzdata": "a test installs nothing",
+    "pgrade": "a later version is not here yet",
+}
+"""Texts of hints that no test can follow, and why."""
+
+NO_HINTS = {
+    Case("checkpoint/saving/leader.py:Leader._check_agreed", "(dedup=…, check_replicas=…)"): "names what a rank gave",
+    Case("frontends/serve/access.py:Guard._refusal", 'Basic realm="casckpt"'): "is a header",
+    Case("frontends/serve/ranges.py:", "bytes="): "is a regular expression",
+    Case("cli/commands/demo.py:Tour.run", "compared with the weights"): "tells what the demo did",
+    Case("cli/commands/demo.py:Tour.run", "gc --keep-last 1"): "tells what the demo does",
+    Case("frontends/megatron/mapping.py:ShardedTensorFactory.build", "takes three arguments"): "names what is too many",
+    Case(
+        "frontends/transformers.py:_Folder.load_state_dict", "is restored by"
+    ): "is for code, which has no such object",
+    Case("frontends/transformers.py:_Folder.state_dict_to_load", "is restored by"): "is for code, too",
+    Case("frontends/megatron/mapping.py:ShardedTensor._problem", "do not make up"): "names fields that do not fit",
+    Case("tensors/values.py:Shard.__repr__", "Shard(… of …, …)"): "is no message",
+}
+"""Texts that look like advice, and are none, and why."""
+
+FOLLOWED_ELSEWHERE: dict[Case, str] = {
+    Case("cli/commands/export.py:_listening", "for clients: export HF_ENDPOINT=…"): (
+        "tests/frontends/serve/test_clients.py::test_from_pretrained_with_an_endpoint_alone"
+    ),
+    Case("frontends/megatron/folders.py:check_common", "puts back what was saved"): (
+        "tests/frontends/megatron/test_core_failures.py::"
+        "test_a_save_that_failed_over_a_folder_is_not_mixed_with_what_was_there"
+    ),
+    Case(
+        "repository/commits.py:gone", "lease=True, or Store.lease"
+    ): "tests/store/test_gone.py::test_what_it_says_helps",
+}
+"""Hints that another test triggers and follows, and that test."""
+
+ALL = tuple(hints())
+
+
+def cases() -> list[Case]:
+    """Those of all tests beside this one."""
+    modules = [import_module(f"tests.hints.{path.stem}") for path in sorted(HERE.glob("test_*.py"))]
+    return [case for module in modules for test in vars(module).values() for case in getattr(test, "follows", ())]
+
+
+CASES = (*cases(), *FOLLOWED_ELSEWHERE)
+
+
+def test_every_hint_has_a_test_that_follows_it() -> None:
+    missing = [
+        str(hint)
+        for hint in ALL
+        if not any(case.covers(hint) for case in CASES)
+        and not any(text in hint.text for text in NOT_HERE)
+        and not any(case.covers(hint) for case in NO_HINTS)
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def test_every_case_has_a_hint() -> None:
+    stale = [case for case in (*CASES, *NO_HINTS) if not any(case.covers(hint) for hint in ALL)]
+    assert not stale, "\n".join(map(str, stale))
+    assert all(any(text in hint.text for hint in ALL) for text in NOT_HERE)
+
+
+def test_every_test_elsewhere_is_there() -> None:
+    for test in FOLLOWED_ELSEWHERE.values():
+        path, _, name = test.partition("::")
+        named = {
+            node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.FunctionDef)
+        }
+        assert name in named, test
+
+
+def test_every_extra_that_a_hint_names_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = [hint.text.partition("'casckpt[")[2].partition("]")[0] for hint in ALL if "'casckpt[" in hint.text]
+    assert named
+    assert {name for name in named if name != "…"} <= set(extras)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x is taken; pass overwrite=True",
+        "see `casckpt list`",
+        "give --force",
+        "set GLOO_SOCKET_IFNAME",
+        "store.read takes it",
+        "call mark_as_sharded() first",
+        "pass it to dcp.load",
+        "it belongs into exclude_keys",
+        "give another cache_dir",
+    ],
+)
+def test_what_names_something_to_use_is_advice(text: str) -> None:
+    assert is_advice(text)
+
+
+@pytest.mark.parametrize("text", ["jobs=… is not usable; give a positive number", "no name is given", "casckpt would"])
+def test_what_says_only_what_is_wrong_is_none(text: str) -> None:
+    assert not is_advice(text)
+
+
+def test_hints_are_found_in_errors_logs_and_parts_of_messages() -> None:
+    source = '''
+"""A docstring: pass it=True."""
+_ADVICE = "pass " + "this=True"
+
+class A:
+    def f(self, x):
+        if x:
+            raise ValueError(f"{x} is wrong; " f"see `casckpt list {x}`")
+        log.warning("%s: pass %s", x, "that=1 instead")
+'''
+    found = list(hints_in("m.py", source))
+    assert found == [
+        Hint("m.py:", "pass this=True", "part"),
+        Hint("m.py:A.f", "… is wrong; see `casckpt list …`", "raise"),
+        Hint("m.py:A.f", "that=1 instead", "log"),
+    ]
+
+
+def test_an_advice_gives_what_its_message_shows_and_nothing_else() -> None:
+    advice = Advice("pass rename={'a': 'b'} or unread=\"ignore\" (or x=1): see `casckpt tag STORE NAME`")
+    assert advice.argument("rename") == {"rename": {"a": "b"}}
+    assert advice.argument("unread") == {"unread": "ignore"}
+    assert advice.command("tag", STORE="there") == ["tag", "there", "NAME"]
+    with pytest.raises(AssertionError):
+        advice.argument("strict")
+    with pytest.raises(AssertionError):
+        advice.command("list")

@@ -1,0 +1,498 @@
+"""Advice of saves and loads."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import casckpt
+from casckpt.checkpoint import ranks as of_ranks
+from casckpt.errors import Damaged, ForgottenWarning, InvalidInput, Mismatch, MissingKey
+from tests.hints.conftest import Run, changed_blob
+from tests.support.forks import forked
+from tests.support.hints import Advice, Told, follows
+from tests.support.ranks import outcome_of
+from tests.support.saves import trained
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+Weights = dict[str, torch.Tensor]
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """What casckpt logs meanwhile as a warning."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("casckpt").addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logging.getLogger("casckpt").removeHandler(handler)
+
+
+def zeros(weights: Weights) -> Weights:
+    return {key: torch.zeros_like(value) for key, value in weights.items()}
+
+
+def equal(one: Weights, other: Weights) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@follows("checkpoint/handle.py:warn_if_forgotten", "Store.restore keeps it")
+def test_a_checkpoint_that_is_read_after_it_was_forgotten_is_restored(saved: casckpt.Store, told: Told) -> None:
+    id = saved.get("a@1").id
+    saved.forget("a@1")
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always", ForgottenWarning)
+        saved.read(id)
+    told.text(heard[0].message).says("Store.restore")
+    saved.restore(id)
+    assert saved.get("a@1").id == id
+
+
+@follows("checkpoint/loading/damage.py:damaged_error", "Run `casckpt verify`, then `casckpt repair`, on the store")
+def test_a_damaged_blob_is_repaired(
+    saved: casckpt.Store, tmp_path: Path, weights: Weights, told: Told, run: Run
+) -> None:
+    store_path = tmp_path / "store"
+    shutil.copytree(store_path, tmp_path / "copy")
+    changed_blob(store_path)
+    with told.error(Damaged) as advice:
+        saved.load(zeros(weights), "a@1")
+    run(*advice.command("verify"), store_path, status=4)
+    said = Advice(run(*advice.command("repair"), store_path, status=4).output)
+    run("repair", store_path, said.says("--from"), tmp_path / "copy")
+    loaded = zeros(weights)
+    saved.load(loaded, "a@1")
+    assert equal(loaded, weights)
+
+
+@follows("checkpoint/loading/coded.py:decode_again", "`casckpt verify --decode` tells")
+def test_a_frame_that_is_damaged_is_named_by_verify(
+    store: casckpt.Store, store_path: Path, told: Told, run: Run
+) -> None:
+    for step in (0, 1):
+        store.save({"w": trained(8, step)}, run="a", step=step, compress="auto")
+    damaged = changed_blob(store_path)
+    with told.error(Damaged) as advice:
+        store.read("a@1")
+    output = run(*advice.command("verify"), advice.says("--decode"), store_path, status=4).output
+    assert damaged.path.stem in output
+
+
+# loads
+
+
+@follows("checkpoint/loading/fit.py:check_fit", "rename=")
+@follows("checkpoint/loading/fit.py:rename_hint", "of them have other names there")
+def test_weights_under_other_names_load_by_the_rename_that_is_shown(
+    saved: casckpt.Store, weights: Weights, told: Told
+) -> None:
+    state = {"net": zeros(weights)}
+    with told.error(MissingKey) as advice:
+        saved.load(state, "a@1", strict=False)
+    saved.load(state, "a@1", **advice.argument("rename"))
+    assert equal(state["net"], weights)
+
+
+@follows("checkpoint/loading/fit.py:check_fit", 'unread="ignore" leaves them as they are')
+def test_weights_that_nothing_fills_are_left_where_that_is_meant(
+    saved: casckpt.Store, weights: Weights, told: Told
+) -> None:
+    state = {"other": torch.ones(3)}
+    with told.error(MissingKey) as advice:
+        saved.load(state, "a@1", strict=False)
+    saved.load(state, "a@1", strict=False, **advice.argument("unread"))
+    assert torch.equal(state["other"], torch.ones(3))
+
+
+@follows("checkpoint/loading/fit.py:check_no_adapters", 'unread="ignore" leaves them out')
+def test_a_checkpoint_with_adapters_loads_without_them(store: casckpt.Store, weights: Weights, told: Told) -> None:
+    store.save(weights | {"w.lora_A.x.weight": torch.ones(2)}, run="a", step=1)
+    state = zeros(weights) | {"new": torch.ones(1)}
+    with told.error(Mismatch) as advice:
+        store.load(state, "a@1", strict=False)
+    store.load(state, "a@1", strict=False, **advice.argument("unread"))
+    assert torch.equal(state["w"], weights["w"])
+
+
+class Adapted(nn.Module):
+    """As get_peft_model of PEFT, which is not among the packages of the tests, makes it of a layer named "0"."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.model = nn.Module()
+        self.base_model.model.add_module("0", nn.Module())
+        inner = self.base_model.model.get_submodule("0")
+        inner.base_layer = layer
+        for name in ("lora_A", "lora_B"):
+            inner.add_module(name, nn.ModuleDict({"default": nn.Linear(2, 2, bias=False)}))
+
+    def merge_and_unload(self) -> nn.Module:
+        inner: Any = self.base_model.model.get_submodule("0")  # type: ignore[union-attr]
+        with torch.no_grad():
+            inner.base_layer.weight += inner.lora_B.default.weight @ inner.lora_A.default.weight
+        return nn.Sequential(inner.base_layer)
+
+
+@follows("checkpoint/loading/fit.py:check_no_adapters", "peft.get_peft_model")
+def test_a_model_with_adapters_takes_a_checkpoint_with_adapters(store: casckpt.Store, told: Told) -> None:
+    adapted = Adapted(nn.Linear(2, 2))
+    casckpt.save_model_and_optim_state(store, adapted, run="a", step=1)
+    with told.error(Mismatch) as advice:
+        casckpt.load_model_and_optim_state(store, "a@1", nn.Sequential(nn.Linear(2, 2)))
+    advice.says("get_peft_model")
+    model = Adapted(nn.Linear(2, 2))
+    casckpt.load_model_and_optim_state(store, "a@1", model)
+    assert equal(model.state_dict(), adapted.state_dict())
+    advice.says("merge_and_unload()")
+    merged, loaded = adapted.merge_and_unload(), nn.Sequential(nn.Linear(2, 2))
+    casckpt.save_model_and_optim_state(store, merged, run="a", step=2)
+    casckpt.load_model_and_optim_state(store, "a@2", loaded)
+    assert equal(loaded.state_dict(), merged.state_dict())
+
+
+@follows("checkpoint/loading/fit.py:chosen", "has the names of this model twice")
+def test_of_names_that_are_there_twice_either_can_be_loaded(store: casckpt.Store, told: Told) -> None:
+    at_top, below = nn.Linear(2, 1), nn.Linear(2, 1)
+    store.save({**at_top.state_dict(), "model": below.state_dict()}, run="a", step=1)
+    model = nn.Linear(2, 1)
+    with told.error(InvalidInput) as advice:
+        casckpt.load_model_and_optim_state(store, "a@1", model, strict=False)
+    casckpt.load_model_and_optim_state(store, "a@1", model, strict=False, **advice.argument("rename"))
+    assert equal(model.state_dict(), at_top.state_dict())
+    advice.says('store.load({"model": model.state_dict()}, ref)')
+    store.load({"model": model.state_dict()}, "a@1")
+    assert equal(model.state_dict(), below.state_dict())
+
+
+@follows("checkpoint/loading/load.py:_load.finish", 'pass unread="ignore"')
+def test_keys_that_a_load_leaves_are_not_logged_where_that_is_meant(store: casckpt.Store, told: Told) -> None:
+    store.save({"optim": {"lr": 0.1, "step": 5}}, run="leaving-keys", step=1)
+    with told.log() as advice:
+        store.load({"optim": {"lr": 0.0}}, "leaving-keys@1")
+    state = {"optim": {"lr": 0.0}}
+    with heard() as texts:
+        store.load(state, "leaving-keys@1", **advice.argument("unread"))
+    assert (state, texts) == ({"optim": {"lr": 0.1}}, [])
+
+
+@follows("checkpoint/loading/load.py:check_used", "`casckpt show --tensors` lists its keys")
+def test_a_pattern_that_matches_no_key_is_made_from_what_show_lists(
+    saved: casckpt.Store, store_path: Path, told: Told, run: Run
+) -> None:
+    with told.error(MissingKey) as advice:
+        saved.read("a@1", keys=["weights"])
+    shown = run(*advice.command("show"), store_path, "a@1").output
+    assert "w" in shown.split()
+    assert saved.read("a@1", keys=["w"]).keys() == {"w"}
+
+
+@follows("checkpoint/loading/load_plan.py:LoadPlan._add_tensor", "ignore_mismatched= leaves it as it is")
+def test_a_tensor_of_another_shape_is_left(saved: casckpt.Store, weights: Weights, told: Told) -> None:
+    state = zeros(weights) | {"w": torch.ones(7)}
+    with told.error(Mismatch) as advice:
+        saved.load(state, "a@1")
+    saved.load(state, "a@1", **{advice.says("ignore_mismatched"): ["w"]})  # type: ignore[arg-type]
+    assert torch.equal(state["w"], torch.ones(7))
+    assert torch.equal(state["b"], weights["b"])
+
+
+@follows("checkpoint/loading/load_plan.py:check_cast", "pass cast=True to …")
+def test_a_tensor_of_another_dtype_is_converted(saved: casckpt.Store, weights: Weights, told: Told) -> None:
+    state = zeros(weights) | {"w": torch.zeros(6, dtype=torch.double)}
+    with told.error(Mismatch) as advice:
+        saved.load(state, "a@1")
+    saved.load(state, "a@1", **advice.argument("cast"))
+    assert equal(state, weights | {"w": weights["w"].double()})
+
+
+@follows("checkpoint/loading/template.py:Template._misfits", "ignore_mismatched= takes patterns of keys")
+def test_tensors_of_other_shapes_are_left(saved: casckpt.Store, told: Told) -> None:
+    state = {"w": torch.ones(7), "b": torch.ones(1)}
+    with told.error(Mismatch) as advice:
+        saved.load(state, "a@1")
+    patterns: Any = {advice.says("ignore_mismatched"): ["*"]}
+    with pytest.raises(MissingKey, match="has 'w', 'b' with another shape or dtype") as caught:
+        saved.load(state, "a@1", **patterns)
+    saved.load(state, "a@1", **patterns, **Advice(str(caught.value)).argument("unread"))
+    assert equal(state, {"w": torch.ones(7), "b": torch.ones(1)})
+
+
+@follows("checkpoint/loading/template.py:Template._lacks", "Pass strict=False to leave them as they are, or rename=")
+def test_keys_that_a_checkpoint_lacks_are_left_or_mapped(saved: casckpt.Store, weights: Weights, told: Told) -> None:
+    state = zeros(weights) | {"more": torch.ones(1)}
+    with told.error(MissingKey) as advice:
+        saved.load(state, "a@1")
+    saved.load(state, "a@1", **advice.argument("strict"))
+    assert equal(state, weights | {"more": torch.ones(1)})
+
+    nested = {"net": zeros(weights)}
+    with told.error(MissingKey) as advice:
+        saved.load(nested, "a@1")
+    saved.load(nested, "a@1", **advice.argument("rename"))
+    assert equal(nested["net"], weights)
+
+
+@follows("checkpoint/loading/template.py:Template.check_empty", "Put None in its place")
+def test_an_empty_mapping_is_filled_or_left(store: casckpt.Store, weights: Weights, told: Told) -> None:
+    store.save({"w": weights, "n": 1}, run="a", step=1)
+    with told.error(Mismatch) as advice:
+        store.load({"w": {}, "n": 0}, "a@1")
+    advice.says("Put None in its place to have all of that made")
+    state: Any = {"w": None, "n": 0}
+    store.load(state, "a@1")
+    assert equal(state["w"], weights)
+    state = {"w": {}, "n": 0}
+    store.load(state, "a@1", **advice.argument("strict"))
+    assert state == {"w": {}, "n": 1}
+
+
+@follows("checkpoint/loading/update.py:update", "a load of all of it, or an update with check=True, mends it")
+def test_what_an_update_left_undefined_is_loaded(store: casckpt.Store, store_path: Path, told: Told) -> None:
+    store.save({"w": torch.arange(40000.0)}, run="a", step=1)
+    state = {"w": torch.zeros(40000)}
+    held = store.load(state, "a@1")
+    store.save({"w": torch.arange(40000.0) + 1}, run="a", step=2)
+    before = changed_blob(store_path)
+    with told.error(Damaged) as advice:
+        store.update(state, "a@2", held=held)
+    before.put_back()
+    store.update(state, "a@2", held=held, **advice.argument("check"))
+    assert torch.equal(state["w"], torch.arange(40000.0) + 1)
+    advice.says("a load of all of it")
+    state["w"].zero_()
+    store.load(state, "a@2")
+    assert torch.equal(state["w"], torch.arange(40000.0) + 1)
+
+
+def fresh_and_sharded(rank: int, size: int, path: str) -> tuple[str, bool, bool]:
+    store = casckpt.open(path)
+    mesh = init_device_mesh("cpu", (size,))
+
+    def made(value: float) -> tuple[nn.Linear, torch.optim.Optimizer]:
+        model = nn.Linear(4, 2, bias=False)
+        whole = torch.full((2, 4), value)
+        model.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+        return model, torch.optim.Adam(model.parameters())
+
+    def average(optim: torch.optim.Optimizer) -> torch.Tensor:
+        whole: torch.Tensor = optim.state_dict()["state"][0]["exp_avg"].full_tensor()
+        return whole
+
+    model, optim = made(1.0)
+    model.weight.grad = torch.ones_like(model.weight)
+    optim.step()
+    casckpt.save_model_and_optim_state(store, model, optim, run="a", step=1)
+    store.save({"model": model.state_dict(), "optim": optim.state_dict()}, run="b", step=1)
+    fresh, new = made(0.0)
+    error = outcome_of(lambda: store.load({"model": fresh.state_dict(), "optim": new.state_dict()}, "b@1"))
+    casckpt.load_model_and_optim_state(store, "a@1", fresh, new)
+    first = torch.equal(average(new), average(optim))
+    fresh, new = made(0.0)
+    casckpt.Checkpointer(store, run="a").load("a@1", fresh, new)
+    return str(error), first, torch.equal(average(new), average(optim))
+
+
+@follows(
+    "checkpoint/loading/template.py:Template._look_below", "use casckpt.load_model_and_optim_state or Checkpointer"
+)
+def test_a_sharded_fresh_optimizer_is_filled_by_name(ranks: Pool, store_path: Path, told: Told) -> None:
+    for message, first, second in ranks.run(2, fresh_and_sharded, str(store_path)):
+        advice = told.text(message)
+        advice.says("casckpt.load_model_and_optim_state")
+        advice.says("Checkpointer.load")
+        assert (first, second) == (True, True)
+
+
+# ranks
+
+
+def outside(rank: int, size: int, path: str) -> str | None:
+    store, group = casckpt.open(path), dist.new_group([1])
+    if rank:
+        store.save({"x": 1}, run="group", step=1, process_group=group)
+        return None
+    error = str(outcome_of(lambda: store.save({"x": 1}, run="alone", step=1, process_group=group)))
+    store.save({"x": 1}, run="alone", step=1, **Advice(error).argument("no_dist"))
+    return error
+
+
+@follows("checkpoint/ranks.py:open_ranks", "call only on its ranks, or pass no_dist=True")
+def test_a_rank_outside_of_a_group_saves_alone(ranks: Pool, store_path: Path, told: Told) -> None:
+    message, _ = ranks.run(2, outside, str(store_path))
+    told.text(message).says("call only on its ranks")
+    assert casckpt.open(store_path).runs() == ["alone", "group"]
+
+
+def in_a_child(rank: int, size: int, path: str) -> str:
+    store = casckpt.open(path)
+    store.save({"x": 1}, run="a", step=1)
+    heard = Path(path, "..", "heard")
+
+    def child() -> None:
+        error = str(outcome_of(lambda: store.load({"x": 0}, "a@1")))
+        state = {"x": 0}
+        store.load(state, "a@1", **Advice(error).argument("no_dist"))
+        assert store.read("a@1") == state == {"x": 1}
+        heard.write_text(error)
+
+    with forked(child):
+        pass
+    return heard.read_text()
+
+
+@follows("checkpoint/ranks.py:_refuse_inherited", "call Store.read, or pass no_dist=True")
+def test_a_process_that_a_rank_forked_reads_alone(ranks: Pool, store_path: Path, told: Told) -> None:
+    (message,) = ranks.run(1, in_a_child, str(store_path))
+    told.text(message).says("Store.read")
+
+
+def grouped(rank: int, size: int, path: str) -> int:
+    casckpt.open(path).save({"x": casckpt.PerRank(rank)}, run="a", step=1)
+    return rank
+
+
+@follows("checkpoint/ranks.py:_warn_of_others", "init_process_group first, or pass no_dist=True if that is meant")
+def test_a_process_that_is_one_of_several_joins_them_or_says_that_it_is_alone(
+    saved: casckpt.Store, told: Told, ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_ranks._warn_of_others.cache_clear()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with told.log() as advice:
+        saved.save({"x": 1}, run="b", step=1)
+    of_ranks._warn_of_others.cache_clear()
+    with heard() as said:
+        saved.save({"x": 1}, run="b", step=2, **advice.argument("no_dist"))
+    of_ranks._warn_of_others.cache_clear()
+    advice.says("torch.distributed.init_process_group")  # as the workers of the pool do
+    ranks.run(2, grouped, str(tmp_path / "other"))
+    assert said == []
+    assert len(casckpt.open(tmp_path / "other").checkpoints()) == 1
+
+
+def other_shapes(rank: int, size: int, path: str) -> str:
+    store, value = casckpt.open(path), torch.full((rank + 1,), float(rank))
+    error = str(outcome_of(lambda: store.save({"x": value}, run="a", step=1)))
+    store.save({"x": casckpt.PerRank(value)}, run="a", step=1)
+    state = {"x": casckpt.PerRank(torch.zeros(rank + 1))}
+    store.load(state, "a@1")
+    assert torch.equal(state["x"].value, value)
+    return error
+
+
+@follows("checkpoint/saving/layout.py:plan_writes", "or wrap it in casckpt.PerRank")
+def test_what_has_another_shape_on_each_rank_is_saved_per_rank(ranks: Pool, store_path: Path, told: Told) -> None:
+    for message in ranks.run(2, other_shapes, str(store_path)):
+        told.text(message).says("casckpt.PerRank")
+
+
+def far_apart(rank: int, size: int, path: str) -> str:
+    store, weight = casckpt.open(path), nn.Parameter(torch.full((64,), rank + 1.0))
+    advice = Advice(str(outcome_of(lambda: store.save({"x": weight}, run="a", step=1))))
+    advice.says("Give what each rank has for itself a name of its own")
+    store.save({f"x.{rank}": weight}, run="names", step=1)
+    advice.says("wrap it in casckpt.PerRank")
+    store.save({"x": casckpt.PerRank(weight.detach())}, run="parts", step=1)
+    advice.says("name the one rank that maintains it with owners=")
+    store.save({"x": weight}, run="owners", step=1, owners=lambda _: 1)
+    store.save({"x": weight}, run="off", step=1, **advice.argument("check_replicas"))
+    mine = {"x": casckpt.PerRank(torch.zeros(64))}
+    store.load(mine, "parts@1")
+    assert torch.equal(mine["x"].value, weight)
+    return advice.message
+
+
+@follows("checkpoint/saving/replicas.py:", "With check_replicas='off' the value of one")
+def test_a_parameter_that_each_rank_has_for_itself_is_saved_in_four_ways(
+    ranks: Pool, store_path: Path, told: Told
+) -> None:
+    for message in ranks.run(2, far_apart, str(store_path)):
+        told.text(message).says("PerRank")
+    store = casckpt.open(store_path)
+    assert {key: value[0].item() for key, value in store.read("names@1").items()} == {"x.0": 1.0, "x.1": 2.0}
+    assert store.read("owners@1")["x"][0] == 2
+    assert store.read("off@1")["x"][0] == 1
+
+
+def near(rank: int, size: int, path: str) -> tuple[str, str]:
+    store, weight = casckpt.open(path), torch.ones(64)
+    weight += rank * 1e-5
+    advice = Advice(str(outcome_of(lambda: store.save({"x": weight}, run="a", step=1, check_replicas="raise"))))
+    with heard() as texts:
+        store.save({"x": weight}, run="a", step=1, **advice.argument("check_replicas"))
+    advice.says("Synchronise it before the save")
+    dist.broadcast(weight, 0)
+    store.save({"x": weight}, run="a", step=2, check_replicas="raise")
+    again = torch.ones(64) + rank * 1e-5
+    dist.broadcast(again, 0)
+    with heard() as quiet:
+        store.save({"y": again, "z": casckpt.PerRank(rank)}, run="b", step=1)
+    assert quiet == []
+    return advice.message, "".join(texts)
+
+
+@follows("checkpoint/saving/replicas.py:find_odd", "or pass check_replicas='sample'")
+@follows("checkpoint/saving/leader.py:", "Synchronise them before the save")
+def test_small_differences_between_ranks_are_synchronised_or_allowed(ranks: Pool, store_path: Path, told: Told) -> None:
+    (message, logged), _ = ranks.run(2, near, str(store_path))
+    told.text(message).says("check_replicas='sample'")
+    advice = told.text(logged)
+    advice.says("Synchronise them before the save")
+    advice.says("casckpt.PerRank")
+    assert len(casckpt.open(store_path).checkpoints()) == 3
+
+
+# saves
+
+
+@follows("checkpoint/saving/leader.py:Leader._existing", "save another step, or overwrite it (overwrite=True")
+def test_a_step_that_exists_is_overwritten(saved: casckpt.Store, told: Told) -> None:
+    with told.error() as advice:
+        saved.save({"x": 2}, run="a", step=1)
+    saved.save({"x": 2}, run="a", step=1, **advice.argument("overwrite"))
+    assert saved.read("a@1") == {"x": 2}
+    advice.says("save another step")
+    saved.save({"x": 3}, run="a", step=2)
+    assert saved.read("a@2") == {"x": 3}
+
+
+@follows("checkpoint/saving/leader.py:Leader._existing", "--overwrite")
+def test_a_step_that_exists_is_overwritten_by_an_import(
+    saved: casckpt.Store, store_path: Path, tmp_path: Path, told: Told, run: Run
+) -> None:
+    torch.save({"x": torch.ones(2)}, tmp_path / "x.pt")
+    command = ("import", store_path, tmp_path / "x.pt", "--run", "a", "--step", 1)
+    said = told.text(run(*command, status=5).output)
+    run(*command, said.says("--overwrite"))
+    assert torch.equal(saved.read("a@1")["x"], torch.ones(2))
+
+
+class Kind(enum.IntEnum):
+    ONE = 1
+
+
+@follows("checkpoint/saving/pickled.py:say_pickled", "a load needs allow_pickle=True")
+def test_what_is_stored_as_a_pickle_is_loaded_with_leave(store: casckpt.Store, told: Told) -> None:
+    with told.log() as advice:
+        store.save({"kind": Kind.ONE}, run="a", step=1, allow_pickle=True)
+    state = {"kind": None}
+    store.load(state, "a@1", **advice.argument("allow_pickle"))
+    assert state == {"kind": Kind.ONE}

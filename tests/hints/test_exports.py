@@ -1,0 +1,443 @@
+"""Advice about what goes out of a store and into it: safetensors, torch.save, folders of others, views, serving."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError
+from torch import nn
+
+import casckpt
+from casckpt.errors import InvalidInput, MissingKey, Refused, Unsupported
+from casckpt.frontends.convert import import_any, look_at
+from casckpt.frontends.olmo_import import import_olmo_trainer
+from casckpt.frontends.safetensors import files, layout
+from casckpt.frontends.safetensors.importing import import_safetensors
+from casckpt.frontends.serve.view_file import read_rules
+from casckpt.frontends.torch_files import casckpt_to_torch_save, torch_save_to_casckpt
+from casckpt.frontends.training_state import load_model_and_optim_state
+from tests.frontends.test_convert_torch import stock
+from tests.hints.conftest import Run
+from tests.support.fuzz import KINDS
+from tests.support.hints import Told, follows
+from tests.support.serving import serving
+
+Store = casckpt.Store
+
+
+class Odd:
+    """What only a pickle can hold."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Odd)
+
+    def __hash__(self) -> int:
+        return 1
+
+
+@pytest.fixture
+def training(store: Store) -> Store:
+    """a@1: a model and an optimizer."""
+    state = {"model": {"h": {"w": torch.ones(3)}}, "optim": {"m": torch.zeros(2)}}
+    store.save(state, run="a", step=1, attachments={"note.txt": b"x"})
+    return store
+
+
+def names_in(path: Path) -> set[str]:
+    return set(safetensors.torch.load_file(path))
+
+
+# where to
+
+
+@follows("frontends/exporting.py:_check_suffix", "is a name for --format …, and … was asked for; give another name")
+@pytest.mark.parametrize("way", ["name", "format"])
+def test_a_name_fits_its_format(saved: Store, tmp_path: Path, told: Told, run: Run, way: str) -> None:
+    advice = told.text(run("export", saved.url, "a@1", tmp_path / "x.pt", "--format", "safetensors", status=1).output)
+    if way == "name":
+        advice.says("give another name")
+        run("export", saved.url, "a@1", tmp_path / "x.safetensors", "--format", "safetensors")
+        assert names_in(tmp_path / "x.safetensors") == {"w", "b"}
+    else:
+        run("export", saved.url, "a@1", tmp_path / "x.pt", *advice.says("--format torch").split())
+        assert torch.load(tmp_path / "x.pt").keys() == {"w", "b"}
+
+
+@follows("frontends/exporting.py:_check_known", "is for …: --format … knows nothing of it")
+def test_an_option_goes_with_the_formats_that_know_it(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
+    command = ("export", saved.url, "a@1", tmp_path / "out", "--keys", "w", "--format")
+    advice = told.text(run(*command, "dcp", status=1).output)
+    for format in ("hf", "safetensors", "torch"):
+        advice.says(format)
+    run(*command[:3], tmp_path / "out.pt", *command[4:], "torch")
+    run(*command, "safetensors")
+    assert names_in(tmp_path / "out" / "model.safetensors") == {"w"}
+
+
+@follows("frontends/new_files.py:_check_no_file", "give another name, or --force to write over it")
+def test_a_file_that_exists_is_written_over(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
+    path = tmp_path / "x.safetensors"
+    path.touch()
+    advice = told.text(run("export", saved.url, "a@1", path, status=5).output)
+    run("export", saved.url, "a@1", path, advice.says("--force"))
+    assert names_in(path) == {"w", "b"}
+
+
+@follows("frontends/new_files.py:_check_empty", "give another folder, or --force to write into it")
+def test_a_folder_that_is_not_empty_is_written_into(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    advice = told.text(run("export", saved.url, "a@1", tmp_path / "out", status=5).output)
+    run("export", saved.url, "a@1", tmp_path / "out", advice.says("--force"))
+    assert names_in(tmp_path / "out" / "model.safetensors") == {"w", "b"}
+
+
+@follows("frontends/new_files.py:check_file_names", "leave attachments out with attachments=False (--no-attachments)")
+@pytest.mark.parametrize("way", ["attachments", "--no-attachments"])
+def test_an_attachment_in_the_way_of_a_file_is_left_out(
+    store: Store, tmp_path: Path, told: Told, run: Run, way: str
+) -> None:
+    store.save({"w": torch.ones(1)}, run="a", step=1, attachments={"model.safetensors": b"x"})
+    with told.error(InvalidInput) as advice:
+        store.export("a@1", tmp_path / "out")
+    if way == "attachments":
+        store.export("a@1", tmp_path / "out", **advice.argument(way))
+    else:
+        run("export", store.url, "a@1", tmp_path / "out", advice.says(way))
+    assert names_in(tmp_path / "out" / "model.safetensors") == {"w"}
+    advice.says("store.read_attachment")
+    assert store.read_attachment("a@1", "model.safetensors") == b"x"
+
+
+# which part
+
+
+@follows("frontends/model_part.py:model_part", "but something below …; give --strip-prefix if that is one")
+def test_what_is_a_model_for_somebody_is_said(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
+    store.save({"optim": {"w": torch.ones(2)}}, run="a", step=1)
+    command = ("export", store.url, "a@1", tmp_path / "out", "--format", "hf")
+    advice = told.text(run(*command, status=3).output)
+    run(*command, advice.says("--strip-prefix"), advice.says("optim."))
+    assert names_in(tmp_path / "out" / "model.safetensors") == {"w"}
+
+
+@follows("frontends/model_part.py:model_part", "`casckpt show --tensors` lists what it holds")
+def test_what_holds_no_weights_is_looked_at(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
+    store.save({"epoch": 1, "loss": torch.ones(1)}, run="a", step=1)
+    store.save({"epoch": 1}, run="b", step=1)
+    advice = told.text(run("export", store.url, "b@1", tmp_path / "out", "--format", "hf", status=3).output)
+    assert "epoch" in run(*advice.command("show"), store.url, "b@1").output
+
+
+@follows("frontends/model_part.py:_unclear", "--strip-prefix …")
+@follows("frontends/model_part.py:_unclear", "or take tensors by --keys, and --strip-prefix '' for names as they are")
+@pytest.mark.parametrize("way", ["prefix", "keys", "all"])
+def test_of_two_models_one_is_chosen(store: Store, tmp_path: Path, told: Told, run: Run, way: str) -> None:
+    store.save({"policy": {"h": {"w": torch.ones(2)}}, "reference": {"h": {"w": torch.ones(3)}}}, run="a", step=1)
+    command = ("export", store.url, "a@1", tmp_path / "out", "--format", "hf")
+    advice = told.text(run(*command, status=1).output)
+    prefix = advice.says("--strip-prefix policy.")
+    names = advice.says("--strip-prefix ''").replace("'", "").split(" ")
+    ways = {"prefix": prefix.split(), "keys": [advice.says("--keys"), "policy.*"], "all": names}
+    run(*command, *ways[way])
+    expected = {"prefix": {"h.w"}, "keys": {"h.w"}, "all": {"policy.h.w", "reference.h.w"}}
+    assert names_in(tmp_path / "out" / "model.safetensors") == expected[way]
+
+
+@follows("frontends/model_part.py:check_no_adapters", "Merge the adapter (merge_and_unload) before the save, or export")
+@pytest.mark.parametrize("way", ["merge", "all", "prefix"])
+def test_a_model_with_adapters_is_exported_in_three_ways(
+    store: Store, tmp_path: Path, told: Told, run: Run, way: str
+) -> None:
+    names = ("h.0.base_layer.weight", "h.0.lora_A.x.weight", "h.0.lora_B.x.weight")
+    store.save({"model": {name: torch.ones(2, 2) for name in names}, "optim": {"m": torch.ones(1)}}, run="a", step=1)
+    command = ["export", store.url, "a@1", tmp_path / "out", "--format", "hf"]
+    advice = told.text(run(*command, status=1).output)
+    if way == "merge":
+        advice.says("(merge_and_unload) before the save")
+        store.save({"model": {"h.0.weight": torch.ones(2, 2)}, "optim": {"m": torch.ones(1)}}, run="a", step=2)
+        run(*command[:2], "a@2", *command[3:])
+    elif way == "all":
+        run(*command[:4], *advice.says("--format safetensors").split())
+    else:
+        run(*command, *advice.says("--strip-prefix model.").split())
+    expected = {"merge": {"h.0.weight"}, "all": {f"model.{name}" for name in names} | {"optim.m"}, "prefix": {*names}}
+    assert names_in(tmp_path / "out" / "model.safetensors") == expected[way]
+
+
+@follows("frontends/view.py:_check_used", "`casckpt show --tensors` lists them")
+@follows("frontends/view.py:_part", "`casckpt show --tensors` lists them")
+def test_patterns_and_prefixes_of_an_export_are_made_from_the_list(
+    training: Store, tmp_path: Path, told: Told, run: Run
+) -> None:
+    with told.error(MissingKey) as advice:
+        training.export("a@1", tmp_path / "x.safetensors", keys=["weights.*"])
+    listed = run(*advice.command("show"), training.url, "a@1").output.split()
+    key = next(word for word in listed if word.startswith("model."))
+    with told.error(MissingKey) as advice:
+        training.export("a@1", tmp_path / "x.safetensors", strip_prefix="weights")
+    assert key in run(*advice.command("show"), training.url, "a@1").output
+    training.export("a@1", tmp_path / "keys.safetensors", keys=[key])
+    training.export("a@1", tmp_path / "prefix.safetensors", strip_prefix=key.partition(".")[0])
+    assert names_in(tmp_path / "keys.safetensors") == {"model.h.w"}
+    assert names_in(tmp_path / "prefix.safetensors") == {"h.w"}
+
+
+# safetensors
+
+
+@pytest.fixture
+def small_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_HEADER_BYTES", 200)
+
+
+@follows("frontends/safetensors/exporting.py:_exported_to", "Give another folder, or --format hf for all of the model")
+@pytest.mark.parametrize("way", ["folder", "hf"])
+def test_beside_a_config_stands_a_model(training: Store, tmp_path: Path, told: Told, run: Run, way: str) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    command = ("export", training.url, "a@1")
+    advice = told.text(run(*command, folder, "--format", "safetensors", "--force", status=5).output)
+    if way == "folder":
+        advice.says("Give another folder")
+        run(*command, tmp_path / "other", "--format", "safetensors")
+        assert names_in(tmp_path / "other" / "model.safetensors") == {"model.h.w", "optim.m"}
+    else:
+        run(*command, folder, *advice.says("--format hf").split(), "--force")
+        assert names_in(folder / "model.safetensors") == {"h.w"}
+
+
+@follows(
+    "frontends/safetensors/files.py:encode_header", "export fewer keys to it, or export to a folder with a smaller"
+)
+@pytest.mark.usefixtures("small_headers")
+@pytest.mark.parametrize("way", ["keys", "folder"])
+def test_more_than_a_header_can_hold_goes_into_several_files(
+    store: Store, tmp_path: Path, told: Told, run: Run, way: str
+) -> None:
+    store.save({f"tensor-{number}": torch.ones(100) for number in range(4)}, run="a", step=1)
+    command = ("export", store.url, "a@1")
+    advice = told.text(run(*command, tmp_path / "x.safetensors", status=1).output)
+    if way == "keys":
+        advice.says("export fewer keys to it")
+        run(*command, tmp_path / "x.safetensors", "--keys", "tensor-1")
+        assert names_in(tmp_path / "x.safetensors") == {"tensor-1"}
+    else:
+        run(*command, tmp_path / "out", advice.says("--max-shard-size"), "400")
+        assert len(list((tmp_path / "out").glob("*.safetensors"))) == 4
+
+
+@follows("frontends/safetensors/files.py:file_type", "choose other keys with --keys, or convert it")
+@pytest.mark.parametrize("way", ["keys", "convert"])
+def test_a_dtype_that_safetensors_lacks_is_left_out_or_converted(
+    store: Store, tmp_path: Path, told: Told, run: Run, way: str
+) -> None:
+    state = {"w": torch.ones(2), "c": torch.ones(2, dtype=torch.complex128)}
+    store.save(state, run="a", step=1)
+    command = ("export", store.url, "a@1", tmp_path / "x.safetensors")
+    advice = told.text(run(*command, status=1).output)
+    if way == "keys":
+        run(*command, advice.says("--keys"), "w")
+    else:
+        advice.says("convert it")
+        store.save({"w": state["w"], "c": torch.view_as_real(state["c"])}, run="a", step=1, overwrite=True)
+        run(*command)
+    assert names_in(tmp_path / "x.safetensors") == ({"w"} if way == "keys" else {"w", "c"})
+
+
+@follows("frontends/safetensors/files.py:", "`casckpt import` takes it")
+@follows("frontends/safetensors/files.py:", "Read it with a library of its own, and save that with store.save")
+def test_a_file_of_another_kind_is_read_by_its_library(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"GGUF" + bytes(20))
+    told.text(run("import", store.url, tmp_path / "x.gguf", "--step", 1, status=1).output).says("store.save")
+    store.save({"w": torch.ones(2)}, step=1)  # as such a library gives it
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    with pytest.raises(Unsupported) as caught:
+        import_safetensors(store, tmp_path / "x.pt", step=2)
+    run(*told.text(caught.value).command("import"), store.url, tmp_path / "x.pt", "--step", 2)
+    assert store.read("default@2").keys() == {"w"}
+
+
+@follows("frontends/safetensors/importing.py:_nothing_in", "`casckpt import` takes it as it is")
+@follows("frontends/safetensors/importing.py:_nothing_in", "a checkpoint of another trainer; save its state with")
+@follows(
+    "frontends/safetensors/importing.py:_nothing_in", "weights of torch.save in several files; save the state with"
+)
+def test_folders_without_safetensors_are_imported_or_saved(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
+    folder = stock(tmp_path / "dcp", {"w": torch.ones(2)})
+    with told.error(Unsupported) as advice:
+        import_safetensors(store, folder, step=1)
+    run(*advice.command("import"), store.url, folder, "--step", 1)
+    assert torch.equal(store.read("default@1")["w"], torch.ones(2))
+    for step, name in ((2, "metadata.json"), (3, "pytorch_model.bin.index.json")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("{}")
+        torch.save({"w": torch.ones(step)}, tmp_path / name / "part.bin")
+        advice = told.text(run("import", store.url, tmp_path / name, "--step", step, status=1).output)
+        advice.says("with store.save")
+        store.save(torch.load(tmp_path / name / "part.bin"), step=step)
+        assert len(store.read(f"default@{step}")["w"]) == step
+
+
+@follows("frontends/safetensors/layout.py:plan_shards", "give a larger --max-shard-size")
+@follows("frontends/safetensors/layout.py:_file_names", "files are too many; give a larger --max-shard-size")
+def test_files_that_are_too_small_are_made_larger(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
+    command = ("export", saved.url, "a@1", tmp_path / "out", "--max-shard-size")
+    advice = told.text(run(*command, "0", status=1).output)
+    run(*command[:-1], advice.says("--max-shard-size"), "1KB")
+    assert names_in(tmp_path / "out" / "model.safetensors") == {"w", "b"}
+    with told.error(Refused) as advice:
+        layout._file_names(100_000)
+    advice.says("--max-shard-size")
+    assert len(layout._file_names(2)) == 2
+
+
+# files of torch, folders of DCP and of OLMo-core
+
+
+@follows("frontends/torch_files.py:_read", "pass allow_pickle=True (--allow-pickle) if you trust whoever wrote it")
+@pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
+def test_a_file_with_a_pickle_is_imported_with_leave(
+    store: Store, tmp_path: Path, told: Told, run: Run, way: str
+) -> None:
+    torch.save({"x": Odd()}, tmp_path / "x.pt")
+    with told.error(InvalidInput) as advice:
+        torch_save_to_casckpt(tmp_path / "x.pt", store, step=1)
+    if way == "allow_pickle":
+        torch_save_to_casckpt(tmp_path / "x.pt", store, step=1, **advice.argument(way))
+    else:
+        run("import", store.url, tmp_path / "x.pt", "--step", 1, advice.says(way))
+    assert store.read("default@1", allow_pickle=True) == {"x": Odd()}
+
+
+@follows("frontends/torch_files.py:casckpt_to_torch_save", "for plain torch.load does not read it (allow_pickle=True)")
+def test_what_plain_torch_does_not_read_is_exported_with_leave(store: Store, tmp_path: Path, told: Told) -> None:
+    state = {"when": datetime(2026, 1, 2, tzinfo=UTC), "n": 1}
+    store.save(state, run="a", step=1)
+    with told.log() as advice:
+        casckpt_to_torch_save(store, "a@1", tmp_path / "x.pt")
+    assert torch.load(tmp_path / "x.pt") == {"n": 1}
+    casckpt_to_torch_save(store, "a@1", tmp_path / "y.pt", **advice.argument("allow_pickle"))
+    assert torch.load(tmp_path / "y.pt", weights_only=False) == state
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optim.step()
+    return optim
+
+
+@follows("frontends/torch_layout.py:laid_out", "Import again with parameter_names=, or load")
+@follows("frontends/torch_layout.py:_note", "it with store.read and optim.load_state_dict")
+def test_an_optimizer_without_names_is_imported_with_names_or_loaded_by_itself(
+    store: Store, tmp_path: Path, told: Told
+) -> None:
+    a, b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    model = nn.ModuleDict({"a": a, "b": b})
+    optim = optimizer_of(nn.ModuleList([b, a]))
+    optim.state[b.weight]["momentum_buffer"].fill_(7)
+    weights = model.state_dict() | {"more.weight": torch.ones(2, 2)}
+    torch.save({"model": weights, "optimizer": optim.state_dict()}, tmp_path / "x.pt")
+    with told.log() as advice:
+        torch_save_to_casckpt(tmp_path / "x.pt", store, step=1)
+    names: Any = {advice.says("parameter_names"): ["b.weight", "a.weight"]}
+    torch_save_to_casckpt(tmp_path / "x.pt", store, step=2, **names)
+    fresh = torch.optim.SGD([b.weight, a.weight], lr=0.5, momentum=0.9)
+    load_model_and_optim_state(store, "default@2", model, fresh, strict=False)
+    assert (fresh.state[b.weight]["momentum_buffer"] == 7).all()
+    advice.says("load it with store.read and optim.load_state_dict")
+    other = torch.optim.SGD([b.weight, a.weight], lr=0.5, momentum=0.9)
+    other.load_state_dict(store.read("default@1")["optimizer"])
+    assert (other.state[b.weight]["momentum_buffer"] == 7).all()
+
+
+@follows("frontends/torch_layout.py:_note", "it with store.read and optim.load_state_dict")
+def test_an_optimizer_alone_is_loaded_by_itself(store: Store, tmp_path: Path, told: Told) -> None:
+    weight = nn.Linear(2, 2)
+    torch.save(optimizer_of(weight).state_dict(), tmp_path / "x.pt")
+    with told.log() as advice:
+        torch_save_to_casckpt(tmp_path / "x.pt", store, step=1)
+    assert "parameter_names" not in advice.message
+    advice.says("Load it with store.read and optim.load_state_dict")
+    other = torch.optim.SGD(weight.parameters(), lr=0.5, momentum=0.9)
+    other.load_state_dict(store.read("default@1"))
+    assert len(other.state) == 2
+
+
+@follows("frontends/olmo_import.py:_train_state", "for only unpickling reads it (allow_pickle, --allow-pickle)")
+@pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
+def test_a_train_state_of_olmo_is_imported_with_leave(
+    store: Store, tmp_path: Path, told: Told, run: Run, way: str
+) -> None:
+    stock(tmp_path / "olmo" / "model_and_optim", {"model": {"w": torch.ones(2)}})
+    (tmp_path / "olmo" / "train").mkdir()
+    torch.save({"x": Odd()}, tmp_path / "olmo" / "train" / "rank0.pt")
+    with told.log() as advice:
+        import_olmo_trainer(tmp_path / "olmo", store, step=1)
+    if way == "allow_pickle":
+        leave: Any = {advice.says(way): True}
+        import_olmo_trainer(tmp_path / "olmo", store, step=2, **leave)
+    else:
+        run("import", store.url, tmp_path / "olmo", "--step", 2, advice.says(way))
+    assert store.read("default@2", allow_pickle=True)["train"] == {0: {"x": Odd()}}
+
+
+@follows("frontends/olmo_import.py:_group", "pass allow_pickle=True (--allow-pickle) if you trust whoever wrote it")
+@pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
+def test_an_optimizer_of_olmo_is_imported_with_leave(
+    store: Store, tmp_path: Path, told: Told, run: Run, way: str
+) -> None:
+    folder = KINDS["olmo"](tmp_path, Odd())
+    with told.error(InvalidInput) as advice:
+        import_any(store, look_at(folder), step=1)
+    if way == "allow_pickle":
+        import_any(store, look_at(folder), step=1, **advice.argument(way))
+    else:
+        run("import", store.url, folder, "--step", 1, advice.says(way))
+    assert store.get("default@1").tensors
+
+
+# serving
+
+
+@follows("frontends/serve/access.py:Guard._refusal", "a token is needed: set HF_TOKEN")
+def test_a_token_is_given_as_the_environment_gives_it(
+    saved: Store, tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(saved, guard={"tokens": frozenset({"hf_right"})}) as served:
+        where: Any = {"endpoint": served.endpoint, "cache_dir": tmp_path / "hub"}
+        with pytest.raises(HfHubHTTPError) as caught:
+            hf_hub_download("a", "model.safetensors", token=False, **where)
+        monkeypatch.setenv(told.text(caught.value).says("HF_TOKEN"), "hf_right")
+        path = hf_hub_download("a", "model.safetensors", **where)
+    assert names_in(path) == {"w", "b"}
+
+
+@follows("frontends/serve/bounded.py:_refused", "Write it more simply, or start casckpt serve with --view FILE")
+def test_a_view_that_takes_too_long_is_made_simple_or_given_by_whoever_serves(store: Store, told: Told) -> None:
+    name = "a" * 60
+    slow, simple = "a?" * 25 + "a*", "a*"
+    for step, pattern in ((1, slow), (2, simple)):
+        view = json.dumps({"rename": {pattern: "w"}, "model": False}).encode()
+        store.save({name: torch.ones(2)}, run="a", step=step, attachments={"casckpt.view.json": view})
+    with serving(store) as served:
+        advice = told.text(served.get("/a/resolve/1/model.safetensors").headers["X-Error-Message"])
+        advice.says("Write it more simply")
+        assert names_of(served.body("/a/resolve/2/model.safetensors")) == {"w"}
+    rules = read_rules(json.dumps({"rename": {"a{30}a*": "v"}, "model": False}).encode(), advice.says("--view FILE"))
+    with serving(store, rules=rules) as served:
+        assert names_of(served.body("/a/resolve/1/model.safetensors")) == {"v"}
+
+
+def names_of(data: bytes) -> set[str]:
+    return set(safetensors.torch.load(data))

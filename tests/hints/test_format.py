@@ -1,0 +1,138 @@
+"""Advice about values, metadata and rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple
+from zoneinfo import TZPATH, ZoneInfo
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+import casckpt
+from casckpt.errors import InvalidInput
+from tests.support.hints import Told, follows
+from tests.tensors.test_dtensors import pretending
+
+Store = casckpt.Store
+
+
+@dataclasses.dataclass
+class Settings:
+    width: int = 3
+
+
+class Pair(NamedTuple):
+    one: int
+    other: int
+
+
+class Scheduler:
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+
+def refused(store: Store, told: Told, value: object) -> Any:
+    """What is said of it; with the leave that is named, it is stored all the same."""
+    with told.error(InvalidInput) as advice:
+        store.save({"x": value}, run="a", step=1)
+    store.save({"x": value}, run="pickled", step=1, **advice.argument("allow_pickle"))
+    assert store.read("pickled@1", allow_pickle=True)["x"].__class__ is value.__class__
+    return advice
+
+
+@follows("format/plain.py:_Encoder._refusal", "or pass allow_pickle=True")
+@follows("format/plain.py:_unfit", "store dataclasses.asdict() of it")
+def test_of_a_dataclass_its_dict_is_stored(store: Store, told: Told) -> None:
+    refused(store, told, Settings()).says("store dataclasses.asdict() of it")
+    store.save({"x": dataclasses.asdict(Settings())}, run="a", step=1)
+    assert store.read("a@1") == {"x": {"width": 3}}
+
+
+@follows("format/plain.py:_unfit", "store tuple() or ._asdict() of it")
+def test_of_a_named_tuple_its_values_are_stored(store: Store, told: Told) -> None:
+    refused(store, told, Pair(1, 2)).says("store tuple() or ._asdict() of it")
+    store.save({"x": tuple(Pair(1, 2)), "y": Pair(1, 2)._asdict()}, run="a", step=1)
+    assert store.read("a@1") == {"x": (1, 2), "y": {"one": 1, "other": 2}}
+
+
+@follows("format/plain.py:_unfit", "store its state_dict()")
+def test_of_what_has_one_its_state_dict_is_stored(store: Store, told: Told) -> None:
+    refused(store, told, deque([Scheduler()])).says("store its state_dict()")
+    store.save({"x": deque([Scheduler().state_dict()])}, run="a", step=1)
+    assert store.read("a@1") == {"x": deque([{"step": 0}])}
+
+
+@follows("format/plain_codecs.py:_split_zone", "use ZoneInfo(key)")
+def test_a_time_zone_is_stored_by_its_name(store: Store, told: Told) -> None:
+    nameless = ZoneInfo.from_file(io.BytesIO(zone_file().read_bytes()))
+    with told.error(InvalidInput) as advice:
+        store.save({"zone": nameless}, run="a", step=1)
+    advice.says("use ZoneInfo(key)")
+    store.save({"zone": ZoneInfo("UTC")}, run="a", step=1)
+    assert store.read("a@1") == {"zone": ZoneInfo("UTC")}
+
+
+def zone_file() -> Path:
+    """Of this machine, or of the package tzdata."""
+    for folder in TZPATH:
+        if Path(folder, "UTC").is_file():
+            return Path(folder, "UTC")
+    tzdata = pytest.importorskip("tzdata.zoneinfo")
+    return Path(tzdata.__file__).with_name("UTC")
+
+
+@follows("format/scalars.py:python_value", "give its full_tensor()")
+def test_of_a_dtensor_the_whole_is_a_metric(store: Store, told: Told) -> None:
+    with pretending((1,)) as ranks:
+        for mesh in ranks:
+            loss = DTensor.from_local(torch.tensor(0.5), mesh, [Replicate()], run_check=False)
+            with told.error(InvalidInput) as advice:
+                store.save({"x": 1}, run="a", step=1, metrics={"loss": loss}, no_dist=True)
+            advice.says("full_tensor()")
+            store.save({"x": 1}, run="a", step=1, metrics={"loss": loss.full_tensor()}, no_dist=True)
+    assert store.get("a@1").metrics == {"loss": 0.5}
+
+
+@follows("format/sections/metadata.py:_items", "give str() of it")
+def test_keys_of_metadata_are_made_text(store: Store, told: Told) -> None:
+    with told.error(InvalidInput) as advice:
+        store.save({"x": 1}, run="a", step=1, metadata={3: "three"})  # type: ignore[dict-item]
+    advice.says("give str() of it")
+    store.save({"x": 1}, run="a", step=1, metadata={str(3): "three"})
+    assert store.get("a@1").metadata == {"3": "three"}
+
+
+# rules
+
+
+@follows("plan/retention.py:thinning_of", "give keep_last=1 or another rule, too")
+def test_a_rule_of_thinning_says_what_stays_whole(saved: Store, told: Told) -> None:
+    rule: dict[str, Any] = {"drop": ["b"]}
+    saved.save({"w": torch.ones(2), "b": torch.ones(1)}, run="a", step=2)
+    with told.error(InvalidInput) as advice:
+        saved.gc(thin=rule)
+    result = saved.gc(thin=rule | advice.argument("keep_last"))
+    assert result.thin is not None
+    assert [one.step for one in result.thin.thinned] == [1]
+
+
+@follows("plan/retention.py:runs_without", "save with metrics={...}, or leave this rule out")
+def test_the_best_are_kept_by_a_metric_that_is_saved(store: Store, told: Told) -> None:
+    store.save({"x": 1}, run="a", step=1)
+    store.save({"x": 2}, run="a", step=2)
+    with told.error(InvalidInput) as advice:
+        store.gc(keep_best="loss:1")
+    advice.says("save with metrics={...}")
+    for step in (3, 4, 5):
+        store.save({"x": step}, run="a", step=step, metrics={"loss": step})
+    assert [one.step for one in store.gc(keep_best="loss:1").forgotten] == [1, 2, 4]
+    advice.says("leave this rule out")
+    assert store.gc().forgotten == ()

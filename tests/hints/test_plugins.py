@@ -1,0 +1,174 @@
+"""Advice of the plug-ins of Lightning, torchtitan and Transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import casckpt
+from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsigned, Unsupported
+from casckpt.frontends.lightning import CasCheckpointIO, CasModelParallelStrategy, restore_checkpoint
+from casckpt.frontends.trainer import Checkpointer
+from casckpt.frontends.transformers import CasCheckpointCallback
+from casckpt.frontends.transformers import restore_checkpoint as restore_folder
+from tests.hints.conftest import Run
+from tests.support.hints import Told, follows
+from tests.support.signing import pair
+from tests.support.torchrun import as_accelerate_hears
+from tests.support.training import identical
+
+Store = casckpt.Store
+pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning, Transformers and torchtitan: about devices
+
+CHECKPOINT: dict[str, Any] = {
+    "state_dict": {"w": torch.ones(2)}, "global_step": 3, "epoch": 1, "pytorch-lightning_version": "2.5.0",
+}  # fmt: skip
+
+
+@follows(
+    "frontends/lightning/files.py:RunFiles.saved", "casckpt.frontends.lightning.restore_checkpoint(store, id, path)"
+)
+def test_a_file_that_names_a_checkpoint_is_made_one_as_it_says(store: Store, tmp_path: Path, told: Told) -> None:
+    CasCheckpointIO(store, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt")
+    (named,) = json.loads((tmp_path / "x.ckpt").read_text()).values()
+    assert told.text(named["as_a_file"]).says("restore_checkpoint(store, id, path)")
+    restore_checkpoint(named["store"], named["id"], tmp_path / "file.ckpt")
+    found = torch.load(tmp_path / "file.ckpt", weights_only=True)
+    assert identical({name: found[name] for name in CHECKPOINT}, CHECKPOINT)
+
+
+@follows("frontends/lightning/io.py:CasCheckpointIO.save_checkpoint", "go to casckpt.open; leave them out here")
+def test_options_of_a_storage_are_given_where_it_is_opened(store_path: Path, tmp_path: Path, told: Told) -> None:
+    options: dict[str, Any] = {}
+    with told.error(InvalidInput) as advice:
+        CasCheckpointIO(store_path, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt", options)
+    advice.says("storage_options of save_checkpoint go to casckpt.open")
+    store = casckpt.open(store_path, storage_options=options)
+    CasCheckpointIO(store, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt")
+    assert store.get("sft@3").step == 3
+
+
+@follows(
+    "frontends/lightning/strategy.py:CasModelParallelStrategy.save_checkpoint", "go to casckpt.open; leave them out"
+)
+def test_the_strategy_takes_a_store_with_its_options(store_path: Path, tmp_path: Path, told: Told) -> None:
+    options: dict[str, Any] = {}
+    with told.error(InvalidInput) as advice:
+        CasModelParallelStrategy(store_path, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt", options)
+    advice.says("storage_options of save_checkpoint go to casckpt.open")
+    strategy = CasModelParallelStrategy(casckpt.open(store_path, storage_options=options), run="sft")
+    module: Any = nn.Linear(2, 2)
+    module.trainer = SimpleNamespace(callbacks=[])
+    strategy._lightning_module = module
+    strategy.save_checkpoint(dict(CHECKPOINT), tmp_path / "x.ckpt")
+    assert casckpt.open(store_path).get("sft@3").step == 3
+
+
+@follows(
+    "frontends/stores.py:check_foreign", "Import it, and sign that; or load it with a store that was opened without"
+)
+@pytest.mark.parametrize("way", ["sign", "without"])
+def test_a_file_of_nobody_is_imported_and_signed(tmp_path: Path, told: Told, run: Run, way: str) -> None:
+    path, where, alice = tmp_path / "x.ckpt", tmp_path / "store", pair(tmp_path / "keys")
+    torch.save(CHECKPOINT, path)
+    trusting = CasCheckpointIO(casckpt.open(where, require_signature=alice.public), run="sft")
+    with told.error(Unsigned) as advice:
+        trusting.load_checkpoint(path)
+    if way == "sign":
+        advice.says("Import it, and sign that")
+        run("import", where, path, "--run", "sft", "--step", 3)
+        run("sign", where, "sft@3", "--key", alice.private)
+        found = trusting.load_checkpoint("sft@3")
+    else:
+        advice.says("with a store that was opened without")
+        found = CasCheckpointIO(where, run="sft").load_checkpoint(path)
+    assert torch.equal(found["state_dict"]["w"], torch.ones(2))
+
+
+# Accelerate
+
+
+@follows("frontends/accelerate.py:AcceleratorCheckpointer.__init__", "save by accelerator.save_state")
+def test_models_of_others_are_saved_by_accelerate(store: Store, tmp_path: Path, told: Told) -> None:
+    from accelerate import Accelerator
+
+    from casckpt.frontends.accelerate import AcceleratorCheckpointer
+
+    other: Any = SimpleNamespace(distributed_type=SimpleNamespace(name="DEEPSPEED"))
+    with told.error(Unsupported) as advice:
+        AcceleratorCheckpointer(other, store, run="sft")
+    with as_accelerate_hears(0, 1):
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(nn.Linear(2, 2))
+        getattr(accelerator, advice.says("accelerator.save_state").partition(".")[2])(tmp_path / "state")
+    assert list((tmp_path / "state").glob("*.safetensors"))
+
+
+# torchtitan
+
+
+@follows("frontends/torchtitan.py:CasCheckpointManager._ref", "has no step …; `casckpt list` shows what there is")
+def test_a_step_that_a_run_has_is_found_in_the_list(store: Store, told: Told, run: Run) -> None:
+    from casckpt.frontends.torchtitan import CasCheckpointManager
+
+    store.save({"model": {"w": torch.ones(2)}}, run="titan", step=2)
+    config = SimpleNamespace(run="titan", initial_load_ref=None)
+    manager: Any = SimpleNamespace(checkpointer=Checkpointer(store, run="titan"), config=config)
+    with told.error(NotFound) as advice:
+        CasCheckpointManager._ref(manager, 7)
+    (listed,) = json.loads(run(*advice.command("list"), store.url, "--json").stdout)
+    assert CasCheckpointManager._ref(manager, listed["step"]).id == listed["id"]  # type: ignore[union-attr]
+
+
+@follows("frontends/torchtitan.py:_refuse", "casckpt import, and initial_load_ref")
+@follows("frontends/torchtitan.py:_refuse", "casckpt export --format safetensors")
+def test_folders_of_a_hub_go_through_commands(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
+    from casckpt.frontends.torchtitan import CasCheckpointManager, _refuse
+
+    model = nn.Linear(2, 2)
+    with told.error(Unsupported) as advice:
+        _refuse(CasCheckpointManager.Config(enable=True, store=store.url, run="titan", last_save_in_hf=True))
+    Checkpointer(store, run="titan").save(1, model)
+    run("export", store.url, "titan@1", tmp_path / "out", *advice.says("--format safetensors").split())
+    assert "model.weight" in safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+
+    run("export", store.url, "titan@1", tmp_path / "hf", "--format", "hf")
+    with told.error(Unsupported) as advice:
+        _refuse(CasCheckpointManager.Config(enable=True, store=store.url, run="titan", initial_load_in_hf=True))
+    run(*advice.command("import"), store.url, tmp_path / "hf", "--run", "hub", "--step", 1)
+    begun: Any = {advice.says("initial_load_ref"): "hub@1"}
+    config = CasCheckpointManager.Config(enable=True, store=store.url, run="new", **begun)
+    manager: Any = SimpleNamespace(checkpointer=Checkpointer(store, run="new"), config=config)
+    fresh = nn.Linear(2, 2)
+    manager.checkpointer.load(CasCheckpointManager._ref(manager, -1), fresh)
+    assert identical(dict(fresh.state_dict()), dict(model.state_dict()))
+
+
+# Transformers
+
+
+@follows("frontends/transformers.py:", "save by casckpt.frontends.trainer.Checkpointer in a loop of your own")
+def test_a_loop_of_ones_own_saves_what_a_trainer_cannot(store: Store, told: Told) -> None:
+    callback = CasCheckpointCallback(store, run="sft")
+    with told.error(Unsupported) as advice:
+        callback.on_train_begin(SimpleNamespace(fsdp=True), None, None)
+    advice.says("casckpt.frontends.trainer.Checkpointer")
+    Checkpointer(store, run="sft").save(1, nn.Linear(2, 2))
+    assert store.get("sft@1").step == 1
+
+
+@follows("frontends/transformers.py:restore_checkpoint", "casckpt export writes its weights")
+def test_weights_that_no_trainer_of_transformers_saved_are_exported(
+    saved: Store, tmp_path: Path, told: Told, run: Run
+) -> None:
+    with told.error(Mismatch) as advice:
+        restore_folder(saved, "a@1", tmp_path)
+    run(*advice.command("export"), saved.url, "a@1", tmp_path / "out")
+    assert safetensors.torch.load_file(tmp_path / "out" / "model.safetensors").keys() == {"w", "b"}

@@ -1,0 +1,189 @@
+"""Advice about folders, buckets and other places."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from botocore.exceptions import ClientError
+
+import casckpt
+from casckpt.errors import InvalidInput, StorageError
+from casckpt.storage.local import mounts
+from casckpt.storage.remote.patience import Backoff, Call, Patience
+from casckpt.storage.remote.s3.errors import explain
+from casckpt.storage.remote.store import RemoteStore
+from casckpt.storage.remote.urls import RemoteLocation
+from tests.hints.conftest import Run
+from tests.storage.remote.s3.test_direct import client_of
+from tests.support.certificates import make_certificate
+from tests.support.hints import Told, follows
+from tests.support.proxy import Proxy
+from tests.support.servers import Server
+
+ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE")
+
+
+@follows("storage/failures.py:", "`casckpt gc` frees some, once it has a few KiB for its records")
+def test_a_gc_makes_room_on_a_full_disk(
+    saved: casckpt.Store, store_path: Path, told: Told, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved.save({"w": torch.ones(5)}, run="a", step=2)
+    saved.forget("a@1")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with told.error(StorageError) as advice:
+            saved.save({"w": torch.ones(9)}, run="a", step=3)
+    before = len(list(store_path.rglob("*.safetensors")))
+    run(*advice.command("gc"), store_path, "--min-age", "0")
+    assert len(list(store_path.rglob("*.safetensors"))) < before
+    saved.save({"w": torch.ones(9)}, run="a", step=3)
+    assert torch.equal(saved.read("a@3")["w"], torch.ones(9))
+
+
+def full(_: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def broken(_: int) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@follows("storage/failures.py:", "look at the kernel log, then run `casckpt verify`")
+def test_after_an_error_of_the_disk_the_store_is_verified(
+    saved: casckpt.Store, store_path: Path, told: Told, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", broken)
+        with told.error(StorageError) as advice:
+            saved.save({"w": torch.ones(9)}, run="a", step=3)
+    assert "for 1 checkpoint" in run(*advice.command("verify"), store_path).output
+
+
+@follows("storage/local/mounts.py:stale_listings", "Mount it with noac (or actimeo=0)")
+def test_a_mount_with_the_option_that_is_named_is_not_stale(tmp_path: Path, told: Told) -> None:
+    for option in ("noac", "actimeo=0"):
+        table = tmp_path / "mounts"
+        table.write_text(f"server:/x {tmp_path} nfs4 rw 0 0\n")
+        advice = told.text(mounts.stale_listings(tmp_path, table))
+        table.write_text(f"server:/x {tmp_path} nfs4 rw,{advice.says(option)} 0 0\n")
+        assert mounts.stale_listings(tmp_path, table) == ""
+
+
+# remote ones
+
+
+def bucket_of(server: Server, **options: Any) -> casckpt.Store:
+    """``options``: beside those of the server; None leaves one out."""
+    given = {name: value for name, value in (server.options | options).items() if value is not None}
+    return casckpt.open(f"s3://{server.new_bucket()}/store", storage_options=given)
+
+
+@pytest.fixture
+def no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
+
+
+def make_public(client: Any, bucket: str) -> None:
+    client.put_bucket_acl(Bucket=bucket, ACL="public-read")
+    for found in client.list_objects_v2(Bucket=bucket)["Contents"]:
+        client.put_object_acl(Bucket=bucket, Key=found["Key"], ACL="public-read")
+
+
+@pytest.mark.usefixtures("no_credentials")
+@follows("storage/remote/s3/errors.py:explain", "no credentials were found: …, or anon=True for a public bucket")
+@follows("storage/remote/s3/errors.py:", "give other ones with storage_options (--storage-option) or in the usual AWS")
+def test_credentials_are_given_in_three_ways_or_none_are_asked_for(
+    moto_server: Server, told: Told, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = bucket_of(moto_server, key=None, secret=None)
+    with told.error(StorageError) as advice:
+        store.save({"x": 1}, run="a", step=1)
+    where, options = store.url, moto_server.options
+    endpoint = {"endpoint_url": options["endpoint_url"]}
+    advice.says("storage_options")
+    casckpt.open(where, storage_options=options).save({"x": 1}, run="a", step=1)
+    option = advice.says("--storage-option")
+    given = [word for name, value in options.items() for word in (option, f"{name}={value}")]
+    assert "a" in run("list", where, *given).output.split()
+    advice.says("the usual AWS environment")
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", options["key"])
+        patch.setenv("AWS_SECRET_ACCESS_KEY", options["secret"])
+        assert casckpt.open(where, storage_options=endpoint).read("a@1") == {"x": 1}
+    make_public(moto_server.client, where.split("/")[2])
+    assert casckpt.open(where, storage_options=endpoint | advice.argument("anon")).read("a@1") == {"x": 1}
+
+
+@follows("storage/remote/s3/errors.py:", "the bucket lies in another region: give it with storage_options")
+def test_the_region_of_a_bucket_is_given(moto_server: Server, told: Told) -> None:
+    answer = {"Error": {"Code": "PermanentRedirect"}, "ResponseMetadata": {"HTTPStatusCode": 301}}
+    advice = told.text(explain(ClientError(answer, "PutObject")).why)
+    shown = advice.says("client_kwargs={'region_name': ...}").replace("...", "'eu-central-1'")
+    store = bucket_of(moto_server, **eval(f"dict({shown})"))  # as a reader would write it
+    store.save({"x": 1}, run="a", step=1)
+    storage = store.repository.storage
+    assert isinstance(storage, RemoteStore)
+    assert client_of(storage)._fs.s3.meta.region_name == "eu-central-1"
+
+
+@pytest.mark.usefixtures("no_credentials")
+@follows("storage/remote/s3/errors.py:", "is its certificate known (client_kwargs={'verify': 'ca.pem'})?")
+def test_a_certificate_is_made_known(moto_server: Server, tmp_path: Path, told: Told) -> None:
+    certificate = make_certificate(tmp_path)
+    with Proxy(moto_server.endpoint, certificate) as proxy:
+        where = RemoteLocation("s3", "bucket/store", {**moto_server.options, "endpoint_url": proxy.endpoint})
+        with told.error(StorageError) as advice:
+            RemoteStore(where, backoff=Backoff(attempts=1)).size("a")
+        known = advice.argument("client_kwargs")
+        known["client_kwargs"]["verify"] = str(certificate)
+        store = bucket_of(moto_server, endpoint_url=proxy.endpoint, **known)
+        store.save({"x": 1}, run="a", step=1)
+        assert store.read("a@1") == {"x": 1}
+
+
+@follows("storage/remote/s3/errors.py:", "or say with single_writer (--single-writer) that nobody else writes")
+def test_a_server_without_conditional_puts_is_for_a_single_writer(rclone_server: Server, told: Told, run: Run) -> None:
+    answer = {"Error": {"Code": "NotImplemented"}, "ResponseMetadata": {"HTTPStatusCode": 501}}
+    advice = told.text(explain(ClientError(answer, "PutObject")).why)
+    url, alone = f"s3://{rclone_server.new_bucket()}/store", {advice.says("single_writer"): True}
+    store = casckpt.open(url, storage_options=rclone_server.options, **alone)  # type: ignore[arg-type]
+    store.save({"x": 1}, run="a", step=1)
+    assert store.read("a@1") == {"x": 1}
+    given = [word for name, value in rclone_server.options.items() for word in ("--storage-option", f"{name}={value}")]
+    run("tag", url, "best", "a@1", advice.says("--single-writer"), *given)
+
+
+@follows("storage/remote/patience.py:Call.why", "no call waits for more than … s in all (… in storage_options)")
+def test_a_call_waits_as_long_as_the_option_says(told: Told) -> None:
+    advice = told.text(Call(Patience()).why)
+    patience, rest = Patience.of({advice.says("call_timeout"): 500})
+    assert (Call(patience).left, rest) == (500, {})
+    casckpt.open("s3://bucket/store", storage_options={"call_timeout": 500})
+
+
+@follows("storage/remote/urls.py:open_remote", "a …:// URL holds no credentials here: give them with storage_options")
+def test_credentials_are_no_part_of_a_url(moto_server: Server, told: Told) -> None:
+    bucket, options = moto_server.new_bucket(), moto_server.options
+    with told.error(InvalidInput) as advice:
+        casckpt.open(f"s3://{options['key']}:{options['secret']}@{bucket}/store")
+    given: Any = {advice.says("storage_options"): options}
+    casckpt.open(f"s3://{bucket}/store", **given).save({"x": 1}, run="a", step=1)
+
+
+@follows("storage/remote/files.py:RemoteFiles.check_free", "give another URL, or --force to write over it")
+def test_an_export_to_a_url_that_is_taken(saved: casckpt.Store, store_path: Path, told: Told, run: Run) -> None:
+    where = "memory://of-hints/model.safetensors"
+    saved.export("a@1", where)
+    advice = told.text(run("export", store_path, "a@1", where, status=5).output)
+    run("export", store_path, "a@1", where, advice.says("--force"))
+    advice.says("give another URL")
+    run("export", store_path, "a@1", "memory://of-hints/other.safetensors")

@@ -1,0 +1,361 @@
+"""Advice about stores: what lies in them, and by which name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import casckpt
+from casckpt.errors import (
+    Damaged,
+    Gone,
+    InvalidInput,
+    NotFound,
+    StorageError,
+    Unsigned,
+    Unsupported,
+)
+from casckpt.repository.repository import Repository
+from casckpt.storage.local.store import LocalStore
+from tests.hints.conftest import Run, changed_blob, words
+from tests.repository.test_exclusive import Ignoring
+from tests.support.far import FarStore, far
+from tests.support.faulty import FaultyStore, fail_before
+from tests.support.hints import Told, follows
+from tests.support.signing import pair
+
+Store = casckpt.Store
+
+
+# opening
+
+
+@follows("store/store.py:Store.__init__", "a store is opened with casckpt.open")
+def test_a_store_is_opened(store_path: Path, told: Told) -> None:
+    with told.error((InvalidInput, TypeError)) as advice:
+        Store(str(store_path))  # type: ignore[arg-type]
+    assert advice.says(f"casckpt.open({str(store_path)!r})")
+    casckpt.open(store_path).save({"x": 1}, run="a", step=1)
+
+
+@follows("store/store.py:Store._its_mirror", "give casckpt.open(..., mirror=URL)")
+def test_a_mirror_is_given_when_a_store_is_opened(saved: Store, store_path: Path, tmp_path: Path, told: Told) -> None:
+    with told.error(InvalidInput) as advice:
+        saved.mirror_lag()
+    advice.says("mirror=URL")
+    mirrored = casckpt.open(store_path, mirror=tmp_path / "mirror")
+    mirrored.wait_for_mirror()
+    assert mirrored.mirror_lag().checkpoints == 0
+    assert [str(one) for one in casckpt.open(tmp_path / "mirror").checkpoints()] == [str(saved.get("a@1"))]
+
+
+@follows("repository/repository.py:Repository._read_marker", "the first save or `casckpt init` makes one")
+def test_a_store_that_is_not_there_is_made(store_path: Path, tmp_path: Path, told: Told, run: Run) -> None:
+    with told.error(NotFound) as advice:
+        casckpt.open(store_path).checkpoints()
+    run(*advice.command("init"), store_path)
+    assert casckpt.open(store_path).checkpoints() == []
+    casckpt.open(tmp_path / "other").save({"x": 1}, run="a", step=1)
+    assert len(casckpt.open(tmp_path / "other").checkpoints()) == 1
+
+
+@follows("repository/repository.py:Repository.change_settings", "see `casckpt settings --help`")
+def test_a_setting_has_a_name_that_the_help_tells(saved: Store, told: Told, run: Run) -> None:
+    with told.error(InvalidInput) as advice:
+        saved.repository.change_settings(least_age=3)
+    assert "min_age" in run(*advice.command("settings")).output
+    saved.change_settings(min_age="2d")
+    assert saved.settings.min_age == timedelta(days=2)
+
+
+@follows("repository/exclusive.py:require_exclusive", "Use another storage, or say with single_writer")
+def test_a_storage_that_replaces_is_for_a_single_writer(tmp_path: Path, told: Told) -> None:
+    storage = Ignoring()
+    with told.error(Unsupported) as advice:
+        Store(Repository(storage, tmp_path / "cache")).save({"x": 1}, run="a", step=1)
+    alone: Any = {advice.says("single_writer"): True}
+    store = Store(Repository(storage, tmp_path / "cache", **alone))
+    store.save({"x": 1}, run="a", step=1)
+    assert store.read("a@1") == {"x": 1}
+    casckpt.open(tmp_path, **alone)
+    assert advice.says("--single-writer")
+
+
+# names
+
+
+@follows("store/store.py:Store.restore", "restore_many takes ranges")
+def test_a_range_is_restored_by_the_method_for_many(saved: Store, told: Told) -> None:
+    saved.save({"x": 2}, run="a", step=2)
+    saved.forget("a@1..2")
+    with told.error(InvalidInput) as advice:
+        saved.restore("a@1..2")
+    getattr(saved, advice.says("restore_many"))("a@1..2")
+    assert [one.step for one in saved.checkpoints()] == [1, 2]
+
+
+@follows("repository/refs.py:_at_step", "`casckpt restore STORE …` makes it visible again")
+def test_a_forgotten_step_is_restored_by_the_command_that_is_shown(
+    saved: Store, store_path: Path, told: Told, run: Run
+) -> None:
+    saved.save({"x": 2}, run="a", step=2)
+    saved.forget("a@1")
+    with told.error(NotFound) as advice:
+        saved.get("a@1")
+    run(*advice.command("restore", STORE=store_path))
+    assert saved.get("a@1").step == 1
+
+
+@follows("repository/refs.py:_tagged", "`casckpt restore STORE …` makes it visible again")
+def test_a_forgotten_checkpoint_with_a_tag_is_restored(saved: Store, store_path: Path, told: Told, run: Run) -> None:
+    saved.tag("best", "a@1", expires="1d")
+    saved.forget("a@1", tagged=True)
+    with told.error(NotFound) as advice:
+        saved.get("tag:best")
+    run(*advice.command("restore", STORE=store_path))
+    assert saved.get("tag:best").step == 1
+
+
+@follows("repository/leases.py:_not_visible", "`casckpt restore STORE …` makes it visible again")
+def test_a_forgotten_checkpoint_is_held_after_it_is_restored(
+    saved: Store, store_path: Path, told: Told, run: Run
+) -> None:
+    forgotten = saved.get("a@1")
+    saved.forget("a@1")
+    with told.error(NotFound) as advice, saved.lease(forgotten):
+        pass
+    run(*advice.command("restore", STORE=store_path))
+    with saved.lease(forgotten) as held:
+        assert held.id == forgotten.id
+
+
+@follows("repository/refs.py:about_run", "forgotten: see `casckpt list --all`")
+def test_a_run_whose_checkpoints_were_forgotten_is_listed_and_restored(
+    saved: Store, store_path: Path, told: Told, run: Run
+) -> None:
+    id = saved.get("a@1").id
+    saved.forget("a@1")
+    with told.error(NotFound) as advice:
+        saved.get("a@latest")
+    output = run(*advice.command("list"), store_path).output
+    found = next(word for word in words(output) if id.startswith(word) and len(word) > 6)
+    saved.restore(found)
+    assert saved.get("a@latest").id == id
+
+
+@follows("repository/refs.py:_by_id", "see `casckpt list --all`")
+def test_an_id_that_is_not_there_is_looked_up(saved: Store, store_path: Path, told: Told, run: Run) -> None:
+    with told.error(NotFound) as advice:
+        saved.get("f" * 64 if not saved.get("a@1").id.startswith("f") else "0" * 64)
+    output = run(*advice.command("list"), store_path).output
+    found = next(word for word in words(output) if saved.get("a@1").id.startswith(word) and len(word) > 6)
+    assert saved.get(found).step == 1
+
+
+@pytest.fixture
+def purged(saved: Store) -> casckpt.Checkpoint:
+    """What a@1 was before a gc purged it; a@2 is there."""
+    saved.save({"x": 2}, run="a", step=2)
+    old = saved.get("a@1")
+    saved.forget("a@1")
+    saved.gc(min_age=0)
+    return old
+
+
+@follows("repository/refs.py:_by_id", "was purged: it is gone for good; see `casckpt list`")
+def test_instead_of_a_purged_id_another_is_found_in_the_list(
+    saved: Store, purged: casckpt.Checkpoint, told: Told, run: Run
+) -> None:
+    with told.error(Gone) as advice:
+        saved.get(purged.id)
+    (listed,) = json.loads(run(*advice.command("list"), saved.url, "--json").stdout)
+    assert saved.read(listed["id"]) == {"x": 2}
+
+
+@follows("repository/refs.py:_as_it_is", "was purged: it is gone for good; see `casckpt list`")
+def test_instead_of_a_purged_checkpoint_another_is_found_in_the_list(
+    saved: Store, purged: casckpt.Checkpoint, told: Told, run: Run
+) -> None:
+    with told.error(Gone) as advice:
+        saved.get(purged)
+    (listed,) = json.loads(run(*advice.command("list"), saved.url, "--json").stdout)
+    assert saved.read(listed["id"]) == {"x": 2}
+
+
+@follows("repository/refs.py:_doubt", "commit records cannot be read: see `casckpt verify`")
+@follows("cli/commands/list.py:listing", "the record of %s cannot be read; `casckpt verify` says more")
+def test_a_commit_record_that_cannot_be_read_is_named_by_verify(
+    saved: Store, store_path: Path, told: Told, run: Run
+) -> None:
+    (record,) = (store_path / "commits").iterdir()
+    record.chmod(0o600)
+    record.write_bytes(b"not a record")
+    with told.error(NotFound) as advice:
+        casckpt.open(store_path).get("a@1")
+    assert record.name in run(*advice.command("verify"), store_path, status=4).output
+    said = told.text(run("list", store_path).output)
+    assert record.name in run(*said.command("verify"), store_path, status=4).output
+
+
+# tags
+
+
+@follows("repository/tags.py:no_tag", "there are none; `casckpt tag STORE NAME REF` makes one")
+def test_a_tag_that_is_not_there_is_made(saved: Store, store_path: Path, told: Told, run: Run) -> None:
+    with told.error(NotFound) as advice:
+        saved.get("tag:best")
+    run(*advice.command("tag", STORE=store_path, NAME="best", REF="a@1"))
+    assert saved.get("tag:best").step == 1
+
+
+@follows("repository/tags.py:TagList.raise_damage", "Set the tag again, or delete it (`casckpt tag STORE --delete …`)")
+@pytest.mark.parametrize("way", ["set", "delete"])
+def test_a_damaged_tag_is_set_again_or_deleted(saved: Store, store_path: Path, told: Told, run: Run, way: str) -> None:
+    saved.tag("best", "a@1")
+    (record,) = (path for path in (store_path / "tags").rglob("*") if path.is_file())
+    record.chmod(0o600)
+    record.write_bytes(b"not a record")
+    opened = casckpt.open(store_path)
+    with told.error(Damaged) as advice:
+        opened.forget("a@1")
+    if way == "set":
+        advice.says("Set the tag again")
+        run("tag", store_path, "best", "a@1")
+    else:
+        run(*advice.command("tag", STORE=store_path))
+    assert list(casckpt.open(store_path).tags()) == (["best"] if way == "set" else [])
+
+
+@follows("store/store.py:Store._resolve_held", "if you cannot write there, load without lease=True")
+def test_what_cannot_be_held_is_loaded_without(tmp_path: Path, told: Told, weights: dict[str, torch.Tensor]) -> None:
+    faulty = FaultyStore(LocalStore(tmp_path / "store"))
+    store = Store(Repository(faulty, tmp_path / "cache"))
+    store.save(weights, run="a", step=1)
+    faulty.inject(fail_before("put", key="tags/*", times=99))
+    state = {key: torch.zeros_like(value) for key, value in weights.items()}
+    with told.error(StorageError) as advice:
+        store.load(state, "a@1", lease=True)
+    advice.says("load without lease=True")
+    store.load(state, "a@1")
+    assert torch.equal(state["w"], weights["w"])
+
+
+# manifests, blobs, signatures
+
+
+@follows("repository/manifests.py:_telling", "Put it back with `casckpt repair`, or give it up with `casckpt forget`")
+def test_a_lost_manifest_is_repaired_or_given_up(
+    saved: Store, tmp_path: Path, told: Told, run: Run, weights: dict[str, torch.Tensor]
+) -> None:
+    store_path = tmp_path / "store"
+    shutil.copytree(store_path, tmp_path / "copy")
+    (manifest,) = store_path.rglob("*.manifest")
+    manifest.unlink()
+    with told.error(Damaged) as advice:
+        casckpt.open(store_path).read("a@1")
+    run(*advice.command("repair"), store_path, "--from", tmp_path / "copy")
+    assert torch.equal(casckpt.open(store_path).read("a@1")["w"], weights["w"])
+
+    manifest.unlink()
+    run(*advice.command("forget"), store_path, "a@1")
+    options = advice.says("--run a --min-age 0").split()
+    run("gc", store_path, *options)
+    assert "a" not in words(run("list", store_path, "--all").output)
+
+
+@follows("repository/prefetching.py:pre_download", "Run `casckpt verify`, then `casckpt repair`, on the store")
+def test_a_damaged_blob_that_is_fetched_is_repaired(tmp_path: Path, told: Told, run: Run) -> None:
+    store_path, state = tmp_path / "store", {"w": torch.arange(40.0)}
+    casckpt.open(store_path).save(state, run="a", step=1)
+    shutil.copytree(store_path, tmp_path / "copy")
+    changed_blob(store_path)
+    store = Store(Repository(FarStore(LocalStore(store_path)), tmp_path / "cache", cache_bytes=1 << 30))
+    with told.error(Damaged) as advice:
+        store.pre_download("a@1")
+    run(*advice.command("verify"), store_path, status=4)
+    run(*advice.command("repair"), store_path, "--from", tmp_path / "copy")
+    assert Store(Repository(FarStore(LocalStore(store_path)), tmp_path / "new", cache_bytes=1 << 30)).pre_download(
+        "a@1"
+    )
+
+
+@follows("repository/signatures/signed.py:check_trusted", "Who knows it to be right makes one with `casckpt sign`")
+@follows("repository/signatures/signed.py:check_verified", "this store was opened with require_signature")
+def test_a_checkpoint_without_a_signature_is_signed(
+    saved: Store, tmp_path: Path, told: Told, run: Run, weights: dict[str, torch.Tensor]
+) -> None:
+    store_path, alice = tmp_path / "store", pair(tmp_path / "keys")
+    reader = casckpt.open(store_path, require_signature=alice.public)
+    with told.error(Unsigned) as advice:
+        reader.read("a@1")
+    run(*advice.command("sign"), store_path, "a@1", "--key", alice.private)
+    assert torch.equal(reader.read("a@1")["w"], weights["w"])
+    with told.error(InvalidInput) as advice:
+        reader.read("a@1", verify=False)
+    advice.says("require_signature")
+    assert torch.equal(saved.read("a@1", **advice.argument("verify"))["w"], weights["w"])
+
+
+# caches
+
+
+@follows("repository/blob_cache.py:BlobCache.fill", "give it more (cache_bytes), or use a larger disk (cache_dir)")
+def test_a_cache_that_may_hold_too_little_is_given_more(tmp_path: Path, told: Told) -> None:
+    storage = far()
+    store = Store(Repository(storage, tmp_path / "one"))
+    store.save({"w": torch.arange(2000.0)}, run="a", step=1)
+    with told.error(InvalidInput) as advice:
+        Store(Repository(storage, tmp_path / "tight", cache_bytes=100)).pre_download("a@1")
+    more: Any = {advice.says("cache_bytes"): 1 << 20}
+    assert Store(Repository(storage, tmp_path / "tight", **more)).pre_download("a@1") > 8000
+    assert casckpt.open(tmp_path, cache_dir=tmp_path / "more", **more).repository.cache_bytes == 1 << 20
+
+
+@follows("repository/blob_cache.py:BlobCache.fill", "or give another cache_dir")
+def test_instead_of_a_cache_that_cannot_be_written_another_is_used(tmp_path: Path, told: Told) -> None:
+    storage = far()
+    Store(Repository(storage, tmp_path / "one")).save({"w": torch.arange(2000.0)}, run="a", step=1)
+    (tmp_path / "file").write_text("no folder")
+    with told.error(StorageError) as advice:
+        Store(Repository(storage, tmp_path / "file", cache_bytes=1 << 20)).pre_download("a@1")
+    advice.says("another cache_dir")
+    assert Store(Repository(storage, tmp_path / "other", cache_bytes=1 << 20)).pre_download("a@1") > 8000
+
+
+@follows("repository/catalogue.py:Catalogue._turn_off", "`casckpt reindex` makes a new one, --cache-dir names another")
+@pytest.mark.parametrize("way", ["reindex", "--cache-dir"])
+def test_a_catalogue_that_cannot_be_used_is_made_anew(
+    tmp_path: Path, store_path: Path, told: Told, run: Run, way: str
+) -> None:
+    cache = tmp_path / "cache"
+    store = casckpt.open(store_path, cache_dir=cache)
+    store.save({"x": 1}, run="a", step=1)
+    path = store.repository.catalogue.path
+    store.repository.catalogue.close()
+    path.write_bytes(b"no database" * 1000)
+    with told.log() as advice:
+        assert len(casckpt.open(store_path, cache_dir=cache).checkpoints()) == 1
+    if way == "reindex":
+        run(*advice.command("reindex"), store_path, "--cache-dir", cache)
+        with sqlite3.connect(path) as connection:
+            assert connection.execute("SELECT count(*) FROM records").fetchone()[0]
+    else:
+        run("list", store_path, advice.says("--cache-dir"), tmp_path / "other")
+        assert list((tmp_path / "other").rglob("*"))
+
+
+@follows("repository/manifests.py:reindex", "make room there, or name another --cache-dir")
+def test_a_catalogue_is_made_where_it_can_be_written(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
+    folder = Repository(saved.repository.storage, tmp_path / "full").catalogue.path.parent
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.write_text("no folder")
+    advice = told.text(run("reindex", tmp_path / "store", "--cache-dir", tmp_path / "full", status=1).output)
+    run("reindex", tmp_path / "store", advice.says("--cache-dir"), tmp_path / "other")
+    assert list((tmp_path / "other").rglob("*"))

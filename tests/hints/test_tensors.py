@@ -1,0 +1,171 @@
+"""Advice about tensors and values that cannot be stored as they are."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections import deque
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import casckpt
+from casckpt.errors import InvalidInput
+from tests.store.test_foreign import flat
+from tests.support.hints import Advice, Told, follows
+from tests.support.ranks import outcome_of
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+Store = casckpt.Store
+
+
+class Kind(enum.IntEnum):
+    ONE = 1
+
+
+WHOLE = torch.arange(8.0).reshape(4, 2)
+
+
+def described(tensor: torch.Tensor, at: int) -> torch.Tensor:
+    chunk = ChunkStorageMetadata(torch.Size((at,)), tensor.size())
+    tensor.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]
+    return tensor
+
+
+@follows("tensors/dtensors.py:described_shards", "Correct its …, or save its parts as casckpt.Shard")
+def test_a_tensor_that_describes_itself_wrongly_is_corrected_or_saved_in_parts(store: Store, told: Told) -> None:
+    with told.error(InvalidInput) as advice:
+        store.save({"w": described(torch.ones(2), at=2)}, run="a", step=1)
+    advice.says("Correct its __create_chunk_list__")
+    store.save({"w": described(torch.ones(2), at=0)}, run="a", step=1)
+    assert torch.equal(store.read("a@1")["w"], torch.ones(2))
+    advice.says("casckpt.Shard")
+    store.save({"w": [casckpt.Shard(torch.ones(2), (4,), (at,)) for at in (0, 2)]}, run="a", step=2)
+    assert torch.equal(store.read("a@2")["w"], torch.ones(4))
+
+
+@follows("tensors/foreign.py:parts_of", "call its mark_as_sharded() first")
+def test_a_sharded_flat_tensor_is_marked(store: Store, told: Told) -> None:
+    tensor: Any = flat(torch.ones(3), (3,), (0, 3), known=False)
+
+    def mark_as_sharded() -> None:  # as that of OLMo-core, which is not among the packages of the tests
+        tensor.metadata_set = True
+
+    with told.error(InvalidInput) as advice:
+        store.save({"w": tensor}, run="a", step=1)
+    advice.says("mark_as_sharded()")
+    mark_as_sharded()
+    store.save({"w": tensor}, run="a", step=1)
+    assert torch.equal(store.read("a@1")["w"], torch.ones(3))
+
+
+@follows("tensors/objects.py:_needs_leave", "pass allow_pickle=True if you trust whoever wrote it")
+def test_an_object_that_is_a_pickle_is_loaded_with_leave(store: Store, told: Told) -> None:
+    store.save({"kind": Kind.ONE}, run="a", step=1, allow_pickle=True)
+    with told.error(InvalidInput) as advice:
+        store.read("a@1")
+    assert store.read("a@1", **advice.argument("allow_pickle")) == {"kind": Kind.ONE}
+
+
+@follows("tensors/plain_torch.py:", "store its get_state()")
+def test_of_a_generator_its_state_is_stored(store: Store, told: Told) -> None:
+    generator = torch.Generator().manual_seed(3)
+    with told.error(InvalidInput) as advice:
+        store.save({"rng": deque([generator])}, run="a", step=1)
+    advice.says("get_state()")
+    store.save({"rng": [generator.get_state()]}, run="a", step=1)
+    assert torch.equal(store.read("a@1")["rng"][0], generator.get_state())
+
+
+@follows("tensors/shards.py:_problem", "materialise it first (module.to_empty(device=...))")
+def test_a_meta_tensor_is_materialised(store: Store, told: Told) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with told.error(InvalidInput) as advice:
+        store.save({"model": model.state_dict()}, run="a", step=1)
+    advice.says("module.to_empty(device=...)")
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.weight.fill_(3)
+    store.save({"model": model.state_dict()}, run="a", step=1)
+    assert (store.read("a@1")["model"]["weight"] == 3).all()
+
+
+@follows("tensors/shards.py:_problem", "store its indices and values, or to_dense()")
+def test_of_a_sparse_tensor_its_parts_or_all_elements_are_stored(store: Store, told: Told) -> None:
+    sparse = torch.eye(3).to_sparse()
+    with told.error(InvalidInput) as advice:
+        store.save({"w": sparse}, run="a", step=1)
+    advice.says("store its indices and values")
+    store.save({"indices": sparse.indices(), "values": sparse.values()}, run="a", step=1)
+    made = torch.sparse_coo_tensor(**store.read("a@1"), size=sparse.shape, check_invariants=True)
+    assert torch.equal(made.to_dense(), torch.eye(3))
+    advice.says("to_dense()")
+    store.save({"w": sparse.to_dense()}, run="a", step=2)
+    assert torch.equal(store.read("a@2")["w"], torch.eye(3))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@follows("tensors/shards.py:_problem", "store int_repr() with its scale and zero point")
+def test_of_a_quantized_tensor_its_numbers_are_stored(store: Store, told: Told) -> None:
+    quantized = torch.quantize_per_tensor(torch.arange(3.0), 0.5, 1, torch.quint8)
+    with told.error(InvalidInput) as advice:
+        store.save({"w": quantized}, run="a", step=1)
+    advice.says("int_repr() with its scale and zero point")
+    state = {"w": quantized.int_repr(), "scale": quantized.q_scale(), "zero": quantized.q_zero_point()}
+    store.save(state, run="a", step=1)
+    found = store.read("a@1")
+    made = torch._make_per_tensor_quantized_tensor(found["w"], found["scale"], found["zero"])
+    assert torch.equal(made.dequantize(), torch.arange(3.0))
+
+
+def uneven(rank: int, size: int, path: str) -> str:
+    mesh = init_device_mesh("cpu", (size, 1))
+    mesh._shard_order = [1, 0]  # type: ignore[attr-defined] # as Megatron-FSDP sets it
+    local = WHOLE[:3] if rank == 0 else WHOLE[3:]
+    tensor = DTensor.from_local(
+        local.clone(), mesh, [Shard(0), Shard(0)], run_check=False, shape=WHOLE.shape, stride=WHOLE.stride()
+    )
+    store = casckpt.open(path)
+    advice = Advice(str(outcome_of(lambda: store.save({"w": tensor}, run="a", step=1))))
+    module = advice.says("megatron_fsdp.uneven_dtensor")
+    parent = advice.says("megatron.core.distributed.fsdp.src")
+    preprocess = function_of(f"{parent}.{module}", advice.says("preprocess_state_dict_for_uneven_dtensor"))
+    store.save(preprocess({"w": tensor}), run="a", step=1)
+    return advice.message
+
+
+def function_of(module: str, name: str) -> Any:
+    """Of a module without what its packages import, which takes 5 seconds of each rank."""
+    place = Path(next(iter(find_spec("megatron").submodule_search_locations or ()))).parent  # type: ignore[union-attr]
+    path = place.joinpath(*module.split(".")).with_suffix(".py")
+    package = ModuleType("alone")
+    package.__path__ = []
+    utils = ModuleType("alone.utils")
+    utils.get_mesh_names = None  # type: ignore[attr-defined]
+    sys.modules |= {"alone": package, "alone.utils": utils}
+    spec = spec_from_file_location("alone.module", path)
+    assert spec is not None
+    made = module_from_spec(spec)
+    assert spec.loader is not None
+    spec.loader.exec_module(made)
+    return getattr(made, name)
+
+
+@follows("tensors/dtensors.py:_mesh_order", "call preprocess_state_dict_for_uneven_dtensor")
+def test_a_dtensor_of_megatron_fsdp_describes_itself_after_it_is_preprocessed(
+    ranks: Pool, store_path: Path, told: Told
+) -> None:
+    for message in ranks.run(2, uneven, str(store_path)):
+        told.text(message).says("on the state first")
+    assert torch.equal(casckpt.open(store_path).read("a@1")["w"], WHOLE)

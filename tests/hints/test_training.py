@@ -1,0 +1,557 @@
+"""Advice about models, optimizers and trainings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+import casckpt
+from casckpt import load_model_and_optim_state, save_model_and_optim_state
+from casckpt.errors import InvalidInput, Mismatch, MissingKey, NotFound, StorageError
+from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, TrainState, restore_rng, rng_state
+from casckpt.frontends.training_state import model as of_models
+from tests.frontends.test_training_state_passed_by import Reading, Scaled
+from tests.hints.conftest import Run
+from tests.hints.test_checkpoint import heard
+from tests.support.hints import Advice, Told, follows
+from tests.support.parallel import Stack, joined, tp
+from tests.support.ranks import outcome_of
+from tests.support.training import identical
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+Store = casckpt.Store
+Optim = Callable[..., optim.Optimizer]
+SGD = partial(optim.SGD, lr=0.1, momentum=0.9)
+
+
+class Two(nn.Module):
+    """Two layers, of which the second may be missing."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names or ("a", "b"):
+            self.add_module(name, nn.Linear(2, 2, bias=False))
+
+
+def stepped(model: nn.Module, kind: Optim = SGD) -> optim.Optimizer:
+    made = kind(model.parameters())
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    made.step()
+    return made
+
+
+@pytest.fixture
+def model() -> Two:
+    return Two()
+
+
+@pytest.fixture
+def trained(store: Store, model: Two) -> Store:
+    """a@1: ``model`` and its optimizer."""
+    save_model_and_optim_state(store, model, stepped(model), run="a", step=1)
+    return store
+
+
+def weights(model: nn.Module) -> dict[str, Any]:
+    return dict(model.state_dict())
+
+
+# loads of models and optimizers
+
+
+@follows("frontends/training_state/groups.py:match", "load the model alone (optim=None), or map each to one of its own")
+def test_of_two_parameters_of_one_name_each_has_its_own(trained: Store, model: Two, told: Told) -> None:
+    fresh = Two("a", "c")
+    new = SGD(fresh.parameters())
+    with told.error(InvalidInput) as advice:
+        load_model_and_optim_state(
+            trained, "a@1", fresh, new, rename={"model.c.weight": "model.a.weight"}, strict=False
+        )
+    alone: Any = advice.argument("optim")
+    load_model_and_optim_state(
+        trained, "a@1", fresh, rename={"model.c.weight": "model.a.weight"}, strict=False, **alone
+    )
+    assert torch.equal(fresh.c.weight, model.a.weight)  # type: ignore[union-attr,arg-type]
+    advice.says("map each to one of its own")
+    load_model_and_optim_state(trained, "a@1", fresh, new, rename={"model.c.weight": "model.b.weight"})
+    assert torch.equal(fresh.c.weight, model.b.weight)  # type: ignore[union-attr,arg-type]
+
+
+@follows("frontends/training_state/groups.py:check", "Make the same optimizer as was saved, or load the model alone")
+def test_instead_of_another_optimizer_the_same_is_made_or_none_is_loaded(
+    trained: Store, model: Two, told: Told
+) -> None:
+    fresh = Two()
+    with told.error(Mismatch) as advice:
+        load_model_and_optim_state(trained, "a@1", fresh, optim.Adadelta(fresh.parameters()))
+    advice.says("Make the same optimizer as was saved")
+    load_model_and_optim_state(trained, "a@1", fresh, SGD(fresh.parameters()))
+    assert identical(weights(fresh), weights(model))
+    other = Two()
+    alone: Any = advice.argument("optim")
+    load_model_and_optim_state(trained, "a@1", other, **alone)
+    assert identical(weights(other), weights(model))
+
+
+@follows("frontends/training_state/groups.py:_other_parameters", "Pass strict=False to load what both have")
+def test_what_both_optimizers_have_is_loaded(trained: Store, told: Told) -> None:
+    fresh = Two("a", "b", "c")
+    new = SGD(fresh.parameters())
+    with told.error(MissingKey) as advice:
+        load_model_and_optim_state(trained, "a@1", fresh, new)
+    load_model_and_optim_state(trained, "a@1", fresh, new, **advice.argument("strict"))
+    assert len(new.state) == 2
+
+
+@follows("frontends/training_state/kinds.py:Kind.check", "or load the model alone (optim=None)")
+def test_state_of_another_kind_is_not_loaded(store: Store, model: Two, told: Told) -> None:
+    save_model_and_optim_state(store, model, stepped(model, optim.Adagrad), run="a", step=1)
+    state = store.read("a@1")
+    state["optim"]["param_groups"][0] |= {"alpha": 0.9, "centered": False, "momentum": 0}
+    store.save(state, run="a", step=2)
+    fresh = Two()
+    with told.error(Mismatch) as advice:
+        load_model_and_optim_state(store, "a@2", fresh, optim.RMSprop(fresh.parameters()))
+    advice.says("Make the same optimizer as was saved, with the same options")
+    load_model_and_optim_state(store, "a@1", fresh, optim.Adagrad(fresh.parameters()))
+    other = Two()
+    alone: Any = advice.argument("optim")
+    load_model_and_optim_state(store, "a@2", other, **alone)
+    assert identical(weights(other), weights(model))
+
+
+@follows("frontends/training_state/loading.py:TrainingStateLoad._leave", "or leave these as they are, with")
+@follows("frontends/training_state/model.py:_tell", "unless ignore_mismatched leaves their modules as they are")
+def test_keys_that_a_module_does_not_read_are_read_or_left(store: Store, told: Told) -> None:
+    of_models._tell.cache_clear()
+    model = nn.Sequential(nn.Linear(3, 3), Scaled(2.0))
+    with told.log() as said:
+        save_model_and_optim_state(store, model, run="a", step=1)
+    fresh = nn.Sequential(nn.Linear(3, 3), Scaled(3.0))
+    with told.error(Mismatch) as advice:
+        load_model_and_optim_state(store, "a@1", fresh)
+    said.says("ignore_mismatched")
+    load_model_and_optim_state(store, "a@1", fresh, **advice.argument("ignore_mismatched"))
+    assert torch.equal(fresh[0].weight, model[0].weight)  # type: ignore[arg-type]
+    advice.says("Load it into modules that read all that they save")
+    reading = nn.Sequential(nn.Linear(3, 3), Reading(3.0))
+    load_model_and_optim_state(store, "a@1", reading)
+    assert identical(weights(reading), weights(model))
+
+
+@follows("frontends/training_state/loading.py:TrainingStateLoad.check_unused", "pass strict=False to leave them out")
+def test_weights_that_a_model_has_no_place_for_are_left_out(trained: Store, model: Two, told: Told) -> None:
+    fresh = Two("a")
+    with told.error(Mismatch) as advice:
+        load_model_and_optim_state(trained, "a@1", fresh)
+    load_model_and_optim_state(trained, "a@1", fresh, **advice.argument("strict"))
+    assert torch.equal(fresh.a.weight, model.a.weight)  # type: ignore[union-attr,arg-type]
+
+
+@follows("frontends/training_state/save_load.py:load_model_and_optim_state", 'pass unread="ignore"')
+def test_what_a_load_leaves_is_not_logged_where_that_is_meant(trained: Store, told: Told) -> None:
+    trained.save({**trained.read("a@1"), "more": {"x": 1, "y": 2}}, run="leaving-more", step=1)
+    fresh = Two()
+    with told.log() as advice:
+        load_model_and_optim_state(trained, "leaving-more@1", fresh, SGD(fresh.parameters()))
+    with heard() as texts:
+        load_model_and_optim_state(
+            trained, "leaving-more@1", fresh, SGD(fresh.parameters()), **advice.argument("unread")
+        )
+    assert texts == []
+
+
+@follows(
+    "frontends/training_state/stored.py:StoredTraining.groups", "load the model without it (optim=None), or choose"
+)
+@follows("frontends/training_state/stored.py:StoredTraining.groups", "read it with store.read")
+def test_a_checkpoint_without_an_optimizer_by_name_gives_its_model(store: Store, model: Two, told: Told) -> None:
+    trained = stepped(model)
+    save_model_and_optim_state(store, model, run="a", step=1)
+    save_model_and_optim_state(store, model, trained, run="a", step=2)
+    store.save({"model": model.state_dict(), "optim": trained.state_dict()}, run="a", step=3)
+    fresh = Two()
+    with told.error(MissingKey) as advice:
+        load_model_and_optim_state(store, "a@1", fresh, SGD(fresh.parameters()))
+    alone: Any = advice.argument("optim")
+    load_model_and_optim_state(store, "a@1", fresh, **alone)
+    assert identical(weights(fresh), weights(model))
+    advice.says("choose another checkpoint")
+    load_model_and_optim_state(store, "a@2", fresh, SGD(fresh.parameters()))
+    with told.error(Mismatch) as advice:
+        load_model_and_optim_state(store, "a@3", fresh, SGD(fresh.parameters()))
+    advice.says("store.read")
+    new = SGD(fresh.parameters())
+    new.load_state_dict(store.read("a@3")["optim"])
+    assert len(new.state) == 2
+
+
+@follows(
+    "store/objects.py:", "call optim.load_state_dict(state[%r]) after the load; or save the optimizer itself beside its"
+)
+def test_the_state_of_an_optimizer_is_handed_over_or_saved_with_it(store: Store, model: Two, told: Told) -> None:
+    trained = stepped(model)
+    store.save({"model": model.state_dict(), "adam": trained.state_dict()}, step=1)
+    fresh = Two()
+    with told.log() as advice:
+        store.load({"model": fresh.state_dict(), "adam": stepped(fresh).state_dict()}, "default@1")
+    new = SGD(fresh.parameters())
+    state = {"model": fresh.state_dict(), "adam": stepped(Two()).state_dict()}
+    store.load(state, "default@1")
+    eval(advice.says("optim.load_state_dict(state['adam'])"), {"optim": new, "state": state})  # as a reader writes it
+    assert len(new.state) == 2
+    shown = advice.says('store.save({"model": model, "adam": optim}, step=step)')
+    eval(shown, {"store": store, "model": model, "optim": trained, "step": 2})
+    other = Two()
+    new = SGD(other.parameters())
+    store.load({"model": other, "adam": new}, "default@2")
+    assert len(new.state) == 2
+    assert identical(weights(other), weights(model))
+
+
+# optimizers of other kinds
+
+
+class Noted(optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"note": 1}
+
+
+@follows("frontends/training_state/optimizer.py:_state_of", "save it with store.save instead")
+def test_an_optimizer_with_more_in_its_state_is_saved_as_it_is(store: Store, model: Two, told: Told) -> None:
+    noted = stepped(model, partial(Noted, lr=0.1, momentum=0.9))
+    with told.error(InvalidInput) as advice:
+        save_model_and_optim_state(store, model, noted, run="a", step=1)
+    advice.says("store.save")
+    store.save({"model": model.state_dict(), "optim": noted.state_dict()}, run="a", step=1)
+    assert store.read("a@1")["optim"]["note"] == 1
+
+
+@follows(
+    "frontends/training_state/optimizer.py:unflatten_optimizer_state", "give all that flatten_optimizer_state gave"
+)
+def test_a_flat_state_is_given_whole(model: Two, told: Told) -> None:
+    trained = stepped(model)
+    flat = casckpt.flatten_optimizer_state(model, trained)
+    part = {key: value for key, value in flat.items() if "momentum" not in key}
+    with told.error(InvalidInput) as advice:
+        casckpt.unflatten_optimizer_state(part)
+    advice.says("flatten_optimizer_state")
+    whole = casckpt.unflatten_optimizer_state(flat)
+    assert identical(whole["state"], trained.state_dict()["state"])
+
+
+@follows("frontends/training_state/unshard.py:_model_of", "`casckpt show --tensors` lists its keys")
+@follows("frontends/training_state/unshard.py:_unmatched", "`casckpt show --tensors` lists its keys")
+def test_what_is_unsharded_is_named_by_the_list(trained: Store, model: Two, told: Told, run: Run) -> None:
+    trained.save({"net": model.state_dict()}, run="b", step=1)
+    with told.error(MissingKey) as advice:
+        casckpt.unshard_model_state(trained, "b@1")
+    assert "net.a.weight" in run(*advice.command("show"), trained.url, "b@1").output
+    with told.error(MissingKey) as advice:
+        casckpt.unshard_model_state(trained, "a@1", keys=["c.*"])
+    listed = run(*advice.command("show"), trained.url, "a@1").output.split()
+    key = next(word for word in listed if word.startswith("model.a"))
+    assert casckpt.unshard_model_state(trained, "a@1", keys=[key]).keys() == {"a.weight"}
+
+
+# ranks
+
+
+def wrapped_otherwise(rank: int, size: int, path: str) -> list[str]:
+    """What FSDP refuses, each time followed by what is advised."""
+    said = []
+
+    def refused(model: nn.Module, trained: optim.Optimizer | None = None) -> Advice:
+        error = outcome_of(lambda: save_model_and_optim_state(path, model, trained, run="refused", step=1))
+        said.append(str(error))
+        return Advice(said[-1])
+
+    def save(model: nn.Module, run: str, trained: optim.Optimizer | None = None) -> None:
+        save_model_and_optim_state(path, model, trained, run=run, step=1)
+
+    one = joined(nn.Linear(4, 4), use_orig_params=False)
+    again = joined(nn.Linear(4, 4), **refused(one, SGD(one.parameters())).argument("use_orig_params"))
+    save(again, "original", SGD(again.parameters()))
+    with FullyShardedDataParallel.summon_full_params(again):
+        refused(again).says("save and load outside forward, backward and summon_full_params")
+    save(again, "outside")
+    image = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    refused(joined(image)).says("model.to(memory_format=torch.contiguous_format)")
+    image = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    save(joined(image.to(memory_format=torch.contiguous_format)), "contiguous")
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("data", "tensor"))
+    advice = refused(joined(tp(Stack(1), mesh["tensor"]), device_mesh=mesh["data"]))
+    advice.says("torch.distributed.fsdp.fully_shard")
+    parallel = tp(Stack(1), mesh["tensor"])
+    fully_shard(parallel, mesh=mesh["data"])
+    save(parallel, "parallel")
+    return said
+
+
+@follows("frontends/training_state/flat.py:_check", "shard it with torch.distributed.fsdp.fully_shard")
+@follows("frontends/training_state/flat.py:_check", "wrap the model with use_orig_params=True")
+@follows("frontends/training_state/flat.py:_check", "save and load outside forward, backward and summon_full_params")
+@follows("frontends/training_state/flat.py:_check_order", "make it contiguous before it is wrapped")
+def test_a_model_is_wrapped_so_that_it_can_be_saved(ranks: Pool, store_path: Path, told: Told) -> None:
+    for messages in ranks.run(2, wrapped_otherwise, str(store_path)):
+        for message in messages:
+            told.text(message).says("FSDP")
+    assert casckpt.open(store_path).runs() == ["contiguous", "original", "outside", "parallel"]
+
+
+def state_of_shards(rank: int, size: int, path: str) -> list[str]:
+    said, store = [], casckpt.open(path)
+
+    def made() -> tuple[Any, optim.Optimizer]:
+        model: Any = nn.Linear(8, 6, bias=False)
+        fully_shard(model)
+        return model, SGD(model.parameters())
+
+    def refused(model: nn.Module, trained: optim.Optimizer) -> Advice:
+        error = outcome_of(lambda: save_model_and_optim_state(store, model, trained, run="refused", step=1))
+        said.append(str(error))
+        return Advice(said[-1])
+
+    model, trained = made()
+    mine = torch.full(tuple(model.weight.to_local().shape), float(rank))
+    trained.state[model.weight]["buffer"] = mine
+    advice = refused(model, trained)
+    advice.says("casckpt.Shard or casckpt.PerRank")
+    height = len(mine)
+    parts = {"shard": casckpt.Shard(mine, (6, 8), (rank * height, 0)), "own": casckpt.PerRank(mine)}
+    store.save({"optim": parts}, run="buffers", step=1)
+
+    model, trained = made()
+    trained.state[model.weight]["scales"] = torch.full((4,), 2.0 + rank)
+    advice = refused(model, trained)
+    advice.says("Save it with Store.save, as casckpt.Shard or casckpt.PerRank")
+    store.save({"scales": casckpt.PerRank(trained.state[model.weight]["scales"])}, run="scales", step=1)
+    advice.says("or remove it from the optimizer's state")
+    del trained.state[model.weight]["scales"]
+    save_model_and_optim_state(store, model, trained, run="removed", step=1)
+
+    ema: Any = nn.Linear(8, 6, bias=False)
+    fully_shard(ema)
+    made_of, kept = Checkpointer(store, run="ema"), {"ema": dict(ema.named_parameters())}
+    advice = Advice(str(outcome_of(lambda: made_of.save(1, model, trained, kept))))
+    said.append(advice.message)
+    advice.says('save(step, {"model": model, "ema": ema}, optim, train_state), and load it in the same way')
+    made_of.save(1, {"model": model, "ema": ema}, trained, TrainState(epoch=1))
+    other: Any = nn.Linear(8, 6, bias=False)
+    fully_shard(other)
+    made_of.load("ema@1", {"model": model, "ema": other}, trained)
+    assert torch.equal(other.weight.to_local(), ema.weight.to_local())
+
+    if rank:
+        error = outcome_of(lambda: casckpt.unshard_model_state(store, "removed@1", rank0_only=True, no_dist=True))
+        said.append(str(error))
+    found = casckpt.unshard_model_state(store, "removed@1", rank0_only=True)
+    assert bool(found) == (rank == 0)
+    return said
+
+
+@follows("frontends/training_state/holding.py:Holding._tensor_as_saved", "Save it with store.save, as casckpt.Shard or")
+@follows("frontends/training_state/together.py:_check_alike", "Save it with Store.save, as casckpt.Shard or")
+@follows("frontends/trainer/contents.py:_of_one_rank", "Give it beside the model, as in")
+@follows("frontends/training_state/unshard.py:_unshard", "only rank 0 may call it so; leave no_dist out")
+def test_state_that_may_belong_to_shards_is_saved_as_such(ranks: Pool, store_path: Path, told: Told) -> None:
+    _, (buffer, scales, ema, alone) = ranks.run(2, state_of_shards, str(store_path))
+    told.text(buffer).says("casckpt.Shard")
+    told.text(scales).says("remove it")
+    told.text(ema).says("load it in the same way")
+    told.text(alone).says("leave no_dist out")
+    found = casckpt.open(store_path).read("buffers@1")["optim"]["shard"]
+    assert found[:, 0].tolist() == [0, 0, 0, 1, 1, 1]
+
+
+# trainings
+
+
+def checkpointer(store: Store, **settings: Any) -> Checkpointer:
+    return Checkpointer(store, run="sft", **settings)
+
+
+@follows(
+    "frontends/trainer/checkpointer.py:Checkpointer._after", "make the Checkpointer with gc=True, or run `casckpt gc"
+)
+@pytest.mark.parametrize("way", ["gc=True", "casckpt gc"])
+def test_space_of_checkpoints_that_are_not_kept_is_freed(
+    store: Store, store_path: Path, told: Told, run: Run, way: str
+) -> None:
+    store.create()
+    store.change_settings(min_age=0, min_age_ephemeral=0)
+
+    def train(run_name: str, **settings: Any) -> None:
+        with Checkpointer(store, run=run_name, keep=1, **settings) as made:
+            for step in (1, 2, 3):
+                made.save(step, Two())
+
+    with told.log() as advice:
+        train("sft")
+    blobs = len(list(store_path.rglob("*.safetensors")))
+    if way == "gc=True":
+        train("again", **advice.argument("gc"))
+        assert len(list(store_path.rglob("*.safetensors"))) < blobs + 3
+    else:
+        run(*advice.command("gc"))
+        assert len(list(store_path.rglob("*.safetensors"))) < blobs
+
+
+@follows(
+    "frontends/trainer/checkpointer.py:Checkpointer._warn_of_unsaved", "give the Checkpointer last_step=%d, or the"
+)
+@pytest.mark.parametrize("way", ["last_step", "last"])
+def test_the_end_of_a_training_is_made_due(store: Store, model: Two, told: Told, way: str) -> None:
+    def train(run: str, last: dict[str, Any] | None = None, **settings: Any) -> None:
+        with Checkpointer(store, run=run, save_interval=2, **settings) as made:
+            for step in range(1, 6):
+                made.save_if_due(step, model, **(last or {} if step == 5 else {}))
+
+    with told.log() as advice:
+        train("sft")
+    given = advice.argument(way)
+    train("again", **({"last": given} if way == "last" else given))
+    assert [one.step for one in store.checkpoints("again")] == [2, 4, 5]
+
+
+@follows("frontends/trainer/contents.py:", 'pass unread="ignore" (or load_optim_state=False, load_trainer_state=False)')
+@pytest.mark.parametrize("way", ["unread", "load_optim_state"])
+def test_what_a_training_leaves_is_not_logged_where_that_is_meant(
+    store: Store, model: Two, told: Told, way: str
+) -> None:
+    made = Checkpointer(store, run=(name := f"leaving-{way}"))
+    made.save(1, model, stepped(model), TrainState(epoch=1))
+    with told.log() as advice:
+        made.load(f"{name}@1", Two())
+    given = advice.argument(way)
+    if way == "load_optim_state":
+        given |= advice.argument("load_trainer_state")
+    with heard() as texts:
+        made.load(f"{name}@1", Two(), **given)
+    assert texts == []
+
+
+class Whole(nn.Module):
+    """Says by itself what is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def state_dict_to_save(self) -> dict[str, Any]:
+        return {"model": {"weight": self.weight.detach()}}
+
+    def state_dict_to_load(self, metadata: Any) -> dict[str, Any]:
+        return self.state_dict_to_save()
+
+
+@follows("frontends/trainer/contents.py:_contents", "give no optimizer beside it")
+def test_a_model_that_says_what_it_has_is_saved_alone(store: Store, told: Told) -> None:
+    whole: Any = Whole()
+    with told.error(InvalidInput) as advice:
+        checkpointer(store).save(1, whole, SGD(whole.parameters()))
+    advice.says("give no optimizer beside it")
+    checkpointer(store).save(1, whole)
+    assert torch.equal(store.read("sft@1")["model"]["weight"], torch.ones(2))
+
+
+@follows(
+    "frontends/trainer/contents.py:Restoring.load.wanted_optimizers", "needs an optimizer to load into; give optim"
+)
+def test_the_state_of_an_optimizer_is_loaded_into_one(store: Store, model: Two, told: Told) -> None:
+    made = checkpointer(store)
+    made.save(1, model, stepped(model))
+    with told.error(InvalidInput) as advice:
+        made.load("sft@1", Two(), load_optim_state=True)
+    fresh = Two()
+    new: Any = {advice.says("give optim").split()[-1]: SGD(fresh.parameters())}
+    made.load("sft@1", fresh, load_optim_state=True, **new)
+    assert len(new["optim"].state) == 2
+
+
+@follows("frontends/trainer/contents.py:Restoring._check_there", '=None (to resume: missing="warn") to go on without')
+@pytest.mark.parametrize("way", ["load_optim_state", "missing", "another"])
+def test_a_training_goes_on_without_what_was_not_saved(store: Store, model: Two, told: Told, way: str) -> None:
+    made = checkpointer(store)
+    made.save(1, model, stepped(model))
+    made.save(2, model)
+    fresh = Two()
+    with told.error(NotFound) as advice:
+        if way == "missing":
+            made.resume(fresh, SGD(fresh.parameters()))
+        else:
+            made.load("sft@2", fresh, SGD(fresh.parameters()), load_optim_state=True)
+    if way == "missing":
+        made.resume(fresh, SGD(fresh.parameters()), **advice.argument(way))
+    elif way == "another":
+        advice.says("choose another checkpoint")
+        made.load("sft@1", fresh, SGD(fresh.parameters()), load_optim_state=True)
+    else:
+        made.load("sft@2", fresh, SGD(fresh.parameters()), **advice.argument(way))
+    assert identical(weights(fresh), weights(model))
+
+
+@follows("frontends/trainer/one_run.py:newest_healthy", "load one of them by its step")
+def test_where_all_are_unhealthy_one_is_loaded_by_its_step(store: Store, model: Two, told: Told) -> None:
+    made = checkpointer(store)
+    made.save(1, model, healthy=False)
+    fresh = Two()
+    with told.error(NotFound) as advice:
+        made.resume(fresh, healthy=True)
+    advice.says("by its step")
+    made.load("sft@1", fresh)
+    assert identical(weights(fresh), weights(model))
+
+
+@follows(
+    "frontends/trainer/settings.py:TrainerSettings._check_risk", "give a save_interval or an ephemeral_save_interval"
+)
+@pytest.mark.parametrize("way", ["save_interval", "ephemeral_save_interval"])
+def test_what_may_be_lost_is_bounded_by_an_interval(told: Told, way: str) -> None:
+    with told.error(InvalidInput) as advice:
+        CheckpointerConfig(max_steps_at_risk=5, save_interval=None)
+    interval: Any = {advice.says(way): 5}
+    assert CheckpointerConfig(max_steps_at_risk=5, **({"save_interval": None} | interval)).longest_gap == 5
+
+
+@follows("frontends/trainer/throttle.py:Turn._wait", "give work_dir=, a folder on a local disk")
+def test_turns_are_taken_in_a_folder_that_can_be_locked(store: Store, tmp_path: Path, model: Two, told: Told) -> None:
+    (tmp_path / "file").touch()
+    with told.error(StorageError) as advice:
+        checkpointer(store, throttle=1, work_dir=tmp_path / "file").save(1, model)
+    folder: Any = {advice.says("work_dir=")[:-1]: tmp_path / "work"}
+    checkpointer(store, throttle=1, **folder).save(1, model)
+    assert store.get("sft@1").step == 1
+
+
+@follows("frontends/trainer/train_state.py:restore_rng", "give what rng_state made")
+def test_generators_are_restored_from_what_was_made(told: Told) -> None:
+    with told.error(MissingKey) as advice:
+        restore_rng({"torch": torch.get_rng_state()})
+    advice.says("rng_state")
+    state = rng_state()
+    first = torch.rand(3)
+    restore_rng(state)
+    assert torch.equal(torch.rand(3), first)
+
+
+@follows("frontends/trainer/train_state.py:TrainState.load_state_dict", "rng=False: without the random generators")
+def test_parts_that_were_not_saved_are_left_out(told: Told) -> None:
+    with told.error(MissingKey) as advice:
+        TrainState(epoch=0, place=1).load_state_dict({"epoch": 3})
+    advice.says("leave that part out of the TrainState")
+    train = TrainState(epoch=0, **advice.argument("rng"))
+    train.load_state_dict({"epoch": 3})
+    assert train["epoch"] == 3

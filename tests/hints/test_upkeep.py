@@ -1,0 +1,335 @@
+"""Advice about gc, copies, mirrors, thinning and repair."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import casckpt
+from casckpt.errors import Conflict, Damaged, InvalidInput, MissingKey, NotFound, StorageError, Unsupported
+from casckpt.repository.repository import Repository
+from casckpt.repository.transactions import begin
+from casckpt.store.store import Store
+from casckpt.upkeep.copies.mirror import Mirror
+from casckpt.upkeep.doctor import examine
+from tests.hints.conftest import Run, changed_blob
+from tests.repository.test_exclusive import Ignoring
+from tests.support.hints import Told, follows
+
+STATE = {"model": {"w": torch.arange(6.0)}, "optim": {"m": torch.ones(6)}}
+
+
+@pytest.fixture
+def trained(store: Store) -> Store:
+    """a@1 and a@2, with a model and an optimizer."""
+    for step in (1, 2):
+        store.save({**STATE, "step": torch.tensor([float(step)])}, run="a", step=step)
+    return store
+
+
+# records that cannot be read
+
+
+def spoil(path: Path) -> Callable[[], int]:
+    """Damage a file; what is returned puts back what it was."""
+    before = path.read_bytes()
+    path.chmod(0o600)
+    path.write_bytes(b"not a record")
+    return lambda: path.write_bytes(before)
+
+
+@follows("upkeep/gc/marking.py:commits_without_doubt", "or give the checkpoint up with `casckpt transactions STORE")
+@pytest.mark.parametrize("way", ["put back", "give up"])
+def test_a_gc_goes_on_after_a_record_is_put_back_or_given_up(
+    trained: Store, store_path: Path, told: Told, run: Run, way: str
+) -> None:
+    put_back = spoil(min((store_path / "commits").iterdir()))
+    with told.error(Damaged) as advice:
+        casckpt.open(store_path).gc()
+    if way == "give up":
+        run(*advice.command("transactions", STORE=store_path))
+    else:
+        advice.says("Put the file back")
+        put_back()
+    casckpt.open(store_path).gc()
+    assert [one.step for one in casckpt.open(store_path).checkpoints()] == ([2] if way == "give up" else [1, 2])
+
+
+@follows("upkeep/lost.py:", "Put commits/ back, from a copy of the store or by mounting it; or")
+@pytest.mark.parametrize("way", ["put back", "give up"])
+def test_a_gc_goes_on_after_lost_records_are_put_back_or_given_up(
+    trained: Store, store_path: Path, told: Told, run: Run, way: str
+) -> None:
+    lost = min((store_path / "commits").iterdir())
+    name = lost.name
+    lost.rename(store_path.with_name(name))
+    with told.error(Damaged) as advice:
+        casckpt.open(store_path).gc()
+    if way == "give up":
+        run(*advice.command("transactions", STORE=store_path, TXID=name))
+    else:
+        advice.says("Put commits/ back")
+        store_path.with_name(name).rename(lost)
+    casckpt.open(store_path).gc()
+    assert [one.step for one in casckpt.open(store_path).checkpoints()] == ([2] if way == "give up" else [1, 2])
+
+
+@follows("upkeep/copies/copying.py:_unread", "Put it back from a copy of …: `casckpt verify` says more")
+def test_a_record_that_cannot_be_read_is_put_back_before_a_copy(
+    trained: Store, store_path: Path, tmp_path: Path, told: Told, run: Run
+) -> None:
+    record = min((store_path / "commits").iterdir())
+    put_back = spoil(record)
+    advice = told.text(run("copy", store_path, tmp_path / "copy", status=4).output)
+    assert record.name in run(*advice.command("verify"), store_path, status=4).output
+    advice.says("Put it back")
+    put_back()
+    run("copy", store_path, tmp_path / "copy")
+    assert [one.step for one in casckpt.open(tmp_path / "copy").checkpoints()] == [1, 2]
+
+
+@follows("upkeep/saves.py:give_up", "whose record cannot be read; `casckpt verify STORE` names them")
+@follows("upkeep/saves.py:give_up", "`casckpt forget` takes its checkpoint out of sight")
+def test_what_is_given_up_is_named_by_verify_and_what_can_be_read_is_forgotten(
+    trained: Store, store_path: Path, told: Told, run: Run
+) -> None:
+    first = trained.get("a@1").commit.txid
+    with told.error(Conflict) as advice:
+        trained.give_up(first)
+    run(*advice.command("forget"), store_path, "a@1")
+    assert [one.step for one in trained.checkpoints()] == [2]
+    trained.restore(first_id(trained))
+    spoil(store_path / "commits" / first)
+    with told.error(NotFound) as advice:
+        trained.give_up(first.replace("Z-", "Z-0")[: len(first)])
+    output = run(*advice.command("verify", STORE=store_path), status=4).output
+    named = next(word for word in output.replace("/", " ").replace(":", " ").split() if word == first)
+    trained.give_up(named)
+    assert [one.step for one in casckpt.open(store_path).checkpoints()] == [2]
+
+
+def first_id(store: Store) -> str:
+    return next(one.id for one in store.checkpoints(forgotten=True) if one.step == 1)
+
+
+@follows("upkeep/saves.py:revoke_save", "`casckpt transactions STORE` lists them")
+@follows("upkeep/saves.py:revoke_save", "`casckpt list STORE` shows whether it was committed")
+def test_a_save_in_progress_is_found_in_the_list(trained: Store, store_path: Path, told: Told, run: Run) -> None:
+    ended = trained.get("a@1").commit.txid
+    save = begin(trained.repository, "a", 3)
+    with told.error(Conflict) as advice:
+        trained.revoke(ended)
+    assert trained.get("a@1").id[:12] in run(*advice.command("list", STORE=store_path)).output
+    with told.error(NotFound) as advice:
+        trained.revoke(save.txid[:-1] + ("1" if save.txid.endswith("0") else "0"))
+    listed = run(*advice.command("transactions", STORE=store_path)).output.split()
+    trained.revoke(next(word for word in listed if word == save.txid))
+    assert trained.transactions() == []
+
+
+# forgetting and thinning
+
+
+@follows("upkeep/gc/forgetting.py:plan_forget", "delete the tags, or say --tagged (tagged=True)")
+@pytest.mark.parametrize("way", ["untag", "tagged", "--tagged"])
+def test_a_tagged_checkpoint_is_forgotten_without_its_tag_or_with_it(
+    trained: Store, store_path: Path, told: Told, run: Run, way: str
+) -> None:
+    trained.tag("best", "a@1")
+    with told.error(Conflict) as advice:
+        trained.forget("a@1")
+    if way == "untag":
+        advice.says("delete the tags")
+        trained.untag("best")
+        trained.forget("a@1")
+    elif way == "tagged":
+        trained.forget("a@1", **advice.argument("tagged"))
+    else:
+        run("forget", store_path, "a@1", advice.says(way))
+    assert [one.step for one in trained.checkpoints()] == [2]
+
+
+def is_thinned(store: Store) -> bool:
+    """Does a@1 hold its model alone?"""
+    with pytest.raises(MissingKey, match="it was thinned"):
+        store.read("a@1", keys=["optim.*"])
+    return torch.equal(store.read("a@1", keys=["model.*"])["model"]["w"], STATE["model"]["w"])
+
+
+@follows("upkeep/thinning.py:_check_untagged", "say --tagged (tagged=True), but wait for the end of one that expires")
+@pytest.mark.parametrize("way", ["tagged", "--tagged"])
+def test_a_tagged_checkpoint_is_thinned_where_that_is_meant(
+    trained: Store, store_path: Path, told: Told, run: Run, way: str
+) -> None:
+    trained.tag("best", "a@1")
+    with told.error(Conflict) as advice:
+        trained.thin("a@1", drop="optim.*")
+    if way == "tagged":
+        trained.thin("a@1", drop="optim.*", **advice.argument("tagged"))
+    else:
+        run("thin", store_path, "a@1", "--drop", "optim.*", advice.says(way))
+    assert is_thinned(trained)
+
+
+@follows("upkeep/thinning.py:_plan_one", "forget it instead (`casckpt forget`)")
+def test_instead_of_dropping_all_a_checkpoint_is_forgotten(
+    trained: Store, store_path: Path, told: Told, run: Run
+) -> None:
+    with told.error(InvalidInput) as advice:
+        trained.thin("a@1", drop="*")
+    run(*advice.command("forget"), store_path, "a@1")
+    assert [one.step for one in trained.checkpoints()] == [2]
+
+
+@follows("upkeep/thinning.py:check", "`casckpt show --tensors` lists keys")
+def test_a_pattern_to_drop_is_made_from_the_keys_that_are_listed(
+    trained: Store, store_path: Path, told: Told, run: Run
+) -> None:
+    with told.error(MissingKey) as advice:
+        trained.thin("a@1", drop="optimizer.*")
+    keys = run(*advice.command("show"), store_path, "a@1").output.split()
+    trained.thin("a@1", drop=next(key for key in keys if key.startswith("optim")))
+    assert is_thinned(trained)
+
+
+# storages
+
+
+@follows("upkeep/gc/gc.py:_check_storage", "make sure that nobody saves, and say so with single_writer")
+@follows("upkeep/doctor.py:_creates", "only one writer at a time, with single_writer (--single-writer)")
+def test_a_gc_where_creates_replace_is_for_a_single_writer(tmp_path: Path, told: Told) -> None:
+    storage = Ignoring()
+    Store(Repository(storage, tmp_path / "cache", single_writer=True)).save({"x": 1}, run="a", step=1)
+    findings = list(examine(Repository(storage, tmp_path / "other")))
+    advice = told.text("".join(str(one) for one in findings))
+    advice.says("single_writer (--single-writer)")
+    with told.error(Unsupported) as advice:
+        Store(Repository(storage, tmp_path / "other")).gc()
+    alone: Any = {advice.says("single_writer"): True}
+    Store(Repository(storage, tmp_path / "other", **alone)).gc()
+
+
+# copies
+
+
+@follows("upkeep/copies/replicating.py:_gone", "Run `casckpt verify` and `casckpt repair` on that store, then copy")
+def test_a_damaged_source_is_repaired_before_it_is_copied(
+    trained: Store, store_path: Path, tmp_path: Path, told: Told, run: Run
+) -> None:
+    shutil.copytree(store_path, tmp_path / "backup")
+    changed_blob(store_path)
+    advice = told.text(run("copy", store_path, tmp_path / "copy", status=4).output)
+    run(*advice.command("verify"), store_path, status=4)
+    run(*advice.command("repair"), store_path, "--from", tmp_path / "backup")
+    advice.says("then copy again")
+    run("copy", store_path, tmp_path / "copy")
+    assert [one.step for one in casckpt.open(tmp_path / "copy").checkpoints()] == [1, 2]
+
+
+@follows("upkeep/copies/replicating.py:taken", "Forget it there first (`casckpt forget`), if it is not wanted")
+def test_what_is_in_the_way_of_a_copy_is_forgotten(
+    trained: Store, store_path: Path, tmp_path: Path, told: Told, run: Run
+) -> None:
+    other = casckpt.open(tmp_path / "other")
+    other.save({"x": 5}, run="a", step=1)
+    advice = told.text(run("copy", store_path, tmp_path / "other", status=5).output)
+    run(*advice.command("forget"), tmp_path / "other", "a@1")
+    run("copy", store_path, tmp_path / "other")
+    assert other.get("a@1").id == trained.get("a@1").id
+
+
+@follows("upkeep/copies/mirror.py:Mirror.wait", "with the next `casckpt.open` of the store if this program ends before")
+def test_a_mirror_that_is_behind_goes_on_with_the_next_program(
+    store_path: Path, tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror, may_end, attempt = tmp_path / "mirror", threading.Event(), Mirror._attempt
+
+    def slow(self: Mirror, state: Any) -> Any:
+        may_end.wait(60)
+        return attempt(self, state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Mirror, "_attempt", slow)
+        store = casckpt.open(store_path, mirror=mirror)
+        store.save({"x": 1}, run="a", step=1)
+        with told.error(StorageError) as advice:
+            store.wait_for_mirror(timeout=0.01)
+        may_end.set()
+        store.wait_for_mirror()
+    store.save({"x": 2}, run="a", step=2)
+    advice.says("casckpt.open")
+    casckpt.open(store_path, mirror=mirror).wait_for_mirror()
+    assert [one.step for one in casckpt.open(mirror).checkpoints()] == [1, 2]
+
+
+@pytest.fixture
+def mirrored(store_path: Path, tmp_path: Path) -> Path:
+    """The mirror of a store with a@1 to a@3, of which the first is forgotten."""
+    mirror = tmp_path / "mirror"
+    store = casckpt.open(store_path, mirror=mirror)
+    for step in (1, 2, 3):
+        store.save({"x": torch.ones(step)}, run="a", step=step)
+    store.wait_for_mirror()
+    store.forget("a@1")
+    store.wait_for_mirror()
+    return mirror
+
+
+@follows("upkeep/copies/mirrored.py:mirror_to_wait_for", "or save with the mirror again (casckpt.open with mirror=URL)")
+@pytest.mark.parametrize("way", ["put back", "mirror="])
+def test_settings_that_are_lost_are_put_back_or_made_again(
+    mirrored: Path, store_path: Path, told: Told, way: str
+) -> None:
+    settings = store_path / "settings"
+    settings.rename(store_path.with_name("settings"))
+    with told.error(Damaged) as advice:
+        casckpt.open(store_path).gc(min_age=0)
+    if way == "put back":
+        advice.says("Put settings/ back")
+        store_path.with_name("settings").rename(settings)
+    else:
+        advice.says("save with the mirror again (casckpt.open with mirror=URL)")
+        casckpt.open(store_path, mirror=mirrored).save({"x": 1}, run="a", step=4)
+    assert [one.step for one in casckpt.open(store_path).gc(min_age=0).purged] == [1]
+
+
+@follows(
+    "upkeep/gc/retiring.py:unless_mirror_is_gone", "mount its disk, or put it back; `casckpt copy` fills a new one"
+)
+@pytest.mark.parametrize("way", ["put back", "copy", "unset"])
+def test_a_mirror_that_is_gone_is_put_back_or_filled_or_given_up(
+    mirrored: Path, store_path: Path, told: Told, run: Run, way: str
+) -> None:
+    mirrored.rename(mirrored.with_name("elsewhere"))
+    with told.log() as advice:
+        assert casckpt.open(store_path).gc(min_age=0).purged == ()
+    if way == "put back":
+        advice.says("put it back")
+        mirrored.with_name("elsewhere").rename(mirrored)
+    elif way == "copy":
+        run(*advice.command("copy"), store_path, mirrored)
+    else:
+        run(*advice.command("settings"))
+    purged = [one.step for one in casckpt.open(store_path).gc(min_age=0).purged]
+    assert purged == ([] if way == "copy" else [1])  # a copy fills it with what is visible
+
+
+@follows("upkeep/repair/verify.py:_check_arguments", "give mode='full', or leave out decode")
+@follows("upkeep/repair/verify.py:_check_arguments", "give 'full' or 'exists', and a fraction from 0 to 1")
+def test_what_verify_can_be_asked_for(trained: Store, told: Told) -> None:
+    with told.error(InvalidInput) as advice:
+        trained.verify(mode="exists", decode=True)
+    assert not trained.verify(decode=True, **advice.argument("mode")).is_damaged
+    advice.says("leave out decode")
+    assert not trained.verify(mode="exists").is_damaged
+    with told.error(InvalidInput) as advice:
+        trained.verify(mode="all", sample=0)  # type: ignore[arg-type]
+    advice.says("give 'full' or 'exists', and a fraction from 0 to 1")
+    for mode in ("full", "exists"):
+        assert not trained.verify(mode=mode, sample=0.5).is_damaged

@@ -1,0 +1,205 @@
+"""What servers refuse: other credentials are looked for, and errors name the setting that helps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from aiobotocore.awsrequest import AioAWSResponse
+from aiobotocore.httpsession import AIOHTTPSession
+from botocore.exceptions import ClientError, FlexibleChecksumError
+
+from casckpt.errors import StorageError
+from casckpt.storage.remote.patience import Backoff
+from casckpt.storage.remote.s3.client import S3Client
+from casckpt.storage.remote.s3.errors import explain
+from casckpt.storage.remote.s3.session import Session
+from casckpt.storage.remote.store import RemoteStore
+from casckpt.storage.remote.urls import RemoteLocation
+from tests.support.servers import Server
+
+Refuses = Callable[[Any], "tuple[int, str, str] | None"]
+
+
+class _Body:
+    """Of an answer, as aiohttp has it."""
+
+    def __init__(self, code: str, message: str) -> None:
+        self._data = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+
+    async def read(self) -> bytes:
+        return self._data
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Refuses], None]:
+    """Have the server refuse some requests: what it is given says which, and how."""
+    real = AIOHTTPSession.send
+
+    def set_up(refuses: Refuses) -> None:
+        async def send(self: Any, request: Any) -> Any:
+            refusal = refuses(request)
+            if refusal is None:
+                return await real(self, request)
+            status, *said = refusal
+            return AioAWSResponse(request.url, status, {}, _Body(*said))
+
+        monkeypatch.setattr(Session, "send", send)
+
+    return set_up
+
+
+def store_of(server: Server, **options: Any) -> RemoteStore:
+    """A new store, opened with no credentials but those of the environment. Nothing is tried again by itself."""
+    options = {name: value for name, value in server.options.items() if name not in ("key", "secret")} | options
+    return RemoteStore(RemoteLocation("s3", f"{server.new_place()}/store", options), backoff=Backoff(attempts=1))
+
+
+class Expiring:
+    """A server that knows one access key. Once it refuses another one, ``renewed`` is in the environment."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, code: str, renewed: str = "NEW") -> None:
+        self._monkeypatch, self._code, self._renewed = monkeypatch, code, renewed
+        self.refused = 0
+        self._set("OLD")
+
+    def _set(self, key: str) -> None:
+        self._monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
+        self._monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+
+    def __call__(self, request: Any) -> tuple[int, str, str] | None:
+        signed = request.headers.get("Authorization", b"")
+        if "Credential=NEW/" in (signed.decode() if isinstance(signed, bytes) else signed):
+            return None
+        self.refused += 1
+        self._set(self._renewed)
+        return 400, self._code, "The provided token has expired."
+
+
+@pytest.mark.parametrize("code", ["ExpiredToken", "InvalidAccessKeyId"])
+def test_credentials_that_expire_are_looked_for_again(
+    code: str, moto_server: Server, refusing: Callable[[Refuses], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expiring = Expiring(monkeypatch, code)
+    storage = store_of(moto_server)
+    refusing(expiring)
+    storage.put("a", b"data")
+    assert expiring.refused == 1
+    assert storage.get("a", limit=9) == b"data"
+    assert storage.size("a") == 4
+    assert expiring.refused == 1
+
+
+def test_the_size_of_an_object_is_found_though_a_head_does_not_say_what_expired(
+    moto_server: Server, refusing: Callable[[Refuses], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expiring = Expiring(monkeypatch, "ExpiredToken")
+    storage = store_of(moto_server)
+    storage.put("a", b"data")
+    refusing(expiring)
+    assert storage.size("a") == 4
+
+
+def test_threads_whose_credentials_expire_at_once_share_a_session(
+    moto_server: Server, refusing: Callable[[Refuses], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expiring, made = Expiring(monkeypatch, "ExpiredToken"), []
+    storage = store_of(moto_server)
+    refusing(expiring)
+    client = storage._clients.get()
+    assert isinstance(client, S3Client)
+    real = client._fs.set_session
+
+    async def counted(*, refresh: bool = False) -> Any:
+        if refresh:
+            made.append(refresh)
+        return await real(refresh=refresh)
+
+    monkeypatch.setattr(client._fs, "set_session", counted)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: storage.put(f"a{number}", b"data"), range(8)))
+    assert len(made) == 1
+
+
+def test_credentials_that_are_no_longer_valid_in_a_new_session_either_are_an_error(
+    moto_server: Server, refusing: Callable[[Refuses], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expiring = Expiring(monkeypatch, "ExpiredToken", renewed="OLDER")
+    storage = store_of(moto_server)
+    refusing(expiring)
+    with pytest.raises(StorageError, match="the credentials have expired: give other ones"):
+        storage.put("a", b"data")
+    assert expiring.refused == 2
+
+
+def test_credentials_that_were_given_are_not_looked_for(
+    moto_server: Server, refusing: Callable[[Refuses], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expiring = Expiring(monkeypatch, "ExpiredToken")
+    storage = store_of(moto_server, key="OLD", secret="secret")
+    refusing(expiring)
+    with pytest.raises(StorageError, match="the credentials have expired: give other ones"):
+        storage.put("a", b"data")
+    assert expiring.refused == 1
+
+
+# checksums
+
+
+def knows_no_checksums(request: Any) -> tuple[int, str, str] | None:
+    """As servers that are older than the checksums of S3's clients."""
+    if any(
+        name.lower().startswith(("x-amz-checksum", "x-amz-sdk-checksum", "x-amz-trailer")) for name in request.headers
+    ):
+        return 400, "InvalidArgument", "Unsupported header 'x-amz-sdk-checksum-algorithm'"
+    return None
+
+
+def test_a_server_that_does_not_know_checksums_is_told_apart_and_the_settings_that_are_named_help(
+    moto_server: Server, refusing: Callable[[Refuses], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing(knows_no_checksums)
+    with pytest.raises(StorageError) as caught:
+        store_of(moto_server, **_KEYS).put("a", b"data")
+    for name in ("request_checksum_calculation", "response_checksum_validation"):
+        assert name in str(caught.value)
+        assert f"AWS_{name.upper()}" in str(caught.value)
+    options = {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
+    store_of(moto_server, **_KEYS, config_kwargs=options).put("a", b"data")
+    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
+    store_of(moto_server, **_KEYS).put("a", b"data")
+
+
+_KEYS = {"key": "key", "secret": "secret"}
+
+
+def answer(status: int, code: str, message: str = "") -> ClientError:
+    return ClientError(
+        {"Error": {"Code": code, "Message": message}, "ResponseMetadata": {"HTTPStatusCode": status}},
+        "PutObject",
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (answer(400, "XAmzContentSHA256Mismatch"), True),
+        (answer(400, "InvalidRequest", "x-amz-content-sha256 must be UNSIGNED-PAYLOAD"), False),
+        (answer(501, "NotImplemented", "Transfer-Encoding: aws-chunked is not implemented"), False),
+        (FlexibleChecksumError(error_msg="Expected checksum x did not match calculated checksum y"), True),
+    ],
+)
+def test_errors_about_checksums_name_the_settings(error: Exception, *, again: bool) -> None:
+    found = explain(error)
+    assert "AWS_REQUEST_CHECKSUM_CALCULATION" in found.why
+    assert "conditional puts" not in found.why
+    assert found.again == again
+
+
+def test_a_server_that_says_only_that_it_does_not_know_something_may_lack_either() -> None:
+    why = explain(answer(501, "NotImplemented", "A header you provided implies functionality that is not there")).why
+    assert "single_writer" in why
+    assert "AWS_REQUEST_CHECKSUM_CALCULATION" in why
+    assert "checksum" not in explain(answer(403, "AccessDenied", "Access Denied")).why

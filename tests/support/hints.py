@@ -1,0 +1,276 @@
+"""Advice in messages: where casckpt gives it, and the tests that follow it.
+
+A hint is a message, or a part of one, that names an argument, a command, an option, a setting or a call. `hints` finds
+them in the source. A test in `tests.hints` triggers one, does what it says, and looks at the result::
+
+    @follows("checkpoint/saving/leader.py:Leader._existing", "overwrite it")
+    def test_a_step_that_exists_is_overwritten(store, told):
+        store.save({"x": 1}, run="a", step=1)
+        with told.error() as advice:  # the error of that function, with that text
+            store.save({"x": 2}, run="a", step=1)
+        store.save({"x": 2}, run="a", step=1, **advice.argument("overwrite"))
+        assert store.load("a@1") == {"x": 2}
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+import pytest
+
+from casckpt.cli.main import command_modules
+
+PACKAGE: Final = Path(__file__).resolve().parent.parent.parent / "casckpt"
+HOLE: Final = "…"
+"""Stands for a value in the text of a hint."""
+
+_COMMANDS: Final = "|".join(sorted(command_modules()))
+_IDENTIFIER: Final = r"\b[a-z]+(?:_[a-z]+)+\b"
+_ADVICE: Final = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"(?<![\w…{])[a-z_]{3,}=(?!=)",  # an argument
+        rf"\bcasckpt (?:{_COMMANDS})\b",
+        r"(?<!\w)--[a-z-]{3,}",
+        r"\b[A-Z]{2,}_[A-Z_]+\b",  # of the environment
+        r"\b[Ss]tore\.[a-z_]+",
+        r"\bcasckpt\.(?!json)[A-Za-z_]+",
+        r"\b[a-zA-Z_.]+[a-zA-Z]\([^)]*\)(?= |,|;|$)",  # a call
+        r"\b(?:give|pass|use|leave|call|say|put|choose|map|make|load|save|wrap)\b[^;:.]*" + _IDENTIFIER,
+        r"\b(?:by|into|to|with) (?:[a-z_]+\.)+[a-z_]+\b",
+        rf"\b(?:by|into|with) {_IDENTIFIER}",
+        rf"{_IDENTIFIER} takes\b",
+        r"\b(?:install|upgrade)\b",
+    )
+)
+_LOGS: Final = re.compile(r"(?:_?log\w*|warnings)\.(?:warn|warning|error)\b")
+_PAGES: Final = ("frontends/report/", "frontends/serve/page.py")
+"""Of HTML, which is no message."""
+
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+class Hint(NamedTuple):
+    """``where``: module and function, as "store/store.py:Store.save". ``kind``: raise, log, or part of a message."""
+
+    where: str
+    text: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.text}"
+
+
+def hints() -> Iterator[Hint]:
+    """All of casckpt."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield from hints_in(path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8"))
+
+
+def hints_in(module: str, source: str) -> Iterator[Hint]:
+    """Those of one module. A value that is put into a text is a `HOLE`; texts in it follow in parentheses."""
+    for statement, function in _statements(ast.parse(source), ()):
+        kind = _kind(statement)
+        if kind == "part" and module.startswith(_PAGES):
+            continue
+        for text in _texts(statement):
+            if is_advice(text):
+                yield Hint(f"{module}:{'.'.join(function)}", text, kind)
+
+
+def is_advice(text: str) -> bool:
+    """Does a message say what to do, beside what is wrong with one argument (``jobs=0 is not usable; give 1``)?"""
+    return " " in text and any(pattern.search(re.sub(r"^[a-z_]+=…", "", text)) for pattern in _ADVICE)
+
+
+def _kind(statement: ast.stmt) -> str:
+    if isinstance(statement, ast.Raise):
+        return "raise"
+    return "log" if _LOGS.match(ast.unparse(statement)) else "part"
+
+
+def _statements(node: ast.AST, function: tuple[str, ...]) -> Iterator[tuple[ast.stmt, tuple[str, ...]]]:
+    """Those that contain no other, and where each stands. Docstrings are left out."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from _statements(child, (*function, child.name))
+        elif isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+            continue
+        elif isinstance(child, ast.stmt) and not any(
+            isinstance(below, ast.stmt) for below in ast.walk(child) if below is not child
+        ):
+            yield child, function
+        else:
+            yield from _statements(child, function)
+
+
+def _texts(node: ast.AST) -> Iterator[str]:
+    """Every text below a node, each as long as it goes."""
+    if _is_text(node):
+        yield _text(node)
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from _texts(child)
+
+
+def _is_text(node: ast.AST) -> bool:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _is_text(node.left) or _is_text(node.right)
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def _text(node: ast.AST) -> str:
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(_text, node.values))
+    if isinstance(node, ast.BinOp) and _is_text(node):
+        return _text(node.left) + _text(node.right)
+    return HOLE + "".join(f"({text})" for text in _texts(node) if " " in text.strip(", "))
+
+
+class Case(NamedTuple):
+    """What a test follows: the hints of ``where`` that have ``text`` in them."""
+
+    where: str
+    text: str
+
+    def covers(self, hint: Hint) -> bool:
+        """Is it this one?"""
+        return self.where == hint.where and self.text in hint.text
+
+    @property
+    def raises(self) -> bool:
+        """Does its function raise the message itself?"""
+        return {hint.kind for hint in hints_of(self.where) if self.covers(hint)} == {"raise"}
+
+    def in_message(self, message: str) -> bool:
+        """Does a message have the text, with values in its holes?"""
+        return bool(re.search(".*?".join(map(re.escape, re.split(r"…|%[srd]", self.text))), message, re.DOTALL))
+
+
+def follows(where: str, text: str) -> Callable[[Test], Test]:
+    """Mark a test that follows the hints of ``where`` (module:function) which have ``text`` in them."""
+
+    def mark(test: Test) -> Test:
+        vars(test).setdefault("follows", []).append(Case(where, text))
+        return test
+
+    return mark
+
+
+class Advice:
+    """A message, for a test that does what it says. Each method fails if the message lacks what is asked for."""
+
+    def __init__(self, message: str = "") -> None:
+        self.message = message
+        self.followed = False
+
+    def says(self, text: str) -> str:
+        """``text``, which the message has."""
+        assert text in self.message, f"{text!r} is not in: {self.message}"
+        self.followed = True
+        return text
+
+    def argument(self, name: str, after: str = "") -> dict[str, Any]:
+        """``{name: value}``, with the value that the message shows behind ``name=``: the first that is ``after`` it.
+
+        Without ``after`` the last, since the first may be what was wrong.
+        """
+        shown = self.message.partition(self.says(after))[2] if after else self.message
+        self.says(f"{name}=")
+        places = [found.end() for found in re.finditer(rf"\b{name}=", shown)]
+        for place in places if after else reversed(places):
+            for end in range(min(len(shown), place + 400), place, -1):
+                try:
+                    value = ast.literal_eval(shown[place:end])
+                except (SyntaxError, ValueError):
+                    continue
+                if not shown[:end].rstrip().endswith(","):  # which would make a tuple of it
+                    return {name: value}
+        raise AssertionError(f"no value is shown for {name}= in: {self.message}")
+
+    def command(self, command: str, **words: object) -> list[str]:
+        """The arguments of `` `casckpt COMMAND ...` `` in the message, each of ``words`` replaced by its value."""
+        found = re.search(rf"casckpt {command}\b([^`]*)`|casckpt {command}\b()", self.message)
+        assert found, f"casckpt {command} is not in: {self.message}"
+        self.followed = True
+        return [command, *(str(words.get(word, word)) for word in (found[1] or "").split())]
+
+
+class Told:
+    """The fixture ``told``: takes the messages that a test brings about, and knows which of its cases they are."""
+
+    def __init__(self, cases: Iterable[Case], caplog: pytest.LogCaptureFixture) -> None:
+        self._cases = list(cases)
+        self._caplog = caplog
+        self._met = set[Case]()
+        self._advice: list[Advice] = []
+
+    @contextmanager
+    def error(self, kind: type[BaseException] | tuple[type[BaseException], ...] | None = None) -> Iterator[Advice]:
+        """What the block raises: with the text of a case, by the function of the case if it raises by itself."""
+        from casckpt.errors import CasckptError
+
+        advice = Advice()
+        with pytest.raises(kind or CasckptError) as caught:
+            yield advice
+        advice.message = str(caught.value)
+        self._take(advice, set(_passed(caught.value)))
+
+    @contextmanager
+    def log(self) -> Iterator[Advice]:
+        """What the block logs as a warning, or an error."""
+        advice = Advice()
+        self._caplog.clear()
+        with self._caplog.at_level("WARNING"):
+            yield advice
+        advice.message = "\n".join(record.getMessage() for record in self._caplog.records)
+        self._take(advice)
+
+    def text(self, message: object) -> Advice:
+        """A message that was heard elsewhere: on a rank, or by the command line."""
+        advice = Advice(str(message))
+        self._take(advice)
+        return advice
+
+    def check(self) -> None:
+        """Fail if a case was not met, or an advice not followed."""
+        assert self._met == set(self._cases), f"not met: {set(self._cases) - self._met}"
+        assert all(advice.followed for advice in self._advice), [
+            one.message for one in self._advice if not one.followed
+        ]
+
+    def _take(self, advice: Advice, passed: set[str] | None = None) -> None:
+        """``passed``: the functions that an error came through."""
+        found = [case for case in self._cases if case.in_message(advice.message)]
+        assert found, f"{[case.text for case in self._cases]}: not in: {advice.message}"
+        met = [case for case in found if passed is None or not case.raises or case.where in passed]
+        assert met, f"{[case.where for case in found]} did not raise: {advice.message}"
+        self._met.update(met)
+        self._advice.append(advice)
+
+
+def hints_of(where: str) -> list[Hint]:
+    """Those of one function."""
+    module = where.partition(":")[0]
+    source = (PACKAGE / module).read_text(encoding="utf-8")
+    return [hint for hint in hints_in(module, source) if hint.where == where]
+
+
+def _passed(error: BaseException | None) -> Iterator[str]:
+    """The functions of casckpt that an error came through, or those that are its cause."""
+    while error is not None:
+        trace = error.__traceback__
+        while trace is not None:
+            code = trace.tb_frame.f_code
+            if Path(code.co_filename).is_relative_to(PACKAGE):
+                module = Path(code.co_filename).relative_to(PACKAGE).as_posix()
+                yield f"{module}:{code.co_qualname.replace('.<locals>', '')}".replace(":<module>", ":")
+            trace = trace.tb_next
+        error = error.__cause__ or error.__context__
