@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(4 * 3600)  # that of all points is one sweep
 ROOT = Path(__file__).parents[2]
-POINTS = 2  # of each kind, in each way; with --full all, in buckets --points
+POINTS = 1  # of each kind, in each way; with --full all, in buckets --points
 CAN_END = {
     "gc": {"Conflict"},  # others were faster, again and again
     "copy": {"Conflict", "Gone", "Revoked"},  # what it was at was purged, or it was given up on
