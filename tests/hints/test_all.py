@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import tomllib
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,7 @@ NO_HINTS = {
     Case("frontends/serve/ranges.py:", "bytes="): "is a regular expression",
     Case("cli/commands/demo.py:Tour.run", "compared with the weights"): "tells what the demo did",
     Case("cli/commands/demo.py:Tour.run", "gc --keep-last 1"): "tells what the demo does",
+    Case("frontends/trainer/resuming.py:", "all other options stay as they are"): "tells what was asked for",
     Case("frontends/megatron/mapping.py:ShardedTensorFactory.build", "takes three arguments"): "names what is too many",
     Case(
         "frontends/transformers.py:_Folder.load_state_dict", "is restored by"
@@ -39,6 +39,20 @@ NO_HINTS = {
 """Texts that look like advice, and are none, and why."""
 
 FOLLOWED_ELSEWHERE: dict[Case, str] = {
+    Case("checkpoint/ranks.py:_gloo", "Set GLOO_SOCKET_IFNAME to the network interface"): (
+        "tests/checkpoint/test_waiting.py::test_a_gloo_that_cannot_start_is_reported_on_all_ranks"
+    ),
+    Case("frontends/training_state/model.py:_live_state", "remove_hook_from_submodules(model) brings back"): (
+        "tests/frontends/test_accelerate.py::test_a_model_that_accelerate_offloaded_is_told_from_one_without_values"
+    ),
+    Case("frontends/torch_files.py:", "call torch_save_to_casckpt of casckpt.frontends.convert there"): (
+        "tests/frontends/test_convert_torch.py::"
+        "test_a_class_of_the_script_that_saved_a_file_is_named_and_can_be_put_there"
+    ),
+    Case("storage/remote/s3/errors.py:", "set AWS_REQUEST_CHECKSUM_CALCULATION"): (
+        "tests/storage/remote/s3/test_errors.py::"
+        "test_a_server_that_does_not_know_checksums_is_told_apart_and_the_settings_that_are_named_help"
+    ),
     Case("cli/commands/export.py:_listening", "for clients: export HF_ENDPOINT=…"): (
         "tests/frontends/serve/test_clients.py::test_from_pretrained_with_an_endpoint_alone"
     ),
@@ -56,9 +70,11 @@ ALL = tuple(hints())
 
 
 def cases() -> list[Case]:
-    """Those of all tests beside this one."""
-    modules = [import_module(f"tests.hints.{path.stem}") for path in sorted(HERE.glob("test_*.py"))]
-    return [case for module in modules for test in vars(module).values() for case in getattr(test, "follows", ())]
+    """Those of all tests beside this one, read from their source: some need packages that may be missing."""
+    nodes = [node for path in sorted(HERE.glob("test_*.py")) for node in ast.walk(ast.parse(path.read_text()))]
+    marks = [mark for node in nodes if isinstance(node, ast.FunctionDef) for mark in node.decorator_list]
+    calls = [mark for mark in marks if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "follows"]
+    return [Case(*map(ast.literal_eval, call.args)) for call in calls]
 
 
 CASES = (*cases(), *FOLLOWED_ELSEWHERE)

@@ -6,6 +6,7 @@ import enum
 import logging
 import shutil
 import warnings
+from collections import UserDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import casckpt
 from casckpt.checkpoint import ranks as of_ranks
+from casckpt.checkpoint import waiting
 from casckpt.errors import Damaged, ForgottenWarning, InvalidInput, Mismatch, MissingKey
 from tests.hints.conftest import Run, changed_blob
 from tests.support.forks import forked
@@ -460,7 +462,35 @@ def test_small_differences_between_ranks_are_synchronised_or_allowed(ranks: Pool
     assert len(casckpt.open(store_path).checkpoints()) == 3
 
 
+def alone_of_two(rank: int, size: int, path: str, given: dict[str, Any]) -> None:
+    if rank == 0:
+        casckpt.open(path).save({"x": 1}, run="a", step=1, **given)
+
+
+@follows("checkpoint/waiting.py:late", "to save or load on one rank alone, pass no_dist=True")
+def test_who_need_not_wait_for_the_others_says_so(ranks: Pool, store_path: Path, told: Told) -> None:
+    advice = told.text(waiting.late([1], 30.0))
+    ranks.run(2, alone_of_two, str(store_path), advice.argument("no_dist"))
+    assert casckpt.open(store_path).read("a@1") == {"x": 1}
+
+
 # saves
+
+
+class Settings(UserDict[str, Any]):
+    """A mapping of its own kind."""
+
+
+@follows("checkpoint/saving/prepare.py:_tell_class", "Store.read gives a dict, and a load into such an object fills it")
+def test_a_mapping_of_another_class_is_filled_by_a_load(store: casckpt.Store, told: Told) -> None:
+    with told.log() as advice:
+        store.save({"more": Settings(lr=0.5)}, run="a", step=1)
+    advice.says("Store.read gives a dict")
+    assert store.read("a@1") == {"more": {"lr": 0.5}}
+    advice.says("a load into such an object fills it")
+    state = {"more": Settings(lr=0.0)}
+    store.load(state, "a@1")
+    assert state["more"] == Settings(lr=0.5)
 
 
 @follows("checkpoint/saving/leader.py:Leader._existing", "save another step, or overwrite it (overwrite=True")

@@ -12,6 +12,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
+
 import casckpt
 from casckpt.cli.main import cli
 from casckpt.frontends.serve import server

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
+
+pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
 
 import casckpt
 from casckpt.errors import InvalidInput, MissingKey, Refused, Unsupported
@@ -114,6 +114,24 @@ def test_an_attachment_in_the_way_of_a_file_is_left_out(
     assert names_in(tmp_path / "out" / "model.safetensors") == {"w"}
     advice.says("store.read_attachment")
     assert store.read_attachment("a@1", "model.safetensors") == b"x"
+
+
+@follows("frontends/exporting.py:export", "or say with format= (--format) which of … it is to be")
+@pytest.mark.parametrize("way", ["name", "format", "--format"])
+def test_what_a_name_does_not_say_is_said(saved: Store, tmp_path: Path, told: Told, run: Run, way: str) -> None:
+    with told.error(InvalidInput) as advice:
+        saved.export("a@1", tmp_path / "m.onnx")
+    if way == "name":
+        for suffix in (".safetensors", ".pt", ".pth", ".bin"):
+            saved.export("a@1", tmp_path / f"m{advice.says(suffix)}")
+        assert torch.load(tmp_path / "m.bin").keys() == names_in(tmp_path / "m.safetensors")
+    elif way == "format":
+        given: Any = {advice.says("format=")[:-1]: advice.says("safetensors")}
+        saved.export("a@1", tmp_path / "m.onnx", **given)
+        assert names_in(tmp_path / "m.onnx" / "model.safetensors") == {"w", "b"}
+    else:
+        run("export", saved.url, "a@1", tmp_path / "m.onnx", advice.says(way), "dcp")
+        assert (tmp_path / "m.onnx" / ".metadata").exists()
 
 
 # which part
@@ -414,12 +432,14 @@ def test_an_optimizer_of_olmo_is_imported_with_leave(
 def test_a_token_is_given_as_the_environment_gives_it(
     saved: Store, tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    hub: Any = pytest.importorskip("huggingface_hub", reason="needs casckpt[transformers]")
+    errors: Any = pytest.importorskip("huggingface_hub.errors", reason="needs casckpt[transformers]")
     with serving(saved, guard={"tokens": frozenset({"hf_right"})}) as served:
         where: Any = {"endpoint": served.endpoint, "cache_dir": tmp_path / "hub"}
-        with pytest.raises(HfHubHTTPError) as caught:
-            hf_hub_download("a", "model.safetensors", token=False, **where)
+        with pytest.raises(errors.HfHubHTTPError) as caught:
+            hub.hf_hub_download("a", "model.safetensors", token=False, **where)
         monkeypatch.setenv(told.text(caught.value).says("HF_TOKEN"), "hf_right")
-        path = hf_hub_download("a", "model.safetensors", **where)
+        path = hub.hf_hub_download("a", "model.safetensors", **where)
     assert names_in(path) == {"w", "b"}
 
 

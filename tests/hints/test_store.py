@@ -91,6 +91,24 @@ def test_a_storage_that_replaces_is_for_a_single_writer(tmp_path: Path, told: To
 # names
 
 
+@follows("repository/refs.py:_at_step", "was purged: it is gone for good; see `casckpt list`")
+def test_instead_of_a_purged_step_another_is_found_in_the_list(
+    saved: Store, purged: casckpt.Checkpoint, told: Told, run: Run
+) -> None:
+    with told.error(Gone) as advice:
+        saved.get(f"{purged.run}@{purged.step}")
+    (listed,) = json.loads(run(*advice.command("list"), saved.url, "--json").stdout)
+    assert saved.read(listed["id"]) == {"x": 2}
+
+
+@follows("store/store.py:Store.tag", "the name of a tag comes first, then the checkpoint: tag(…, …)")
+def test_a_tag_is_set_by_the_call_that_is_shown(saved: Store, told: Told) -> None:
+    with told.error(InvalidInput) as advice:
+        saved.tag("a@1", "best")
+    eval(advice.says("tag('best', 'a@1')"), {"tag": saved.tag})  # as a reader would write it
+    assert saved.get("tag:best").step == 1
+
+
 @follows("store/store.py:Store.restore", "restore_many takes ranges")
 def test_a_range_is_restored_by_the_method_for_many(saved: Store, told: Told) -> None:
     saved.save({"x": 2}, run="a", step=2)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 import casckpt
 from casckpt.errors import InvalidInput
@@ -87,18 +88,41 @@ def test_of_a_generator_its_state_is_stored(store: Store, told: Told) -> None:
     assert torch.equal(store.read("a@1")["rng"][0], generator.get_state())
 
 
-@follows("tensors/shards.py:_problem", "materialise it first (module.to_empty(device=...))")
+@follows("tensors/shards.py:_problem", "for a load, call module.to_empty(device=...), for a save fill the module")
 def test_a_meta_tensor_is_materialised(store: Store, told: Told) -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     with told.error(InvalidInput) as advice:
         store.save({"model": model.state_dict()}, run="a", step=1)
-    advice.says("module.to_empty(device=...)")
+    advice.says("for a save fill the module")
+    filled = nn.Linear(2, 2)
+    store.save({"model": filled.state_dict()}, run="a", step=1)
+    with pytest.raises(InvalidInput):
+        store.load({"model": model.state_dict()}, "a@1")
+    advice.says("for a load, call module.to_empty(device=...)")
     model.to_empty(device="cpu")
-    with torch.no_grad():
-        model.weight.fill_(3)
-    store.save({"model": model.state_dict()}, run="a", step=1)
-    assert (store.read("a@1")["model"]["weight"] == 3).all()
+    store.load({"model": model.state_dict()}, "a@1")
+    assert torch.equal(model.weight, filled.weight)
+
+
+@follows(
+    "tensors/shards.py:_problem", "store these in its place. If an optimizer keeps it, save without that (optim=None)"
+)
+def test_of_a_tensor_of_tensors_these_are_stored(store: Store, told: Told) -> None:
+    two = TwoTensor(torch.ones(2), torch.zeros(2))  # type: ignore[no-untyped-call]
+    with told.error(InvalidInput) as advice:
+        store.save({"w": two}, run="a", step=1)
+    advice.says("store these in its place")
+    store.save({"a": two.a, "b": two.b}, run="a", step=1)
+    assert torch.equal(store.read("a@1")["a"], torch.ones(2))
+    model = nn.Linear(2, 2)
+    optim = torch.optim.SGD(model.parameters())
+    optim.state[model.weight]["two"] = two
+    with told.error(InvalidInput) as advice:
+        casckpt.save_model_and_optim_state(store, model, optim, run="b", step=1)
+    without: Any = advice.argument("optim")
+    casckpt.save_model_and_optim_state(store, model, run="b", step=1, **without)
+    assert torch.equal(store.read("b@1")["model"]["weight"], model.weight)
 
 
 @follows("tensors/shards.py:_problem", "store its indices and values, or to_dense()")

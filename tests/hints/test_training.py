@@ -223,6 +223,23 @@ def test_the_state_of_an_optimizer_is_handed_over_or_saved_with_it(store: Store,
 # optimizers of other kinds
 
 
+@follows(
+    "frontends/training_state/optimizer.py:named_groups", "give the list of these, or none (optim=None; of a Trainer"
+)
+def test_an_optimizer_is_that_of_the_model_or_none(store: Store, model: Two, told: Told) -> None:
+    with told.error(InvalidInput) as advice:
+        save_model_and_optim_state(store, model, stepped(Two()), run="a", step=1)
+    advice.says("give the model that the optimizer was made for")
+    save_model_and_optim_state(store, model, stepped(model), run="a", step=1)
+    advice.says("give the list of these")
+    each = [stepped(layer) for layer in model.children()]
+    save_model_and_optim_state(store, model, each, run="a", step=2)
+    assert store.get("a@2").tensors.keys() == store.get("a@1").tensors.keys()
+    none: Any = advice.argument("optim")
+    save_model_and_optim_state(store, model, run="a", step=3, **none)
+    assert "optim" not in store.read("a@3")
+
+
 class Noted(optim.SGD):
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"note": 1}
@@ -503,6 +520,37 @@ def test_a_training_goes_on_without_what_was_not_saved(store: Store, model: Two,
     assert identical(weights(fresh), weights(model))
 
 
+class Loading(Whole):
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # as OLMo-core has it
+        with torch.no_grad():
+            self.weight.copy_(state["model"]["weight"])
+
+
+@follows("frontends/trainer/contents.py:Restoring.load.wanted_optimizers", 'leave out options="keep"')
+def test_a_model_that_loads_by_itself_has_no_options_to_keep(store: Store, told: Told) -> None:
+    whole: Any = Loading()
+    checkpointer(store).save(1, whole)
+    whole.weight.data.zero_()
+    with told.error(InvalidInput) as advice:
+        checkpointer(store).resume(whole, options="keep")
+    advice.says('leave out options="keep"')
+    checkpointer(store).resume(whole)
+    assert torch.equal(whole.weight, torch.ones(2))
+
+
+@follows("frontends/trainer/resuming.py:", 'but not passed to resume; if that is meant, pass unread="ignore"')
+def test_what_is_not_passed_to_a_resume_is_passed_or_meant(store: Store, model: Two, told: Told) -> None:
+    made = checkpointer(store)
+    made.save(1, model, stepped(model))
+    fresh = Two()
+    with told.log() as advice:
+        made.resume(fresh)
+    with heard() as texts:
+        made.resume(fresh, **advice.argument("unread"))
+        made.resume(fresh, SGD(fresh.parameters()))
+    assert texts == []
+
+
 @follows("frontends/trainer/one_run.py:newest_healthy", "load one of them by its step")
 def test_where_all_are_unhealthy_one_is_loaded_by_its_step(store: Store, model: Two, told: Told) -> None:
     made = checkpointer(store)
@@ -547,7 +595,7 @@ def test_generators_are_restored_from_what_was_made(told: Told) -> None:
     assert torch.equal(torch.rand(3), first)
 
 
-@follows("frontends/trainer/train_state.py:TrainState.load_state_dict", "rng=False: without the random generators")
+@follows("frontends/trainer/train_state.py:TrainState.set_parts", "rng=False: without the random generators")
 def test_parts_that_were_not_saved_are_left_out(told: Told) -> None:
     with told.error(MissingKey) as advice:
         TrainState(epoch=0, place=1).load_state_dict({"epoch": 3})
