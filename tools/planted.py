@@ -1443,6 +1443,20 @@ PLANTED = (
         "tests/frontends/test_transformers.py",
     ),
     Planted(
+        "restore_checkpoint refuses the folder that the job itself has left",
+        "casckpt/frontends/transformers.py",
+        "force = force or _is_its_folder(opened, stored.checkpoint, target)",
+        "",
+        "tests/frontends/test_transformers.py",
+    ),
+    Planted(
+        "restore_checkpoint writes over the folder of another training",
+        "casckpt/frontends/transformers.py",
+        "path.is_file() and path.read_bytes() == store.read_attachment(checkpoint, STATE)",
+        "path.is_file()",
+        "tests/frontends/test_transformers.py",
+    ),
+    Planted(
         "a load that is not strict fills modules that do not read all that they save",
         "casckpt/frontends/training_state/loading.py",
         "        if refused:\n",
