@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import casckpt
-from tests.support.pages import commands_in, pattern
+from tests.support.pages import commands_of, pattern
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "docs" / "examples"
 _ACTOR = re.compile(
@@ -41,8 +41,7 @@ def test_a_reader_without_casckpt_prints_what_it_says(tmp_path: Path) -> None:
         store.save({"model": {"weight": torch.ones(4, 3, dtype=torch.bfloat16)}, "step": step}, run="train", step=step)
     store.forget("train@20")
     script = EXAMPLES / "read_without_casckpt.py"
-    docstring = script.read_text().split('"""')[1]
-    for command, expected in commands_in(docstring[docstring.index("\n$ ") + 1 :].split("\n\n")[0]):
+    for command, expected in commands_of(script):
         python, name, *arguments = command.split()
         assert (python, name) == ("python", script.name)
         done = subprocess.run(

@@ -28,7 +28,8 @@ from casckpt.plan.sizes import parse_size
 from casckpt.repository.opening import CACHE_VARIABLE
 from casckpt.store.opening import open as open_store
 from casckpt.store.settings import NAMES
-from tests.support.pages import commands_in, pattern
+from tests.support.pages import commands_of, pattern
+from tests.support.recipes import says_kill_it
 from tests.support.scripts import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,7 +38,7 @@ EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
 FRONTENDS = ("accelerate", "convert", "dcp", "lightning", "megatron", "torchtitan", "trainer", "transformers")
 NONE = (MISSING, inspect.Parameter.empty)
 ELSEWHERE = {"rl_publish_follow", "read_without_casckpt"}  # tests/test_examples.py looks at what they print
-NEEDS = {"lightning_fit": "lightning", "transformers_trainer": "transformers"}
+KILLED = {path.stem for path in EXAMPLES if says_kill_it(path)}  # and tests/test_recipes.py at these
 
 
 @pytest.mark.process  # front ends import matplotlib, which asks for the fonts of the system
@@ -163,15 +164,12 @@ def test_the_settings_of_what_saves_are_those_of_the_code(heading: str, kind: An
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "path", [one for one in EXAMPLES if one.stem not in ELSEWHERE], ids=lambda path: str(path.stem)
+    "path", [one for one in EXAMPLES if one.stem not in ELSEWHERE | KILLED], ids=lambda path: str(path.stem)
 )
 def test_an_example_prints_what_it_says(path: Path, tmp_path: Path) -> None:
-    pytest.importorskip(NEEDS.get(path.stem, "casckpt"))
-    docstring = path.read_text().split('"""')[1]
-    said = commands_in(docstring[docstring.index("\n$ ") + 1 :].split("\n\n")[0])
     folder = tmp_path / "folder"
     folder.mkdir()
-    for command, expected in said:
+    for command, expected in commands_of(path):
         found = re.fullmatch(rf"(?:python|torchrun --nproc-per-node (\d+)) {path.name}", command)
         assert found is not None, command
         done = run_script(path, cwd=folder, ranks=int(found[1] or 0))

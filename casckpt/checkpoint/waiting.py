@@ -29,7 +29,8 @@ def late(ranks: Sequence[int], seconds: float) -> str:
     """Return the warning about ``ranks``, for which others have waited for so long."""
     return (
         f"waited {seconds:.0f} s for rank{'s' * (len(ranks) > 1)} {_numbers(ranks)}: every rank of the process group "
-        "must make the same call of casckpt. The wait goes on; to save or load on one rank alone, pass no_dist=True"
+        "must make the same call of casckpt, not rank 0 alone. The wait goes on. Only Store.save and Store.load have "
+        "no_dist=True, for one rank alone"
     )
 
 

@@ -30,6 +30,10 @@ _BESIDE: Final = {
 """Commands that lie in the module of another one, under their own names."""
 
 
+_FOREIGN = {"delete": ["forget"], "remove": ["forget"], "rm": ["forget"], "prune": ["gc"], "info": ["show"]}
+"""What other programs call it, for the hint at an unknown command."""
+
+
 @cache
 def command_modules() -> dict[str, str]:
     """Names of the commands, and of the modules that hold them."""
@@ -59,7 +63,7 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """The command that ``args`` begin with. Raises UsageError, which names what may be meant."""
         if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
-            near = difflib.get_close_matches(args[0], command_modules())
+            near = _FOREIGN.get(args[0]) or difflib.get_close_matches(args[0], command_modules())
             meant = f"; did you mean {' or '.join(near)}?" if near else ""
             raise click.UsageError(f"there is no command {args[0]!r}{meant}", ctx)
         return super().resolve_command(ctx, args)

@@ -60,7 +60,10 @@ def _stored(name: str, given: Any) -> Stored:
     if isinstance(value, str) and value in _TEXTS:
         return value
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise InvalidInput(f"metric {name!r} is a {type(value).__name__}; give a number, or a tensor of no dimensions")
+        of_shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
+        raise InvalidInput(
+            f"metric {name!r} is a {type(value).__name__}{of_shape}; give a number, or a tensor of no dimensions"
+        )
     if isinstance(value, Integral) and abs(int(value)) < 1 << 63:
         return int(value)
     try:

@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 HOME = "transformers"
 OPTIMIZER, RNG = "optimizer.pt", re.compile(r"rng_state(_\d+)?\.pth")
+STATE = "trainer_state.json"
 _SAFETENSORS = ".safetensors"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -207,9 +208,10 @@ def restore_checkpoint(
 
     None if ``ref`` is ``RUN@latest`` of a run that has no checkpoint yet: then a trainer starts from the beginning.
     That is what ``trainer.train(resume_from_checkpoint=...)`` takes. An ``output_dir`` that is called
-    ``checkpoint-<number>`` is the folder itself. One process for each file system makes the call. ``force``: over what
-    is there. ``allow_pickle``: as for `Store.read`; a checkpoint that was saved with it may need it. Raises Refused for
-    a pickle without it, NotFound, Conflict if the folder is not empty, Mismatch for a checkpoint that no
+    ``checkpoint-<number>`` is the folder itself. One process for each file system makes the call. A folder
+    with the same ``trainer_state.json``, which the job itself has left, is written again. ``force``: over whatever is
+    there. ``allow_pickle``: as for `Store.read`; a checkpoint that was saved with it may need it. Raises Refused for a
+    pickle without it, NotFound, Conflict if the folder has something else, Mismatch for a checkpoint that no
     `CasCheckpointCallback` made, Damaged. After an error nothing stands under the final name.
     """
     opened = as_store(store)
@@ -228,7 +230,8 @@ def restore_checkpoint(
     target = Path(output_dir)
     if not _CHECKPOINT.fullmatch(target.name):
         target /= f"checkpoint-{stored.commit.step}"
-    with new_folder(target, force=force, stale=lambda name: True, last=["trainer_state.json"]) as folder:
+    force = force or _is_its_folder(opened, stored.checkpoint, target)
+    with new_folder(target, force=force, stale=lambda name: True, last=[STATE]) as folder:
         for name in opened.attachments(stored.checkpoint):
             _write(folder, name, opened.read_attachment(stored.checkpoint, name))
         for name, data in about.get("rng", {}).items():
@@ -239,6 +242,13 @@ def restore_checkpoint(
         if stored.has_optimizer():
             torch.save(unshard_optim_state(opened, stored.checkpoint, allow_pickle=allow_pickle), folder / OPTIMIZER)
     return target
+
+
+def _is_its_folder(store: Store, checkpoint: Checkpoint, folder: Path) -> bool:
+    """Whether the checkpoint was saved from this folder: a job is started again where it was."""
+    path = folder / STATE
+    saved = STATE in store.attachments(checkpoint)
+    return saved and path.is_file() and path.read_bytes() == store.read_attachment(checkpoint, STATE)
 
 
 def _read(store: Store, stored: StoredTraining, name: str, names: list[str]) -> dict[str, torch.Tensor]:

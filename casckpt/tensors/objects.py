@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+from dataclasses import dataclass
 from typing import Any, Final
 from zipfile import BadZipFile, ZipFile
 
@@ -13,6 +14,7 @@ import torch
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import plain
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
+from casckpt.tensors.shards import inner_names
 from casckpt.tensors.untrusted import MISREAD
 
 _PICKLE_ERRORS = (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError)
@@ -22,12 +24,28 @@ _RECORD: Final = re.compile(
 )
 
 
+@dataclass(frozen=True)
+class Archived:
+    """A tensor that consists of other tensors, as a leaf. If pickles are allowed, it is stored as torch.save has it."""
+
+    tensor: torch.Tensor
+
+
 def encode_object(key: str, value: Any, allow_pickle: bool, spill: plain.Spill | None = None) -> tuple[bytes, bool]:
     """Encode the leaf ``key``: (bytes, pickled).
 
     Plain data is never pickled. What is not plain is pickled if ``allow_pickle``, else InvalidInput names the place
     inside the value. Long buffers, that of a pickle too, go to ``spill``.
     """
+    if isinstance(value, Archived):
+        if not allow_pickle:
+            kind, made_of = type(value.tensor).__name__, ", ".join(inner_names(value.tensor))
+            raise InvalidInput(
+                f"{key!r}: a {kind} consists of other tensors ({made_of}); pass allow_pickle=True to store it as "
+                "torch.save does",
+                key=key,
+            )
+        return plain.encode(write_archive(value.tensor.detach()), spill=spill, where=key), True
     if allow_pickle and not _is_plain(key, value):
         try:
             data = pickle.dumps(value, protocol=5)

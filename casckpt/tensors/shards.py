@@ -141,17 +141,22 @@ def check_storable(key: str, data: torch.Tensor) -> None:
         raise InvalidInput(f"{key!r}: {problem}", key=key)
 
 
+def inner_names(data: Any) -> list[str]:
+    """The names of the tensors that a tensor of a class of its own consists of; none for any other, or a nested one."""
+    if type(data) in _PLAIN or data.is_nested or not hasattr(data, "__tensor_flatten__"):
+        return []
+    return list(map(str, data.__tensor_flatten__()[0]))
+
+
 def _problem(data: Any) -> str | None:
     is_plain = type(data) in _PLAIN
     if not is_plain and is_lazy(data):
         return "an uninitialized parameter has no shape yet; run the module once, or fill it, first"
-    if not is_plain and not data.is_nested and hasattr(data, "__tensor_flatten__"):  # of nested ones see below
-        inner = ", ".join(map(str, data.__tensor_flatten__()[0]))
-        if inner:
-            return (
-                f"a {type(data).__name__} consists of other tensors ({inner}); store these in its place. If an "
-                "optimizer keeps it, save without that (optim=None), or use one of plain tensors, such as bitsandbytes'"
-            )
+    if not is_plain and (inner := inner_names(data)):
+        return (
+            f"a {type(data).__name__} consists of other tensors ({', '.join(inner)}); store these in its place. If an "
+            "optimizer keeps it, save without that (optim=None), or use one of plain tensors, such as bitsandbytes'"
+        )
     if data.is_meta:
         return (
             "a meta tensor has no values; for a load, call module.to_empty(device=...), for a save fill the module. If "

@@ -2,10 +2,13 @@
 
 $ torchrun --nproc-per-node 2 fsdp2.py
 2 ranks: starting
-2 ranks: saved step 3, ... MiB on 2 ranks
+2 ranks: saved step 30, ... MiB on 2 ranks
+
+Kill it, and start it again on any number of ranks: it goes on after its newest checkpoint.
+
 $ torchrun --nproc-per-node 1 fsdp2.py
-1 ranks: resuming after step 3, which 2 ranks saved
-1 ranks: saved step 6, ... MiB on 1 ranks
+1 ranks: resuming after step 10, which 2 ranks saved
+1 ranks: saved step 30, ... MiB on 1 ranks
 """
 
 import torch
@@ -14,6 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from casckpt.frontends.trainer import Checkpointer, TrainState
+
+STEPS, GLOBAL_BATCH = 30, 8
 
 dist.init_process_group("gloo")  # "nccl" on GPUs
 rank, size = dist.get_rank(), dist.get_world_size()
@@ -34,13 +39,13 @@ fully_shard(model, mesh=mesh)
 optim = torch.optim.AdamW(model.parameters())
 train = TrainState(ranks=size)
 
-with Checkpointer("checkpoints", run="fsdp2", save_interval=3) as checkpointer:  # the same calls on every rank
+with Checkpointer("checkpoints", run="fsdp2", save_interval=5, last_step=STEPS) as checkpointer:  # as on every rank
     last = checkpointer.resume(model, optim, train)
     say(f"resuming after step {last.step}, which {train['ranks']} ranks saved" if last else "starting")
     train["ranks"] = size
-    first = last.step + 1 if last else 1
-    for step in range(first, first + 3):
-        model(torch.randn(8, 256)).square().mean().backward()
+    for step in range(last.step + 1 if last else 1, STEPS + 1):
+        batch = torch.randn(GLOBAL_BATCH, 256, generator=torch.Generator().manual_seed(step))  # of all ranks
+        model(batch[rank::size]).square().mean().backward()
         optim.step()
         optim.zero_grad()
         checkpointer.save_if_due(step, model, optim, train)

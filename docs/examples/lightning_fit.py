@@ -1,8 +1,11 @@
-"""Lightning: its checkpoints lie in a store, by one plug-in. Needs casckpt[lightning].
+"""Lightning: its checkpoints, of a model and its moving average, lie in a store by one plug-in.
+
+Needs casckpt[lightning].
 
 $ python lightning_fit.py
-trained to step 8; in the store: fit@4 fit@8
-resumed from step 8, trained to step 12
+trained to step 16; in the store: fit@4 fit@8 fit@12 fit@16
+
+Kill it, and start it again: it goes on after its newest checkpoint, and the losses are the same to the bit.
 """
 
 import logging
@@ -11,7 +14,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import casckpt
@@ -22,46 +25,40 @@ warnings.filterwarnings("ignore")  # Lightning's, about this small example
 
 
 class Model(LightningModule):
-    """A linear model."""
+    """Two layers, and a rate that decays."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = torch.nn.Linear(8, 1)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
 
     def training_step(self, batch: Any, number: int) -> torch.Tensor:
         """Give the loss."""
-        loss: torch.Tensor = self.linear(batch[0]).square().mean()
+        loss: torch.Tensor = (self.layers(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Give the optimizer."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-def trainer(epochs: int) -> Trainer:
-    """Make a trainer whose checkpoints go into the store."""
-    return Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        plugins=[CasCheckpointIO(store, run="fit")],  # this is all
-        callbacks=[ModelCheckpoint(dirpath="lightning", monitor="loss", save_top_k=-1)],
-    )
+    def configure_optimizers(self) -> Any:
+        """Give the optimizer and its scheduler."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
 
 
 torch.manual_seed(0)
 store = casckpt.open("checkpoints")
 data = DataLoader(TensorDataset(torch.randn(32, 8)), batch_size=8)
 
-first = trainer(epochs=2)
-first.fit(Model(), data)
+trainer = Trainer(
+    max_epochs=4,
+    accelerator="cpu",
+    logger=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+    plugins=[CasCheckpointIO(store, run="fit")],  # this is all
+    callbacks=[
+        EMAWeightAveraging(decay=0.9),
+        ModelCheckpoint(dirpath="lightning", monitor="loss", save_top_k=-1, save_last=True),
+    ],
+)
+trainer.fit(Model(), data, ckpt_path="last")  # or "best", a path, "fit@latest", tag:NAME; the first start has none
 names = " ".join(f"{ckpt.run}@{ckpt.step}" for ckpt in store.checkpoints("fit"))
-print(f"trained to step {first.global_step}; in the store: {names}")
-
-begun = store.get("fit@latest").step
-second = trainer(epochs=3)
-second.fit(Model(), data, ckpt_path="fit@latest")  # or "last", "best", a path, tag:NAME
-print(f"resumed from step {begun}, trained to step {second.global_step}")
+print(f"trained to step {trainer.global_step}; in the store: {names}")

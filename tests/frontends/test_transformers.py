@@ -142,8 +142,17 @@ def test_ten_checkpoints_of_a_frozen_encoder_take_the_first_and_what_changed(tmp
     assert identical(one["state"], two["state"])
     groups = zip(one["param_groups"], two["param_groups"], strict=True)
     assert all(sorted(a.items(), key=str) == sorted(b.items(), key=str) for a, b in groups)
+
+    # where a job is started again its folder is there, whole or not; the folder of another training is kept
+    (other / "model.safetensors").unlink()
+    (other / "optimizer.pt").write_bytes(b"")
+    assert restored_folder(store, "sft@latest", tmp_path / "back2") == other
+    assert identical(load_file(other / "model.safetensors"), load_file(last / "model.safetensors"))
+    assert identical(torch.load(other / "optimizer.pt")["state"], one["state"])
+    (other / "trainer_state.json").write_text("{}")
     with pytest.raises(Conflict, match="not empty"):
         restored_folder(store, "sft@latest", tmp_path / "back2")
+    assert (other / "trainer_state.json").read_text() == "{}"
 
     # and other front ends read it
     fresh = model()

@@ -61,6 +61,15 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "test_a_save_that_failed_over_a_folder_is_not_mixed_with_what_was_there"
     ),
     Case(
+        "frontends/training_state/optimizer.py:_state_of", "in a TrainState, or by its state_dict() with store.save"
+    ): ("tests/frontends/test_optimizers.py::test_an_optimizer_with_more_in_its_state_is_saved_as_an_object"),
+    Case("frontends/training_state/optimizer.py:local_optimizer", "make it without overlap_with_ddp"): (
+        "tests/frontends/test_optimizers.py::test_zero_redundancy_goes_on_with_its_parts_and_without_them"
+    ),
+    Case("tensors/objects.py:encode_object", "pass allow_pickle=True to store it as torch.save does"): (
+        "tests/frontends/test_optimizers.py::test_tensors_made_of_others_are_stored_where_pickles_are_allowed"
+    ),
+    Case(
         "repository/commits.py:gone", "lease=True, or Store.lease"
     ): "tests/store/test_gone.py::test_what_it_says_helps",
 }

@@ -467,7 +467,7 @@ def alone_of_two(rank: int, size: int, path: str, given: dict[str, Any]) -> None
         casckpt.open(path).save({"x": 1}, run="a", step=1, **given)
 
 
-@follows("checkpoint/waiting.py:late", "to save or load on one rank alone, pass no_dist=True")
+@follows("checkpoint/waiting.py:late", "Store.save and Store.load have no_dist=True, for one rank alone")
 def test_who_need_not_wait_for_the_others_says_so(ranks: Pool, store_path: Path, told: Told) -> None:
     advice = told.text(waiting.late([1], 30.0))
     ranks.run(2, alone_of_two, str(store_path), advice.argument("no_dist"))

@@ -240,21 +240,6 @@ def test_an_optimizer_is_that_of_the_model_or_none(store: Store, model: Two, tol
     assert "optim" not in store.read("a@3")
 
 
-class Noted(optim.SGD):
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"note": 1}
-
-
-@follows("frontends/training_state/optimizer.py:_state_of", "save it with store.save instead")
-def test_an_optimizer_with_more_in_its_state_is_saved_as_it_is(store: Store, model: Two, told: Told) -> None:
-    noted = stepped(model, partial(Noted, lr=0.1, momentum=0.9))
-    with told.error(InvalidInput) as advice:
-        save_model_and_optim_state(store, model, noted, run="a", step=1)
-    advice.says("store.save")
-    store.save({"model": model.state_dict(), "optim": noted.state_dict()}, run="a", step=1)
-    assert store.read("a@1")["optim"]["note"] == 1
-
-
 @follows(
     "frontends/training_state/optimizer.py:unflatten_optimizer_state", "give all that flatten_optimizer_state gave"
 )

@@ -146,6 +146,12 @@ def _commands(block: Block) -> Iterator[tuple[int, str, list[str]]]:
     yield from found
 
 
+def commands_of(program: Path) -> list[tuple[str, list[str]]]:
+    """The commands in the docstring of a program, each with what it prints."""
+    paragraphs = program.read_text().split('"""')[1].split("\n\n")
+    return [one for text in paragraphs if text.startswith("$ ") for one in commands_in(text)]
+
+
 def commands_in(text: str) -> list[tuple[str, list[str]]]:
     """(command, lines that it prints) of what stands in a console block."""
     return [(command, expected) for _, command, expected in _commands(Block("", 1, "console", text, 0))]

@@ -38,16 +38,11 @@ def run_script(
 ) -> Done:
     """Run a file, or a module by its name. ``ranks``: on so many, as torchrun would start them."""
     words = list(map(str, arguments))
-    given = dict(environment or {}) | {"OMP_NUM_THREADS": "1"}
-    if ranks:
-        given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
-        given |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     with tempfile.TemporaryDirectory() as folder:
         processes = []
-        for rank in range(max(1, ranks)):
-            own = given | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {})
-            output = Path(folder, str(rank))
-            processes.append(afresh().Process(target=_run, args=(what, words, cwd or Path.cwd(), own, output)))
+        for rank, own in enumerate(environments(ranks)):
+            given, output = {**(environment or {}), **own}, Path(folder, str(rank))
+            processes.append(afresh().Process(target=play, args=(what, words, cwd or Path.cwd(), given, output)))
             processes[-1].start()
         for process in processes:
             process.join(PATIENCE)
@@ -59,7 +54,18 @@ def run_script(
     return Done(max(abs(process.exitcode or 0) for process in processes), printed, told)
 
 
-def _run(what: Path | str, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str], output: Path) -> None:
+def environments(ranks: int) -> list[dict[str, str]]:
+    """What each process is told by torchrun; 0 for one process without it."""
+    given = {"OMP_NUM_THREADS": "1"}
+    if not ranks:
+        return [given]
+    given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+    given |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return [given | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def play(what: Path | str, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str], output: Path) -> None:
+    """Be the process that runs it; what it prints is in files that begin as ``output`` does."""
     os.environ.update(environment)
     os.chdir(cwd)
     for number, suffix in ((1, OUT), (2, ERR)):

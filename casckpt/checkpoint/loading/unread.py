@@ -98,8 +98,8 @@ def warn_moved(run: str, step: int, holders: Mapping[str, Collection[int]], size
     for ranks, keys in moved.items():
         without = [rank for rank in range(size) if rank not in ranks]
         left = [rank for rank in ranks[1:] if rank >= size]
-        said = [f"ranks {listed(without)} took what rank {ranks[0]} saved"] if without else []
-        said += [f"what ranks {listed(left)} saved was not taken"] if left else []
+        said = [f"rank{'s' * (len(without) > 1)} {listed(without)} took what rank {ranks[0]} saved"] if without else []
+        said += [f"what rank{'s' * (len(left) > 1)} {listed(left)} saved was not taken"] if left else []
         if _is_news(run, (f"{size}", *map(str, ranks), *keys)):
             log.warning("%s of %s@%d: %s", listed(keys), run, step, "; ".join(said))
 

@@ -192,7 +192,10 @@ def find_odd(samples: Sequence[Samples], memory: ReplicaMemory, check: str) -> O
     if odd and check == "raise":
         (first, row), *others = odd[0]
         other = next(rank for rank, at in others if (samples[rank].words[at] != samples[first].words[row]).any())
-        advice = "Synchronise it before the save; or pass check_replicas='sample', which allows small differences"
+        advice = (
+            "Synchronise it before the save, or name the rank that maintains it with owners=; or pass "
+            "check_replicas='sample', which allows small differences"
+        )
         raise _differs(layouts[first].key(row), first, other, "", advice)
     return [rows for rows in odd if layouts[rows[0][0]].key(rows[0][1]) not in memory.differing]
 

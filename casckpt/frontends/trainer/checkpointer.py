@@ -23,6 +23,7 @@ from casckpt.frontends.trainer.contents import (
     TRAIN,
     AnyTrainState,
     GroupOptions,
+    HasState,
     Restoring,
     TrainModel,
     Wanted,
@@ -43,7 +44,7 @@ from casckpt.frontends.trainer.rotation import rotate, thin
 from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
 from casckpt.frontends.trainer.summary import SaveSummary
 from casckpt.frontends.trainer.throttle import throttled
-from casckpt.frontends.trainer.train_state import TrainState, restore_rng, rng_state
+from casckpt.frontends.trainer.train_state import restore_rng, rng_state
 from casckpt.frontends.training_state.hub_config import config_files
 from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
 from casckpt.frontends.training_state.stored import MODEL
@@ -335,7 +336,7 @@ class Checkpointer(OneRun):
         self,
         model: TrainModel,
         optim: AnyOptimizer | None = None,
-        train_state: TrainState | MutableMapping[str, Any] | None = None,
+        train_state: MutableMapping[str, Any] | HasState | None = None,
         *,
         missing: Missing = "raise",
         unread: Unread = "warn",

@@ -15,6 +15,8 @@ from casckpt.format.sections.index import StreamEntry
 from casckpt.frontends.training_state.flat import FlatPart
 from casckpt.tensors.dtensors import described_like, is_dtensor, local_of
 from casckpt.tensors.dtypes import torch_dtype
+from casckpt.tensors.objects import Archived
+from casckpt.tensors.shards import inner_names
 from casckpt.tensors.values import Shard
 
 if TYPE_CHECKING:
@@ -70,6 +72,8 @@ class Holding:
             here = tuple(self.parameter.to_local().shape)
             is_part = not is_dtensor(value) and value.numel() > 1 and shape == here != tuple(self.parameter.shape)
         else:
+            if not is_dtensor(value) and inner_names(value):
+                return Archived(value)
             alike = shape == tuple(self.parameter.shape) and shape and not is_dtensor(value)
             return Shard(value, shape, replicated=True) if alike else value
         if is_part:
@@ -119,17 +123,21 @@ def apart(value: Any) -> Any:
     return value
 
 
-def unwrapped(value: Any) -> Any:
-    """A filled template as the optimizer is to have it."""
+def unwrapped(value: Any, device: torch.device | None = None) -> Any:
+    """A filled template as the optimizer is to have it: what was `Archived` on the ``device`` of the parameter."""
     if isinstance(value, Shard):
         return value.data
     if isinstance(value, dict):
         for key, child in value.items():
-            value[key] = unwrapped(child)
+            value[key] = unwrapped(child, device)
         return value
+    if isinstance(value, torch.Tensor) and device is not None and not is_dtensor(value) and inner_names(value):
+        return value.to(device)
     if type(value) is list and len(value) == 1 and isinstance(value[0], Shard):
         return value[0].data
-    return type(value)([unwrapped(child) for child in value]) if type(value) in (list, tuple) else value
+    if type(value) in (list, tuple):
+        return type(value)([unwrapped(child, device) for child in value])
+    return value
 
 
 def _new_like(tensor: torch.Tensor, entry: StreamEntry) -> torch.Tensor:

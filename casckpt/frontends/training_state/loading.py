@@ -43,7 +43,7 @@ from casckpt.frontends.training_state.groups import Match, check, check_unused, 
 from casckpt.frontends.training_state.holding import Holding, apart, unwrapped
 from casckpt.frontends.training_state.kinds import Kind
 from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
-from casckpt.frontends.training_state.optimizer import install, named_groups, tensors_below
+from casckpt.frontends.training_state.optimizer import install, local_optimizer, named_groups, tensors_below
 from casckpt.frontends.training_state.stored import (
     MODEL,
     StoredGroups,
@@ -364,6 +364,7 @@ class _OptimizerPlan:
 
         ``new``: names of parameters that are left as they are, and their state with them.
         """
+        self._given, optim = optim, local_optimizer(optim)
         self._optim, self._kind, self._stored, self._cast = optim, Kind.of(optim), stored, cast
         self._kept, self._start = None if self._kind is None else self._kind.keeps(), start
         here = named_groups(model, optim)
@@ -434,6 +435,7 @@ class _OptimizerPlan:
             if parameter in self._optim.state:
                 state[parameter] = self._optim.state[parameter]
         for name in self.template:
-            value = loaded[name]
-            state[self._parameters.get(str(name), name)] = unwrapped(value)
-        install(self._optim, state, self.match.options)
+            owner = self._parameters.get(str(name))
+            value = unwrapped(loaded[name], None if owner is None else owner.device)
+            state[name if owner is None else owner] = value
+        install(self._given, state, self.match.options)

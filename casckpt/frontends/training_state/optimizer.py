@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,25 @@ class NamedParameter:
 
     parameter: torch.Tensor
     names: tuple[str, ...]
+
+
+def local_optimizer(optim: Optimizer) -> Optimizer:
+    """The optimizer inside a `ZeroRedundancyOptimizer`, which steps the parameters of this rank; else ``optim`` itself.
+
+    Raises InvalidInput for one with ``overlap_with_ddp=True``, inside which is no `torch.optim.Optimizer`.
+    """
+    zero: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if zero is None or not isinstance(optim, zero.ZeroRedundancyOptimizer):
+        return optim
+    inner = getattr(optim, "optim", None)
+    if not isinstance(inner, Optimizer):
+        raise InvalidInput(
+            "a ZeroRedundancyOptimizer with overlap_with_ddp=True has no state_dict of the part of this rank; make it "
+            "without overlap_with_ddp"
+        )
+    for group, shown in zip(inner.param_groups, optim.param_groups, strict=True):  # as at the beginning of a step
+        group.update({name: value for name, value in shown.items() if name != "params"})
+    return inner
 
 
 def named_groups(model: nn.Module, optim: Optimizer) -> list[list[NamedParameter]]:
@@ -56,6 +76,7 @@ def optimizer_state(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
 
     Raises InvalidInput for a parameter that is not the model's, or an optimizer that keeps state anywhere else.
     """
+    optim = local_optimizer(optim)
     return _state_of(optim, named_groups(model, optim))
 
 
@@ -64,6 +85,7 @@ def state_to_save(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
 
     Raises InvalidInput as `optimizer_state` does, and for a tensor that may be any part of some whole.
     """
+    optim = local_optimizer(optim)
     groups, parts = named_groups(model, optim), flat_parts(model)
     found = _state_of(optim, groups)
     state = found["state"]
@@ -106,8 +128,9 @@ def _state_of(optim: Optimizer, groups: Sequence[Sequence[NamedParameter]]) -> d
     others = [key for key in packed if key not in ("state", "param_groups")]
     if others:
         raise InvalidInput(
-            f"the state_dict of {type(optim).__name__} holds {others} beside state and param_groups, which "
-            "have no place by name; save it with store.save instead"
+            f"the state_dict of {type(optim).__name__} holds {others} beside state and param_groups, which have no "
+            "place by name. Leave optim out and save the optimizer as an object: in a TrainState, or by its "
+            "state_dict() with store.save"
         )
     return _by_name(packed, groups)
 
@@ -182,6 +205,7 @@ def install(optim: Optimizer, state: Mapping[Any, Any], groups: Sequence[Mapping
     The tensors of ``state`` become the optimizer's as they are. Tensors among the options are copied into those that
     are there, if they fit: a captured CUDA graph reads a learning rate from where it was.
     """
+    whole, optim = optim, local_optimizer(optim)
     pairs = list(zip(optim.param_groups, groups, strict=True))
     options = [{name: _taken_over(old.get(name), value) for name, value in new.items()} for old, new in pairs]
     numbers = {one: number for number, one in enumerate(one for group in optim.param_groups for one in group["params"])}
@@ -199,6 +223,9 @@ def install(optim: Optimizer, state: Mapping[Any, Any], groups: Sequence[Mapping
             optim.state[key] = _unconverted(value, optim.state.get(key))
     for group, new in zip(optim.param_groups, options, strict=True):
         group.update({name: value for name, value in new.items() if name in group and any(tensors_below(value, ""))})
+    if whole is not optim:  # a ZeroRedundancyOptimizer steps with the options that itself shows
+        for shown, group in zip(whole.param_groups, optim.param_groups, strict=True):
+            shown.update({name: value for name, value in group.items() if name != "params"})
 
 
 def _taken_over(old: Any, new: Any) -> Any:

@@ -31,10 +31,20 @@ def as_model(model: AnyModel) -> nn.Module:
 
 
 def as_optimizers(optim: AnyOptimizer | None) -> tuple[Optimizer, ...]:
-    """All of them; none for None. Raises InvalidInput for what has no parameter groups."""
+    """All of them; none for None. Raises InvalidInput for what has no parameter groups.
+
+    The layer-wise dummy of Transformers stands for those of its ``optimizer_dict``, which step in hooks.
+    """
     if optim is None:
         return ()
-    found: tuple[Any, ...] = tuple(optim) if isinstance(optim, list | tuple) else (optim,)
+    given: tuple[Any, ...] = tuple(optim) if isinstance(optim, list | tuple) else (optim,)
+    of_layers = [getattr(one, "optimizer_dict", None) for one in given]
+    found = tuple(
+        chain.from_iterable(
+            layers.values() if isinstance(layers, Mapping) else (one,)
+            for one, layers in zip(given, of_layers, strict=True)
+        )
+    )
     for one in found:
         if not hasattr(one, "param_groups"):
             raise InvalidInput(f"an optimizer is a torch.optim.Optimizer or a list of them, not {type(one).__name__}")

@@ -68,7 +68,7 @@ def test_metrics_and_health_stand_in_the_record() -> None:
         ({"metrics": {"loss": True}}, "metric 'loss' is a bool"),
         (
             {"metrics": {"loss": torch.ones(1)}},
-            "metric 'loss' is a Tensor; give a number, or a tensor of no dimensions",
+            r"metric 'loss' is a Tensor of shape \[1\]; give a number, or a tensor of no dimensions",
         ),
         ({"metrics": {"loss": "low"}}, "metric 'loss' is a str"),
         ({"metrics": {"x" * 101: 1}}, "'xxxx"),

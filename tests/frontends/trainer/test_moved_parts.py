@@ -62,13 +62,13 @@ def test_parts_per_rank_that_move_are_named(tmp_path: Path, ranks: Pool) -> None
     assert others == ([], [])
     assert same == [nobody.format("two")]
     assert more == [
-        "'train.loader' of one@1: ranks 1 took what rank 0 saved",
-        "'loader.at', 'seen' of one/keys@1: ranks 1 took what rank 0 saved",
+        "'train.loader' of one@1: rank 1 took what rank 0 saved",
+        "'loader.at', 'seen' of one/keys@1: rank 1 took what rank 0 saved",
         nobody.format("one"),
     ]
     assert load(store, "two") == [
-        "'train.loader' of two@1: what ranks 1 saved was not taken",
-        "'loader.at', 'seen' of two/keys@1: what ranks 1 saved was not taken",
+        "'train.loader' of two@1: what rank 1 saved was not taken",
+        "'loader.at', 'seen' of two/keys@1: what rank 1 saved was not taken",
         nobody.format("two"),
     ]
 
@@ -78,8 +78,8 @@ def test_ranks_and_parts_are_listed(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         warn_moved("moved", 1, holders, 3)
     assert caplog.messages == [
-        "'moved.a', 'moved.b' of moved@1: ranks 2 took what rank 0 saved",
-        "'moved.c' of moved@1: ranks 0, 2 took what rank 1 saved; what ranks 3 saved was not taken",
+        "'moved.a', 'moved.b' of moved@1: rank 2 took what rank 0 saved",
+        "'moved.c' of moved@1: ranks 0, 2 took what rank 1 saved; what rank 3 saved was not taken",
     ]
 
 

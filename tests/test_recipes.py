@@ -1,0 +1,123 @@
+"""The trainings of docs/examples go on as if they had never been killed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+import casckpt
+from tests.support.pages import commands_of, pattern
+from tests.support.recipes import Batch, Seen, Start, Training, says_kill_it, train
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "docs" / "examples"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An example. It is killed in the call ``dies_at`` of backward, and goes on after ``goes_on`` of them.
+
+    ``needs``: modules of packages that may be missing. ``others``: another number of ranks that it goes on on, where
+    ``batch`` is evaluated.
+    """
+
+    name: str
+    run: str
+    dies_at: int
+    goes_on: int
+    ranks: int = 0
+    needs: tuple[str, ...] = ()
+    batch: Batch | None = None
+    others: int = 0
+
+
+def tokens() -> tuple[torch.Tensor, ...]:
+    return (torch.arange(32).view(4, 8),)
+
+
+def features() -> tuple[torch.Tensor, ...]:
+    return (torch.linspace(-1, 1, 4 * 256).view(4, 256),)
+
+
+def points() -> tuple[torch.Tensor, ...]:
+    return torch.linspace(-1, 1, 8).view(4, 2), torch.arange(4)
+
+
+RECIPES = (
+    Recipe("fsdp2", "fsdp2", 13, 10, ranks=2, batch=features, others=1),
+    Recipe("nanogpt", "nanogpt", 18, 10, ranks=1, batch=tokens, others=2),
+    Recipe("olmo_like", "olmo", 18, 10, ranks=2, batch=tokens, others=1),
+    Recipe("diffusion_ema", "diffusion", 18, 10, ranks=1, batch=points, others=2),
+    Recipe("ddp_swa", "swa", 18, 15, ranks=2),
+    Recipe("rl_replay", "dqn", 23, 20),
+    Recipe("accelerate_gan", "gan", 2 * 4 * 4 + 7, 2 * 4 * 4, needs=("accelerate", "casckpt.frontends.accelerate")),
+    Recipe("lightning_fit", "fit", 11, 8, needs=("lightning.pytorch", "casckpt.frontends.lightning")),
+    Recipe("transformers_trainer", "sft", 11, 8, needs=("transformers.trainer", "casckpt.frontends.transformers")),
+    Recipe("trl_sft", "lora", 11, 8, needs=("trl.trainer.sft_trainer", "peft", "datasets")),
+)
+
+
+def test_each_example_that_says_it_may_be_killed_is() -> None:
+    assert {one.name for one in RECIPES} == {path.stem for path in EXAMPLES.glob("*.py") if says_kill_it(path)}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda one: str(one.name))
+def test_a_training_goes_on_to_the_bit_after_a_kill(recipe: Recipe, tmp_path: Path) -> None:
+    missing = [name for name in recipe.needs if find_spec(name.partition(".")[0]) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}")
+    path = EXAMPLES / f"{recipe.name}.py"
+    starts = [*up_to_the_kill(recipe), Start("resumed", "killed", ranks=recipe.ranks)]
+    seen = train(Training(path, tmp_path, imports=recipe.needs), starts)
+    for whole, killed, resumed in zip(seen["whole"], seen["killed"], seen["resumed"], strict=True):
+        assert (whole.status, killed.status, resumed.status) == (0, -9, 0), whole.told + killed.told + resumed.told
+        assert killed.losses == whole.losses[: recipe.dies_at]
+        assert resumed.losses == whole.losses[recipe.goes_on :]
+    assert last_checkpoint(tmp_path / "killed", recipe.run) == last_checkpoint(tmp_path / "whole", recipe.run)
+    assert_prints(seen["whole"], path, 0)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("recipe", [one for one in RECIPES if one.batch], ids=lambda one: str(one.name))
+def test_a_training_goes_on_on_another_number_of_ranks(recipe: Recipe, tmp_path: Path) -> None:
+    starts = [*up_to_the_kill(recipe), Start("resumed", "killed", ranks=recipe.others)]
+    path = EXAMPLES / f"{recipe.name}.py"
+    seen = train(Training(path, tmp_path, batch=recipe.batch), starts)
+    assert [one.status for one in seen["resumed"]] == [0] * recipe.others, seen["resumed"][0].told
+    for rank in seen["resumed"]:
+        assert rank.resumed == {recipe.goes_on: seen["killed"][0].saved[recipe.goes_on]}
+        names = " ".join(rank.resumed[recipe.goes_on])
+        assert all(word in names for word in (".weight", ".exp_avg", ".step", ".lr", "evaluated"))
+    whole, resumed = of_all(seen["whole"])[recipe.goes_on :], of_all(seen["resumed"])
+    assert len(resumed) == len(whole) == 20
+    assert resumed == pytest.approx(whole, rel=1e-5, abs=0)
+    assert_prints(seen["resumed"], path, 1)
+
+
+def up_to_the_kill(recipe: Recipe) -> list[Start]:
+    return [
+        Start("whole", "whole", ranks=recipe.ranks),
+        Start("killed", "killed", ranks=recipe.ranks, dies_at=recipe.dies_at),
+    ]
+
+
+def last_checkpoint(folder: Path, run: str) -> dict[str, str]:
+    """Digests of its tensors by their keys, of which Lightning's hold paths. Other values may be times."""
+    found = casckpt.open(folder / "checkpoints").digests(f"{run}@latest")
+    return {key.replace(str(folder), ""): digest for key, digest in found.items()}
+
+
+def assert_prints(ranks: list[Seen], path: Path, number: int) -> None:
+    """What the docstring says of its first command, or its second, if it has one."""
+    for _, expected in commands_of(path)[number : number + 1]:
+        assert re.fullmatch(pattern(expected), "".join(one.printed for one in ranks).strip())
+
+
+def of_all(ranks: list[Seen]) -> list[float]:
+    """The losses of the whole batches, of which each rank has an equal share."""
+    return [sum(losses) / len(losses) for losses in zip(*(one.losses for one in ranks), strict=True)]
