@@ -1928,8 +1928,8 @@ PLANTED = (
     Planted(
         "a train state holds a part of a tensor",
         "casckpt/frontends/trainer/contents.py",
-        "        if is_sharded(tensor):\n            raise",
-        "        if False:\n            raise",
+        "            if is_sharded(tensor):\n                raise",
+        "            if False:\n                raise",
         "tests/frontends/test_training_state_objects.py",
     ),
     Planted(

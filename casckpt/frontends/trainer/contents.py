@@ -9,6 +9,7 @@ import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
@@ -97,13 +98,14 @@ def state_to_save(
 
 def _of_one_rank(state: Any) -> Any:
     """A train state. Raises InvalidInput for a tensor in it of which this rank has only a part."""
-    for key, tensor in tensors_below(state, TRAIN):
-        if is_sharded(tensor):
-            raise InvalidInput(
-                f"{key!r} is sharded over ranks, and a train state is of one rank. Give it beside the model, as in "
-                'save(step, {"model": model, "ema": ema}, optim, train_state), and load it in the same way',
-                key=key,
-            )
+    with suppress(RecursionError):  # of what contains itself: the save refuses that by its key
+        for key, tensor in tensors_below(state, TRAIN):
+            if is_sharded(tensor):
+                raise InvalidInput(
+                    f"{key!r} is sharded over ranks, and a train state is of one rank. Give it beside the model, as in "
+                    'save(step, {"model": model, "ema": ema}, optim, train_state), and load it in the same way',
+                    key=key,
+                )
     return state
 
 
