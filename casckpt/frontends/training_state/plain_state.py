@@ -27,7 +27,8 @@ def plain_state(value: Any, key: str) -> Any:
     Raises InvalidInput, naming the key, for a DataLoader that does not know where it is.
     """
     if is_object(value):
-        return _state_of(value, key)
+        check_part(value, key)
+        return getattr(value, _methods(value)[0])()
     if not holds_object(value):
         return value
     if isinstance(value, Mapping):
@@ -43,11 +44,6 @@ def check_part(value: Any, key: str) -> None:
             "torchdata, which takes the same arguments, or leave it out",
             key=key,
         )
-
-
-def _state_of(value: Any, key: str) -> Any:
-    check_part(value, key)
-    return getattr(value, _methods(value)[0])()
 
 
 def _methods(value: Any) -> tuple[str, str]:
