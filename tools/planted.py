@@ -1416,9 +1416,9 @@ PLANTED = (
     ),
     Planted(
         "a resume forgets that it casts",
-        "casckpt/frontends/trainer/resuming.py",
-        "        cast=cast,\n",
-        "",
+        "casckpt/frontends/trainer/checkpointer.py",
+        "unread=unread, cast=cast, strict=strict",
+        "unread=unread, strict=strict",
         "tests/frontends/test_training_state_cast.py",
     ),
     Planted(
@@ -1655,8 +1655,8 @@ PLANTED = (
     Planted(
         "parts per rank that nobody takes are not named",
         "casckpt/checkpoint/loading/unread.py",
-        "if set(ranks) != set(range(size)):",
-        "if not set(ranks).issuperset(range(size)):",
+        "if set(ranks) != set(range(size))]",
+        "if not set(ranks).issuperset(range(size))]",
         "tests/frontends/trainer/test_moved_parts.py",
     ),
     Planted(
@@ -1781,8 +1781,8 @@ PLANTED = (
     Planted(
         "a rank checks alone what it is to save in the background",
         "casckpt/checkpoint/saving/saver.py",
-        "        ranks.exchange(look, lambda looked: looked)\n",
-        "        look()\n",
+        "        return on_each(ranks, look)\n",
+        "        return look()\n",
         "tests/checkpoint/saving/test_async_ranks.py",
     ),
     Planted(

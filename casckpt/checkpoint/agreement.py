@@ -10,6 +10,7 @@ from casckpt.checkpoint.handle import Checkpoint
 from casckpt.errors import Conflict
 from casckpt.format.keys import commit_key, transaction_key
 from casckpt.format.names import TxId
+from casckpt.plan.lots import grouped
 from casckpt.repository.repository import Repository
 
 _SHOWN = 8
@@ -23,9 +24,7 @@ def named(ref: str | Checkpoint) -> str:
 
 def check_same(given: Sequence[str]) -> None:
     """Raise Conflict, with the ranks and what each of them gave, unless all gave the same. On rank 0."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in enumerate(given):
-        ranks_of.setdefault(text, []).append(rank)
+    ranks_of = grouped(range(len(given)), lambda rank: given[rank])
     if len(ranks_of) > 1:
         told = [f"{text[:200]} on {_ranks(ranks)}" for text, ranks in list(ranks_of.items())[:_SHOWN]]
         more = "; ..." if len(ranks_of) > _SHOWN else ""

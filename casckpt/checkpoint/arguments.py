@@ -39,12 +39,6 @@ def matches(key: str, patterns: Sequence[str] | None) -> bool:
     return patterns is None or any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
-def listed(names: Sequence[object], most: int = 5) -> str:
-    """The first few of some names or numbers, for a message."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(repr(name) for name in names[:most]) + more
-
-
 def renamer(rename: Any, fullmatch: FullMatch = re.Pattern.fullmatch) -> Callable[[str], str]:
     """From a key of the template to one of the checkpoint. Raises InvalidInput, at once or for a key."""
     if rename is None:

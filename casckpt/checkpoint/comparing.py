@@ -25,7 +25,7 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Region
 from casckpt.format.sections.index import StreamEntry
 from casckpt.parallel import run_all, usable_threads, useful_threads
-from casckpt.plan.lots import lots
+from casckpt.plan.lots import grouped, lots
 from casckpt.plan.progress import Progress
 from casckpt.plan.reuse import KnownCells, ManifestCells
 from casckpt.repository import manifests
@@ -101,7 +101,7 @@ def _compare(
     tensors = {key: leaf.value for key, leaf in flatten(state).leaves.items() if leaf.is_tensor}
     contents.ready(tensors)
     for key, tensor in tensors.items():
-        source, entry = tensor_source(key, tensor, None), _entry(contents, key)
+        source, entry = tensor_source(key, tensor, None), contents.tensor(key)
         what = _unlike(source, entry)
         if entry is None or what is not None:
             unlike.append(Differs(key, rank, what or "missing"))
@@ -110,10 +110,9 @@ def _compare(
     wait_for_gpus(piece.data for source in sources for piece in source.pieces)
     known = KnownCells(ManifestCells(manifest), [], lambda ref: False)
     cells = [cell for group in plan_work(sources, manifest.body.cell_bytes, known) for cell in group]
-    unequal: dict[int, list[_Unequal]] = {}
-    for one in _unequal(repo, contents, sources, _doubtful(cells, progress), progress):
-        unequal.setdefault(one.source, []).append(one)
-    found = [_differs(sources[number].key, rank, places) for number, places in unequal.items()]
+    unequal = _unequal(repo, contents, sources, _doubtful(cells, progress), progress)
+    by_source = grouped(unequal, lambda one: one.source)
+    found = [_differs(sources[number].key, rank, places) for number, places in by_source.items()]
     return Comparison((*unlike, *found), sum(cell.nbytes for cell in cells))
 
 
@@ -123,11 +122,6 @@ class _Unequal(NamedTuple):
     source: int
     region: Region
     elements: int
-
-
-def _entry(contents: Contents, key: str) -> StreamEntry | None:
-    found = contents.tensor(key)
-    return None if found is None else found[1]
 
 
 def _unlike(source: Source, entry: StreamEntry | None) -> str | None:
@@ -156,7 +150,7 @@ def _unequal(
     repo: Repository, contents: Contents, sources: Sequence[Source], cells: Sequence[Cell], progress: Progress
 ) -> Iterator[_Unequal]:
     """Compare cells with what is stored."""
-    entries = [contents.stored_tensor(sources[cell.source].key)[1] for cell in cells]
+    entries = [contents.stored_tensor(sources[cell.source].key) for cell in cells]
     regions = [Region(cell.group.box, cell.cut.lo, cell.cut.hi) for cell in cells]
     reader = RegionReader(repo, contents.manifest, sum(cell.nbytes for cell in cells), progress)
     stored = reader.read(map(Part, entries, regions))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from datetime import datetime
@@ -14,6 +14,7 @@ from casckpt.errors import ForgottenWarning
 from casckpt.format.metrics import metric_values
 from casckpt.format.records import Committed, Dropped, time_of
 from casckpt.lazy import cached_property
+from casckpt.plan.lots import grouped
 from casckpt.plan.notebook import html_table
 from casckpt.plan.sizes import format_size
 from casckpt.repository import tags
@@ -185,7 +186,8 @@ class Checkpoint:
         found, keys = self._manifest.health, self._manifest.body.entry_columns.keys
         if found is None:
             return None
-        rows = {key: [found[number] for number in numbers] for key, numbers in _grouped(keys, found).items()}
+        by_key = grouped(found, lambda number: keys[number])
+        rows = {key: [found[number] for number in numbers] for key, numbers in by_key.items()}
         return {key: TensorHealth(*sum_of(joined(parts))) for key, parts in rows.items()}
 
     @property
@@ -211,13 +213,6 @@ class Checkpoint:
 
     def __hash__(self) -> int:
         return hash(self.commit.txid)
-
-
-def _grouped(keys: Sequence[str], numbers: Iterable[int]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for number in numbers:
-        found.setdefault(keys[number], []).append(number)
-    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from threading import Lock
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
@@ -50,6 +50,18 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 def everyone(value: Down, size: int) -> list[Down]:
     """The same answer for all ranks."""
     return [value] * size
+
+
+def on_each(ranks: Ranks, call: Callable[[], Up]) -> Up:
+    """Run ``call`` on every rank; its result on this one. What it raises on one rank, all raise."""
+    results: list[Up] = []
+
+    @wraps(call)  # by its name ranks see that they are at the same place
+    def done(found: list[None]) -> list[None]:
+        return found
+
+    ranks.exchange(lambda: results.append(call()), done)
+    return results[0]
 
 
 def telling(ranks: Ranks, progress: Progress) -> Progress:

@@ -13,7 +13,7 @@ from threading import Event, Lock, Thread
 from time import monotonic, sleep
 from typing import Any, Final
 
-from casckpt.errors import RankFailed
+from casckpt.errors import RankFailed, listed
 
 log = logging.getLogger(__name__)
 
@@ -28,15 +28,10 @@ _END: Final = "\n"  # of the rank in a verdict
 def late(ranks: Sequence[int], seconds: float) -> str:
     """Return the warning about ``ranks``, for which others have waited for so long."""
     return (
-        f"waited {seconds:.0f} s for rank{'s' * (len(ranks) > 1)} {_numbers(ranks)}: every rank of the process group "
-        "must make the same call of casckpt, not rank 0 alone. The wait goes on. Only Store.save and Store.load have "
-        "no_dist=True, for one rank alone"
+        f"waited {seconds:.0f} s for rank{'s' * (len(ranks) > 1)} {listed(ranks, _NAMED)}: every rank of the process "
+        "group must make the same call of casckpt, not rank 0 alone. The wait goes on. Only Store.save and Store.load "
+        "have no_dist=True, for one rank alone"
     )
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return f"{', '.join(map(str, ranks[:_NAMED]))}{more}"
 
 
 @contextmanager
@@ -122,8 +117,8 @@ class Meeting:
         if absent:
             problem = verdict and f" ({verdict.partition(_END)[2]})"
             verdict = (
-                f"{absent[0]}{_END}not all ranks came to save or load together (absent: [{_numbers(absent)}]); all of "
-                f"them must make the call. Look at the log of rank {absent[0]}, then start again{problem}"
+                f"{absent[0]}{_END}not all ranks came to save or load together (absent: [{listed(absent, _NAMED)}]); "
+                f"all of them must make the call. Look at the log of rank {absent[0]}, then start again{problem}"
             )
         self.store.compare_set(f"{stage}/verdict", "", f"={verdict}")
 

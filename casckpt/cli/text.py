@@ -69,10 +69,15 @@ def shortened(items: Sequence[str], most: int = _MANY) -> list[str]:
     return [*items[:most], f"... and {len(items) - most} more (--json lists all)"]
 
 
+def say_all(lines: Iterable[str]) -> None:
+    """Print each line."""
+    for line in lines:
+        say(line)
+
+
 def say_some(items: Sequence[str], most: int = _MANY) -> None:
     """Print the first ``most`` items, a line each, and how many more there are."""
-    for line in shortened(items, most):
-        say(line)
+    say_all(shortened(items, most))
 
 
 def summed(keys: Sequence[str]) -> Iterator[str]:

@@ -22,7 +22,7 @@ from typing import Any, Self
 import msgspec
 from msgspec.msgpack import Decoder
 
-from casckpt.errors import Damaged, InvalidInput, MissingKey, Refused
+from casckpt.errors import Damaged, InvalidInput, MissingKey, Refused, listed
 from casckpt.format.digest import Buffer, cell_digest
 from casckpt.format.extents import ExtentTable
 from casckpt.format.names import ManifestId
@@ -307,7 +307,7 @@ class Manifest:
         for name, pieces, owners in parts:
             hit = dict.fromkeys(owner for number, owner in enumerate(owners) if not pieces.is_right(number))
             if hit:
-                found.append(f"its section {name!r} does not have its hash, which hits {_listed(list(hit))}")
+                found.append(f"its section {name!r} does not have its hash, which hits {listed(list(hit))}")
         for section in self.head.foreign:
             (data,) = self.read([(section.offset, section.length)])
             try:
@@ -389,8 +389,3 @@ def _unfit(id: ManifestId, error: Exception, key: str | None = None) -> Damaged 
     if isinstance(error, Damaged):
         return Damaged(f"manifest {id} is damaged:{where} {error}", key=key, checkpoints=(id,))
     return Refused(f"manifest {id} is not usable:{where} {error}", key=key, checkpoints=(id,))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(map(repr, names[:5])) + more

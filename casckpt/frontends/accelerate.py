@@ -30,8 +30,7 @@ from casckpt.checkpoint.loading.load_plan import Unread
 from casckpt.errors import InvalidInput, Unsupported
 from casckpt.frontends.stores import AnyStore
 from casckpt.frontends.trainer import Checkpointer, TrainState
-from casckpt.frontends.trainer.contents import GroupOptions
-from casckpt.frontends.trainer.resuming import Missing
+from casckpt.frontends.trainer.contents import GroupOptions, Missing
 from casckpt.frontends.trainer.settings import DueArguments, StepArguments, TrainerArguments
 from casckpt.frontends.training_state.names import parameter_names
 

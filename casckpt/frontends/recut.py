@@ -23,9 +23,8 @@ Concat: TypeAlias = Mapping[str, Sequence[str]]
 
 
 class Source(NamedTuple):
-    """Elements [lo, hi) of a stream, in row-major order. ``number``: of its entry in the manifest."""
+    """Elements [lo, hi) of a stream, in row-major order."""
 
-    number: int
     entry: StreamEntry
     lo: int
     hi: int
@@ -37,21 +36,20 @@ class Source(NamedTuple):
 
 
 class ViewTensor(NamedTuple):
-    """A stream of a checkpoint, and the name that it is seen under. ``number``: of the entry in the manifest.
+    """A stream of a checkpoint, and the name that it is seen under.
 
     ``parts``: of a tensor that was split or concatenated, where its elements lie, one part behind the other; ``entry``
     has its shape then, and is that of the first part in all else.
     """
 
     name: str
-    number: int
     entry: StreamEntry
     parts: tuple[Source, ...] = ()
 
     @property
     def sources(self) -> tuple[Source, ...]:
         """Where its elements lie, in row-major order."""
-        return self.parts or (Source(self.number, self.entry, 0, self.entry.numel),)
+        return self.parts or (Source(self.entry, 0, self.entry.numel),)
 
 
 def recut(
@@ -128,12 +126,11 @@ def _named(by_name: Mapping[str, ViewTensor], name: str, whole: str) -> ViewTens
 
 
 def _made(name: str, shape: Shape, sources: Sequence[Source]) -> ViewTensor:
-    first = sources[0] if sources else None
-    if first is None or prod(shape) != sum(source.hi - source.lo for source in sources):
+    if not sources or prod(shape) != sum(source.hi - source.lo for source in sources):
         raise InvalidInput(f"{name!r} would have no elements", key=name)
-    one = first.entry
+    one = sources[0].entry
     entry = StreamEntry(one.kind, one.key, one.index, one.rank, one.dtype, one.itemsize, shape, one.number)
-    return ViewTensor(name, first.number, entry, tuple(sources))
+    return ViewTensor(name, entry, tuple(sources))
 
 
 def _first_match(rules: Mapping[str, T], name: str, fullmatch: FullMatch) -> tuple[re.Match[str] | None, T | None]:

@@ -216,7 +216,7 @@ class _Export:
         """All of the checkpoint, nested as it was saved, of tensors without data; and what fills it, in its order."""
         tree = self._contents.whole_tree()
         keys = [join(path) for path, node in leaves(tree) if node == TENSOR]
-        check_whole(self.manifest, [self._contents.stored_tensor(key)[1] for key in keys])
+        check_whole(self.manifest, [self._contents.stored_tensor(key) for key in keys])
         objects = values_at(self._repo, self._contents, list(self._contents.objects), self._options)
         left_out = () if self._options.allow_pickle else tuple(key for key in objects if not _is_read(objects[key]))
         tree = tree if self._options.allow_pickle else _of_plain_kinds(tree)
@@ -227,7 +227,7 @@ class _Export:
             if node != TENSOR:
                 storages.extend(_storages_in(objects[key]) if self._contents.objects[key].pickled else ())
                 return objects[key]
-            tensors.append(ViewTensor(key, *self._contents.stored_tensor(key)))
+            tensors.append(ViewTensor(key, self._contents.stored_tensor(key)))
             storages.append(tensors[-1])
             return self._empty(tensors[-1].entry)
 

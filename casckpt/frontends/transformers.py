@@ -41,6 +41,7 @@ from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.frontends.training_state import unshard_optim_state
 from casckpt.frontends.training_state.optimizer import state_to_save
 from casckpt.frontends.training_state.stored import StoredTraining
+from casckpt.lazy import cached_property
 from casckpt.repository.refs import LATEST
 from casckpt.store.store import Store
 from casckpt.tensors.dtypes import torch_dtype
@@ -90,15 +91,12 @@ class CasCheckpointCallback(TrainerCallback):
         self.config = CheckpointerConfig(run=run, **settings)
         self.store = as_store(store)
         self._async, self._tag = async_save, tag_best
-        self._checkpointer: Checkpointer | None = None
         self._is_step_checked = False
 
-    @property
+    @cached_property
     def checkpointer(self) -> Checkpointer:
         """Give what saves; made when it is first needed, when the ranks know each other."""
-        if self._checkpointer is None:
-            self._checkpointer = self.config.build(self.store)
-        return self._checkpointer
+        return self.config.build(self.store)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
         """Raises Unsupported for a training whose folders will be refused, InvalidInput for such an optimizer."""

@@ -66,22 +66,20 @@ def view_of(manifest: Manifest, rules: Rules) -> View:
     contents = Contents(manifest, 0)
     patterns = usable_patterns(rules.keys) or None
     where = f"{manifest.body.run}@{manifest.body.step}"
-    asked = {key: number for (kind, key, _), number in contents.numbers.items() if kind == TENSOR}
-    asked = {key: number for key, number in asked.items() if matches(key, patterns)}
+    entries = contents.entries.values()
+    asked = {entry.key: entry for entry in entries if entry.kind == TENSOR and matches(entry.key, patterns)}
     _check_used(where, list(asked), patterns)
     prefix, keys = _part(contents, list(asked), rules, where)
     names = _names(keys, prefix, rules)
-    tensors = [
-        ViewTensor(name, asked[key], manifest.entries[asked[key]]) for key, name in zip(keys, names, strict=True)
-    ]
+    tensors = [ViewTensor(name, asked[key]) for key, name in zip(keys, names, strict=True)]
     check_whole(manifest, [one.entry for one in tensors])
     if rules.split or rules.concat:
         tensors = recut(tensors, rules.split, rules.concat, rules.fullmatch)
         _check_names((one.name, one.entry.key) for one in tensors)
-    seen = {source.number for one in tensors for source in one.sources}
+    seen = {source.entry.number for one in tensors for source in one.sources}
     objects = [key for key in contents.objects if matches(key, patterns)]
-    others = [_other(entry) for number, entry in enumerate(manifest.entries)
-              if entry.kind == TENSOR and number not in seen and matches(entry.key, patterns)]  # fmt: skip
+    others = [_other(entry) for entry in manifest.entries
+              if entry.kind == TENSOR and entry.number not in seen and matches(entry.key, patterns)]  # fmt: skip
     return View(tuple(sorted(tensors, key=lambda one: one.name)), (*objects, *others), prefix)
 
 

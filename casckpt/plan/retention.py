@@ -8,7 +8,6 @@ is by time of the save, not by step: a run that was rolled back goes on from its
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from typing import Any, Self, TypedDict
 from casckpt.errors import InvalidInput
 from casckpt.format.names import TxId
 from casckpt.plan.durations import Duration, seconds_of
+from casckpt.plan.lots import grouped
 
 MAX_PATTERNS = 1 << 14
 _NUMBER = re.compile("[1-9][0-9]{0,8}")
@@ -175,10 +175,8 @@ def plan_forget(
     """
     if policy.is_empty:
         return []
-    by_run: dict[str, list[Kept]] = defaultdict(list)
     wanted = [one for one in visible if run is None or one.run == run]
-    for one in wanted:
-        by_run[one.run].append(one)
+    by_run = grouped(wanted, lambda one: one.run)
     chosen = {one.txid for group in by_run.values() for one in _forget_of_run(group, policy, now)}
     return [one for one in wanted if one.txid in chosen and one.txid not in tagged]
 
@@ -188,10 +186,7 @@ def runs_without(visible: Iterable[Kept], policy: Policy, *, run: str | None = N
 
     Raises InvalidInput if no checkpoint has it at all, as its name may be mistyped. ``run`` limits it to that run.
     """
-    by_run: dict[str, list[Kept]] = defaultdict(list)
-    for one in visible:
-        if run is None or one.run == run:
-            by_run[one.run].append(one)
+    by_run = grouped((one for one in visible if run is None or one.run == run), lambda one: one.run)
     there = {name for group in by_run.values() for one in group for name in one.metrics}
     for best in policy.best if by_run else ():
         if best.metric not in there:

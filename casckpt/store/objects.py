@@ -8,7 +8,12 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from casckpt.checkpoint.saving.options import SaveArguments
+
+if TYPE_CHECKING:
+    from casckpt.checkpoint.saving.saver import State
 
 log = logging.getLogger("casckpt")
 
@@ -20,6 +25,19 @@ _BARE = (
 
 home: Callable[[], Any]
 """Imports, and gives, the module that takes objects apart: set when `casckpt` is imported."""
+
+
+def without_objects(state: State, options: SaveArguments) -> tuple[State, SaveArguments]:
+    """The arguments of a save with the state of each whole object in its place. Every rank makes the call."""
+    import torch
+
+    from casckpt.tensors.state import holds_object
+
+    is_made = callable(state) and not isinstance(state, Mapping | torch.nn.Module)  # what a model does is its forward
+    if not is_made and not holds_object(state):
+        return state, options
+    found: tuple[State, SaveArguments] = home().save_objects(state, options)  # noqa: F821 - see above
+    return found
 
 
 def _references(state: object, **_: object) -> int:

@@ -65,9 +65,14 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from torch.distributed import ProcessGroup
 
-    from casckpt.checkpoint.arguments import Rename
     from casckpt.checkpoint.comparing import Comparison
-    from casckpt.checkpoint.loading.load_plan import LoadArguments, LoadOptions, ReadArguments, UpdateArguments
+    from casckpt.checkpoint.loading.load_plan import (
+        LoadArguments,
+        LoadOptions,
+        MatchArguments,
+        ReadArguments,
+        UpdateArguments,
+    )  # fmt: skip
     from casckpt.checkpoint.ranks import Ranks
     from casckpt.checkpoint.saving.options import WhenBusy
     from casckpt.checkpoint.saving.saver import Saver, State
@@ -144,7 +149,7 @@ class Store:
         RankFailed; on every rank alike. After an error nothing of the save is visible.
         """
         check_keywords("Store.save", options, SaveArguments)
-        state, options = _without_objects(state, options)
+        state, options = objects.without_objects(state, options)
         return self._saver.get().save(state, SaveOptions(run=run, step=step, **options))
 
     def save_async(
@@ -166,7 +171,7 @@ class Store:
         error, once.
         """
         check_keywords("Store.save_async", options, SaveArguments)
-        state, options = _without_objects(state, options)
+        state, options = objects.without_objects(state, options)
         return self._saver.get().save_async(state, SaveOptions(run=run, step=step, **options), when_busy)
 
     def check(self, state: State, *, run: str = "default", **options: Unpack[SaveArguments]) -> None:
@@ -175,7 +180,7 @@ class Store:
         Every rank makes the call. Raises InvalidInput, on every rank alike.
         """
         check_keywords("Store.check", options, SaveArguments)
-        state, options = _without_objects(state, options)
+        state, options = objects.without_objects(state, options)
         self._saver.get().check(state, SaveOptions(run=run, step=0, **options))
 
     def warm_up(self, state: State, *, process_group: ProcessGroup | None = None, no_dist: bool = False) -> None:
@@ -183,7 +188,7 @@ class Store:
 
         Without it the first call of `save_async` does that. Every rank makes the call. Raises InvalidInput as `save`.
         """
-        state, _ = _without_objects(state, {"process_group": process_group, "no_dist": no_dist})
+        state, _ = objects.without_objects(state, {"process_group": process_group, "no_dist": no_dist})
         self._saver.get().warm_up(state, process_group=process_group, no_dist=no_dist)
 
     def load(self, state: Any, ref: str | Checkpoint, **options: Unpack[LoadArguments]) -> Checkpoint:
@@ -295,11 +300,9 @@ class Store:
         ref: str | Checkpoint,
         state: Any = None,
         *,
-        rename: Rename = None,
-        strict: bool = True,
-        ignore_mismatched: Sequence[str] | None = None,
         threads: int | None = None,
         progress: Shown | None = None,
+        **match: Unpack[MatchArguments],
     ) -> int:
         """Fetch what a checkpoint needs into the cache of this host, where loads find it. Return the bytes fetched.
 
@@ -314,15 +317,13 @@ class Store:
         commit = self._resolve_to_load(ref)
         manifest = get_trusted(self.repository, commit)
         refs = list(manifest.blobs)
-        if state is not None:
+        if match or state is not None:
             from casckpt.checkpoint.loading.load import wanted_blobs
-            from casckpt.checkpoint.loading.load_plan import LoadOptions
+            from casckpt.checkpoint.loading.load_plan import LoadOptions, MatchArguments
 
-            given = LoadOptions(
-                rename=rename, strict=strict, ignore_mismatched=ignore_mismatched, cast=True, allow_pickle=True,
-                threads=threads,
-            )  # fmt: skip
-            refs = wanted_blobs(self.repository, manifest, state, given.checked())
+            check_keywords("Store.pre_download", match, MatchArguments)
+            given = LoadOptions(cast=True, allow_pickle=True, threads=threads, **match)
+            refs = refs if state is None else wanted_blobs(self.repository, manifest, state, given.checked())
         return pre_download(self.repository, commit, refs, threads=threads or PREFETCHING, progress=Progress(progress))
 
     def export(self, ref: str | Checkpoint, path: str | os.PathLike[str], **options: Unpack[ExportOptions]) -> Exported:
@@ -434,7 +435,7 @@ class Store:
         from casckpt.checkpoint.ranks import open_ranks
 
         ranks = open_ranks(process_group, no_dist=no_dist)
-        made: Any = _without_objects(state, {"process_group": process_group, "no_dist": no_dist})[0]
+        made: Any = objects.without_objects(state, {"process_group": process_group, "no_dist": no_dist})[0]
         return compare_together(self.repository, ranks, made, ref, lambda: self._resolve(ref))
 
     def stats(self) -> StoreStats:
@@ -609,13 +610,6 @@ class Store:
     def gc(
         self,
         *,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        keep_within: Duration | None = None,
-        keep_daily: int | None = None,
-        keep_weekly: int | None = None,
-        keep_monthly: int | None = None,
-        keep_best: str | Sequence[str] | None = None,
         thin: Mapping[str, Any] | None = None,
         run: str | None = None,
         min_age: Duration | None = None,
@@ -624,6 +618,7 @@ class Store:
         dry_run: bool = False,
         progress: Shown | None = None,
         tell: Tell | None = None,
+        **keep: Unpack[KeepRules],
     ) -> GcResult:
         """Forget what a policy does not keep, purge what was forgotten, delete what nothing needs; safe at any time.
 
@@ -647,7 +642,8 @@ class Store:
         However it fails, also by an interrupt, ``error.done`` is the `GcResult` of what was forgotten, purged, restored
         and thinned by then; with ``dry_run``, of what would be.
         """
-        policy = Policy(keep_last, keep_every, keep_within, keep_daily, keep_weekly, keep_monthly, keep_best)
+        check_keywords("Store.gc", keep, KeepRules)
+        policy = Policy(**keep)
         wait_seconds, revoke_seconds = seconds_of(wait, "wait"), _optional(revoke_after, "revoke-after")
         thinning, repo = thinning_of(thin), self.repository
         check_metrics(repo, policy, run)
@@ -821,19 +817,6 @@ class Store:
             more = "A lease is a small record in tags/; if you cannot write there, load without lease=True"
             raise type(error)(f"{error}. {more}", **error.__dict__) from error
         return self._trusted(commit)
-
-
-def _without_objects(state: State, options: SaveArguments) -> tuple[State, SaveArguments]:
-    """The arguments of a save with the state of each whole object in its place. Every rank makes the call."""
-    import torch
-
-    from casckpt.tensors.state import holds_object
-
-    is_made = callable(state) and not isinstance(state, Mapping | torch.nn.Module)  # what a model does is its forward
-    if not is_made and not holds_object(state):
-        return state, options
-    found: tuple[State, SaveArguments] = objects.home().save_objects(state, options)
-    return found
 
 
 def _new_saver(repository: Repository) -> Saver:

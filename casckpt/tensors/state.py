@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import NoneType
@@ -78,22 +78,8 @@ def is_object(value: Any) -> bool:
 
 def holds_object(state: Any) -> bool:
     """Tell whether there is a whole object anywhere in the containers of ``state``."""
-    seen: dict[int, Any] = {}  # holds what it names, so that no id is given twice
-    waiting = [state] if isinstance(state, _CONTAINERS) else []
-    while waiting:
-        item = waiting.pop()
-        if id(item) in seen:
-            continue
-        seen[id(item)] = item
-        for child in item.values() if isinstance(item, Mapping) else item:
-            inner = child.value if isinstance(child, PerRank) else child
-            if type(inner) in _PLAIN:
-                continue
-            if is_object(inner):
-                return True
-            if isinstance(inner, _CONTAINERS):
-                waiting.append(inner)
-    return False
+    is_container = isinstance(state, _CONTAINERS)
+    return is_container and any(is_object(item) for item in _within(state) if item is not state)
 
 
 def is_part(value: Any) -> bool:
@@ -179,18 +165,23 @@ def _is_tensor(value: Any) -> bool:
 
 def _holds_tensor(value: Any) -> bool:
     """Tell whether a value is or contains a tensor, a whole object or a PerRank."""
+    return any(isinstance(item, PerRank) or _is_tensor(item) or is_object(item) for item in _within(value))
+
+
+def _within(value: Any) -> Iterator[Any]:
+    """Yield ``value``, and all that lies in it, each container once; without the simplest values."""
     seen: dict[int, Any] = {}  # holds what it names, so that no id is given twice
     waiting = [value]
     while waiting:
         item = waiting.pop()
         if type(item) in _ATOMS or id(item) in seen:
             continue
-        if isinstance(item, PerRank) or _is_tensor(item) or is_object(item):
-            return True
-        if isinstance(item, Mapping | list | tuple):
+        yield item
+        if isinstance(item, PerRank):
+            waiting.append(item.value)
+        elif isinstance(item, _CONTAINERS):
             seen[id(item)] = item
             waiting.extend(item.values() if isinstance(item, Mapping) else item)
-    return False
 
 
 def _kind(value: Any, path: Path) -> type | None:
@@ -226,7 +217,6 @@ def _mapping_kind(value: Mapping[Any, Any], path: Path) -> type | None:
 
 GENERATORS = (torch.Generator, random.Random)
 _ATOMS = frozenset((NoneType, bool, int, float, str, bytes))
-_PLAIN = _ATOMS | {torch.Tensor, torch.nn.Parameter}
 
 
 def _is_element(key: Any) -> bool:

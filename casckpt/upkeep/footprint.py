@@ -241,14 +241,13 @@ def _bases_of(repo: Repository, commit: Commit) -> frozenset[str]:
         return frozenset()
     note = f"bases/{commit.txid}/{commit.committed.head}"
     known = decode(repo.catalogue.note(note), BLOB_NAMES)
-    if known is not None:
-        return frozenset(known)
-    try:
-        found = _read_bases(repo, commit)
-    except CasckptError:
-        return frozenset()
-    repo.catalogue.set_note(note, encode(found))
-    return frozenset(found)
+    if known is None:
+        try:
+            known = _read_bases(repo, commit)
+        except CasckptError:
+            return frozenset()
+        repo.catalogue.set_note(note, encode(known))
+    return frozenset(known)
 
 
 def _read_bases(repo: Repository, commit: Commit) -> list[str]:

@@ -9,6 +9,7 @@ from casckpt.errors import CasckptError
 from casckpt.format.manifest import Manifest
 from casckpt.plan.difference import difference
 from casckpt.plan.layers import group, summed
+from casckpt.plan.lots import grouped
 from casckpt.plan.sizes import format_size
 from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit, list_commits
@@ -74,10 +75,8 @@ def history(repo: Repository, runs: Collection[str], looked_at: int = 48) -> His
 
 def _newest(current: Sequence[Commit], most: int) -> set[str]:
     """Give those to look into, and the one before them."""
-    by_run: dict[str, list[str]] = {}
-    for commit in current:
-        by_run.setdefault(commit.run, []).append(commit.txid)
-    return {txid for found in by_run.values() for txid in found[-most - 1 :]}
+    by_run = grouped(current, lambda commit: commit.run)
+    return {commit.txid for found in by_run.values() for commit in found[-most - 1 :]}
 
 
 def _changed(repo: Repository, commit: Commit, before: dict[str, tuple[Commit, Manifest]]) -> dict[str, int] | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from casckpt.format.keys import parse_object
 from casckpt.format.names import BlobHash, TxId
+from casckpt.plan.lots import grouped
 from casckpt.plan.retention import Policy
 from casckpt.repository import blobs
 from casckpt.repository.commits import Commit, CommitList, list_commits
@@ -104,9 +105,7 @@ def usage(repo: Repository) -> StoreUsage:
     commits = list_commits(repo)
     live = commits.live()
     use, stock = BlobUse(repo, live), take_stock(repo, commits)
-    loose, by_run = _loose_blobs(stock), defaultdict[str, list[Commit]](list)
-    for commit in live:
-        by_run[commit.run].append(commit)
+    loose, by_run = _loose_blobs(stock), grouped(live, lambda commit: commit.run)
     runs = [_usage_of(run, of_run, use) for run, of_run in by_run.items()]
     used = [use.used(one.txid for one in of_run)[0].tolist() for of_run in by_run.values()]
     shared = (use.refs[number] for number, runs_of in Counter(chain(*used)).items() if runs_of > 1)

@@ -436,9 +436,7 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
 
 def streams(kinds: list[tuple[str, int]]) -> list[ViewTensor]:
     return [
-        ViewTensor(
-            f"k{number}", number, StreamEntry("tensor", f"k{number}", 0, None, dtype, itemsize(dtype), (count,), number)
-        )
+        ViewTensor(f"k{number}", StreamEntry("tensor", f"k{number}", 0, None, dtype, itemsize(dtype), (count,), number))
         for number, (dtype, count) in enumerate(kinds)
     ]
 
@@ -453,8 +451,8 @@ def test_windows_hold_every_element_once_in_order(given_streams: list[ViewTensor
     pieces = [piece for window in planned for piece in window]
     assert all(planned)
     assert max((sum(piece.nbytes for piece in window) for window in planned), default=0) <= most
-    found = [(piece.number, index) for piece in pieces for index in range(piece.lo, piece.hi)]
-    assert found == [(one.number, index) for one in given_streams for index in range(one.entry.numel)]
+    found = [(piece.entry.number, index) for piece in pieces for index in range(piece.lo, piece.hi)]
+    assert found == [(one.entry.number, index) for one in given_streams for index in range(one.entry.numel)]
     for piece in pieces:
         size = itemsize(piece.entry.dtype)
         cut = piece.hi * size

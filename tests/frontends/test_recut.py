@@ -14,7 +14,7 @@ from casckpt.frontends.recut import ViewTensor, recut
 
 
 def tensor(name: str, *shape: int, number: int = 0, dtype: str = "float32") -> ViewTensor:
-    return ViewTensor(name, number, StreamEntry("tensor", name, 0, None, dtype, 4, shape, number))
+    return ViewTensor(name, StreamEntry("tensor", name, 0, None, dtype, 4, shape, number))
 
 
 def test_equal_parts_and_shares() -> None:
@@ -33,7 +33,7 @@ def test_put_together() -> None:
     parts = [tensor("a.gate", 3, 2, number=0), tensor("b", 1, number=1), tensor("a.up", 5, 2, number=2)]
     found = recut(parts, {}, {r"(.*)\.gate": [r"\1.gate_up", r"\1.up"]})
     assert [(one.name, one.entry.shape) for one in found] == [("b", (1,)), ("a.gate_up", (8, 2))]
-    assert [(s.number, s.lo, s.hi) for s in found[1].sources] == [(0, 0, 6), (2, 0, 10)]
+    assert [(s.entry.number, s.lo, s.hi) for s in found[1].sources] == [(0, 0, 6), (2, 0, 10)]
 
 
 @pytest.mark.parametrize(

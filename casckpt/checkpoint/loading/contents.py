@@ -18,14 +18,15 @@ class Contents:
 
     def __init__(self, manifest: Manifest, rank: int) -> None:
         self.manifest = manifest
-        self.numbers: dict[tuple[str, str, int], int] = {}
+        self.entries: dict[tuple[str, str, int], StreamEntry] = {}
+        """By kind, key and index."""
         self.objects: dict[str, StoredObject] = {}
         self.per_rank: dict[str, list[int]] = {}
         """The ranks that saved a value of their own, by key."""
-        for number, entry in enumerate(manifest.entries):
+        for entry in manifest.entries:
             name = (entry.kind, entry.key, entry.index)
-            if name not in self.numbers or entry.rank == rank:
-                self.numbers[name] = number
+            if name not in self.entries or entry.rank == rank:
+                self.entries[name] = entry
             if entry.rank is not None and entry.kind == TENSOR:
                 self.per_rank.setdefault(entry.key, []).append(entry.rank)
         for one in manifest.objects:
@@ -38,19 +39,18 @@ class Contents:
         """Fetch what the manifest says of these keys, in few reads, for all that follows to find it at hand."""
         entries, objects = [], []
         for key in keys:
-            number, one = self.numbers.get((TENSOR, key, 0)), self.objects.get(key)
-            entries += [] if number is None else [number]
+            tensor, one = self.tensor(key), self.objects.get(key)
+            entries += [] if tensor is None else [tensor]
             if one is not None:
                 objects.append(one.number)
                 entries += self.parts(one)
-        self.manifest.ready(entries, objects)
+        self.manifest.ready([entry.number for entry in entries], objects)
 
-    def tensor(self, key: str) -> tuple[int, StreamEntry] | None:
-        """(number, entry) of a tensor."""
-        number = self.numbers.get((TENSOR, key, 0))
-        return None if number is None else (number, self.manifest.entries[number])
+    def tensor(self, key: str) -> StreamEntry | None:
+        """The entry of a tensor."""
+        return self.entries.get((TENSOR, key, 0))
 
-    def stored_tensor(self, key: str) -> tuple[int, StreamEntry]:
+    def stored_tensor(self, key: str) -> StreamEntry:
         """The same, of one that the tree names. Raises Refused if it is not there."""
         found = self.tensor(key)
         if found is None:
@@ -72,12 +72,12 @@ class Contents:
 
     def keys(self) -> list[str]:
         """All keys of the state: tensors and objects."""
-        return [key for kind, key, _ in self.numbers if kind == TENSOR] + list(self.objects)
+        return [key for kind, key, _ in self.entries if kind == TENSOR] + list(self.objects)
 
-    def parts(self, one: StoredObject) -> list[int]:
-        """Numbers of the entries that hold the large buffers of an object."""
+    def parts(self, one: StoredObject) -> list[StreamEntry]:
+        """The entries that hold the large buffers of an object."""
         try:
-            return [self.numbers[PART, one.key, index] for index in range(one.parts)]
+            return [self.entries[PART, one.key, index] for index in range(one.parts)]
         except KeyError as error:
             raise Damaged(f"a part of object {one.key!r} stands nowhere in the manifest", key=one.key) from error
 

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, takewhile
 from typing import Any, TypeAlias
 
-from casckpt.checkpoint.arguments import Rename, listed, renamer
-from casckpt.errors import InvalidInput, Mismatch, MissingKey
+from casckpt.checkpoint.arguments import Rename, renamer
+from casckpt.errors import InvalidInput, Mismatch, MissingKey, listed
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Shape
+from casckpt.plan.lots import grouped
 from casckpt.tensors.dtensors import local_of
 from casckpt.tensors.values import Shard
 
@@ -175,9 +175,7 @@ def missed_pairs(unfilled: Shapes, unread: Shapes) -> dict[str, str]:
 
 def _ending(longer: Shapes, shorter: Shapes) -> dict[str, str]:
     """Keys of ``longer`` whose names end with that of a key of ``shorter``, each with that key, by the longest end."""
-    by_name = defaultdict[tuple[str, Shape], list[str]](list)
-    for key, shape in shorter.items():
-        by_name[plain(key), tuple(shape)].append(key)
+    by_name = grouped(shorter, lambda key: (plain(key), tuple(shorter[key])))
     found: dict[str, str] = {}
     for key, shape in longer.items():
         end = plain(key)

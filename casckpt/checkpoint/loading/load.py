@@ -240,14 +240,14 @@ def read_attachment(repo: Repository, manifest: Manifest, name: str, options: Lo
         if short.key == name:
             return manifest.data(short)
     contents = Contents(manifest, options.rank)
-    number = contents.numbers.get((ATTACHMENT, name, 0))
-    if number is None:
-        long = [entry.key for entry in manifest.entries if entry.kind == ATTACHMENT]
+    entry = contents.entries.get((ATTACHMENT, name, 0))
+    if entry is None:
+        long = [one.key for one in manifest.entries if one.kind == ATTACHMENT]
         there = sorted([*long, *(short.key for short in manifest.body.attachments)])
         listed = ", ".join(there[:8]) + (", ..." if len(there) > 8 else "")
         where = f"{manifest.body.run}@{manifest.body.step}"
         raise NotFound(f"{where} has no attachment {name!r}; it has {listed or 'none'}")
     plan = LoadPlan(contents, options)
-    data = plan.new_tensor(number, manifest.entries[number], torch.device("cpu"))
+    data = plan.new_tensor(entry, torch.device("cpu"))
     plan.run(repo)
     return data.numpy().tobytes()

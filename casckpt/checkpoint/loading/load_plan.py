@@ -153,18 +153,18 @@ class LoadPlan:
         if found is None and one is None:
             return self._add_container(key, name, leaf)
         self.named.add(name)
-        if found is not None and self.contents.manifest.lacks(found[1]):
+        if found is not None and self.contents.manifest.lacks(found):
             return False
         if leaf.is_tensor:
             if found is None:
                 raise Mismatch(f"{key!r} is a tensor here, but plain data in the checkpoint (key {name!r})", key=key)
             check_in_place(key, leaf.value)
-            self._add_tensor(leaf, local_tensor(key, leaf.value), *found)
+            self._add_tensor(leaf, local_tensor(key, leaf.value), found)
         elif found is not None:
             if leaf.value is not None:
                 kind = type(leaf.value).__name__
                 raise Mismatch(f"{key!r} is a tensor in the checkpoint (key {name!r}), but {kind} here", key=key)
-            self._values[key] = self.new_tensor(*found, torch.device("cpu"))
+            self._values[key] = self.new_tensor(found, torch.device("cpu"))
         elif one is not None:
             self._add_object(key, one)
         return True
@@ -194,7 +194,7 @@ class LoadPlan:
         self._below[key] = (node, name, below)
         return True
 
-    def _add_tensor(self, leaf: LeafValue, local: LocalTensor, number: int, entry: StreamEntry) -> None:
+    def _add_tensor(self, leaf: LeafValue, local: LocalTensor, entry: StreamEntry) -> None:
         key, part_of = leaf.key, leaf.value if is_dtensor(leaf.value) else None
         if local.shape != entry.shape:
             raise Mismatch(
@@ -211,11 +211,11 @@ class LoadPlan:
             if not covers(table, region):
                 raise Damaged(f"the checkpoint holds {key!r} only in part; {region} is not all there", key=key)
             if region.lo < region.hi:
-                self._tied.add(Content(key, data, number, entry.dtype, table, region))
+                self._tied.add(Content(key, data, entry.number, entry.dtype, table, region))
                 destination = Destination(region, data, torch_dtype(entry.dtype), part_of)
-                self._wants.append(StreamRequest(number, destination, table, is_new))
+                self._wants.append(StreamRequest(entry.number, destination, table, is_new))
 
-    def new_tensor(self, number: int, entry: StreamEntry, device: torch.device) -> torch.Tensor:
+    def new_tensor(self, entry: StreamEntry, device: torch.device) -> torch.Tensor:
         """A tensor for the whole of an entry, to be filled by `run`. Raises Damaged if the extents have holes."""
         table = self.contents.manifest.extents(entry)
         if not covers(table, whole(entry.shape)):  # before memory is asked for: a hostile shape is caught here
@@ -223,15 +223,13 @@ class LoadPlan:
         data = new_empty(entry, device)
         if entry.numel:
             destination = Destination(whole(entry.shape), data, torch_dtype(entry.dtype))
-            self._wants.append(StreamRequest(number, destination, table, is_new=True))
+            self._wants.append(StreamRequest(entry.number, destination, table, is_new=True))
         return data
 
     def _add_object(self, key: str, one: StoredObject) -> None:
         if one.pickled and not self.options.allow_pickle:
             refuse_pickle(key, self.contents.manifest.data(one), one.parts)  # before anything changes
-        cpu = torch.device("cpu")
-        entries = self.contents.manifest.entries
-        parts = [self.new_tensor(number, entries[number], cpu) for number in self.contents.parts(one)]
+        parts = [self.new_tensor(entry, torch.device("cpu")) for entry in self.contents.parts(one)]
         self._objects[key] = (one, parts)
 
     def new(self, key: str, device: torch.device) -> None:
@@ -239,7 +237,7 @@ class LoadPlan:
         found = self.contents.tensor(key)
         self.named.add(key)
         if found is not None:
-            self._values[key] = self.new_tensor(*found, device)
+            self._values[key] = self.new_tensor(found, device)
         elif key in self.contents.objects:
             self._add_object(key, self.contents.objects[key])
         else:
@@ -261,8 +259,8 @@ class LoadPlan:
         one = self.contents.objects.get(name)
         if one is None or one.pickled:
             return None
-        entries = [self.contents.manifest.entries[number] for number in self.contents.parts(one)]
-        saved = self._decoded(name, one, [new_empty(entry, torch.device("cpu")) for entry in entries])  # for its keys
+        parts = [new_empty(entry, torch.device("cpu")) for entry in self.contents.parts(one)]
+        saved = self._decoded(name, one, parts)  # for its keys
         return join((name, next(iter(saved)))) if isinstance(saved, dict) and saved else None
 
     def check_shared(self, repo: Repository) -> None:

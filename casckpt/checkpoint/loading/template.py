@@ -6,14 +6,14 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from casckpt.checkpoint.arguments import listed, matches, renamer
+from casckpt.checkpoint.arguments import matches, renamer
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.handle import Frames
 from casckpt.checkpoint.loading.contents import Contents
 from casckpt.checkpoint.loading.fit import Fit, check_fit, merged, missed_pairs, rename_hint, saved_shapes, shape_of
 from casckpt.checkpoint.loading.load_plan import LoadOptions, LoadPlan
 from casckpt.checkpoint.loading.unread import EVERYTHING, is_generator, left_unread
-from casckpt.errors import Mismatch, MissingKey
+from casckpt.errors import Mismatch, MissingKey, listed
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.tree import Node, Path, children, find, join, leaves

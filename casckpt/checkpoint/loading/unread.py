@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
-from casckpt.checkpoint.arguments import listed
+from casckpt.errors import listed
 from casckpt.format.tree import Node, Path, children, join
+from casckpt.plan.lots import grouped
 
 log = logging.getLogger("casckpt")
 
@@ -91,11 +91,8 @@ def warn_moved(run: str, step: int, holders: Mapping[str, Collection[int]], size
 
     ``holders``: the ranks that saved a value of their own, by key. ``size``: how many ranks load.
     """
-    moved = defaultdict[tuple[int, ...], list[str]](list)
-    for key, ranks in holders.items():
-        if set(ranks) != set(range(size)):
-            moved[tuple(sorted(ranks))].append(key)
-    for ranks, keys in moved.items():
+    moved = [key for key, ranks in holders.items() if set(ranks) != set(range(size))]
+    for ranks, keys in grouped(moved, lambda key: tuple(sorted(holders[key]))).items():
         without = [rank for rank in range(size) if rank not in ranks]
         left = [rank for rank in ranks[1:] if rank >= size]
         said = [f"rank{'s' * (len(without) > 1)} {listed(without)} took what rank {ranks[0]} saved"] if without else []

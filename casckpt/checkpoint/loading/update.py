@@ -184,10 +184,10 @@ class _Update:
         if self.held is None:
             return None
         found = self.held.tensor(entry.key)
-        if found is None or (found[1].kind, found[1].shape, found[1].dtype) != (entry.kind, entry.shape, entry.dtype):
+        if found is None or (found.kind, found.shape, found.dtype) != (entry.kind, entry.shape, entry.dtype):
             return None
         try:
-            return self.held.manifest.extents(found[1])
+            return self.held.manifest.extents(found)
         except _UNKNOWN:
             return None
 

@@ -19,6 +19,7 @@ from casckpt.checkpoint.saving.sources import Cell, Source
 from casckpt.format.names import CellDigest
 from casckpt.format.sections.health import CellHealth, Rows, rows_of
 from casckpt.format.sections.index import TENSOR, Name
+from casckpt.plan.lots import grouped
 
 
 class _Float(NamedTuple):
@@ -120,10 +121,8 @@ class Looker:
     @property
     def told(self) -> Told:
         """What was found, for rank 0."""
-        groups: dict[str, list[tuple[CellDigest, CellHealth]]] = {}
-        for (dtype, digest), one in self.found.items():
-            groups.setdefault(dtype, []).append((digest, one))
+        groups = grouped(self.found, lambda cell: cell[0])
         return {
-            dtype: (b"".join([digest for digest, _ in mine]), rows_of([one for _, one in mine]))
-            for dtype, mine in groups.items()
+            dtype: (b"".join([digest for _, digest in cells]), rows_of([self.found[cell] for cell in cells]))
+            for dtype, cells in groups.items()
         }

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import Final
 
+from casckpt.errors import listed
 from casckpt.format.draft import ObjectEntry
 
 log = logging.getLogger(__name__)
@@ -20,11 +21,10 @@ def say_pickled(url: str, run: str, objects: Iterable[ObjectEntry]) -> None:
         return
     _said.update(new)
     keys = sorted(key for _, _, key in new)
-    named = ", ".join(map(repr, keys[:_NAMED])) + (f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else "")
     log.warning(
         "%s in %s: stored as pickles: %s. They are no plain data, or bytes that a planner made; a load needs "
         "allow_pickle=True for what torch's restricted unpickler does not know. This is said once",
         run,
         url,
-        named,
+        listed(keys, _NAMED),
     )

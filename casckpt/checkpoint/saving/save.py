@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from casckpt.format.columns import Ints
 from casckpt.format.keys import uploader_folder
 from casckpt.format.names import TxId
 from casckpt.format.records import DEFAULT_CELL_BYTES
+from casckpt.lazy import cached_property
 from casckpt.parallel import usable_threads
 from casckpt.plan.progress import Progress
 from casckpt.plan.replicas import MORE_RUNS, row_digests
@@ -52,14 +54,7 @@ def save(
 
     Raises Conflict if the step exists. A save that a gc revoked is tried once more, from nothing.
     """
-    prepared: list[Prepared] = []
-    progress = Progress(options.progress)
-
-    def once() -> Prepared:
-        if not prepared:
-            prepared.append(prepare())
-        return prepared[0]
-
+    progress, once = Progress(options.progress), cache(prepare)
     try:
         return _Attempt(repo, ranks, memory, once, options, progress=progress, reuse=True).run()
     except Revoked:
@@ -92,7 +87,6 @@ class _Attempt:
         self.repo, self.ranks, self.memory = repo, ranks, memory
         self.options, self.progress = options, telling(ranks, progress)
         self._prepare = prepare
-        self._layout: RankLayout | None = None
         self._share: Share | None = None
         self._seed = seed_of(options.run, options.step)
         self._runs = runs_of(str(options.check_replicas))
@@ -115,7 +109,7 @@ class _Attempt:
         knowledge = start.knowledge
         if knowledge is None:
             planned = self.planned()
-            self.memory.fingerprint = self._own_layout().fingerprint
+            self.memory.fingerprint = self._layout.fingerprint
             self.memory.plan_number, self.memory.duty = planned.number, planned.duty
             self.memory.compared.plan(planned.sets)
             self.memory.remembered.clear()  # shares of other duties
@@ -133,7 +127,7 @@ class _Attempt:
 
     def _hello(self) -> BeginRequest:
         prepared, alone = self._prepare(), self.ranks.size == 1
-        fingerprint = "" if alone else self._own_layout().fingerprint
+        fingerprint = "" if alone else self._layout.fingerprint
         if fingerprint != self.memory.fingerprint:
             self.memory.duty, self.memory.plan_number, self.memory.compared.sets = None, 0, ()
         remembered = self.memory.remembered.get(self.options.run)
@@ -147,22 +141,21 @@ class _Attempt:
             remembered.txid if remembered else None,
             streams,
             self.options.check_replicas,
-            {} if alone else self.memory.compared.set_digests(prepared, self._own_layout(), self._seed, self._runs),
+            {} if alone else self.memory.compared.set_digests(prepared, self._layout, self._seed, self._runs),
         )
 
     def _samples(self, runs: int, rows: Ints | None = None) -> Words:
-        return self.memory.compared.samples(self._prepare(), self._own_layout(), self._seed, runs, rows)
+        return self.memory.compared.samples(self._prepare(), self._layout, self._seed, runs, rows)
 
     def _sampled(self) -> Samples:
-        layout = self._own_layout()
+        layout = self._layout
         if self.options.check_replicas == "off":
             return Samples(layout, np.zeros((len(layout.held), 0), np.uint64))  # nothing differs
         return Samples(layout, row_digests(self._samples(self._runs))[:, None])
 
-    def _own_layout(self) -> RankLayout:
-        if self._layout is None:
-            self._layout = layout_of(self._prepare(), self._cell_bytes())
-        return self._layout
+    @cached_property
+    def _layout(self) -> RankLayout:
+        return layout_of(self._prepare(), self._cell_bytes())
 
     def _cell_bytes(self) -> int:
         """Of the store; where there is none yet, as the save is about to make it."""
@@ -185,7 +178,7 @@ class _Attempt:
             )
         again = None
         if self.memory.duty is not None and self.options.check_replicas == "sample":
-            again = self.memory.compared.read_again(prepared, self._own_layout(), self.memory.duty)
+            again = self.memory.compared.read_again(prepared, self._layout, self.memory.duty)
         tree, health = prepared.tree if alone else None, {} if looker is None else looker.told
         return FinishRequest(self._share, mine.objects, mine.attachments, tree, health, again)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, get_args
 
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
+from casckpt.checkpoint.ranks import Ranks, everyone, on_each, open_ranks
 from casckpt.checkpoint.saving.background import Background
 from casckpt.checkpoint.saving.leader import SaveMemory
 from casckpt.checkpoint.saving.options import SaveOptions, WhenBusy
@@ -85,18 +85,16 @@ class Saver:
 
         So does what the save before failed with, if nobody asked its future.
         """
-        done: list[tuple[SaveOptions, Prepared]] = []
 
-        def look() -> None:
+        def look() -> tuple[SaveOptions, Prepared]:
             if when_busy not in get_args(WhenBusy):
                 raise InvalidInput(f"when_busy={when_busy!r} is not known; give 'wait' or 'refuse'")
             if failed := self.background.unheard():
                 raise failed
             checked = options.checked()
-            done.append((checked, _prepare(state, ranks, checked)))
+            return checked, _prepare(state, ranks, checked)
 
-        ranks.exchange(look, lambda looked: looked)
-        return done[0]
+        return on_each(ranks, look)
 
     def _copied(self, prepared: Prepared) -> Callable[[], Prepared]:
         """What gives copies of all data, made now, or raises what went wrong, where all ranks learn of it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -12,9 +11,10 @@ from casckpt.cli.completion import REF, RUN, STORE
 from casckpt.cli.describe import brief, doubt, plain
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import count, name, printable, say, say_some, shortened, size
+from casckpt.cli.text import count, name, printable, say, say_all, say_some, shortened, size
 from casckpt.cli.types import SETTING, SIZE
 from casckpt.errors import Damaged
+from casckpt.plan.lots import grouped
 
 if TYPE_CHECKING:
     from casckpt.upkeep.copies.copying import CopyResult
@@ -94,24 +94,16 @@ def _part() -> tuple[int, int]:
     return number, total
 
 
-def _alike(failed: list[dict[str, Any]]) -> Iterable[list[dict[str, Any]]]:
-    """Put together what failed for the same blob: that it is damaged is said once."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for one in failed:
-        found.setdefault(one["blob"] or one["why"], []).append(one)
-    return found.values()
-
-
 def text(result: dict[str, Any]) -> None:
     """Say what was copied, or would be, and what was not."""
     copied, restored = ("would copy", "would restore") if result["dry_run"] else ("copied", "restored")
     for what, ones in ((copied, result["copied"]), (restored, result["restored"])):
         say_some([f"{what} {name(one)}" for one in ones])
     say_some([f"forgotten in DST, left so: {name(one)}" for one in result["left"]], 5)
-    for ones in _alike(result["failed"]):
+    # that a blob is damaged is said once
+    for ones in grouped(result["failed"], lambda one: one["blob"] or one["why"]).values():
         say(f"not copied: {', '.join(shortened([name(one) for one in ones], 5))}: {printable(ones[0]['why'])}")
-    for one in result["records"]:
-        say(f"not copied: what {printable(one['key'])} tells of: {printable(one['why'])}")
+    say_all(f"not copied: what {printable(one['key'])} tells of: {printable(one['why'])}" for one in result["records"])
     if result["tags"]:
         say(f"set the tags {printable(', '.join(shortened(result['tags'])))}")
     done = count(len(result["copied"]), "checkpoint")

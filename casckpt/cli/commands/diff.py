@@ -10,7 +10,7 @@ from casckpt.cli.commands.show import health_cells
 from casckpt.cli.completion import REF
 from casckpt.cli.describe import brief, plain
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import Column, count, name, printable, say, shortened, size, table
+from casckpt.cli.text import Column, count, name, printable, say, say_all, shortened, size, table
 
 if TYPE_CHECKING:
     from casckpt.store.store import Store
@@ -73,11 +73,9 @@ def text(result: dict[str, Any]) -> None:
     """Say what differs, a line for each tensor that is not the same."""
     say(f"{name(result['old'])} -> {name(result['new'])}")
     for sign, title in (("+", "added"), ("-", "removed")):
-        for key in shortened(result[title]):
-            say(f"  {sign} {printable(key)}")
+        say_all(f"  {sign} {printable(key)}" for key in shortened(result[title]))
     lines = [f"{one['key']}  {one['what']}, {size(one['bytes'])}" for one in result["changes"]]
-    for line in shortened(lines):
-        say(f"  ~ {printable(line)}")
+    say_all(f"  ~ {printable(line)}" for line in shortened(lines))
     for title, nbytes in (
         ("added", "bytes_added"), ("removed", "bytes_removed"), ("changed", "bytes_changed"),
         ("unchanged", "bytes_unchanged"),

@@ -14,7 +14,7 @@ from casckpt.cli.completion import REF
 from casckpt.cli.describe import brief
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import count, name, printable, say, shortened, size, summed
+from casckpt.cli.text import count, name, printable, say, say_all, shortened, size, summed
 from casckpt.cli.types import RENAMING, SIZE
 from casckpt.errors import InvalidInput, StorageError, Unsupported
 
@@ -90,8 +90,7 @@ def command(session: Session, ref: str, out: str, **options: Unpack[ExportOption
 def _text(result: dict[str, Any], *, is_file: bool, wanted: bool) -> None:
     """``wanted``: were attachments?"""
     say(f"exported {name(result)}: {count(result['tensors'], 'tensor')}, {size(result['bytes'])}")
-    for path in shortened(result["files"]):
-        say(f"  {printable(path)}")
+    say_all(f"  {printable(path)}" for path in shortened(result["files"]))
     if result["left_out"]:
         say(f"left out: {printable(', '.join(shortened(list(summed(result['left_out'])), _MOST)))}")
     if result["skipped"]:

@@ -9,7 +9,7 @@ import click
 from casckpt.cli.completion import FORGOTTEN, REF
 from casckpt.cli.describe import brief
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import name, printable, say
+from casckpt.cli.text import name, printable, say_all
 
 
 @store_command("forget")
@@ -27,8 +27,8 @@ def command(session: Session, refs: tuple[str, ...], tagged: bool, dry_run: bool
 
 
 def _text(result: dict[str, Any]) -> None:
-    for one in result["forgotten"]:
-        say(f"{'would forget' if result['dry_run'] else 'forgot'} {name(one)}")
+    done = "would forget" if result["dry_run"] else "forgot"
+    say_all(f"{done} {name(one)}" for one in result["forgotten"])
 
 
 @store_command("restore")
@@ -51,9 +51,7 @@ def restore(session: Session, refs: tuple[str, ...], *, whole: bool, dry_run: bo
 
 
 def _restored_text(result: dict[str, Any]) -> None:
-    for one in result["restored"]:
-        say(f"{'would restore' if result['dry_run'] else 'restored'} {name(one)}")
-    for one in result["failed"]:
-        say(f"not restored: {name(one)}: {printable(one['why'])}")
-    for one in result["left"]:
-        say(f"not restored: {name(one)}")
+    done = "would restore" if result["dry_run"] else "restored"
+    say_all(f"{done} {name(one)}" for one in result["restored"])
+    say_all(f"not restored: {name(one)}: {printable(one['why'])}" for one in result["failed"])
+    say_all(f"not restored: {name(one)}" for one in result["left"])

@@ -14,7 +14,7 @@ from casckpt.cli.failures import beside
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.rules import AT_LEAST_ONE, keep_options
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import count, moment, name, printable, say, say_some, shortened, size
+from casckpt.cli.text import count, moment, name, printable, say, say_all, say_some, shortened, size
 from casckpt.cli.types import DURATION
 
 if TYPE_CHECKING:
@@ -120,8 +120,7 @@ def text(result: dict[str, Any]) -> None:
     say_some([f"{forget} {_waits(young.get(id, one))}" for id, one in forgotten.items()])
     say_some([f"{restore} {name(one)}, which is tagged" for one in result["restored"]])
     say_some(_once(f"{purge} {_name(one)}" for one in result["purged"]))
-    for txid in result["revoked"]:
-        say(f"gave up on save {txid}")
+    say_all(f"gave up on save {txid}" for txid in result["revoked"])
     if "deleted_blobs" in result:
         _say_space(delete, result)
     later = [one for one in result["waiting"] if one.get("id") not in forgotten]

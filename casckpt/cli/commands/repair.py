@@ -6,11 +6,11 @@ from typing import Any
 
 import click
 
-from casckpt.cli.commands.verify import about_records, needed
+from casckpt.cli.commands.verify import about_records, say_damage
 from casckpt.cli.describe import plain
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import count, name, printable, say, say_some
+from casckpt.cli.text import count, name, say, say_all, say_some
 from casckpt.errors import Damaged
 
 
@@ -36,18 +36,10 @@ def command(session: Session, sources: tuple[str, ...]) -> int:
 
 def text(result: dict[str, Any]) -> None:
     """Say what is right again, and what is lost."""
-    for blob in result["blobs"]:
-        say(f"repaired blob {blob}")
-    for id in result["manifests"]:
-        say(f"repaired manifest {id}")
+    say_all(f"repaired blob {blob}" for blob in result["blobs"])
+    say_all(f"repaired manifest {id}" for id in result["manifests"])
     say_some([f"rewrote {name(one)}" for one in result["rewritten"]])
-    for one in result["lost"]:
-        say(f"not repaired: blob {one['blob']}: {printable(one['why'])}")
-        say(f"  {needed(one)}")
-    for one in result["lost_manifests"]:
-        say(f"not repaired: manifest of {printable(one['run'])}@{one['step']} {one['id']}: {printable(one['why'])}")
-    for one in result["records"]:
-        say(f"not repaired: record {printable(one['key'])}: {printable(one['why'])}")
+    say_damage("not repaired:", result["lost"], result["lost_manifests"], result["records"])
     done = len(result["blobs"]) + len(result["manifests"]) + len(result["rewritten"])
     say(f"repaired {count(done, 'object')}")
     if result["lost"] or result["lost_manifests"]:
@@ -55,5 +47,4 @@ def text(result: dict[str, Any]) -> None:
             "give another copy with --from, or give those up with `casckpt forget`: a gc deletes them a day later, or "
             "at once with `--run RUN --min-age 0`, which purges whatever else of that run is forgotten, too"
         )
-    for line in about_records(result["records"]):
-        say(line)
+    say_all(about_records(result["records"]))

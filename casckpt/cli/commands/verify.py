@@ -11,7 +11,7 @@ from casckpt.cli.describe import plain
 from casckpt.cli.failures import FAILED
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import count, name, printable, say, shortened, size
+from casckpt.cli.text import count, name, printable, say, say_all, shortened, size
 from casckpt.errors import Damaged
 
 if TYPE_CHECKING:
@@ -58,33 +58,34 @@ def sign(session: Session, refs: tuple[str, ...], key: str, password: bool) -> N
 
 
 def _signed(result: list[dict[str, Any]]) -> None:
-    for one in result:
-        say(f"signed {name(one)}")
+    say_all(f"signed {name(one)}" for one in result)
 
 
 def text(result: dict[str, Any]) -> None:
     """Say what was checked, and what is wrong."""
-    for one in result["damaged"]:
-        say(f"damaged blob {one['blob']}: {printable(one['why'])}")
-        say(f"  {needed(one)}")
-    for one in result["manifests"]:
-        say(f"damaged manifest of {printable(one['run'])}@{one['step']} {one['id']}: {printable(one['why'])}")
-    for one in result["records"]:
-        say(f"damaged record {printable(one['key'])}: {printable(one['why'])}")
-    for one in result["failed"]:
-        say(f"could not read blob {one['blob']}: {printable(one['why'])}")
-    for one in result["unsigned"]:
-        say(f"not signed: {name(one)}")
-    for blob in result["repaired"]:
-        say(f"right again: blob {blob}")
+    say_damage("damaged", result["damaged"], result["manifests"], result["records"])
+    say_all(f"could not read blob {one['blob']}: {printable(one['why'])}" for one in result["failed"])
+    say_all(f"not signed: {name(one)}" for one in result["unsigned"])
+    say_all(f"right again: blob {blob}" for blob in result["repaired"])
     is_part = result["checked_blobs"] < result["blobs"]
     checked = f"{result['checked_blobs']} of " if is_part else ""
     of = "" if is_part else f", for {count(result['checked_checkpoints'], 'checkpoint')}"
     say(f"checked {checked}{count(result['blobs'], 'blob')}, {size(result['checked_bytes'])}{of}")
     if result["decoded_bytes"]:
         say(f"decoded {size(result['decoded_bytes'])} of coded cells")
-    for line in _to_do(result) or [f"{'what was checked' if is_part else 'all'} is well"]:
-        say(line)
+    say_all(_to_do(result) or [f"{'what was checked' if is_part else 'all'} is well"])
+
+
+def say_damage(
+    what: str, blobs: list[dict[str, Any]], manifests: list[dict[str, Any]], records: list[dict[str, Any]]
+) -> None:
+    """Say of each of these ``what`` it is, and why."""
+    for one in blobs:
+        say(f"{what} blob {one['blob']}: {printable(one['why'])}")
+        say(f"  {needed(one)}")
+    for one in manifests:
+        say(f"{what} manifest of {printable(one['run'])}@{one['step']} {one['id']}: {printable(one['why'])}")
+    say_all(f"{what} record {printable(one['key'])}: {printable(one['why'])}" for one in records)
 
 
 def needed(damaged: dict[str, Any]) -> str:

@@ -34,7 +34,7 @@ from casckpt.frontends.new_files import (
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.view import check_whole
 from casckpt.parallel import usable_threads
-from casckpt.plan.lots import lots
+from casckpt.plan.lots import grouped, lots
 from casckpt.plan.progress import Progress, Shown
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import Destination
@@ -48,7 +48,6 @@ class _Chunk:
     """A part of a tensor that becomes a chunk of DCP's."""
 
     key: str
-    number: int
     entry: StreamEntry
     box: Box
 
@@ -111,7 +110,7 @@ class _Writer:
     def write(self) -> dcp.Metadata:
         """All of them; the metadata that say where everything lies."""
         metadata, tensors = self._opened.metadata(), self._opened.schema.tensors
-        check_whole(self._opened.manifest, [self._opened.tensor(dcp.MetadataIndex(key))[1] for key in tensors])
+        check_whole(self._opened.manifest, [self._opened.tensor(dcp.MetadataIndex(key))[0] for key in tensors])
         chunks = [chunk for key in tensors for chunk in self._chunks(key)]
         values = self._opened.archives(list(self._opened.schema.values), boxed=self._boxed)
         windows = list(lots(chunks, lambda chunk: chunk.nbytes, WINDOW_BYTES))
@@ -127,15 +126,15 @@ class _Writer:
         return metadata
 
     def _chunks(self, key: str) -> Iterator[_Chunk]:
-        number, entry, _ = self._opened.tensor(dcp.MetadataIndex(key))
+        entry, _ = self._opened.tensor(dcp.MetadataIndex(key))
         for box in split(entry.shape, torch_dtype(entry.dtype).itemsize, WINDOW_BYTES):
-            yield _Chunk(key, number, entry, box)
+            yield _Chunk(key, entry, box)
 
     def _write_window(self, file: BinaryIO, name: str, window: Sequence[_Chunk]) -> None:
         made = [(chunk, chunk.memory()) for chunk in window]
         self._download.run(
             [
-                StreamRequest(chunk.number, Destination(Region(chunk.box, 0, chunk.box.numel), data, data.dtype))
+                StreamRequest(chunk.entry.number, Destination(Region(chunk.box, 0, chunk.box.numel), data, data.dtype))
                 for chunk, data in made
                 if chunk.box.numel
             ]
@@ -150,15 +149,13 @@ class _Writer:
         self._places[index] = _StorageInfo(name, file.tell() - nbytes, nbytes)
 
     def _describe(self, metadata: dcp.Metadata, chunks: Sequence[_Chunk]) -> None:
-        parts: dict[str, list[dcp.ChunkStorageMetadata]] = {}
-        for chunk in chunks:
-            part = dcp.ChunkStorageMetadata(torch.Size(chunk.box.offset), torch.Size(chunk.box.shape))
-            parts.setdefault(chunk.key, []).append(part)
-        for key, found in parts.items():
+        for key, of_key in grouped(chunks, lambda chunk: chunk.key).items():
+            boxes = [chunk.box for chunk in of_key]
+            parts = [dcp.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)) for box in boxes]
             told = metadata.state_dict_metadata[key]
             if isinstance(told, dcp.TensorStorageMetadata):
                 properties = dcp.TensorProperties(dtype=told.properties.dtype)
-                metadata.state_dict_metadata[key] = dcp.TensorStorageMetadata(properties, told.size, found)
+                metadata.state_dict_metadata[key] = dcp.TensorStorageMetadata(properties, told.size, parts)
         metadata.storage_data = self._places
 
 

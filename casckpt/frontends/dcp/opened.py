@@ -82,28 +82,28 @@ class Opened:
     def _tensor_metadata(self, key: str) -> dcp.TensorStorageMetadata:
         chunked = self.note.chunks.get(key)
         if chunked is None:
-            _, entry = self._entry(key)
+            entry = self._entry(key)
             return _described(entry.dtype, entry.shape, [((0,) * len(entry.shape), entry.shape)])
         shape, parts = chunked
-        dtype = self._entry(parts[0].key)[1].dtype if parts else "float32"
+        dtype = self._entry(parts[0].key).dtype if parts else "float32"
         return _described(dtype, shape, [(part.offset, part.shape) for part in parts])
 
-    def _entry(self, key: str) -> tuple[int, StreamEntry]:
+    def _entry(self, key: str) -> StreamEntry:
         found = self._contents.tensor(key)
         if found is None:
             raise MissingKey(f"{self.checkpoint.run}@{self.checkpoint.step} lacks the tensor {key!r}", keys=(key,))
         return found
 
-    def tensor(self, index: dcp.MetadataIndex) -> tuple[int, StreamEntry, Shape]:
-        """(number, entry, offset in it) of what DCP names a chunk."""
+    def tensor(self, index: dcp.MetadataIndex) -> tuple[StreamEntry, Shape]:
+        """(entry, offset in it) of what DCP names a chunk."""
         offset = tuple(index.offset or ())
         chunked = self.note.chunks.get(index.fqn)
         if chunked is None:
-            number, entry = self._entry(index.fqn)
-            return number, entry, offset or (0,) * len(entry.shape)
+            entry = self._entry(index.fqn)
+            return entry, offset or (0,) * len(entry.shape)
         for part in chunked[1]:
             if part.offset == offset:
-                return *self._entry(part.key), (0,) * len(part.shape)
+                return self._entry(part.key), (0,) * len(part.shape)
         raise MissingKey(f"this rank saved nothing of {index.fqn!r} at {list(offset)}", keys=(index.fqn,))
 
     def check_complete(self, plan: LoadPlan, planner: LoadPlanner) -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -28,7 +28,7 @@ from casckpt.format.keys import check_run
 from casckpt.format.regions import Box, Region
 from casckpt.frontends.dcp.hooks import hook
 from casckpt.frontends.dcp.ids import is_usable, reference_of
-from casckpt.frontends.dcp.items import check_planned
+from casckpt.frontends.dcp.items import WINDOW_BYTES, check_planned
 from casckpt.frontends.dcp.opened import Opened
 from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream, has_methods_of
 from casckpt.frontends.stores import AnyStore, as_store
@@ -40,9 +40,6 @@ from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import Destination
 from casckpt.tensors.shards import check_destination
-
-WINDOW_BYTES: Final = 256 << 20
-"""Of tensors that a planner makes anew, so much is there at a time."""
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +190,7 @@ class StorageReader(Protocol):
         repo, verify, progress = self._store.repository, self._options.verify, Progress(self._shown).of(None)
         download = Download(repo, self._now.manifest, verify, self._threads, progress, ranks)
         tensors = [item.storage_index for item in plan.items if item.type != LoadItemType.BYTE_IO]
-        self._now.manifest.ready([self._now.tensor(index)[0] for index in tensors], ())
+        self._now.manifest.ready([self._now.tensor(index)[0].number for index in tensors], ())
         for window in _windows(plan.items, planner):
             self._read_tensors(download, window, planner)
         future: Future[None] = Future()
@@ -251,7 +248,7 @@ class StorageReader(Protocol):
     ) -> Iterator[StreamRequest]:
         """``held``: what the state has under its key, if that is known."""
         key = item.storage_index.fqn
-        number, entry, base = self._now.tensor(item.storage_index)
+        entry, base = self._now.tensor(item.storage_index)
         if tuple(target.shape) != tuple(item.lengths):
             raise Mismatch(f"{key!r}: the planner gave {list(target.shape)} for {list(item.lengths)}", key=key)
         stored = torch_dtype(entry.dtype)
@@ -269,8 +266,9 @@ class StorageReader(Protocol):
         if not covers(table, region):
             raise Damaged(f"the checkpoint holds {key!r} only in part; {region} is not all there", key=key)
         if region.numel:
-            tied.add(Content(key, target, number, entry.dtype, table, region))
-            yield StreamRequest(number, Destination(region, target, stored, held if is_dtensor(held) else None), table)
+            tied.add(Content(key, target, entry.number, entry.dtype, table, region))
+            destination = Destination(region, target, stored, held if is_dtensor(held) else None)
+            yield StreamRequest(entry.number, destination, table)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

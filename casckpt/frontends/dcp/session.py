@@ -225,12 +225,10 @@ class WriterSession:
             for window in tensors.windows(planner):
                 sources, others = [*others, *sources_of(window, planner, is_frozen)], []
                 prepared = Prepared(sources, [], [], b"")
-                shares.append(
-                    store_share(
-                        self.repo, txid, prepared, known,
-                        threads=threads, coder=coder, looker=looker, progress=progress,
-                    )
-                )  # fmt: skip
+                share = store_share(
+                    self.repo, txid, prepared, known, threads=threads, coder=coder, looker=looker, progress=progress
+                )
+                shares.append(share)
         objects = [*values.objects, *self._extra.objects]
         health = {} if looker is None else looker.told
         stored = FinishRequest(joined(shares), objects, self._extra.attachments, None, health)

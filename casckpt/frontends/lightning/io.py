@@ -177,16 +177,13 @@ class CasCheckpointCheck(Callback):
             self._check(trainer)
 
     def _check(self, trainer: Trainer) -> None:
-        checkpoint, io = (
-            trainer._checkpoint_connector.dump_checkpoint(weights_only=False),
-            trainer.strategy.checkpoint_io,
-        )
-        failed: CasckptError | None = None
-        if trainer.is_global_zero and isinstance(io, CasCheckpointIO):
-            try:
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        io, failed = trainer.strategy.checkpoint_io, None
+        try:
+            if trainer.is_global_zero and isinstance(io, CasCheckpointIO):
                 io.check(checkpoint)
-            except CasckptError as error:
-                failed = error
+        except CasckptError as error:
+            failed = error
         failed = trainer.strategy.broadcast(failed)
         if failed is not None:
             raise failed

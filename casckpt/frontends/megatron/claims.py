@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
+from casckpt.errors import listed
 from casckpt.format.regions import Region, Shape, normalise
 from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors, refused
 from casckpt.frontends.megatron.kinds import is_sharded_object, is_sharded_tensor
@@ -28,8 +29,6 @@ from casckpt.tensors.memory import note_writes, tensor_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +141,7 @@ def _check_cover(key: str, shape: Shape, mains: Sequence[tuple[int, Region]], ho
 
 
 def _nobody(key: str, what: str, holders: Sequence[int]) -> CheckpointingException:
-    lacking = f"no rank has a main replica of {what} (ranks that hold parts of it: {_some(holders)})"
+    lacking = f"no rank has a main replica of {what} (ranks that hold parts of it: {listed(holders)})"
     return refused(key, f"{lacking}; give one rank replica_id 0")
 
 
@@ -157,7 +156,7 @@ def _check_object(holders: Sequence[tuple[int, ObjectClaim]]) -> None:
             raise refused(one.key, f"{both}; give all but one of them another replica_id", ranks[1])
     missing = [at for at in product(*map(range, one.shape)) if at not in mains]
     if missing:
-        raise _nobody(one.key, f"the objects at {_some(missing)} of {one.shape}", [rank for rank, _ in holders])
+        raise _nobody(one.key, f"the objects at {listed(missing)} of {one.shape}", [rank for rank, _ in holders])
 
 
 def _check_object_shape(holders: Sequence[tuple[int, ObjectClaim]]) -> None:
@@ -169,11 +168,6 @@ def _check_object_shape(holders: Sequence[tuple[int, ObjectClaim]]) -> None:
         if other.shape != one.shape or not inside:
             odd = f"the object at {other.offset} of {other.shape} on rank {rank} is none of the {one.shape}"
             raise refused(one.key, f"{odd} that rank {first} has; global_offset counts shards, from 0", rank)
-
-
-def _some(items: Sequence[Any]) -> str:
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return ", ".join(map(str, items[:_SHOWN])) + more
 
 
 def main_regions(gathered: Sequence[Claims]) -> set[tuple[str, Region]]:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Collection
 from enum import Enum
 
+from casckpt.errors import listed
 from casckpt.frontends.megatron.errors import CheckpointingException, ShardedKeyMissing
 
 log = logging.getLogger(__name__)
@@ -108,5 +109,4 @@ def log_missing(strict: StrictHandling, where: str, missing: Collection[str]) ->
 
 
 def _listed(keys: Collection[str]) -> str:
-    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return ", ".join(map(repr, sorted(keys)[:_SHOWN])) + more
+    return listed(sorted(keys), _SHOWN)

@@ -17,6 +17,7 @@ from casckpt.errors import Damaged, Refused
 from casckpt.format.records import time_of
 from casckpt.frontends.new_files import new_file
 from casckpt.frontends.report import charts
+from casckpt.plan.lots import grouped
 from casckpt.plan.sizes import format_size
 from casckpt.repository import tags
 from casckpt.store.store import Store
@@ -61,10 +62,8 @@ def page(store: Store) -> str:
     heats = {
         run.run: made for run in usage.runs[:CLOSER] if (made := heat(repo, _of_run(found.added, run.run))) is not None
     }
-    named: dict[str, list[str]] = {}
-    for name, tag in tags.list_tags(repo).tags.items():
-        if tag.manifest is not None:
-            named.setdefault(tag.manifest, []).append(name)
+    found_tags = tags.list_tags(repo).tags
+    named: dict[str, list[str]] = grouped(found_tags, lambda name: found_tags[name].manifest)
     return _page(_Found(store.url, usage, found, heats, named, _rules(store)))
 
 

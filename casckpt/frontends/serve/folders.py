@@ -130,7 +130,7 @@ def _attached(plan: FolderPlan, names: list[str]) -> Iterator[FileLayout]:
             yield FileLayout(short.key, manifest.data(short), ())
     for entry in manifest.held:
         if entry.kind == ATTACHMENT and entry.key in wanted:
-            yield FileLayout(entry.key, b"", (ViewTensor(entry.key, entry.number, entry),))
+            yield FileLayout(entry.key, b"", (ViewTensor(entry.key, entry),))
 
 
 def etag_of(manifest: Manifest, file: FileLayout) -> str:

@@ -18,6 +18,7 @@ from casckpt.frontends.serve.answers import no_file, no_repository, no_revision
 from casckpt.frontends.serve.folders import File, Folder, Folders
 from casckpt.frontends.serve.names import COMMIT_DIGITS, MAIN, commit_of, is_of, reference, repo_of, run_of
 from casckpt.frontends.view import Rules
+from casckpt.plan.lots import grouped
 from casckpt.store.store import Store
 
 Json: TypeAlias = dict[str, Any]
@@ -40,9 +41,7 @@ class Hub:
 
     def repos(self) -> dict[str, list[Checkpoint]]:
         """The visible checkpoints of each repository, oldest first; that with the newest comes first."""
-        found: dict[str, list[Checkpoint]] = {}
-        for one in self._checkpoints():
-            found.setdefault(one.run, []).append(one)
+        found = grouped(self._checkpoints(), lambda one: one.run)
         of_repo: dict[str, list[Checkpoint]] = {}
         for run in sorted(found, key=lambda run: (run != repo_of(run), run)):  # as `run_of` chooses
             of_repo.setdefault(repo_of(run), found[run])

@@ -87,7 +87,7 @@ class RangeReader:
     def _learn(self, sources: list[Source]) -> dict[int, ExtentTable]:
         """The extents of what is read; those of a large tensor are asked for again and again."""
         manifest, held = self._folder.manifest, self._tables
-        wanted = {one.number for one in sources}
+        wanted = {one.entry.number for one in sources}
         manifest.ready(wanted - held.keys(), ())
         found = {n: held[n] if n in held else manifest.extents(manifest.entries[n]) for n in wanted}
         self._tables = found

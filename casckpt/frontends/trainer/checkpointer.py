@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.keywords import check_keywords
-from casckpt.checkpoint.loading.load_plan import MatchArguments, RankArguments, Unread
+from casckpt.checkpoint.loading.load_plan import FillArguments, LoadOptions, MatchArguments, Unread
 from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks, this_rank
 from casckpt.checkpoint.saving.options import CheckReplicas, SaveArguments
 from casckpt.errors import CasckptError, Conflict, InvalidInput
@@ -24,6 +24,7 @@ from casckpt.frontends.trainer.contents import (
     AnyTrainState,
     GroupOptions,
     HasState,
+    Missing,
     Restoring,
     TrainModel,
     Wanted,
@@ -32,14 +33,7 @@ from casckpt.frontends.trainer.contents import (
 from casckpt.frontends.trainer.failures import Failures, HeardFuture, will_repeat
 from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.frontends.trainer.one_run import OneRun, newest_together
-from casckpt.frontends.trainer.resuming import (
-    Missing,
-    Resumed,
-    check_given,
-    of_all_ranks,
-    outcome_of,
-    to_resume,
-)
+from casckpt.frontends.trainer.resuming import Resumed, check_given, of_all_ranks, outcome_of
 from casckpt.frontends.trainer.rotation import rotate, thin
 from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
 from casckpt.frontends.trainer.summary import SaveSummary
@@ -327,8 +321,8 @@ class Checkpointer(OneRun):
         """
         check_keywords("Checkpointer.load", match, MatchArguments)
         wanted = Wanted(
-            optim=load_optim_state, train=load_trainer_state, pre_download=self.config.pre_download, unread=unread,
-            cast=cast, options=options, **match,
+            optim=load_optim_state, train=load_trainer_state, pre_download=self.config.pre_download, options=options,
+            given=self._load_options(unread=unread, cast=cast, **match),
         )  # fmt: skip
         return self._restore(ref, model, optim, wanted)[1]
 
@@ -363,9 +357,14 @@ class Checkpointer(OneRun):
         if found is not None:
             given = [*model] if isinstance(model, Mapping) else [MODEL]
             given += [name for name, one in ((OPTIM, optim), (TRAIN, train_state)) if one is not None]
-            wanted = to_resume(
-                given, missing, strict, pre_download=self.config.pre_download, unread=unread, cast=cast, options=options
-            )
+            demand = True if missing == "raise" else None
+            strict = missing == "raise" if strict is None else strict
+            wanted = Wanted(
+                optim=demand if OPTIM in given else None, train=demand if TRAIN in given else None,
+                given=self._load_options(unread=unread, cast=cast, strict=strict),
+                pre_download=self.config.pre_download, options=options, is_train_state_set=TRAIN in given,
+                missing=missing,
+            )  # fmt: skip
             found, state = self._restore(found, model, optim, wanted)
             ranks, mine = open_ranks(self.process_group), (found, given, wanted, train_state, state)
             self.resumed = Resumed(found, *ranks.exchange(lambda: outcome_of(*mine), of_all_ranks))
@@ -398,15 +397,16 @@ class Checkpointer(OneRun):
     ) -> tuple[Checkpoint, Any]:
         """(the checkpoint, with what was left of it; this rank's train state)."""
         self._settle()
-        options: RankArguments = {
-            "allow_pickle": self.config.allow_pickle,
-            "process_group": self.process_group,
-            "threads": self.config.load_threads,
-        }
-        loaded, train = Restoring(open_ranks(self.process_group), self.store, wanted, options).load(ref, model, optim)
+        loaded, train = Restoring(open_ranks(self.process_group), self.store, wanted).load(ref, model, optim)
         self.saved_step, self._begun = (loaded.step if loaded.run == self.run else None), None
         self._reached = None
         return loaded, train
+
+    def _load_options(self, **given: Unpack[FillArguments]) -> LoadOptions:
+        return LoadOptions(
+            allow_pickle=self.config.allow_pickle, process_group=self.process_group, threads=self.config.load_threads,
+            **given,
+        )  # fmt: skip
 
     def _find_together(
         self, step: int | None, check: Callable[[], None], *, healthy: bool = False
@@ -414,24 +414,18 @@ class Checkpointer(OneRun):
         self._settle()
         return newest_together(open_ranks(self.process_group), self.store, self.run, step, check, healthy=healthy)
 
-    def _save_arguments(
-        self,
-        model: TrainModel,
-        *,
-        ephemeral: bool = False,
-        overwrite: bool | None = None,
-        attachments: Mapping[str, bytes] | None = None,
-        **told: Unpack[DueArguments],
-    ) -> SaveArguments:
+    def _save_arguments(self, model: TrainModel, **given: Unpack[StepArguments]) -> SaveArguments:
         """For `Store.save`, which checks them where all ranks hear of it."""
-        given: Any = {} if attachments is None else attachments
+        overwrite, files = given.get("overwrite"), given.get("attachments")
+        if files is None or isinstance(files, Mapping):
+            files = config_files(model) | self._files | dict(files or {})
         return {
-            "ephemeral": ephemeral,
+            "ephemeral": given.get("ephemeral", False),
+            "metadata": given.get("metadata"),
+            "metrics": given.get("metrics"),
+            "healthy": given.get("healthy"),
             "overwrite": self.config.overwrite if overwrite is None else overwrite,
-            "metadata": told.get("metadata"),
-            "metrics": told.get("metrics"),
-            "healthy": told.get("healthy"),
-            "attachments": config_files(model) | self._files | dict(given) if isinstance(given, Mapping) else given,
+            "attachments": files,
             "frozen": self.config.frozen,
             "compress": self.config.compress,
             "health": self.config.health,

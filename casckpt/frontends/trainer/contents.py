@@ -11,26 +11,25 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
 
-from casckpt.checkpoint.arguments import Rename, renamer
+from casckpt.checkpoint.arguments import renamer
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.loading.load_plan import LoadOptions, MatchArguments, RankArguments, Unread
+from casckpt.checkpoint.loading.load_plan import LoadOptions, MatchArguments, Unread
 from casckpt.checkpoint.loading.unread import is_generator, is_within, tell, warn_moved
-from casckpt.checkpoint.ranks import Ranks
-from casckpt.errors import InvalidInput, Mismatch, NotFound
+from casckpt.checkpoint.ranks import Ranks, on_each
+from casckpt.errors import InvalidInput, NotFound
 from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors
 from casckpt.frontends.training_state.objects import is_optimizer, load_objects, made_of
 from casckpt.frontends.training_state.optimizer import tensors_below
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
 from casckpt.frontends.training_state.plain_state import plain_state
 from casckpt.frontends.training_state.save_load import state_of
-from casckpt.frontends.training_state.stored import GROUPS, StoredGroups, StoredTraining
-from casckpt.frontends.training_state.together import Made, find, is_sharded, made_by_name, make_state
+from casckpt.frontends.training_state.stored import StoredTraining
+from casckpt.frontends.training_state.together import Groups, Made, find, is_sharded, made_by_name, make_state
 from casckpt.store.store import Store
 
 log = logging.getLogger("casckpt")
@@ -71,6 +70,8 @@ TrainModel: TypeAlias = AnyModel | TrainModule | Mapping[str, Any]
 AnyTrainState: TypeAlias = Mapping[str, Any] | HasState | None
 GroupOptions: TypeAlias = Literal["checkpoint", "keep"]
 """Whether a load sets the options of the optimizer's groups, as learning rates, or keeps those that are there."""
+Missing: TypeAlias = Literal["raise", "warn"]
+"""What a resume does where something cannot be restored."""
 
 
 @dataclass(frozen=True)
@@ -132,90 +133,69 @@ def _with(model: Mapping[str, Any], optim: AnyOptimizer | None) -> dict[str, Any
 class Wanted:
     """What a load is asked for. None: if it is there. True: it must be. False: not.
 
-    ``pre_download``: into the cache of this host first. ``strict``: the names here must be those of the checkpoint, as
-    ``rename`` gives them. ``cast``: other dtypes are converted. ``is_train_state_set``: False: a train state is left
-    unread, which is told of. ``whole``: a train module must find all that it has. ``lenient``: an optimizer that was
-    saved by number is left out, rather than refused, and so are tensors of another shape. ``options``: those of the
-    optimizer's groups, of the checkpoint or as they are. ``is_resume``: what is left is told of by that.
+    ``given``: for `Store.load`. ``pre_download``: into the cache of this host first. ``options``: those of the
+    optimizer's groups, of the checkpoint or as they are. ``is_train_state_set``: False: a train state is left unread,
+    which is told of. ``missing``: of a resume, which tells by itself of what is left; None for another load. "raise": a
+    train module must find all that it has. "warn": an optimizer that was saved by number is left out, rather than
+    refused, and so are tensors of another shape.
     """
 
     optim: bool | None
     train: bool | None
+    given: LoadOptions
     pre_download: bool
-    strict: bool = True
-    ignore_mismatched: Sequence[str] | None = None
-    unread: Unread = "warn"
-    rename: Rename = None
-    cast: bool = False
+    options: GroupOptions
     is_train_state_set: bool = True
-    whole: bool = False
-    lenient: bool = False
-    options: GroupOptions = "checkpoint"
-    is_resume: bool = False
+    missing: Missing | None = None
 
 
 class Restoring:
     """One load, on one rank: the checkpoint that was found, and what goes where."""
 
-    def __init__(self, ranks: Ranks, store: Store, wanted: Wanted, options: RankArguments) -> None:
-        self._ranks, self._store, self._wanted, self._options = ranks, store, wanted, options
+    def __init__(self, ranks: Ranks, store: Store, wanted: Wanted) -> None:
+        self._ranks, self._store, self._wanted, self._given = ranks, store, wanted, wanted.given
 
     def load(self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None) -> tuple[Checkpoint, Any]:
         """Load in place: (checkpoint, this rank's train state or None). Every rank makes the call."""
-        optims: list[Optimizer] = []
-
+        optims, wanted = list[Optimizer](), self._wanted
         says_itself = isinstance(model, TrainModule | Mapping)
 
         def wanted_optimizers() -> list[str]:
-            if self._wanted.optim and optim is None and not says_itself:
+            if wanted.optim and optim is None and not says_itself:
                 raise InvalidInput("load_optim_state=True needs an optimizer to load into; give optim")
-            if self._wanted.options not in get_args(GroupOptions):
-                raise InvalidInput(f'options={self._wanted.options!r:.80} is not usable; give "checkpoint" or "keep"')
-            if self._wanted.options == "keep" and isinstance(model, TrainModule):
+            if wanted.options not in get_args(GroupOptions):
+                raise InvalidInput(f'options={wanted.options!r:.80} is not usable; give "checkpoint" or "keep"')
+            if wanted.options == "keep" and isinstance(model, TrainModule):
                 raise InvalidInput(
                     'a model with load_state_dict sets its optimizer by itself; leave out options="keep"'
                 )
-            optims.extend(() if self._wanted.optim is False or says_itself else as_optimizers(optim))
+            optims.extend(() if wanted.optim is False or says_itself else as_optimizers(optim))
             return [OPTIM] if optims else []
 
-        stored, groups = self._find(ref, wanted_optimizers)
+        with normal_tensors():
+            stored, groups = find(
+                self._ranks, self._store, ref, optimizers=wanted_optimizers, required=False,
+                allow_pickle=self._given.allow_pickle, lenient=wanted.missing == "warn",
+            )  # fmt: skip
         train = self._train_template(stored)
         if isinstance(model, TrainModule):
             state, loaded = self._load_module(stored, model, train)
         elif isinstance(model, Mapping):
             state, loaded = self._load_objects(stored, _with(model, optim), train)
         else:
-            wanted = self._wanted
-            loading = TrainingStateLoad(
-                stored, groups, wanted.strict, wanted.rename, wanted.ignore_mismatched, cast=wanted.cast, **self._keeps
-            )
-            state, loaded = self._load_named(loading, stored, model, optims, train)
-            if self._ranks.rank == 0 and optims and groups[OPTIM] is None and not wanted.is_resume:
+            state, loaded = self._load_named(stored, groups, model, optims, train)
+            if self._ranks.rank == 0 and optims and groups[OPTIM] is None and wanted.missing is None:
                 log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
-        if self._ranks.rank == 0 and self._wanted.unread == "warn":
-            if not self._wanted.is_resume and (not says_itself or self._unread_of_module == "ignore"):
+        if self._ranks.rank == 0 and self._given.unread == "warn":
+            if wanted.missing is None and (not says_itself or self._unread_of_module == "ignore"):
                 tell(loaded.run, loaded.step, self._left(loaded.unread_subtrees, has_train=bool(train)), _MEANT)
             warn_moved(loaded.run, loaded.step, _parts_of(stored) if train else {}, self._ranks.size)
         return loaded, next(iter(state[TRAIN].values())) if train else None
 
     @property
     def _keeps(self) -> Keeps:
-        wanted = self._wanted
-        return {"keep_options": wanted.options == "keep", "leave_resized": wanted.lenient and not wanted.strict}
-
-    @normal_tensors()
-    def _find(
-        self, ref: str | Checkpoint, optimizers: Callable[[], list[str]]
-    ) -> tuple[StoredTraining, dict[str, StoredGroups | None]]:
-        find_stored = partial(find, self._ranks, self._store, ref, required=False)
-        allow_pickle = self._options.get("allow_pickle", False)
-        try:
-            return find_stored(optimizers=optimizers, allow_pickle=allow_pickle)
-        except Mismatch as error:
-            if not self._wanted.lenient or error.key != GROUPS:
-                raise
-        stored, _ = find_stored(optimizers=lambda: (), allow_pickle=allow_pickle)
-        return stored, {OPTIM: None}
+        leave_resized = self._wanted.missing == "warn" and not self._given.strict
+        return {"keep_options": self._wanted.options == "keep", "leave_resized": leave_resized}
 
     def _left(self, subtrees: Sequence[str], *, has_train: bool) -> list[str]:
         """Of what was left unread, that of which the caller did not say so. Other ranks have had train states, too."""
@@ -244,91 +224,83 @@ class Restoring:
 
     @normal_tensors()
     def _load_named(
-        self,
-        loading: TrainingStateLoad,
-        stored: StoredTraining,
-        model: AnyModel,
-        optims: Sequence[Optimizer],
-        train: dict[str, Any],
+        self, stored: StoredTraining, groups: Groups, model: AnyModel, optims: list[Optimizer], train: dict[str, Any]
     ) -> tuple[dict[str, Any], Checkpoint]:
-
         def make() -> nn.Module:
             self._check_there(stored, stored.has_optimizer())
             return as_model(model)
 
-        loading.choose(self._ranks, make, self._wanted.unread)
-        self._ranks.exchange(lambda: loading.plan({OPTIM: optims}), loading.check_unused)
+        loading = TrainingStateLoad(stored, groups, self._given, **self._keeps)
+        loading.prepare(self._ranks, make, {OPTIM: optims})
         loading.state.update(train)
-        loaded = self._fill(stored, loading.state, loading.saved_key, loading.ignored)
-        return loading.state, loading.install(loaded)
+        given = replace(self._given, rename=loading.saved_key, ignore_mismatched=loading.ignored, unread="ignore")
+        return loading.state, loading.install(self._fill(stored, loading.state, given))
 
     def _load_objects(
         self, stored: StoredTraining, whole: dict[str, Any], train: dict[str, Any]
     ) -> tuple[dict[str, Any], Checkpoint]:
         wanted, optims = self._wanted, [key for key, value in whole.items() if is_optimizer(value)]
         has_any, absent = any(map(stored.has_optimizer, optims)), list[str]()
-        self._ranks.exchange(lambda: self._check_there(stored, has_any), lambda done: done)
+        on_each(self._ranks, lambda: self._check_there(stored, has_any))
         for key in optims:
-            is_wanted = stored.has_optimizer(key) or wanted.optim or wanted.whole
+            is_wanted = stored.has_optimizer(key) or wanted.optim or wanted.missing == "raise"
             if wanted.optim is False or not is_wanted:
                 del whole[key]
             if not is_wanted:
                 absent.append(f"{key}.param_groups")
-            if not is_wanted and self._ranks.rank == 0 and not wanted.is_resume:
+            if not is_wanted and self._ranks.rank == 0 and wanted.missing is None:
                 log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
 
-        def load(template: Any, _: Checkpoint, to_fill: LoadOptions) -> Checkpoint:
-            return self._fill(stored, template, to_fill.rename, to_fill.ignore_mismatched, to_fill.unread)
+        def load(template: Any, _: Checkpoint, given: LoadOptions) -> Checkpoint:
+            return self._fill(stored, template, given)
 
-        given = LoadOptions(
-            strict=wanted.strict, ignore_mismatched=wanted.ignore_mismatched, rename=self._saved_key, cast=wanted.cast,
-            unread=self._unread_of_module, **self._options,
-        )  # fmt: skip
-        state = whole | train
+        state, given = whole | train, self._given_for_all
         about = (self._store, self._ranks, state, stored.checkpoint)
         loaded = load_objects(*about, given=given, load=load, **self._keeps)
         return state, replace(loaded, missing_keys=(*loaded.missing_keys, *absent))
 
     def _saved_key(self, key: str) -> str:
         """The key of the checkpoint for one here. The train state's are no names of a user."""
-        return key if key.startswith(f"{TRAIN}.") else renamer(self._wanted.rename)(key)
+        return key if key.startswith(f"{TRAIN}.") else renamer(self._given.rename)(key)
 
     def _load_module(
         self, stored: StoredTraining, model: TrainModule, train: dict[str, Any]
     ) -> tuple[dict[str, Any], Checkpoint]:
-        made: list[dict[str, Any]] = []
-        optim = self._wanted.whole or _has_optimizer(stored) if self._wanted.optim is None else self._wanted.optim
+        optim = self._wanted.optim
+        if optim is None:
+            optim = self._wanted.missing == "raise" or _has_optimizer(stored)
 
-        def make() -> None:
+        def make() -> dict[str, Any]:
             self._check_there(stored, _has_optimizer(stored))
-            made.append(dict(_template_of(model, StoredKeys(stored.manifest.tensors), optim=optim)))
+            return dict(_template_of(model, StoredKeys(stored.manifest.tensors), optim=optim))
 
-        self._ranks.exchange(make, lambda done: done)
-        state = made[0] | train
-        filled = self._fill(stored, state, self._saved_key, self._wanted.ignore_mismatched, self._unread_of_module)
+        state = on_each(self._ranks, make) | train
+        filled = self._fill(stored, state, self._given_for_all)
         loaded = {key: value for key, value in state.items() if key != TRAIN}
-        self._ranks.exchange(lambda: bool(model.load_state_dict(loaded)), lambda done: done)
+        on_each(self._ranks, lambda: model.load_state_dict(loaded))
         return state, filled
+
+    @property
+    def _given_for_all(self) -> LoadOptions:
+        return replace(self._given, rename=self._saved_key, unread=self._unread_of_module)
 
     @property
     def _unread_of_module(self) -> Unread:
         """`Store.load` says what is left, unless the caller wants a part alone."""
         meant = self._wanted.optim is False or self._wanted.train is False
-        return "ignore" if meant else self._wanted.unread
+        return "ignore" if meant else self._given.unread
 
-    def _fill(
-        self,
-        stored: StoredTraining,
-        state: dict[str, Any],
-        rename: Rename,
-        ignored: Sequence[str] | None,
-        unread: Unread = "ignore",
-    ) -> Checkpoint:
+    def _fill(self, stored: StoredTraining, state: dict[str, Any], given: LoadOptions) -> Checkpoint:
         ref = stored.checkpoint
-        match: MatchArguments = {"rename": rename, "strict": self._wanted.strict, "ignore_mismatched": ignored}
+        match: MatchArguments = {
+            "rename": given.rename, "strict": given.strict, "ignore_mismatched": given.ignore_mismatched
+        }  # fmt: skip
         if self._wanted.pre_download:
-            self._ranks.exchange(lambda: self._store.pre_download(ref, state, **match), lambda done: done)
-        return self._store.load(state, ref, unread=unread, cast=self._wanted.cast, **match, **self._options)
+            on_each(self._ranks, lambda: self._store.pre_download(ref, state, **match))
+        return self._store.load(
+            state, ref, unread=given.unread, cast=given.cast, allow_pickle=given.allow_pickle,
+            process_group=given.process_group, threads=given.threads, **match,
+        )  # fmt: skip
 
 
 def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Mapping[str, Any]:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, TypeAlias, get_args
 
-from casckpt.checkpoint.arguments import listed
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.loading.load_plan import Unread
 from casckpt.checkpoint.ranks import everyone
-from casckpt.errors import InvalidInput
-from casckpt.frontends.trainer.contents import OPTIM, TRAIN, GroupOptions, Wanted
+from casckpt.errors import InvalidInput, listed
+from casckpt.frontends.trainer.contents import OPTIM, TRAIN, Missing, Wanted
 from casckpt.frontends.trainer.train_state import RNG, TrainState
 from casckpt.frontends.training_state.stored import GROUPS
+from casckpt.plan.lots import grouped
 
 log = logging.getLogger("casckpt")
-
-Missing: TypeAlias = Literal["raise", "warn"]
 
 _NOT_THERE = "not in the checkpoint, stays as it is"
 _NOT_HERE = "only in the checkpoint, not read"
@@ -46,9 +42,7 @@ class Resumed:
     left: Mapping[str, str]
 
     def __str__(self) -> str:
-        by_reason = defaultdict[str, list[str]](list)
-        for key, why in self.left.items():
-            by_reason[why].append(key)
+        by_reason = grouped(self.left, lambda key: self.left[key])
         saved = self.checkpoint
         head = f"resumed {', '.join(self.restored)} from {saved.run}@{saved.step} of {saved.repo.storage.url}"
         return "\n  ".join([head, *(f"left: {listed(keys)} ({why})" for why, keys in by_reason.items())])
@@ -79,39 +73,12 @@ def check_given(train_state: Any, missing: Any) -> None:
         raise InvalidInput(f"a {kind} cannot be set: give resume a TrainState or a dict, or take what load gives")
 
 
-def to_resume(
-    given: Collection[str],
-    missing: Missing,
-    strict: bool | None,
-    *,
-    pre_download: bool,
-    unread: Unread,
-    cast: bool,
-    options: GroupOptions,
-) -> Wanted:
-    """What a resume asks for. ``given``: which of "optim" and "train" it is to fill; one that is not is left unread."""
-    demand = True if missing == "raise" else None
-    return Wanted(
-        optim=demand if OPTIM in given else None,
-        train=demand if TRAIN in given else None,
-        pre_download=pre_download,
-        strict=missing == "raise" if strict is None else strict,
-        unread=unread,
-        cast=cast,
-        is_train_state_set=TRAIN in given,
-        whole=missing == "raise",
-        lenient=missing == "warn",
-        options=options,
-        is_resume=True,
-    )
-
-
 def outcome_of(
     loaded: Checkpoint, given: Collection[str], wanted: Wanted, train_state: Any, state: Mapping[str, Any] | None
 ) -> Outcome:
     """Set ``train_state``, if there is one, to the ``state`` that was loaded; say what this rank did with ``loaded``.
 
-    ``given``: as for `to_resume`. Raises what ``load_state_dict`` of the train state raises.
+    ``given``: the keys of what it is to fill. Raises what ``load_state_dict`` of the train state raises.
     """
     left = dict.fromkeys(loaded.missing_keys, _NOT_THERE) | dict.fromkeys(loaded.mismatched_keys, _RESIZED)
     absent = [name for name in given if f"{name}.param_groups" in left]
@@ -119,7 +86,7 @@ def outcome_of(
     restored = [name for name in given if name not in (TRAIN, *absent, *loaded.unread_subtrees)]
     if OPTIM in restored and wanted.options == "keep":
         left[GROUPS] = _KEPT
-    if wanted.unread == "warn":
+    if wanted.given.unread == "warn":
         inside = tuple(f"{key}." for key in (*loaded.unread_subtrees, *({TRAIN} & {*given})))
         unread = (key for key in (*loaded.unread_subtrees, *loaded.unread_keys) if not key.startswith(inside))
         not_given = {OPTIM, TRAIN}.difference(given)
@@ -146,8 +113,8 @@ def _set(train_state: Any, state: Mapping[str, Any], wanted: Wanted) -> dict[str
     if not isinstance(train_state, TrainState):
         train_state.load_state_dict(state)
         return {}
-    left = dict.fromkeys(train_state.set_parts(state, strict=not wanted.lenient), _NOT_THERE)
-    if wanted.unread == "warn":
+    left = dict.fromkeys(train_state.set_parts(state, strict=wanted.missing != "warn"), _NOT_THERE)
+    if wanted.given.unread == "warn":
         left |= dict.fromkeys((name for name in state if name not in train_state and name != RNG), _NOT_HERE)
     if wanted.options == "keep":
         left |= {name: _RATES for name, part in train_state.items() if name in state and hasattr(part, "base_lrs")}

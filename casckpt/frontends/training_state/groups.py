@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from casckpt.checkpoint.arguments import listed
-from casckpt.errors import InvalidInput, Mismatch, MissingKey
+from casckpt.errors import InvalidInput, Mismatch, MissingKey, listed
 from casckpt.frontends.training_state.optimizer import NamedParameter
 
 _LOG = logging.getLogger("casckpt")

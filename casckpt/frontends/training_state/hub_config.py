@@ -39,6 +39,12 @@ def config_files(model: Any) -> dict[str, bytes]:
     return {name: json.dumps(text, indent=2, sort_keys=True).encode() + b"\n" for name, text in found.items()}
 
 
+def with_config(model: Any, attachments: Any) -> Any:
+    """``attachments``, and `config_files` beside them; what no dict is stays as it is, for `Store.save` to refuse."""
+    given = attachments or {}
+    return config_files(model) | dict(given) if isinstance(given, Mapping) else given
+
+
 def _config(model: Any) -> dict[str, Any]:
     """As ``save_pretrained`` writes it."""
     config: dict[str, Any] = json.loads(model.config.to_json_string())

@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from os.path import commonprefix
-from types import MappingProxyType
 from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from casckpt.checkpoint.arguments import Rename, listed, matches, renamer, usable_patterns
+from casckpt.checkpoint.arguments import matches, renamer, usable_patterns
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.fit import (
     Fit,
@@ -31,10 +30,10 @@ from casckpt.checkpoint.loading.fit import (
     name_without_adapters,
     shape_of,
 )
-from casckpt.checkpoint.loading.load_plan import Unread, new_empty
+from casckpt.checkpoint.loading.load_plan import LoadOptions, new_empty
 from casckpt.checkpoint.loading.unread import that_hold
 from casckpt.checkpoint.ranks import Ranks, everyone
-from casckpt.errors import Mismatch
+from casckpt.errors import Mismatch, listed
 from casckpt.format.regions import Shape
 from casckpt.format.sections.index import StreamEntry
 from casckpt.format.tree import Element, Node, children
@@ -85,53 +84,53 @@ class TrainingStateLoad:
     """A load of one model, with its optimizers by key, from one checkpoint, where the model is below ``at``.
 
     ``groups``: those of each optimizer that is wanted; None where the checkpoint has none. ``state``: what to fill, for
-    the key of the model and of each optimizer, known after `plan`.
-    ``rename``: from a key of the model, ``model.<name>``, to one of the checkpoint; its optimizer's state goes along.
-    ``ignore_mismatched``: patterns of names of the model, or of keys; what does not fit there is left as it is.
-    ``cast``: convert; state that was saved in the dtype of its saved parameter gets that of the parameter here.
+    the key of the model and of each optimizer, known after `prepare`. Of ``given`` is ``rename``: from a key of the
+    model, ``model.<name>``, to one of the checkpoint; its optimizer's state goes along. ``ignore_mismatched``: patterns
+    of names of the model, or of keys; what does not fit there is left as it is. ``cast``: convert; state that was saved
+    in the dtype of its saved parameter gets that of the parameter here.
     ``keep_options``: options of the optimizer's groups stay as they are. ``leave_resized``: so do tensors of the model
     for which the checkpoint has another shape, and the optimizer's state for them.
     Weights at the top of a checkpoint, as an import of safetensors files has them, are those of a model, too: where the
-    layout does not tell, `choose` takes the reading that fills more.
+    layout does not tell, `prepare` takes the reading that fills more.
     """
 
     def __init__(
         self,
         stored: StoredTraining,
         groups: Mapping[str, StoredGroups | None],
-        strict: bool,
-        rename: Rename = None,
-        ignore_mismatched: Sequence[str] | None = None,
+        given: LoadOptions,
         *,
-        cast: bool = False,
         at: str = MODEL,
         **keeps: Unpack[Keeps],
     ) -> None:
         self.state: dict[str, Any] = {}
         self.at, self._start, self._keeps = at, f"{at}.", keeps
-        self._stored, self._groups, self._strict, self._rename = stored, groups, strict, rename
-        self._ignore_mismatched, self._cast = ignore_mismatched, cast
+        self._stored, self._groups, self._given, self._strict = stored, groups, given, given.strict
         self.ignored: tuple[str, ...] = ()
-        """For `Store.load`: patterns of keys that are left as they are where they do not fit. Known after `plan`."""
+        """For `Store.load`: patterns of keys that are left as they are where they do not fit. Known after `prepare`."""
         self._bare = False
         self._places: dict[bool, dict[str, str]] = {}
-        self._warns, self._filled, self._said = True, "", list[str | None]()
+        self._warns, self._filled, self._said = given.unread == "warn", "", list[str | None]()
         self._optimizers: dict[str, list[_OptimizerPlan]] = {}
         self._absent: tuple[str, ...] = ()
 
-    def choose(self, ranks: Ranks, make: Callable[[], nn.Module], unread: Unread) -> None:
-        """Find out where the model's tensors stand. Every rank calls it, before `plan`.
+    def prepare(self, ranks: Ranks, make: Callable[[], nn.Module], optims: Mapping[str, Sequence[Optimizer]]) -> None:
+        """Find out where the model's tensors stand, and check all before anything is read. Every rank calls it.
 
-        ``make``: gives the model; what it raises is raised on all ranks. Unless ``unread`` is "ignore", raises what
-        `check_fit` does; InvalidInput where two readings fill as many.
+        ``make``: gives the model; what it raises is raised on all ranks. ``optims``: by key. Raises MissingKey,
+        Mismatch or InvalidInput, and unless ``unread`` is "ignore" what `check_fit` does; on all ranks.
         """
-        self._warns, where = unread == "warn", self._stored.where
-        fits: list[Fit] = []
+        self._choose(ranks, make)
+        ranks.exchange(lambda: self._plan(optims), self.check_unused)
+
+    def _choose(self, ranks: Ranks, make: Callable[[], nn.Module]) -> None:
+        """Find out where the model's tensors stand. Raises InvalidInput where two readings fill as many."""
+        where, fits = self._stored.where, list[Fit]()
 
         def measure() -> list[bool]:
-            given = usable_patterns(self._ignore_mismatched, "ignore_mismatched") or ()
+            given = usable_patterns(self._given.ignore_mismatched, "ignore_mismatched") or ()
             self.ignored = (*given, *(f"{self._start}{pattern}" for pattern in given))
-            self._saved_key = renamer(self._rename)
+            self._saved_key = renamer(self._given.rename)
             self._module = make()
             self._model = ModelTemplate(self._module, strict=self._strict)
             fits[:] = [self._fit(bare=bare) for bare in ((False,) if self._is_nested else (False, True))]
@@ -146,7 +145,7 @@ class TrainingStateLoad:
             bare = len(readings) > 1 and chosen(where, *readings)
             self._filled = _all_of(readings[bare])
             if self._warns:
-                self._said.append(check_fit(readings[bare], self._stored.weights(), where, self._rename))
+                self._said.append(check_fit(readings[bare], self._stored.weights(), where, self._given.rename))
             return everyone(bare, ranks.size)
 
         bare = ranks.exchange(measure, settled)
@@ -199,8 +198,8 @@ class TrainingStateLoad:
         base = place(plain)
         return base if base in entries else saved
 
-    def plan(self, optims: Mapping[str, Sequence[Optimizer]] = MappingProxyType({})) -> Unused:
-        """Check all that this rank can. ``optims``: by key. Raises MissingKey, Mismatch or InvalidInput."""
+    def _plan(self, optims: Mapping[str, Sequence[Optimizer]]) -> Unused:
+        """Check all that this rank can."""
         self._left = self._leave()
         for name in self._left:
             del self._model.values[name]
@@ -225,7 +224,7 @@ class TrainingStateLoad:
             self._absent += (f"{at}.param_groups",) if optims else ()
             return []
         about = (self._stored, groups, self._module, self._saved_name)
-        make = partial(_OptimizerPlan, at=at, start=self._start, new=new, strict=self._strict, cast=self._cast)
+        make = partial(_OptimizerPlan, at=at, start=self._start, new=new, strict=self._strict, cast=self._given.cast)
         plans = [make(optim, *about, keep_options=self._keeps.get("keep_options", False)) for optim in optims]
         self._optimizers[at] = plans
         self._absent += tuple(f"{at}.state.{name}" for plan in plans for name in plan.match.missing)

@@ -13,13 +13,13 @@ from typing import Any, TypeAlias, Unpack
 from torch import nn
 from torch.optim import Optimizer
 
-from casckpt.checkpoint.arguments import listed, renamer
+from casckpt.checkpoint.arguments import renamer
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.load_plan import LoadOptions
-from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
+from casckpt.checkpoint.ranks import Ranks, everyone, on_each, open_ranks
 from casckpt.checkpoint.saving.options import SaveArguments
-from casckpt.errors import InvalidInput, Mismatch
-from casckpt.frontends.training_state.hub_config import config_files
+from casckpt.errors import InvalidInput, Mismatch, listed
+from casckpt.frontends.training_state.hub_config import with_config
 from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors
 from casckpt.frontends.training_state.model import model_to_save
 from casckpt.frontends.training_state.names import parameter_names
@@ -47,10 +47,7 @@ def save_objects(state: Any, options: SaveArguments) -> tuple[dict[str, Any], Sa
         return made_of(whole[0])
 
     made = make_state(open_ranks(options.get("process_group"), no_dist=options.get("no_dist", False)), make)
-    given = options.get("attachments") or {}
-    if isinstance(given, Mapping):  # else `Store.save` refuses it, where all ranks hear of that
-        options = options | {"attachments": config_files(whole[0]) | dict(given)}
-    return made, options
+    return made, options | {"attachments": with_config(whole[0], options.get("attachments"))}
 
 
 def made_of(state: Any) -> Made:
@@ -170,26 +167,23 @@ def load_objects(
     stored, groups = find(
         ranks, store, ref, optimizers=lambda: objects.optimizers, required=given.strict, allow_pickle=allow_pickle
     )
-    about = (stored, groups, given.strict, given.rename, given.ignore_mismatched)
-    loads = [TrainingStateLoad(*about, cast=given.cast, at=key, **keeps) for key in modules]
+    silent = replace(given, unread="ignore")  # `Store.load` says what is left
+    loads = [TrainingStateLoad(stored, groups, silent, at=key, **keeps) for key in modules]
     for one in loads:
-        _plan(ranks, one, objects)
-    ready: list[tuple[dict[str, Any], LoadOptions]] = []
-    ranks.exchange(lambda: ready.append(_template(objects, stored, loads, given)), lambda done: done)
-    template, options = ready[0]
+        _prepare(ranks, one, objects)
+    template, options = on_each(ranks, lambda: _template(objects, stored, loads, given))
     loaded = load(template, stored.checkpoint, options)
     for one in loads:
         loaded = one.install(loaded)
     left = {*loaded.missing_keys, *loaded.mismatched_keys}
-    ranks.exchange(lambda: objects.take(template, left), lambda done: done)
+    on_each(ranks, lambda: objects.take(template, left))
     return loaded
 
 
-def _plan(ranks: Ranks, load: TrainingStateLoad, objects: Objects) -> None:
+def _prepare(ranks: Ranks, load: TrainingStateLoad, objects: Objects) -> None:
     """One module, which this rank may lack: then it has a part of it with nothing in it."""
     optims = {name: [optim] for name, optim in objects.optimizers.items() if objects.owners[name] == load.at}
-    load.choose(ranks, lambda: objects.modules.get(load.at, nn.Module()), "ignore")  # `Store.load` says what is left
-    ranks.exchange(lambda: load.plan(optims), load.check_unused)
+    load.prepare(ranks, lambda: objects.modules.get(load.at, nn.Module()), optims)
 
 
 def _template(

@@ -28,7 +28,10 @@ def plain_state(value: Any, key: str) -> Any:
     Raises InvalidInput, naming the key, for a DataLoader that does not know where it is.
     """
     if is_object(value):
-        return _state_of(value, key)
+        check_part(value, key)
+        name = _methods(value)[0]
+        with _noted(f"raised in {name} of {key!r}"):
+            return getattr(value, name)()
     if not holds_object(value):
         return value
     if isinstance(value, Mapping):
@@ -44,13 +47,6 @@ def check_part(value: Any, key: str) -> None:
             "torchdata, which takes the same arguments, or leave it out",
             key=key,
         )
-
-
-def _state_of(value: Any, key: str) -> Any:
-    check_part(value, key)
-    name = _methods(value)[0]
-    with _noted(f"raised in {name} of {key!r}"):
-        return getattr(value, name)()
 
 
 @contextmanager

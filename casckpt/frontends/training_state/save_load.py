@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Unpack
 
 from casckpt.checkpoint.handle import Checkpoint
@@ -12,7 +11,7 @@ from casckpt.checkpoint.loading.unread import is_within, tell
 from casckpt.checkpoint.ranks import open_ranks
 from casckpt.checkpoint.saving.options import SaveArguments
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.frontends.training_state.hub_config import config_files
+from casckpt.frontends.training_state.hub_config import with_config
 from casckpt.frontends.training_state.loading import TrainingStateLoad, normal_tensors
 from casckpt.frontends.training_state.model import model_to_save
 from casckpt.frontends.training_state.optimizer import states_to_save
@@ -57,9 +56,7 @@ def save_model_and_optim_state(
         return state_of(model, optim)
 
     state = make_state(ranks, make)
-    given = options.get("attachments") or {}
-    if isinstance(given, Mapping):  # else `Store.save` refuses it, where all ranks hear of that
-        options["attachments"] = config_files(model) | dict(given)
+    options["attachments"] = with_config(model, options.get("attachments"))
     return opened[0].save(state, run=run, step=step, **options)
 
 
@@ -114,12 +111,10 @@ def load_model_and_optim_state(
         ranks, store, ref, optimizers=lambda: [OPTIM] if as_optimizers(optim) else [], required=given.strict,
         allow_pickle=given.allow_pickle,
     )  # fmt: skip
-    loading = TrainingStateLoad(stored, groups, given.strict, given.rename, given.ignore_mismatched, cast=given.cast)
-    loading.choose(ranks, lambda: as_model(model), given.unread)
-    ranks.exchange(lambda: loading.plan({OPTIM: as_optimizers(optim)}), loading.check_unused)
+    loading = TrainingStateLoad(stored, groups, given)
+    loading.prepare(ranks, lambda: as_model(model), {OPTIM: as_optimizers(optim)})
     options |= {"ignore_mismatched": loading.ignored, "unread": "ignore", "rename": loading.saved_key}
-    loaded = stored.store.load(loading.state, stored.checkpoint, **options)
-    loaded = loading.install(loaded)
+    loaded = loading.install(stored.store.load(loading.state, stored.checkpoint, **options))
     if ranks.rank == 0 and given.unread == "warn":
         left = [key for key in loaded.unread_subtrees if optim is not None or not is_within(key, OPTIM)]
         tell(loaded.run, loaded.step, left, 'pass unread="ignore"')

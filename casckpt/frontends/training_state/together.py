@@ -11,7 +11,7 @@ from casckpt.checkpoint.agreement import check_same, named
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import Ranks, everyone
 from casckpt.checkpoint.saving.replicas import digest_of
-from casckpt.errors import InvalidInput
+from casckpt.errors import InvalidInput, Mismatch
 from casckpt.format.digest import hex_digest
 from casckpt.format.manifest import Manifest
 from casckpt.frontends.stores import AnyStore, as_store
@@ -35,6 +35,8 @@ class NamedState:
     model: Mapping[str, Any]
 
 
+Groups: TypeAlias = dict[str, StoredGroups | None]
+"""Those of each optimizer by its key; None where there are none."""
 Made: TypeAlias = tuple[dict[str, Any], Sequence[NamedState]]
 """What a rank saves, and the states of optimizers in it."""
 
@@ -123,12 +125,13 @@ def find(
     optimizers: Callable[[], Collection[str]],
     required: bool,
     allow_pickle: bool,
-) -> tuple[StoredTraining, dict[str, StoredGroups | None]]:
+    lenient: bool = False,
+) -> tuple[StoredTraining, Groups]:
     """The checkpoint that ``ref`` names, and the groups of the ``optimizers``, keys, that any rank wants; rank 0 reads.
 
     ``optimizers``: called once, where what it raises reaches all ranks. ``required``: they must be there; else those
-    that are not are None. Raises Conflict if ranks name different checkpoints, NotFound, MissingKey, Mismatch, Damaged,
-    StorageError; on all ranks.
+    that are not are None. ``lenient``: so are those that were saved by number. Raises Conflict if ranks name different
+    checkpoints, NotFound, MissingKey, Mismatch, Damaged, StorageError; on all ranks.
     """
     opened: list[Store] = []
 
@@ -136,15 +139,18 @@ def find(
         opened.append(as_store(store))
         return named(ref), list(optimizers())
 
-    def look(
-        told: Sequence[tuple[str, list[str]]],
-    ) -> Sequence[tuple[Commit, Manifest, dict[str, StoredGroups | None]]]:
+    def look(told: Sequence[tuple[str, list[str]]]) -> Sequence[tuple[Commit, Manifest, Groups]]:
         check_same([text for text, _ in told])
         stored = StoredTraining.read(opened[0], ref)
-        groups = {
-            key: stored.groups(key, allow_pickle=allow_pickle) if required or stored.has_optimizer(key) else None
-            for key in sorted({key for _, wanted in told for key in wanted})
-        }
+        groups: Groups = {}
+        for key in sorted({key for _, wanted in told for key in wanted}):
+            is_read = required or stored.has_optimizer(key)
+            try:
+                groups[key] = stored.groups(key, allow_pickle=allow_pickle) if is_read else None
+            except Mismatch:
+                if not lenient:
+                    raise
+                groups[key] = None
         return everyone((stored.commit, stored.manifest, groups), ranks.size)
 
     commit, manifest, groups = ranks.exchange(hello, look)

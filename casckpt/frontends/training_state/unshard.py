@@ -12,7 +12,7 @@ import torch
 from casckpt.checkpoint.arguments import usable_device, usable_patterns
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.load_plan import ReadArguments, new_empty
-from casckpt.checkpoint.ranks import open_ranks, this_rank
+from casckpt.checkpoint.ranks import on_each, open_ranks, this_rank
 from casckpt.errors import InvalidInput, MissingKey
 from casckpt.format.sections.index import StreamEntry
 from casckpt.format.tree import Element
@@ -172,13 +172,7 @@ def _unshard(
     if rank0_only and no_dist and rank != 0:
         raise InvalidInput(f"rank0_only with no_dist on rank {rank}: only rank 0 may call it so; leave no_dist out")
     ranks = open_ranks(no_dist=no_dist)
-    found: list[dict[str, Any]] = [{}]
-
-    def run() -> None:
-        if rank == 0 or not rank0_only:
-            found[0] = read(stored, groups.get(OPTIM))
-
     keys = [OPTIM] if optimizer else []
     stored, groups = find(ranks, store, ref, optimizers=lambda: keys, required=True, allow_pickle=allow_pickle)
-    ranks.exchange(run, lambda done: done)
-    return found[0]
+    is_wanted = rank == 0 or not rank0_only
+    return on_each(ranks, lambda: read(stored, groups.get(OPTIM)) if is_wanted else {})

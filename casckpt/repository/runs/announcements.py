@@ -12,7 +12,6 @@ far a host has read and what it waits for can never differ. tests/model/next/ann
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -24,6 +23,7 @@ from casckpt.format.keys import MARKER, announcement_key, parse_announcement, pa
 from casckpt.format.names import TxId
 from casckpt.format.records import MAX_RECORD_BYTES, Announced
 from casckpt.parallel import in_parallel
+from casckpt.plan.lots import grouped
 from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
 
@@ -82,10 +82,7 @@ def announce(repo: Repository, announced: Iterable[Announcement], *, seen: int |
     ``seen``: of a save that has looked, and whose txid is later than all that it saw: up to which number. Raises
     `StorageError`.
     """
-    by_run: dict[str, list[Announcement]] = defaultdict(list)
-    for txid, number in announced:
-        by_run[parse_txid(txid).run_hash].append((txid, number))
-    for run, of_run in by_run.items():
+    for run, of_run in grouped(announced, lambda one: parse_txid(one[0]).run_hash).items():
         for first in range(0, len(of_run), _AT_ONCE):
             _announce(repo, run, of_run[first : first + _AT_ONCE], seen)
 

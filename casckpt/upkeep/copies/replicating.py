@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 
-from casckpt.errors import CasckptError, Conflict, Damaged, Gone, NotFound, Refused, Revoked
+from casckpt.errors import CasckptError, Conflict, Damaged, Gone, NotFound, Refused, Revoked, listed
 from casckpt.format import manifest as format_manifest
 from casckpt.format.draft import Encoded, placed
 from casckpt.format.keys import blob_key, commit_key, copied_txid, manifest_key, parse_txid, run_hash, uploader_folder
@@ -179,8 +179,7 @@ def _spoilt(source: Repository, commit: Commit, manifest: Manifest, error: Spoil
     ref = error.ref
     numbers = [number for number, other in enumerate(manifest.blobs) if other.hash == ref.hash]
     keys = keys_of(manifest, numbers)
-    shown = ", ".join(map(repr, keys[:5])) + (f" and {len(keys) - 5} more" if keys[5:] else "")
-    what = f"blob {ref.hash}, which holds {shown}, is damaged: {error}"
+    what = f"blob {ref.hash}, which holds {listed(keys)}, is damaged: {error}"
     return _gone(source, commit, what, blob=ref.hash, keys=tuple(keys), key=keys[0] if keys else None)
 
 

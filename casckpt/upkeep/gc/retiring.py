@@ -14,7 +14,6 @@ ends such tags first; so what a person has forgotten stays forgotten. What was o
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -28,6 +27,7 @@ from casckpt.format.metrics import metric_values
 from casckpt.format.names import TxId
 from casckpt.format.records import Restored, Settings, time_of
 from casckpt.parallel import in_parallel
+from casckpt.plan.lots import grouped
 from casckpt.plan.retention import Kept, Policy, plan_forget, runs_without
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, CommitList, announce_all, append, forget, list_commits, purge, restore
@@ -376,9 +376,7 @@ def _claimed(found: Mapping[str, Tag], listed: CommitList, commits: Iterable[Com
         is_behind = on is not None and on.standing == STANDS and listed.is_rewrite_of(on, commit.txid)
         return not (is_behind and commit.last == "replaced")
 
-    by_id: dict[str, list[Tag]] = defaultdict(list)
-    for tag in found.values():
-        by_id[tag.manifest].append(tag)
+    by_id = grouped(found.values(), lambda tag: tag.manifest)
     return {one.txid for one in commits if any(claims(tag, one) for tag in by_id.get(one.id, ()))}
 
 

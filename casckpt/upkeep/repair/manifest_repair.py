@@ -7,7 +7,6 @@ checkpoint is rewritten, with places that are known.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -18,6 +17,7 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import Committed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
+from casckpt.plan.lots import grouped
 from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.fetching import Spoilt, fetch
@@ -76,13 +76,10 @@ def _same_bytes(repo: Repository, commit: Commit, manifest: Manifest) -> bytes |
 def _guessed(repo: Repository, commit: Commit, manifest: Manifest) -> bytes:
     """Guess where the blobs lie: under the checkpoint's own uploader, or wherever there is one of this name."""
     own = commit.txid
-    uploaders: dict[str, list[TxId]] = defaultdict(list)
-    for key in sorted(list_objects(repo)):
-        name = parse_object(key)
-        if name is not None and name.kind == BLOB:
-            uploaders[name.hash].append(name.uploader)
-    places = (uploaders.get(ref.hash, [own]) for ref in manifest.blobs)
-    found = (own if own in there else there[0] for there in places)
+    names = (name for key in sorted(list_objects(repo)) if (name := parse_object(key)) and name.kind == BLOB)
+    by_hash = grouped(names, lambda name: name.hash)
+    places = ([name.uploader for name in by_hash.get(ref.hash, ())] for ref in manifest.blobs)
+    found = (own if own in there or not there else there[0] for there in places)
     return encode_blobs(replace(ref, uploader=uploader) for ref, uploader in zip(manifest.blobs, found, strict=True))
 
 

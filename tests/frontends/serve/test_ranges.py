@@ -71,13 +71,13 @@ def test_any_range_is_made_of_the_elements_that_hold_it(
         for n, (dtype, count) in enumerate(kinds)
     ]
     held = [bytes((7 * n + 3 * i) % 251 for i in range(one.nbytes)) for n, one in enumerate(entries)]
-    file = FileMap(FileLayout("f", head, tuple(ViewTensor(one.key, one.number, one) for one in entries)))
+    file = FileMap(FileLayout("f", head, tuple(ViewTensor(one.key, one) for one in entries)))
     whole = head + b"".join(held)
     assert file.nbytes == len(whole)
     start = data.draw(st.integers(0, len(whole)))
     stop = data.draw(st.integers(start, len(whole)))
     wanted = file.wanted(Span(start, stop))
-    parts = [held[s.number][s.lo * s.entry.itemsize : s.hi * s.entry.itemsize] for s in wanted.sources]
+    parts = [held[s.entry.number][s.lo * s.entry.itemsize : s.hi * s.entry.itemsize] for s in wanted.sources]
     found = bytes(wanted.head) + b"".join(parts)[wanted.skip :]
     assert found[: stop - start] == whole[start:stop]
     widest = max((s.entry.itemsize for s in wanted.sources), default=1)

@@ -128,9 +128,7 @@ def reach(here: Here, ranks: int) -> Measured:
     count = len(manifest.entries) // ranks
     keys = [_key(number) for number in range(ranks // 2 * count, (ranks // 2 + 1) * count)]
     contents.ready([*keys, "train.rng"])
-    tables = [
-        (manifest.extents(entry), entry) for key in keys if (found := contents.tensor(key)) for entry in found[1:]
-    ]
+    tables = [(manifest.extents(entry), entry) for key in keys if (entry := contents.tensor(key))]
     units = [unit for table, entry in tables for unit in plan_units(table, whole(entry.shape), verify=True)]
     mine = manifest.data(contents.objects["train.rng"])
     measured = meter.stop()
