@@ -1921,7 +1921,7 @@ PLANTED = (
     Planted(
         "a state_dict of an optimizer that nobody holds is not told of",
         "casckpt/store/objects.py",
-        "        if _is_of_optimizer(state[name]) and",
+        "        if is_of_optimizer(state[name]) and",
         "        if False and",
         "tests/frontends/test_training_state_objects.py",
     ),

@@ -55,13 +55,13 @@ def tell_of_optimizers(state: Any, missing: Sequence[str], *, is_held: bool) -> 
     A warning, unless the caller still holds it, or the state (``is_held``), and so may hand it over.
     """
     for name in state if isinstance(state, Mapping) else ():
-        if _is_of_optimizer(state[name]) and f"{name}.param_groups" not in missing:
+        if is_of_optimizer(state[name]) and f"{name}.param_groups" not in missing:
             is_lost = not is_held and sys.getrefcount(state[name]) <= _UNHELD_INSIDE
             log.log(logging.WARNING if is_lost else logging.INFO, _BARE, name, name, name)
 
 
-def _is_of_optimizer(value: Any) -> bool:
-    """Whether it has groups that count parameters: an optimizer's own."""
+def is_of_optimizer(value: Any) -> bool:
+    """Tell whether it is the state_dict of an optimizer: it has groups that count parameters."""
     groups = value.get("param_groups") if isinstance(value, Mapping) else None
     first = groups[0] if isinstance(groups, list) and groups else None
     return isinstance(first, Mapping) and any(type(one) is int for one in first.get("params", ()))

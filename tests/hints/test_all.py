@@ -42,6 +42,9 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("checkpoint/ranks.py:_gloo", "Set GLOO_SOCKET_IFNAME to the network interface"): (
         "tests/checkpoint/test_waiting.py::test_a_gloo_that_cannot_start_is_reported_on_all_ranks"
     ),
+    Case("frontends/trainer/contents.py:_with", "is the state_dict of an optimizer"): (
+        "tests/frontends/trainer/test_resuming.py::test_the_state_dict_of_an_optimizer_is_refused_before_it_is_saved"
+    ),
     Case("frontends/training_state/model.py:_live_state", "remove_hook_from_submodules(model) brings back"): (
         "tests/frontends/test_accelerate.py::test_a_model_that_accelerate_offloaded_is_told_from_one_without_values"
     ),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
+from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.keywords import check_keywords
 from casckpt.checkpoint.loading.load_plan import FillArguments, LoadOptions, MatchArguments, Unread
@@ -337,6 +338,7 @@ class Checkpointer(OneRun):
         healthy: bool = False,
         cast: bool = False,
         strict: bool | None = None,
+        rename: Rename = None,
         options: GroupOptions = "checkpoint",
     ) -> Checkpoint | None:
         """Load the newest checkpoint of the run, if there is one, the same on all ranks. Set ``train_state``, too.
@@ -345,8 +347,8 @@ class Checkpointer(OneRun):
         something that you pass cannot be restored, "raise" NotFound, MissingKey or Mismatch, or "warn" in the log and
         go on with the rest: an optimizer, a train state or parts of it, and, unless ``strict`` is True, layers and
         parameters of the optimizer that only one side has, and tensors that have another shape. ``strict``: None is
-        False with "warn", else True. ``unread``, ``cast``, ``options``: as for `load`. ``train_state``: a dict is
-        filled in place. The log, and ``resumed``, say what was restored, and what was left and why.
+        False with "warn", else True. ``unread``, ``cast``, ``rename``, ``options``: as for `load`. ``train_state``:
+        a dict is filled in place. The log, and ``resumed``, say what was restored, and what was left and why.
 
         Afterwards, or if it finds nothing, it calls `check`, so that what cannot be saved is heard of before the
         training. If it finds nothing, but a run whose name is similar, the log warns. Raises as `load` and `check` do,
@@ -361,7 +363,7 @@ class Checkpointer(OneRun):
             strict = missing == "raise" if strict is None else strict
             wanted = Wanted(
                 optim=demand if OPTIM in given else None, train=demand if TRAIN in given else None,
-                given=self._load_options(unread=unread, cast=cast, strict=strict),
+                given=self._load_options(unread=unread, cast=cast, strict=strict, rename=rename),
                 pre_download=self.config.pre_download, options=options, is_train_state_set=TRAIN in given,
                 missing=missing,
             )  # fmt: skip

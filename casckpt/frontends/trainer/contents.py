@@ -30,6 +30,7 @@ from casckpt.frontends.training_state.plain_state import plain_state
 from casckpt.frontends.training_state.save_load import state_of
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.frontends.training_state.together import Groups, Made, find, is_sharded, made_by_name, make_state
+from casckpt.store.objects import is_of_optimizer
 from casckpt.store.store import Store
 
 log = logging.getLogger("casckpt")
@@ -122,11 +123,17 @@ def _contents(model: TrainModel, optim: AnyOptimizer | None) -> Made:
 
 def _with(model: Mapping[str, Any], optim: AnyOptimizer | None) -> dict[str, Any]:
     """A dict of whole objects, and the optimizer that was given beside it."""
-    if optim is None:
-        return dict(model)
-    if OPTIM in model:
+    if optim is not None and OPTIM in model:
         raise InvalidInput(f"the dict of models has {OPTIM!r}, and an optimizer is given beside it; give one of them")
-    return {**model, OPTIM: optim[0] if isinstance(optim, list | tuple) and len(optim) == 1 else optim}
+    beside = optim[0] if isinstance(optim, list | tuple) and len(optim) == 1 else optim
+    whole = dict(model) if optim is None else {**model, OPTIM: beside}
+    for key in filter(lambda key: is_of_optimizer(whole[key]), whole):
+        raise InvalidInput(
+            f"{key!r} is the state_dict of an optimizer, and no resume could load it into the optimizer; give the "
+            'optimizer itself, beside its module, as in save(step, {"model": model}, optim)',
+            key=key,
+        )
+    return whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -356,3 +357,29 @@ def test_the_optimizers_of_a_dict_of_models_are_demanded_or_left_as_is_said(capl
         caplog.clear()
     with pytest.raises(InvalidInput, match="give one of them"):
         checkpointer.save(3, {"model": model, "optim": optimizer}, optimizer)
+
+
+def test_the_state_dict_of_an_optimizer_is_refused_before_it_is_saved() -> None:
+    store, run, (model, optimizer) = small(), new_run(), trained()
+    checkpointer, bare = Checkpointer(store, run=run), model.state_dict()
+    saves: list[tuple[Any, Any]] = [
+        ({"model": bare}, optimizer.state_dict()), ({"model": model, "adam": optimizer.state_dict()}, None),
+        (bare, optimizer.state_dict()), (model, optimizer.state_dict()),
+    ]  # fmt: skip
+    for models, beside in saves:
+        for call in (checkpointer.check, partial(checkpointer.save, 1)):
+            with pytest.raises(InvalidInput, match="an optimizer"):
+                call(models, beside)
+    checkpointer.save(1, {"model": model}, optimizer)  # as the message says
+    assert checkpointer.resume({"model": model}, optimizer) is not None
+
+
+def test_names_that_have_changed_are_renamed_in_a_resume() -> None:
+    store, run, (model, optimizer) = small(), new_run(), trained()
+    Checkpointer(store, run=run).save(1, model, optimizer)
+    inner, _ = made(1)
+    outer = nn.ModuleDict({"body": inner})
+    adam = optim.AdamW(outer.parameters())
+    Checkpointer(store, run=run).resume(outer, adam, rename={r"model\.body\.(.*)": r"model.\1"})
+    assert all(torch.equal(one, other) for one, other in zip(inner.parameters(), model.parameters(), strict=True))
+    assert len(adam.state) == len(optimizer.state)
