@@ -26,7 +26,6 @@ last line of a message says what to do next. Code that retries catches `StorageE
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 
@@ -140,9 +139,3 @@ class RankFailed(CasckptError, RuntimeError):
 
 class ForgottenWarning(UserWarning):
     """A checkpoint was loaded that was forgotten: the next gc may purge it. `Store.restore` keeps it."""
-
-
-def listed(names: Sequence[object], most: int = 5) -> str:
-    """Return the first few of some names or numbers, for a message."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(repr(name) for name in names[:most]) + more

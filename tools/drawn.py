@@ -266,7 +266,7 @@ DRAWN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
             "tests/frontends/test_lightning.py",
         ),
     ),
-    "casckpt/errors.py": (
+    "casckpt/format/tree.py": (
         (
             "no more than were named are said to be more",
             "if len(names) > most",

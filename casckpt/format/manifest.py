@@ -22,7 +22,7 @@ from typing import Any, Self
 import msgspec
 from msgspec.msgpack import Decoder
 
-from casckpt.errors import Damaged, InvalidInput, MissingKey, Refused, listed
+from casckpt.errors import Damaged, InvalidInput, MissingKey, Refused
 from casckpt.format.digest import Buffer, cell_digest
 from casckpt.format.extents import ExtentTable
 from casckpt.format.names import ManifestId
@@ -44,6 +44,7 @@ from casckpt.format.sections.health import HEALTH, Rows, decode_health
 from casckpt.format.sections.index import TENSOR, ManifestBody, StoredObject, StreamEntry
 from casckpt.format.sections.pieces import PieceReader, Pieces
 from casckpt.format.sections.tables import decode_cells, decode_table
+from casckpt.format.tree import listed
 from casckpt.lazy import cached_property
 
 FRONT = (INDEX, PLACES, BLOBS)

@@ -14,9 +14,10 @@ from itertools import count, takewhile
 from typing import Any, TypeAlias
 
 from casckpt.checkpoint.arguments import Rename, renamer
-from casckpt.errors import InvalidInput, Mismatch, MissingKey, listed
+from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Shape
+from casckpt.format.tree import listed
 from casckpt.plan.lots import grouped
 from casckpt.tensors.dtensors import local_of
 from casckpt.tensors.values import Shard

@@ -13,10 +13,10 @@ from casckpt.checkpoint.loading.contents import Contents
 from casckpt.checkpoint.loading.fit import Fit, check_fit, merged, missed_pairs, rename_hint, saved_shapes, shape_of
 from casckpt.checkpoint.loading.load_plan import LoadOptions, LoadPlan
 from casckpt.checkpoint.loading.unread import EVERYTHING, is_generator, left_unread
-from casckpt.errors import Mismatch, MissingKey, listed
+from casckpt.errors import Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.format.tree import Node, Path, children, find, join, leaves
+from casckpt.format.tree import Node, Path, children, find, join, leaves, listed
 from casckpt.lazy import cached_property
 from casckpt.repository.repository import Repository
 from casckpt.tensors.state import FlatState, LeafValue, check_replaceable, flatten, is_part, replace_leaves

@@ -6,8 +6,7 @@ import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from casckpt.errors import listed
-from casckpt.format.tree import Node, Path, children, join
+from casckpt.format.tree import Node, Path, children, join, listed
 from casckpt.plan.lots import grouped
 
 log = logging.getLogger("casckpt")

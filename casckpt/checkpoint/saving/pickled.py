@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterable
 from typing import Final
 
-from casckpt.errors import listed
 from casckpt.format.draft import ObjectEntry
+from casckpt.format.tree import listed
 
 log = logging.getLogger(__name__)
 _NAMED: Final = 8

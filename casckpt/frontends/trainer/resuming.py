@@ -9,7 +9,8 @@ from typing import Any, TypeAlias, get_args
 
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import everyone
-from casckpt.errors import InvalidInput, listed
+from casckpt.errors import InvalidInput
+from casckpt.format.tree import listed
 from casckpt.frontends.trainer.contents import OPTIM, TRAIN, Missing, Wanted
 from casckpt.frontends.trainer.train_state import RNG, TrainState
 from casckpt.frontends.training_state.stored import GROUPS

@@ -33,10 +33,10 @@ from casckpt.checkpoint.loading.fit import (
 from casckpt.checkpoint.loading.load_plan import LoadOptions, new_empty
 from casckpt.checkpoint.loading.unread import that_hold
 from casckpt.checkpoint.ranks import Ranks, everyone
-from casckpt.errors import Mismatch, listed
+from casckpt.errors import Mismatch
 from casckpt.format.regions import Shape
 from casckpt.format.sections.index import StreamEntry
-from casckpt.format.tree import Element, Node, children
+from casckpt.format.tree import Element, Node, children, listed
 from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.groups import Match, check, check_unused, match
 from casckpt.frontends.training_state.holding import Holding, apart, unwrapped

@@ -18,7 +18,8 @@ from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.load_plan import LoadOptions
 from casckpt.checkpoint.ranks import Ranks, everyone, on_each, open_ranks
 from casckpt.checkpoint.saving.options import SaveArguments
-from casckpt.errors import InvalidInput, Mismatch, listed
+from casckpt.errors import InvalidInput, Mismatch
+from casckpt.format.tree import listed
 from casckpt.frontends.training_state.hub_config import with_config
 from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors
 from casckpt.frontends.training_state.model import model_to_save

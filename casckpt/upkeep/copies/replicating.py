@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 
-from casckpt.errors import CasckptError, Conflict, Damaged, Gone, NotFound, Refused, Revoked, listed
+from casckpt.errors import CasckptError, Conflict, Damaged, Gone, NotFound, Refused, Revoked
 from casckpt.format import manifest as format_manifest
 from casckpt.format.draft import Encoded, placed
 from casckpt.format.keys import blob_key, commit_key, copied_txid, manifest_key, parse_txid, run_hash, uploader_folder
@@ -26,6 +26,7 @@ from casckpt.format.records import Began, Committed, changed, time_of
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.format.sections.head import MAX_MANIFEST_BYTES
 from casckpt.format.sections.index import TENSOR
+from casckpt.format.tree import listed
 from casckpt.parallel import in_parallel
 from casckpt.plan.progress import Progress, silent
 from casckpt.plan.reuse import bytes_in, coded_bytes
