@@ -83,7 +83,11 @@ def test_a_training_goes_on_to_the_bit_after_a_kill(recipe: Recipe, tmp_path: Pa
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("recipe", [one for one in RECIPES if one.batch], ids=lambda one: str(one.name))
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(one, marks=[] if one.name == "fsdp2" else [pytest.mark.soak]) for one in RECIPES if one.batch],
+    ids=lambda one: str(one.name),
+)
 def test_a_training_goes_on_on_another_number_of_ranks(recipe: Recipe, tmp_path: Path) -> None:
     starts = [*up_to_the_kill(recipe), Start("resumed", "killed", ranks=recipe.others)]
     path = EXAMPLES / f"{recipe.name}.py"

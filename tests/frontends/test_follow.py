@@ -417,7 +417,7 @@ def dying(store: Path, folder: Path, *, reuse: bool) -> Iterator[Callable[[int],
         asked.close()
 
 
-@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("reuse", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_killed_anywhere(store: Store, tmp_path: Path, reuse: bool, full: bool) -> None:
     """At each call by itself, in the switch from one version to the next; by default at every third."""
     folder, told = tmp_path / "to", tmp_path / "told"
