@@ -2149,4 +2149,11 @@ PLANTED = (
         "size > 0 and len(mapping)",
         "tests/checkpoint/loading/test_entries.py",
     ),
+    Planted(
+        "a tensor of which only some chunks are flat is cut as if all were",
+        "casckpt/frontends/dcp/unflattened.py",
+        "any(not set(chunk.sizes[:-1]) <= {1}",
+        "all(not set(chunk.sizes[:-1]) <= {1}",
+        "tests/frontends/test_dcp_unflattened.py",
+    ),
 )
