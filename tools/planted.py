@@ -1991,7 +1991,7 @@ PLANTED = (
     Planted(
         "state that the first step of an optimizer makes is not checked",
         "casckpt/frontends/trainer/checkpointer.py",
-        "        if self._checked or is_first:\n",
+        "        if has_state or is_first:\n",
         "        if is_first:\n",
         "tests/frontends/trainer/test_checking.py",
     ),

@@ -25,6 +25,7 @@ try:
 except ImportError as error:
     raise ImportError("casckpt.frontends.accelerate needs it: pip install 'casckpt[transformers]'") from error
 
+from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.load_plan import Unread
 from casckpt.errors import InvalidInput, Unsupported
@@ -80,11 +81,12 @@ class AcceleratorCheckpointer:
         unread: Unread = "warn",
         cast: bool = False,
         strict: bool | None = None,
+        rename: Rename = None,
         options: GroupOptions = "checkpoint",
     ) -> Checkpoint | None:
         """Load the newest checkpoint of the run, if there is one. See `Checkpointer.resume`."""
         return self.checkpointer.resume(
-            *self._all(), missing=missing, unread=unread, cast=cast, strict=strict, options=options
+            *self._all(), missing=missing, unread=unread, cast=cast, strict=strict, rename=rename, options=options
         )
 
     def load(self, ref: str | Checkpoint, *, cast: bool = False) -> None:

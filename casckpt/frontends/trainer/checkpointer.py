@@ -225,9 +225,10 @@ class Checkpointer(OneRun):
             return optim is None or any(getattr(one, "state", True) for one in as_optimizers(optim))
 
         ranks, is_first = open_ranks(self.process_group), self._checked is None
-        self._checked = ranks.exchange(is_stepped, lambda found: everyone(any(found), ranks.size))
-        if self._checked or is_first:
+        has_state = ranks.exchange(is_stepped, lambda found: everyone(any(found), ranks.size))
+        if has_state or is_first:
             self.check(model, optim, train_state)
+        self._checked = has_state  # not if the check raised: the next call checks again
 
     def due(self, step: int) -> Kind | None:
         """Say whether ``step`` is to be saved, and as what; the same on every rank. See `TrainerSettings.due`."""

@@ -236,6 +236,18 @@ def test_an_accelerator_is_checked_as_a_whole() -> None:
             call()
 
 
+def test_a_check_that_raised_is_made_again() -> None:
+    model, optimizer = trained()
+    run = Checkpointer(small(), run="sft", save_interval=9)
+    parameter = next(model.parameters())
+    optimizer.state[parameter]["projector"] = object()
+    for step in (1, 2):
+        with pytest.raises(InvalidInput, match="projector"):
+            run.save_if_due(step, model, optimizer)
+    del optimizer.state[parameter]["projector"]
+    assert run.save_if_due(3, model, optimizer) is None
+
+
 def test_what_can_be_saved_trains_on() -> None:
     store, (model, optimizer) = small(), made(1)
     checkpointer = Checkpointer(store, run="sft", save_interval=2)
