@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 
 import casckpt
-from casckpt.cli.main import cli
+from tests.cli.conftest import Run, run
 from tests.support.hints import Told
 
-Run = Callable[..., Result]
+__all__ = ["Run", "run"]
 
 
 class Changed(NamedTuple):
@@ -50,19 +49,6 @@ def told(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> It
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     yield
     item.passed = True  # type: ignore[attr-defined] # for the fixture above
-
-
-@pytest.fixture
-def run() -> Run:
-    """Run a command in this process. ``status``: the exit status that is expected."""
-
-    def call(*args: object, status: int = 0) -> Result:
-        result = CliRunner().invoke(cli, [str(arg) for arg in args])
-        assert result.exit_code == status, result.output
-        assert "Traceback" not in result.output
-        return result
-
-    return call
 
 
 @pytest.fixture
