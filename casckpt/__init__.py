@@ -39,9 +39,9 @@ from casckpt.store import exports as _exports
 from casckpt.store import objects as _objects
 
 if TYPE_CHECKING:
-    from casckpt.checkpoint.handle import Checkpoint as Checkpoint
     from casckpt.cli.progress import progress_bar as progress_bar
-    from casckpt.frontends.exporting import export as export
+    from casckpt.contents.checkpoint import Checkpoint as Checkpoint
+    from casckpt.frontends.interchange.export import export as export
     from casckpt.frontends.trainer import Checkpointer as Checkpointer
     from casckpt.frontends.training_state import flatten_optimizer_state as flatten_optimizer_state
     from casckpt.frontends.training_state import load_model_and_optim_state as load_model_and_optim_state
@@ -56,13 +56,13 @@ if TYPE_CHECKING:
     from casckpt.tensors.values import Shard as Shard
 
 _HOME = {
-    "Checkpoint": "casckpt.checkpoint.handle",
+    "Checkpoint": "casckpt.contents.checkpoint",
     "Checkpointer": "casckpt.frontends.trainer",
     "PerRank": "casckpt.tensors.values",
     "Shard": "casckpt.tensors.values",
     "Store": "casckpt.store.store",
     "at": "casckpt.store.place",
-    "export": "casckpt.frontends.exporting",
+    "export": "casckpt.frontends.interchange.export",
     "flatten_optimizer_state": "casckpt.frontends.training_state",
     "load_model_and_optim_state": "casckpt.frontends.training_state",
     "open": "casckpt.store.opening",

@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import casckpt
-from casckpt.checkpoint.saving.sources import Source
 from casckpt.frontends.dcp import StorageReader, StorageWriter
 from casckpt.frontends.trainer import TrainState
+from casckpt.saving.local_entries import Source
 from casckpt.storage.buffers import AlignedBuffer, KeptBuffers
 from casckpt.tensors import gpu, memory, staging
 from casckpt.tensors.gpu import pin

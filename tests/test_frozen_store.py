@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import casckpt
+from casckpt.contents import manifests
 from casckpt.errors import Damaged
 from casckpt.format.encodings import Form, form_of
-from casckpt.repository import manifests
-from casckpt.upkeep.repair.salvage import locate
+from casckpt.upkeep.repair.cell_sources import locate
 from tests.format.test_plain_reader import assert_same
 from tests.support import frozen_store
 from tests.support.exact import same

@@ -14,23 +14,30 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "casckpt"
 
-GROUND = frozenset({"errors", "lazy", "parallel"})
-BELOW: dict[str, frozenset[str]] = {
-    "errors": frozenset(),
-    "lazy": frozenset(),
-    "parallel": frozenset({"errors"}),
-    "format": GROUND,
-    "storage": GROUND,
-    "plan": GROUND | frozenset({"format", "storage"}),
-    "repository": GROUND | frozenset({"format", "storage", "plan"}),
-    "tensors": GROUND | frozenset({"format", "storage", "plan"}),
-    "upkeep": GROUND | frozenset({"format", "storage", "plan", "repository"}),
-    "checkpoint": GROUND | frozenset({"format", "storage", "plan", "repository", "tensors"}),
-    "store": GROUND | frozenset({"format", "storage", "plan", "repository", "tensors", "upkeep", "checkpoint"}),
-}
-BELOW["frontends"] = BELOW["store"] | {"store"}
-BELOW["cli"] = BELOW["frontends"] | {"frontends"}
-"""What each layer may import, beside itself."""
+ROOMS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("errors", ()),
+    ("base", ("errors",)),
+    ("format", ("base",)),
+    ("storage", ("base",)),
+    ("plan", ("format",)),
+    ("tensors", ("format", "storage")),
+    ("repository", ("format", "storage")),
+    ("history", ("plan", "repository")),
+    ("contents", ("history",)),
+    ("ranks", ("contents",)),
+    ("upkeep", ("contents",)),
+    ("saving", ("ranks", "tensors")),
+    ("loading", ("saving",)),
+    ("store", ("loading", "upkeep")),
+    ("frontends", ("store",)),
+    ("cli", ("frontends",)),
+)
+"""Each package, and the packages right below it. It may import these, and all that they may import."""
+
+BELOW: dict[str, frozenset[str]] = {}
+for _room, _below in ROOMS:
+    BELOW[_room] = frozenset(_below).union(*(BELOW[_one] for _one in _below))
+"""What each package may import, beside itself."""
 
 FREE = {"__init__.py": "the public names", "_version.py": "imports nothing", "__main__.py": "is the command line"}
 """Modules outside the layers, and why."""
@@ -46,12 +53,12 @@ class Fence:
     but: tuple[str, ...] = ()  # inside the modules, and yet free
 
 
-TORCH = ("tensors/", "checkpoint/", "store/", "frontends/")
+TORCH = ("tensors/", "ranks/", "saving/", "loading/", "store/", "frontends/")
 FENCES = (
     Fence(("torch",), TORCH, "list, gc and verify start without torch"),
     Fence(
         ("torch.distributed",),
-        ("checkpoint/ranks.py",),
+        ("ranks/ranks.py",),
         "collectives have one home, with a twin for a single process",
         but=(
             "torch.distributed.ProcessGroup",  # a type
@@ -78,10 +85,10 @@ FENCES = (
     Fence(("backports", "compression"), ("format/encodings/zstd.py",), "the format has one coder"),
     Fence(
         ("cryptography",),
-        ("repository/signatures/", "store/store.py"),
+        ("repository/signing_keys.py", "contents/signatures.py", "store/store.py"),
         "keys are read, and signatures checked, in one place; others name the type of a key",
     ),
-    Fence(("functools.cached_property",), ("lazy.py",), "a forked child could wait for its lock for ever"),
+    Fence(("functools.cached_property",), ("base/lazy.py",), "a forked child could wait for its lock for ever"),
     Fence(("datetime.strptime", "datetime.datetime.strptime"), (), "a forked child could wait for its lock for ever"),
     Fence(("starlette", "uvicorn"), ("frontends/serve/",), "one front end listens, and is an extra"),
     Fence(("matplotlib",), ("frontends/report/",), "it is needed for charts only, and takes a while to import"),
@@ -90,7 +97,7 @@ FENCES = (
 )
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("checkpoint/ranks.py", "os.environ"): "WORLD_SIZE is what a launcher says of this process, and no knob",
+    ("ranks/ranks.py", "os.environ"): "WORLD_SIZE is what a launcher says of this process, and no knob",
     ("repository/opening.py", "os.environ"): "CASCKPT_CACHE_DIR is for programs too, which all open stores there",
 }
 """(module of the package, what it names although a fence is around it, or a layer is above it) -> why it must."""
@@ -263,7 +270,7 @@ def test_no_folder_has_more_modules_than_are_seen_at_a_glance() -> None:
         ("plan/reads.py", "from ..repository import commits"),
         ("plan/reads.py", "import importlib\nimportlib.import_module('casckpt.cli.main')"),
         ("upkeep/gc/gc.py", "from casckpt.tensors.values import Shard"),
-        ("tensors/values.py", "from casckpt.repository.refs import resolve"),
+        ("tensors/values.py", "from casckpt.contents.refs import resolve"),
         ("store/store.py", "from casckpt.frontends import dcp"),
         ("frontends/dcp.py", "from casckpt.cli.main import main"),
         ("surprise/new.py", ""),
@@ -277,18 +284,18 @@ def test_no_folder_has_more_modules_than_are_seen_at_a_glance() -> None:
         ("tensors/values.py", "import torch\ntorch.distributed.all_reduce(x)"),
         ("tensors/values.py", "import torch as t\nt.distributed.all_reduce(x)"),
         ("frontends/dcp.py", "from torch.distributed import ProcessGroup, all_gather"),
-        ("checkpoint/saving/save.py", "from torch import distributed"),
-        ("checkpoint/saving/save.py", "from torch.distributed.fsdp import FSDPModule"),
+        ("saving/save.py", "from torch import distributed"),
+        ("saving/save.py", "from torch.distributed.fsdp import FSDPModule"),
         ("storage/local/store.py", "import fsspec"),
         ("upkeep/gc/gc.py", "from s3fs import S3FileSystem"),
         ("upkeep/gc/gc.py", "import sqlite3"),
-        ("checkpoint/saving/save.py", "from blake3 import blake3"),
-        ("repository/commits.py", "import msgspec"),
+        ("saving/save.py", "from blake3 import blake3"),
+        ("history/commits.py", "import msgspec"),
         ("upkeep/copies/signatures.py", "from cryptography.exceptions import InvalidSignature"),
         ("format/encodings/parts.py", "from backports import zstd"),
         ("storage/local/store.py", "import os\nos.environ['X']"),
         ("storage/local/store.py", "from os import getenv"),
-        ("checkpoint/saving/save.py", "from rich import print"),
+        ("saving/save.py", "from rich import print"),
     ],
 )
 def test_a_wrong_import_is_seen(path: str, source: str) -> None:
@@ -300,11 +307,11 @@ def test_a_wrong_import_is_seen(path: str, source: str) -> None:
     [
         ("format/keys.py", "from casckpt import errors\nfrom casckpt.format.names import TxId\nimport msgspec, blake3"),
         ("format/manifest.py", "from casckpt import __version__"),
-        ("plan/reads.py", "from casckpt.format import extents\nfrom casckpt.storage.base import Traits"),
+        ("plan/reads.py", "from casckpt.format import extents\nfrom casckpt.base.sizes import parse"),
         ("repository/catalogue.py", "import sqlite3, sqlite_utils"),
         ("storage/remote/store.py", "import fsspec"),
         ("storage/local/store.py", "import os\nos.open('x', os.O_RDONLY)"),
-        ("checkpoint/ranks.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
+        ("ranks/ranks.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
         ("tensors/values.py", "import torch\nfrom torch.distributed.tensor import DTensor"),
         ("frontends/dcp.py", "from torch.distributed.checkpoint import SavePlanner"),
         ("store/store.py", "from torch.distributed import ProcessGroup"),
@@ -317,8 +324,8 @@ def test_a_right_import_is_left_alone(path: str, source: str) -> None:
     assert violations(path, source) == []
 
 
-LATE = ("store/", "checkpoint/handle.py")
-"""Modules of layers with torch that import it when a tensor comes: `casckpt list` stands on them."""
+LATE = ("store/",)
+"""Modules of layers with torch that import it when a call needs tensors: `casckpt list` uses them."""
 
 
 def test_what_needs_no_tensor_does_not_load_torch() -> None:

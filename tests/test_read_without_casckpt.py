@@ -19,10 +19,10 @@ import torch
 from blake3 import blake3
 
 import casckpt
-from casckpt.checkpoint.saving.options import SaveOptions
+from casckpt.contents import manifests
 from casckpt.format.sections.head import KNOWN, assemble
-from casckpt.repository import manifests
-from casckpt.repository.commits import forget, purge, refresh, restore
+from casckpt.history.commits import forget, purge, refresh, restore
+from casckpt.saving.options import SaveOptions
 from tests.store.test_damage import HOSTILE, forge
 from tests.support.forging import setting, with_piece
 from tests.support.frozen_store import hurt, value_of

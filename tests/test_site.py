@@ -18,14 +18,14 @@ import pytest
 import reference
 
 from casckpt import errors
-from casckpt.checkpoint.saving.options import SaveOptions
+from casckpt.base.sizes import parse_size
 from casckpt.cli.commands.settings import _DEFAULTS
 from casckpt.cli.completion import ENV_STORE
 from casckpt.format.records import Marker
 from casckpt.frontends.follow import Follower
 from casckpt.frontends.trainer import CheckpointerConfig
-from casckpt.plan.sizes import parse_size
 from casckpt.repository.opening import CACHE_VARIABLE
+from casckpt.saving.options import SaveOptions
 from casckpt.store.opening import open as open_store
 from casckpt.store.settings import NAMES
 from tests.support.pages import commands_of, pattern
@@ -73,7 +73,7 @@ def test_the_pages_are_written(tmp_path: Path) -> None:
 
 
 def test_keyword_arguments_are_named() -> None:
-    from casckpt.checkpoint.saving.options import SaveArguments
+    from casckpt.saving.options import SaveArguments
     from casckpt.store.store import Store
 
     found = [*reference.keywords(inspect.signature(Store.save), {"SaveArguments": SaveArguments})]

@@ -19,11 +19,11 @@ import pytest
 
 import casckpt
 from casckpt.errors import Revoked
-from casckpt.repository.tags import tags
-from casckpt.repository.transactions import Transaction, begin
+from casckpt.history.tags import tags
+from casckpt.history.transactions import Transaction, begin
 from casckpt.store.store import Store
-from casckpt.upkeep.copies.copying import CopyResult
-from casckpt.upkeep.gc import retiring
+from casckpt.upkeep.copies.copy import CopyResult
+from casckpt.upkeep.gc import purge as retiring
 from soaking import cli, looks, workers
 from soaking.books import RUNS, Books, Wrong, state
 from soaking.growth import growth

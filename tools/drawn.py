@@ -6,45 +6,45 @@ Left out of what was drawn: what changes nothing that can be seen, and what no t
 from __future__ import annotations
 
 DRAWN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
-    "casckpt/checkpoint/loading/blob_readers.py": (
+    "casckpt/loading/blob_readers.py": (
         (
             "a copy that is wrong is dropped without a lock",
             'may be right?"""\n        with self._lock:',
             'may be right?"""\n        if True:',
-            "tests/checkpoint/loading/test_blob_readers.py",
+            "tests/loading/test_blob_readers.py",
         ),
     ),
-    "casckpt/checkpoint/loading/download.py": (
+    "casckpt/loading/entry_reader.py": (
         (
             "autograd is not told of what a load wrote",
             "note_writes(tensor for want in wants for tensor in want.sink.written)",
             "pass",
-            "tests/checkpoint/loading/test_load_autograd.py",
+            "tests/loading/test_load_autograd.py",
         ),
         (
             "who wants the same bytes, too, gets none",
             "items[name].takers.append(taker)",
             "pass",
-            "tests/checkpoint/loading/test_load.py",
+            "tests/loading/test_load.py",
         ),
     ),
-    "casckpt/checkpoint/loading/load_plan.py": (
-        ("objects are not loaded", "self._add_object(key, one)", "pass", "tests/checkpoint/loading/test_load.py"),
+    "casckpt/loading/load_plan.py": (
+        ("objects are not loaded", "self._add_object(key, one)", "pass", "tests/loading/test_load.py"),
     ),
-    "casckpt/checkpoint/loading/template.py": (
+    "casckpt/loading/template.py": (
         (
             "what a template lacks is not told",
             "return errors, lacking",
             "return (errors, errors)",
-            "tests/checkpoint/loading/test_template.py",
+            "tests/loading/test_template.py",
         ),
     ),
-    "casckpt/checkpoint/loading/transfer.py": (
+    "casckpt/loading/transfer.py": (
         (
             "a part of a read is taken from its beginning",
             "offset > start",
             "False",
-            "tests/checkpoint/loading/test_load_autograd.py",
+            "tests/loading/test_load_autograd.py",
         ),
     ),
     "casckpt/frontends/accelerate.py": (
@@ -146,7 +146,7 @@ DRAWN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
             "tests/frontends/test_dcp_ranks.py",
         ),
     ),
-    "casckpt/frontends/dcp/opened.py": (
+    "casckpt/frontends/dcp/contents.py": (
         (
             "metadata for DCP do not say of which save they are",
             "stamp(made, commit.run, commit.step, commit.txid)",
@@ -234,18 +234,18 @@ DRAWN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "casckpt/frontends/dcp/writer.py": (
         ("where a thread saved once it saves again", "place.used = True", "pass", "tests/frontends/test_dcp_ids.py"),
     ),
-    "casckpt/frontends/exporting.py": (
+    "casckpt/frontends/interchange/export.py": (
         (
             "a suffix that names another format is not refused",
             "_check_suffix(chosen, path)",
             "pass",
-            "tests/frontends/test_exporting.py",
+            "tests/frontends/interchange/test_export.py",
         ),
         (
             "the suffix of a folder that is there counts",
             'of in (None, format) or (of, format) == ("safetensors", "hf") or os.path.isdir(path',
             '(of in (None, format) or (of, format) == ("safetensors", "hf")',
-            "tests/frontends/test_exporting.py",
+            "tests/frontends/interchange/test_export.py",
         ),
     ),
     "casckpt/frontends/follow.py": (
@@ -429,44 +429,54 @@ DRAWN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
             "tests/frontends/megatron/test_training_loop.py",
         ),
     ),
-    "casckpt/frontends/model_part.py": (
+    "casckpt/frontends/views/model_part.py": (
         (
             "modules that were saved beside an adapter are the model's",
             "modules_to_save",
             "base_layer",
-            "tests/frontends/test_view.py",
+            "tests/frontends/views/test_view.py",
         ),
-        ("what DDP puts before names stays", "name.startswith(f", "name.endswith(f", "tests/frontends/test_view.py"),
+        (
+            "what DDP puts before names stays",
+            "name.startswith(f",
+            "name.endswith(f",
+            "tests/frontends/views/test_view.py",
+        ),
     ),
-    "casckpt/frontends/new_files.py": (
+    "casckpt/frontends/interchange/new_files.py": (
         (
             "a new folder is taken for one that somebody made meanwhile",
             "not there and path.is_dir(",
             "(not there",
-            "tests/frontends/test_new_files.py",
+            "tests/frontends/interchange/test_new_files.py",
         ),
     ),
-    "casckpt/frontends/optimizer_names.py": (
-        ("only what stands first may be no parameter", "- sum(positions) ", "", "tests/frontends/test_torch_layout.py"),
+    "casckpt/frontends/interchange/optimizer_names.py": (
+        (
+            "only what stands first may be no parameter",
+            "- sum(positions) ",
+            "",
+            "tests/frontends/interchange/test_torch_layout.py",
+        ),
     ),
-    "casckpt/frontends/recut.py": (
-        ("a part that is cut off has no elements", "+ min(hi, count)", "", "tests/frontends/test_recut.py"),
+    "casckpt/frontends/views/recut.py": (
+        ("a part that is cut off has no elements", "+ min(hi, count)", "", "tests/frontends/views/test_recut.py"),
     ),
-    "casckpt/frontends/safetensors/files.py": (
+    "casckpt/frontends/interchange/safetensors/files.py": (
         (
             "a safetensors file takes a dtype that it has no name for",
             "name is None or ",
             "",
-            "tests/frontends/safetensors/test_files.py",
+            "tests/frontends/interchange/safetensors/test_files.py",
         ),
         (
             "the shape of a file's F4 has an axis more",
             "*shape[:-1], shape",
             "*shape[:], shape",
-            "tests/frontends/safetensors/test_files.py",
+            "tests/frontends/interchange/safetensors/test_files.py",
         ),
     ),
-    "casckpt/frontends/safetensors/importing.py": (
+    "casckpt/frontends/interchange/safetensors/importing.py": (
         (
             "no link travels with an import",
             "not path.is_symlink() or _leads_inside(folder, path",
@@ -480,36 +490,36 @@ DRAWN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
             "tests/frontends/test_convert.py",
         ),
     ),
-    "casckpt/frontends/safetensors/layout.py": (
+    "casckpt/frontends/interchange/safetensors/layout.py": (
         (
             "an export of several files has no index",
             "len(files) == 1:",
             "len(files) >= 1:",
-            "tests/frontends/safetensors/test_layout.py",
+            "tests/frontends/interchange/safetensors/test_layout.py",
         ),
         (
             "tensors lie in a file in the order of the state",
             "sorted(tensors, key=lambda one: (-rank_of(one.entry.dtype), one.name)",
             "list(tensors",
-            "tests/frontends/safetensors/test_layout.py",
+            "tests/frontends/interchange/safetensors/test_layout.py",
         ),
         (
             "the index is no file of its folder",
             "+ ([INDEX] if self.index is not None else [])",
             "",
-            "tests/frontends/safetensors/test_layout.py",
+            "tests/frontends/interchange/safetensors/test_layout.py",
         ),
         (
             "the index is never among the names of a folder",
             "INDEX] if self.index is not None else [",
             "",
-            "tests/frontends/safetensors/test_layout.py",
+            "tests/frontends/interchange/safetensors/test_layout.py",
         ),
         (
             "one file takes all tensors, however large",
             "shards.append([])",
             "pass",
-            "tests/frontends/safetensors/test_layout.py",
+            "tests/frontends/interchange/safetensors/test_layout.py",
         ),
         (
             "what a file cannot hold is named without its key",
@@ -518,18 +528,18 @@ DRAWN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
             "tests/frontends/test_convert.py",
         ),
     ),
-    "casckpt/frontends/safetensors/planned.py": (
+    "casckpt/frontends/interchange/safetensors/planned.py": (
         (
             "a folder of all names of a model counts as a part of it",
             "names <= {one",
             "names < {one",
-            "tests/frontends/test_exporting.py",
+            "tests/frontends/interchange/test_export.py",
         ),
         (
             "all attachments are left out of what is no model",
             "name == CONFIG and self.is_no_model",
             "(self.is_no_model)",
-            "tests/frontends/test_exporting.py",
+            "tests/frontends/interchange/test_export.py",
         ),
         (
             "what an imported file said of itself does not come out again",
@@ -615,7 +625,7 @@ DRAWN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
             "tests/frontends/serve/test_answers.py",
         ),
     ),
-    "casckpt/frontends/torch_files.py": (
+    "casckpt/frontends/interchange/torch_files.py": (
         (
             "a container in a file of torch.save becomes a dict",
             "if isinstance(node, defaultdict) else container(type(node), found, node)",
@@ -623,18 +633,18 @@ DRAWN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
             "tests/frontends/test_convert_torch.py",
         ),
     ),
-    "casckpt/frontends/torch_layout.py": (
+    "casckpt/frontends/interchange/torch_layout.py": (
         (
             "a wrapper is taken off where one name has it",
             "if all(str(key",
             "if any(str(key",
-            "tests/frontends/test_torch_layout.py",
+            "tests/frontends/interchange/test_torch_layout.py",
         ),
         (
             "a note of an import has the reason for the name",
             "repr(name), str(error",
             "str(error), repr(name",
-            "tests/frontends/test_torch_layout.py",
+            "tests/frontends/interchange/test_torch_layout.py",
         ),
     ),
     "casckpt/frontends/torchtitan.py": (
@@ -766,7 +776,7 @@ DRAWN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
             "tests/frontends/test_transformers.py",
         ),
     ),
-    "casckpt/frontends/windows.py": (
+    "casckpt/frontends/views/windows.py": (
         (
             "the buffer of windows does not grow",
             "self._buffer.nbytes < total",

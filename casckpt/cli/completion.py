@@ -53,16 +53,16 @@ class OfStoreType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes
 
 
 def _runs(repo: Repository) -> Iterator[str]:
-    from casckpt.repository.commits import list_commits
+    from casckpt.history.commits import list_commits
 
     return (commit.run for commit in list_commits(repo).visible())
 
 
 def _refs(repo: Repository) -> Iterator[str]:
     """Tags, the newest of all, and the newest of each run."""
-    from casckpt.repository.commits import list_commits
-    from casckpt.repository.refs import LATEST, TAG
-    from casckpt.repository.tags import list_tags
+    from casckpt.contents.refs import LATEST, TAG
+    from casckpt.history.commits import list_commits
+    from casckpt.history.tags import list_tags
 
     commits = list_commits(repo).visible()
     yield from (f"{TAG}{name}" for name in sorted(list_tags(repo).tags))
@@ -72,7 +72,7 @@ def _refs(repo: Repository) -> Iterator[str]:
 
 
 def _forgotten(repo: Repository) -> Iterator[str]:
-    from casckpt.repository.commits import list_commits
+    from casckpt.history.commits import list_commits
 
     forgotten = [commit for commit in list_commits(repo).live() if commit.is_forgotten]
     return (commit.id[:SHORT_ID] for commit in forgotten[: -_AT_MOST - 1 : -1])

@@ -8,9 +8,9 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from casckpt.checkpoint.handle import Checkpoint
+    from casckpt.contents.checkpoint import Checkpoint
     from casckpt.format.records import Record
-    from casckpt.repository.commits import Commit
+    from casckpt.history.commits import Commit
     from casckpt.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 
 def plain(value: Any) -> Any:
     """Convert a result: its fields by name, checkpoints to their names, times to ISO 8601, durations to seconds, ..."""
-    from casckpt.checkpoint.handle import Checkpoint
-    from casckpt.repository.commits import Commit
+    from casckpt.contents.checkpoint import Checkpoint
+    from casckpt.history.commits import Commit
 
     if isinstance(value, Checkpoint | Commit):
         return brief(value)
@@ -38,7 +38,7 @@ def plain(value: Any) -> Any:
 
 def brief(checkpoint: Checkpoint | Commit) -> dict[str, Any]:
     """Name a checkpoint, and say so if it is but the places that one had before it was rewritten."""
-    from casckpt.repository.folding import STANDS, Commit
+    from casckpt.history.folding import STANDS, Commit
 
     name = {"id": checkpoint.id, "run": checkpoint.run, "step": checkpoint.step}
     is_old = isinstance(checkpoint, Commit) and (checkpoint.replaced is not None or checkpoint.standing != STANDS)
@@ -67,7 +67,7 @@ def _fields(record: Record | None) -> dict[str, Any] | None:
 def doubt(store: Store, run: str) -> None:
     """Say so, if nothing of ``run`` is there, not even forgotten: it may be a slip of the pen."""
     if not store.checkpoints(run, forgotten=True):
-        from casckpt.repository.commits import list_commits
-        from casckpt.repository.refs import about_run
+        from casckpt.contents.refs import about_run
+        from casckpt.history.commits import list_commits
 
         log.warning("%s", about_run(store.repository, list_commits(store.repository), run))

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
+from casckpt.base.lazy import cached_property
 from casckpt.cli.completion import ENV_STORE, STORE
 from casckpt.cli.text import printable
 from casckpt.cli.types import SETTING
-from casckpt.lazy import cached_property
 
 if TYPE_CHECKING:
     from casckpt.repository.repository import Repository

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 import click
 
-from casckpt.plan.sizes import format_size
+from casckpt.base.sizes import format_size
 
 SHORT_ID: Final = 12
 _MANY: Final = 20

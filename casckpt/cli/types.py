@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
+from casckpt.base.durations import seconds_of
+from casckpt.base.sizes import parse_size
 from casckpt.errors import InvalidInput
-from casckpt.plan.durations import seconds_of
-from casckpt.plan.sizes import parse_size
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none

@@ -1,1 +1,9 @@
-"""What is stored, as pure functions of values: keys, regions, manifests, records, blobs, plain data. docs/format.md."""
+"""What the bytes of a store mean, as pure functions of values. docs/format.md is the specification.
+
+- A **manifest** (`manifest`) maps the entries of a checkpoint to **extents** (`extents`): consecutive cells in one
+  blob. `draft` builds manifests, and `sections` holds their parts.
+- A **blob** (`blob`, `blob_writer`) is a safetensors file of cells. Its **proof** (`proof`) verifies any range of it.
+- A **record** (`records`) is a small JSON file. `keys` makes and parses the key of every object in a store.
+
+Values that are not tensors are stored as plain data (`plain`), without pickle.
+"""

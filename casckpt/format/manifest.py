@@ -22,6 +22,7 @@ from typing import Any, Self
 import msgspec
 from msgspec.msgpack import Decoder
 
+from casckpt.base.lazy import cached_property
 from casckpt.errors import Damaged, InvalidInput, MissingKey, Refused
 from casckpt.format.digest import Buffer, cell_digest
 from casckpt.format.extents import ExtentTable
@@ -45,7 +46,6 @@ from casckpt.format.sections.index import TENSOR, ManifestBody, StoredObject, St
 from casckpt.format.sections.pieces import PieceReader, Pieces
 from casckpt.format.sections.tables import decode_cells, decode_table
 from casckpt.format.tree import listed
-from casckpt.lazy import cached_property
 
 FRONT = (INDEX, PLACES, BLOBS)
 """What every load reads."""

@@ -25,15 +25,15 @@ try:
 except ImportError as error:
     raise ImportError("casckpt.frontends.accelerate needs it: pip install 'casckpt[transformers]'") from error
 
-from casckpt.checkpoint.arguments import Rename
-from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.loading.load_plan import Unread
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Unsupported
 from casckpt.frontends.stores import AnyStore
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.trainer.contents import GroupOptions, Missing
 from casckpt.frontends.trainer.settings import DueArguments, StepArguments, TrainerArguments
 from casckpt.frontends.training_state.names import parameter_names
+from casckpt.loading.arguments import Rename
+from casckpt.loading.load_plan import Unread
 
 _OTHERS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 

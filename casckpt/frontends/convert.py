@@ -11,18 +11,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Unpack
 
-from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.saving.options import ImportArguments
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, InvalidInput, NotFound
 from casckpt.frontends.dcp.exporting import casckpt_to_dcp
 from casckpt.frontends.dcp.folder import METADATA as DCP_METADATA
 from casckpt.frontends.dcp.importing import dcp_to_casckpt
-from casckpt.frontends.olmo_import import METADATA as OLMO_METADATA
-from casckpt.frontends.olmo_import import MODEL_AND_OPTIM, PARTS, import_olmo, import_olmo_trainer
-from casckpt.frontends.safetensors.exporting import export_safetensors
-from casckpt.frontends.safetensors.importing import ImportSources, find_sources, import_safetensors
+from casckpt.frontends.interchange.olmo_import import METADATA as OLMO_METADATA
+from casckpt.frontends.interchange.olmo_import import MODEL_AND_OPTIM, PARTS, import_olmo, import_olmo_trainer
+from casckpt.frontends.interchange.safetensors.exporting import export_safetensors
+from casckpt.frontends.interchange.safetensors.importing import ImportSources, find_sources, import_safetensors
+from casckpt.frontends.interchange.torch_files import casckpt_to_torch_save, torch_save_to_casckpt
 from casckpt.frontends.stores import AnyStore
-from casckpt.frontends.torch_files import casckpt_to_torch_save, torch_save_to_casckpt
+from casckpt.saving.options import ImportArguments
 from casckpt.storage.failures import reporting
 from casckpt.storage.paths import is_url, local_path, open_files
 from casckpt.store.exports import Exported

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 
-from casckpt.checkpoint.handle import Checkpoint
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.store.store import Store
 
 RUN: Final = "demo"

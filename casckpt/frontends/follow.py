@@ -28,13 +28,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from casckpt.checkpoint.handle import Arrival, Checkpoint
+from casckpt.base.durations import Duration
+from casckpt.contents.checkpoint import Arrival, Checkpoint
+from casckpt.contents.watching import LONGEST_PAUSE
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, StorageError, Unsigned
-from casckpt.frontends.new_files import locked, sync_folder
-from casckpt.frontends.safetensors.exporting import Base, export_safetensors
-from casckpt.frontends.safetensors.planned import CONFIG
-from casckpt.plan.durations import Duration
-from casckpt.repository.runs.watching import LONGEST_PAUSE
+from casckpt.frontends.interchange.new_files import locked, sync_folder
+from casckpt.frontends.interchange.safetensors.exporting import Base, export_safetensors
+from casckpt.frontends.interchange.safetensors.planned import CONFIG
 from casckpt.store.store import Store
 
 CURRENT = "current"

@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     raise ImportError("casckpt.frontends.torchtitan needs torchtitan 0.3: pip install 'casckpt[torchtitan]'") from error
 
-from casckpt.checkpoint.handle import Checkpoint
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, NotFound, Unsupported
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.training_state.model import model_state

@@ -27,22 +27,22 @@ try:
 except ImportError as error:
     raise ImportError("casckpt.frontends.transformers needs it: pip install 'casckpt[transformers]'") from error
 
-from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.ranks import this_rank
+from casckpt.base.lazy import cached_property
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.contents.refs import LATEST
 from casckpt.errors import CasckptError, InvalidInput, Mismatch, NotFound, Unsupported
 from casckpt.format.keys import check_attachment_name
 from casckpt.format.metrics import MAX_METRIC_NAME, MAX_METRICS
-from casckpt.frontends.new_files import new_folder
-from casckpt.frontends.safetensors.importing import Maps
+from casckpt.frontends.interchange.new_files import new_folder
+from casckpt.frontends.interchange.safetensors.importing import Maps
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig
-from casckpt.frontends.trainer.one_run import warn_of_similar
+from casckpt.frontends.trainer.run_checkpoints import warn_of_similar
 from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.frontends.training_state import unshard_optim_state
 from casckpt.frontends.training_state.optimizer import state_to_save
 from casckpt.frontends.training_state.stored import StoredTraining
-from casckpt.lazy import cached_property
-from casckpt.repository.refs import LATEST
+from casckpt.ranks.ranks import this_rank
 from casckpt.store.store import Store
 from casckpt.tensors.dtypes import torch_dtype
 

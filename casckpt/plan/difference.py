@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from casckpt.base.notebook import html_table
+from casckpt.base.sizes import format_size
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.index import StreamEntry
 from casckpt.format.sections.tables import encode_cells
-from casckpt.plan.notebook import html_table
-from casckpt.plan.sizes import format_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from datetime import UTC, datetime
 from math import isnan, nan
 from typing import Any, Self, TypedDict
 
+from casckpt.base.durations import Duration, seconds_of
 from casckpt.errors import InvalidInput
 from casckpt.format.names import TxId
-from casckpt.plan.durations import Duration, seconds_of
 from casckpt.plan.lots import grouped
 
 MAX_PATTERNS = 1 << 14

@@ -1,1 +1,6 @@
-"""Content addresses over a storage, without torch: commits, manifests, blobs, tags, gc, verify, repair."""
+"""An open store, without torch: its settings, its caches, and cached reads of immutable records.
+
+`repository` defines `Repository`, the value that all packages above take as their first argument. `opening` opens one
+from a path or URL. `catalogue` is a local SQLite file of what immutable objects say. It can always be rebuilt, and
+nothing relies on it for safety.
+"""

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from casckpt.base.parallel import in_parallel
+from casckpt.base.progress import Progress
 from casckpt.errors import CasckptError, InvalidInput, StorageError
-from casckpt.parallel import in_parallel
-from casckpt.plan.progress import Progress
 from casckpt.repository.fetching import fetch
 from casckpt.repository.host_lock import alone_on_this_host
 from casckpt.storage.base import AlreadyExists, ObjectStore

@@ -39,7 +39,7 @@ class RecordCache:
     """Records by what a listing shows of them: key, size in bytes, version. Thread-safe.
 
     Like the rows of the catalogue, one is trusted as long as that is what is listed. ``folded``: see
-    `casckpt.repository.commits.Folded`.
+    `casckpt.history.commits.Folded`.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class RecordCache:
 
 
 class RunCache:
-    """What was announced of one run, as far as this process has read it: see `casckpt.repository.runs.announcements`.
+    """What was announced of one run, as far as this process has read it: see `casckpt.history.announcements`.
 
     ``head``: the highest number that is taken, -1 for none. ``records``: by number, None for those ``unreadable``.
     ``announced``: of each transaction in them the highest number of a record. ``at``: transactions by their step.

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
+from casckpt.base.parallel import in_parallel
 from casckpt.errors import StorageError, Unsupported
-from casckpt.parallel import in_parallel
 from casckpt.storage.base import AlreadyExists, ObjectStore
 
 PREFIX = "probes/"

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from casckpt.base.progress import silent
 from casckpt.errors import CasckptError, NotFound, Refused
 from casckpt.format.blob import DATA_OFFSET, decode_header
 from casckpt.format.digest import cell_digest
 from casckpt.format.keys import blob_key
 from casckpt.format.proof import Leaf, LeafCheck, decode_proof, read_proof
-from casckpt.plan.progress import silent
 from casckpt.storage.base import ObjectStore, Reader, ShortObject
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from casckpt.plan.sizes import parse_size
+from casckpt.base.sizes import parse_size
 from casckpt.repository.repository import Repository
-from casckpt.repository.signatures.keys import KeyFile, KeyFiles, private_key, public_keys
+from casckpt.repository.signing_keys import KeyFile, KeyFiles, private_key, public_keys
 from casckpt.storage import open_storage
 
 CACHE_VARIABLE = "CASCKPT_CACHE_DIR"

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from casckpt.base.parallel import in_parallel
 from casckpt.errors import CasckptError, Damaged, NotFound, Refused
 from casckpt.format import records
 from casckpt.format.records import MAX_RECORD_BYTES
-from casckpt.parallel import in_parallel
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Known, ListedObject
 

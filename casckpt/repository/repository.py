@@ -23,7 +23,7 @@ from casckpt.repository.blob_cache import BlobCache
 from casckpt.repository.caches import ManifestCache, RecordCache, RunCaches
 from casckpt.repository.catalogue import Catalogue
 from casckpt.repository.exclusive import require_exclusive
-from casckpt.repository.signatures.keys import PublicKey
+from casckpt.repository.signing_keys import PublicKey
 from casckpt.storage.base import AlreadyExists, ObjectStore
 
 Clock: TypeAlias = Callable[[], int]

@@ -1,4 +1,9 @@
-"""Bytes by key: the `ObjectStore` contract (`casckpt.storage.base`) and the storages that keep it."""
+"""Bytes by key: the contract of a storage (`casckpt.storage.base`) and the storages that keep it.
+
+A storage puts, reads, lists and deletes objects. The store relies on three promises: a key is created once, an object
+never changes, and a listing shows every object that was put before it began. `local` is a folder, `memory` is for
+tests, and `remote` is S3 and whatever else fsspec knows.
+"""
 
 from __future__ import annotations
 

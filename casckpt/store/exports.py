@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
 if TYPE_CHECKING:
-    from casckpt.checkpoint.arguments import Rename
-    from casckpt.checkpoint.handle import Checkpoint
-    from casckpt.plan.progress import Shown
+    from casckpt.base.progress import Shown
+    from casckpt.contents.checkpoint import Checkpoint
+    from casckpt.loading.arguments import Rename
 
 Format: TypeAlias = Literal["hf", "safetensors", "dcp", "torch"]
 

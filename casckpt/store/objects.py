@@ -10,10 +10,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from casckpt.checkpoint.saving.options import SaveArguments
+from casckpt.saving.options import SaveArguments
 
 if TYPE_CHECKING:
-    from casckpt.checkpoint.saving.saver import State
+    from casckpt.saving.saver import State
 
 log = logging.getLogger("casckpt")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from casckpt.errors import InvalidInput
 from casckpt.repository.opening import open_repository
-from casckpt.repository.signatures.keys import KeyFile, KeyFiles
+from casckpt.repository.signing_keys import KeyFile, KeyFiles
 from casckpt.store.store import Store, repository_of
 
 

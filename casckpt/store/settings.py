@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, TypedDict
 
-from casckpt.checkpoint.saving.options import Compress
+from casckpt.base.durations import Duration, seconds_of
 from casckpt.errors import InvalidInput
 from casckpt.format.records import Settings
-from casckpt.plan.durations import Duration, seconds_of
+from casckpt.saving.options import Compress
 
 DURATIONS: Final = ("min_age", "min_age_ephemeral", "revoke_after")
 NAMES: Final = (*DURATIONS, "mirror", "mirror_thinned", "compress")

@@ -15,47 +15,47 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
-from casckpt.checkpoint.handle import Arrival, Checkpoint, html_of, warn_if_forgotten
-from casckpt.checkpoint.keywords import check_keywords
-from casckpt.checkpoint.saving.options import SaveArguments, SaveOptions, usable_compress
+from casckpt.base.durations import Duration, seconds_of
+from casckpt.base.keywords import check_keywords
+from casckpt.base.progress import Progress, Shown
+from casckpt.contents import manifests, refs, watching
+from casckpt.contents.checkpoint import Arrival, Checkpoint, html_of, warn_if_forgotten
+from casckpt.contents.prefetching import pre_download
+from casckpt.contents.signatures import check_trusted, get_trusted, sign
 from casckpt.errors import InvalidInput, NotFound, StorageError, Unsupported
 from casckpt.format.names import TxId
 from casckpt.format.sections.index import ATTACHMENT
+from casckpt.history import commits as commit_log
+from casckpt.history import tags
+from casckpt.history.commits import Commit
+from casckpt.history.leases import Lease, hold
 from casckpt.plan.difference import Difference, difference
-from casckpt.plan.durations import Duration, seconds_of
-from casckpt.plan.progress import Progress, Shown
 from casckpt.plan.retention import KeepRules, Policy, thinning_of
-from casckpt.repository import commits as commit_log
-from casckpt.repository import manifests, refs, tags
 from casckpt.repository.blob_cache import AT_ONCE as PREFETCHING
-from casckpt.repository.commits import Commit
-from casckpt.repository.leases import Lease, hold
 from casckpt.repository.opening import open_repository
-from casckpt.repository.prefetching import pre_download
 from casckpt.repository.repository import Repository
-from casckpt.repository.runs import watching
-from casckpt.repository.signatures.keys import KeyFile, private_key
-from casckpt.repository.signatures.signed import check_trusted, get_trusted, sign
+from casckpt.repository.signing_keys import KeyFile, private_key
+from casckpt.saving.options import SaveArguments, SaveOptions, usable_compress
 from casckpt.storage.base import Finding
 from casckpt.storage.forking import PerProcess
 from casckpt.store import exports, objects
 from casckpt.store.exports import Exported, ExportOptions
 from casckpt.store.settings import SettingChanges, StoreSettings, check_names, duration_fields, settings_from
-from casckpt.upkeep.copies import copying
-from casckpt.upkeep.copies.copying import CopyResult
+from casckpt.upkeep.copies import copy as copying
+from casckpt.upkeep.copies.copy import CopyResult
 from casckpt.upkeep.copies.mirror import Mirror
-from casckpt.upkeep.copies.mirrored import MirrorLag
+from casckpt.upkeep.copies.mirror_notes import MirrorLag
 from casckpt.upkeep.doctor import examine
 from casckpt.upkeep.footprint import Footprint, footprint
 from casckpt.upkeep.gc.forgetting import forget, plan_forget
 from casckpt.upkeep.gc.gc import GcResult, Tell, execute, plan_gc, preview
+from casckpt.upkeep.gc.purge import check_metrics
 from casckpt.upkeep.gc.restoring import RestoreResult, plan_restore, restore
-from casckpt.upkeep.gc.retiring import check_metrics
 from casckpt.upkeep.repair.repair import RepairResult, repair
 from casckpt.upkeep.repair.verify import Mode, VerifyResult, verify
 from casckpt.upkeep.saves import SaveInProgress, give_up, revoke_save, saves_in_progress
-from casckpt.upkeep.thinning import ThinResult, plan_thin, thin, thin_by
-from casckpt.upkeep.thinning import check as check_thinned
+from casckpt.upkeep.thin import ThinResult, plan_thin, thin, thin_by
+from casckpt.upkeep.thin import check as check_thinned
 from casckpt.upkeep.usage import StoreStats, StoreUsage, measure, usage
 
 if TYPE_CHECKING:
@@ -65,17 +65,17 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from torch.distributed import ProcessGroup
 
-    from casckpt.checkpoint.comparing import Comparison
-    from casckpt.checkpoint.loading.load_plan import (
+    from casckpt.loading.comparison import Comparison
+    from casckpt.loading.load_plan import (
         LoadArguments,
         LoadOptions,
         MatchArguments,
         ReadArguments,
         UpdateArguments,
     )  # fmt: skip
-    from casckpt.checkpoint.ranks import Ranks
-    from casckpt.checkpoint.saving.options import WhenBusy
-    from casckpt.checkpoint.saving.saver import Saver, State
+    from casckpt.ranks.ranks import Ranks
+    from casckpt.saving.options import WhenBusy
+    from casckpt.saving.saver import Saver, State
 
 WAIT: Duration = "60s"  # of a gc for saves in progress
 _MOST_OFTEN = 0.1  # seconds between two polls of a watch
@@ -218,7 +218,7 @@ class Store:
         lease prevents) or StorageError during the read, after which the contents of ``state`` are undefined.
         """
         is_held = sys.getrefcount(state) > objects.UNHELD
-        from casckpt.checkpoint.loading.load_plan import LoadArguments, LoadOptions
+        from casckpt.loading.load_plan import LoadArguments, LoadOptions
 
         check_keywords("Store.load", options, LoadArguments)
         loaded = self._load(state, ref, LoadOptions(**options))
@@ -245,7 +245,7 @@ class Store:
         `load`; all that is read is verified. After an error during the read the contents of ``state`` are undefined,
         and a load of all of it, or an update with ``check``, mends it.
         """
-        from casckpt.checkpoint.loading.load_plan import LoadOptions, UpdateArguments
+        from casckpt.loading.load_plan import LoadOptions, UpdateArguments
 
         check_keywords("Store.update", options, UpdateArguments)
         if held is not None and not isinstance(held, Checkpoint):
@@ -253,7 +253,7 @@ class Store:
         return self._load(state, ref, LoadOptions(updates=True, held=held, **options))
 
     def _load(self, state: Any, ref: str | Checkpoint, given: LoadOptions) -> Checkpoint:
-        from casckpt.checkpoint.ranks import open_ranks
+        from casckpt.ranks.ranks import open_ranks
         from casckpt.tensors.state import holds_object
 
         ranks = open_ranks(given.process_group, no_dist=given.no_dist)
@@ -264,7 +264,7 @@ class Store:
         return loaded
 
     def _load_tensors(self, ranks: Ranks, state: Any, ref: str | Checkpoint, given: LoadOptions) -> Checkpoint:
-        from casckpt.checkpoint.loading.load import load_together
+        from casckpt.loading.load import load_together
 
         with ExitStack() as held:
             resolve = partial(self._resolve_held, ref, held) if given.lease else partial(self._resolve_to_load, ref)
@@ -287,9 +287,9 @@ class Store:
 
         ``verify``, ``allow_pickle``, ``threads``, ``progress``: as for `load`.
         """
-        from casckpt.checkpoint.arguments import usable_device
-        from casckpt.checkpoint.loading.load import read
-        from casckpt.checkpoint.loading.load_plan import LoadOptions, ReadArguments
+        from casckpt.loading.arguments import usable_device
+        from casckpt.loading.load import read
+        from casckpt.loading.load_plan import LoadOptions, ReadArguments
 
         check_keywords("Store.read", options, ReadArguments)
         given, on = LoadOptions(**options), usable_device(device)
@@ -318,8 +318,8 @@ class Store:
         manifest = get_trusted(self.repository, commit)
         refs = list(manifest.blobs)
         if match or state is not None:
-            from casckpt.checkpoint.loading.load import wanted_blobs
-            from casckpt.checkpoint.loading.load_plan import LoadOptions, MatchArguments
+            from casckpt.loading.load import wanted_blobs
+            from casckpt.loading.load_plan import LoadOptions, MatchArguments
 
             check_keywords("Store.pre_download", match, MatchArguments)
             given = LoadOptions(cast=True, allow_pickle=True, threads=threads, **match)
@@ -411,7 +411,7 @@ class Store:
         and ``progress`` counts that. What was thinned away by then is left out. Raises MissingKey for a pattern that
         matches nothing, Damaged, StorageError.
         """
-        from casckpt.checkpoint.loading.digests import digests_of
+        from casckpt.loading.digests import digests_of
 
         return digests_of(self.repository, self._resolve(ref), keys, Progress(progress))
 
@@ -431,8 +431,8 @@ class Store:
         at what only the checkpoint has. Raises NotFound, Damaged, MissingKey for what was thinned away, InvalidInput,
         StorageError.
         """
-        from casckpt.checkpoint.comparing import compare_together
-        from casckpt.checkpoint.ranks import open_ranks
+        from casckpt.loading.comparison import compare_together
+        from casckpt.ranks.ranks import open_ranks
 
         ranks = open_ranks(process_group, no_dist=no_dist)
         made: Any = objects.without_objects(state, {"process_group": process_group, "no_dist": no_dist})[0]
@@ -465,8 +465,8 @@ class Store:
 
     def read_attachment(self, ref: str | Checkpoint, name: str) -> bytes:
         """Return the contents of an attachment. Raises NotFound."""
-        from casckpt.checkpoint.loading.load import read_attachment
-        from casckpt.checkpoint.loading.load_plan import LoadOptions
+        from casckpt.loading.load import read_attachment
+        from casckpt.loading.load_plan import LoadOptions
 
         manifest = manifests.get(self.repository, self._resolve_to_load(ref))
         return read_attachment(self.repository, manifest, name, LoadOptions())
@@ -820,7 +820,7 @@ class Store:
 
 
 def _new_saver(repository: Repository) -> Saver:
-    from casckpt.checkpoint.saving.saver import Saver
+    from casckpt.saving.saver import Saver
 
     return Saver(repository)
 

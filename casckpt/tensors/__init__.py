@@ -1,1 +1,6 @@
-"""The edge to torch: state taken apart and put together, tensors as regions, memory for bytes on their way."""
+"""The boundary to torch: states into leaves, tensors into regions, and memory for their bytes.
+
+`state` flattens a nested state into leaves and a tree, and builds it again. `shards` says which **regions** of a global
+tensor this process holds, whatever class the leaf has (`dtensors`, `foreign`). `memory` gives access to the bytes of a
+tensor, without a copy where possible.
+"""

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from casckpt.base.lazy import cached_property
 from casckpt.errors import InvalidInput
 from casckpt.format.regions import Box, Region, flat_boxes, full_box, intersect
-from casckpt.lazy import cached_property
 from casckpt.tensors.gpu import wait_for_gpus
 
 T = TypeVar("T", npt.NDArray[Any], torch.Tensor)

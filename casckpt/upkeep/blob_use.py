@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from casckpt.contents import manifests
 from casckpt.format.columns import Ints
 from casckpt.format.names import BlobHash, TxId
-from casckpt.repository import manifests
-from casckpt.repository.commits import Commit
+from casckpt.history.commits import Commit
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.stock import Sums
+from casckpt.upkeep.inventory import Sums
 
 
 class BlobUse:

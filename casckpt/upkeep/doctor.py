@@ -12,8 +12,8 @@ from functools import partial
 from statistics import median
 from typing import TypeVar
 
+from casckpt.base.parallel import in_parallel
 from casckpt.errors import CasckptError, NotFound, StorageError
-from casckpt.parallel import in_parallel
 from casckpt.repository.exclusive import PREFIX, probe
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import AlreadyExists, Examinable, Finding, ObjectStore, ShortObject

@@ -16,19 +16,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from casckpt.base.parallel import in_parallel
+from casckpt.contents import manifests
 from casckpt.errors import CasckptError
 from casckpt.format.notes import BLOB_NAMES, BLOB_SHARES, BlobShares, decode, encode
 from casckpt.format.records import time_of
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.parallel import in_parallel
+from casckpt.history.commits import Commit, CommitList, list_commits
+from casckpt.history.tags import Tag, tags, tags_of
 from casckpt.plan.packing import branch_of
 from casckpt.plan.retention import Policy
-from casckpt.repository import manifests
-from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.repository import Repository
-from casckpt.repository.tags import Tag, tags, tags_of
 from casckpt.upkeep.blob_use import BlobUse
-from casckpt.upkeep.gc.retiring import GcPlan, check_metrics, plan_of
+from casckpt.upkeep.gc.purge import GcPlan, check_metrics, plan_of
 
 _NO_TIME = ("tagged", "unmirrored")
 

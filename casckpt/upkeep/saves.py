@@ -9,12 +9,12 @@ from casckpt.errors import Conflict, NotFound
 from casckpt.format.keys import parse_txid
 from casckpt.format.names import TxId
 from casckpt.format.records import Process, time_of
-from casckpt.repository.commits import list_commits, list_names, purge_unreadable
+from casckpt.history.commits import list_commits, list_names, purge_unreadable
+from casckpt.history.transactions import OpenTransaction, has_died, open_transactions, revoke
 from casckpt.repository.processes import is_dead, this_process
 from casckpt.repository.repository import Repository
-from casckpt.repository.transactions import OpenTransaction, has_died, open_transactions, revoke
-from casckpt.upkeep.lost import lost_records
-from casckpt.upkeep.stock import list_objects
+from casckpt.upkeep.inventory import list_objects
+from casckpt.upkeep.lost_records import lost_records
 
 
 @dataclass(frozen=True, slots=True)

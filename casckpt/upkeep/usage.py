@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from casckpt.contents import blobs
 from casckpt.format.keys import parse_object
 from casckpt.format.names import BlobHash, TxId
+from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.plan.lots import grouped
 from casckpt.plan.retention import Policy
-from casckpt.repository import blobs
-from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.blob_use import BlobUse
-from casckpt.upkeep.copies.mirrored import NO_STORE, mirror_made_at, needed_in_mirror, unmirrored
-from casckpt.upkeep.gc.retiring import plan_of
-from casckpt.upkeep.stock import BLOB, Stock, take_stock
+from casckpt.upkeep.copies.mirror_notes import NO_STORE, mirror_made_at, needed_in_mirror, unmirrored
+from casckpt.upkeep.gc.purge import plan_of
+from casckpt.upkeep.inventory import BLOB, Stock, take_stock
 
 _Blob = tuple[TxId, BlobHash]
 

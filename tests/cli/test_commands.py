@@ -16,15 +16,15 @@ import safetensors.torch
 import torch
 
 import casckpt
+from casckpt.base.sizes import format_size
 from casckpt.cli.commands.verify import needed
 from casckpt.cli.text import printable
 from casckpt.errors import Conflict
-from casckpt.plan.sizes import format_size
-from casckpt.repository import commits
-from casckpt.repository.commits import Commit, forget
+from casckpt.history import commits
+from casckpt.history.commits import Commit, forget
+from casckpt.history.tags import write_generation
+from casckpt.history.transactions import begin
 from casckpt.repository.repository import Repository
-from casckpt.repository.tags import write_generation
-from casckpt.repository.transactions import begin
 from tests.cli.conftest import AsJson, Run
 from tests.support.rewrites import move
 
@@ -140,13 +140,13 @@ def test_list_shows_twins_as_superseded(
     old = store.get("a@2")
     new = store.save({"shared": torch.arange(3.0)}, run="a", step=2, overwrite=True)
     # as a crash between the new commit and the forgetting of the old one would leave it
-    monkeypatch.setattr("casckpt.repository.commits.list_commits", _with_twin(old.commit))
+    monkeypatch.setattr("casckpt.history.commits.list_commits", _with_twin(old.commit))
     rows = [row for row in as_json("list", saved) if named([row]) == ["a@2"]]
     assert [(row["id"], row["superseded"]) for row in rows] == [(old.id, True), (new.id, False)]
 
 
 def _with_twin(twin: Any) -> Any:
-    from casckpt.repository import commits
+    from casckpt.history import commits
 
     real = commits.list_commits
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import casckpt
-from casckpt.repository.transactions import begin
+from casckpt.history.transactions import begin
 
 CASCKPT = (sys.executable, "-m", "casckpt")
 

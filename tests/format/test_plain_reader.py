@@ -16,7 +16,7 @@ import torch
 from blake3 import blake3
 
 import casckpt
-from casckpt.repository.commits import forget, purge, refresh, restore
+from casckpt.history.commits import forget, purge, refresh, restore
 from tests.support import plain_reader
 from tests.support.exact import same
 from tests.support.plain_examples import EXAMPLES

@@ -21,7 +21,6 @@ import casckpt
 from casckpt.errors import Conflict, Damaged, InvalidInput, MissingKey, NotFound, StorageError, Unsupported
 from casckpt.format.dtypes import itemsize
 from casckpt.format.sections.index import StreamEntry
-from casckpt.frontends import resident, windows
 from casckpt.frontends.convert import (
     dcp_to_casckpt,
     export_safetensors,
@@ -32,9 +31,11 @@ from casckpt.frontends.convert import (
     look_at,
     torch_save_to_casckpt,
 )
-from casckpt.frontends.recut import ViewTensor
-from casckpt.frontends.safetensors import importing as safetensors_import
-from casckpt.frontends.safetensors.layout import plan_shards
+from casckpt.frontends.interchange import resident
+from casckpt.frontends.interchange.safetensors import importing as safetensors_import
+from casckpt.frontends.interchange.safetensors.layout import plan_shards
+from casckpt.frontends.views import windows
+from casckpt.frontends.views.recut import ViewTensor
 from tests.support.told import Told
 
 Tensors = dict[str, torch.Tensor]

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import casckpt
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError, Unsupported
-from casckpt.frontends import resident, torch_files, windows
 from casckpt.frontends.convert import (
     export_safetensors,
     import_any,
@@ -44,6 +43,8 @@ from casckpt.frontends.dcp import (
     items,
     torch_save_to_casckpt,
 )
+from casckpt.frontends.interchange import resident, torch_files
+from casckpt.frontends.views import windows
 from tests.support.dcp import load, save, zeros
 from tests.support.meshes import build, differing, state_of, whole
 from tests.support.together import numbers

@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import casckpt
+from casckpt.contents import manifests
 from casckpt.errors import Damaged, ForgottenWarning, InvalidInput, Mismatch, MissingKey, NotFound, StorageError
 from casckpt.format.sections.index import TENSOR
 from casckpt.frontends.dcp import PickleFreeLoadPlanner, PickleFreeSavePlanner, StorageReader, StorageWriter
 from casckpt.frontends.dcp import reader as reading
 from casckpt.frontends.dcp.planners import ValueStream, value_of
-from casckpt.repository import manifests
 from tests.support.dcp import causes, failure, load, save, zeros
 from tests.support.exact import same
 from tests.support.faulty import corrupt

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 import casckpt
+from casckpt.contents import manifests
 from casckpt.frontends.dcp import StorageReader, StorageWriter, casckpt_to_dcp, dcp_to_casckpt
-from casckpt.repository import manifests
 from tests.support.dcp import load, save
 from tests.support.exact import same
 

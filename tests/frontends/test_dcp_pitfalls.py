@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import casckpt
-from casckpt.checkpoint.saving.options import SaveOptions
+from casckpt.contents import manifests
 from casckpt.errors import Conflict, InvalidInput, Mismatch, StorageError
 from casckpt.frontends.dcp import StorageReader, StorageWriter
 from casckpt.frontends.dcp.session import WriterSession
-from casckpt.repository import manifests
+from casckpt.saving.options import SaveOptions
 from tests.support.chunks import Chunks, half
 from tests.support.dcp import causes, failed, failure, forget_plans, load, save
 from tests.support.faulty import fail_before

@@ -29,8 +29,8 @@ from safetensors.torch import load_file
 import casckpt
 from casckpt.errors import Conflict, InvalidInput, MissingKey, NotFound, StorageError
 from casckpt.frontends.follow import CURRENT, Follower
-from casckpt.frontends.safetensors.exporting import Base, export_safetensors
-from casckpt.frontends.safetensors.layout import SUFFIX
+from casckpt.frontends.interchange.safetensors.exporting import Base, export_safetensors
+from casckpt.frontends.interchange.safetensors.layout import SUFFIX
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before
@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[2]
 FOLLOW = """
 import io, os, signal, subprocess, sys
 from pathlib import Path
-import casckpt, casckpt.frontends.windows as windows
+import casckpt, casckpt.frontends.views.windows as windows
 from casckpt.frontends.follow import Follower
 
 store, folder, reuse = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
@@ -221,8 +221,8 @@ def test_files_that_are_revised_are_those_that_are_written(
     tmp_path: Path, is_taken: bool, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In several shards and windows, of all that a file can hold, whatever changed."""
-    monkeypatch.setattr("casckpt.frontends.windows.WINDOW_BYTES", window)
-    monkeypatch.setattr("casckpt.frontends.windows._BLOCK", 700)
+    monkeypatch.setattr("casckpt.frontends.views.windows.WINDOW_BYTES", window)
+    monkeypatch.setattr("casckpt.frontends.views.windows._BLOCK", 700)
     store = small_folder(tmp_path / "store")
     dtypes = ("float64", "complex64", "float32", "bfloat16", "bool", "float8_e4m3fn", "uint8")
     before: dict[str, bytes] = {}

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 import casckpt
-from casckpt.checkpoint.saving import prepare
 from casckpt.errors import CasckptError, InvalidInput, NotFound, Refused
 from casckpt.format.tree import OBJECT, Node, encode_tree
 from casckpt.frontends.convert import import_any, import_olmo, import_olmo_trainer, look_at
@@ -32,6 +31,7 @@ from casckpt.frontends.dcp import (
     dcp_to_casckpt,
     torch_save_to_casckpt,
 )
+from casckpt.saving import prepare
 from casckpt.tensors import untrusted
 from tests.support.dcp import causes, failure, load, save
 from tests.support.fuzz import KINDS, Bender, Canary, sung

@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import casckpt
-from casckpt.checkpoint.saving.options import Compress, SaveOptions
 from casckpt.frontends import megatron
 from casckpt.frontends.dcp import StorageReader, StorageWriter, items
 from casckpt.frontends.dcp.session import WriterSession
-from casckpt.frontends.safetensors.importing import import_safetensors
+from casckpt.frontends.interchange.safetensors.importing import import_safetensors
 from casckpt.frontends.trainer import Checkpointer
+from casckpt.saving.options import Compress, SaveOptions
 from casckpt.store.store import Store
 from tests.support import dcp
 from tests.support.saves import reopened, same_state, small_folder, trained

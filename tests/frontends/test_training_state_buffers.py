@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import casckpt
-from casckpt.checkpoint.ranks import open_ranks
 from casckpt.errors import InvalidInput
 from casckpt.frontends.trainer import Checkpointer
+from casckpt.ranks.ranks import open_ranks
 from tests.support.ranks import outcome_of
 from tests.support.training import Network
 

@@ -20,11 +20,11 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 import casckpt
+from casckpt.contents.signatures import get_trusted
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
-from casckpt.repository.signatures.signed import get_trusted
 from casckpt.store.store import Store
 from tests.support.ranks import outcome_of
 from tests.support.saves import small

@@ -22,12 +22,12 @@ NOT_HERE = {
 """Texts of hints that no test can follow, and why."""
 
 NO_HINTS = {
-    Case("checkpoint/saving/leader.py:Leader._check_agreed", "(dedup=…, check_replicas=…)"): "names what a rank gave",
+    Case("saving/leader.py:Leader._check_agreed", "(dedup=…, check_replicas=…)"): "names what a rank gave",
     Case("frontends/serve/access.py:Guard._refusal", 'Basic realm="casckpt"'): "is a header",
     Case("frontends/serve/ranges.py:", "bytes="): "is a regular expression",
     Case("cli/commands/demo.py:Tour.run", "compared with the weights"): "tells what the demo did",
     Case("cli/commands/demo.py:Tour.run", "gc --keep-last 1"): "tells what the demo does",
-    Case("frontends/trainer/resuming.py:", "all other options stay as they are"): "tells what was asked for",
+    Case("frontends/trainer/resumed.py:", "all other options stay as they are"): "tells what was asked for",
     Case("frontends/megatron/mapping.py:ShardedTensorFactory.build", "takes three arguments"): "names what is too many",
     Case(
         "frontends/transformers.py:_Folder.load_state_dict", "is restored by"
@@ -39,16 +39,16 @@ NO_HINTS = {
 """Texts that look like advice, and are none, and why."""
 
 FOLLOWED_ELSEWHERE: dict[Case, str] = {
-    Case("checkpoint/ranks.py:_gloo", "Set GLOO_SOCKET_IFNAME to the network interface"): (
-        "tests/checkpoint/test_waiting.py::test_a_gloo_that_cannot_start_is_reported_on_all_ranks"
+    Case("ranks/ranks.py:_gloo", "Set GLOO_SOCKET_IFNAME to the network interface"): (
+        "tests/ranks/test_waiting.py::test_a_gloo_that_cannot_start_is_reported_on_all_ranks"
     ),
     Case("frontends/trainer/contents.py:_with", "is the state_dict of an optimizer"): (
-        "tests/frontends/trainer/test_resuming.py::test_the_state_dict_of_an_optimizer_is_refused_before_it_is_saved"
+        "tests/frontends/trainer/test_resumed.py::test_the_state_dict_of_an_optimizer_is_refused_before_it_is_saved"
     ),
     Case("frontends/training_state/model.py:_live_state", "remove_hook_from_submodules(model) brings back"): (
         "tests/frontends/test_accelerate.py::test_a_model_that_accelerate_offloaded_is_told_from_one_without_values"
     ),
-    Case("frontends/torch_files.py:", "call torch_save_to_casckpt of casckpt.frontends.convert there"): (
+    Case("frontends/interchange/torch_files.py:", "call torch_save_to_casckpt of casckpt.frontends.convert there"): (
         "tests/frontends/test_convert_torch.py::"
         "test_a_class_of_the_script_that_saved_a_file_is_named_and_can_be_put_there"
     ),
@@ -72,9 +72,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("tensors/objects.py:encode_object", "pass allow_pickle=True to store it as torch.save does"): (
         "tests/frontends/test_optimizers.py::test_tensors_made_of_others_are_stored_where_pickles_are_allowed"
     ),
-    Case(
-        "repository/commits.py:gone", "lease=True, or Store.lease"
-    ): "tests/store/test_gone.py::test_what_it_says_helps",
+    Case("history/commits.py:gone", "lease=True, or Store.lease"): "tests/store/test_gone.py::test_what_it_says_helps",
 }
 """Hints that another test triggers and follows, and that test."""
 

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import casckpt
-from casckpt.checkpoint import ranks as of_ranks
-from casckpt.checkpoint import waiting
 from casckpt.errors import Damaged, ForgottenWarning, InvalidInput, Mismatch, MissingKey
+from casckpt.ranks import ranks as of_ranks
+from casckpt.ranks import waiting
 from tests.hints.conftest import Run, changed_blob
 from tests.support.forks import forked
 from tests.support.hints import Advice, Told, follows
@@ -56,7 +56,7 @@ def equal(one: Weights, other: Weights) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-@follows("checkpoint/handle.py:warn_if_forgotten", "Store.restore keeps it")
+@follows("contents/checkpoint.py:warn_if_forgotten", "Store.restore keeps it")
 def test_a_checkpoint_that_is_read_after_it_was_forgotten_is_restored(saved: casckpt.Store, told: Told) -> None:
     id = saved.get("a@1").id
     saved.forget("a@1")
@@ -68,7 +68,7 @@ def test_a_checkpoint_that_is_read_after_it_was_forgotten_is_restored(saved: cas
     assert saved.get("a@1").id == id
 
 
-@follows("checkpoint/loading/damage.py:damaged_error", "Run `casckpt verify`, then `casckpt repair`, on the store")
+@follows("loading/damage.py:damaged_error", "Run `casckpt verify`, then `casckpt repair`, on the store")
 def test_a_damaged_blob_is_repaired(
     saved: casckpt.Store, tmp_path: Path, weights: Weights, told: Told, run: Run
 ) -> None:
@@ -85,7 +85,7 @@ def test_a_damaged_blob_is_repaired(
     assert equal(loaded, weights)
 
 
-@follows("checkpoint/loading/coded.py:decode_again", "`casckpt verify --decode` tells")
+@follows("loading/frames.py:decode_again", "`casckpt verify --decode` tells")
 def test_a_frame_that_is_damaged_is_named_by_verify(
     store: casckpt.Store, store_path: Path, told: Told, run: Run
 ) -> None:
@@ -101,8 +101,8 @@ def test_a_frame_that_is_damaged_is_named_by_verify(
 # loads
 
 
-@follows("checkpoint/loading/fit.py:check_fit", "rename=")
-@follows("checkpoint/loading/fit.py:rename_hint", "of them have other names there")
+@follows("loading/fit.py:check_fit", "rename=")
+@follows("loading/fit.py:rename_hint", "of them have other names there")
 def test_weights_under_other_names_load_by_the_rename_that_is_shown(
     saved: casckpt.Store, weights: Weights, told: Told
 ) -> None:
@@ -113,7 +113,7 @@ def test_weights_under_other_names_load_by_the_rename_that_is_shown(
     assert equal(state["net"], weights)
 
 
-@follows("checkpoint/loading/fit.py:check_fit", 'unread="ignore" leaves them as they are')
+@follows("loading/fit.py:check_fit", 'unread="ignore" leaves them as they are')
 def test_weights_that_nothing_fills_are_left_where_that_is_meant(
     saved: casckpt.Store, weights: Weights, told: Told
 ) -> None:
@@ -124,7 +124,7 @@ def test_weights_that_nothing_fills_are_left_where_that_is_meant(
     assert torch.equal(state["other"], torch.ones(3))
 
 
-@follows("checkpoint/loading/fit.py:check_no_adapters", 'unread="ignore" leaves them out')
+@follows("loading/fit.py:check_no_adapters", 'unread="ignore" leaves them out')
 def test_a_checkpoint_with_adapters_loads_without_them(store: casckpt.Store, weights: Weights, told: Told) -> None:
     store.save(weights | {"w.lora_A.x.weight": torch.ones(2)}, run="a", step=1)
     state = zeros(weights) | {"new": torch.ones(1)}
@@ -154,7 +154,7 @@ class Adapted(nn.Module):
         return nn.Sequential(inner.base_layer)
 
 
-@follows("checkpoint/loading/fit.py:check_no_adapters", "peft.get_peft_model")
+@follows("loading/fit.py:check_no_adapters", "peft.get_peft_model")
 def test_a_model_with_adapters_takes_a_checkpoint_with_adapters(store: casckpt.Store, told: Told) -> None:
     adapted = Adapted(nn.Linear(2, 2))
     casckpt.save_model_and_optim_state(store, adapted, run="a", step=1)
@@ -171,7 +171,7 @@ def test_a_model_with_adapters_takes_a_checkpoint_with_adapters(store: casckpt.S
     assert equal(loaded.state_dict(), merged.state_dict())
 
 
-@follows("checkpoint/loading/fit.py:chosen", "has the names of this model twice")
+@follows("loading/fit.py:chosen", "has the names of this model twice")
 def test_of_names_that_are_there_twice_either_can_be_loaded(store: casckpt.Store, told: Told) -> None:
     at_top, below = nn.Linear(2, 1), nn.Linear(2, 1)
     store.save({**at_top.state_dict(), "model": below.state_dict()}, run="a", step=1)
@@ -185,7 +185,7 @@ def test_of_names_that_are_there_twice_either_can_be_loaded(store: casckpt.Store
     assert equal(model.state_dict(), below.state_dict())
 
 
-@follows("checkpoint/loading/load.py:_load.finish", 'pass unread="ignore"')
+@follows("loading/load.py:_load.finish", 'pass unread="ignore"')
 def test_keys_that_a_load_leaves_are_not_logged_where_that_is_meant(store: casckpt.Store, told: Told) -> None:
     store.save({"optim": {"lr": 0.1, "step": 5}}, run="leaving-keys", step=1)
     with told.log() as advice:
@@ -196,7 +196,7 @@ def test_keys_that_a_load_leaves_are_not_logged_where_that_is_meant(store: casck
     assert (state, texts) == ({"optim": {"lr": 0.1}}, [])
 
 
-@follows("checkpoint/loading/load.py:check_used", "`casckpt show --tensors` lists its keys")
+@follows("loading/load.py:check_used", "`casckpt show --tensors` lists its keys")
 def test_a_pattern_that_matches_no_key_is_made_from_what_show_lists(
     saved: casckpt.Store, store_path: Path, told: Told, run: Run
 ) -> None:
@@ -207,7 +207,7 @@ def test_a_pattern_that_matches_no_key_is_made_from_what_show_lists(
     assert saved.read("a@1", keys=["w"]).keys() == {"w"}
 
 
-@follows("checkpoint/loading/load_plan.py:LoadPlan._add_tensor", "ignore_mismatched= leaves it as it is")
+@follows("loading/load_plan.py:LoadPlan._add_tensor", "ignore_mismatched= leaves it as it is")
 def test_a_tensor_of_another_shape_is_left(saved: casckpt.Store, weights: Weights, told: Told) -> None:
     state = zeros(weights) | {"w": torch.ones(7)}
     with told.error(Mismatch) as advice:
@@ -217,7 +217,7 @@ def test_a_tensor_of_another_shape_is_left(saved: casckpt.Store, weights: Weight
     assert torch.equal(state["b"], weights["b"])
 
 
-@follows("checkpoint/loading/load_plan.py:check_cast", "pass cast=True to …")
+@follows("loading/load_plan.py:check_cast", "pass cast=True to …")
 def test_a_tensor_of_another_dtype_is_converted(saved: casckpt.Store, weights: Weights, told: Told) -> None:
     state = zeros(weights) | {"w": torch.zeros(6, dtype=torch.double)}
     with told.error(Mismatch) as advice:
@@ -226,7 +226,7 @@ def test_a_tensor_of_another_dtype_is_converted(saved: casckpt.Store, weights: W
     assert equal(state, weights | {"w": weights["w"].double()})
 
 
-@follows("checkpoint/loading/template.py:Template._misfits", "ignore_mismatched= takes patterns of keys")
+@follows("loading/template.py:Template._misfits", "ignore_mismatched= takes patterns of keys")
 def test_tensors_of_other_shapes_are_left(saved: casckpt.Store, told: Told) -> None:
     state = {"w": torch.ones(7), "b": torch.ones(1)}
     with told.error(Mismatch) as advice:
@@ -238,7 +238,7 @@ def test_tensors_of_other_shapes_are_left(saved: casckpt.Store, told: Told) -> N
     assert equal(state, {"w": torch.ones(7), "b": torch.ones(1)})
 
 
-@follows("checkpoint/loading/template.py:Template._lacks", "Pass strict=False to leave them as they are, or rename=")
+@follows("loading/template.py:Template._lacks", "Pass strict=False to leave them as they are, or rename=")
 def test_keys_that_a_checkpoint_lacks_are_left_or_mapped(saved: casckpt.Store, weights: Weights, told: Told) -> None:
     state = zeros(weights) | {"more": torch.ones(1)}
     with told.error(MissingKey) as advice:
@@ -253,7 +253,7 @@ def test_keys_that_a_checkpoint_lacks_are_left_or_mapped(saved: casckpt.Store, w
     assert equal(nested["net"], weights)
 
 
-@follows("checkpoint/loading/template.py:Template.check_empty", "Put None in its place")
+@follows("loading/template.py:Template.check_empty", "Put None in its place")
 def test_an_empty_mapping_is_filled_or_left(store: casckpt.Store, weights: Weights, told: Told) -> None:
     store.save({"w": weights, "n": 1}, run="a", step=1)
     with told.error(Mismatch) as advice:
@@ -267,7 +267,7 @@ def test_an_empty_mapping_is_filled_or_left(store: casckpt.Store, weights: Weigh
     assert state == {"w": {}, "n": 1}
 
 
-@follows("checkpoint/loading/update.py:update", "a load of all of it, or an update with check=True, mends it")
+@follows("loading/update.py:update", "a load of all of it, or an update with check=True, mends it")
 def test_what_an_update_left_undefined_is_loaded(store: casckpt.Store, store_path: Path, told: Told) -> None:
     store.save({"w": torch.arange(40000.0)}, run="a", step=1)
     state = {"w": torch.zeros(40000)}
@@ -313,9 +313,7 @@ def fresh_and_sharded(rank: int, size: int, path: str) -> tuple[str, bool, bool]
     return str(error), first, torch.equal(average(new), average(optim))
 
 
-@follows(
-    "checkpoint/loading/template.py:Template._look_below", "use casckpt.load_model_and_optim_state or Checkpointer"
-)
+@follows("loading/template.py:Template._look_below", "use casckpt.load_model_and_optim_state or Checkpointer")
 def test_a_sharded_fresh_optimizer_is_filled_by_name(ranks: Pool, store_path: Path, told: Told) -> None:
     for message, first, second in ranks.run(2, fresh_and_sharded, str(store_path)):
         advice = told.text(message)
@@ -337,7 +335,7 @@ def outside(rank: int, size: int, path: str) -> str | None:
     return error
 
 
-@follows("checkpoint/ranks.py:open_ranks", "call only on its ranks, or pass no_dist=True")
+@follows("ranks/ranks.py:open_ranks", "call only on its ranks, or pass no_dist=True")
 def test_a_rank_outside_of_a_group_saves_alone(ranks: Pool, store_path: Path, told: Told) -> None:
     message, _ = ranks.run(2, outside, str(store_path))
     told.text(message).says("call only on its ranks")
@@ -361,7 +359,7 @@ def in_a_child(rank: int, size: int, path: str) -> str:
     return heard.read_text()
 
 
-@follows("checkpoint/ranks.py:_refuse_inherited", "call Store.read, or pass no_dist=True")
+@follows("ranks/ranks.py:_refuse_inherited", "call Store.read, or pass no_dist=True")
 def test_a_process_that_a_rank_forked_reads_alone(ranks: Pool, store_path: Path, told: Told) -> None:
     (message,) = ranks.run(1, in_a_child, str(store_path))
     told.text(message).says("Store.read")
@@ -372,7 +370,7 @@ def grouped(rank: int, size: int, path: str) -> int:
     return rank
 
 
-@follows("checkpoint/ranks.py:_warn_of_others", "init_process_group first, or pass no_dist=True if that is meant")
+@follows("ranks/ranks.py:_warn_of_others", "init_process_group first, or pass no_dist=True if that is meant")
 def test_a_process_that_is_one_of_several_joins_them_or_says_that_it_is_alone(
     saved: casckpt.Store, told: Told, ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,7 +398,7 @@ def other_shapes(rank: int, size: int, path: str) -> str:
     return error
 
 
-@follows("checkpoint/saving/layout.py:plan_writes", "or wrap it in casckpt.PerRank")
+@follows("saving/layout.py:plan_writes", "or wrap it in casckpt.PerRank")
 def test_what_has_another_shape_on_each_rank_is_saved_per_rank(ranks: Pool, store_path: Path, told: Told) -> None:
     for message in ranks.run(2, other_shapes, str(store_path)):
         told.text(message).says("casckpt.PerRank")
@@ -422,7 +420,7 @@ def far_apart(rank: int, size: int, path: str) -> str:
     return advice.message
 
 
-@follows("checkpoint/saving/replicas.py:", "With check_replicas='off' the value of one")
+@follows("saving/replicas.py:", "With check_replicas='off' the value of one")
 def test_a_parameter_that_each_rank_has_for_itself_is_saved_in_four_ways(
     ranks: Pool, store_path: Path, told: Told
 ) -> None:
@@ -451,8 +449,8 @@ def near(rank: int, size: int, path: str) -> tuple[str, str]:
     return advice.message, "".join(texts)
 
 
-@follows("checkpoint/saving/replicas.py:find_odd", "or pass check_replicas='sample'")
-@follows("checkpoint/saving/leader.py:", "Synchronise them before the save")
+@follows("saving/replicas.py:find_odd", "or pass check_replicas='sample'")
+@follows("saving/leader.py:", "Synchronise them before the save")
 def test_small_differences_between_ranks_are_synchronised_or_allowed(ranks: Pool, store_path: Path, told: Told) -> None:
     (message, logged), _ = ranks.run(2, near, str(store_path))
     told.text(message).says("check_replicas='sample'")
@@ -467,7 +465,7 @@ def alone_of_two(rank: int, size: int, path: str, given: dict[str, Any]) -> None
         casckpt.open(path).save({"x": 1}, run="a", step=1, **given)
 
 
-@follows("checkpoint/waiting.py:late", "Store.save and Store.load have no_dist=True, for one rank alone")
+@follows("ranks/waiting.py:late", "Store.save and Store.load have no_dist=True, for one rank alone")
 def test_who_need_not_wait_for_the_others_says_so(ranks: Pool, store_path: Path, told: Told) -> None:
     advice = told.text(waiting.late([1], 30.0))
     ranks.run(2, alone_of_two, str(store_path), advice.argument("no_dist"))
@@ -481,7 +479,7 @@ class Settings(UserDict[str, Any]):
     """A mapping of its own kind."""
 
 
-@follows("checkpoint/saving/prepare.py:_tell_class", "Store.read gives a dict, and a load into such an object fills it")
+@follows("saving/prepare.py:_tell_class", "Store.read gives a dict, and a load into such an object fills it")
 def test_a_mapping_of_another_class_is_filled_by_a_load(store: casckpt.Store, told: Told) -> None:
     with told.log() as advice:
         store.save({"more": Settings(lr=0.5)}, run="a", step=1)
@@ -493,7 +491,7 @@ def test_a_mapping_of_another_class_is_filled_by_a_load(store: casckpt.Store, to
     assert state["more"] == Settings(lr=0.5)
 
 
-@follows("checkpoint/saving/leader.py:Leader._existing", "save another step, or overwrite it (overwrite=True")
+@follows("saving/leader.py:Leader._existing", "save another step, or overwrite it (overwrite=True")
 def test_a_step_that_exists_is_overwritten(saved: casckpt.Store, told: Told) -> None:
     with told.error() as advice:
         saved.save({"x": 2}, run="a", step=1)
@@ -504,7 +502,7 @@ def test_a_step_that_exists_is_overwritten(saved: casckpt.Store, told: Told) -> 
     assert saved.read("a@2") == {"x": 3}
 
 
-@follows("checkpoint/saving/leader.py:Leader._existing", "--overwrite")
+@follows("saving/leader.py:Leader._existing", "--overwrite")
 def test_a_step_that_exists_is_overwritten_by_an_import(
     saved: casckpt.Store, store_path: Path, tmp_path: Path, told: Told, run: Run
 ) -> None:
@@ -519,7 +517,7 @@ class Kind(enum.IntEnum):
     ONE = 1
 
 
-@follows("checkpoint/saving/pickled.py:say_pickled", "a load needs allow_pickle=True")
+@follows("saving/pickled.py:say_pickled", "a load needs allow_pickle=True")
 def test_what_is_stored_as_a_pickle_is_loaded_with_leave(store: casckpt.Store, told: Told) -> None:
     with told.log() as advice:
         store.save({"kind": Kind.ONE}, run="a", step=1, allow_pickle=True)

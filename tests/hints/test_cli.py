@@ -160,7 +160,7 @@ def test_a_tag_that_is_not_there_is_made_by_the_command_that_is_shown(
 @follows("cli/commands/transactions.py:command", "--revoke is for a save in progress, --give-up for a damaged one")
 @follows("cli/commands/transactions.py:_txid", "`casckpt transactions STORE` lists them")
 def test_a_save_in_progress_is_revoked_by_its_name(saved: Store, store_path: Path, told: Told, run: Run) -> None:
-    from casckpt.repository.transactions import begin
+    from casckpt.history.transactions import begin
 
     save = begin(saved.repository, "a", 3)
     command = ("transactions", store_path)

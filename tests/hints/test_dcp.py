@@ -105,7 +105,7 @@ def test_planner_data_that_are_no_plain_data_are_stored_with_leave(store: Store,
     assert torch.equal(store.read("default@1")["a"], torch.ones(2))
 
 
-@follows("frontends/dcp/opened.py:_check_restricted", "pass allow_pickle=True to StorageReader")
+@follows("frontends/dcp/contents.py:_check_restricted", "pass allow_pickle=True to StorageReader")
 def test_a_value_that_is_a_pickle_is_loaded_with_leave(store: Store, told: Told) -> None:
     save({"colour": Colour.RED, "a": torch.ones(2)}, StorageWriter(store, step=1))
     state = {"colour": None, "a": torch.zeros(2)}
@@ -158,7 +158,7 @@ def test_keys_of_other_names_are_named_so_or_loaded_with_a_rename(store: Store, 
     assert torch.equal(state["b"], torch.ones(3))
 
 
-@follows("checkpoint/loading/load_plan.py:check_cast", "pass cast=True to …")
+@follows("loading/load_plan.py:check_cast", "pass cast=True to …")
 def test_another_dtype_is_converted(store: Store, told: Told) -> None:
     store.save({"a": torch.ones(2)}, step=1)
     state = {"a": torch.zeros(2, dtype=torch.float64)}

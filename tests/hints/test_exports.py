@@ -17,11 +17,11 @@ pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
 import casckpt
 from casckpt.errors import InvalidInput, MissingKey, Refused, Unsupported
 from casckpt.frontends.convert import import_any, look_at
-from casckpt.frontends.olmo_import import import_olmo_trainer
-from casckpt.frontends.safetensors import files, layout
-from casckpt.frontends.safetensors.importing import import_safetensors
+from casckpt.frontends.interchange.olmo_import import import_olmo_trainer
+from casckpt.frontends.interchange.safetensors import files, layout
+from casckpt.frontends.interchange.safetensors.importing import import_safetensors
+from casckpt.frontends.interchange.torch_files import casckpt_to_torch_save, torch_save_to_casckpt
 from casckpt.frontends.serve.view_file import read_rules
-from casckpt.frontends.torch_files import casckpt_to_torch_save, torch_save_to_casckpt
 from casckpt.frontends.training_state import load_model_and_optim_state
 from tests.frontends.test_convert_torch import stock
 from tests.hints.conftest import Run
@@ -57,7 +57,9 @@ def names_in(path: Path) -> set[str]:
 # where to
 
 
-@follows("frontends/exporting.py:_check_suffix", "is a name for --format …, and … was asked for; give another name")
+@follows(
+    "frontends/interchange/export.py:_check_suffix", "is a name for --format …, and … was asked for; give another name"
+)
 @pytest.mark.parametrize("way", ["name", "format"])
 def test_a_name_fits_its_format(saved: Store, tmp_path: Path, told: Told, run: Run, way: str) -> None:
     advice = told.text(run("export", saved.url, "a@1", tmp_path / "x.pt", "--format", "safetensors", status=1).output)
@@ -70,7 +72,7 @@ def test_a_name_fits_its_format(saved: Store, tmp_path: Path, told: Told, run: R
         assert torch.load(tmp_path / "x.pt").keys() == {"w", "b"}
 
 
-@follows("frontends/exporting.py:_check_known", "is for …: --format … knows nothing of it")
+@follows("frontends/interchange/export.py:_check_known", "is for …: --format … knows nothing of it")
 def test_an_option_goes_with_the_formats_that_know_it(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
     command = ("export", saved.url, "a@1", tmp_path / "out", "--keys", "w", "--format")
     advice = told.text(run(*command, "dcp", status=1).output)
@@ -81,7 +83,7 @@ def test_an_option_goes_with_the_formats_that_know_it(saved: Store, tmp_path: Pa
     assert names_in(tmp_path / "out" / "model.safetensors") == {"w"}
 
 
-@follows("frontends/new_files.py:_check_no_file", "give another name, or --force to write over it")
+@follows("frontends/interchange/new_files.py:_check_no_file", "give another name, or --force to write over it")
 def test_a_file_that_exists_is_written_over(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
     path = tmp_path / "x.safetensors"
     path.touch()
@@ -90,7 +92,7 @@ def test_a_file_that_exists_is_written_over(saved: Store, tmp_path: Path, told: 
     assert names_in(path) == {"w", "b"}
 
 
-@follows("frontends/new_files.py:_check_empty", "give another folder, or --force to write into it")
+@follows("frontends/interchange/new_files.py:_check_empty", "give another folder, or --force to write into it")
 def test_a_folder_that_is_not_empty_is_written_into(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
@@ -99,7 +101,10 @@ def test_a_folder_that_is_not_empty_is_written_into(saved: Store, tmp_path: Path
     assert names_in(tmp_path / "out" / "model.safetensors") == {"w", "b"}
 
 
-@follows("frontends/new_files.py:check_file_names", "leave attachments out with attachments=False (--no-attachments)")
+@follows(
+    "frontends/interchange/new_files.py:check_file_names",
+    "leave attachments out with attachments=False (--no-attachments)",
+)
 @pytest.mark.parametrize("way", ["attachments", "--no-attachments"])
 def test_an_attachment_in_the_way_of_a_file_is_left_out(
     store: Store, tmp_path: Path, told: Told, run: Run, way: str
@@ -116,7 +121,7 @@ def test_an_attachment_in_the_way_of_a_file_is_left_out(
     assert store.read_attachment("a@1", "model.safetensors") == b"x"
 
 
-@follows("frontends/exporting.py:export", "or say with format= (--format) which of … it is to be")
+@follows("frontends/interchange/export.py:export", "or say with format= (--format) which of … it is to be")
 @pytest.mark.parametrize("way", ["name", "format", "--format"])
 def test_what_a_name_does_not_say_is_said(saved: Store, tmp_path: Path, told: Told, run: Run, way: str) -> None:
     with told.error(InvalidInput) as advice:
@@ -137,7 +142,7 @@ def test_what_a_name_does_not_say_is_said(saved: Store, tmp_path: Path, told: To
 # which part
 
 
-@follows("frontends/model_part.py:model_part", "but something below …; give --strip-prefix if that is one")
+@follows("frontends/views/model_part.py:model_part", "but something below …; give --strip-prefix if that is one")
 def test_what_is_a_model_for_somebody_is_said(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
     store.save({"optim": {"w": torch.ones(2)}}, run="a", step=1)
     command = ("export", store.url, "a@1", tmp_path / "out", "--format", "hf")
@@ -146,7 +151,7 @@ def test_what_is_a_model_for_somebody_is_said(store: Store, tmp_path: Path, told
     assert names_in(tmp_path / "out" / "model.safetensors") == {"w"}
 
 
-@follows("frontends/model_part.py:model_part", "`casckpt show --tensors` lists what it holds")
+@follows("frontends/views/model_part.py:model_part", "`casckpt show --tensors` lists what it holds")
 def test_what_holds_no_weights_is_looked_at(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
     store.save({"epoch": 1, "loss": torch.ones(1)}, run="a", step=1)
     store.save({"epoch": 1}, run="b", step=1)
@@ -154,8 +159,10 @@ def test_what_holds_no_weights_is_looked_at(store: Store, tmp_path: Path, told: 
     assert "epoch" in run(*advice.command("show"), store.url, "b@1").output
 
 
-@follows("frontends/model_part.py:_unclear", "--strip-prefix …")
-@follows("frontends/model_part.py:_unclear", "or take tensors by --keys, and --strip-prefix '' for names as they are")
+@follows("frontends/views/model_part.py:_unclear", "--strip-prefix …")
+@follows(
+    "frontends/views/model_part.py:_unclear", "or take tensors by --keys, and --strip-prefix '' for names as they are"
+)
 @pytest.mark.parametrize("way", ["prefix", "keys", "all"])
 def test_of_two_models_one_is_chosen(store: Store, tmp_path: Path, told: Told, run: Run, way: str) -> None:
     store.save({"policy": {"h": {"w": torch.ones(2)}}, "reference": {"h": {"w": torch.ones(3)}}}, run="a", step=1)
@@ -169,7 +176,9 @@ def test_of_two_models_one_is_chosen(store: Store, tmp_path: Path, told: Told, r
     assert names_in(tmp_path / "out" / "model.safetensors") == expected[way]
 
 
-@follows("frontends/model_part.py:check_no_adapters", "Merge the adapter (merge_and_unload) before the save, or export")
+@follows(
+    "frontends/views/model_part.py:check_no_adapters", "Merge the adapter (merge_and_unload) before the save, or export"
+)
 @pytest.mark.parametrize("way", ["merge", "all", "prefix"])
 def test_a_model_with_adapters_is_exported_in_three_ways(
     store: Store, tmp_path: Path, told: Told, run: Run, way: str
@@ -190,8 +199,8 @@ def test_a_model_with_adapters_is_exported_in_three_ways(
     assert names_in(tmp_path / "out" / "model.safetensors") == expected[way]
 
 
-@follows("frontends/view.py:_check_used", "`casckpt show --tensors` lists them")
-@follows("frontends/view.py:_part", "`casckpt show --tensors` lists them")
+@follows("frontends/views/view.py:_check_used", "`casckpt show --tensors` lists them")
+@follows("frontends/views/view.py:_part", "`casckpt show --tensors` lists them")
 def test_patterns_and_prefixes_of_an_export_are_made_from_the_list(
     training: Store, tmp_path: Path, told: Told, run: Run
 ) -> None:
@@ -216,7 +225,10 @@ def small_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MAX_HEADER_BYTES", 200)
 
 
-@follows("frontends/safetensors/exporting.py:_exported_to", "Give another folder, or --format hf for all of the model")
+@follows(
+    "frontends/interchange/safetensors/exporting.py:_exported_to",
+    "Give another folder, or --format hf for all of the model",
+)
 @pytest.mark.parametrize("way", ["folder", "hf"])
 def test_beside_a_config_stands_a_model(training: Store, tmp_path: Path, told: Told, run: Run, way: str) -> None:
     folder = tmp_path / "out"
@@ -234,7 +246,8 @@ def test_beside_a_config_stands_a_model(training: Store, tmp_path: Path, told: T
 
 
 @follows(
-    "frontends/safetensors/files.py:encode_header", "export fewer keys to it, or export to a folder with a smaller"
+    "frontends/interchange/safetensors/files.py:encode_header",
+    "export fewer keys to it, or export to a folder with a smaller",
 )
 @pytest.mark.usefixtures("small_headers")
 @pytest.mark.parametrize("way", ["keys", "folder"])
@@ -253,7 +266,7 @@ def test_more_than_a_header_can_hold_goes_into_several_files(
         assert len(list((tmp_path / "out").glob("*.safetensors"))) == 4
 
 
-@follows("frontends/safetensors/files.py:file_type", "choose other keys with --keys, or convert it")
+@follows("frontends/interchange/safetensors/files.py:file_type", "choose other keys with --keys, or convert it")
 @pytest.mark.parametrize("way", ["keys", "convert"])
 def test_a_dtype_that_safetensors_lacks_is_left_out_or_converted(
     store: Store, tmp_path: Path, told: Told, run: Run, way: str
@@ -271,8 +284,10 @@ def test_a_dtype_that_safetensors_lacks_is_left_out_or_converted(
     assert names_in(tmp_path / "x.safetensors") == ({"w"} if way == "keys" else {"w", "c"})
 
 
-@follows("frontends/safetensors/files.py:", "`casckpt import` takes it")
-@follows("frontends/safetensors/files.py:", "Read it with a library of its own, and save that with store.save")
+@follows("frontends/interchange/safetensors/files.py:", "`casckpt import` takes it")
+@follows(
+    "frontends/interchange/safetensors/files.py:", "Read it with a library of its own, and save that with store.save"
+)
 def test_a_file_of_another_kind_is_read_by_its_library(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF" + bytes(20))
     told.text(run("import", store.url, tmp_path / "x.gguf", "--step", 1, status=1).output).says("store.save")
@@ -284,10 +299,13 @@ def test_a_file_of_another_kind_is_read_by_its_library(store: Store, tmp_path: P
     assert store.read("default@2").keys() == {"w"}
 
 
-@follows("frontends/safetensors/importing.py:_nothing_in", "`casckpt import` takes it as it is")
-@follows("frontends/safetensors/importing.py:_nothing_in", "a checkpoint of another trainer; save its state with")
+@follows("frontends/interchange/safetensors/importing.py:_nothing_in", "`casckpt import` takes it as it is")
 @follows(
-    "frontends/safetensors/importing.py:_nothing_in", "weights of torch.save in several files; save the state with"
+    "frontends/interchange/safetensors/importing.py:_nothing_in", "a checkpoint of another trainer; save its state with"
+)
+@follows(
+    "frontends/interchange/safetensors/importing.py:_nothing_in",
+    "weights of torch.save in several files; save the state with",
 )
 def test_folders_without_safetensors_are_imported_or_saved(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
     folder = stock(tmp_path / "dcp", {"w": torch.ones(2)})
@@ -305,8 +323,10 @@ def test_folders_without_safetensors_are_imported_or_saved(store: Store, tmp_pat
         assert len(store.read(f"default@{step}")["w"]) == step
 
 
-@follows("frontends/safetensors/layout.py:plan_shards", "give a larger --max-shard-size")
-@follows("frontends/safetensors/layout.py:_file_names", "files are too many; give a larger --max-shard-size")
+@follows("frontends/interchange/safetensors/layout.py:plan_shards", "give a larger --max-shard-size")
+@follows(
+    "frontends/interchange/safetensors/layout.py:_file_names", "files are too many; give a larger --max-shard-size"
+)
 def test_files_that_are_too_small_are_made_larger(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
     command = ("export", saved.url, "a@1", tmp_path / "out", "--max-shard-size")
     advice = told.text(run(*command, "0", status=1).output)
@@ -321,7 +341,10 @@ def test_files_that_are_too_small_are_made_larger(saved: Store, tmp_path: Path, 
 # files of torch, folders of DCP and of OLMo-core
 
 
-@follows("frontends/torch_files.py:_read", "pass allow_pickle=True (--allow-pickle) if you trust whoever wrote it")
+@follows(
+    "frontends/interchange/torch_files.py:_read",
+    "pass allow_pickle=True (--allow-pickle) if you trust whoever wrote it",
+)
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
 def test_a_file_with_a_pickle_is_imported_with_leave(
     store: Store, tmp_path: Path, told: Told, run: Run, way: str
@@ -336,7 +359,10 @@ def test_a_file_with_a_pickle_is_imported_with_leave(
     assert store.read("default@1", allow_pickle=True) == {"x": Odd()}
 
 
-@follows("frontends/torch_files.py:casckpt_to_torch_save", "for plain torch.load does not read it (allow_pickle=True)")
+@follows(
+    "frontends/interchange/torch_files.py:casckpt_to_torch_save",
+    "for plain torch.load does not read it (allow_pickle=True)",
+)
 def test_what_plain_torch_does_not_read_is_exported_with_leave(store: Store, tmp_path: Path, told: Told) -> None:
     state = {"when": datetime(2026, 1, 2, tzinfo=UTC), "n": 1}
     store.save(state, run="a", step=1)
@@ -355,8 +381,8 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return optim
 
 
-@follows("frontends/torch_layout.py:laid_out", "Import again with parameter_names=, or load")
-@follows("frontends/torch_layout.py:_note", "it with store.read and optim.load_state_dict")
+@follows("frontends/interchange/torch_layout.py:laid_out", "Import again with parameter_names=, or load")
+@follows("frontends/interchange/torch_layout.py:_note", "it with store.read and optim.load_state_dict")
 def test_an_optimizer_without_names_is_imported_with_names_or_loaded_by_itself(
     store: Store, tmp_path: Path, told: Told
 ) -> None:
@@ -379,7 +405,7 @@ def test_an_optimizer_without_names_is_imported_with_names_or_loaded_by_itself(
     assert (other.state[b.weight]["momentum_buffer"] == 7).all()
 
 
-@follows("frontends/torch_layout.py:_note", "it with store.read and optim.load_state_dict")
+@follows("frontends/interchange/torch_layout.py:_note", "it with store.read and optim.load_state_dict")
 def test_an_optimizer_alone_is_loaded_by_itself(store: Store, tmp_path: Path, told: Told) -> None:
     weight = nn.Linear(2, 2)
     torch.save(optimizer_of(weight).state_dict(), tmp_path / "x.pt")
@@ -392,7 +418,9 @@ def test_an_optimizer_alone_is_loaded_by_itself(store: Store, tmp_path: Path, to
     assert len(other.state) == 2
 
 
-@follows("frontends/olmo_import.py:_train_state", "for only unpickling reads it (allow_pickle, --allow-pickle)")
+@follows(
+    "frontends/interchange/olmo_import.py:_train_state", "for only unpickling reads it (allow_pickle, --allow-pickle)"
+)
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
 def test_a_train_state_of_olmo_is_imported_with_leave(
     store: Store, tmp_path: Path, told: Told, run: Run, way: str
@@ -410,7 +438,10 @@ def test_a_train_state_of_olmo_is_imported_with_leave(
     assert store.read("default@2", allow_pickle=True)["train"] == {0: {"x": Odd()}}
 
 
-@follows("frontends/olmo_import.py:_group", "pass allow_pickle=True (--allow-pickle) if you trust whoever wrote it")
+@follows(
+    "frontends/interchange/olmo_import.py:_group",
+    "pass allow_pickle=True (--allow-pickle) if you trust whoever wrote it",
+)
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
 def test_an_optimizer_of_olmo_is_imported_with_leave(
     store: Store, tmp_path: Path, told: Told, run: Run, way: str

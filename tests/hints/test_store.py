@@ -91,7 +91,7 @@ def test_a_storage_that_replaces_is_for_a_single_writer(tmp_path: Path, told: To
 # names
 
 
-@follows("repository/refs.py:_at_step", "was purged: it is gone for good; see `casckpt list`")
+@follows("contents/refs.py:_at_step", "was purged: it is gone for good; see `casckpt list`")
 def test_instead_of_a_purged_step_another_is_found_in_the_list(
     saved: Store, purged: casckpt.Checkpoint, told: Told, run: Run
 ) -> None:
@@ -119,7 +119,7 @@ def test_a_range_is_restored_by_the_method_for_many(saved: Store, told: Told) ->
     assert [one.step for one in saved.checkpoints()] == [1, 2]
 
 
-@follows("repository/refs.py:_at_step", "`casckpt restore STORE …` makes it visible again")
+@follows("contents/refs.py:_at_step", "`casckpt restore STORE …` makes it visible again")
 def test_a_forgotten_step_is_restored_by_the_command_that_is_shown(
     saved: Store, store_path: Path, told: Told, run: Run
 ) -> None:
@@ -131,7 +131,7 @@ def test_a_forgotten_step_is_restored_by_the_command_that_is_shown(
     assert saved.get("a@1").step == 1
 
 
-@follows("repository/refs.py:_tagged", "`casckpt restore STORE …` makes it visible again")
+@follows("contents/refs.py:_tagged", "`casckpt restore STORE …` makes it visible again")
 def test_a_forgotten_checkpoint_with_a_tag_is_restored(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     saved.tag("best", "a@1", expires="1d")
     saved.forget("a@1", tagged=True)
@@ -141,7 +141,7 @@ def test_a_forgotten_checkpoint_with_a_tag_is_restored(saved: Store, store_path:
     assert saved.get("tag:best").step == 1
 
 
-@follows("repository/leases.py:_not_visible", "`casckpt restore STORE …` makes it visible again")
+@follows("history/leases.py:_not_visible", "`casckpt restore STORE …` makes it visible again")
 def test_a_forgotten_checkpoint_is_held_after_it_is_restored(
     saved: Store, store_path: Path, told: Told, run: Run
 ) -> None:
@@ -154,7 +154,7 @@ def test_a_forgotten_checkpoint_is_held_after_it_is_restored(
         assert held.id == forgotten.id
 
 
-@follows("repository/refs.py:about_run", "forgotten: see `casckpt list --all`")
+@follows("contents/refs.py:about_run", "forgotten: see `casckpt list --all`")
 def test_a_run_whose_checkpoints_were_forgotten_is_listed_and_restored(
     saved: Store, store_path: Path, told: Told, run: Run
 ) -> None:
@@ -168,7 +168,7 @@ def test_a_run_whose_checkpoints_were_forgotten_is_listed_and_restored(
     assert saved.get("a@latest").id == id
 
 
-@follows("repository/refs.py:_by_id", "see `casckpt list --all`")
+@follows("contents/refs.py:_by_id", "see `casckpt list --all`")
 def test_an_id_that_is_not_there_is_looked_up(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     with told.error(NotFound) as advice:
         saved.get("f" * 64 if not saved.get("a@1").id.startswith("f") else "0" * 64)
@@ -187,7 +187,7 @@ def purged(saved: Store) -> casckpt.Checkpoint:
     return old
 
 
-@follows("repository/refs.py:_by_id", "was purged: it is gone for good; see `casckpt list`")
+@follows("contents/refs.py:_by_id", "was purged: it is gone for good; see `casckpt list`")
 def test_instead_of_a_purged_id_another_is_found_in_the_list(
     saved: Store, purged: casckpt.Checkpoint, told: Told, run: Run
 ) -> None:
@@ -197,7 +197,7 @@ def test_instead_of_a_purged_id_another_is_found_in_the_list(
     assert saved.read(listed["id"]) == {"x": 2}
 
 
-@follows("repository/refs.py:_as_it_is", "was purged: it is gone for good; see `casckpt list`")
+@follows("contents/refs.py:_as_it_is", "was purged: it is gone for good; see `casckpt list`")
 def test_instead_of_a_purged_checkpoint_another_is_found_in_the_list(
     saved: Store, purged: casckpt.Checkpoint, told: Told, run: Run
 ) -> None:
@@ -207,7 +207,7 @@ def test_instead_of_a_purged_checkpoint_another_is_found_in_the_list(
     assert saved.read(listed["id"]) == {"x": 2}
 
 
-@follows("repository/refs.py:_doubt", "commit records cannot be read: see `casckpt verify`")
+@follows("contents/refs.py:_doubt", "commit records cannot be read: see `casckpt verify`")
 @follows("cli/commands/list.py:listing", "the record of %s cannot be read; `casckpt verify` says more")
 def test_a_commit_record_that_cannot_be_read_is_named_by_verify(
     saved: Store, store_path: Path, told: Told, run: Run
@@ -225,7 +225,7 @@ def test_a_commit_record_that_cannot_be_read_is_named_by_verify(
 # tags
 
 
-@follows("repository/tags.py:no_tag", "there are none; `casckpt tag STORE NAME REF` makes one")
+@follows("history/tags.py:no_tag", "there are none; `casckpt tag STORE NAME REF` makes one")
 def test_a_tag_that_is_not_there_is_made(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     with told.error(NotFound) as advice:
         saved.get("tag:best")
@@ -233,7 +233,7 @@ def test_a_tag_that_is_not_there_is_made(saved: Store, store_path: Path, told: T
     assert saved.get("tag:best").step == 1
 
 
-@follows("repository/tags.py:TagList.raise_damage", "Set the tag again, or delete it (`casckpt tag STORE --delete …`)")
+@follows("history/tags.py:TagList.raise_damage", "Set the tag again, or delete it (`casckpt tag STORE --delete …`)")
 @pytest.mark.parametrize("way", ["set", "delete"])
 def test_a_damaged_tag_is_set_again_or_deleted(saved: Store, store_path: Path, told: Told, run: Run, way: str) -> None:
     saved.tag("best", "a@1")
@@ -268,7 +268,7 @@ def test_what_cannot_be_held_is_loaded_without(tmp_path: Path, told: Told, weigh
 # manifests, blobs, signatures
 
 
-@follows("repository/manifests.py:_telling", "Put it back with `casckpt repair`, or give it up with `casckpt forget`")
+@follows("contents/manifests.py:_telling", "Put it back with `casckpt repair`, or give it up with `casckpt forget`")
 def test_a_lost_manifest_is_repaired_or_given_up(
     saved: Store, tmp_path: Path, told: Told, run: Run, weights: dict[str, torch.Tensor]
 ) -> None:
@@ -288,7 +288,7 @@ def test_a_lost_manifest_is_repaired_or_given_up(
     assert "a" not in words(run("list", store_path, "--all").output)
 
 
-@follows("repository/prefetching.py:pre_download", "Run `casckpt verify`, then `casckpt repair`, on the store")
+@follows("contents/prefetching.py:pre_download", "Run `casckpt verify`, then `casckpt repair`, on the store")
 def test_a_damaged_blob_that_is_fetched_is_repaired(tmp_path: Path, told: Told, run: Run) -> None:
     store_path, state = tmp_path / "store", {"w": torch.arange(40.0)}
     casckpt.open(store_path).save(state, run="a", step=1)
@@ -304,8 +304,8 @@ def test_a_damaged_blob_that_is_fetched_is_repaired(tmp_path: Path, told: Told, 
     )
 
 
-@follows("repository/signatures/signed.py:check_trusted", "Who knows it to be right makes one with `casckpt sign`")
-@follows("repository/signatures/signed.py:check_verified", "this store was opened with require_signature")
+@follows("contents/signatures.py:check_trusted", "Who knows it to be right makes one with `casckpt sign`")
+@follows("contents/signatures.py:check_verified", "this store was opened with require_signature")
 def test_a_checkpoint_without_a_signature_is_signed(
     saved: Store, tmp_path: Path, told: Told, run: Run, weights: dict[str, torch.Tensor]
 ) -> None:
@@ -369,7 +369,7 @@ def test_a_catalogue_that_cannot_be_used_is_made_anew(
         assert list((tmp_path / "other").rglob("*"))
 
 
-@follows("repository/manifests.py:reindex", "make room there, or name another --cache-dir")
+@follows("contents/manifests.py:reindex", "make room there, or name another --cache-dir")
 def test_a_catalogue_is_made_where_it_can_be_written(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
     folder = Repository(saved.repository.storage, tmp_path / "full").catalogue.path.parent
     folder.parent.mkdir(parents=True, exist_ok=True)

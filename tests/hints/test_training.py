@@ -523,7 +523,7 @@ def test_a_model_that_loads_by_itself_has_no_options_to_keep(store: Store, told:
     assert torch.equal(whole.weight, torch.ones(2))
 
 
-@follows("frontends/trainer/resuming.py:", 'but not passed to resume; if that is meant, pass unread="ignore"')
+@follows("frontends/trainer/resumed.py:", 'but not passed to resume; if that is meant, pass unread="ignore"')
 def test_what_is_not_passed_to_a_resume_is_passed_or_meant(store: Store, model: Two, told: Told) -> None:
     made = checkpointer(store)
     made.save(1, model, stepped(model))
@@ -536,7 +536,7 @@ def test_what_is_not_passed_to_a_resume_is_passed_or_meant(store: Store, model: 
     assert texts == []
 
 
-@follows("frontends/trainer/one_run.py:newest_healthy", "load one of them by its step")
+@follows("frontends/trainer/run_checkpoints.py:newest_healthy", "load one of them by its step")
 def test_where_all_are_unhealthy_one_is_loaded_by_its_step(store: Store, model: Two, told: Told) -> None:
     made = checkpointer(store)
     made.save(1, model, healthy=False)

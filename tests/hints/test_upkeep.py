@@ -13,8 +13,8 @@ import torch
 
 import casckpt
 from casckpt.errors import Conflict, Damaged, InvalidInput, MissingKey, NotFound, StorageError, Unsupported
+from casckpt.history.transactions import begin
 from casckpt.repository.repository import Repository
-from casckpt.repository.transactions import begin
 from casckpt.store.store import Store
 from casckpt.upkeep.copies.mirror import Mirror
 from casckpt.upkeep.doctor import examine
@@ -44,7 +44,7 @@ def spoil(path: Path) -> Callable[[], int]:
     return lambda: path.write_bytes(before)
 
 
-@follows("upkeep/gc/marking.py:commits_without_doubt", "or give the checkpoint up with `casckpt transactions STORE")
+@follows("upkeep/gc/candidates.py:commits_without_doubt", "or give the checkpoint up with `casckpt transactions STORE")
 @pytest.mark.parametrize("way", ["put back", "give up"])
 def test_a_gc_goes_on_after_a_record_is_put_back_or_given_up(
     trained: Store, store_path: Path, told: Told, run: Run, way: str
@@ -61,7 +61,7 @@ def test_a_gc_goes_on_after_a_record_is_put_back_or_given_up(
     assert [one.step for one in casckpt.open(store_path).checkpoints()] == ([2] if way == "give up" else [1, 2])
 
 
-@follows("upkeep/lost.py:", "Put commits/ back, from a copy of the store or by mounting it; or")
+@follows("upkeep/lost_records.py:", "Put commits/ back, from a copy of the store or by mounting it; or")
 @pytest.mark.parametrize("way", ["put back", "give up"])
 def test_a_gc_goes_on_after_lost_records_are_put_back_or_given_up(
     trained: Store, store_path: Path, told: Told, run: Run, way: str
@@ -80,7 +80,7 @@ def test_a_gc_goes_on_after_lost_records_are_put_back_or_given_up(
     assert [one.step for one in casckpt.open(store_path).checkpoints()] == ([2] if way == "give up" else [1, 2])
 
 
-@follows("upkeep/copies/copying.py:_unread", "Put it back from a copy of …: `casckpt verify` says more")
+@follows("upkeep/copies/copy.py:_unread", "Put it back from a copy of …: `casckpt verify` says more")
 def test_a_record_that_cannot_be_read_is_put_back_before_a_copy(
     trained: Store, store_path: Path, tmp_path: Path, told: Told, run: Run
 ) -> None:
@@ -162,7 +162,7 @@ def is_thinned(store: Store) -> bool:
     return torch.equal(store.read("a@1", keys=["model.*"])["model"]["w"], STATE["model"]["w"])
 
 
-@follows("upkeep/thinning.py:_check_untagged", "say --tagged (tagged=True), but wait for the end of one that expires")
+@follows("upkeep/thin.py:_check_untagged", "say --tagged (tagged=True), but wait for the end of one that expires")
 @pytest.mark.parametrize("way", ["tagged", "--tagged"])
 def test_a_tagged_checkpoint_is_thinned_where_that_is_meant(
     trained: Store, store_path: Path, told: Told, run: Run, way: str
@@ -177,7 +177,7 @@ def test_a_tagged_checkpoint_is_thinned_where_that_is_meant(
     assert is_thinned(trained)
 
 
-@follows("upkeep/thinning.py:_plan_one", "forget it instead (`casckpt forget`)")
+@follows("upkeep/thin.py:_plan_one", "forget it instead (`casckpt forget`)")
 def test_instead_of_dropping_all_a_checkpoint_is_forgotten(
     trained: Store, store_path: Path, told: Told, run: Run
 ) -> None:
@@ -187,7 +187,7 @@ def test_instead_of_dropping_all_a_checkpoint_is_forgotten(
     assert [one.step for one in trained.checkpoints()] == [2]
 
 
-@follows("upkeep/thinning.py:check", "`casckpt show --tensors` lists keys")
+@follows("upkeep/thin.py:check", "`casckpt show --tensors` lists keys")
 def test_a_pattern_to_drop_is_made_from_the_keys_that_are_listed(
     trained: Store, store_path: Path, told: Told, run: Run
 ) -> None:
@@ -218,7 +218,7 @@ def test_a_gc_where_creates_replace_is_for_a_single_writer(tmp_path: Path, told:
 # copies
 
 
-@follows("upkeep/copies/replicating.py:_gone", "Run `casckpt verify` and `casckpt repair` on that store, then copy")
+@follows("upkeep/copies/replication.py:_gone", "Run `casckpt verify` and `casckpt repair` on that store, then copy")
 def test_a_damaged_source_is_repaired_before_it_is_copied(
     trained: Store, store_path: Path, tmp_path: Path, told: Told, run: Run
 ) -> None:
@@ -232,7 +232,7 @@ def test_a_damaged_source_is_repaired_before_it_is_copied(
     assert [one.step for one in casckpt.open(tmp_path / "copy").checkpoints()] == [1, 2]
 
 
-@follows("upkeep/copies/replicating.py:taken", "Forget it there first (`casckpt forget`), if it is not wanted")
+@follows("upkeep/copies/replication.py:taken", "Forget it there first (`casckpt forget`), if it is not wanted")
 def test_what_is_in_the_way_of_a_copy_is_forgotten(
     trained: Store, store_path: Path, tmp_path: Path, told: Told, run: Run
 ) -> None:
@@ -281,7 +281,9 @@ def mirrored(store_path: Path, tmp_path: Path) -> Path:
     return mirror
 
 
-@follows("upkeep/copies/mirrored.py:mirror_to_wait_for", "or save with the mirror again (casckpt.open with mirror=URL)")
+@follows(
+    "upkeep/copies/mirror_notes.py:mirror_to_wait_for", "or save with the mirror again (casckpt.open with mirror=URL)"
+)
 @pytest.mark.parametrize("way", ["put back", "mirror="])
 def test_settings_that_are_lost_are_put_back_or_made_again(
     mirrored: Path, store_path: Path, told: Told, way: str
@@ -299,9 +301,7 @@ def test_settings_that_are_lost_are_put_back_or_made_again(
     assert [one.step for one in casckpt.open(store_path).gc(min_age=0).purged] == [1]
 
 
-@follows(
-    "upkeep/gc/retiring.py:unless_mirror_is_gone", "mount its disk, or put it back; `casckpt copy` fills a new one"
-)
+@follows("upkeep/gc/purge.py:unless_mirror_is_gone", "mount its disk, or put it back; `casckpt copy` fills a new one")
 @pytest.mark.parametrize("way", ["put back", "copy", "unset"])
 def test_a_mirror_that_is_gone_is_put_back_or_filled_or_given_up(
     mirrored: Path, store_path: Path, told: Told, run: Run, way: str

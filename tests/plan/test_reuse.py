@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casckpt.checkpoint.saving.shares import Share
 from casckpt.format.extents import ExtentTable, build
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, CellDigest, TxId
@@ -16,6 +15,7 @@ from casckpt.format.regions import Region, Shape, full_box
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.cells import plan_cells
 from casckpt.plan.reuse import KnownCells, ManifestCells, coded_bytes, used_bytes
+from casckpt.saving.shares import Share
 from tests.support.geometry import Case, cases, cells_of, full_shapes, partitions, stored_cell, table_of
 from tests.support.manifests import CELL, flat_cells, manifest
 

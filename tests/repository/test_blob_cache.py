@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from casckpt.base.progress import silent
+from casckpt.contents import blobs
 from casckpt.errors import InvalidInput, StorageError
 from casckpt.format.blob import DATA_OFFSET, most_data
 from casckpt.format.digest import cell_digest
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.plan.progress import silent
-from casckpt.repository import blobs
 from casckpt.repository.blob_cache import FOLDER, BlobCache
 from casckpt.repository.fetching import Spoilt
 from casckpt.repository.repository import Repository

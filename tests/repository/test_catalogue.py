@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from casckpt.contents import manifests
 from casckpt.format.names import TxId
+from casckpt.history.commits import list_commits
 from casckpt.repository import catalogue as module
-from casckpt.repository import manifests
 from casckpt.repository.catalogue import SCHEMA, Catalogue
-from casckpt.repository.commits import list_commits
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from tests.support.afresh import afresh

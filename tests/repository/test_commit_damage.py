@@ -12,7 +12,7 @@ from casckpt.format import records
 from casckpt.format.digest import hex_digest
 from casckpt.format.keys import commit_key
 from casckpt.format.records import Forgotten, Restored
-from casckpt.repository.commits import (
+from casckpt.history.commits import (
     forget,
     keep,
     list_commits,
@@ -22,8 +22,8 @@ from casckpt.repository.commits import (
     refresh,
     restore,
 )
+from casckpt.history.following import newest_reusable
 from casckpt.repository.repository import Repository
-from casckpt.repository.runs.following import newest_reusable
 from casckpt.storage.memory import MemoryStore
 from tests.support.faulty import FaultyStore, fail_before
 from tests.support.repositories import commit_bare, repository

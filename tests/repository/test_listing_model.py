@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from casckpt.errors import CasckptError, Damaged, NotFound, StorageError
 from casckpt.format.keys import commit_key
 from casckpt.format.names import TxId
-from casckpt.repository import commits as log
-from casckpt.repository.commits import Commit, CommitList, list_commits
+from casckpt.history import commits as log
+from casckpt.history.commits import Commit, CommitList, list_commits
+from casckpt.history.transactions import revoke
 from casckpt.repository.repository import Repository
-from casckpt.repository.transactions import revoke
 from casckpt.storage.memory import MemoryStore
 from tests.support.faulty import FaultyStore, fail_before
 from tests.support.repositories import commit_bare, half_rewrite, repository, rewrite_bare

@@ -15,9 +15,9 @@ import casckpt
 from casckpt.errors import Damaged
 from casckpt.format import records
 from casckpt.format.keys import commit_key
+from casckpt.history.commits import forget, list_commits
+from casckpt.history.tags import set_tag, tags
 from casckpt.repository import caches
-from casckpt.repository.commits import forget, list_commits
-from casckpt.repository.tags import set_tag, tags
 from casckpt.storage.base import ListedObject
 from casckpt.storage.memory import MemoryStore
 from tests.support.faulty import FaultyStore

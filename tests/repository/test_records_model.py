@@ -11,14 +11,15 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
+from casckpt.contents import refs
 from casckpt.errors import CasckptError, Conflict, NotFound, Revoked
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import Committed
-from casckpt.repository import commits as log
-from casckpt.repository import refs, tags
-from casckpt.repository.commits import Commit, list_commits
+from casckpt.history import commits as log
+from casckpt.history import tags
+from casckpt.history.commits import Commit, list_commits
+from casckpt.history.transactions import revoke
 from casckpt.repository.repository import Repository
-from casckpt.repository.transactions import revoke
 from tests.support.repositories import commit_bare, committed, manifest_id, memory, repository
 
 RUNS = st.sampled_from(["a", "a/b", "latest"])

@@ -13,7 +13,7 @@ from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, S
 from casckpt.format.keys import commit_key, make_txid, parse_txid
 from casckpt.format.names import TxId
 from casckpt.format.records import Forgotten, Marker, encode_marker
-from casckpt.repository.commits import list_commits
+from casckpt.history.commits import list_commits
 from casckpt.repository.repository import Repository, microseconds
 from casckpt.storage.local.store import LocalStore
 from tests.support.faulty import Call, FaultyStore, call_first, fail_after, fail_before

@@ -10,9 +10,9 @@ import pytest
 from casckpt.errors import Damaged, Unsupported
 from casckpt.format import records
 from casckpt.format.records import Began
-from casckpt.repository import commits, tags, transactions
-from casckpt.repository.commits import list_commits
-from casckpt.repository.leases import hold
+from casckpt.history import commits, tags, transactions
+from casckpt.history.commits import list_commits
+from casckpt.history.leases import hold
 from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 
 import casckpt
-from casckpt.checkpoint.loading import items
+from casckpt.contents.watching import Watcher
 from casckpt.errors import Conflict, StorageError
 from casckpt.format.keys import commit_key, settings_key, tag_key
 from casckpt.format.names import TxId
 from casckpt.format.records import Committed, Record, Settings, TagRecord
+from casckpt.history.commits import list_commits
+from casckpt.loading import planned_reads as items
 from casckpt.plan.reads import Batch, plan_batches
-from casckpt.repository.commits import list_commits
 from casckpt.repository.repository import Repository
-from casckpt.repository.runs.watching import Watcher
 from casckpt.storage.remote.patience import Backoff
 from casckpt.storage.remote.store import RemoteStore
 from casckpt.storage.remote.urls import RemoteLocation

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from casckpt.checkpoint.loading import transfer
-from casckpt.checkpoint.saving import upload
 from casckpt.format.digest import cell_digest
+from casckpt.loading import transfer
 from casckpt.repository.repository import Repository
+from casckpt.saving import upload
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
 from casckpt.tensors.memory import Destination, TensorMemory, copy_bytes

@@ -8,7 +8,7 @@ import pytest
 
 import casckpt
 from casckpt.errors import StorageError
-from casckpt.repository.commits import list_commits
+from casckpt.history.commits import list_commits
 from casckpt.storage.remote.patience import Backoff
 from tests.support import servers
 from tests.support.buckets import impatient, state

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import casckpt
+from casckpt.contents import manifests
 from casckpt.errors import CasckptError, Damaged, Gone, Refused
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.columns import pack
@@ -20,8 +21,8 @@ from casckpt.format.keys import commit_key, manifest_key
 from casckpt.format.manifest import Manifest
 from casckpt.format.records import encode
 from casckpt.format.sections.head import assemble, decode_head
-from casckpt.repository import commits, manifests
-from casckpt.repository.transactions import begin
+from casckpt.history import commits
+from casckpt.history.transactions import begin
 from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, call_first, corrupt, truncate
 from tests.support.forging import (
@@ -452,6 +453,6 @@ def test_all_of_a_digest_counts(store: Store, monkeypatch: pytest.MonkeyPatch) -
         found = cell_digest(data)
         return found[:-1] + bytes([found[-1] ^ 1])
 
-    monkeypatch.setattr("casckpt.checkpoint.loading.transfer.cell_digest", last_byte_wrong)
+    monkeypatch.setattr("casckpt.loading.transfer.cell_digest", last_byte_wrong)
     with pytest.raises(Damaged):
         store.read("b@1")

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import casckpt
+from casckpt.contents import manifests
 from casckpt.format.digest import cell_digest
 from casckpt.format.regions import Box
 from casckpt.plan.bases import choose_base
-from casckpt.repository import manifests
 from casckpt.store.store import Store
 from tests.support.looping import killed_after
 from tests.support.ranks import die

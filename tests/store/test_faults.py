@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from casckpt.contents import blobs
 from casckpt.errors import CasckptError, Conflict, Revoked, StorageError
 from casckpt.format.keys import parse_log, uploader_folder
 from casckpt.format.names import TxId
-from casckpt.repository import blobs, commits, transactions
+from casckpt.history import commits, transactions
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.local.store import LocalStore
@@ -244,7 +245,7 @@ def test_revoked_twice_is_an_error() -> None:
 
 
 def _refs(store: Store, ref: str) -> list[Any]:
-    from casckpt.repository import manifests
+    from casckpt.contents import manifests
 
     return list(manifests.get(store.repository, store.get(ref).commit).blobs)
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import casckpt
+from casckpt.contents import manifests
 from casckpt.errors import Damaged, InvalidInput, Refused
 from casckpt.format import records
 from casckpt.format.keys import blob_key, commit_key, manifest_key
 from casckpt.format.sections.head import CELLS, INDEX, KNOWN, OBJECTS, Section, assemble, decode_head
-from casckpt.repository import manifests
 from casckpt.store.store import Store
 from tests.support.saves import same_state, small_folder
 from tests.support.signing import Pair, pair

@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 import casckpt
-from casckpt.checkpoint.handle import Checkpoint
+from casckpt.contents import manifests
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Gone, NotFound
 from casckpt.format.keys import manifest_key
 from casckpt.frontends.dcp import StorageReader
-from casckpt.repository import manifests
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, call_first, fail_before

@@ -16,7 +16,7 @@ import torch
 
 import casckpt
 from casckpt.errors import Conflict, Gone, InvalidInput, MissingKey, NotFound, StorageError, Unsupported
-from casckpt.repository.tags import list_tags
+from casckpt.history.tags import list_tags
 from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, call_first, fail_before
 from tests.support.repositories import meanwhile, memory

@@ -67,7 +67,7 @@ def test_a_save_to_a_bucket_is_finished_when_the_interpreter_ends(moto_server: S
     url = f"s3://{moto_server.new_place()}/store"
     code = (
         "import sys, json, threading, casckpt, torch\n"
-        "from casckpt.checkpoint.saving import background, leader\n"
+        "from casckpt.saving import background, leader\n"
         "ending, real = threading.Event(), leader.look_at_all\n"
         "threading._register_atexit(ending.set)\n"
         "def late(*args):\n"
@@ -86,7 +86,7 @@ def test_a_forked_child_ends_beside_a_save_of_its_parent(store_path: Path) -> No
     """It does not wait for that save, which never ends in it."""
     code = (
         "import os, sys, threading, warnings, casckpt, torch\n"
-        "from casckpt.checkpoint.saving import leader\n"
+        "from casckpt.saving import leader\n"
         "begun, go, real = threading.Event(), threading.Event(), leader.look_at_all\n"
         "def late(*args):\n"
         "    begun.set()\n"
@@ -113,7 +113,7 @@ atexit.register(os.write, 1, b"first ")  # runs last
 import casckpt, torch
 import torch.distributed.checkpoint as dcp
 from casckpt.checkpoint import exit_status as end
-from casckpt.checkpoint.saving import leader
+from casckpt.saving import leader
 from casckpt.frontends.dcp import StorageWriter
 
 gc.freeze()  # what is imported costs each end a second else

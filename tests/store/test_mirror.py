@@ -26,7 +26,7 @@ from casckpt.frontends.trainer import Checkpointer
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
-from casckpt.upkeep.copies import mirrored
+from casckpt.upkeep.copies import mirror_notes as mirrored
 from casckpt.upkeep.copies.mirror import Mirror
 from tests.support.cut import cut
 from tests.support.far import far

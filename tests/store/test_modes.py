@@ -13,8 +13,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import casckpt
-from casckpt.checkpoint.ranks import open_ranks
 from casckpt.errors import InvalidInput
+from casckpt.ranks.ranks import open_ranks
 from tests.support.saves import same_state, small
 
 if TYPE_CHECKING:

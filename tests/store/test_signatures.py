@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import casckpt
+from casckpt.contents.signatures import message
 from casckpt.errors import CasckptError, Damaged, InvalidInput, NotFound, Refused, StorageError, Unsigned
 from casckpt.format import records
 from casckpt.format.keys import commit_key, manifest_key, signature_key
@@ -21,9 +22,8 @@ from casckpt.format.names import ManifestId
 from casckpt.frontends import megatron
 from casckpt.frontends.dcp import StorageReader
 from casckpt.frontends.follow import Follower
-from casckpt.repository.commits import forget, purge
-from casckpt.repository.signatures.keys import private_key
-from casckpt.repository.signatures.signed import message
+from casckpt.history.commits import forget, purge
+from casckpt.repository.signing_keys import private_key
 from casckpt.store.store import Store
 from tests.support.dcp import load
 from tests.support.faulty import FaultyStore, fail_before

@@ -9,10 +9,10 @@ import torch
 
 from casckpt.errors import Conflict, InvalidInput, MissingKey, NotFound
 from casckpt.format.keys import run_hash
-from casckpt.repository.commits import list_commits
+from casckpt.history.commits import list_commits
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
-from casckpt.upkeep.thinning import execute, plan_thin
+from casckpt.upkeep.thin import execute, plan_thin
 from tests.support.faulty import FaultyStore, call_first
 from tests.support.repositories import meanwhile, memory
 from tests.support.saves import CELL, blob_keys, cells, content, same_state, small, steps

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import casckpt
-from casckpt.checkpoint.saving.options import SaveOptions
+from casckpt.saving.options import SaveOptions
 from casckpt.store.store import Store
 from tests.support.simulated import Simulated
 

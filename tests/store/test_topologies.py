@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import casckpt
-from casckpt.repository import manifests
+from casckpt.contents import manifests
 from casckpt.store.store import Store
 from tests.support.parallel import TOPOLOGIES, Stack
 from tests.support.saves import small_folder

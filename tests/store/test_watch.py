@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import casckpt
+from casckpt.contents.watching import Watcher, watch
 from casckpt.errors import InvalidInput, NotFound
 from casckpt.repository.repository import Repository
-from casckpt.repository.runs.watching import Watcher, watch
 from casckpt.storage.local.store import LocalStore
 from tests.support.saves import cells, reopened, same_state, small
 

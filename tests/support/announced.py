@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from casckpt.format.keys import parse_announcement
 from casckpt.format.records import Announced
-from casckpt.repository.commits import list_commits
+from casckpt.history.commits import list_commits
 from casckpt.repository.repository import Repository
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 import numpy.typing as npt
 
+from casckpt.contents import blobs, manifests
 from casckpt.errors import Refused
 from casckpt.format.blob import order
 from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
@@ -19,10 +20,9 @@ from casckpt.format.proof import LeafCheck, decode_proof, read_proof
 from casckpt.format.regions import Region, cut, full_box
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import TENSOR, StreamEntry
-from casckpt.repository import blobs, manifests
-from casckpt.repository.commits import Commit
+from casckpt.history.commits import Commit
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.repair.salvage import locate
+from casckpt.upkeep.repair.cell_sources import locate
 from tests.support.geometry import stored_cell
 from tests.support.repositories import blob_hash, commit_draft, draft
 

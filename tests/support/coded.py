@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from casckpt.contents import blobs, manifests
 from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
 from casckpt.format.digest import cell_digest
 from casckpt.format.draft import placed
@@ -17,12 +18,11 @@ from casckpt.format.records import Committed
 from casckpt.format.regions import Region
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.format.sections.index import Name, StreamEntry
+from casckpt.history.commits import Commit
 from casckpt.plan.lots import lots
-from casckpt.repository import blobs, manifests
-from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
-from casckpt.upkeep.rewriting import record_of, rewrite
+from casckpt.upkeep.rewrite import record_of, rewrite
 
 Encode = Callable[[memoryview, int, memoryview | None], bytes | None]
 Place = tuple[BlobRef, int]

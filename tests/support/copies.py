@@ -6,13 +6,13 @@ import itertools
 import random
 from pathlib import Path
 
+from casckpt.contents import manifests
 from casckpt.format.keys import blob_key, manifest_key
-from casckpt.repository import manifests
-from casckpt.repository.commits import Commit, list_commits
+from casckpt.history.commits import Commit, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ObjectStore
-from casckpt.upkeep.copies.copying import CopyResult, execute, plan_copy
-from casckpt.upkeep.copies.replicating import Work
+from casckpt.upkeep.copies.copy import CopyResult, execute, plan_copy
+from casckpt.upkeep.copies.replication import Work
 from casckpt.upkeep.repair.verify import verify
 from tests.support.checkpoints import CELL, array, read_arrays, save_arrays
 from tests.support.faulty import FaultyStore

@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 SERVERS: Final = ("moto", "seaweed")
 _SUITES: Final = {
-    "repository": ("blobs", "commits", "commit_damage", "manifests", "refs", "repository", "tags", "transactions"),
+    "repository": ("commit_damage", "repository"),
+    "history": ("commits", "tags", "transactions"),
+    "contents": ("blobs", "manifests", "refs"),
     "upkeep/gc": ("forgetting", "gc"),
     "upkeep/repair": ("repair", "verify"),
-    "checkpoint": ("arguments",),
-    "checkpoint/saving": ("async", "frozen", "reuse", "save"),
-    "checkpoint/loading": ("load", "read_bytes"),
+    "saving": ("async", "frozen", "reuse", "save"),
+    "loading": ("arguments", "load", "read_bytes"),
     "store": ("damage", "faults", "roundtrip"),
 }
 MODULES: Final = {f"tests/{folder}/test_{name}.py" for folder, names in _SUITES.items() for name in names}

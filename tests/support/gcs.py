@@ -8,8 +8,8 @@ from typing import Any
 from casckpt.format.keys import transaction_key
 from casckpt.format.names import TxId
 from casckpt.format.records import Began, Committed, Process
+from casckpt.history.commits import Commit
 from casckpt.plan.retention import Policy
-from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Traits
 from casckpt.storage.memory import MemoryStore

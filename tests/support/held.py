@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from casckpt.checkpoint.saving import kept
+from casckpt.saving import run_memory as kept
 
 
 def held_bytes() -> int:

@@ -11,14 +11,14 @@ from casckpt.errors import Conflict
 from casckpt.format.keys import make_txid
 from casckpt.format.names import TxId
 from casckpt.format.records import time_of
-from casckpt.repository import commits as log
-from casckpt.repository.commits import Commit, list_commits
+from casckpt.history import commits as log
+from casckpt.history.announcements import announce
+from casckpt.history.commits import Commit, list_commits
+from casckpt.history.following import greatest, look_at_all
+from casckpt.history.transactions import Transaction, begin
 from casckpt.repository.repository import Repository
-from casckpt.repository.runs.announcements import announce
-from casckpt.repository.runs.following import greatest, look_at_all
-from casckpt.repository.transactions import Transaction, begin
 from casckpt.storage.base import ObjectStore
-from casckpt.upkeep.gc.settling import settle
+from casckpt.upkeep.gc.recovery import settle
 from tests.support.faulty import Call, FaultyStore
 from tests.support.repositories import START, Ticks, commit_bare, committed, half_rewrite, repository, rewrite_bare
 

@@ -24,10 +24,10 @@ from typing import Any, NoReturn
 
 import torch
 
+from casckpt.contents import manifests
 from casckpt.errors import NotFound
 from casckpt.format.keys import blob_key, manifest_key
-from casckpt.repository import manifests
-from casckpt.repository.commits import list_commits
+from casckpt.history.commits import list_commits
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.local.store import LocalStore

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from casckpt.frontends import resident, windows
 from casckpt.frontends.dcp import (
     casckpt_to_dcp,
     casckpt_to_torch_save,
@@ -24,7 +23,9 @@ from casckpt.frontends.dcp import (
     items,
     torch_save_to_casckpt,
 )
-from casckpt.frontends.safetensors.exporting import export_safetensors
+from casckpt.frontends.interchange import resident
+from casckpt.frontends.interchange.safetensors.exporting import export_safetensors
+from casckpt.frontends.views import windows
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store

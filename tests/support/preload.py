@@ -11,9 +11,9 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.distributed.tensor.parallel
 
-import casckpt.checkpoint.loading.load
-import casckpt.checkpoint.saving.save
 import casckpt.frontends.training_state
+import casckpt.loading.load
+import casckpt.saving.save
 import casckpt.storage.remote.s3.client
 import casckpt.store.store
 import tests.support.buckets

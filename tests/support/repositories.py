@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from casckpt.contents import blobs, manifests
 from casckpt.errors import NotFound
 from casckpt.format.digest import hex_digest
 from casckpt.format.draft import Draft, Encoded
@@ -20,13 +21,13 @@ from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import Committed, changed
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.head import MAX_MANIFEST_BYTES
-from casckpt.repository import blobs, commits, manifests
-from casckpt.repository.commits import Commit, CommitList
+from casckpt.history import commits
+from casckpt.history.commits import Commit, CommitList
 from casckpt.repository.repository import Clock, Entropy, Repository
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.memory import MemoryStore
 from casckpt.storage.remote.store import RemoteStore
-from casckpt.upkeep.rewriting import rewrite
+from casckpt.upkeep.rewrite import rewrite
 from tests.support import elsewhere
 from tests.support.faulty import Call
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from casckpt.contents import blobs, manifests
 from casckpt.format.draft import placed
 from casckpt.format.extents import ExtentTable, build
 from casckpt.format.keys import blob_key
 from casckpt.format.names import TxId
 from casckpt.format.records import Committed, changed
 from casckpt.format.sections.blobs import encode_blobs
-from casckpt.repository import blobs, manifests
-from casckpt.repository.commits import Commit, CommitList
+from casckpt.history.commits import Commit, CommitList
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.rewriting import record_of, rewrite
+from casckpt.upkeep.rewrite import record_of, rewrite
 
 
 def _renumbered(table: ExtentTable, count: int) -> ExtentTable:

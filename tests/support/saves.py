@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from casckpt.checkpoint.saving import kept
 from casckpt.format.blob import decode_header
 from casckpt.format.keys import parse_object
 from casckpt.repository.repository import Repository
+from casckpt.saving import run_memory as kept
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.counts import IoCounts
 from casckpt.storage.forking import PerProcess

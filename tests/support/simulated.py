@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
 
-from casckpt.checkpoint.ranks import Solo
-from casckpt.checkpoint.saving.leader import SaveMemory
-from casckpt.checkpoint.saving.options import SaveOptions
-from casckpt.checkpoint.saving.prepare import prepare
-from casckpt.checkpoint.saving.save import save
-from casckpt.repository.commits import Commit
+from casckpt.history.commits import Commit
+from casckpt.ranks.ranks import Solo
 from casckpt.repository.repository import Repository
+from casckpt.saving.leader import SaveMemory
+from casckpt.saving.options import SaveOptions
+from casckpt.saving.prepare import prepare
+from casckpt.saving.save import save
 
 
 class _Star:

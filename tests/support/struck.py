@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 import casckpt.storage.remote.s3.client  # or each fork would import it  # noqa: F401
+from casckpt.contents import manifests
 from casckpt.errors import CasckptError
 from casckpt.format.keys import blob_key
 from casckpt.frontends.follow import Follower
-from casckpt.repository import manifests
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.local.store import LocalStore

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 import casckpt
-from casckpt.checkpoint import wire
+from casckpt.ranks import wire
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store

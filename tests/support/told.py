@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Told:
-    """Called as `casckpt.plan.progress.Shown` says. ``done``, ``total``: as told last; ``calls``: how often."""
+    """Called as `casckpt.base.progress.Shown` says. ``done``, ``total``: as told last; ``calls``: how often."""
 
     def __init__(self) -> None:
         self.done = 0

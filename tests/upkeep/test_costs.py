@@ -13,10 +13,10 @@ import pytest
 
 import casckpt
 from casckpt.cli.commands.list import listing
-from casckpt.repository.commits import list_commits
+from casckpt.history.commits import list_commits
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
-from casckpt.upkeep.copies.copying import execute, plan_copy
+from casckpt.upkeep.copies.copy import execute, plan_copy
 from tests.support.far import FarStore, far
 from tests.support.saves import cells, small
 

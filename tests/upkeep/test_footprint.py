@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import casckpt
-from casckpt.repository import manifests
-from casckpt.repository.commits import list_commits
+from casckpt.contents import manifests
+from casckpt.history.commits import list_commits
 from casckpt.store.store import Store
 from tests.support.saves import cells, counted, small, small_folder, trained
 

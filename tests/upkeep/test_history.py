@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import casckpt
-from casckpt.repository import blobs
+from casckpt.contents import blobs
 from casckpt.store.store import Store
 from casckpt.upkeep.history import heat, history
 
@@ -71,7 +71,7 @@ def test_a_forgotten_checkpoint_is_not_shown_but_has_what_it_brought(store: Stor
 def test_what_is_marked_as_damaged_is_named(store: Store) -> None:
     save(store, 1, _0=0.5)
     commit = store.get("a@1").commit
-    [(uploader, blob, _)] = casckpt.repository.manifests.blobs_of(store.repository, commit)
+    [(uploader, blob, _)] = casckpt.contents.manifests.blobs_of(store.repository, commit)
     blobs.mark_damaged(store.repository, uploader, blob, "a test")
     assert history(store.repository, ["a"]).damaged == [blob]
 

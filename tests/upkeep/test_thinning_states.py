@@ -10,19 +10,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from casckpt.contents.refs import resolve
 from casckpt.errors import CasckptError, NotFound
-from casckpt.repository.commits import forget, list_commits, restore
-from casckpt.repository.refs import resolve
+from casckpt.history.commits import forget, list_commits, restore
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.copies import mirror
 from casckpt.upkeep.copies.mirror import Mirror
 from casckpt.upkeep.repair.verify import verify
-from casckpt.upkeep.thinning import execute, plan_thin, whole_of
+from casckpt.upkeep.thin import execute, plan_thin, whole_of
 from tests.support.checkpoints import array, save_parts
 from tests.support.copies import copy
 from tests.support.gcs import collect
 from tests.support.repositories import Ticks, memory, repository
-from tests.upkeep.test_thinning import OPTIM, check, weights
+from tests.upkeep.test_thin import OPTIM, check, weights
 
 STEPS = st.integers(0, 3)
 STORES = st.sampled_from(["here", "there", "other"])

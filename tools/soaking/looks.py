@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import casckpt
+from casckpt.contents import manifests
 from casckpt.format.keys import blob_key, manifest_key
-from casckpt.repository import manifests
-from casckpt.repository.commits import list_commits
+from casckpt.history.commits import list_commits
 from casckpt.store.store import Store
 from soaking.books import CELL, KEPT, Wrong
 from soaking.workers import Worker

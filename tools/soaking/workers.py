@@ -11,13 +11,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from casckpt.checkpoint.saving.options import SaveArguments
 from casckpt.errors import Conflict, Gone, MissingKey, NotFound, Revoked, StorageError
+from casckpt.saving.options import SaveArguments
 from casckpt.store.store import Store
 from soaking.books import KEPT, LONG, RUNS, Books, Wrong, same, state
 
 TAG = "soak"
-TELLS_OF_REVOKED = "casckpt.checkpoint.saving.save"
+TELLS_OF_REVOKED = "casckpt.saving.save"
 COMPRESS: tuple[Literal["off", "auto", "always"], ...] = ("off", "auto", "always")
 HELD = 1.0  # seconds at most, between a lease and the load under it
 UNDONE = 5  # times that a gc may forget what is tagged, and be killed, while one looks

@@ -1,5 +1,5 @@
-"""The commands: each module here is one, under its own name; a trailing "_" is dropped.
+"""The commands. Each module here is one command and has its name; a trailing ``_`` is dropped.
 
-A module is imported when its command is asked for. To add one, add a module with a `click.Command`
-named ``command``, and run `python -m tests.cli.test_docs` for docs/cli.md.
+`casckpt.cli.main` imports a module only when its command is called. Every module defines ``command``. Commands contain
+no logic of their own: whatever the command line does, Python code can do with `casckpt.Store` too.
 """

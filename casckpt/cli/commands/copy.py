@@ -17,7 +17,7 @@ from casckpt.errors import Damaged
 from casckpt.plan.lots import grouped
 
 if TYPE_CHECKING:
-    from casckpt.upkeep.copies.copying import CopyResult
+    from casckpt.upkeep.copies.copy import CopyResult
 
 
 @store_command("copy")

@@ -59,7 +59,7 @@ class Tour:
         from casckpt.cli.commands import diff, gc, list, report, verify
         from casckpt.cli.describe import plain
         from casckpt.frontends.demo import RUN, STEPS, loads_exactly, train_and_save
-        from casckpt.repository.commits import list_commits
+        from casckpt.history.commits import list_commits
         from casckpt.store.opening import open as open_store
 
         store = open_store(self.folder)

@@ -67,7 +67,7 @@ def command(session: Session, ref: str, out: str, **options: Unpack[ExportOption
 
     It names what it leaves out.
     """
-    from casckpt.frontends.exporting import export
+    from casckpt.frontends.interchange.export import export
 
     checkpoint = session.store.get(ref)
     with progress_bar("exporting") as done:

@@ -19,7 +19,7 @@ from casckpt.cli.types import DURATION
 
 if TYPE_CHECKING:
     from casckpt.upkeep.gc.gc import GcResult
-    from casckpt.upkeep.gc.retiring import Waiting
+    from casckpt.upkeep.gc.purge import Waiting
 
 _OLD: Final = "the old places of "  # of what was rewritten
 _KNOWN_BY_THEN: Final = ("forgotten", "restored", "purged", "waiting", "revoked", "thin", "dry_run")  # when it fails

@@ -13,7 +13,7 @@ from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import name, printable, say, shortened, size
 
 if TYPE_CHECKING:
-    from casckpt.checkpoint.saving.options import ImportArguments
+    from casckpt.saving.options import ImportArguments
 
 
 @store_command("import")

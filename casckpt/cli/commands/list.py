@@ -16,7 +16,7 @@ from casckpt.cli.text import SHORT_ID, Column, count, freed, moment, printable, 
 from casckpt.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from casckpt.repository.commits import CommitList
+    from casckpt.history.commits import CommitList
     from casckpt.repository.repository import Repository
 
 _COLUMNS = (
@@ -46,12 +46,12 @@ def command(
     same run and step has the name now. "replaced" marks the old places of a checkpoint that was rewritten. `casckpt ls`
     does the same.
     """
-    from casckpt.repository.commits import list_commits
+    from casckpt.history.commits import list_commits
 
     commits = list_commits(session.repository)
     rows = listing(session.repository, commits, run, everything=everything)
     if run is not None and not rows:
-        from casckpt.repository.refs import about_run
+        from casckpt.contents.refs import about_run
 
         log.warning("%s", about_run(session.repository, commits, run))
     _warn_of_unknown(rows, show)
@@ -113,9 +113,9 @@ def listing(
     repo: Repository, commits: CommitList, run: str | None = None, *, everything: bool = False
 ) -> list[dict[str, Any]]:
     """The checkpoints as plain data. A damaged record spoils its own line alone."""
-    from casckpt.checkpoint.handle import Checkpoint
     from casckpt.cli.describe import summary
-    from casckpt.repository.tags import list_tags, tags_of
+    from casckpt.contents.checkpoint import Checkpoint
+    from casckpt.history.tags import list_tags, tags_of
 
     tags = list_tags(repo)
     superseded = {commit.txid for commit in commits.superseded()}

@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
+from casckpt.base.durations import format_duration
 from casckpt.cli.describe import plain
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import facts, size
 from casckpt.cli.types import SIZE, TEXT_SETTING
 from casckpt.errors import Conflict
-from casckpt.plan.durations import format_duration
 
 _DEFAULTS = {
     "min_age": "24h",

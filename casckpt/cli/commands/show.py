@@ -52,8 +52,8 @@ def command(session: Session, ref: str, *, all_tensors: bool, keys: tuple[str, .
 
 def details(store: Store, ref: str, patterns: tuple[str, ...] = ()) -> dict[str, Any]:
     """A checkpoint as plain data. Raises MissingKey for a pattern that matches no tensor."""
-    from casckpt.repository import manifests
-    from casckpt.repository.signatures.signed import signers
+    from casckpt.contents import manifests
+    from casckpt.contents.signatures import signers
 
     checkpoint = store.get(ref)
     manifest = manifests.get(store.repository, checkpoint.commit)

@@ -62,8 +62,8 @@ def tags(session: Session) -> None:
 
 def _rows(session: Session, only: str | None = None) -> list[dict[str, Any]]:
     """All tags, or one. Raises NotFound."""
-    from casckpt.repository.commits import list_commits
-    from casckpt.repository.tags import list_tags, named_by
+    from casckpt.history.commits import list_commits
+    from casckpt.history.tags import list_tags, named_by
 
     session.repository.check_exists()  # no store is not the same as no tags
     found, commits = list_tags(session.repository), list_commits(session.repository)

@@ -1,4 +1,9 @@
-"""Forms in which a cell is stored smaller: pure functions of its bytes, and of those of a base."""
+"""Frames: cells in a smaller form, as pure functions of their bytes and of the bytes of a base.
+
+`frames` chooses between the forms: byte planes of the cell (`planes`), differences to the base (`differences`), or the
+positions and values of changed elements (`gaps`). Every part of a frame is raw, constant or compressed with zstd
+(`parts`). `chains` decodes a cell whose base is a frame itself.
+"""
 
 from casckpt.format.encodings.frames import (
     MIN_CELL,

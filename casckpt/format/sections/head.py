@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from struct import Struct
 from typing import NamedTuple, TypeAlias
 
+from casckpt.base.lazy import cached_property
 from casckpt.errors import Damaged, Refused
 from casckpt.format.digest import Buffer, cell_digest
-from casckpt.lazy import cached_property
 
 MAGIC = b"CASCKPT\x01"
 HEAD_BYTES = 4096

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
+from casckpt.base.lazy import cached_property
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import dtypes
 from casckpt.format.columns import pack, unpack
@@ -17,7 +18,6 @@ from casckpt.format.keys import check_attachment_name, check_hash, check_run, ch
 from casckpt.format.names import ManifestId
 from casckpt.format.regions import MAX_DIMENSIONS, Shape, check_shape
 from casckpt.format.sections.pieces import Pieces
-from casckpt.lazy import cached_property
 
 MAX_KEY_CHARACTERS = 4096
 MAX_ITEMSIZE = 4096

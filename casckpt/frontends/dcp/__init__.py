@@ -7,7 +7,7 @@ from casckpt.frontends.dcp.importing import dcp_to_casckpt
 from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, PickleFreeSavePlanner
 from casckpt.frontends.dcp.reader import StorageReader
 from casckpt.frontends.dcp.writer import StorageWriter
-from casckpt.frontends.torch_files import casckpt_to_torch_save, torch_save_to_casckpt
+from casckpt.frontends.interchange.torch_files import casckpt_to_torch_save, torch_save_to_casckpt
 
 __all__ = [
     "PickleFreeLoadPlanner",

@@ -14,15 +14,15 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.loading.download import Download, StreamRequest
-from casckpt.checkpoint.loading.load_plan import LoadOptions
+from casckpt.base.parallel import usable_threads
+from casckpt.base.progress import Progress, Shown
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput
 from casckpt.format.regions import Box, Region, Shape
 from casckpt.format.sections.index import StreamEntry
+from casckpt.frontends.dcp.contents import Opened
 from casckpt.frontends.dcp.folder import MEGATRON, METADATA, is_megatron
-from casckpt.frontends.dcp.opened import Opened
-from casckpt.frontends.new_files import (
+from casckpt.frontends.interchange.new_files import (
     check_file_names,
     new_folder,
     place_for,
@@ -32,10 +32,10 @@ from casckpt.frontends.new_files import (
     write_durably,
 )
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.frontends.view import check_whole
-from casckpt.parallel import usable_threads
+from casckpt.frontends.views.view import check_whole
+from casckpt.loading.entry_reader import Download, StreamRequest
+from casckpt.loading.load_plan import LoadOptions
 from casckpt.plan.lots import grouped, lots
-from casckpt.plan.progress import Progress, Shown
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import Destination
 

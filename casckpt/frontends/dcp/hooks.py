@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from casckpt.checkpoint.exit_status import note_if_late
-from casckpt.checkpoint.messages import portable
+from casckpt.ranks.messages import portable
+from casckpt.saving.exit_status import note_if_late
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from casckpt.contents.refs import is_reference
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import check_run, check_step
 from casckpt.format.names import TxId
-from casckpt.repository.refs import is_reference
 
 _STEP = re.compile(r"[0-9]{1,19}")
 _PLACE = re.compile(r"(?P<run>.+)@(?P<step>[0-9]{1,19})", re.DOTALL)

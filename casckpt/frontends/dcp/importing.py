@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, Unpack
 
-from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.keywords import check_keywords
-from casckpt.checkpoint.saving.options import ImportArguments, SaveOptions
+from casckpt.base.keywords import check_keywords
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.format.keys import is_attachment_name
 from casckpt.frontends.dcp.folder import METADATA, Folder
 from casckpt.frontends.dcp.session import WriterSession
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.saving.options import ImportArguments, SaveOptions
 from casckpt.storage.files import Files
 from casckpt.storage.paths import open_files
 

@@ -11,8 +11,6 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
-from casckpt.checkpoint.saving.prepare import Prepared, prepare, stored_object
-from casckpt.checkpoint.saving.sources import Source
 from casckpt.errors import InvalidInput
 from casckpt.format import plain
 from casckpt.format.draft import ObjectEntry
@@ -23,6 +21,8 @@ from casckpt.frontends.dcp.note import Chunk
 from casckpt.frontends.dcp.planners import ValueStream, has_methods_of
 from casckpt.frontends.dcp.schema import is_one_value
 from casckpt.plan.lots import lots
+from casckpt.saving.local_entries import Source
+from casckpt.saving.prepare import Prepared, prepare, stored_object
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.objects import is_archive, is_only_torchs, read_archive, write_archive

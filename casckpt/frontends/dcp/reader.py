@@ -17,25 +17,25 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as Protocol
 from torch.futures import Future
 
-from casckpt.checkpoint.handle import Checkpoint, warn_if_forgotten
-from casckpt.checkpoint.loading.download import Download, StreamRequest
-from casckpt.checkpoint.loading.fit import Fit, check_fit, log_once, saved_shapes, shape_of
-from casckpt.checkpoint.loading.load_plan import LoadOptions, Unread, check_cast
-from casckpt.checkpoint.loading.tied import Content, Tied
-from casckpt.checkpoint.ranks import this_rank
+from casckpt.base.parallel import usable_threads
+from casckpt.base.progress import Progress, Shown
+from casckpt.contents.checkpoint import Checkpoint, warn_if_forgotten
 from casckpt.errors import Conflict, Damaged, InvalidInput, Mismatch, NotFound
 from casckpt.format.keys import check_run
 from casckpt.format.regions import Box, Region
+from casckpt.frontends.dcp.contents import Opened
 from casckpt.frontends.dcp.hooks import hook
 from casckpt.frontends.dcp.ids import is_usable, reference_of
 from casckpt.frontends.dcp.items import WINDOW_BYTES, check_planned
-from casckpt.frontends.dcp.opened import Opened
 from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream, has_methods_of
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.parallel import usable_threads
+from casckpt.loading.entry_reader import Download, StreamRequest
+from casckpt.loading.fit import Fit, check_fit, log_once, saved_shapes, shape_of
+from casckpt.loading.load_plan import LoadOptions, Unread, check_cast
+from casckpt.loading.tied_tensors import Content, Tied
 from casckpt.plan.lots import lots
-from casckpt.plan.progress import Progress, Shown
 from casckpt.plan.reads import covers
+from casckpt.ranks.ranks import this_rank
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import Destination

@@ -26,17 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from casckpt.checkpoint.agreement import StoreIdentity
-from casckpt.checkpoint.saving.coding import coding
-from casckpt.checkpoint.saving.health import Parent
-from casckpt.checkpoint.saving.known import Knowledge, known_from, reusable
-from casckpt.checkpoint.saving.leader import FinishRequest, Leader, SaveMemory
-from casckpt.checkpoint.saving.looking import Looker
-from casckpt.checkpoint.saving.options import SaveOptions, usable_compress
-from casckpt.checkpoint.saving.prepare import Prepared, frozen_by, prepare, tensor_source
-from casckpt.checkpoint.saving.replicas import Samples, compared, memory_of, samples_of
-from casckpt.checkpoint.saving.save import store_share
-from casckpt.checkpoint.saving.shares import Streams, joined
+from casckpt.base.progress import Progress
 from casckpt.errors import InvalidInput, RankFailed
 from casckpt.format.names import TxId
 from casckpt.format.sections.index import TENSOR, Name
@@ -45,10 +35,20 @@ from casckpt.format.tree import TENSOR as TENSOR_LEAF
 from casckpt.frontends.dcp.items import Resolver, Tensors, is_whole, sources_of, tensors_of, values_of
 from casckpt.frontends.dcp.note import Note
 from casckpt.frontends.dcp.schema import Opaque, check_keys, path_of, schema_of, tree_of
-from casckpt.plan.progress import Progress
+from casckpt.history.following import newest_reusable
 from casckpt.plan.reuse import KnownCells
+from casckpt.ranks.agreement import StoreIdentity
 from casckpt.repository.repository import Repository
-from casckpt.repository.runs.following import newest_reusable
+from casckpt.saving.encoder import coding
+from casckpt.saving.health import Parent
+from casckpt.saving.health_scan import Looker
+from casckpt.saving.leader import FinishRequest, Leader, SaveMemory
+from casckpt.saving.options import SaveOptions, usable_compress
+from casckpt.saving.prepare import Prepared, frozen_by, prepare, tensor_source
+from casckpt.saving.replicas import Samples, compared, memory_of, samples_of
+from casckpt.saving.reuse_offer import Knowledge, known_from, reusable
+from casckpt.saving.save import store_share
+from casckpt.saving.shares import Streams, joined
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.state import check_key, decode_tree, encode_tree
 

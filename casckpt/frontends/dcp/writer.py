@@ -15,15 +15,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from casckpt.checkpoint.keywords import check_keywords
-from casckpt.checkpoint.ranks import this_rank
-from casckpt.checkpoint.saving.options import SaveOptions, WriterArguments
+from casckpt.base.keywords import check_keywords
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import check_run, check_step
 from casckpt.frontends.dcp.hooks import hook
 from casckpt.frontends.dcp.ids import is_usable, place_of, stamp
 from casckpt.frontends.dcp.session import WriterSession
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.ranks.ranks import this_rank
+from casckpt.saving.options import SaveOptions, WriterArguments
 
 
 class StorageWriter(Protocol):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 
-from casckpt.checkpoint.handle import Checkpoint
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.contents.refs import TAG
 from casckpt.errors import NotFound
 from casckpt.format.keys import check_run
 from casckpt.frontends.lightning.pointer import Pointer
 from casckpt.frontends.trainer.janitor import Janitor
-from casckpt.repository.refs import TAG
 from casckpt.store.store import Store
-from casckpt.upkeep.gc.retiring import retire_now
+from casckpt.upkeep.gc.purge import retire_now
 
 
 class RunFiles:

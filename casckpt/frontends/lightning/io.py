@@ -12,13 +12,13 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 
-from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.saving.options import Compress, SaveArguments
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, InvalidInput
+from casckpt.frontends.interchange.new_files import new_file
 from casckpt.frontends.lightning.files import RunFiles
 from casckpt.frontends.lightning.pointer import AnyPath, Pointer
-from casckpt.frontends.new_files import new_file
 from casckpt.frontends.stores import AnyStore, as_store, check_foreign
+from casckpt.saving.options import Compress, SaveArguments
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,6 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from casckpt.checkpoint.agreement import check_same
-from casckpt.checkpoint.ranks import everyone, open_ranks
-from casckpt.checkpoint.saving.options import CheckReplicas
-from casckpt.checkpoint.saving.prepare import Owners
 from casckpt.errors import InvalidInput
 from casckpt.frontends.lightning.files import RunFiles
 from casckpt.frontends.lightning.io import monitored
@@ -23,6 +19,10 @@ from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.frontends.trainer.contents import GroupOptions
 from casckpt.frontends.trainer.settings import TrainerArguments
+from casckpt.ranks.agreement import check_same
+from casckpt.ranks.ranks import everyone, open_ranks
+from casckpt.saving.options import CheckReplicas
+from casckpt.saving.prepare import Owners
 
 _EMA = "ema"
 _NOT_PLAIN = ("state_dict", "optimizer_states", "current_model_state")

@@ -6,11 +6,11 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from casckpt.contents import manifests
 from casckpt.errors import NotFound
+from casckpt.frontends.interchange.new_files import new_file
 from casckpt.frontends.megatron.errors import CheckpointExists, checkpointing_errors
 from casckpt.frontends.megatron.place import CheckpointDir, StoreRef, folder_of, place_of
-from casckpt.frontends.new_files import new_file
-from casckpt.repository import manifests
 
 CONFIG_NAME = "metadata.json"
 BACKEND, VERSION = "casckpt", 1

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TypeAlias
 
 from casckpt.errors import NotFound
+from casckpt.frontends.interchange.new_files import new_file
 from casckpt.frontends.megatron.common import COMMON_NAME
 from casckpt.frontends.megatron.config import CONFIG_NAME, OURS, encoded, maybe_load_config
 from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors
 from casckpt.frontends.megatron.place import CheckpointDir, StoreRef, place_of
 from casckpt.frontends.megatron.reading import load_common_state_dict
 from casckpt.frontends.megatron.stored import MegatronCheckpoint
-from casckpt.frontends.new_files import new_file
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.tensors.objects import write_archive
 

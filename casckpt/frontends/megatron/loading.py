@@ -9,8 +9,6 @@ from typing import Any, Unpack
 
 import torch
 
-from casckpt.checkpoint.loading.load_plan import RankArguments
-from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
 from casckpt.format.regions import Box, Shape, full_box
 from casckpt.frontends.megatron.claims import Claim, Sharing, check_claims, claims_of, hand_on, plan_sharing
 from casckpt.frontends.megatron.errors import ShardedMismatch, checkpointing_errors
@@ -36,6 +34,8 @@ from casckpt.frontends.megatron.strictness import (
     log_missing,
     parse_strict_flag,
 )
+from casckpt.loading.load_plan import RankArguments
+from casckpt.ranks.ranks import Ranks, everyone, open_ranks
 from casckpt.tensors.foreign import flat_range, megatron_shard, part_shape
 from casckpt.tensors.memory import narrow
 from casckpt.tensors.state import check_nesting

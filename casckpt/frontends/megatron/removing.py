@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from casckpt.checkpoint.handle import Checkpoint
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError
 from casckpt.frontends.megatron.errors import CheckpointNotFound, checkpointing_errors
 from casckpt.frontends.megatron.folders import POINTER_NAME, Folder

@@ -10,11 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Unpack
 
-from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.ranks import Ranks, open_ranks
-from casckpt.checkpoint.saving.options import CheckReplicas, SaveArguments, usable_check
-from casckpt.checkpoint.saving.prepare import tensor_source
-from casckpt.checkpoint.saving.replicas import Samples, compared, memory_of, samples_of
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.format.regions import normalise
 from casckpt.frontends.megatron.background import AsyncRequest
 from casckpt.frontends.megatron.claims import Claim, Claims, ObjectClaim, check_claims, claims_of, main_regions
@@ -33,6 +29,10 @@ from casckpt.frontends.megatron.nesting import Nested, Path, diff, nested_values
 from casckpt.frontends.megatron.place import CheckpointDir, StoreRef, place_of
 from casckpt.frontends.megatron.reading import CONTENT_METADATA
 from casckpt.frontends.megatron.stored import is_object_key
+from casckpt.ranks.ranks import Ranks, open_ranks
+from casckpt.saving.options import CheckReplicas, SaveArguments, usable_check
+from casckpt.saving.prepare import tensor_source
+from casckpt.saving.replicas import Samples, compared, memory_of, samples_of
 from casckpt.tensors.foreign import flat_range, megatron_shard
 from casckpt.tensors.state import check_nesting
 from casckpt.tensors.values import Shard

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias, Unpack
 
-from casckpt.checkpoint.agreement import check_same
-from casckpt.checkpoint.handle import Checkpoint, warn_if_forgotten
-from casckpt.checkpoint.loading.load_plan import RankArguments
-from casckpt.checkpoint.ranks import Ranks, everyone
+from casckpt.base.lazy import cached_property
+from casckpt.contents import manifests
+from casckpt.contents.checkpoint import Checkpoint, warn_if_forgotten
+from casckpt.contents.signatures import get_trusted
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.index import StreamEntry
 from casckpt.format.tree import Node, children, container, find, join, leaves
@@ -23,10 +23,10 @@ from casckpt.frontends.megatron.common import COMMON_NAME, NOTES_NAME, Notes, re
 from casckpt.frontends.megatron.mapping import ShardedObject
 from casckpt.frontends.megatron.nesting import merge
 from casckpt.frontends.megatron.place import StoreRef
-from casckpt.lazy import cached_property
-from casckpt.repository import manifests
-from casckpt.repository.commits import Commit
-from casckpt.repository.signatures.signed import get_trusted
+from casckpt.history.commits import Commit
+from casckpt.loading.load_plan import RankArguments
+from casckpt.ranks.agreement import check_same
+from casckpt.ranks.ranks import Ranks, everyone
 from casckpt.store.store import Store
 from casckpt.tensors.state import decode_tree, inflate
 from casckpt.tensors.values import Shard

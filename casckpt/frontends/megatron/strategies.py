@@ -23,9 +23,6 @@ from megatron.core.dist_checkpointing import mapping as theirs
 from megatron.core.dist_checkpointing.strategies import async_utils
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from casckpt.checkpoint.loading.load_plan import ReadArguments
-from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
-from casckpt.checkpoint.saving.options import SaveArguments
 from casckpt.frontends.megatron import mapping as ours
 from casckpt.frontends.megatron.background import Ending, wait_for_end
 from casckpt.frontends.megatron.claims import Claim, Sharing, plan_sharing
@@ -41,6 +38,9 @@ from casckpt.frontends.megatron.removing import drop, folder_noted, follow
 from casckpt.frontends.megatron.saving import Saving
 from casckpt.frontends.megatron.stored import MegatronCheckpoint
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.loading.load_plan import ReadArguments
+from casckpt.ranks.ranks import Ranks, everyone, open_ranks
+from casckpt.saving.options import SaveArguments
 from casckpt.tensors.objects import write_archive
 
 if TYPE_CHECKING:

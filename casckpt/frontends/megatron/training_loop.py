@@ -18,13 +18,13 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar, Unpack, cast
 
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 
-from casckpt.checkpoint.saving.options import SaveArguments
 from casckpt.errors import Conflict
 from casckpt.frontends.megatron.config import BACKEND, VERSION
 from casckpt.frontends.megatron.folders import Folder, is_pointed, pointed_at
 from casckpt.frontends.megatron.place import StoreRef
 from casckpt.frontends.megatron.strategies import CasLoadShardedStrategy, CasSaveShardedStrategy, StepOf
 from casckpt.frontends.stores import AnyStore, as_trusting, check_foreign
+from casckpt.saving.options import SaveArguments
 
 _LOADS = ("load", "load_tensors_metadata", "load_sharded_metadata")
 _SAVES = ("save", "async_save")

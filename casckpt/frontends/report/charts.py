@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from io import StringIO
 from typing import TYPE_CHECKING, Any, Final
 
+from casckpt.base.sizes import format_size
 from casckpt.errors import Unsupported
-from casckpt.plan.sizes import format_size
 from casckpt.upkeep.history import Heat
 from casckpt.upkeep.usage import RunUsage
 

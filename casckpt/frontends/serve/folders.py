@@ -12,17 +12,17 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from casckpt.checkpoint.handle import Checkpoint
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, MissingKey
 from casckpt.format.digest import Hasher
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.index import ATTACHMENT
-from casckpt.frontends.recut import ViewTensor
-from casckpt.frontends.safetensors.layout import INDEX, FileLayout
-from casckpt.frontends.safetensors.planned import FolderPlan
+from casckpt.frontends.interchange.safetensors.layout import INDEX, FileLayout
+from casckpt.frontends.interchange.safetensors.planned import FolderPlan
 from casckpt.frontends.serve.ranges import FileMap
 from casckpt.frontends.serve.view_file import VIEW_FILE, read_rules
-from casckpt.frontends.view import Rules
+from casckpt.frontends.views.recut import ViewTensor
+from casckpt.frontends.views.view import Rules
 from casckpt.store.store import Store
 
 _KEPT = 8

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from casckpt._version import __version__
-from casckpt.checkpoint.handle import Checkpoint
+from casckpt.base.sizes import format_size
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.frontends.serve.names import commit_of
-from casckpt.plan.sizes import format_size
 
 _MOST = 50  # steps of a run
 _STYLE = (

@@ -8,8 +8,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from casckpt.format.dtypes import itemsize
-from casckpt.frontends.recut import Source
-from casckpt.frontends.safetensors.layout import FileLayout
+from casckpt.frontends.interchange.safetensors.layout import FileLayout
+from casckpt.frontends.views.recut import Source
 
 _ONE = re.compile(r"bytes=[ \t]*([0-9]*)-([0-9]*)[ \t]*", re.IGNORECASE)
 _DIGITS = 19

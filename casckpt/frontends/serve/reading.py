@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
-from casckpt.checkpoint.loading.download import Download
 from casckpt.format.extents import ExtentTable
-from casckpt.frontends.recut import Source
 from casckpt.frontends.serve.folders import File, Folder
 from casckpt.frontends.serve.ranges import Span, Wanted
-from casckpt.frontends.windows import plan_windows, requests
+from casckpt.frontends.views.recut import Source
+from casckpt.frontends.views.windows import plan_windows, requests
+from casckpt.loading.entry_reader import Download
 from casckpt.repository.repository import Repository
 from casckpt.storage.buffers import AlignedBuffer
 

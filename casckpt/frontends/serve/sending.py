@@ -14,14 +14,14 @@ from typing import Final, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
+from casckpt.base.parallel import usable_threads
+from casckpt.base.sizes import format_size
 from casckpt.errors import CasckptError, Damaged, Gone
 from casckpt.frontends.serve.answers import refusal_of
 from casckpt.frontends.serve.folders import File, Folder, Folders
 from casckpt.frontends.serve.leases import Leases
 from casckpt.frontends.serve.ranges import Span
 from casckpt.frontends.serve.reading import Buffers, RangeReader, Window
-from casckpt.parallel import usable_threads
-from casckpt.plan.sizes import format_size
 from casckpt.store.store import Store
 
 WINDOWS: Final = 8

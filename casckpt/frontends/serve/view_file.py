@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from casckpt.errors import InvalidInput
 from casckpt.frontends.serve.bounded import BoundedMatch
-from casckpt.frontends.view import Rules
+from casckpt.frontends.views.view import Rules
 
 VIEW_FILE: Final = "casckpt.view.json"
 _MAX_BYTES = 1 << 20
@@ -29,8 +29,8 @@ def read_rules(text: bytes, where: str, *, travels: bool = False) -> Rules:
 
     ``travels``: it came with a checkpoint, whoever wrote that, so its expressions are matched in `BoundedMatch`.
 
-    ``keys``, ``strip_prefix``, ``rename``, ``model``, ``split``, ``concat``: as in `casckpt.frontends.view.Rules`;
-    ``model`` is true where it is not said.
+    ``keys``, ``strip_prefix``, ``rename``, ``model``, ``split``, ``concat``: as in
+    `casckpt.frontends.views.view.Rules`. ``model`` is true where it is not said.
     """
     try:
         found = json.loads(text) if len(text) <= _MAX_BYTES else None

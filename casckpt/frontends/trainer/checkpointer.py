@@ -10,12 +10,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from casckpt.checkpoint.arguments import Rename
-from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.keywords import check_keywords
-from casckpt.checkpoint.loading.load_plan import FillArguments, LoadOptions, MatchArguments, Unread
-from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks, this_rank
-from casckpt.checkpoint.saving.options import CheckReplicas, SaveArguments
+from casckpt.base.keywords import check_keywords
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput
 from casckpt.format.keys import check_attachment_name, check_step
 from casckpt.frontends.stores import AnyStore, as_store
@@ -33,9 +29,9 @@ from casckpt.frontends.trainer.contents import (
 )
 from casckpt.frontends.trainer.failures import Failures, HeardFuture, will_repeat
 from casckpt.frontends.trainer.janitor import Janitor
-from casckpt.frontends.trainer.one_run import OneRun, newest_together
-from casckpt.frontends.trainer.resuming import Resumed, check_given, of_all_ranks, outcome_of
+from casckpt.frontends.trainer.resumed import Resumed, check_given, of_all_ranks, outcome_of
 from casckpt.frontends.trainer.rotation import rotate, thin
+from casckpt.frontends.trainer.run_checkpoints import OneRun, newest_together
 from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
 from casckpt.frontends.trainer.summary import SaveSummary
 from casckpt.frontends.trainer.throttle import throttled
@@ -43,7 +39,11 @@ from casckpt.frontends.trainer.train_state import restore_rng, rng_state
 from casckpt.frontends.training_state.hub_config import config_files
 from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
 from casckpt.frontends.training_state.stored import MODEL
-from casckpt.repository.commits import Commit
+from casckpt.history.commits import Commit
+from casckpt.loading.arguments import Rename
+from casckpt.loading.load_plan import FillArguments, LoadOptions, MatchArguments, Unread
+from casckpt.ranks.ranks import Ranks, everyone, open_ranks, this_rank
+from casckpt.saving.options import CheckReplicas, SaveArguments
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

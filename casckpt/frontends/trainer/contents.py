@@ -16,11 +16,7 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkabl
 from torch import nn
 from torch.optim import Optimizer
 
-from casckpt.checkpoint.arguments import renamer
-from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.loading.load_plan import LoadOptions, MatchArguments, Unread
-from casckpt.checkpoint.loading.unread import is_generator, is_within, tell, warn_moved
-from casckpt.checkpoint.ranks import Ranks, on_each
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, NotFound
 from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors
 from casckpt.frontends.training_state.objects import is_optimizer, load_objects, made_of
@@ -30,6 +26,10 @@ from casckpt.frontends.training_state.plain_state import plain_state
 from casckpt.frontends.training_state.save_load import state_of
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.frontends.training_state.together import Groups, Made, find, is_sharded, made_by_name, make_state
+from casckpt.loading.arguments import renamer
+from casckpt.loading.load_plan import LoadOptions, MatchArguments, Unread
+from casckpt.loading.unread import is_generator, is_within, tell, warn_moved
+from casckpt.ranks.ranks import Ranks, on_each
 from casckpt.store.objects import is_of_optimizer
 from casckpt.store.store import Store
 

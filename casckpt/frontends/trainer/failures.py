@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from casckpt.checkpoint.handle import Checkpoint
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Conflict, InvalidInput, Revoked
 from casckpt.repository.repository import Clock
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self, Unpack
 
-from casckpt.checkpoint.ranks import everyone, open_ranks
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.frontends.trainer.checkpointer import Checkpointer
 from casckpt.frontends.trainer.contents import AnyTrainState, TrainModel
 from casckpt.frontends.trainer.settings import StepArguments
 from casckpt.frontends.training_state.parts import AnyOptimizer
+from casckpt.ranks.ranks import everyone, open_ranks
 
 log = logging.getLogger(__name__)
 

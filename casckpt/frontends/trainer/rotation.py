@@ -10,12 +10,12 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from casckpt.format.names import TxId
+from casckpt.history.commits import Commit, list_commits
+from casckpt.history.tags import FOREIGN_CLOCKS, tagged_txids, tags
 from casckpt.plan.retention import Policy, Thinning, newest_of, plan_forget
-from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.repository import Repository
-from casckpt.repository.tags import FOREIGN_CLOCKS, tagged_txids, tags
-from casckpt.upkeep.gc.retiring import kept_of, purge_now, retire_now
-from casckpt.upkeep.thinning import execute, plan_thin
+from casckpt.upkeep.gc.purge import kept_of, purge_now, retire_now
+from casckpt.upkeep.thin import execute, plan_thin
 
 log = logging.getLogger(__name__)
 _TOLD_EVERY = 10  # checkpoints

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from casckpt.checkpoint.handle import Checkpoint
+from casckpt.contents.checkpoint import Checkpoint
 
 _MIB = 1 << 20
 

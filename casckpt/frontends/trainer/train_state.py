@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from casckpt.checkpoint.ranks import this_rank
 from casckpt.errors import InvalidInput, MissingKey
 from casckpt.format.digest import hex_digest
 from casckpt.frontends.training_state.plain_state import check_part, draws, fill, plain_state
+from casckpt.ranks.ranks import this_rank
 
 log = logging.getLogger("casckpt")
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from casckpt.checkpoint.loading.load_plan import new_empty
 from casckpt.errors import InvalidInput
 from casckpt.format.sections.index import StreamEntry
 from casckpt.frontends.training_state.flat import FlatPart
+from casckpt.loading.load_plan import new_empty
 from casckpt.tensors.dtensors import described_like, is_dtensor, local_of
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.objects import Archived

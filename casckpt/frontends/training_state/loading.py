@@ -16,23 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from casckpt.checkpoint.arguments import matches, renamer, usable_patterns
-from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.loading.fit import (
-    Fit,
-    check_fit,
-    check_no_adapters,
-    chosen,
-    is_adapter,
-    log_once,
-    memory_of,
-    merged,
-    name_without_adapters,
-    shape_of,
-)
-from casckpt.checkpoint.loading.load_plan import LoadOptions, new_empty
-from casckpt.checkpoint.loading.unread import that_hold
-from casckpt.checkpoint.ranks import Ranks, everyone
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Mismatch
 from casckpt.format.regions import Shape
 from casckpt.format.sections.index import StreamEntry
@@ -52,6 +36,22 @@ from casckpt.frontends.training_state.stored import (
     steps_on_cpu,
 )
 from casckpt.frontends.training_state.together import on_no_rank
+from casckpt.loading.arguments import matches, renamer, usable_patterns
+from casckpt.loading.fit import (
+    Fit,
+    check_fit,
+    check_no_adapters,
+    chosen,
+    is_adapter,
+    log_once,
+    memory_of,
+    merged,
+    name_without_adapters,
+    shape_of,
+)
+from casckpt.loading.load_plan import LoadOptions, new_empty
+from casckpt.loading.unread import that_hold
+from casckpt.ranks.ranks import Ranks, everyone
 from casckpt.tensors.dtensors import described_like, local_of
 from casckpt.tensors.dtypes import dtype_name
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from casckpt.checkpoint.loading.unread import is_within, prefixes
-from casckpt.checkpoint.ranks import this_rank
 from casckpt.errors import InvalidInput
 from casckpt.format.tree import listed
 from casckpt.frontends.training_state.flat import flat_parts, full_dtypes, let_go, without_fsdp_hooks
 from casckpt.frontends.training_state.names import plain_name
 from casckpt.frontends.training_state.parts import Parts
+from casckpt.loading.unread import is_within, prefixes
+from casckpt.ranks.ranks import this_rank
 from casckpt.tensors.values import Shard
 
 log = logging.getLogger("casckpt")

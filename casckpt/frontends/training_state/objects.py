@@ -13,11 +13,7 @@ from typing import Any, TypeAlias, Unpack
 from torch import nn
 from torch.optim import Optimizer
 
-from casckpt.checkpoint.arguments import renamer
-from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.loading.load_plan import LoadOptions
-from casckpt.checkpoint.ranks import Ranks, everyone, on_each, open_ranks
-from casckpt.checkpoint.saving.options import SaveArguments
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Mismatch
 from casckpt.format.tree import listed
 from casckpt.frontends.training_state.hub_config import with_config
@@ -28,6 +24,10 @@ from casckpt.frontends.training_state.optimizer import states_to_save, tensors_b
 from casckpt.frontends.training_state.plain_state import draws, fill, plain_state
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.frontends.training_state.together import Made, NamedState, find, is_sharded, make_state
+from casckpt.loading.arguments import renamer
+from casckpt.loading.load_plan import LoadOptions
+from casckpt.ranks.ranks import Ranks, everyone, on_each, open_ranks
+from casckpt.saving.options import SaveArguments
 from casckpt.store.store import Store
 from casckpt.tensors.state import check_replaceable, flatten, inflate, is_object, replace_leaves
 from casckpt.tensors.values import PerRank

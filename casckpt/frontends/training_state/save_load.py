@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.keywords import check_keywords
-from casckpt.checkpoint.loading.load_plan import LoadArguments, LoadOptions
-from casckpt.checkpoint.loading.unread import is_within, tell
-from casckpt.checkpoint.ranks import open_ranks
-from casckpt.checkpoint.saving.options import SaveArguments
+from casckpt.base.keywords import check_keywords
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.training_state.hub_config import with_config
 from casckpt.frontends.training_state.loading import TrainingStateLoad, normal_tensors
@@ -18,6 +14,10 @@ from casckpt.frontends.training_state.optimizer import states_to_save
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
 from casckpt.frontends.training_state.stored import MODEL, OPTIM
 from casckpt.frontends.training_state.together import Made, find, made_by_name, make_state
+from casckpt.loading.load_plan import LoadArguments, LoadOptions
+from casckpt.loading.unread import is_within, tell
+from casckpt.ranks.ranks import open_ranks
+from casckpt.saving.options import SaveArguments
 from casckpt.store.store import Store
 
 

@@ -7,17 +7,17 @@ from typing import Any, TypeAlias
 
 from torch.optim import ASGD, Optimizer
 
-from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.loading.fit import saved_shapes
+from casckpt.base.lazy import cached_property
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.contents.signatures import get_trusted
 from casckpt.errors import Damaged, Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Shape, whole
 from casckpt.format.sections.index import StreamEntry
 from casckpt.format.tree import Element, Leaf, Node, children, find, join, leaves
-from casckpt.lazy import cached_property
+from casckpt.history.commits import Commit
+from casckpt.loading.fit import saved_shapes
 from casckpt.plan.reads import covers
-from casckpt.repository.commits import Commit
-from casckpt.repository.signatures.signed import get_trusted
 from casckpt.store.store import Store
 from casckpt.tensors.state import decode_tree, inflate
 

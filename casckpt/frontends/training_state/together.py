@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
 
-from casckpt.checkpoint.agreement import check_same, named
-from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.ranks import Ranks, everyone
-from casckpt.checkpoint.saving.replicas import digest_of
+from casckpt.contents import manifests
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Mismatch
 from casckpt.format.digest import hex_digest
 from casckpt.format.manifest import Manifest
@@ -18,8 +16,10 @@ from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.training_state.groups import merged
 from casckpt.frontends.training_state.optimizer import tensors_below
 from casckpt.frontends.training_state.stored import MODEL, OPTIM, StoredGroups, StoredTraining
-from casckpt.repository import manifests
-from casckpt.repository.commits import Commit
+from casckpt.history.commits import Commit
+from casckpt.ranks.agreement import check_same, named
+from casckpt.ranks.ranks import Ranks, everyone
+from casckpt.saving.replicas import digest_of
 from casckpt.store.store import Store
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.shards import check_storable

@@ -9,10 +9,7 @@ from typing import Any, Unpack
 
 import torch
 
-from casckpt.checkpoint.arguments import usable_device, usable_patterns
-from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.loading.load_plan import ReadArguments, new_empty
-from casckpt.checkpoint.ranks import on_each, open_ranks, this_rank
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, MissingKey
 from casckpt.format.sections.index import StreamEntry
 from casckpt.format.tree import Element
@@ -21,6 +18,9 @@ from casckpt.frontends.training_state.model import is_extra_state
 from casckpt.frontends.training_state.optimizer import by_number
 from casckpt.frontends.training_state.stored import OPTIM, STATE, StoredGroups, StoredTraining, is_step, steps_on_cpu
 from casckpt.frontends.training_state.together import find
+from casckpt.loading.arguments import usable_device, usable_patterns
+from casckpt.loading.load_plan import ReadArguments, new_empty
+from casckpt.ranks.ranks import on_each, open_ranks, this_rank
 
 
 def unshard_model_state(

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from casckpt.base.lazy import cached_property
 from casckpt.errors import NotFound, Refused, StorageError
-from casckpt.lazy import cached_property
 from casckpt.storage.base import AlreadyExists, Finding, Known, ListedObject, ObjectStore, Traits
 from casckpt.storage.buffers import plain_bytes
 from casckpt.storage.counts import IoCounts

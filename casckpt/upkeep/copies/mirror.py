@@ -12,16 +12,16 @@ import threading
 from dataclasses import dataclass, field
 
 from casckpt.errors import CasckptError, Conflict, Damaged, Gone, Refused, StorageError
-from casckpt.repository.commits import Commit, CommitList, forget, list_commits
-from casckpt.repository.folding import Holdings
+from casckpt.history.commits import Commit, CommitList, forget, list_commits
+from casckpt.history.folding import Holdings
 from casckpt.repository.host_lock import alone_on_this_host
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
 from casckpt.storage.forking import PerProcess
-from casckpt.upkeep.copies.mirrored import MirrorLag, lag_of, made_at, needed_in_mirror, note, take_back, unmirrored
-from casckpt.upkeep.copies.replicating import Work, replicate
+from casckpt.upkeep.copies.mirror_notes import MirrorLag, lag_of, made_at, needed_in_mirror, note, take_back, unmirrored
+from casckpt.upkeep.copies.replication import Work, replicate
 from casckpt.upkeep.copies.signatures import copy_signatures
-from casckpt.upkeep.thinning import thin_alike
+from casckpt.upkeep.thin import thin_alike
 
 JOBS = 4
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0  # seconds until what failed is tried again

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Container
 from contextlib import suppress
 
+from casckpt.contents.signatures import list_signatures
 from casckpt.errors import Damaged, NotFound, Refused
 from casckpt.format.names import ManifestId
 from casckpt.format.records import MAX_RECORD_BYTES
 from casckpt.repository.repository import Repository
-from casckpt.repository.signatures.signed import list_signatures
 from casckpt.storage.base import AlreadyExists
 
 log = logging.getLogger(__name__)

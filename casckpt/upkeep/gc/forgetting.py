@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from casckpt.contents.refs import resolve_many
 from casckpt.errors import Conflict
-from casckpt.repository import commits
-from casckpt.repository.commits import Commit
-from casckpt.repository.refs import resolve_many
+from casckpt.history import commits
+from casckpt.history.commits import Commit
+from casckpt.history.tags import delete_tag, tags, tags_of
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
-from casckpt.repository.tags import delete_tag, tags, tags_of
 
 
 def plan_forget(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool = False) -> list[Commit]:

@@ -24,27 +24,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from casckpt.base.parallel import in_parallel
+from casckpt.base.progress import Progress, silent
+from casckpt.contents import blobs
+from casckpt.contents.signatures import remove_signatures
 from casckpt.errors import Conflict, InvalidInput, Unsupported
 from casckpt.format import records
 from casckpt.format.keys import parse_log, parse_object, uploader_folder
 from casckpt.format.names import TxId
-from casckpt.parallel import in_parallel
-from casckpt.plan.progress import Progress, silent
+from casckpt.history.commits import PREFIX as COMMITS
+from casckpt.history.commits import Commit, list_commits, list_names
+from casckpt.history.tags import remove_old_generations
+from casckpt.history.transactions import PREFIX as TRANSACTIONS
+from casckpt.history.transactions import OpenTransaction, open_transactions, remove_closed
 from casckpt.plan.retention import Policy
-from casckpt.repository import blobs
-from casckpt.repository.commits import PREFIX as COMMITS
-from casckpt.repository.commits import Commit, list_commits, list_names
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
-from casckpt.repository.signatures.signed import remove_signatures
-from casckpt.repository.tags import remove_old_generations
-from casckpt.repository.transactions import PREFIX as TRANSACTIONS
-from casckpt.repository.transactions import OpenTransaction, open_transactions, remove_closed
 from casckpt.upkeep.blob_use import BlobUse
-from casckpt.upkeep.gc import paused as paused_state
-from casckpt.upkeep.gc.marking import Candidates, Unreadable, candidates, commits_without_doubt, spare_roots
-from casckpt.upkeep.gc.paused import Paused
-from casckpt.upkeep.gc.retiring import (
+from casckpt.upkeep.gc import resume_state as paused_state
+from casckpt.upkeep.gc.candidates import Candidates, Unreadable, candidates, commits_without_doubt, spare_roots
+from casckpt.upkeep.gc.purge import (
     GcPlan,
     Retired,
     Waiting,
@@ -55,11 +54,12 @@ from casckpt.upkeep.gc.retiring import (
     unless_mirror_is_gone,
     waiting_for,
 )
-from casckpt.upkeep.gc.settling import settle
-from casckpt.upkeep.gc.waiting import Limits, Sleep, wait_until_closed
-from casckpt.upkeep.lost import check_recorded
-from casckpt.upkeep.stock import BLOB, Stock, sums_of, take_stock
-from casckpt.upkeep.thinning import ThinResult
+from casckpt.upkeep.gc.recovery import settle
+from casckpt.upkeep.gc.resume_state import Paused
+from casckpt.upkeep.gc.wait import Limits, Sleep, wait_until_closed
+from casckpt.upkeep.inventory import BLOB, Stock, sums_of, take_stock
+from casckpt.upkeep.lost_records import check_recorded
+from casckpt.upkeep.thin import ThinResult
 
 log = logging.getLogger(__name__)
 

@@ -6,14 +6,14 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from casckpt.base.parallel import in_parallel
+from casckpt.contents.refs import resolve_forgotten, resolve_many
 from casckpt.errors import CasckptError, Conflict, StorageError
-from casckpt.parallel import in_parallel
-from casckpt.repository import commits
-from casckpt.repository.commits import Commit, CommitList, announce_all, check_restore, list_commits
-from casckpt.repository.refs import resolve_forgotten, resolve_many
+from casckpt.history import commits
+from casckpt.history.commits import Commit, CommitList, announce_all, check_restore, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
-from casckpt.upkeep.thinning import whole_of
+from casckpt.upkeep.thin import whole_of
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def plan_restore(repo: Repository, refs: Iterable[str | Commit], *, whole: bool 
     """Choose what ``refs`` name of what was forgotten (ranges among them), each once, by one listing. Writes nothing.
 
     ``whole``: of what is thinned, the places that it had before. Raises as `resolve_forgotten` and
-    `casckpt.upkeep.thinning.whole_of`; `Conflict` if one of them cannot be restored, or if two are of one step.
+    `casckpt.upkeep.thin.whole_of`; `Conflict` if one of them cannot be restored, or if two are of one step.
     """
     listed = list_commits(repo)
     named = _whole(repo, refs, listed) if whole else (one for ref in refs for one in _named(repo, ref, listed))

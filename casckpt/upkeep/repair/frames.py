@@ -9,21 +9,21 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from casckpt.base.parallel import in_parallel
+from casckpt.base.progress import Progress
+from casckpt.contents import manifests
 from casckpt.errors import Damaged, Gone, NotFound, Refused
 from casckpt.format.encodings.chains import decoded
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
 from casckpt.format.names import CellDigest
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.parallel import in_parallel
-from casckpt.plan.progress import Progress
-from casckpt.repository import manifests
-from casckpt.repository.commits import Commit
+from casckpt.history.commits import Commit
 from casckpt.repository.fetching import Range
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ShortObject
-from casckpt.upkeep.repair.checking import Checked, threads_for
-from casckpt.upkeep.repair.salvage import Located, locate
+from casckpt.upkeep.repair.blob_check import Checked, threads_for
+from casckpt.upkeep.repair.cell_sources import Located, locate
 
 _AT_ONCE = 1 << 16  # cells that are told of in memory; a base is decoded once for as many
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from casckpt.contents import blobs, manifests
 from casckpt.errors import CasckptError, Conflict, Damaged, Gone, Refused
 from casckpt.format.draft import placed
 from casckpt.format.keys import manifest_key, parse_object, uploader_folder
@@ -17,15 +18,14 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import Committed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
+from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.plan.lots import grouped
-from casckpt.repository import blobs, manifests
-from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.fetching import Spoilt, fetch
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.repair.salvage import readable
+from casckpt.upkeep.inventory import BLOB, list_objects
+from casckpt.upkeep.repair.cell_sources import readable
 from casckpt.upkeep.repair.verify import DamagedManifest
-from casckpt.upkeep.rewriting import record_of, rewrite
-from casckpt.upkeep.stock import BLOB, list_objects
+from casckpt.upkeep.rewrite import record_of, rewrite
 
 
 def repair_manifests(

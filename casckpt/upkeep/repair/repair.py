@@ -19,23 +19,23 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from casckpt.base.progress import Progress, silent
+from casckpt.contents import blobs
 from casckpt.errors import Conflict, Damaged, Gone, Refused
 from casckpt.format.keys import blob_key, uploader_folder
 from casckpt.format.names import CellDigest, TxId
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.plan.progress import Progress, silent
-from casckpt.repository import blobs
-from casckpt.repository.commits import Commit, list_commits
+from casckpt.history.commits import Commit, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
-from casckpt.upkeep.repair.checking import Checked, check_blobs
-from casckpt.upkeep.repair.hits import DamagedBlob, describe
+from casckpt.upkeep.inventory import list_objects
+from casckpt.upkeep.repair.affected import DamagedBlob, describe
+from casckpt.upkeep.repair.blob_check import Checked, check_blobs
+from casckpt.upkeep.repair.blob_rebuild import Source, mend_from_copies
+from casckpt.upkeep.repair.cell_sources import BlobCopies, Cells, LiveCell, live_cells, readable, related
 from casckpt.upkeep.repair.manifest_repair import repair_manifests
-from casckpt.upkeep.repair.mending import Source, mend_from_copies
-from casckpt.upkeep.repair.relocating import Relocation
-from casckpt.upkeep.repair.salvage import BlobCopies, Cells, LiveCell, live_cells, readable, related
+from casckpt.upkeep.repair.relocation import Relocation
 from casckpt.upkeep.repair.verify import DamagedManifest, DamagedRecord, damaged_records, survey
-from casckpt.upkeep.stock import list_objects
 
 log = logging.getLogger(__name__)
 

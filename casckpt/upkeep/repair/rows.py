@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 
+from casckpt.contents import manifests
 from casckpt.errors import CasckptError, Damaged, Gone, NotFound, Refused, StorageError
 from casckpt.format.blob_writer import LEAF_BYTES
 from casckpt.format.extents import StoredCell
@@ -17,11 +18,10 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.proof import Leaf, as_leaves
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.repository import manifests
-from casckpt.repository.commits import Commit
+from casckpt.history.commits import Commit
 from casckpt.repository.fetching import holds_cell
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.repair.checking import Checked
+from casckpt.upkeep.repair.blob_check import Checked
 
 _AT_ONCE = 64  # blobs whose leaves are held
 

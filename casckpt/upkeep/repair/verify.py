@@ -8,27 +8,27 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from casckpt.base.progress import Progress, silent
+from casckpt.contents import blobs, manifests
+from casckpt.contents.refs import resolve_many
+from casckpt.contents.signatures import is_trusted
 from casckpt.errors import CasckptError, Damaged, Gone, InvalidInput, Refused
 from casckpt.format.keys import blob_key, commit_key
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.plan.progress import Progress, silent
-from casckpt.repository import blobs, manifests
-from casckpt.repository.commits import Commit, CommitList, list_commits
+from casckpt.history.commits import Commit, CommitList, list_commits
+from casckpt.history.tags import list_tags
 from casckpt.repository.fetching import compare_size
-from casckpt.repository.refs import resolve_many
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
-from casckpt.repository.signatures.signed import is_trusted
-from casckpt.repository.tags import list_tags
-from casckpt.upkeep.gc.settling import faults
-from casckpt.upkeep.lost import ADVICE, lost_records
-from casckpt.upkeep.repair.checking import Checked, check_blobs
+from casckpt.upkeep.gc.recovery import faults
+from casckpt.upkeep.inventory import list_objects
+from casckpt.upkeep.lost_records import ADVICE, lost_records
+from casckpt.upkeep.repair.affected import DamagedBlob, describe
+from casckpt.upkeep.repair.blob_check import Checked, check_blobs
 from casckpt.upkeep.repair.frames import Frames
-from casckpt.upkeep.repair.hits import DamagedBlob, describe
 from casckpt.upkeep.repair.rows import wrong_rows
-from casckpt.upkeep.stock import list_objects
 
 Mode = Literal["full", "exists"]
 Name = tuple[TxId, BlobHash]

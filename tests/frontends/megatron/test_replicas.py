@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import casckpt
-from casckpt.checkpoint.saving import save as saving
 from casckpt.frontends.megatron import ShardedTensor, load, load_plain_tensors, save
 from casckpt.frontends.megatron.claims import claims_of
 from casckpt.frontends.megatron.saving import Saving
+from casckpt.saving import save as saving
 from tests.support.ranks import outcome_of
 from tests.support.told import Told
 

@@ -106,7 +106,7 @@ def dies_on_the_way(rank: int, size: int, where: str) -> str:
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4), replica_id=rank)}
     megatron.save(state, where)
     if rank == 2:
-        from casckpt.checkpoint.ranks import GroupRanks
+        from casckpt.ranks.ranks import GroupRanks
 
         GroupRanks.swap = lambda *_: die()  # type: ignore[method-assign]  # in a process of its own
     return repr(outcome_of(lambda: megatron.load(state, where, fully_parallel=True)))

@@ -20,7 +20,7 @@ from casckpt.frontends.serve.folders import Folder, Folders
 from casckpt.frontends.serve.ranges import Span
 from casckpt.frontends.serve.reading import WINDOW_BYTES, RangeReader
 from casckpt.frontends.serve.view_file import VIEW_FILE, read_rules
-from casckpt.frontends.view import Rules
+from casckpt.frontends.views.view import Rules
 from casckpt.store.store import Store
 from tests.support.coded import code
 from tests.support.saves import CELL, blob_keys, cells, flip, small, small_folder, trained

@@ -13,7 +13,7 @@ from unittest.mock import MagicMock, Mock, patch
 import pytest
 import torch
 
-from casckpt.checkpoint.handle import Checkpoint
+from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, NotFound, StorageError
 from casckpt.frontends.serve.leases import _MOST_IDLE, Leases
 from casckpt.store.store import Store

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from casckpt.format.dtypes import itemsize
 from casckpt.format.sections.index import StreamEntry
-from casckpt.frontends.recut import ViewTensor
-from casckpt.frontends.safetensors.layout import FileLayout
+from casckpt.frontends.interchange.safetensors.layout import FileLayout
 from casckpt.frontends.serve.ranges import FileMap, Span, Unsatisfiable, parse_range
+from casckpt.frontends.views.recut import ViewTensor
 
 
 @pytest.mark.parametrize(

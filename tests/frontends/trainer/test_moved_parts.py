@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import casckpt
-from casckpt.checkpoint.loading.unread import is_generator, warn_moved
 from casckpt.frontends.trainer import Checkpointer, TrainState
+from casckpt.loading.unread import is_generator, warn_moved
 from tests.support.saves import small_folder
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from casckpt.format.records import Committed
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.frontends.trainer.rotation import Rotation, plan_rotation
 from casckpt.frontends.trainer.settings import TrainerSettings
+from casckpt.history.commits import Commit, list_commits
 from casckpt.plan.retention import Policy
-from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from tests.support.far import far

@@ -9,10 +9,10 @@ import pytest
 
 from casckpt.errors import Conflict, Gone
 from casckpt.format.records import Committed
-from casckpt.repository import tags
-from casckpt.repository.commits import list_commits
+from casckpt.history import tags
+from casckpt.history.commits import list_commits
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.copies.replicating import Work, replicate
+from casckpt.upkeep.copies.replication import Work, replicate
 from tests.support.checkpoints import array, read_arrays, save_arrays
 from tests.support.copies import copy
 from tests.support.gcs import collect

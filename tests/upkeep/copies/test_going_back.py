@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from casckpt.contents import manifests
 from casckpt.errors import Damaged
-from casckpt.repository import commits, manifests
-from casckpt.repository.commits import list_commits
+from casckpt.history import commits
+from casckpt.history.commits import list_commits
+from casckpt.history.tags import delete_tag, get_tag, list_tags, set_tag
 from casckpt.repository.repository import Repository
-from casckpt.repository.tags import delete_tag, get_tag, list_tags, set_tag
 from casckpt.storage.local.store import LocalStore
 from casckpt.upkeep.repair.verify import verify
 from tests.support.copies import copy

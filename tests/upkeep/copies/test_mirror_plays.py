@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from casckpt.errors import Conflict
+from casckpt.history.commits import Commit, list_commits
+from casckpt.history.folding import VOID, Holdings
 from casckpt.plan.retention import Policy
-from casckpt.repository.commits import Commit, list_commits
-from casckpt.repository.folding import VOID, Holdings
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.copies import mirror
 from casckpt.upkeep.copies.mirror import Mirror
-from casckpt.upkeep.copies.mirrored import key_of_note, note
+from casckpt.upkeep.copies.mirror_notes import key_of_note, note
 from casckpt.upkeep.gc import gc
 from tests.support.checkpoints import array, save_parts
 from tests.support.gcs import keys

@@ -11,18 +11,19 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from casckpt.contents import manifests
+from casckpt.contents.refs import resolve
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput
 from casckpt.format.encodings import encode_planes
 from casckpt.format.names import ManifestId
-from casckpt.repository import commits, manifests
-from casckpt.repository.commits import list_commits
-from casckpt.repository.refs import resolve
+from casckpt.history import commits
+from casckpt.history.commits import list_commits
+from casckpt.history.tags import set_tag
 from casckpt.repository.repository import Repository
-from casckpt.repository.tags import set_tag
 from casckpt.storage.base import ObjectStore
 from casckpt.store.store import Store
-from casckpt.upkeep import recoding
-from casckpt.upkeep.copies.copying import CopyResult, plan_copy
+from casckpt.upkeep import repack as recoding
+from casckpt.upkeep.copies.copy import CopyResult, plan_copy
 from casckpt.upkeep.repair.verify import verify
 from tests.support.announced import undecided
 from tests.support.checkpoints import array, flip, only_blob, read_arrays, save_arrays

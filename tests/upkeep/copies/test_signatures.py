@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from casckpt.repository.commits import forget, list_commits
+from casckpt.history.commits import forget, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.upkeep.doctor import examine

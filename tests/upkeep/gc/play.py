@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from casckpt.contents import manifests
 from casckpt.errors import Conflict, Gone, NotFound, Revoked
 from casckpt.format.draft import Encoded, placed
 from casckpt.format.keys import blob_key, manifest_key
@@ -15,16 +16,16 @@ from casckpt.format.names import TxId
 from casckpt.format.records import Committed
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.head import BLOBS
+from casckpt.history import commits, tags, transactions
+from casckpt.history.commits import Commit, CommitList, list_commits
+from casckpt.history.following import newest_reusable
+from casckpt.history.leases import hold, renew
+from casckpt.history.transactions import Transaction
 from casckpt.plan.retention import Policy
-from casckpt.repository import commits, manifests, tags, transactions
-from casckpt.repository.commits import Commit, CommitList, list_commits
-from casckpt.repository.leases import hold, renew
 from casckpt.repository.repository import Repository
-from casckpt.repository.runs.following import newest_reusable
-from casckpt.repository.transactions import Transaction
 from casckpt.upkeep.gc import gc
-from casckpt.upkeep.rewriting import record_of, rewrite
-from casckpt.upkeep.thinning import execute, plan_thin
+from casckpt.upkeep.rewrite import record_of, rewrite
+from casckpt.upkeep.thin import execute, plan_thin
 from tests.support import repositories as support
 from tests.support.gcs import LAST, collect
 from tests.support.repositories import Ticks, memory, put_blob, repository, save

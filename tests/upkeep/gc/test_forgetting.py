@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from casckpt.errors import Conflict, NotFound
-from casckpt.repository.commits import forget, list_commits
-from casckpt.repository.tags import delete_tag, set_tag
+from casckpt.history.commits import forget, list_commits
+from casckpt.history.tags import delete_tag, set_tag
 from casckpt.upkeep.gc.forgetting import plan_forget
 from tests.support.repositories import commit_bare, repository
 

@@ -10,20 +10,21 @@ from typing import Any
 import msgspec
 import pytest
 
+from casckpt.base.progress import Progress
 from casckpt.cli.commands.gc import described
+from casckpt.contents import manifests
 from casckpt.errors import Damaged, InvalidInput, NotFound
 from casckpt.format.keys import blob_key, manifest_key
-from casckpt.plan.progress import Progress
+from casckpt.history import commits, tags, transactions
+from casckpt.history.commits import list_commits
+from casckpt.history.leases import hold
 from casckpt.plan.retention import Policy
-from casckpt.repository import commits, manifests, tags, transactions
-from casckpt.repository.commits import list_commits
-from casckpt.repository.leases import hold
 from casckpt.repository.repository import Repository
 from casckpt.storage.local import syscalls
 from casckpt.storage.local.newfile import Naming, temporary_name
 from casckpt.storage.local.store import LocalStore
 from casckpt.upkeep.gc.gc import GcResult, execute, plan_gc
-from casckpt.upkeep.gc.retiring import min_age_of
+from casckpt.upkeep.gc.purge import min_age_of
 from tests.support.faulty import Call, FaultyStore, call_first
 from tests.support.gcs import (
     LAST,

@@ -15,11 +15,12 @@ from casckpt.errors import Revoked
 from casckpt.format.keys import parse_object
 from casckpt.format.names import TxId
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.repository import leases, tags, transactions
-from casckpt.repository.commits import Commit, CommitList, list_commits
+from casckpt.history import leases, tags, transactions
+from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.gc import gc, retiring
-from casckpt.upkeep.gc.waiting import Waited
+from casckpt.upkeep.gc import gc
+from casckpt.upkeep.gc import purge as retiring
+from casckpt.upkeep.gc.wait import Waited
 from tests.support.repositories import put_blob, save
 from tests.upkeep.gc.play import HOUR, ROUNDS, Lost, Play, draw_from_log, draw_known, finish, rewrite_some
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from casckpt.errors import Conflict, NotFound, StorageError
-from casckpt.repository.commits import Commit, forget, list_commits, purge
+from casckpt.history.commits import Commit, forget, list_commits, purge
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc.restoring import plan_restore, restore
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before

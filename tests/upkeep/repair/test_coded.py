@@ -8,16 +8,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from casckpt.contents import blobs, manifests
 from casckpt.errors import Damaged, InvalidInput
 from casckpt.format.digest import cell_digest
 from casckpt.format.encodings import encode
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key, manifest_key
-from casckpt.repository import blobs, manifests
 from casckpt.store.opening import open as opened
 from casckpt.store.store import Store
 from casckpt.upkeep.repair import frames
-from casckpt.upkeep.repair.salvage import locate
+from casckpt.upkeep.repair.cell_sources import locate
 from tests.support.coded import Encode, Stored, chain, code
 from tests.support.saves import BLOB, CELL, cells, flip, reopened, small
 

@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from casckpt.contents import manifests
+from casckpt.contents.refs import resolve
 from casckpt.errors import CasckptError
 from casckpt.format.keys import manifest_key
 from casckpt.format.names import ManifestId
-from casckpt.repository import commits, manifests, tags
-from casckpt.repository.commits import list_commits
-from casckpt.repository.refs import resolve
+from casckpt.history import commits, tags
+from casckpt.history.commits import list_commits
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ObjectStore
 from casckpt.store.store import Store

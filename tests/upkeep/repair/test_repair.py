@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from casckpt.checkpoint.saving.known import reusable
+from casckpt.base.progress import silent
 from casckpt.cli.describe import plain
+from casckpt.contents import blobs, manifests
+from casckpt.contents.refs import resolve
 from casckpt.errors import NotFound, StorageError
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.digest import cell_digest, proof_name
@@ -19,12 +21,11 @@ from casckpt.format.keys import blob_key, commit_key, manifest_key
 from casckpt.format.proof import encode_proof
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.format.sections.head import decode_head
-from casckpt.plan.progress import silent
-from casckpt.repository import blobs, commits, manifests, tags
-from casckpt.repository.commits import Commit, list_commits
-from casckpt.repository.refs import resolve
+from casckpt.history import commits, tags
+from casckpt.history.commits import Commit, list_commits
+from casckpt.history.following import newest_reusable
 from casckpt.repository.repository import Repository
-from casckpt.repository.runs.following import newest_reusable
+from casckpt.saving.reuse_offer import reusable
 from casckpt.storage.local.newfile import temporary_name
 from casckpt.storage.local.store import LocalStore
 from casckpt.upkeep.repair.repair import Rewritten, repair

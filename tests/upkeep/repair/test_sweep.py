@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from casckpt.contents import manifests
 from casckpt.errors import Damaged
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.keys import blob_key, manifest_key
 from casckpt.format.sections.head import KNOWN, decode_head
-from casckpt.repository import manifests
 from casckpt.store.store import Store
 from tests.support.repositories import memory
 from tests.support.saves import blob_keys, cells, content, flip, manifest_keys, reopened, same_state, small

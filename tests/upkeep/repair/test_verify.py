@@ -10,18 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from casckpt.base.progress import Progress
 from casckpt.cli.describe import plain
+from casckpt.contents import blobs, manifests
 from casckpt.errors import CasckptError, InvalidInput, NotFound, StorageError, Unsupported
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.digest import cell_digest, proof_name
 from casckpt.format.keys import blob_key, manifest_key
 from casckpt.format.names import BlobHash
 from casckpt.format.proof import encode_proof
-from casckpt.plan.progress import Progress
-from casckpt.repository import blobs, commits, manifests, tags
-from casckpt.repository.commits import Commit
+from casckpt.history import commits, tags
+from casckpt.history.commits import Commit
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.repair.checking import PIECE
+from casckpt.upkeep.repair.blob_check import PIECE
 from casckpt.upkeep.repair.verify import Mode, verify
 from tests.support.checkpoints import CELL, array, flip, known_cells, only_blob, put_cells, read_arrays, save_arrays
 from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before

@@ -65,7 +65,7 @@ class Casckpt(Peer):
     @classmethod
     def absent(cls) -> str | None:
         """See `Peer.absent`."""
-        return missing("casckpt.store.store", "casckpt.checkpoint.saving.prepare", "casckpt.checkpoint.loading.load")
+        return missing("casckpt.store.store", "casckpt.saving.prepare", "casckpt.loading.load")
 
     def save(self, state: State, folder: Path) -> Mapping[str, float]:
         """A step of a training: the store stays open from one to the next."""

@@ -33,11 +33,12 @@ def build(here: Here, folder: str, checkpoints: int, blobs: int, first: int = 0)
 
 
 def _add(repo: Repository, path: Path, draw: random.Random, step: int, count: int) -> None:
+    from casckpt.contents import manifests
     from casckpt.format.keys import blob_key
     from casckpt.format.names import BlobHash
     from casckpt.format.records import Committed
     from casckpt.format.sections.blobs import BlobRef
-    from casckpt.repository import commits, manifests
+    from casckpt.history import commits
 
     txid = repo.new_txid(_RUN, step)
     refs = [BlobRef(BlobHash(draw.randbytes(32).hex()), _BLOB + 4096, txid) for _ in range(count)]

@@ -17,7 +17,7 @@ from benchmarks.worker import WrongBytes
 
 if TYPE_CHECKING:
     from benchmarks.worker import Here
-    from casckpt.repository.commits import Commit
+    from casckpt.history.commits import Commit
     from casckpt.storage.base import Known, ListedObject, Traits
     from casckpt.store.store import Store
 
@@ -114,7 +114,7 @@ def build(here: Here, where: str, case: str, length: int, folder: str) -> None:
 def save(here: Here, where: str, case: str, length: int, copies: int) -> Measured:
     """What the next save costs, after whatever ``case`` says happened since the one before."""
     from casckpt.format.records import Forgotten, Restored
-    from casckpt.repository.commits import append
+    from casckpt.history.commits import append
 
     history: _History = here.kept[f"{where} {case} {length}"]
     if case == CLOCKS:
@@ -133,7 +133,7 @@ def save(here: Here, where: str, case: str, length: int, copies: int) -> Measure
 
 def latest(here: Here, where: str, length: int, folder: str) -> Measured:
     """What a host that knows nothing asks for the newest of a run, under ``length`` later commits of other runs."""
-    from casckpt.repository.refs import resolve
+    from casckpt.contents.refs import resolve
 
     key = f"{where} latest {length}"
     if key not in here.kept:
@@ -197,8 +197,8 @@ def _synthesize(
     from casckpt.format.keys import announcement_key, commit_key, make_txid, run_hash
     from casckpt.format.names import ManifestId
     from casckpt.format.records import Announced, Committed
-    from casckpt.repository.commits import just_committed
-    from casckpt.repository.runs.announcements import look
+    from casckpt.history.announcements import look
+    from casckpt.history.commits import just_committed
 
     made, number = None, look(history.maker.repository, run_hash(run)).head
     for step in range(first, first + count):

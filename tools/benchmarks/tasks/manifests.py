@@ -107,10 +107,10 @@ def reach(here: Here, ranks: int) -> Measured:
 
     ``read``: bytes, of rank 0's message and of the ranges that it reads itself.
     """
-    from casckpt.checkpoint.loading.contents import Contents
     from casckpt.format.manifest import FRONT, Manifest
     from casckpt.format.regions import whole
     from casckpt.format.sections.head import decode_head
+    from casckpt.loading.contents import Contents
     from casckpt.plan.reads import plan_units
 
     data, moved = here.kept["data"], [0]

@@ -32,8 +32,8 @@ def _rows(kind: str, ranks: int, tensors: int, rank: int) -> _Rows:
 
 
 def ours(here: Here, kind: str, ranks: int, tensors: int) -> Measured:
-    """`casckpt.checkpoint.saving.layout.plan_writes` on layouts as they arrive from the ranks."""
-    from casckpt.checkpoint.saving.layout import plan_writes
+    """`casckpt.saving.layout.plan_writes` on layouts as they arrive from the ranks."""
+    from casckpt.saving.layout import plan_writes
 
     layouts = [_layout(kind, ranks, tensors, rank) for rank in range(ranks)]
     meter = Meter()
@@ -69,8 +69,8 @@ def _checked(measured: Measured, written: int, kind: str, ranks: int, tensors: i
 
 
 def _layout(kind: str, ranks: int, tensors: int, rank: int) -> Any:
-    from casckpt.checkpoint.saving.layout import RankLayout
     from casckpt.plan.writers import HeldRegions
+    from casckpt.saving.layout import RankLayout
 
     rows = _rows(kind, ranks, tensors, rank)
     streams: list[Any] = [

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from benchmarks.traces import Trace
     from benchmarks.worker import Here
-    from casckpt.checkpoint.handle import Checkpoint
+    from casckpt.contents.checkpoint import Checkpoint
     from casckpt.store.store import Store
 
 _RUN = "run"

@@ -26,7 +26,7 @@ from botocore.exceptions import ClientError, ResponseStreamingError
 from botocore.httpsession import get_cert_path
 from botocore.utils import get_environ_proxies
 
-from casckpt.lazy import cached_property
+from casckpt.base.lazy import cached_property
 from casckpt.storage.remote.patience import Patience, PatientRequest, asking
 
 _HOOK = "before-send.s3.GetObject"

@@ -1,1 +1,0 @@
-"""Use cases with tensors: save, load, in the background, and what ranks tell each other."""

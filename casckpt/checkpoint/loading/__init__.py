@@ -1,1 +1,0 @@
-"""The load path: from a manifest to tensors, in place."""

@@ -1,1 +1,0 @@
-"""The save path: from a state to blobs, a manifest and a commit."""

@@ -1,0 +1,6 @@
+"""What a commit refers to: manifests, blobs and signatures, and how people name a checkpoint.
+
+- `refs` resolves a **reference** such as `run@step` to a commit.
+- `manifests` reads and writes **manifests**, and `blobs` does the same for **blobs** and for marks of damage.
+- `checkpoint` defines `Checkpoint`, the value that users receive. `watching` yields new checkpoints of a run.
+"""

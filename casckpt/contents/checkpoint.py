@@ -1,0 +1,251 @@
+"""What a program holds of a checkpoint. Needs no torch."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from casckpt.base.lazy import cached_property
+from casckpt.base.notebook import html_table
+from casckpt.base.sizes import format_size
+from casckpt.errors import ForgottenWarning
+from casckpt.format.metrics import metric_values
+from casckpt.format.records import Committed, Dropped, time_of
+from casckpt.history import tags
+from casckpt.history.commits import Commit
+from casckpt.plan.lots import grouped
+from casckpt.repository.repository import Repository
+
+if TYPE_CHECKING:
+    from casckpt.format.manifest import Manifest  # needs numpy, and a listing needs no manifest
+    from casckpt.plan.routes import Link
+
+Frames: TypeAlias = "dict[str, dict[Link, bytes]]"
+"""Frames by which cells are told, by the key of their tensor."""
+
+_SHOWN = 20  # checkpoints in a notebook
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor: dtype as torch names it, global shape, size in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHealth:
+    """Elements of a tensor that are NaN, and that are infinite; the largest absolute value of the others, or 0.
+
+    Of complex numbers each part counts as an element.
+    """
+
+    nan: int
+    inf: int
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStats:
+    """What a save did, over all ranks. ``bytes_written``: of blob files; ``seconds``: until it was durable.
+
+    ``bytes_reused``: of tensors, as held in memory, that it did not write, in whatever form, since they were there.
+    ``bytes_coded``: of what is stored smaller, as held in memory; ``bytes_frames``: what that takes; ``bytes_deltas``:
+    of that, what only tells how another checkpoint's cells changed.
+    """
+
+    bytes_total: int
+    bytes_written: int
+    bytes_reused: int
+    blobs_written: int
+    blobs_reused: int
+    seconds: float
+    bytes_coded: int
+    bytes_frames: int
+    bytes_deltas: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint of a store, as its commit tells it; what stands in the manifest is read when it is asked for.
+
+    ``missing_keys``: keys of the template that the checkpoint lacks (after a load with ``strict=False``).
+    ``unread_keys``: keys of the checkpoint that the template did not name. ``unread_subtrees``: whole containers of
+    these that no rank read. ``mismatched_keys``: of the template, left as they are by ``ignore_mismatched``.
+    ``notes``: what an import did not take over as it is meant, in words. ``frames``: what updates decoded to have it in
+    memory, which the next one moves on; they are never pickled.
+    """
+
+    repo: Repository = field(repr=False)
+    commit: Commit = field(repr=False)
+    missing_keys: tuple[str, ...] = ()
+    unread_keys: tuple[str, ...] = ()
+    unread_subtrees: tuple[str, ...] = ()
+    mismatched_keys: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    frames: Frames = field(default_factory=dict, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"frames": {}}
+
+    @property
+    def _record(self) -> Committed:
+        return self.commit.committed
+
+    @property
+    def _manifest(self) -> Manifest:
+        from casckpt.contents import manifests
+
+        return manifests.get(self.repo, self.commit)
+
+    @property
+    def id(self) -> str:
+        """BLAKE3 of what was saved, wherever it lies: 64 hex digits."""
+        return self.commit.id
+
+    @property
+    def run(self) -> str:
+        """The run it belongs to."""
+        return self.commit.run
+
+    @property
+    def step(self) -> int:
+        """The step it was saved at."""
+        return self.commit.step
+
+    @property
+    def created_at(self) -> datetime:
+        """When it was saved, UTC."""
+        return time_of(self._record.created_at)
+
+    @property
+    def ephemeral(self) -> bool:
+        """Whether it was saved as one that may go soon."""
+        return self._record.ephemeral
+
+    @property
+    def forgotten(self) -> bool:
+        """Whether it is reached by its id only, until it is restored or purged."""
+        return self.commit.is_forgotten
+
+    @property
+    def replaced(self) -> bool:
+        """Whether these are old places of it: its id means it as it was rewritten."""
+        return self.commit.last == "replaced"
+
+    @property
+    def dropped(self) -> Dropped | None:
+        """What it was thinned by: how many tensors are left out, their bytes, the rule. None if it is whole."""
+        return self.commit.dropped
+
+    @property
+    def healthy(self) -> bool | None:
+        """The word of whoever saved it; False, too, where its save found NaN. None for none."""
+        return self._record.healthy
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The figures that it was saved with."""
+        return metric_values(self._record.metrics)
+
+    @cached_property
+    def metadata(self) -> dict[str, Any]:
+        """The user's metadata. Raises Unsigned where the store was opened for what is signed, and this is not."""
+        if self.repo.trusted is not None:  # a signature does not cover the record
+            from casckpt.contents.signatures import get_trusted
+
+            return get_trusted(self.repo, self.commit).metadata
+        return deepcopy(found) if (found := self._record.metadata) is not None else self._manifest.metadata
+
+    @property
+    def tags(self) -> list[str]:
+        """The tags that name it now, sorted; without those whose records are damaged."""
+        return tags.tags_of(tags.list_tags(self.repo).tags, self.commit.id)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Its tensors by key, in the order in which they were saved."""
+        entries = self._manifest.tensors
+        return {key: TensorInfo(entry.dtype, entry.shape, entry.nbytes) for key, entry in entries.items()}
+
+    @cached_property
+    def health(self) -> Mapping[str, TensorHealth] | None:
+        """What its save found in its tensors, by key, over all ranks; None if it was not asked to look.
+
+        Without tensors of which nobody knows, as those that were declared frozen, and those that hold no numbers.
+        """
+        from casckpt.format.sections.health import joined, sum_of
+
+        found, keys = self._manifest.health, self._manifest.body.entry_columns.keys
+        if found is None:
+            return None
+        by_key = grouped(found, lambda number: keys[number])
+        rows = {key: [found[number] for number in numbers] for key, numbers in by_key.items()}
+        return {key: TensorHealth(*sum_of(joined(parts))) for key, parts in rows.items()}
+
+    @property
+    def stats(self) -> SaveStats:
+        """What its save did."""
+        r = self._record
+        return SaveStats(**{one.name: getattr(r, one.name) for one in fields(SaveStats)})
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.run}@{self.step} {self.id[:12]}>"
+
+    def _repr_html_(self) -> str:
+        stats, created = self.stats, f"{self.created_at:%Y-%m-%d %H:%M} UTC"
+        rows = [
+            ("id", self.id), ("created", created), ("size", format_size(stats.bytes_total)),
+            ("new", format_size(stats.bytes_written)), ("tensors", self._record.tensors),
+            ("tags", ", ".join(self.tags)), *self.metrics.items(), *self.metadata.items(),
+        ]  # fmt: skip
+        return html_table(f"{self.run}@{self.step}", ("", ""), rows)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Checkpoint) and self.commit.txid == other.commit.txid
+
+    def __hash__(self) -> int:
+        return hash(self.commit.txid)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What a watch tells. ``late``: one that began later had been told, or was there before: it is not the newest."""
+
+    checkpoint: Checkpoint
+    late: bool
+
+
+def html_of(url: str, found: Sequence[Checkpoint]) -> str:
+    """What a notebook shows of the store at ``url``, which holds the checkpoints ``found``: the last of them."""
+    rows = [
+        (
+            one.run, one.step, f"{one.created_at:%Y-%m-%d %H:%M} UTC", format_size(one.stats.bytes_total),
+            format_size(one.stats.bytes_written), one.id[:12],
+        )
+        for one in found[-_SHOWN:]
+    ]  # fmt: skip
+    more = f", of which the last {_SHOWN}" if len(found) > _SHOWN else ""
+    return html_table(f"{url}: {len(found)} checkpoints{more}", ("RUN", "STEP", "CREATED", "SIZE", "NEW", "ID"), rows)
+
+
+def warn_if_forgotten(commit: Commit) -> None:
+    """For whoever is about to load it."""
+    if commit.is_forgotten:
+        message = f"{commit} was forgotten, and the next gc may purge it; Store.restore keeps it"
+        warnings.warn(message, ForgottenWarning, stacklevel=_level_outside())
+
+
+def _level_outside() -> int:
+    """How far up the stack from who asks the code of the user is, who shall see a warning at a line of theirs."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("casckpt."):
+        level, frame = level + 1, frame.f_back
+    return level

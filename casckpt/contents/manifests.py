@@ -1,0 +1,307 @@
+"""Manifests as objects of a store.
+
+A small one is read at once. Of a large one every reader has the sections in front; the pieces that a load needs are
+read by range, when they are asked for. Who only wants to know of blobs reads nothing but their list.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from casckpt.base.parallel import in_parallel
+from casckpt.contents import blobs
+from casckpt.errors import Damaged, Gone, InvalidInput, NotFound, Refused, StorageError
+from casckpt.format.draft import Draft, Encoded, encode
+from casckpt.format.keys import manifest_key
+from casckpt.format.manifest import FRONT, Manifest, decode, decode_front
+from casckpt.format.names import BlobHash, ManifestId, TxId
+from casckpt.format.records import Committed, time_of
+from casckpt.format.sections.blobs import BlobList, BlobRef
+from casckpt.format.sections.head import BLOBS, HEAD_BYTES, MAX_MANIFEST_BYTES, Head, check_section, check_size
+from casckpt.format.sections.index import ManifestBody
+from casckpt.history.commits import Commit, gone, list_commits, refresh
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import AlreadyExists, Reader, ShortObject
+
+WHOLE_BYTES = 1 << 20
+"""A manifest of at most so many bytes is read whole: more requests would take longer."""
+
+T = TypeVar("T")
+
+
+def put(repo: Repository, txid: TxId, draft: Draft) -> Encoded:
+    """Write a manifest, durably, under ``txid``, the transaction that will commit it.
+
+    Raises `StorageError`, `InvalidInput` if it is too large or breaks the limits of the format.
+    """
+    return put_encoded(repo, txid, encode(draft))
+
+
+def put_encoded(repo: Repository, txid: TxId, made: Encoded) -> Encoded:
+    """Write one that is encoded; one that is there already is ours. Raises what `put` does."""
+    key = manifest_key(txid, made.id)
+    if len(made.data) > MAX_MANIFEST_BYTES:
+        raise InvalidInput(f"a manifest of {len(made.data)} bytes is larger than {MAX_MANIFEST_BYTES} bytes")
+    try:
+        repo.storage.put(key, made.data)
+    except AlreadyExists:
+        if repo.storage.size(key) != len(made.data):
+            raise StorageError(f"{key} is there with another size; save again", key=key) from None
+    repo.manifests.add(txid, made.manifest())
+    return made
+
+
+def get(repo: Repository, commit: Commit) -> Manifest:
+    """Return the manifest of a checkpoint, verified; from memory if it was used just now.
+
+    Raises `Damaged` if it is gone or not what was written, `Refused` if it is not usable, `Gone` if the checkpoint
+    was purged since ``commit`` was read; `StorageError`. So does what is asked of it later.
+    """
+    found = _unless_purged(repo, commit, lambda: _read(repo, commit))
+    found.left_out = left_out(commit)
+    return found
+
+
+def left_out(commit: Commit) -> str | None:
+    """Return by what and when some of a checkpoint was left out, and what to do, for people; None if all is there.
+
+    Of a copy, or of what was repaired, it is the time of that.
+    """
+    if commit.dropped is None:
+        return None
+    when = f"{time_of(commit.committed.time):%Y-%m-%d %H:%M} UTC"
+    return f"it was thinned by {commit.dropped.rule[:500]} ({when}). Load other keys, or another checkpoint"
+
+
+def others(repo: Repository, id: ManifestId, tried: Container[str]) -> list[Commit]:
+    """Return the commits of an id that hold it now, best first, but for those of ``tried``: heads, or transactions.
+
+    All are listed anew: what was replaced is not all, for that may have been undone. Raises `StorageError`.
+    """
+    found = (one for one in list_commits(repo).standing() if one.id == id)
+    left = (one for one in found if one.txid not in tried and one.committed.head not in tried)
+    return sorted(left, key=lambda one: one.rank, reverse=True)
+
+
+def use(repo: Repository, commit: Commit, act: Callable[[Commit, Manifest], T]) -> T:
+    """Do what reads of a manifest; where that is gone or damaged, with that of another commit of the id.
+
+    One whose record says the same of it: a hostile record may name an id that it is not of. ``act`` may be called
+    several times. Raises what `get` and it raise.
+    """
+    tried, said = set[str](), _said(commit.committed)
+    while True:
+        tried.add(commit.txid)
+        try:
+            return act(commit, get(repo, commit))
+        except (Gone, Damaged):
+            left = [one for one in others(repo, commit.id, tried) if _said(one.committed) == said]
+            if not left:
+                raise
+            commit = left[0]
+
+
+def adopt(repo: Repository, commit: Commit, manifest: Manifest) -> None:
+    """Hold a manifest that came from another rank, and read in ``repo`` what it lacks."""
+    manifest.attach(partial(_read_later, repo, commit))
+    manifest.left_out = left_out(commit)
+    repo.manifests.add(commit.txid, manifest)
+
+
+def _unless_purged(repo: Repository, commit: Commit, act: Callable[[], T]) -> T:
+    try:
+        return act()
+    except Damaged:
+        if commit.live and not refresh(repo, commit).live:
+            raise gone(commit, commit.id, "just now") from None
+        raise
+
+
+def _read(repo: Repository, commit: Commit) -> Manifest:
+    record = commit.committed
+    held = repo.manifests.get(commit.txid, record.head)
+    if held is not None and held.id == record.manifest and not held.is_spoilt:
+        return held
+    with _telling(commit):
+        if record.manifest_bytes <= WHOLE_BYTES:
+            data = repo.storage.get(_key(record), limit=MAX_MANIFEST_BYTES)
+            manifest = decode(data, record.manifest, record.head)
+        else:
+            with repo.storage.open(_key(record)) as reader:
+                head = _head(reader, record)
+                front = _range(reader, head[FRONT[0]].offset, head[FRONT[-1]].end - head[FRONT[0]].offset)
+            manifest = Manifest(head, _cut(head, front), partial(_read_later, repo, commit)).check()
+        _check_record(record, manifest)
+    if record.manifest_bytes > WHOLE_BYTES or manifest.is_sound:  # what is damaged may be put right in the store
+        repo.manifests.add(commit.txid, manifest)
+    return manifest
+
+
+def _cut(head: Head, front: memoryview) -> dict[str, memoryview]:
+    first = head[FRONT[0]].offset
+    return {name: front[head[name].offset - first : head[name].end - first] for name in FRONT}
+
+
+def _read_later(repo: Repository, commit: Commit, ranges: Sequence[tuple[int, int]]) -> Sequence[memoryview]:
+    """Read ranges of a manifest whose head is known."""
+
+    def read() -> list[memoryview]:
+        with _telling(commit), repo.storage.open(_key(commit.committed)) as reader:
+            return list(in_parallel(repo.storage.traits.requests, lambda span: _range(reader, *span), ranges))
+
+    return _unless_purged(repo, commit, read)
+
+
+def _key(record: Committed) -> str:
+    return manifest_key(record.txid, record.manifest)
+
+
+def _head(reader: Reader, record: Committed) -> Head:
+    head = decode_front(_range(reader, 0, HEAD_BYTES), record.manifest, record.head)
+    check_size(head, reader.size)
+    return head
+
+
+def _range(reader: Reader, offset: int, length: int) -> memoryview:
+    data = memoryview(bytearray(length))
+    reader.read_into(offset, [data])
+    return data.toreadonly()
+
+
+@contextmanager
+def _telling(commit: Commit) -> Iterator[None]:
+    """Say of which checkpoint a manifest is gone, damaged or of no use."""
+    try:
+        yield
+    except (NotFound, ShortObject, Damaged) as error:
+        key, why = _key(commit.committed), "is gone" if isinstance(error, NotFound) else "is damaged"
+        reason = str(error).removeprefix(f"manifest {commit.id} is damaged: ")
+        more = f" ({reason})" if isinstance(error, Damaged) else ""
+        message = (
+            f"the manifest of checkpoint {commit.run}@{commit.step} ({commit.id}) {why}: {key}{more}. "
+            "Put it back with `casckpt repair`, or give it up with `casckpt forget`: a gc goes on without it a day "
+            f"later, or at once with `--run {shlex.quote(commit.run)} --min-age 0`, which purges whatever else of that "
+            "run is forgotten, too"
+        )
+        raise Damaged(message, key=key, checkpoints=(commit.id,)) from error
+    except Refused as error:
+        key, name = _key(commit.committed), f"{commit.run}@{commit.step}"
+        raise Refused(f"checkpoint {name}: {error}", key=key, checkpoints=(commit.id,)) from error
+
+
+def _check_record(record: Committed, manifest: Manifest) -> None:
+    """Raise `Refused` for a record that is not that of its manifest: a hostile one could pass for another run."""
+    body = manifest.body
+    if _said(record) != _said(body):
+        raise Refused(f"its commit record is not that of its manifest ({body.run}@{body.step})")
+
+
+def _said(of: Committed | ManifestBody) -> tuple[str, int | None, int, ManifestId | None]:
+    """Return what a record and its manifest both say."""
+    return of.run, of.step, of.created_at, of.parent
+
+
+def blob_list(repo: Repository, commit: Commit) -> BlobList:
+    """Return the blobs of a checkpoint, from the catalogue or the store.
+
+    Raises `Damaged` if the manifest is not the one that the record names, `Refused`, `StorageError`; never `Gone`.
+    """
+    head = commit.committed.head
+    known = repo.catalogue.blobs(commit.txid, head)
+    if known is not None:
+        return BlobList(known)
+    held = repo.manifests.get(commit.txid, head)
+    found = _read_blobs(repo, commit) if held is None else held.blob_list
+    repo.catalogue.add_blobs(commit.txid, head, found.data)
+    return found
+
+
+def stored_blobs(repo: Repository, commit: Commit) -> BlobList:
+    """Return the same as it is in the store now. Raises `Gone` too, if the checkpoint was purged meanwhile."""
+    return _unless_purged(repo, commit, lambda: _read_blobs(repo, commit))
+
+
+def _read_blobs(repo: Repository, commit: Commit) -> BlobList:
+    record = commit.committed
+    with _telling(commit):
+        if record.manifest_bytes <= WHOLE_BYTES:
+            whole = memoryview(repo.storage.get(_key(record), limit=MAX_MANIFEST_BYTES))
+            head = decode_front(whole, record.manifest, record.head)
+            check_size(head, len(whole))
+            data = whole[head[BLOBS].offset : head[BLOBS].end]
+        else:
+            with repo.storage.open(_key(record)) as reader:
+                head = _head(reader, record)
+                data = _range(reader, head[BLOBS].offset, head[BLOBS].length)
+        check_section(head[BLOBS], data)
+        return BlobList(data)
+
+
+def blobs_of(repo: Repository, commit: Commit) -> list[tuple[TxId, BlobHash, int]]:
+    """Return (uploader, hash, bytes) of every blob of a checkpoint. Raises what `blob_list` does."""
+    return blob_list(repo, commit).names()
+
+
+def learn(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
+    """Bring the lists of blobs that the catalogue lacks into it, several at once; the commits whose list can be read.
+
+    Raises `StorageError`.
+    """
+    wanted = list(commits)
+
+    def is_known(commit: Commit) -> bool:
+        try:
+            blob_list(repo, commit)
+        except (Damaged, Refused):
+            return False
+        return True
+
+    known = in_parallel(repo.storage.traits.requests, is_known, wanted)
+    return [commit for commit, is_there in zip(wanted, known, strict=True) if is_there]
+
+
+def locate(
+    repo: Repository, commits: Iterable[Commit], wanted: Mapping[BlobHash, BlobRef], *, damaged: bool = False
+) -> dict[BlobHash, BlobRef]:
+    """Find out where ``repo`` has blobs: by hash, as far as one of ``commits``, which are live, names them.
+
+    An orphan does not count, for a gc could delete it at any time. ``damaged``: one that is marked as damaged does.
+    Raises `StorageError`.
+    """
+    marked = set() if damaged else blobs.damaged_marks(repo)
+    heads = np.array([int.from_bytes(bytes.fromhex(name[:16]), "little") for name in wanted], dtype="<u8")
+    found = (ref for commit in learn(repo, commits) for ref in _named(repo, commit, heads))
+    return {
+        ref.hash: ref
+        for ref in found
+        if ref.hash in wanted and wanted[ref.hash].size == ref.size and (ref.uploader, ref.hash) not in marked
+    }
+
+
+def _named(repo: Repository, commit: Commit, heads: npt.NDArray[np.uint64]) -> Iterator[BlobRef]:
+    """Return the blobs of a checkpoint whose hash begins as one of ``heads``; all the others cost next to nothing."""
+    known = blob_list(repo, commit)
+    column = np.frombuffer(known.hashes, dtype="<u8").reshape(-1, 4)[:, 0]
+    for number in np.flatnonzero(np.isin(column, heads)).tolist():
+        yield replace(known[number], worn=False)
+
+
+def reindex(repo: Repository) -> int:
+    """Make the catalogue anew from the store; how many live checkpoints it holds then.
+
+    Checkpoints whose manifest cannot be read are left out: gc and verify tell of them. Raises `StorageError`, also
+    where the catalogue cannot be written.
+    """
+    repo.catalogue.reindex()
+    known = learn(repo, list_commits(repo).live())
+    if repo.catalogue.is_off:
+        raise StorageError(f"{repo.catalogue.path} cannot be written: make room there, or name another --cache-dir")
+    return len(known)

@@ -1,0 +1,32 @@
+"""Bringing what a checkpoint needs into the cache of this host, before it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from casckpt.base.progress import Progress
+from casckpt.errors import Damaged
+from casckpt.format.sections.blobs import BlobRef
+from casckpt.history.commits import Commit, gone, refresh
+from casckpt.repository.fetching import Spoilt
+from casckpt.repository.repository import Repository
+
+
+def pre_download(repo: Repository, commit: Commit, refs: Sequence[BlobRef], *, threads: int, progress: Progress) -> int:
+    """Have all of ``refs``, which ``commit`` needs, in the cache of this host; the bytes that had to be fetched.
+
+    ``progress``: called with the bytes of each blob that is here. Raises `Damaged`, or `Gone` if the checkpoint was
+    purged meanwhile; `InvalidInput` if the cache may not hold so much, `StorageError`.
+    """
+    try:
+        progress.expect(sum(ref.size for ref in refs))
+        return repo.blob_cache.fill(repo.storage, refs, threads, progress)
+    except Spoilt as error:
+        if not refresh(repo, commit).live:
+            raise gone(commit, commit.id, "while it was fetched") from error
+        raise Damaged(
+            f"blob {error.ref.hash} is damaged: {error}. Checkpoint {commit} needs it. Run `casckpt verify`, then "
+            "`casckpt repair`, on the store",
+            blob=error.ref.hash,
+            checkpoints=(commit.id,),
+        ) from error

@@ -1,0 +1,186 @@
+"""A checkpoint as DCP sees it: its metadata, its values as pickles or as they are, and where its tensors lie."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+
+from casckpt.base.lazy import cached_property
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.contents.signatures import get_trusted
+from casckpt.errors import InvalidInput, MissingKey
+from casckpt.format.records import changed
+from casckpt.format.regions import Shape
+from casckpt.format.sections.index import StreamEntry
+from casckpt.frontends.dcp.ids import stamp
+from casckpt.frontends.dcp.note import Note, read_note
+from casckpt.frontends.dcp.schema import Opaque, Schema, Value, schema_of
+from casckpt.loading.contents import Contents
+from casckpt.loading.load import values_at
+from casckpt.loading.load_plan import LoadOptions
+from casckpt.store.store import Store
+from casckpt.tensors.dtypes import torch_dtype
+from casckpt.tensors.objects import is_archive, read_archive, write_archive
+from casckpt.tensors.untrusted import MISREAD
+
+
+class Opened:
+    """One checkpoint, opened by one rank."""
+
+    def __init__(self, store: Store, checkpoint: Checkpoint, options: LoadOptions) -> None:
+        self.checkpoint, self._options = checkpoint, options
+        self._repo = store.repository
+        self.manifest = get_trusted(self._repo, checkpoint.commit)
+        self._contents = Contents(self.manifest, options.rank)
+
+    @cached_property
+    def note(self) -> Note:
+        """Give what was noted for DCP when it was saved."""
+        return read_note(self.manifest, allow_pickle=self._options.allow_pickle)
+
+    @cached_property
+    def schema(self) -> Schema:
+        """Keys and paths, as noted, or as DCP's default planner would have them."""
+        if self.note.keys is None:
+            return schema_of(self._contents.whole_tree(), self._plain_values.get)
+        found = Schema()
+        for key in self.note.keys:
+            if self._contents.tensor(key) is not None or key in self.note.chunks:
+                found.tensors.append(key)
+            else:
+                found.values[key] = Value(key)
+        return found
+
+    @cached_property
+    def _plain_values(self) -> Mapping[str, Any]:
+        """All objects that are read without unpickling; `Opaque` in place of the others."""
+        objects = self._contents.objects
+        hidden = {key for key, one in objects.items() if one.pickled or key in self.note.opaque}
+        read = self._values_at([key for key in objects if key not in hidden])
+        return read | dict.fromkeys(hidden, Opaque)
+
+    def metadata(self) -> dcp.Metadata:
+        """For DCP. Every tensor is one chunk: what overlaps with what is found out when it is read."""
+        schema = self.schema
+        found: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
+        for key in schema.paths if self.note.keys is None else self.note.keys:
+            found[key] = dcp.BytesStorageMetadata() if key in schema.values else self._tensor_metadata(key)
+        planner_data = self.note.planner_data if self.note.keys is not None else schema.paths
+        made = dcp.Metadata(found, planner_data=planner_data, storage_data={"checkpoint": self.checkpoint.id})
+        commit = self.checkpoint.commit
+        stamp(made, commit.run, commit.step, commit.txid)
+        return made
+
+    def _tensor_metadata(self, key: str) -> dcp.TensorStorageMetadata:
+        chunked = self.note.chunks.get(key)
+        if chunked is None:
+            entry = self._entry(key)
+            return _described(entry.dtype, entry.shape, [((0,) * len(entry.shape), entry.shape)])
+        shape, parts = chunked
+        dtype = self._entry(parts[0].key).dtype if parts else "float32"
+        return _described(dtype, shape, [(part.offset, part.shape) for part in parts])
+
+    def _entry(self, key: str) -> StreamEntry:
+        found = self._contents.tensor(key)
+        if found is None:
+            raise MissingKey(f"{self.checkpoint.run}@{self.checkpoint.step} lacks the tensor {key!r}", keys=(key,))
+        return found
+
+    def tensor(self, index: dcp.MetadataIndex) -> tuple[StreamEntry, Shape]:
+        """(entry, offset in it) of what DCP names a chunk."""
+        offset = tuple(index.offset or ())
+        chunked = self.note.chunks.get(index.fqn)
+        if chunked is None:
+            entry = self._entry(index.fqn)
+            return entry, offset or (0,) * len(entry.shape)
+        for part in chunked[1]:
+            if part.offset == offset:
+                return self._entry(part.key), (0,) * len(part.shape)
+        raise MissingKey(f"this rank saved nothing of {index.fqn!r} at {list(offset)}", keys=(index.fqn,))
+
+    def check_complete(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Raise InvalidInput where a rank that saved for itself lacks a part of what it is to load."""
+        if not self.note.chunks or not isinstance(planner, DefaultLoadPlanner):
+            return
+        planned: dict[str, int] = {}
+        for item in plan.items:
+            planned[item.dest_index.fqn] = planned.get(item.dest_index.fqn, 0) + item.lengths.numel()
+        for key, value in planner.state_dict.items():
+            if key not in self.note.chunks:
+                continue
+            wanted = sum(prod(chunk.sizes) for chunk in _create_chunk_list(value))
+            if planned.get(key, 0) != wanted:
+                raise InvalidInput(
+                    f"{key!r}: this rank saved for itself, and not all that it is to load now; load on as many ranks, "
+                    "sharded as they were, or save with collectives",
+                    key=key,
+                )
+
+    # values
+
+    def values(self, keys: Sequence[str]) -> dict[str, Any]:
+        """Values by DCP's keys. Raises InvalidInput for one that only a pickle holds, unless it may be unpickled."""
+        values = {key: self.schema.values.get(key) or Value(key) for key in keys}
+        known = {key: one.value for key, one in values.items() if one.value is not Opaque}
+        read = self._values_at([one.key for key, one in values.items() if key not in known])
+        return known | {key: read[one.key] for key, one in values.items() if key not in known}
+
+    def archives(self, keys: Sequence[str], *, boxed: bool = False, unpickled: bool = False) -> dict[str, bytes]:
+        """The same as torch.save would write them; bytes of a planner as they were. ``boxed``: each in a list.
+
+        ``unpickled``: whoever gets them hands them to torch.load, whatever they are. Raises InvalidInput for bytes that
+        would run code then, unless they may.
+        """
+        opaque = [key for key in keys if key in self.note.opaque]
+        found = self._bytes_at(opaque)
+        for key, data in found.items():
+            if (unpickled or is_archive(data)) and not self._options.allow_pickle:
+                _check_restricted(key, data)
+        made: dict[Any, bytes] = {}
+        for key, value in self.values([key for key in keys if key not in found]).items():
+            same = _bits(value) if isinstance(value, bool | int | float | str | None) else key
+            if same not in made:
+                made[same] = write_archive([value] if boxed else value)
+            found[key] = made[same]
+        return found
+
+    def _values_at(self, keys: Sequence[str]) -> dict[str, Any]:
+        return values_at(self._repo, self._contents, keys, self._options) if keys else {}
+
+    def _bytes_at(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """Bytes of a planner as they are, whether or not there is a pickle in them."""
+        if not keys:
+            return {}
+        bare = Contents(self.manifest, self._options.rank)
+        for key in keys:
+            bare.objects[key] = changed(bare.objects[key], pickled=False)
+        return values_at(self._repo, bare, keys, self._options)
+
+
+def _check_restricted(key: str, data: bytes) -> None:
+    try:
+        read_archive(data)
+    except MISREAD as error:
+        raise InvalidInput(
+            f"{key!r} is stored as a pickle, and loading one runs code from the store; pass allow_pickle=True to "
+            "StorageReader if you trust whoever wrote it",
+            key=key,
+        ) from error
+
+
+def _described(dtype: str, shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) -> dcp.TensorStorageMetadata:
+    parts = [dcp.ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)) for offset, sizes in chunks]
+    return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=torch_dtype(dtype)), torch.Size(shape), parts)
+
+
+def _bits(value: Any) -> tuple[type, Any]:
+    """Equal for values of one archive: 0.0 and -0.0 are not."""
+    return type(value), struct.pack("d", value) if isinstance(value, float) else value

@@ -1,0 +1,141 @@
+"""Export in whatever format: `casckpt.export`, `casckpt.Store.export` and ``casckpt export`` are this one function."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, Unpack, get_args
+
+from casckpt.base.progress import Shown
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.errors import InvalidInput
+from casckpt.frontends.interchange.safetensors.exporting import export_safetensors
+from casckpt.frontends.interchange.safetensors.layout import SUFFIX
+from casckpt.frontends.interchange.safetensors.planned import CONFIG
+from casckpt.frontends.interchange.torch_files import export_torch
+from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.loading.arguments import Rename
+from casckpt.storage.paths import is_url, local_path
+from casckpt.store.exports import Exported, FileOptions, Format
+from casckpt.store.store import Store
+
+FORMATS: Final[tuple[Format, ...]] = get_args(Format)
+_SUFFIXES: Final[Mapping[str, Format]] = {SUFFIX: "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
+_FOREIGN: Final = {
+    ".ckpt", ".engine", ".gguf", ".gz", ".h5", ".hdf5", ".keras", ".mlmodel", ".mlpackage", ".msgpack", ".npy", ".npz",
+    ".onnx", ".pb", ".pickle", ".pkl", ".pte", ".tar", ".tflite", ".zip",
+}  # fmt: skip
+"""Suffixes of files that no format here is; a folder of such a name would only be found out by whoever opens it."""
+_NOT_FOR: Final = {"dcp": ("keys", "strip_prefix", "rename", "max_shard_size"), "torch": ("max_shard_size",)}
+"""Arguments that a format knows nothing of."""
+
+
+def export(
+    store: AnyStore,
+    ref: str | Checkpoint,
+    path: str | os.PathLike[str],
+    *,
+    format: Format | None = None,
+    keys: Sequence[str] | None = None,
+    strip_prefix: str | None = None,
+    rename: Rename = None,
+    max_shard_size: int | str | None = None,
+    attachments: bool = True,
+    force: bool = False,
+    allow_pickle: bool = False,
+    progress: Shown | None = None,
+) -> Exported:
+    """Write a checkpoint for other programs; ``path`` may be a URL. Every byte that is read is verified.
+
+    ``format``: "hf": the weights of the model alone, under the names that the model has, as ``from_pretrained`` of
+    Transformers loads them. "safetensors": all tensors under their keys. "dcp": all, for
+    `torch.distributed.checkpoint`. "torch": all, in one file for plain `torch.load`. None: the suffix of ``path`` says
+    it (.safetensors; .pt, .pth or .bin for "torch"); else it is "hf" where a config.json was saved along, and
+    "safetensors" where none was. Of "hf" and "safetensors" a folder is made, or one file if ``path`` ends so; what was
+    saved along is put into the folder.
+
+    ``keys``: only tensors whose key matches one of these fnmatch patterns. ``strip_prefix``: only those below it, named
+    without it. ``rename``: from a name to another, a function or a dict of regular expressions (matched against the
+    whole name) to replacements. ``max_shard_size``: of a safetensors file in a folder (default: "5GB").
+    ``attachments``: unless False, what was saved along is put into a folder. ``force``: over what is there.
+    ``allow_pickle``: what only a pickle could hold, too.
+
+    Raises NotFound, MissingKey for a pattern or prefix that matches nothing, Conflict if something is at ``path``,
+    InvalidInput for what the format cannot hold, for a ``path`` in the folder of the store, and where it cannot be told
+    which part is the model; Damaged, StorageError. After an error nothing stands under the final names.
+    """
+    opened = as_store(store)
+    _check_outside(opened.url, path)
+    if format is None and Path(path).suffix.lower() in _FOREIGN and not os.path.isdir(path):
+        raise InvalidInput(
+            f"casckpt writes no {Path(path).suffix} files: give a name that ends in .safetensors, .pt, .pth or .bin, "
+            f"or a folder, or say with format= (--format) which of {', '.join(FORMATS)} it is to be"
+        )
+    checkpoint = opened.get(ref)
+    chosen = format or _by_suffix(path) or ("hf" if CONFIG in opened.attachments(checkpoint) else "safetensors")
+    if chosen not in FORMATS:
+        raise InvalidInput(f"format={chosen!r} is not known; give one of {', '.join(FORMATS)}")
+    _check_suffix(chosen, path)
+    keys, rename = keys or None, rename or None
+    given = {"keys": keys, "strip_prefix": strip_prefix, "rename": rename, "max_shard_size": max_shard_size}
+    _check_known(chosen, [name for name, value in given.items() if value is not None])
+    options: FileOptions = {"force": force, "allow_pickle": allow_pickle, "progress": progress}
+    if chosen in ("hf", "safetensors"):
+        return export_safetensors(
+            opened, checkpoint, path, model=chosen == "hf", attachments=attachments, keys=keys,
+            strip_prefix=strip_prefix, rename=rename, max_shard_size=max_shard_size, force=force, progress=progress,
+        )  # fmt: skip
+    if chosen == "dcp":
+        return _export_dcp(opened, checkpoint, path, attachments, **options)
+    return export_torch(opened, checkpoint, path, keys=keys, strip_prefix=strip_prefix, rename=rename, **options)
+
+
+def _check_outside(store: str, path: str | os.PathLike[str]) -> None:
+    """Nothing else belongs into the folder of a store; and with ``force`` what is there would go."""
+    if is_url(path) or is_url(store):
+        is_inside = os.fspath(path).rstrip("/") == store.rstrip("/")
+    else:
+        is_inside = local_path(path).resolve().is_relative_to(Path(store).resolve())
+    if is_inside:
+        raise InvalidInput(f"{os.fspath(path)} is in the folder of the store itself, {store}; give another place")
+
+
+def _by_suffix(path: str | os.PathLike[str]) -> Format | None:
+    return _SUFFIXES.get(Path(path).suffix.lower())
+
+
+def _check_suffix(format: Format, path: str | os.PathLike[str]) -> None:
+    """A file under the name of another format would be found out by whoever loads it; a folder has any name."""
+    of = _by_suffix(path)
+    if of in (None, format) or (of, format) == ("safetensors", "hf") or os.path.isdir(path):
+        return
+    raise InvalidInput(f"{Path(path).name} is a name for --format {of}, and {format} was asked for; give another name")
+
+
+def _check_known(format: Format, given: Sequence[str]) -> None:
+    for name in _NOT_FOR.get(format, ()):
+        if name in given:
+            others = " and ".join(one for one in FORMATS if name not in _NOT_FOR.get(one, ()))
+            option = f"--{name.replace('_', '-')}"
+            raise InvalidInput(f"{option} is for {others}: --format {format} knows nothing of it")
+
+
+def _export_dcp(
+    store: Store,
+    checkpoint: Checkpoint,
+    path: str | os.PathLike[str],
+    attachments: bool,
+    **options: Unpack[FileOptions],
+) -> Exported:
+    from casckpt.frontends.dcp.exporting import casckpt_to_dcp  # takes a while to import
+    from casckpt.frontends.dcp.folder import METADATA
+
+    casckpt_to_dcp(store, checkpoint, path, attachments=attachments, **options)
+    there, tensors = tuple(store.attachments(checkpoint)), checkpoint.tensors.values()
+    written, skipped = (there, ()) if attachments else ((), there)
+    place = Path(path).expanduser()
+    names = [METADATA, *sorted(one.name for one in place.glob("*.distcp")), *written]
+    files = tuple(place / name for name in names) if place.is_dir() else (os.fspath(path),)
+    nbytes = sum(info.bytes for info in tensors)
+    return Exported(checkpoint, files, len(tensors), nbytes, written, skipped=skipped, format="dcp")

@@ -1,0 +1,249 @@
+"""New files and folders for a user: whole under their final names, or not there."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import BinaryIO
+
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
+from casckpt.storage.paths import is_url, local_path
+from casckpt.store.store import Store
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # None: of torch.save, see `torch_saves`
+_LONGEST = 255  # bytes of a file's name
+
+
+@contextmanager
+def new_file(path: Path, *, force: bool) -> Iterator[Path]:
+    """A temporary path beside ``path``; what was written there becomes ``path`` at the end.
+
+    ``force``: over what is there; else Conflict. Raises StorageError where the file system does not let us.
+    """
+    _check_no_file(path, force=force)
+    with _said_as_ours(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _scratch(path.parent, path.name) as folder:
+            yield folder / path.name
+            _check_no_file(path, force=force)  # somebody may have made it meanwhile
+            os.replace(folder / path.name, path)
+            sync_folder(path.parent)
+
+
+@contextmanager
+def new_folder(path: Path, *, force: bool, stale: Callable[[str], bool], last: Sequence[str]) -> Iterator[Path]:
+    """A temporary folder; what was written there is in ``path`` at the end.
+
+    A folder ``path`` that is there must be empty, else Conflict. ``force``: files are put into it, over those of the
+    same name, the ones named ``last`` in that order at the end; files at its top whose name is ``stale`` are removed.
+    """
+    with _said_as_ours(path):
+        there = os.path.lexists(path)
+        if there and not path.is_dir():
+            raise Conflict(f"{path} is a file; give the name of a folder, or of a file ending in .safetensors")
+        if there:
+            _clear(path, path.name)
+            _check_empty(path, force=force)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with _scratch(path if there else path.parent, path.name) as temporary:
+            yield temporary
+            if not there and path.is_dir():  # somebody made it meanwhile
+                _check_empty(path, force=force)
+                there = True
+            if there:
+                _move_into(temporary, path, stale, last)
+            else:
+                sync_folder(temporary)  # a file may have been moved here
+                os.rename(temporary, path)
+            sync_folder(path if there else path.parent)
+
+
+@contextmanager
+def place_for(path: str | os.PathLike[str], *, force: bool, last: Sequence[str] = ()) -> Iterator[Path]:
+    """A local path for what is to stand at ``path``; for a URL one in a temporary folder, which is then copied there.
+
+    ``last``: names of files of a folder that are copied at the end, because others count as there when they are. Raises
+    Conflict if something is there, unless ``force``.
+    """
+    if not is_url(path):
+        yield local_path(path)
+        return
+    from casckpt.storage.remote.files import RemoteFiles  # fsspec takes a while to import
+
+    remote = RemoteFiles(os.fspath(path))
+    remote.check_free(force=force)
+    with TemporaryDirectory(prefix="casckpt-") as folder:
+        target = Path(folder, remote.url.rpartition("/")[2])
+        yield target
+        remote.put(target, last=last)
+
+
+def check_file_names(names: Iterable[str], is_taken: Callable[[str], bool]) -> None:
+    """Raise InvalidInput, naming each attachment that cannot be a file of an export, and what to do.
+
+    ``is_taken``: is this the name of a file that the export makes? It is asked in lower case, as some disks are.
+    """
+    wrong = [f"{name!r} {why}" for name in names if (why := _why_no_file(name, is_taken))]
+    if wrong:
+        raise InvalidInput(
+            f"the attachment {', '.join(wrong)}; leave attachments out with attachments=False (--no-attachments), and "
+            "get them with store.read_attachment"
+        )
+
+
+def _why_no_file(name: str, is_taken: Callable[[str], bool]) -> str:
+    parts = name.split("/")
+    if is_taken(parts[0].lower()):
+        return "has the name of a file with tensors"
+    if any(len(part.encode(errors="surrogateescape")) > _LONGEST for part in parts):
+        return f"has a name that no file can have: more than {_LONGEST} bytes"
+    return ""
+
+
+def _check_no_file(path: Path, *, force: bool) -> None:
+    if os.path.lexists(path) and not force:
+        raise Conflict(f"{path} exists already; give another name, or --force to write over it")
+
+
+def _check_empty(path: Path, *, force: bool) -> None:
+    if not force and any(path.iterdir()):
+        raise Conflict(f"{path} is not empty; give another folder, or --force to write into it")
+
+
+def _move_into(source: Path, target: Path, stale: Callable[[str], bool], last: Sequence[str]) -> None:
+    """Move all files of a tree; between the first and the last of them, ``target`` may hold some of old and new."""
+    names = [path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()]
+    for path in target.iterdir():
+        if stale(path.name) and path.is_file():
+            path.unlink()
+    for name in sorted(names, key=lambda name: (last.index(name) if name in last else -1, name)):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(source / name, target / name)
+
+
+@contextmanager
+def _scratch(beside: Path, name: str) -> Iterator[Path]:
+    """A temporary folder in ``beside`` for what will be ``name``, locked for as long as this process works in it."""
+    _clear(beside, name)
+    with ExitStack() as held:
+        folder = _newlocked(beside, name, held)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _newlocked(beside: Path, name: str, held: ExitStack) -> Path:
+    while True:
+        folder = beside / f"{_prefix(name)}{secrets.token_hex(4)}"
+        folder.mkdir()
+        with suppress(OSError):  # no locks here; or it was taken for left, in the instant before the lock
+            held.enter_context(locked(folder, fcntl.LOCK_SH))
+        if folder.exists():
+            return folder
+
+
+def _clear(beside: Path, name: str) -> None:
+    """Remove what processes that died have left of an export to ``name``: nobody holds the lock on their folder.
+
+    Where the file system has no locks for folders, as on NFS, it stays.
+    """
+    for path in list(beside.iterdir()):
+        if path.name.startswith(_prefix(name)):
+            with suppress(OSError), locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _prefix(name: str) -> str:
+    return f".{name[:100]}.casckpt-"
+
+
+@contextmanager
+def locked(folder: Path, how: int) -> Iterator[None]:
+    """Hold a lock on a folder. Raises OSError where there is none to be had."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, how)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _said_as_ours(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CasckptError):
+            raise
+        way = "make room, or give another place" if error.errno in _NO_ROOM else "give another place"
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}; {way}") from error
+
+
+@contextmanager
+def torch_saves() -> Iterator[None]:
+    """Inside, where the disk is full, torch.save fails with an OSError, and not with one about its zip file.
+
+    Raises InvalidInput for a dtype that it cannot write.
+    """
+    try:
+        yield
+    except KeyError as error:
+        raise InvalidInput(f"torch.save cannot write this checkpoint ({error.args[0]}); choose other keys") from error
+    except RuntimeError as error:
+        raise OSError(f"torch.save failed ({error})") from error
+
+
+def write_attached(store: Store, checkpoint: Checkpoint, names: Iterable[str], folder: Path) -> None:
+    """Write what was saved along into a folder, each under its name."""
+    for name in names:
+        write_durably(folder / name, store.read_attachment(checkpoint, name))
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Make a file, and the folders that it lies in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with synced_file(path) as file:
+        file.write(data)
+
+
+def copied(source: Path, target: Path) -> bool:
+    """Let the kernel copy a file, sharing its blocks where the file system can. False where it cannot copy."""
+    with source.open("rb") as old, target.open("xb") as new:
+        left = os.fstat(old.fileno()).st_size
+        try:
+            while left and (done := os.copy_file_range(old.fileno(), new.fileno(), left)):
+                left -= done
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise
+        if not left:
+            return True
+    target.unlink()
+    return False
+
+
+@contextmanager
+def synced_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that is made; what was written to it is on the disk at the end."""
+    with path.open("xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, where the file system can."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with suppress(OSError):
+        os.fsync(handle)
+    os.close(handle)

@@ -1,0 +1,170 @@
+"""A checkpoint out of a store, into safetensors files: window by window, never a whole model in memory.
+
+What is written stands under temporary names until it is whole and on the disk. A folder may be made of what an earlier
+export has left of another checkpoint: then little is read, and where the file system can share blocks, little written.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from casckpt.base.progress import Shown
+from casckpt.base.sizes import parse_size
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.errors import Conflict
+from casckpt.frontends.interchange.new_files import (
+    check_file_names,
+    copied,
+    new_file,
+    new_folder,
+    place_for,
+    synced_file,
+    write_attached,
+)
+from casckpt.frontends.interchange.safetensors.layout import INDEX, STEM, SUFFIX, FileLayout
+from casckpt.frontends.interchange.safetensors.planned import CONFIG, FolderPlan
+from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.views.recut import ViewTensor
+from casckpt.frontends.views.view import Rules
+from casckpt.frontends.views.windows import WindowReader
+from casckpt.loading.arguments import Rename
+from casckpt.storage.paths import is_url
+from casckpt.store.exports import Exported
+from casckpt.store.store import Store
+
+_OURS = re.compile(rf"{STEM}(-[0-9]{{5}}-of-[0-9]{{5}})?\{SUFFIX}")
+
+
+class Base(NamedTuple):
+    """A folder that an export made of a checkpoint. ``is_taken``: its files may be moved away, for nobody uses them."""
+
+    checkpoint: Checkpoint
+    folder: Path
+    is_taken: bool
+
+
+def export_safetensors(
+    store: AnyStore,
+    ref: str | Checkpoint,
+    out: str | os.PathLike[str],
+    *,
+    model: bool = False,
+    keys: Sequence[str] | None = None,
+    attachments: bool = True,
+    strip_prefix: str | None = None,
+    rename: Rename = None,
+    max_shard_size: int | str | None = None,
+    force: bool = False,
+    progress: Shown | None = None,
+    base: Base | None = None,
+) -> Exported:
+    """Write the tensors of a checkpoint as safetensors, under their flat keys; every byte that is read is verified.
+
+    ``out``, a path or a URL (to which a temporary one is copied): with the suffix ".safetensors" that one file; else a
+    folder, for which ``model.safetensors``, or several files of at most ``max_shard_size`` (5GB) and their index, and
+    all attachments are made (``attachments``: unless False). ``force``: write over what is there. ``progress``: of the
+    bytes of tensors. ``base``: of its files those of a folder are made where they lie alike; all is hashed, and the
+    rest written in full.
+
+    ``keys``, ``strip_prefix``, ``rename``: see `casckpt.frontends.views.view.Rules`. ``model``: the weights of the
+    model alone, as `from_pretrained` of Transformers loads them. Without it a folder of other names gets no
+    config.json.
+
+    Raises NotFound, MissingKey if a pattern matches nothing, Conflict if ``out`` is there, InvalidInput naming a key
+    that safetensors cannot hold or an attachment that can be no file, or saying that the model cannot be told from the
+    rest, Damaged, StorageError. After an error nothing stands under the final names.
+    """
+    opened = as_store(store)
+    rules = Rules(keys, strip_prefix, rename, model)
+    job = _Job(opened, opened.get(ref), rules, progress)
+    with place_for(out, force=force, last=(INDEX,)) as target:
+        found = _exported_to(target, job, max_shard_size, attached=attachments, force=force, base=base)
+    if not is_url(out):
+        return found
+    names = (Path(path).relative_to(target).as_posix() for path in found.files)
+    return replace(found, files=tuple(f"{out}/{name}" if name != "." else str(out) for name in names))
+
+
+def _exported_to(
+    target: Path, job: _Job, max_shard_size: int | str | None, *, attached: bool, force: bool, base: Base | None
+) -> Exported:
+    if target.suffix == SUFFIX and not os.path.isdir(target):  # Path.is_dir raises what the system refuses
+        (file,) = job.lay_out(None).files
+        with new_file(target, force=force) as path:
+            job.write(path, file.head, file.tensors)
+        return job.exported((target,), (), ())
+    most = "5GB" if max_shard_size is None else max_shard_size
+    layout = job.lay_out(parse_size(most) if isinstance(most, str) else most)
+    attachments, skipped = job.attachments(wanted=attached)
+    check_file_names(attachments, frozenset([*layout.names, INDEX]).__contains__)
+    if os.path.exists(target / CONFIG) and job.is_no_model:
+        raise Conflict(
+            f"{target} has a {CONFIG}, and these are not the names of a model: from_pretrained would load random "
+            "weights. Give another folder, or --format hf for all of the model alone"
+        )
+    with new_folder(target, force=force, stale=_is_ours, last=layout.names) as folder:
+        write_attached(job.store, job.checkpoint, attachments, folder)
+        for file in layout.files:
+            if base is None or not job.revise(folder / file.name, file, base):
+                job.write(folder / file.name, file.head, file.tensors)
+        if layout.index is not None:
+            job.write(folder / INDEX, layout.index, ())
+    return job.exported([target / name for name in (*layout.names, *attachments)], tuple(attachments), tuple(skipped))
+
+
+class _Job(FolderPlan):
+    """One export."""
+
+    def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules, progress: Shown | None) -> None:
+        super().__init__(store, checkpoint, rules)
+        self._reader = WindowReader(store.repository, self.manifest, self.view.nbytes, progress)
+
+    def write(self, path: Path, head: bytes, streams: Sequence[ViewTensor]) -> None:
+        """Write one file: some bytes, then the data of ``streams``."""
+        with synced_file(path) as file:
+            file.write(head)
+            for window in self._reader.read(streams):
+                file.write(window)
+
+    def revise(self, path: Path, file: FileLayout, base: Base) -> bool:
+        """Make one file of that of a base; False where that has none like it."""
+        old = base.folder / file.name
+        if not _is_like(old, file):
+            return False
+        if base.is_taken:
+            os.rename(old, path)
+        elif not copied(old, path):
+            return False
+        with path.open("r+b") as opened:
+            opened.seek(len(file.head))
+            self._reader.revise(file.tensors, opened, base.checkpoint)
+            opened.flush()
+            os.fsync(opened)
+        return True
+
+    def exported(self, files: Sequence[Path], attachments: tuple[str, ...], skipped: tuple[str, ...]) -> Exported:
+        """Give what was written."""
+        view = self.view
+        return Exported(
+            self.checkpoint, tuple(files), len(view.tensors), view.nbytes, attachments, view.left_out, skipped,
+            "hf" if self.rules.model else "safetensors", view.prefix,
+        )  # fmt: skip
+
+
+def _is_like(path: Path, file: FileLayout) -> bool:
+    """Whether a file has these tensors, in the same places."""
+    try:
+        with path.open("rb") as found:
+            return os.fstat(found.fileno()).st_size == file.nbytes and found.read(len(file.head)) == file.head
+    except FileNotFoundError:
+        return False
+
+
+def _is_ours(name: str) -> bool:
+    """Whether an export of another shape made this file, which then must not stay beside the new ones."""
+    return name == INDEX or _OURS.fullmatch(name) is not None

@@ -1,0 +1,286 @@
+"""Safetensors files, and Hugging Face folders of them, into a store: tensors stay mapped, none is copied as a whole."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Unpack
+
+import torch
+
+from casckpt.base.keywords import check_keywords
+from casckpt.base.progress import Shown
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.errors import InvalidInput, NotFound, Unsupported
+from casckpt.format.keys import is_attachment_name
+from casckpt.format.regions import Shape
+from casckpt.frontends.interchange.resident import letting_go
+from casckpt.frontends.interchange.safetensors.files import (
+    INDEX_SUFFIX,
+    Header,
+    TensorHeader,
+    check_safetensors,
+    read_header,
+    read_index,
+)
+from casckpt.frontends.interchange.safetensors.parts import (
+    WRITERS_OWN,
+    Part,
+    check_alone,
+    check_numbers,
+    offsets_of,
+    put_together,
+)
+from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.saving.options import ImportArguments
+from casckpt.tensors.dtypes import torch_dtype
+
+MAX_ATTACHMENT_BYTES: Final = 64 << 20
+MAX_ATTACHMENTS_BYTES: Final = 256 << 20
+METADATA_KEY: Final = "safetensors"
+"""Where the ``__metadata__`` of a file stands in the metadata of a checkpoint."""
+
+_WEIGHTS = frozenset((
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".hdf5", ".msgpack", ".onnx", ".gguf",
+    ".ggml", ".ot", ".tflite", ".npz", ".pdparams", ".index.json",
+))  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ImportSources:
+    """What an import reads. ``attachments``: files that travel along, by name. ``skipped``: names of files left out.
+
+    ``keys``: which an index says that the files hold.
+    """
+
+    weights: tuple[Path, ...]
+    attachments: Mapping[str, Path]
+    skipped: tuple[str, ...] = ()
+    keys: frozenset[str] = frozenset()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files with weights."""
+        return sum(path.stat().st_size for path in self.weights)
+
+    @property
+    def folder(self) -> Path:
+        """Tell where they lie."""
+        return self.weights[0].parent
+
+
+def import_safetensors(
+    store: AnyStore,
+    path: str | os.PathLike[str],
+    *,
+    step: int,
+    **options: Unpack[ImportArguments],
+) -> Checkpoint:
+    """Save the tensors of a safetensors file, or of a Hugging Face folder, under their own keys, and return.
+
+    Of a folder, config, tokenizer and other small files become attachments. The ``__metadata__`` of the files stands in
+    the checkpoint's metadata under "safetensors"; `export_safetensors` gives all of it back.
+
+    Raises NotFound, InvalidInput or Unsupported for files that cannot be imported, and what `Store.save` raises.
+    """
+    check_keywords("import_safetensors", options, ImportArguments)
+    sources = find_sources(path)
+    notes = tuple(f"left out: {name}" for name in sources.skipped)
+    if notes:
+        log.warning("left out: %s", ", ".join(sources.skipped))
+    maps = Maps(options.get("progress"))
+    said = maps.add_all(sources.weights)
+    state = maps.state | put_together(sources.folder, maps.parts)
+    if maps.parts and not sources.keys:
+        log.warning(
+            "put together from %d files of ranks, which do not say how many there were: see that the folder is whole",
+            len(sources.weights),
+        )
+    if missing := sorted(sources.keys - state.keys()):
+        log.warning("the index of %s names tensors that no file holds: %s", path, _few(missing))
+    attachments = {name: file.read_bytes() for name, file in sources.attachments.items()}
+    options["progress"] = maps.done
+    options["metadata"] = {METADATA_KEY: said} | dict(options.get("metadata") or {})
+    saved = as_store(store).save(state, step=step, attachments=attachments, no_dist=True, **options)
+    return replace(saved, notes=notes)
+
+
+def find_sources(path: str | os.PathLike[str]) -> ImportSources:
+    """Give what an import of ``path`` would read: one safetensors file, an index of several, or a folder with either.
+
+    Raises NotFound, InvalidInput or Unsupported, saying what it is instead.
+    """
+    given = Path(path).expanduser()
+    if given.is_dir():
+        weights = _weights_of(given)
+        attachments, skipped = _attachments(given, weights.weights)
+        return replace(weights, attachments=attachments, skipped=tuple(skipped))
+    if given.name.endswith(INDEX_SUFFIX) and given.is_file():
+        return _shards(given)
+    check_alone(given, read_header(given))
+    return ImportSources((given,), {})
+
+
+def _weights_of(folder: Path) -> ImportSources:
+    indexes = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
+    files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+    shards = {name for index in indexes for name in read_index(index).values()}
+    loose = [file for file in files if file.name not in shards]
+    if not indexes and loose and all(offsets_of(file, read_header(file)) is not None for file in loose):
+        check_numbers(loose)
+        return ImportSources(tuple(loose), {})
+    choices = [*indexes, *loose]
+    if not choices:
+        raise _nothing_in(folder)
+    if len(choices) > 1:
+        names = _few([path.name for path in choices])
+        raise InvalidInput(f"{folder} holds several models: {names}; give the path of the one that you mean")
+    if indexes:
+        return _shards(indexes[0])
+    check_alone(files[0], read_header(files[0]))
+    return ImportSources(tuple(files), {})
+
+
+def _shards(index: Path) -> ImportSources:
+    named = read_index(index)
+    found = [index.parent / name for name in sorted(set(named.values()))]
+    for path in found:
+        if not path.is_file():
+            raise NotFound(f"{index} names {path.name}, which is not there; get the file, or a whole folder")
+        check_safetensors(path)
+    return ImportSources(tuple(found), {}, keys=frozenset(named))
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+
+
+def _nothing_in(folder: Path) -> Exception:
+    names = {path.name for path in folder.iterdir()}
+    if "casckpt.json" in names:
+        return Unsupported(f"{folder} is a store of casckpt; give a safetensors file, or a folder with one")
+    kinds = {
+        ".metadata": "a checkpoint of torch.distributed.checkpoint; `casckpt import` takes it as it is",
+        "metadata.json": "a checkpoint of another trainer; save its state with store.save",
+        "pytorch_model.bin": "weights that torch.save wrote; import the file pytorch_model.bin itself",
+        "pytorch_model.bin.index.json": "weights of torch.save in several files; save the state with store.save",
+    }
+    for name, what in kinds.items():
+        if name in names:
+            return Unsupported(f"{folder} holds no safetensors file, but {what}")
+    deeper = sorted({path.parent.name for kind in (*kinds, "*.safetensors") for path in folder.glob(f"*/{kind}")})
+    if deeper:
+        return InvalidInput(f"{folder} holds no checkpoint, but folders that do: {_few(deeper)}; give the path of one")
+    return NotFound(f"there is no safetensors file in {folder}; give the path of one, or of a folder with one")
+
+
+class Maps:
+    """Files mapped into memory: ``state``, whole tensors, and ``parts`` of others, each with where it begins.
+
+    ``done``: to be called with the bytes just saved; see `letting_go`.
+    """
+
+    def __init__(self, shown: Shown | None) -> None:
+        self.state: dict[str, Any] = {}
+        self.parts: dict[str, list[Part]] = {}
+        self._maps: list[mmap.mmap] = []
+        self.done = letting_go(shown, partial(_let_go, self._maps))
+
+    def add_all(self, weights: Sequence[Path]) -> dict[str, str]:
+        """Map the tensors of all files, in the order in which they lie there; what the files say of themselves."""
+        said: dict[str, str] = {}
+        for path in weights:
+            header = read_header(path)
+            said = dict(header.metadata) | said
+            self._add(path, header, offsets_of(path, header))
+        return {name: text for name, text in said.items() if name not in WRITERS_OWN}
+
+    def _add(self, path: Path, header: Header, offsets: Mapping[str, Shape] | None) -> None:
+        for key, tensor in self.mapped(path, header):
+            if key in self.state or (offsets is None and key in self.parts):
+                raise InvalidInput(f"{key!r} is in {path.name} and in another file of {path.parent}", key=key)
+            if offsets is None:
+                self.state[key] = tensor
+            else:
+                self.parts.setdefault(key, []).append((offsets[key], tensor))
+
+    def mapped(self, path: Path, header: Header) -> Iterator[tuple[str, torch.Tensor]]:
+        """Map the tensors of one file, by key; they are no part of ``state`` yet."""
+        with path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch takes what can be written to
+        self._maps.append(data)
+        start = header.start
+        for one in header.tensors:
+            yield one.key, _tensor(data, start, one)
+            start += one.nbytes
+
+
+def _let_go(maps: Sequence[mmap.mmap]) -> None:
+    for data in maps:
+        data.madvise(mmap.MADV_DONTNEED)
+
+
+def _tensor(data: mmap.mmap, start: int, one: TensorHeader) -> torch.Tensor:
+    dtype = torch_dtype(one.dtype)
+    if not one.nbytes:
+        return torch.empty(one.shape, dtype=dtype, device="cpu")
+    flat = torch.frombuffer(data, dtype=torch.uint8, offset=start, count=one.nbytes)
+    return flat.view(dtype).view(one.shape)
+
+
+# what travels along
+
+
+def _attachments(folder: Path, weights: Iterable[Path]) -> tuple[dict[str, Path], list[str]]:
+    """Files by name, and the names of those that are left out."""
+    chosen: dict[str, Path] = {}
+    skipped: list[str] = []
+    left = MAX_ATTACHMENTS_BYTES
+    used = set(weights)
+    for name, path in _files(folder):
+        if path in used or ("/" not in name and name.endswith(INDEX_SUFFIX)):
+            continue  # an export makes an index of its own
+        nbytes = path.stat().st_size if _travels(folder, name, path) else MAX_ATTACHMENT_BYTES + 1
+        if nbytes > min(left, MAX_ATTACHMENT_BYTES):
+            skipped.append(name)
+            continue
+        left -= nbytes
+        chosen[name] = path
+    return chosen, skipped
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Names, relative to the folder, and paths of what lies below it, sorted; what is hidden is passed by.
+
+    Links to folders are not followed: they are given as they are.
+    """
+    for place, folders, names in os.walk(folder):
+        names += [name for name in folders if Path(place, name).is_symlink()]
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            if not name.startswith("."):
+                path = Path(place, name)
+                yield path.relative_to(folder).as_posix(), path
+
+
+def _travels(folder: Path, name: str, path: Path) -> bool:
+    if not path.is_file() or any(name.lower().endswith(suffix) for suffix in _WEIGHTS):
+        return False
+    if not is_attachment_name(name):
+        return False
+    return not path.is_symlink() or _leads_inside(folder, path)
+
+
+def _leads_inside(folder: Path, link: Path) -> bool:
+    """Whether a link stays in the folder, or in Hugging Face's cache: others may lead to anybody's files."""
+    homes = [folder.resolve()]
+    if folder.parent.name == "snapshots":
+        homes.append(folder.resolve().parent.parent / "blobs")
+    return any(link.resolve().is_relative_to(home) for home in homes)

@@ -1,1 +1,0 @@
-"""safetensors files and Hugging Face folders, in and out."""

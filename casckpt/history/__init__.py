@@ -1,0 +1,9 @@
+"""Which checkpoints exist: records, logs and what follows from them.
+
+- A **transaction** (`transactions`) is a save in progress. Its end is one record in commits/.
+- A **log** is the numbered records of one transaction. `commits` reads and appends to logs.
+- A **commit** is the state that follows from a log: visible, forgotten or purged. `folding` computes it.
+
+`announcements` keeps a log for each run, so that `following` finds the newest checkpoint without a listing. `tags` and
+`leases` name checkpoints and protect them from gc.
+"""

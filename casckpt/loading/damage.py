@@ -1,0 +1,49 @@
+"""What a load says of bytes that are gone, or are not as they were written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from casckpt.contents.manifests import blobs_of
+from casckpt.errors import CasckptError, Damaged
+from casckpt.format.manifest import Manifest
+from casckpt.format.sections.blobs import BlobRef
+from casckpt.history.commits import Commit, CommitList, gone, list_commits
+from casckpt.repository.repository import Repository
+
+
+class Lost(Exception):
+    """Bytes of a blob are not there, or not as they were written; the tensor ``key`` needs them."""
+
+    def __init__(self, ref: BlobRef, key: str, why: str) -> None:
+        super().__init__(why)
+        self.ref, self.key = ref, key
+
+
+def damaged_error(repo: Repository, manifest: Manifest, ref: BlobRef, key: str, why: str) -> CasckptError:
+    """The error for bytes that are not there as they were written: Gone if the checkpoint was purged meanwhile."""
+    commits = list_commits(repo)
+    head = manifest.head.digest  # others of the same id may lie elsewhere
+    mine = [c for c in commits.commits.values() if c.last != "revoked" and c.committed.head == head]
+    name = f"{manifest.body.run}@{manifest.body.step}"
+    if mine and not any(commit.live for commit in mine):
+        return gone(f"{name} ({manifest.id})", manifest.id, "while it was read", key=key)
+    users = list(checkpoints_using(repo, commits, ref))
+    listed = ", ".join(map(str, users[:8])) + (", ..." if len(users) > 8 else "")
+    return Damaged(
+        f"blob {ref.hash} is damaged: {why}. Tensor {key!r} of {name} needs it, and so do the checkpoints {listed}. "
+        "What was being loaded is undefined now. Run `casckpt verify`, then `casckpt repair`, on the store",
+        key=key,
+        blob=ref.hash,
+        checkpoints=tuple(commit.id for commit in users),
+    )
+
+
+def checkpoints_using(repo: Repository, commits: CommitList, ref: BlobRef) -> Iterator[Commit]:
+    """The live checkpoints that name a blob; those whose manifest cannot be read are left out."""
+    for commit in commits.live():
+        try:
+            if any((uploader, name) == (ref.uploader, ref.hash) for uploader, name, _ in blobs_of(repo, commit)):
+                yield commit
+        except CasckptError:
+            continue

@@ -1,0 +1,209 @@
+"""A load: what it wants is planned, and read; then what sinks lack is read elsewhere, if something is lost.
+
+Units that several destinations want are read once. Reads of one blob are merged. Where bytes are gone or wrong, what is
+left is read at the places that another commit of the same checkpoint has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterable, Sequence, Set
+from contextlib import closing, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import groupby
+from threading import BoundedSemaphore
+from typing import NamedTuple
+
+from casckpt.base.cycle_collector import collecting_later
+from casckpt.base.lazy import cached_property
+from casckpt.base.parallel import run_all, usable_cores, useful_threads
+from casckpt.base.progress import Progress, silent
+from casckpt.contents.manifests import get, others
+from casckpt.contents.signatures import check_trusted, check_verified
+from casckpt.errors import Damaged, Gone, Refused
+from casckpt.format.extents import ExtentTable
+from casckpt.format.manifest import Manifest
+from casckpt.format.regions import normalise
+from casckpt.format.sections.blobs import BlobRef
+from casckpt.loading.blob_readers import BlobReaders
+from casckpt.loading.damage import Lost, damaged_error
+from casckpt.loading.frames import Lot
+from casckpt.loading.planned_reads import Item, Part, Reads, Taker, new_item, part, place, place_of, plan_lots
+from casckpt.loading.transfer import Task, Transfer
+from casckpt.plan.reads import Batch, plan_units
+from casckpt.plan.routes import Link
+from casckpt.repository.repository import Repository
+from casckpt.storage.buffers import BufferPool
+from casckpt.storage.local.headroom import headroom
+from casckpt.tensors import gpu
+from casckpt.tensors.memory import Destination, note_writes
+
+_BATCH_BYTES = 8 << 20
+_SCRATCH_BYTES = 2 << 20  # of what is copied once more: read, hashed and copied while a core's cache holds it
+_WORTH_PINNING = 16 << 20  # bytes that go to a GPU
+_AHEAD = 4  # threads more than compute, where reads wait for a disk: to have the next ones in flight
+_ALWAYS = 64 << 20  # so little memory is not asked for: the answer takes longer than a tiny load
+_PLENTY = 4  # times what is read: with so much memory to spare, it stays in the page cache
+
+log = logging.getLogger(__name__)
+
+
+class StreamRequest(NamedTuple):
+    """One entry of the manifest (by its number) and one sink for it. ``table``: its extents, if they are at hand.
+
+    ``is_new``: there is nothing in the sink yet.
+    """
+
+    entry: int
+    sink: Destination
+    table: ExtentTable | None = None
+    is_new: bool = False
+
+
+@dataclass
+class Download:
+    """All reads of one load by one rank of ``ranks``, of which ``ranks_here`` share this host.
+
+    ``shared``: somebody will read the same soon, so it goes through the page cache, whatever that holds.
+    ``decoded``: where frames are kept that were decoded with a base, if they are.
+    """
+
+    repo: Repository
+    manifest: Manifest
+    verify: bool
+    threads: int
+    progress: Progress = silent
+    ranks: int = 1
+    ranks_here: int = 1
+    shared: bool = False
+    decoded: dict[Link, bytes] | None = None
+
+    def __post_init__(self) -> None:
+        body = self.manifest.body
+        check_verified(self.repo, verify=self.verify)
+        check_trusted(self.repo, self.manifest.id, f"{body.run}@{body.step}")
+
+    def run(self, wants: Sequence[StreamRequest], done: Set[Part] = frozenset()) -> None:
+        """Fill all sinks, but for what is ``done``.
+
+        Raises Damaged (or Gone, if the checkpoint was purged meanwhile) naming what is hit.
+        """
+        self._run(wants, done, frozenset())
+
+    def _run(self, wants: Sequence[StreamRequest], done: Set[Part], tried: Set[str]) -> None:
+        """``done``: what sinks have already, from manifests with the heads ``tried``."""
+        finished: list[Batch[Item]] = []
+        tried |= {self.manifest.head.digest}
+        try:
+            self._fill(wants, done, finished, is_first=len(tried) == 1)
+            return
+        except (Lost, Gone, Damaged) as error:
+            other = self._other(tried)
+            if other is None and isinstance(error, Lost):
+                raise damaged_error(self.repo, self.manifest, error.ref, error.key, str(error)) from error.__cause__
+            if other is None:
+                raise
+            log.info("%s; the load goes on from another commit of %s", error, self.manifest.id)
+        takers = (taker for batch in finished for _, _, item in batch.items for taker in item.takers)
+        left = [want._replace(table=None) for want in wants]
+        replace(self, manifest=other)._run(left, done | {part(one.sink, one.unit) for one in takers}, tried)
+
+    def _other(self, tried: Set[str]) -> Manifest | None:
+        """The manifest of another commit of the checkpoint, with other places."""
+        for commit in others(self.repo, self.manifest.id, tried):
+            with suppress(Gone, Damaged, Refused):
+                return get(self.repo, commit)
+        return None
+
+    def _fill(
+        self, wants: Sequence[StreamRequest], done: Set[Part], finished: list[Batch[Item]], *, is_first: bool
+    ) -> None:
+        if not is_first:
+            self.manifest.ready({want.entry for want in wants}, ())
+        reads = self._reads(wants, done)
+        note_writes(tensor for want in wants for tensor in want.sink.written)
+        if is_first:
+            self.progress.expect(reads.plain)
+        total = sum(batch.nbytes for batch in reads.every)
+        # ranks that want more than their part want the same bytes, and on one host a cache serves them all
+        together = self.ranks > 1 and 2 * total * self.ranks > 3 * sum(self.manifest.blob_sizes)
+        stays, blob_at = cache(partial(self._stays_in_memory, total)), self.manifest.blob
+        slots = BlobReaders(self.repo, blob_at, reads.every, shared=self.shared or together, stays=stays)
+        lots = [(Lot(frames, len(batches), self.decoded), batches) for frames, batches in reads.lots]
+        tasks, threads = self._in_order([Task(one, lot, reads.room) for lot, many in lots for one in many], slots)
+        pinned = total > _WORTH_PINNING and any(want.sink.on_gpu for want in wants)
+        nbytes = reads.most + reads.room
+        pool = gpu.PINNED.pool(threads, nbytes) if pinned else closing(BufferPool(threads, nbytes))
+        turns = self.turns if threads > self._cores else nullcontext()  # where all have one nobody need ask
+        with closing(slots), pool as scratches:
+            transfer = Transfer(self.repo, self.manifest, slots, scratches, turns, self.progress, finished, self.verify)
+            try:
+                with collecting_later() if threads == 1 else nullcontext():
+                    run_all(transfer.run_all, tasks, threads)
+            finally:  # after a failure, too: no copy may come behind what the caller does then
+                gpu.wait_for_copies(tensor for want in wants for tensor in want.sink.written)
+
+    def _in_order(self, tasks: Sequence[Task], slots: BlobReaders) -> tuple[Sequence[Sequence[Task]], int]:
+        """What one thread reads after the other, and how many threads do."""
+        traits, each = self.repo.storage.traits, [[task] for task in tasks]
+        if traits.remote:
+            return each, traits.parallel
+        items = [item for task in tasks for _, _, item in task.batch.items]
+        threads = useful_threads(self.threads, sum(item.unit.nbytes for item in items), len(items))
+        if not tasks or threads == 1:
+            return each, threads
+        first = tasks[0].batch.blob
+        if slots.is_in_memory(first):
+            return each, min(threads, usable_cores(self.ranks_here))  # reads wait for nothing else
+        if not slots.is_shared(first):
+            return each, threads + _AHEAD
+        # the kernel reads ahead, and fills its cache in large pieces, for one who reads a file in order
+        by_blob = groupby(tasks, key=lambda task: task.batch.blob)
+        return [list(group) for _, group in by_blob], threads + _AHEAD // 2
+
+    def _stays_in_memory(self, nbytes: int) -> bool:
+        """Whether so much, and what the other ranks here read, is left in the page cache for the next load."""
+        wanted, most = self.repo.storage.traits.page_cache, _PLENTY * nbytes * self.ranks_here
+        return (most <= _ALWAYS or most <= headroom()) if wanted is None else wanted
+
+    @cached_property
+    def turns(self) -> BoundedSemaphore:
+        """What a thread holds while it works for a core, and not while it waits for a disk."""
+        return BoundedSemaphore(self._cores)
+
+    @cached_property
+    def _cores(self) -> int:
+        """How many threads may work for a core."""
+        return min(self.threads, usable_cores(self.ranks_here))
+
+    def blobs(self, wants: Sequence[StreamRequest]) -> list[BlobRef]:
+        """The blobs that `run` would read."""
+        return [self.manifest.blob(number) for number in sorted({batch.blob for batch in self._reads(wants).every})]
+
+    @collecting_later()
+    def _reads(self, wants: Sequence[StreamRequest], done: Set[Part] = frozenset()) -> Reads:
+        """All reads."""
+        items = list(self._items(wants, done))
+        scratch = _BATCH_BYTES if any(want.sink.on_gpu for want in wants) else _SCRATCH_BYTES
+        return plan_lots(items, self.repo.storage.traits, most=_BATCH_BYTES, scratch=scratch)
+
+    def _items(self, wants: Sequence[StreamRequest], done: Set[Part]) -> Iterable[Item]:
+        """One item for each distinct range of bytes that is not ``done``."""
+        items: dict[Hashable, Item] = {}
+        entries = self.manifest.entries
+        for number, sink, given, _ in wants:
+            entry = entries[number]
+            table = self.manifest.extents(entry) if given is None else given
+            region = normalise(sink.region, entry.shape)
+            for unit in plan_units(table, region, verify=self.verify):
+                if done and part(sink, unit) in done:
+                    continue
+                taker, name = Taker(sink, unit, place(sink, region, unit)), place_of(unit)
+                if name not in items:
+                    items[name] = new_item(unit, entry.key)
+                items[name].takers.append(taker)
+        for item in items.values():
+            if len(item.takers) > 1:
+                item.takers.sort(key=lambda taker: taker.place is None)
+        return items.values()

@@ -1,0 +1,120 @@
+"""Coded cells in a load: the frames that they are told by, and what is done where one comes out wrong."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from threading import Condition
+
+from casckpt.errors import NotFound, Refused, StorageError
+from casckpt.format.encodings import decode
+from casckpt.format.encodings.chains import decoded
+from casckpt.format.extents import StoredCell
+from casckpt.format.manifest import Manifest
+from casckpt.loading.blob_readers import BlobReader
+from casckpt.loading.damage import Lost
+from casckpt.loading.planned_reads import Item
+from casckpt.plan.reads import Batch
+from casckpt.plan.routes import Link, links
+from casckpt.repository.fetching import explain
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import Reader, ShortObject
+from casckpt.tensors.memory import copy_bytes
+
+
+class Lot:
+    """The frames of cells that are decoded together, from when they are read until the last of these is decoded.
+
+    Whoever comes first reads them, so that nobody waits for what nobody has begun. ``frames``: how they are read;
+    ``users``: batches that need them; ``decoded``: where those that were used are kept, if they are.
+    """
+
+    def __init__(
+        self, frames: Sequence[Batch[Item]] = (), users: int = 0, decoded: dict[Link, bytes] | None = None
+    ) -> None:
+        self._unread, self._decoded, self._has_frames = deque(frames), decoded, bool(frames)
+        self._reading, self._failed, self._users = 0, False, users
+        self._held: dict[tuple[int, int], memoryview] = {}
+        self._changed = Condition()
+
+    def fetch(self, read: Callable[[Batch[Item]], memoryview]) -> bool:
+        """Have all frames here; False if another thread failed to read one. Raises what ``read`` does."""
+        if not self._has_frames:
+            return True
+        while (batch := self._next()) is not None:
+            found: Sequence[tuple[tuple[int, int], memoryview]] | None = None
+            try:
+                data = read(batch)
+                found = [((batch.blob, at), data[at - batch.offset :][:nbytes]) for at, nbytes, _ in batch.items]
+            finally:
+                self._has_read(found)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._reading)
+            return not self._failed
+
+    def _next(self) -> Batch[Item] | None:
+        with self._changed:
+            if not self._unread or self._failed:
+                return None
+            self._reading += 1
+            return self._unread.popleft()
+
+    def _has_read(self, found: Sequence[tuple[tuple[int, int], memoryview]] | None) -> None:
+        with self._changed:
+            self._reading -= 1
+            self._failed |= found is None
+            self._held.update(found or ())
+            self._changed.notify_all()
+
+    def decode(self, item: Item, root: memoryview, into: memoryview) -> None:
+        """Decode a cell. ``root``: what is stored of its root, perhaps ``into`` itself. Raises InvalidInput."""
+        if item.root.frame is not None:
+            decode(root, into, None)
+        elif root is not into:
+            copy_bytes(into, root)
+        for cell in item.frames:
+            frame = self._held[cell.blob, cell.offset]
+            decode(frame, into, into)
+            if self._decoded is not None:
+                self._decoded[next(links(cell))] = bytes(frame)
+
+    def done(self) -> None:
+        """One batch is done with; the last one gives the memory back."""
+        if not self._has_frames:
+            return
+        with self._changed:
+            self._users -= 1
+            if not self._users:
+                self._held.clear()
+
+
+def decode_again(
+    repo: Repository, manifest: Manifest, cell: StoredCell, key: str, *, what: str = "a cell"
+) -> bytearray:
+    """Read and decode a cell once more, from the last of its bases on, and compare each of them.
+
+    So what a cache had wrong comes out right. Raises `Lost` for the first that does not, StorageError.
+    """
+    base, below = None, cell.base
+    if below is not None:
+        base = decode_again(repo, manifest, below, key, what="a base of a cell")
+    with closing(BlobReader(repo, manifest.blob(cell.blob), shared=False, keep=False)) as slot:
+        while True:
+            reader: Reader | None = None
+            try:
+                reader = slot.reader()
+                stored = bytearray(cell.stored)
+                reader.read_into(cell.offset, [memoryview(stored)])
+                return decoded(cell, stored, None if base is None else bytearray(base))
+            except (NotFound, ShortObject, StorageError, Refused) as error:
+                if slot.distrust(reader):
+                    continue
+                if isinstance(error, StorageError):
+                    raise
+                why = explain(slot.ref, error)
+                if isinstance(error, Refused):
+                    why = f"its bytes {cell.offset} to {cell.offset + cell.stored}, {what}, are not what was written"
+                    if cell.frame is not None:
+                        why += f", or no frame of it ({error}; `casckpt verify --decode` tells)"
+                raise Lost(slot.ref, key, why) from error

@@ -1,0 +1,341 @@
+"""What a load is to read, for which leaf, and what is made of it: all is checked as it is added, before any is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, get_args
+
+import torch
+
+from casckpt.base.parallel import usable_threads
+from casckpt.base.progress import Progress, Shown
+from casckpt.contents.checkpoint import Checkpoint, Frames
+from casckpt.errors import Damaged, InvalidInput, Mismatch, Refused
+from casckpt.format.regions import whole
+from casckpt.format.sections.index import StoredObject, StreamEntry
+from casckpt.format.tree import Node, find, join, kind_of, leaves
+from casckpt.loading.arguments import Rename, usable_patterns
+from casckpt.loading.contents import Contents, lacking
+from casckpt.loading.entries import Entries, fill_entries
+from casckpt.loading.entry_reader import Download, StreamRequest
+from casckpt.loading.tied_tensors import Content, Tied
+from casckpt.loading.update import update
+from casckpt.plan.reads import covers
+from casckpt.repository.repository import Repository
+from casckpt.tensors.dtensors import is_dtensor
+from casckpt.tensors.dtypes import converts, dtype_name, torch_dtype
+from casckpt.tensors.memory import Destination
+from casckpt.tensors.objects import decode_object, refuse_pickle
+from casckpt.tensors.shards import LocalTensor, check_apart, check_in_place, local_tensor
+from casckpt.tensors.state import LeafValue, inflate
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Unread: TypeAlias = Literal["warn", "ignore"]
+
+
+class ReadArguments(TypedDict, total=False):
+    """The keyword arguments of `Store.read`, which describes them, that `Store.load` has too."""
+
+    verify: bool
+    allow_pickle: bool
+    threads: int | None
+    progress: Shown | None
+
+
+class MatchArguments(TypedDict, total=False):
+    """Those of `Store.load` that say what is read for a key."""
+
+    strict: bool
+    ignore_mismatched: Sequence[str] | None
+    rename: Rename
+
+
+class RankArguments(ReadArguments, total=False):
+    """Those of `Store.read`, and which ranks make the call together."""
+
+    process_group: ProcessGroup | None
+    no_dist: bool
+
+
+class FillArguments(MatchArguments, total=False):
+    """Those of `Store.load` that `Store.update` has too, and not `Store.read`."""
+
+    unread: Unread
+    cast: bool
+    lease: bool
+
+
+class LoadArguments(RankArguments, FillArguments, total=False):
+    """The keyword arguments of `Store.load`, which describes them."""
+
+
+class UpdateArguments(FillArguments, total=False):
+    """The keyword arguments of `Store.update`, which describes them."""
+
+    check: bool
+    allow_pickle: bool
+    process_group: ProcessGroup | None
+    no_dist: bool
+    threads: int | None
+    progress: Shown | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """What a load was asked for: `LoadArguments`, `UpdateArguments`, with their defaults. Another name is a TypeError.
+
+    ``updates``: is it an update? ``rank``: of how many ``ranks`` that load together. ``alive``: called now and then by
+    what reads.
+    """
+
+    strict: bool = True
+    ignore_mismatched: Sequence[str] | None = None
+    unread: Unread = "warn"
+    rename: Rename = None
+    cast: bool = False
+    lease: bool = False
+    updates: bool = False
+    held: Checkpoint | None = None
+    check: bool = False
+    verify: bool = True
+    allow_pickle: bool = False
+    process_group: ProcessGroup | None = None
+    no_dist: bool = False
+    threads: int | None = None
+    progress: Shown | None = None
+    rank: int = 0
+    ranks: int = 1
+    ranks_here: int = 1  # on this host
+    alive: Callable[[], None] | None = None
+
+    def checked(self) -> Self:
+        """The same, as it is used. Called where all ranks learn of it. Raises InvalidInput."""
+        patterns = usable_patterns(self.ignore_mismatched, "ignore_mismatched") or ()
+        if self.unread not in get_args(Unread):
+            raise InvalidInput(f'unread={self.unread!r:.80} is not usable; give "warn" or "ignore"')
+        return replace(self, ignore_mismatched=tuple(patterns), threads=usable_threads(self.threads))
+
+
+class LoadPlan:
+    """What is to be read, leaf by leaf: added and checked, then read, then built. ``named``: keys of the checkpoint.
+
+    ``frames``: what an update decoded, once it has run.
+    """
+
+    def __init__(self, contents: Contents, options: LoadOptions) -> None:
+        self.contents, self.options = contents, options
+        self._wants: list[StreamRequest] = []
+        self._values: dict[str, Any] = {}
+        self._objects: dict[str, tuple[StoredObject, list[torch.Tensor]]] = {}
+        self._below: dict[str, tuple[Node, str, LoadPlan]] = {}
+        self._entries: dict[str, Entries] = {}
+        self._tied = Tied()
+        self.named: set[str] = set()
+        self.frames: Frames = {}
+        held = options.held
+        self._not_held = set(() if held is None else (*held.missing_keys, *held.mismatched_keys))
+        self._unread = set(() if held is None else held.unread_keys)
+
+    @property
+    def replaced(self) -> list[str]:
+        """Keys of the template that get new values."""
+        return [*self._values, *self._objects, *self._below, *self._entries]
+
+    def add(self, key: str, name: str, leaf: LeafValue) -> bool:
+        """One leaf of the template, ``key``, to be filled from ``name``; False if the checkpoint lacks it."""
+        found = self.contents.tensor(name)
+        one = self.contents.objects.get(name)
+        if found is None and one is None:
+            return self._add_container(key, name, leaf)
+        self.named.add(name)
+        if found is not None and self.contents.manifest.lacks(found):
+            return False
+        if leaf.is_tensor:
+            if found is None:
+                raise Mismatch(f"{key!r} is a tensor here, but plain data in the checkpoint (key {name!r})", key=key)
+            check_in_place(key, leaf.value)
+            self._add_tensor(leaf, local_tensor(key, leaf.value), found)
+        elif found is not None:
+            if leaf.value is not None:
+                kind = type(leaf.value).__name__
+                raise Mismatch(f"{key!r} is a tensor in the checkpoint (key {name!r}), but {kind} here", key=key)
+            self._values[key] = self.new_tensor(found, torch.device("cpu"))
+        elif one is not None:
+            self._add_object(key, one)
+        return True
+
+    def fills(self, leaf: LeafValue) -> bool:
+        """Whether the memory of a tensor is filled under another key, as that of tied weights is."""
+        if not leaf.is_tensor:
+            return False
+        try:
+            local = local_tensor(leaf.key, leaf.value)
+        except InvalidInput:  # of a kind that is never filled: it stays as it is, where that is allowed
+            return False
+        return prod(local.shape) > 0 and all(self._tied.has(piece.data) for piece in local.pieces if piece.region.numel)
+
+    def _add_container(self, key: str, name: str, leaf: LeafValue) -> bool:
+        """A leaf where the checkpoint has a mapping or list: in place of None, or of a list, all of it is made."""
+        node = find(self.contents.tree, name)
+        if node is None or isinstance(node, int):
+            return False
+        if not (leaf.value is None or (isinstance(leaf.value, list | tuple) and isinstance(node, list | tuple))):
+            kind = "a tensor" if leaf.is_tensor else type(leaf.value).__name__
+            raise Mismatch(f"{key!r} is {kind} here, but a {kind_of(node)} in the checkpoint (key {name!r})", key=key)
+        below = LoadPlan(self.contents, self.options)
+        for path, _ in leaves(node):
+            below.new(join((name, *path)), torch.device("cpu"))
+        self.named.update(below.named)
+        self._below[key] = (node, name, below)
+        return True
+
+    def _add_tensor(self, leaf: LeafValue, local: LocalTensor, entry: StreamEntry) -> None:
+        key, part_of = leaf.key, leaf.value if is_dtensor(leaf.value) else None
+        if local.shape != entry.shape:
+            raise Mismatch(
+                f"{key!r} has shape {list(local.shape)} here, but {list(entry.shape)} in the checkpoint "
+                f"(key {entry.key!r}); ignore_mismatched= leaves it as it is",
+                key=key,
+            )
+        if dtype_name(local.dtype) != entry.dtype:
+            check_cast(key, torch_dtype(entry.dtype), local.dtype, cast=self.options.cast, where="convert")
+        table = self.contents.manifest.extents(entry)
+        is_new = key in self._not_held or entry.key in self._unread
+        for region, data in local.pieces:
+            check_apart(key, data)
+            if not covers(table, region):
+                raise Damaged(f"the checkpoint holds {key!r} only in part; {region} is not all there", key=key)
+            if region.lo < region.hi:
+                self._tied.add(Content(key, data, entry.number, entry.dtype, table, region))
+                destination = Destination(region, data, torch_dtype(entry.dtype), part_of)
+                self._wants.append(StreamRequest(entry.number, destination, table, is_new))
+
+    def new_tensor(self, entry: StreamEntry, device: torch.device) -> torch.Tensor:
+        """A tensor for the whole of an entry, to be filled by `run`. Raises Damaged if the extents have holes."""
+        table = self.contents.manifest.extents(entry)
+        if not covers(table, whole(entry.shape)):  # before memory is asked for: a hostile shape is caught here
+            raise Damaged(f"the checkpoint holds {entry.key!r} ({entry.nbytes} bytes) only in part", key=entry.key)
+        data = new_empty(entry, device)
+        if entry.numel:
+            destination = Destination(whole(entry.shape), data, torch_dtype(entry.dtype))
+            self._wants.append(StreamRequest(entry.number, destination, table, is_new=True))
+        return data
+
+    def _add_object(self, key: str, one: StoredObject) -> None:
+        if one.pickled and not self.options.allow_pickle:
+            refuse_pickle(key, self.contents.manifest.data(one), one.parts)  # before anything changes
+        parts = [self.new_tensor(entry, torch.device("cpu")) for entry in self.contents.parts(one)]
+        self._objects[key] = (one, parts)
+
+    def new(self, key: str, device: torch.device) -> None:
+        """A leaf that is to be made: a tensor on ``device``, or an object."""
+        found = self.contents.tensor(key)
+        self.named.add(key)
+        if found is not None:
+            self._values[key] = self.new_tensor(found, device)
+        elif key in self.contents.objects:
+            self._add_object(key, self.contents.objects[key])
+        else:
+            raise lacking(self.contents.manifest, key)
+
+    def add_entries(self, key: str, name: str, target: Mapping[Any, Any]) -> Entries:
+        """A mapping of the template, whose entries are to be filled from those of one object, ``name``."""
+        self.named.add(name)
+        stored = self.contents.objects[name]
+        if stored.pickled and stored.parts:
+            raise Mismatch(f"{key!r} is a mapping here, but a pickle in the checkpoint; put None in its place", key=key)
+        self._add_object(key, stored)
+        entries = self._entries[key] = Entries(target, partial(self._decoded, key, *self._objects.pop(key)))
+        entries.compare(key, name, target, entries.decode())  # its buffers are not read yet, but its keys are there
+        return entries
+
+    def first_entry(self, name: str) -> str | None:
+        """The key of the first entry of a mapping that is one object; None for all else."""
+        one = self.contents.objects.get(name)
+        if one is None or one.pickled:
+            return None
+        parts = [new_empty(entry, torch.device("cpu")) for entry in self.contents.parts(one)]
+        saved = self._decoded(name, one, parts)  # for its keys
+        return join((name, next(iter(saved)))) if isinstance(saved, dict) and saved else None
+
+    def check_shared(self, repo: Repository) -> None:
+        """Raise Mismatch for memory that is to be filled twice, with different values. Nothing changes."""
+        self._tied.check(replace(self.download(repo), progress=Progress(None, self.options.alive)))
+
+    def run(self, repo: Repository) -> dict[str, Any]:
+        """Read everything; the new leaves by template key."""
+        download, options = self.download(repo), self.options
+        together, alone = self._tied.in_turns(self.wants())
+        if options.updates:
+            self.frames = update(download, together, options.held, options.rank, check=options.check)
+        else:
+            download.run(together)
+        for want in alone:
+            download.run([want])
+        return self._built()
+
+    def wants(self) -> list[StreamRequest]:
+        """All that is to be read."""
+        return [*self._wants, *(want for _, _, below in self._below.values() for want in below.wants())]
+
+    def download(self, repo: Repository) -> Download:
+        """What reads it."""
+        options, manifest = self.options, self.contents.manifest
+        threads, progress = usable_threads(options.threads), Progress(options.progress, options.alive)
+        return Download(repo, manifest, options.verify, threads, progress, options.ranks, options.ranks_here)
+
+    def _built(self) -> dict[str, Any]:
+        values = dict(self._values)
+        for key, (one, parts) in self._objects.items():
+            values[key] = self._decoded(key, one, parts)
+        for key, (node, name, below) in self._below.items():
+            values[key] = below._inflated(node, name)
+        saved = [entries.decode() for entries in self._entries.values()]
+        for (key, entries), one in zip(self._entries.items(), saved, strict=True):  # all of them could be decoded
+            fill_entries(entries.target, one)
+            values[key] = entries.target
+        return values
+
+    def _inflated(self, node: Node, name: str) -> Any:
+        """The container at ``name``, of which this plan has all the leaves."""
+        values = self._built()
+        return inflate(node, lambda path, _: values[f"{name}.{path}"], lambda _: True)
+
+    def _decoded(self, key: str, one: StoredObject, parts: Sequence[torch.Tensor]) -> Any:
+        def load(index: int) -> memoryview:
+            if not 0 <= index < len(parts):
+                raise Refused(f"object {key!r} names a part that the manifest does not have", key=key)
+            return parts[index].numpy().data
+
+        data = self.contents.manifest.data(one)
+        return decode_object(key, data, one.pickled, allow_pickle=self.options.allow_pickle, load=load)
+
+
+def check_cast(key: str, stored: torch.dtype, here: torch.dtype, *, cast: bool, where: str) -> None:
+    """Raise Mismatch unless ``cast``, and the dtypes, let what is ``stored`` fill what is ``here``.
+
+    ``where``: what ``cast`` is passed to.
+    """
+    possible = converts(stored, here)
+    if not possible or not cast:
+        raise Mismatch(
+            f"{key!r} is {dtype_name(here)} here, but {dtype_name(stored)} in the checkpoint; "
+            + (f"pass cast=True to {where}" if possible else "torch cannot convert one to the other"),
+            key=key,
+        )
+
+
+def new_empty(entry: StreamEntry, device: torch.device) -> torch.Tensor:
+    """Memory for a whole tensor, in the dtype in which it was saved. Raises InvalidInput where ``device`` has none."""
+    try:
+        return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device)
+    except (RuntimeError, AssertionError) as error:  # what torch raises where memory, or the device itself, is lacking
+        raise InvalidInput(
+            f"{entry.key!r} ({entry.nbytes} bytes) cannot be made on {device}: {error}; give another device",
+            key=entry.key,
+        ) from error

@@ -1,0 +1,217 @@
+"""A template against a checkpoint: what is filled, what does not fit, and what is left, all known before any read."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from casckpt.base.cycle_collector import collecting_later
+from casckpt.base.lazy import cached_property
+from casckpt.contents.checkpoint import Frames
+from casckpt.errors import Mismatch, MissingKey
+from casckpt.format.manifest import Manifest
+from casckpt.format.sections.blobs import BlobRef
+from casckpt.format.tree import Node, Path, children, find, join, leaves, listed
+from casckpt.loading.arguments import matches, renamer
+from casckpt.loading.contents import Contents
+from casckpt.loading.fit import Fit, check_fit, merged, missed_pairs, rename_hint, saved_shapes, shape_of
+from casckpt.loading.load_plan import LoadOptions, LoadPlan
+from casckpt.loading.unread import EVERYTHING, is_generator, left_unread
+from casckpt.repository.repository import Repository
+from casckpt.tensors.state import FlatState, LeafValue, check_replaceable, flatten, is_part, replace_leaves
+
+_SHOWN = 10
+
+
+class Template:
+    """One rank's part of a load into a template.
+
+    ``missing``: keys of the template that the checkpoint lacks. ``mismatched``: those that were left as they are
+    because they did not fit. ``unread``: keys of the checkpoint that it does not name; ``subtrees``: whole containers
+    of these; ``dropped``: single ones beside what is read. ``empties``: its empty mappings where the checkpoint has
+    something, with a key of that.
+    """
+
+    def __init__(self, manifest: Manifest, options: LoadOptions) -> None:
+        self._plan = LoadPlan(Contents(manifest, options.rank), options)
+        self._where = f"{manifest.body.run}@{manifest.body.step}"
+        self.missing: tuple[str, ...] = ()
+        self.mismatched: tuple[str, ...] = ()
+        self.unread: tuple[str, ...] = ()
+        self.subtrees: tuple[str, ...] = ()
+        self.dropped: tuple[str, ...] = ()
+        self.empties: dict[str, str] = {}
+        self._flat, self._names = FlatState({}, {}), dict[str, str]()
+
+    @collecting_later()
+    def plan(self, repo: Repository, state: Any) -> None:
+        """Check all of it. Raises MissingKey, Mismatch or InvalidInput; Damaged, StorageError if it has to read."""
+        name_of = renamer(self._plan.options.rename)
+        objects = self._plan.contents.objects
+        self._flat = flat = flatten(state, is_whole=lambda key, value: len(value) > 0 and name_of(key) in objects)
+        self._names = {key: name_of(key) for key in flat.leaves}
+        self._plan.contents.ready(self._names.values())
+        errors, lacking = self._add()
+        entries = self._add_entries(lacking)
+        for key, of_optimizer in _empty_mappings(flat.tree, ()):
+            self._look_below(key, name_of(key), of_optimizer=of_optimizer)
+        self.missing = tuple(leaf.key for leaf in lacking if not self._plan.fills(leaf))
+        contents = self._plan.contents
+        self.unread = tuple(key for key in contents.keys() if key not in self._plan.named)  # noqa: SIM118 - no mapping
+        if self.unread:
+            self.subtrees, self.dropped = left_unread(contents.tree, self.unread)
+        self.unread, self.dropped = (*self.unread, *entries), (*self.dropped, *entries)
+        if errors:
+            raise self._misfits(errors)
+        needed = [key for key in self.missing if not self._is_ignored(key)]
+        if needed and self._plan.options.strict:
+            raise self._lacks(needed)
+        check_replaceable(state, self._plan.replaced)
+        self._plan.check_shared(repo)
+
+    def _is_ignored(self, key: str) -> bool:
+        return matches(key, self._plan.options.ignore_mismatched or ())
+
+    def _add(self) -> tuple[list[Mismatch], list[LeafValue]]:
+        """What does not fit, and the leaves that the checkpoint lacks."""
+        errors, lacking, left, whole = [], [], [], set(self._flat.whole)
+        for key, leaf in self._flat.leaves.items():
+            if key in whole:
+                continue
+            try:
+                if not self._plan.add(key, self._names[key], leaf):
+                    lacking.append(leaf)
+            except Mismatch as error:
+                if self._is_ignored(key):
+                    left.append(key)
+                else:
+                    errors.append(error)
+        self.mismatched = tuple(left)
+        return errors, lacking
+
+    def _add_entries(self, lacking: list[LeafValue]) -> tuple[str, ...]:
+        """Add mappings that are one object of the checkpoint. Gives the entries that only that has."""
+        unread: list[str] = []
+        for key in self._flat.whole:
+            found = self._plan.add_entries(key, self._names[key], self._flat.leaves[key].value)
+            unread += found.unread
+            self._names.update({one: self._names[key] + one.removeprefix(key) for one in found.lacking})
+            lacking += [LeafValue(one, (one,), None, False, False) for one in found.lacking]
+        return tuple(unread)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all that it has is filled."""
+        return not (self.missing or self.mismatched)
+
+    @cached_property
+    def fit(self) -> Fit:
+        """How its tensors fit."""
+        left = frozenset((*self.missing, *self.mismatched))
+        tensors = {key: leaf.value for key, leaf in self._flat.leaves.items() if leaf.is_tensor}
+        unfilled = {key: shape_of(value) or () for key, value in tensors.items() if key in left}
+        return Fit({key: self._names[key] for key in tensors if key not in left}, unfilled)
+
+    def check_fit(self, fits: Sequence[Fit]) -> str | None:
+        """On rank 0: what `check_fit` says of all ranks."""
+        saved = saved_shapes(self._plan.contents.manifest)
+        return check_fit(merged(fits), saved, self._where, self._plan.options.rename)
+
+    @property
+    def per_rank(self) -> dict[str, list[int]]:
+        """The ranks that saved a value of their own, by key; random generators aside, which are seeded anew."""
+        return {key: ranks for key, ranks in self._plan.contents.per_rank.items() if not is_generator(key)}
+
+    def _look_below(self, key: str, name: str, *, of_optimizer: bool) -> None:
+        """An empty mapping of the template: filled if it is where a fresh optimizer will have its state."""
+        node = find(self._plan.contents.tree, name)
+        if (first := self._plan.first_entry(name)) is not None:
+            self.empties[key] = first
+        below = None if node is None else next(leaves(node), None)
+        if node is None or isinstance(node, int) or below is None:
+            return
+        if not of_optimizer:
+            self.empties[key] = join((name, *below[0]))
+            return
+        parts = [leaf.key for leaf in self._flat.leaves.values() if leaf.is_tensor and is_part(leaf.value)]
+        if parts:
+            raise Mismatch(
+                f"{key!r} is the empty state of a fresh optimizer, which would be made whole on each rank, but "
+                f"{parts[0]!r} is sharded; use casckpt.load_model_and_optim_state or Checkpointer.load, which give "
+                "each rank its own part",
+                key=key,
+            )
+        self._plan.add(key, name, LeafValue(key, (key,), None, False, False))
+
+    def _misfits(self, errors: Sequence[Mismatch]) -> Mismatch:
+        if len(errors) == 1 and not self.missing:
+            return errors[0]
+        more = len(errors) - _SHOWN
+        lines = [*map(str, errors[:_SHOWN]), *([f"and {more} more"] if more > 0 else [])]
+        below = tuple(f"{key}." for key in self.subtrees if key != EVERYTHING)
+        alone = [key for key in self.unread if not key.startswith(below)]
+        for what, keys in (
+            ("only the template has", self.missing),
+            ("only the checkpoint has", [*alone, *(f"{start}*" for start in below)]),
+        ):
+            lines += [f"{what} {listed(keys)}"] if keys else []
+        plural = "key does" if len(errors) == 1 else "keys do"
+        return Mismatch(
+            f"{len(errors)} {plural} not fit {self._where}:\n  " + "\n  ".join(lines) + "\n"
+            "ignore_mismatched= takes patterns of keys that are to be left as they are",
+            keys=tuple(error.key for error in errors),
+            missing=self.missing,
+            unexpected=self.unread,
+        )
+
+    def _lacks(self, needed: Sequence[str]) -> MissingKey:
+        names = [self._names[key] for key in needed]
+        near = difflib.get_close_matches(names[0], self._plan.contents.keys(), n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        if near == [names[0]]:
+            hint = f" That is, not any more: {self._plan.contents.manifest.left_out}."
+        filled, saved = self.fit.filled, saved_shapes(self._plan.contents.manifest)
+        unread = {key: saved[key] for key in saved.keys() - set(filled.values())}
+        mapped = rename_hint(missed_pairs(self.fit.unfilled, unread), filled, self._plan.options.rename)
+        return MissingKey(
+            f"{self._where} lacks {listed(names)}.{hint} Pass strict=False to leave them as they are, or rename= to "
+            f"map them{f'. {mapped}' if mapped else ''}",
+            keys=tuple(needed),
+        )
+
+    def check_empty(self, found: Sequence[Mapping[str, str]]) -> None:
+        """On rank 0: raise Mismatch for a mapping that is empty on all ranks, where the checkpoint has something."""
+        first, *others = found
+        for key, below in first.items() if self._plan.options.strict else ():
+            if all(key in other for other in others):
+                raise Mismatch(
+                    f"{key!r} is an empty mapping here, but {self._where} has {below!r} and perhaps more below it. "
+                    "Put None in its place to have all of that made, or pass strict=False to leave it empty",
+                    key=key,
+                )
+
+    @property
+    def frames(self) -> Frames:
+        """What an update decoded."""
+        return self._plan.frames
+
+    def blobs(self, repo: Repository) -> list[BlobRef]:
+        """What is to be read."""
+        return self._plan.download(repo).blobs(self._plan.wants())
+
+    def run(self, repo: Repository, state: Any) -> None:
+        """Read, and put the new leaves in. Raises Damaged, StorageError."""
+        replace_leaves(state, self._plan.run(repo))
+
+
+def _empty_mappings(node: Node, path: Path) -> Iterator[tuple[str, bool]]:
+    """The flat keys of empty containers below the top, and whether each is the state of an optimizer."""
+    has_groups = any(element == "param_groups" for element, _ in children(node))
+    for element, child in children(node):
+        if isinstance(child, int):
+            continue
+        below = (*path, element)
+        if not child:
+            yield join(below), element == "state" and has_groups
+        yield from _empty_mappings(child, below)

@@ -1,0 +1,216 @@
+"""The reads of a load: in parallel, straight into the destinations, decoded and verified cell by cell.
+
+A unit (usually one cell) is read in place where a destination holds just its elements together in host memory, else
+into a buffer and copied from there. What is told from a base is decoded where that was read to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass, field
+from itertools import pairwise
+from threading import Event
+from typing import NamedTuple
+
+import numpy as np
+
+from casckpt.base.progress import Progress
+from casckpt.errors import InvalidInput, NotFound, StorageError
+from casckpt.format.digest import cell_digest
+from casckpt.format.extents import StoredCell
+from casckpt.format.manifest import Manifest
+from casckpt.loading.blob_readers import BlobReader, BlobReaders
+from casckpt.loading.damage import Lost
+from casckpt.loading.frames import Lot, decode_again
+from casckpt.loading.planned_reads import Item, Runs
+from casckpt.plan.reads import Batch, Unit
+from casckpt.repository.fetching import explain, holds_cell
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import Reader, ShortObject
+from casckpt.storage.buffers import AlignedBuffer, BufferPool
+from casckpt.storage.local.reader import LocalReader
+from casckpt.tensors.memory import copy_bytes
+
+
+class Task(NamedTuple):
+    """One read, the lot of what lies in it, and how many bytes its largest cell needs that is decoded out of place."""
+
+    batch: Batch[Item]
+    lot: Lot
+    room: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of scratch."""
+        return self.room + self.batch.nbytes
+
+
+class _Target(NamedTuple):
+    """A buffer of a read. ``items``: what lies in it, and where. ``direct``: it is the place of its first taker."""
+
+    view: memoryview
+    items: Sequence[tuple[int, Item]]
+    direct: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Does the tasks of a load, by any number of threads. ``finished``: what was read and delivered.
+
+    ``turns``: one is held by who works for a core, and not while it waits for a disk.
+    """
+
+    repo: Repository
+    manifest: Manifest
+    slots: BlobReaders
+    scratches: BufferPool
+    turns: AbstractContextManager[object]
+    progress: Progress
+    finished: list[Batch[Item]]
+    verify: bool
+    _stop: Event = field(default_factory=Event)
+
+    def run_all(self, tasks: Iterable[Task]) -> None:
+        """`run` each, one after the other."""
+        for task in tasks:
+            self.run(task)
+
+    def run(self, task: Task) -> None:
+        """Read and deliver. Raises Lost, StorageError; what has not begun then is left out."""
+        try:
+            if self._stop.is_set() or not task.lot.fetch(self._frames):  # what was loaded is of no use any more
+                self.slots.skip(task.batch.blob)
+                return
+            scratches, nbytes = self.scratches, task.nbytes
+            with AlignedBuffer(nbytes) if nbytes > scratches.nbytes else scratches.borrow() as scratch:
+                self._read(task, _targets(task.batch, scratch.view[task.room :]), scratch.view[: task.room])
+        except BaseException:
+            self._stop.set()
+            raise
+        task.lot.done()
+        self.progress(sum(item.unit.nbytes for _, _, item in task.batch.items))
+        self.finished.append(task.batch)
+
+    def _frames(self, batch: Batch[Item]) -> memoryview:
+        """Read frames of a lot."""
+        data = np.empty(batch.nbytes, np.uint8).data
+        self._read(Task(batch, Lot(), 0), [_Target(data, ())], data[:0])
+        return data
+
+    def _read(self, task: Task, targets: Sequence[_Target], room: memoryview) -> None:
+        with self.slots.use(task.batch.blob) as slot:
+            while not self._has_read(slot, task, targets, room):
+                pass
+
+    def _has_read(self, slot: BlobReader, task: Task, targets: Sequence[_Target], room: memoryview) -> bool:
+        """Read and deliver. False if what this host has cached is spoilt, and the store is to be asked."""
+        reader: Reader | None = None
+        try:
+            reader = slot.reader()
+            delivered = 0
+            with closing(self._filling(reader, task.batch.offset, [target.view for target in targets])) as filling:
+                for count in filling:
+                    for target in targets[delivered:count]:
+                        self._deliver_all(target, task.lot, room)
+                    delivered = count
+        except (_WrongCell, NotFound, ShortObject, StorageError) as error:
+            if slot.distrust(reader):
+                return False
+            if isinstance(error, StorageError):
+                raise
+            item = error.item if isinstance(error, _WrongCell) else task.batch.items[0][2]
+            why = explain(slot.ref, error)
+            if isinstance(error, _WrongCell) and reader is not None and _is_right(reader, item.unit):
+                why += _SECOND_LOOK.format(item.key)
+            raise Lost(slot.ref, item.key, why) from error
+        return True
+
+    def _filling(self, reader: Reader, offset: int, views: Sequence[memoryview]) -> Generator[int, None, None]:
+        """Fill all views, and yield how many are full by now."""
+        return (
+            reader.fill(offset, views, self.turns)
+            if isinstance(reader, LocalReader)
+            else _at_once(reader, offset, views)
+        )
+
+    def _deliver_all(self, target: _Target, lot: Lot, room: memoryview) -> None:
+        runs = Runs(target.view)
+        for start, item in target.items:
+            in_place, unit = target.direct, item.unit
+            data = target.view if in_place else target.view[start : start + item.nbytes]
+            if unit.frame is not None:
+                place = data if in_place else item.takers[0].place
+                into, in_place = (room[: unit.nbytes], False) if place is None else (place, True)
+                self._decode(item, unit, lot, data, into)
+                data = into
+            elif self.verify and unit.digest is not None and cell_digest(data) != unit.digest:
+                raise _WrongCell(item)
+            for taker in item.takers[1 if in_place else 0 :]:
+                if taker.place is None and unit.frame is None and taker.sink.on_gpu:
+                    runs.add(taker, start)
+                else:
+                    taker.take(data)
+        runs.deliver()
+
+    def _decode(self, item: Item, cell: StoredCell, lot: Lot, root: memoryview, into: memoryview) -> None:
+        """Decode the cell of an item; what comes out wrong, again, link by link. Raises Lost, StorageError."""
+        try:
+            lot.decode(item, root, into)
+            if not self.verify or cell_digest(into) == cell.digest:
+                return
+        except InvalidInput:  # a frame is none
+            pass
+        copy_bytes(into, memoryview(decode_again(self.repo, self.manifest, cell, item.key)))
+        if self.verify and cell_digest(into) != cell.digest:
+            why = f"its bytes {cell.offset} to {cell.offset + cell.stored} seem wrong" + _SECOND_LOOK.format(item.key)
+            raise Lost(self.manifest.blob(cell.blob), item.key, why)
+
+
+_SECOND_LOOK = ", but at a second look they are: does something else write where {!r} is loaded to?"
+
+
+class _WrongCell(Exception):
+    """A cell that is not coded does not have its digest."""
+
+    def __init__(self, item: Item) -> None:
+        unit = item.unit
+        super().__init__(f"its bytes {unit.offset} to {unit.offset + unit.nbytes} are not what was written")
+        self.item = item
+
+
+def _at_once(reader: Reader, offset: int, views: Sequence[memoryview]) -> Generator[int, None, None]:
+    reader.read_into(offset, views)
+    yield len(views)
+
+
+def _is_right(reader: Reader, unit: Unit) -> bool:
+    """Is the cell of ``unit`` what was written when it is read once more, into memory that nobody else writes to?"""
+    return holds_cell(reader, unit.offset, memoryview(bytearray(unit.nbytes)), unit.digest)
+
+
+def _targets(batch: Batch[Item], scratch: memoryview) -> list[_Target]:
+    """Consecutive buffers that together are the batch; what has no place of its own goes into ``scratch``.
+
+    There it lies close together, at the begin: memory that was never touched takes long to touch.
+    """
+    begin, end = batch.offset, batch.offset + batch.nbytes
+    if any(offset < before + nbytes for (before, nbytes, _), (offset, _, _) in pairwise(batch.items)):
+        # some overlap: no byte is read twice, so all of the batch shares a buffer
+        return [_Target(scratch[: batch.nbytes], [(offset - begin, item) for offset, _, item in batch.items])]
+    targets: list[_Target] = []
+    loose: list[tuple[int, Item]] = []
+    start, used = begin, 0
+    for offset, nbytes, item in batch.items:
+        place = item.place
+        if place is None:
+            loose.append((offset - start, item))
+            continue
+        if offset > start:
+            targets.append(_Target(scratch[used : used + offset - start], loose))
+            loose, used = [], used + offset - start
+        targets.append(_Target(place, [(0, item)], direct=True))
+        start = offset + nbytes
+    if end > start:
+        targets.append(_Target(scratch[used : used + end - start], loose))
+    return targets

@@ -1,0 +1,88 @@
+"""Ranks that work together name the same checkpoint, and use the same store: rank 0 alone looks things up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.errors import Conflict
+from casckpt.format.keys import commit_key, transaction_key
+from casckpt.format.names import TxId
+from casckpt.plan.lots import grouped
+from casckpt.repository.repository import Repository
+
+_SHOWN = 8
+_LAG = 75  # seconds; NFS shows another host's new names after at most 60, unless its mount says otherwise
+
+
+def named(ref: str | Checkpoint) -> str:
+    """A reference as it was given, to be compared: what "latest" stands for is for rank 0 to say."""
+    return ref if isinstance(ref, str) else repr(ref)
+
+
+def check_same(given: Sequence[str]) -> None:
+    """Raise Conflict, with the ranks and what each of them gave, unless all gave the same. On rank 0."""
+    ranks_of = grouped(range(len(given)), lambda rank: given[rank])
+    if len(ranks_of) > 1:
+        told = [f"{text[:200]} on {_ranks(ranks)}" for text, ranks in list(ranks_of.items())[:_SHOWN]]
+        more = "; ..." if len(ranks_of) > _SHOWN else ""
+        raise Conflict(
+            f"ranks name different checkpoints: {'; '.join(told)}{more}. All ranks must name the same, or let rank 0 "
+            "tell the others"
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+
+
+@dataclass(frozen=True)
+class StoreIdentity:
+    """The store that rank 0 uses. On another host it may have another ``url``."""
+
+    store_id: str
+    url: str
+
+    @classmethod
+    def of(cls, repo: Repository) -> StoreIdentity:
+        """For the other ranks. Raises NotFound if there is none."""
+        return cls(repo.marker.store_id, repo.storage.url)
+
+    def check(self, repo: Repository) -> None:
+        """Raise Conflict if this rank uses another one, NotFound if there is none where it looks."""
+        if repo.marker.store_id != self.store_id:
+            repo.look_again()  # it may have been made anew since this rank looked
+        if repo.marker.store_id != self.store_id:
+            raise self._apart(repo, repo.marker.store_id)
+
+    def check_shared(self, repo: Repository, txid: TxId, sleep: Callable[[float], None] = time.sleep) -> None:
+        """Raise Conflict where this rank sees nothing of the save that rank 0 has begun: nobody would find its part.
+
+        Buckets are one for all by their names; folders are not, and memory never is. Where names that other hosts made
+        may show late, it waits for them.
+        """
+        for _ in range(_LAG if repo.storage.traits.stale else 0):
+            if _shows(repo, txid):
+                break
+            sleep(1.0)
+        if not repo.exists():
+            raise self._apart(repo, "none there")
+        self.check(repo)
+        if not _shows(repo, txid):
+            raise self._apart(repo, "a copy")
+
+    def _apart(self, repo: Repository, what: str) -> Conflict:
+        return Conflict(
+            f"this rank uses the store at {repo.storage.url} ({what}), rank 0 that at {self.url} ({self.store_id}): "
+            "ranks must share one. What is in memory, or on a disk of each host's own, is another one for each: give "
+            "all a folder or a bucket that all of them reach"
+        )
+
+
+def _shows(repo: Repository, txid: TxId) -> bool:
+    """Does this rank see the save ``txid``, which rank 0 has begun?"""
+    keys = transaction_key(txid), commit_key(txid)  # the second where the save was revoked, as is found out later
+    return repo.exists() and (repo.storage.traits.remote or any(repo.storage.size(key) is not None for key in keys))

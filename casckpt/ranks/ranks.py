@@ -1,0 +1,358 @@
+"""How the ranks of a process group talk: the only place with collectives.
+
+One primitive, `Ranks.exchange`: every rank hands something up, rank 0 decides, every rank gets its answer; or all of
+them raise. It is a star of point-to-point messages over a gloo group of casckpt's own, so that one rank's failure never
+leaves another one waiting:
+
+- a rank that raises hands its error up; every rank raises it, with the rank named, and the group stays usable
+- a rank that dies closes its connection; rank 0 finds it closed, at the latest when all others have answered, and
+  tells them
+- a rank that stalls runs into the group's timeout at rank 0, which leaves word in the process group's store; one that
+  only takes long, and says so (`Ranks.alive`), does not
+- if rank 0 is gone, the others see their connection closed, find no word, and name rank 0
+- if rank 0 stalls, they run into a longer timeout, leave word in their turn, and rank 0 finds it
+
+After a death or a stall the group is dropped and made anew by the next call.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache, wraps
+from threading import Lock
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
+from weakref import ref
+
+import torch
+
+from casckpt.base.progress import Progress
+from casckpt.errors import CasckptError, InvalidInput, RankFailed, Unsupported
+from casckpt.ranks import waiting
+from casckpt.ranks.messages import Message, astray, first_line, seen_from
+from casckpt.ranks.waiting import Meeting
+from casckpt.ranks.wire import Transfer, Wire
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+log = logging.getLogger(__name__)
+
+Up = TypeVar("Up")
+Down = TypeVar("Down")
+MARGIN = timedelta(seconds=30)  # beyond twice the timeout, how long the others wait for rank 0
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+def everyone(value: Down, size: int) -> list[Down]:
+    """The same answer for all ranks."""
+    return [value] * size
+
+
+def on_each(ranks: Ranks, call: Callable[[], Up]) -> Up:
+    """Run ``call`` on every rank; its result on this one. What it raises on one rank, all raise."""
+    results: list[Up] = []
+
+    @wraps(call)  # by its name ranks see that they are at the same place
+    def done(found: list[None]) -> list[None]:
+        return found
+
+    ranks.exchange(lambda: results.append(call()), done)
+    return results[0]
+
+
+def telling(ranks: Ranks, progress: Progress) -> Progress:
+    """``progress``, which is also taken as a sign of life."""
+    return progress if ranks.size == 1 else progress.telling(ranks.alive)
+
+
+class Solo:
+    """The twin of `GroupRanks` for one process."""
+
+    rank = 0
+    size = 1
+    name = group = "alone"
+
+    def __init__(self) -> None:
+        self.exchanges = 0
+
+    def fail(self, error: CasckptError) -> NoReturn:
+        """Raise it."""
+        raise error
+
+    def alive(self) -> None:
+        """Nobody waits."""
+
+    def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
+        """There is nobody to swap with."""
+
+    def exchange(self, call: Callable[[], Up], decide: Callable[[list[Up]], Sequence[Down]]) -> Down:
+        """Call both."""
+        self.exchanges += 1
+        return decide([call()])[0]
+
+
+def open_ranks(process_group: ProcessGroup | None = None, *, no_dist: bool = False, purpose: str = "main") -> Ranks:
+    """The ranks of ``process_group`` (None: all, if torch.distributed is initialised); one process with ``no_dist``.
+
+    The first call for a group makes a gloo group of the same ranks, so all of them must make it. ``purpose``: calls
+    that may run at the same time (a save in the background) need groups of their own.
+    """
+    if no_dist:
+        return Solo()
+    dist = torch.distributed
+    if not dist.is_available() or not dist.is_initialized():
+        if process_group is not None:
+            raise InvalidInput("process_group was given, but torch.distributed is not initialised")
+        _warn_of_others()
+        return Solo()
+    _refuse_inherited()
+    group = process_group if process_group is not None else dist.group.WORLD
+    known = (*dist.distributed_c10d._world.pg_map, dist.GroupMember.NON_GROUP_MEMBER)
+    if group is None or not any(group is one for one in known):
+        raise InvalidInput(
+            f"process_group is a {type(group).__name__} that torch.distributed does not know: it was destroyed, or "
+            "forwards to another group. Pass what new_group or the get_group of a DeviceMesh returns"
+        )
+    if dist.get_rank(group) < 0:
+        raise InvalidInput("this process is not in process_group; call only on its ranks, or pass no_dist=True")
+    if dist.get_world_size(group) == 1:
+        return Solo()
+    return _groups.get(group, purpose)
+
+
+@cache
+def _warn_of_others() -> None:
+    """Say once that this process works alone, where a launcher says that it is one of several."""
+    if os.environ.get("WORLD_SIZE", "1") not in {"", "0", "1"}:
+        log.warning(
+            "WORLD_SIZE is %s, but torch.distributed is not initialised: this process saves and loads alone, whole "
+            "checkpoints of its own. Call torch.distributed.init_process_group first, or pass no_dist=True if that is "
+            "meant",
+            os.environ["WORLD_SIZE"],
+        )
+
+
+_inherited: list[Any] = []  # the process group of the process that forked this one
+
+
+def _note_inherited() -> None:
+    _inherited[:] = [torch.distributed.group.WORLD] if torch.distributed.is_available() else []
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_inherited)
+
+
+def _refuse_inherited() -> None:
+    """A worker of a data loader has the rank and the connections of its parent, whose messages it would garble."""
+    if any(world is torch.distributed.group.WORLD for world in _inherited):
+        raise InvalidInput(
+            "this process was forked by a rank of torch.distributed, and is none itself: call Store.read, or pass "
+            "no_dist=True"
+        )
+
+
+def this_rank() -> int:
+    """This process among all of them; 0 if torch.distributed is not initialised. Talks to nobody."""
+    dist = torch.distributed
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+class GroupRanks:
+    """The ranks of a process group, over a gloo group of their own.
+
+    ``rank``: this process, from 0. ``exchanges``: how many were made. ``name``: what tells it from other groups;
+    ``group``: of those of one process group, whatever their purpose.
+    """
+
+    def __init__(self, parent: ProcessGroup, purpose: str, generation: int) -> None:
+        """``generation``: how many of this purpose were dropped before, in this process group; alike on all ranks."""
+        self.parent = ref(parent)
+        self.group = parent.group_name
+        self.name = f"casckpt/{parent.group_name}/{purpose}/{generation}"
+        self.generation = generation
+        self.dropped = True  # until it is connected
+        self.rank, self.size = torch.distributed.get_rank(parent), torch.distributed.get_world_size(parent)
+        self.exchanges = 0
+        self._dead: RankFailed | None = None
+        self._lock = Lock()
+
+    def connect(self, parent: ProcessGroup) -> None:
+        """Find the other ranks. Raises RankFailed on all ranks, which make the next group under another name."""
+        self._wire = _connect(parent, self.name, self.rank, self.size)
+        self.dropped = False
+
+    def fail(self, error: CasckptError) -> NoReturn:
+        """Raise ``error`` here, and its like on all other ranks, which are about to make an exchange."""
+
+        def call() -> NoReturn:
+            raise error
+
+        self.exchange(call, lambda values: values)
+        raise error
+
+    def alive(self) -> None:
+        """Inside an exchange: this rank gets on with its part. Who waits is patient anew. Cheap, for threads."""
+        self._wire.alive()
+
+    def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
+        """Inside an exchange: hand bytes to other ranks, and take theirs, in the order that each pair of ranks has.
+
+        On the CPU, of one dimension. Raises RankFailed.
+        """
+        self._wire.swap(sends, receives)
+
+    def exchange(self, call: Callable[[], Up], decide: Callable[[list[Up]], Sequence[Down]]) -> Down:
+        """Run ``call`` on every rank; hand the results to ``decide`` on rank 0, whose answers go back, one a rank.
+
+        If any of it raises, every rank raises: the same error on the rank where it arose, and the like of it, with that
+        rank named, on the others. Raises RankFailed for a rank that died or did not answer in time.
+        """
+        if self._dead is not None:
+            raise RankFailed(str(self._dead), rank=self._dead.rank)
+        with self._lock:
+            self.exchanges += 1
+            self._wire.begin()
+            mine = self._attempt(call)
+            mine.step = f"{decide.__module__}.{decide.__qualname__}".replace(".<locals>", "")
+            answer = self._lead(mine, decide) if self.rank == 0 else self._follow(mine)
+            self._wire.end()
+        if mine.error is not None:
+            raise mine.error
+        if answer.error is not None:
+            raise answer.error
+        found: Down = answer.value
+        return found
+
+    def _attempt(self, call: Callable[[], Up]) -> Message:
+        try:
+            return Message(call(), rank=self.rank)
+        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it, whatever it is; it is raised again
+            return Message(error=error, rank=self.rank)
+
+    def _lead(self, mine: Message, decide: Callable[[list[Any]], Sequence[Any]]) -> Message:
+        """Rank 0's part: hear all, decide, tell all."""
+        received, lost = self._wire.gather(mine)
+        heard = [message for message in received if message is not None]
+        failed = Message(error=lost[0], rank=lost[0].rank) if lost else _first_failure(heard, mine.step)
+        answers = [failed] * self.size if failed else self._decided(decide, [message.value for message in heard])
+        given_up = self._wire.scatter(answers, skip={error.rank for error in lost})
+        if lost:
+            self._give_up(lost[0])
+        elif given_up is not None:
+            self._give_up(given_up)
+            return Message(error=given_up)
+        return seen_from(answers[0], 0)
+
+    def _decided(self, decide: Callable[[list[Any]], Sequence[Any]], values: list[Any]) -> list[Message]:
+        outcome = self._attempt(lambda: list(decide(values)))
+        if outcome.error is not None:
+            return [outcome] * self.size
+        same: dict[int, Message] = {}  # one message for all that are told the same
+        return [same.setdefault(id(value), Message(value)) for value in outcome.value]
+
+    def _follow(self, mine: Message) -> Message:
+        """The part of all others: say it, and hear what rank 0 decides."""
+        try:
+            answer = self._wire.ask(mine)
+        except RankFailed as failure:
+            self._give_up(failure)
+            raise
+        if isinstance(answer.error, RankFailed) and answer.error.lost:
+            self._drop(answer.error)
+        return seen_from(answer, self.rank)
+
+    def _give_up(self, error: RankFailed) -> None:
+        if error.lost == "late":
+            self._wire.leave_word(error)
+        self._drop(error)
+
+    def _drop(self, error: RankFailed) -> None:
+        """A group with a dead rank stays useless; one with a rank that was only late is made anew."""
+        if error.lost == "died":
+            self._dead = error
+        else:
+            self.dropped = True
+
+
+def _first_failure(messages: Sequence[Message], step: str) -> Message | None:
+    """The first error of all ranks, else the first rank that is elsewhere in the code than at ``step``."""
+    failed = [Message(error=message.error, rank=message.rank) for message in messages if message.error is not None]
+    strayed = (
+        Message(error=astray(rank, message.step, step), rank=rank)
+        for rank, message in enumerate(messages)
+        if message.step != step
+    )
+    return failed[0] if failed else next(strayed, None)
+
+
+def _timeout_of(group: ProcessGroup) -> timedelta:
+    """The timeout that the caller gave the group."""
+    for device in ("cpu", "cuda"):
+        try:
+            options = group._get_backend(torch.device(device)).options
+        except (RuntimeError, AttributeError):
+            continue
+        found = getattr(options, "_timeout", None)
+        if isinstance(found, timedelta):
+            return found
+    return _DEFAULT_TIMEOUT
+
+
+def _connect(parent: ProcessGroup, name: str, rank: int, size: int) -> Wire:
+    """Over a gloo group. Made by hand: `new_group` names groups by how many a rank is in; ranks may differ in that."""
+    if not torch.distributed.is_gloo_available():
+        raise Unsupported("this build of torch has no gloo, over which the ranks of a save talk")
+    dist: Any = torch.distributed
+    store = dist.PrefixStore(name, dist.distributed_c10d._world.pg_map[parent][1])
+    timeout = _timeout_of(parent)
+    _, problem = _gloo(dist.HashStore(), 0, 1, timeout)  # alone, to see whether it can start
+    meeting, seconds = Meeting(store, rank, size), timeout.total_seconds()
+    meeting.come("start", seconds, problem and f"gloo cannot start on rank {rank}: {problem}")
+    end = monotonic() + seconds + waiting.HEARD_SECONDS
+    group, problem = _gloo(store, rank, size, timeout)
+    problem = problem and f"gloo cannot connect rank {rank} with the others: {problem}"
+    meeting.come("connected", end - monotonic(), problem)
+    return Wire(group, store, rank, size, timeout=timeout, patience=2 * timeout + MARGIN)
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[Any, str]:
+    """A gloo group, or why there is none."""
+    try:
+        return torch.distributed.ProcessGroupGloo(store, rank, size, timeout), ""
+    except RuntimeError as error:
+        name = os.environ.get("GLOO_SOCKET_IFNAME")
+        chosen = f" (here it is {name})" if name else ""
+        return None, (
+            f"{first_line(error)}. Set GLOO_SOCKET_IFNAME to the network interface of each host that the others "
+            f"reach{chosen}; `ip address` lists them"
+        )
+
+
+class _Groups:
+    """The gloo groups of this process, made on first use; all ranks make and drop them alike."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, str], GroupRanks] = {}
+        self._lock = Lock()
+
+    def get(self, parent: ProcessGroup, purpose: str) -> GroupRanks:
+        key = (parent.group_name, purpose)
+        with self._lock:
+            found = self._made.get(key)
+            if found is not None and found.parent() is not parent:  # it was of an earlier one of the same name
+                found = None
+            if found is None or found.dropped:
+                found = self._made[key] = GroupRanks(parent, purpose, found.generation + 1 if found else 0)
+                found.connect(parent)
+            return found
+
+
+_groups = _Groups()
+
+Ranks: TypeAlias = GroupRanks | Solo
+"""The processes that take part in one save or load."""

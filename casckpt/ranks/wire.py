@@ -1,0 +1,224 @@
+"""Messages from rank to rank over a gloo group: how long one waits for another, and who is to blame for silence.
+
+A star: rank 0 talks with all others, and the others with rank 0 alone, except for what they `Wire.swap`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from threading import Lock
+from time import monotonic
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+
+from casckpt.errors import RankFailed
+from casckpt.ranks import waiting
+from casckpt.ranks.messages import (
+    Message,
+    alive_frame,
+    broken,
+    empty_frame,
+    from_frame,
+    has_come,
+    is_alive,
+    pack,
+    timed_out,
+    to_frames,
+    unpack,
+    warning_in,
+)
+
+log = logging.getLogger(__name__)
+
+Transfer: TypeAlias = "tuple[torch.Tensor, int]"
+"""Bytes, and the other rank."""
+
+WORD_SECONDS = 5.0  # how long a rank looks for rank 0's word after its connection broke
+_REST_SECONDS = 60.0  # at the least, for the rest of a message that has begun
+_LOST = "lost"
+_SWAP = 1  # the tag of what is not a message
+_SIGNS = 4  # signs of life within a timeout; the first of an exchange comes before anybody warns
+AFTER_RANK_0 = 10.0  # seconds: rank 0, which knows who is missing, warns first
+
+
+class Wire:
+    """One rank's connections to the others. ``group``: of gloo; ``store``: where word is left for who hears no more.
+
+    ``timeout``: how long rank 0 waits for the others. ``patience``: how long they wait for rank 0, which waits for all.
+    """
+
+    def __init__(
+        self, group: Any, store: Any, rank: int, size: int, *, timeout: timedelta, patience: timedelta
+    ) -> None:
+        self._group, self._store = group, store
+        self._rank, self._size = rank, size
+        self._timeout, self._patience = timeout, patience
+        self._alive_lock = Lock()
+        self._signs: list[Any] = []  # signs of life on their way; gone only with the message that follows them
+        self.begin()
+
+    def begin(self) -> None:
+        """An exchange begins: nobody is impatient yet."""
+        self._told, self._pause = monotonic(), min(self._timeout.total_seconds() / _SIGNS, waiting.FIRST * 2 / 3)
+
+    def end(self) -> None:
+        """An exchange is over."""
+        self._signs.clear()
+
+    def alive(self) -> None:
+        """See `casckpt.ranks.ranks.GroupRanks.alive`."""
+        if self._told_lately():
+            return
+        with self._alive_lock:
+            if self._told_lately():
+                return
+            self._told, self._pause = monotonic(), self._timeout.total_seconds() / _SIGNS
+            others = [0] if self._rank else range(1, self._size)
+            self._signs += [self._isend(alive_frame(), rank) for rank in others]
+
+    def _told_lately(self) -> bool:
+        return monotonic() - self._told < self._pause
+
+    def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
+        """See `casckpt.ranks.ranks.GroupRanks.swap`."""
+        works = [(rank, self._irecv(data, rank, _SWAP)) for data, rank in receives]
+        works += [(rank, self._isend(data, rank, _SWAP)) for data, rank in sends]
+        for rank, work in works:
+            try:
+                work.wait(self._timeout)
+            except RuntimeError as error:
+                raise broken(rank, error) from error  # the exchange finds out why
+            self.alive()
+
+    # rank 0
+
+    def gather(self, mine: Message) -> tuple[list[Message | None], list[RankFailed]]:
+        """What every rank says, ``mine`` first; and which ranks are lost, whose place in it is None."""
+        timeout = self._timeout.total_seconds()
+        deadline = monotonic() + timeout
+        frames = {rank: empty_frame() for rank in range(1, self._size)}
+        works = {rank: self._irecv(frame, rank) for rank, frame in frames.items()}
+        received: list[Message | None] = [mine] + [None] * (self._size - 1)
+        lost: list[RankFailed] = []
+
+        def missing() -> list[int]:
+            return [rank for rank, frame in frames.items() if not has_come(frame)]
+
+        def tell(warning: str) -> None:
+            those = [rank for rank, frame in frames.items() if not is_alive(frame)]
+            self._signs += [self._isend(alive_frame(warning), rank) for rank in those]
+
+        with waiting.announced(missing, tell):
+            for rank, work in works.items():
+                try:
+                    received[rank] = self._message(work, frames[rank], rank, deadline, timeout)
+                except RuntimeError as error:
+                    lost.append(self._why_lost(rank, error))
+                    if lost[-1].lost == "late":  # gloo closes all connections of a group after a timeout
+                        self.leave_word(lost[-1])
+                        break
+        return received, lost
+
+    def scatter(self, answers: Sequence[Message], *, skip: Container[int | None]) -> RankFailed | None:
+        """Each rank's answer to it. Returns what to raise if the others have given up on rank 0 meanwhile."""
+        packed: dict[int, list[torch.Tensor]] = {}  # what several are told is packed once
+        sent: list[tuple[int, Any]] = []
+        for rank in range(1, self._size):
+            if rank not in skip:
+                message = answers[rank]
+                frames = packed.get(id(message)) or packed.setdefault(id(message), to_frames(pack(message)))
+                sent += [(rank, self._isend(frame, rank)) for frame in frames]
+        for rank, work in sent:
+            try:
+                work.wait(self._patience)
+            except RuntimeError as error:
+                why = self._why_lost(rank, error)
+                if why.rank == 0:
+                    return why
+                continue  # it died after it had answered; the next exchange finds it
+        return None
+
+    # the others
+
+    def ask(self, mine: Message) -> Message:
+        """Tell rank 0, and wait for its answer. Raises RankFailed."""
+        patience = self._patience.total_seconds()
+        deadline = monotonic() + patience
+        try:
+            sent = [self._isend(part, 0) for part in to_frames(pack(mine))]  # taken once rank 0 is done
+            frame = empty_frame()
+            with waiting.announced(lambda: [] if has_come(frame) else [0], lambda _: None, AFTER_RANK_0):
+                answer = self._message(self._irecv(frame, 0), frame, 0, deadline, patience)
+            for sending in sent:
+                sending.wait(self._patience)
+        except RuntimeError as error:
+            raise self._why_lost(0, error) from error
+        return answer
+
+    # frames
+
+    def _irecv(self, data: torch.Tensor, rank: int, tag: int = 0) -> Any:
+        try:
+            return self._group.recv([data], rank, tag)
+        except RuntimeError as error:  # the connection is broken already
+            return _Broken(error)
+
+    def _isend(self, frame: torch.Tensor, rank: int, tag: int = 0) -> Any:
+        try:
+            return self._group.send([frame], rank, tag)
+        except RuntimeError as error:
+            return _Broken(error)
+
+    def _message(self, work: Any, frame: torch.Tensor, rank: int, deadline: float, patience: float) -> Message:
+        """The message that begins with ``frame``, which ``work`` fills; a sign of life gives ``patience`` seconds more.
+
+        Most messages end with the frame they begin with: each frame costs a turn of gloo's thread.
+        """
+        _wait(work, deadline)
+        while is_alive(frame):
+            if warning := warning_in(frame):
+                log.warning("%s", warning)
+            if self._rank == 0:
+                self.alive()  # the others wait for rank 0, which waits for this one
+            _wait(self._irecv(frame, rank), monotonic() + patience)
+        head, missing = from_frame(frame)
+        if not missing:
+            return unpack(head)
+        rest = torch.empty(missing, dtype=torch.uint8, device="cpu")
+        _wait(self._irecv(rest, rank), max(deadline, monotonic() + _REST_SECONDS))
+        return unpack(head + rest.numpy().tobytes())
+
+    # when somebody is gone
+
+    def leave_word(self, error: RankFailed) -> None:
+        """For those who find their connection closed."""
+        with suppress(RuntimeError):  # the store is gone, and with it whoever has it
+            self._store.set(_LOST, f"{error.rank}\n{error.lost}\n{error}")
+
+    def _why_lost(self, rank: int, error: RuntimeError) -> RankFailed:
+        """Why a connection failed: who gives up on somebody closes all of its own, and leaves word of it."""
+        if not timed_out(error):
+            with suppress(RuntimeError):  # no word, or no store any more
+                self._store.wait([_LOST], timedelta(seconds=WORD_SECONDS))
+                who, lost, text = self._store.get(_LOST).decode().split("\n", 2)
+                return RankFailed(text, rank=int(who), lost=lost)
+        return broken(rank, error)
+
+
+class _Broken:
+    """What never comes."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self, timeout: timedelta) -> NoReturn:
+        """Say why."""
+        raise self._error
+
+
+def _wait(work: Any, deadline: float) -> None:
+    work.wait(timedelta(seconds=max(deadline - monotonic(), 0.001)))

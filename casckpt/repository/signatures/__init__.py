@@ -1,1 +1,0 @@
-"""Signatures: who vouches for a checkpoint, and whose word a load wants."""

@@ -1,0 +1,128 @@
+"""A look at the cells that a save stores: NaNs, infinities and the largest value of each.
+
+It is taken in the buffer in which a cell was hashed, while that is in the cache. What the parent has told of a cell
+with the same digest is true of it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from casckpt.format.names import CellDigest
+from casckpt.format.sections.health import CellHealth, Rows, rows_of
+from casckpt.format.sections.index import TENSOR, Name
+from casckpt.plan.lots import grouped
+from casckpt.saving.local_entries import Cell, Source
+
+
+class _Float(NamedTuple):
+    """A dtype whose parts are floats of ``width`` bytes. ``unfit``: the least bits, without the sign, of no number.
+
+    ``fnuz``: its NaN stands where -0 would.
+    """
+
+    width: int
+    unfit: int
+    part: str
+    fnuz: bool = False
+
+
+_FLOATS = {
+    "float16": _Float(2, 0x7C00, "<f2"),
+    "bfloat16": _Float(2, 0x7F80, "bfloat16"),
+    "float32": _Float(4, 0x7F80_0000, "<f4"),
+    "float64": _Float(8, 0x7FF0_0000_0000_0000, "<f8"),
+    "complex32": _Float(2, 0x7C00, "<f2"),
+    "complex64": _Float(4, 0x7F80_0000, "<f4"),
+    "complex128": _Float(8, 0x7FF0_0000_0000_0000, "<f8"),
+    "float8_e5m2": _Float(1, 0x7C, "float8_e5m2"),
+    "float8_e4m3fn": _Float(1, 0x7F, "float8_e4m3fn"),
+    "float8_e5m2fnuz": _Float(1, 0x80, "float8_e5m2fnuz", fnuz=True),
+    "float8_e4m3fnuz": _Float(1, 0x80, "float8_e4m3fnuz", fnuz=True),
+    "float8_e8m0fnu": _Float(1, 0, "float8_e8m0fnu"),  # it has no sign: looked at one by one
+}
+_INTS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+
+Told: TypeAlias = Mapping[str, tuple[bytes, Rows]]
+"""What one rank has found: of each dtype the digests of cells, one after the other, and their health."""
+
+
+def has_health(dtype: str) -> bool:
+    """Tell whether the elements of a dtype are numbers that are looked at: all floats, and ints of whole bytes."""
+    return dtype in _FLOATS or dtype in _INTS
+
+
+def health_of(dtype: str, data: memoryview) -> CellHealth:
+    """Look at the elements of a cell, which has at least one."""
+    if dtype in _INTS:
+        whole = np.frombuffer(data, dtype)
+        return CellHealth(0, 0, float(max(int(whole.max()), -int(whole.min()))))
+    kind = _FLOATS[dtype]
+    top = _top(kind, data)
+    if top < kind.unfit and not (kind.fnuz and (np.frombuffer(data, np.uint8) == 0x80).any()):
+        return CellHealth(0, 0, float(_values(kind, memoryview(top.to_bytes(kind.width, "little")))[0]))
+    values = _values(kind, data)
+    nan, inf = np.isnan(values), np.isinf(values)
+    largest = np.abs(values, where=~(nan | inf), out=np.zeros_like(values)).max()
+    return CellHealth(int(nan.sum()), int(inf.sum()), float(largest))
+
+
+def _top(kind: _Float, data: memoryview) -> int:
+    """Return the largest bits without the sign: those of positive floats grow with them, and so do the others' bits.
+
+    Two passes without a copy: as signed numbers the negative floats lie below all others, as unsigned ones above.
+    """
+    bits = np.frombuffer(data, f"<u{kind.width}")
+    most = np.maximum.reduce  # as `max` of an array, which is slower where that is small
+    return max(int(most(bits.view(f"<i{kind.width}"))), int(most(bits)) - (1 << (8 * kind.width - 1)))
+
+
+def _values(kind: _Float, data: memoryview) -> npt.NDArray[np.floating]:
+    """Return the elements as floats of numpy."""
+    if kind.part == "bfloat16":
+        return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+    if kind.width == 1:
+        return _values_of_bytes(kind.part)[np.frombuffer(data, np.uint8)]
+    return np.frombuffer(data, kind.part)
+
+
+@cache
+def _values_of_bytes(dtype: str) -> npt.NDArray[np.floating]:
+    every = torch.arange(256, dtype=torch.uint8, device="cpu").view(getattr(torch, dtype))
+    values: npt.NDArray[np.floating] = every.to(torch.float32).numpy()
+    return values
+
+
+@dataclass
+class Looker:
+    """Looks at the cells of one save by one rank of which the parent has told nothing. Safe for use by threads.
+
+    ``unknown``: the streams that the parent has, and has told nothing of.
+    """
+
+    unknown: frozenset[Name]
+    found: dict[tuple[str, CellDigest], CellHealth] = field(default_factory=dict)
+
+    def look(self, source: Source, cell: Cell, data: memoryview, digest: CellDigest) -> None:
+        """Look at a cell, if need be: at its bytes ``data``, which were just hashed."""
+        if source.kind != TENSOR or not has_health(source.dtype):
+            return
+        is_as_before = cell.known is not None and cell.known.digest == digest
+        if not is_as_before or source.name in self.unknown:
+            self.found[source.dtype, digest] = health_of(source.dtype, data)
+
+    @property
+    def told(self) -> Told:
+        """What was found, for rank 0."""
+        groups = grouped(self.found, lambda cell: cell[0])
+        return {
+            dtype: (b"".join([digest for _, digest in cells]), rows_of([self.found[cell] for cell in cells]))
+            for dtype, cells in groups.items()
+        }

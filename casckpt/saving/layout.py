@@ -1,0 +1,197 @@
+"""What a rank holds, in the form in which ranks compare it: names, hashes and numbers, no data.
+
+The layout of a rank is the same from one save to the next unless the model or the topology changes, so it is sent once
+and from then on only its fingerprint is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from casckpt.base.lazy import cached_property
+from casckpt.errors import InvalidInput
+from casckpt.format import dtypes
+from casckpt.format.digest import hex_digest
+from casckpt.format.regions import Box, Shape, normalise
+from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR, Name
+from casckpt.format.tree import merge
+from casckpt.plan.writers import HeldRegions, Holders, Words, WriteRanges, plan_writers
+from casckpt.saving.prepare import Prepared
+from casckpt.saving.shares import Streams
+from casckpt.tensors.state import decode_tree, encode_tree
+
+OBJECT = "object"
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """One rank's streams (name, dtype, shape), its rows (`casckpt.plan.writers.HeldRegions`) and its tree.
+
+    A row is a piece of a tensor, in the order of the sources, then an object, in their order. ``row_stream``: the
+    stream of each row. ``may_differ``: of each row, see `casckpt.tensors.shards.may_differ`. ``left``: keys that this
+    rank leaves to the rank that owns them.
+    """
+
+    streams: Sequence[tuple[Name, str, Shape]]
+    row_stream: Sequence[int]
+    held: HeldRegions
+    tree: bytes
+    may_differ: npt.NDArray[np.bool_]
+    left: Mapping[str, int]
+
+    def stream(self, row: int) -> tuple[Name, str, Shape]:
+        """The stream of a row."""
+        return self.streams[self.row_stream[row]]
+
+    def key(self, row: int) -> str:
+        """The key of a row."""
+        return self.stream(row)[0][1]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal layouts."""
+        columns = (self.held.name, self.held.region, self.held.lo, self.held.hi, self.held.shared, self.may_differ)
+        text = repr((self.streams, self.left)).encode() + self.tree + b"".join(column.tobytes() for column in columns)
+        return hex_digest(text)
+
+
+def layout_of(prepared: Prepared, cell_bytes: int) -> RankLayout:
+    """The layout of this rank. Large buffers of objects have no rows: they follow their object."""
+    streams: list[tuple[Name, str, Shape]] = []
+    rows: list[tuple[int, int, int, int, int, int, bool, bool]] = []
+    row_stream: list[int] = []
+    for source in prepared.sources:
+        if source.kind != TENSOR:
+            continue
+        name = _hash(repr((source.name, source.dtype, source.shape)))
+        size = dtypes.itemsize(source.dtype)
+        for piece in source.pieces:
+            region = normalise(piece.region, source.shape)
+            where, elements = region_hash(region.box, region.lo, region.hi), cell_bytes // size
+            rows.append((name, where, region.lo, region.hi, elements, size, source.replicated, source.may_differ))
+            row_stream.append(len(streams))
+        streams.append((source.name, source.dtype, source.shape))
+    for one in prepared.objects:
+        stream: Name = (OBJECT, one.key, 0, one.rank)
+        rows.append((_hash(repr(stream)), 0, 0, 1, 1, 1, False, True))
+        row_stream.append(len(streams))
+        streams.append((stream, "", ()))
+    names = np.array([row[0] for row in rows], dtype=np.uint64)
+    regions = np.array([row[1] for row in rows], dtype=np.uint64)
+    lo, hi, cell, size_column = (np.array([row[i] for row in rows], dtype=np.int64) for i in (2, 3, 4, 5))
+    shared, may_differ = (np.array([row[i] for row in rows], dtype=bool) for i in (6, 7))
+    held = HeldRegions(names, regions, lo, hi, cell, size_column, shared)
+    return RankLayout(streams, row_stream, held, prepared.tree, may_differ, prepared.left)
+
+
+def region_hash(box: Box, lo: int, hi: int) -> int:
+    """A number for a region, in which `casckpt.plan.writers` compares them."""
+    return _hash(repr((box.offset, box.shape, lo, hi)))
+
+
+def _hash(text: str) -> int:
+    return int(hex_digest(text.encode())[:16], 16)
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """Who writes what, for one combination of layouts. ``tree``: of all ranks together.
+
+    ``sets``: of the rows that are compared, see `casckpt.plan.writers.Holders.sets`; none with ``check`` "off".
+    """
+
+    fingerprints: tuple[str, ...]
+    duties: Sequence[WriteRanges]
+    tree: bytes
+    streams: Streams
+    layouts: Sequence[RankLayout]
+    sets: Sequence[Words]
+    check: str
+
+
+def plan_writes(layouts: Sequence[RankLayout], check: str = "sample", whole: Collection[str] = ()) -> WritePlan:
+    """The plan for these layouts. Raises InvalidInput, naming key and ranks, where they contradict each other.
+
+    Only what is compared (``check``) is shared out among the ranks that hold it, and no key of ``whole``.
+    """
+    streams: dict[Name, tuple[str, Shape]] = {}
+    first: dict[Name, int] = {}
+    for rank, layout in enumerate(layouts):
+        for name, dtype, shape in layout.streams:
+            known = streams.setdefault(name, (dtype, shape))
+            if known != (dtype, shape):
+                raise InvalidInput(
+                    f"{name[1]!r} is {known[0]} of shape {list(known[1])} on rank {first[name]}, but {dtype} of shape "
+                    f"{list(shape)} on rank {rank}; ranks that hold one key must agree (or wrap it in casckpt.PerRank)",
+                    key=name[1],
+                    rank=rank,
+                )
+            first.setdefault(name, rank)
+    _check_kinds(streams)
+    _check_owners(layouts, first)
+    trees = dict.fromkeys(layout.tree for layout in layouts)
+    merged = next(iter(trees))
+    if len(trees) > 1:
+        merged = encode_tree(merge([decode_tree(data) for data in trees]))
+    compared = [_compared(layout, check, whole) for layout in layouts]
+    held = [
+        replace(layout.held, shared=layout.held.shared & mine) for layout, mine in zip(layouts, compared, strict=True)
+    ]
+    holders = Holders(held)
+    sets = [np.where(mine, every, np.uint64(0)) for mine, every in zip(compared, holders.sets(), strict=True)]
+    tensors = {name: form for name, form in streams.items() if name[0] == TENSOR}
+    fingerprints = tuple(layout.fingerprint for layout in layouts)
+    return WritePlan(fingerprints, plan_writers(held, holders), merged, tensors, layouts, sets, check)
+
+
+def _compared(layout: RankLayout, check: str, whole: Collection[str]) -> npt.NDArray[np.bool_]:
+    """Of each row, whether it is compared with that of other ranks."""
+    if check == "off" or not whole:
+        return np.full(len(layout.held), check != "off")
+    of_stream = np.array([name[1] not in whole for name, _, _ in layout.streams], dtype=bool)
+    return of_stream[np.array(layout.row_stream, dtype=np.int64)]
+
+
+def _check_owners(layouts: Sequence[RankLayout], first: Mapping[Name, int]) -> None:
+    """Raise InvalidInput unless each rank holds what other ranks leave to it."""
+    held = {(name[1], rank) for name, rank in first.items()}
+    for rank, layout in enumerate(layouts):
+        for key, owner in layout.left.items():
+            if (key, owner) not in held:
+                raise InvalidInput(
+                    f"owners gives {key!r} to rank {owner}, which does not hold it, but rank {rank} does; name a rank "
+                    "that holds it, or leave it out of the state of the others",
+                    key=key,
+                    rank=owner,
+                )
+
+
+def _check_kinds(streams: dict[Name, tuple[str, Shape]]) -> None:
+    kinds: dict[str, set[tuple[str, bool]]] = {}
+    for kind, key, _, rank in streams:
+        kinds.setdefault(key, set()).add((kind, rank is not None))
+    for key, found in kinds.items():
+        if len(found) > 1:
+            raise InvalidInput(
+                f"{key!r} is a tensor on one rank and something else on another, or per rank on one of them only",
+                key=key,
+            )
+
+
+def assigned(prepared: Prepared, duty: WriteRanges | None, rank: int) -> Prepared:
+    """This rank's share with only what it is to write."""
+    if duty is None:
+        return prepared
+    ranges = iter(zip(duty.lo.tolist(), duty.hi.tolist(), strict=True))
+    tensors = [s.limited([next(ranges) for _ in s.pieces]) for s in prepared.sources if s.kind == TENSOR]
+    mine = [one for one in prepared.objects if (pair := next(ranges))[0] < pair[1]]
+    owned = {(one.key, one.rank) for one in mine}
+    parts = [s for s in prepared.sources if s.kind == PART and (s.key, s.rank) in owned]
+    if rank != 0:  # attachments are rank 0's
+        return Prepared([*tensors, *parts], mine, [], prepared.tree)
+    large = [s for s in prepared.sources if s.kind == ATTACHMENT]
+    return Prepared([*tensors, *parts, *large], mine, prepared.attachments, prepared.tree)

@@ -1,0 +1,154 @@
+"""What one rank is to write: streams of elements with a name, and the pieces of them that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TypeAlias
+
+import torch
+
+from casckpt.base.cycle_collector import collecting_later
+from casckpt.format import blob, dtypes
+from casckpt.format.blob_writer import LEAF_BYTES
+from casckpt.format.extents import StoredCell
+from casckpt.format.regions import Region, Shape, normalise, whole
+from casckpt.format.sections.index import Name
+from casckpt.plan.cells import Cut, Group, plan_cells
+from casckpt.plan.packing import branch_of
+from casckpt.plan.reuse import KnownCells
+from casckpt.tensors.gpu import on_gpu
+from casckpt.tensors.memory import BufferMemory, Memory, TensorMemory, narrow
+from casckpt.tensors.shards import Piece
+
+Data: TypeAlias = torch.Tensor | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor, a large buffer of an object, or an attachment; see `casckpt.format.manifest.StreamEntry`.
+
+    ``limits``: of each piece, the elements [lo, hi) of its region (normalised) that this rank writes; None for all.
+    ``buffer``: in place of pieces, the whole stream, for what is not a tensor. ``replicated``: see `LocalTensor`.
+    ``may_differ``: see `casckpt.tensors.shards.may_differ`. ``frozen``: the caller says that it is as in the parent.
+    """
+
+    kind: str
+    key: str
+    index: int
+    rank: int | None
+    dtype: str
+    shape: Shape
+    pieces: Sequence[Piece] = ()
+    buffer: bytes | None = None
+    replicated: bool = False
+    limits: Sequence[tuple[int, int]] | None = None
+    frozen: bool = False
+    may_differ: bool = False
+
+    @property
+    def name(self) -> Name:
+        """What tells it apart."""
+        return self.kind, self.key, self.index, self.rank
+
+    @property
+    def branch(self) -> str:
+        """The child of the state's root that it belongs to."""
+        return branch_of(self.kind, self.key)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole stream, of which this rank may hold a part."""
+        return prod(self.shape) * dtypes.itemsize(self.dtype)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether some of what this rank holds is in a GPU's memory."""
+        return on_gpu(piece.data for piece in self.pieces)
+
+    @property
+    def order(self) -> tuple[tuple[int, str], str, str, int]:
+        """Sort key: blobs are filled in this order, which keeps every tensor in them aligned."""
+        return blob.order(self.dtype), self.key, self.kind, self.index
+
+    def limited(self, limits: Sequence[tuple[int, int]]) -> Source:
+        """The same, of which only these elements are written."""
+        return replace(self, limits=limits)
+
+    def parts(self) -> Iterator[tuple[Region, Data, int]]:
+        """What is written: (region, data, element of the data at which the region begins)."""
+        if self.buffer is not None:
+            yield whole(self.shape), self.buffer, 0
+            return
+        for number, piece in enumerate(self.pieces):
+            region = normalise(piece.region, self.shape)
+            lo, hi = self.limits[number] if self.limits is not None else (region.lo, region.hi)
+            if (lo, hi) == (region.lo, region.hi):
+                yield piece.region, piece.data, 0
+            elif lo < hi:
+                yield Region(region.box, lo, hi), piece.data, lo - region.lo
+
+
+@dataclass(slots=True)
+class Cell:
+    """One cell of work: [cut.lo, cut.hi) of the group's box, which begins at element ``start`` of ``memory``."""
+
+    source: int
+    group: Group
+    cut: Cut
+    memory: Memory
+    start: int
+    nbytes: int
+
+    @property
+    def known(self) -> StoredCell | None:
+        """The parent's cell of just these elements."""
+        return self.cut if isinstance(self.cut, StoredCell) else None
+
+    @property
+    def stop(self) -> int:
+        """Element of the memory behind the last one."""
+        return self.start + self.cut.hi - self.cut.lo
+
+    def data(self) -> memoryview:
+        """Its bytes, in place; a copy where they do not lie together in host memory."""
+        view = self.memory.view(self.start, self.stop)
+        if view is None:
+            view = memoryview(bytearray(self.nbytes))
+            self.memory.copy_out(self.start, self.stop, view)
+        return view
+
+
+@collecting_later()
+def plan_work(sources: Sequence[Source], cell_bytes: int, known: KnownCells) -> list[list[Cell]]:
+    """The cells of all sources, group by group, in the order in which they are to lie in blobs.
+
+    Of each dtype what begins with a large cell goes first: such cells begin at pages, and between them little is lost.
+    """
+    work: list[list[Cell]] = []
+    small: list[list[Cell]] = []
+    stored = None
+    for number in sorted(range(len(sources)), key=lambda i: sources[i].order):
+        source = sources[number]
+        if stored != (stored := blob.order(source.dtype)):
+            work, small = work + small, []
+        size = dtypes.itemsize(source.dtype)
+        parent = known.parent_table(source.name, source.dtype, source.shape)
+        for region, data, base in source.parts():
+            for group in plan_cells(region, source.shape, cell_bytes // size, parent):
+                memory = _memory(region, data, group)
+                shift = base - group.lo
+                cells = [
+                    Cell(number, group, cut, memory, cut.lo + shift, (cut.hi - cut.lo) * size) for cut in group.cuts
+                ]
+                (small if cells[0].nbytes < LEAF_BYTES else work).append(cells)
+    return work + small
+
+
+def _memory(region: Region, data: Data, group: Group) -> Memory:
+    if not isinstance(data, torch.Tensor):
+        return BufferMemory(data)
+    if group.part is None or group.part == region.box:
+        return TensorMemory(data)
+    return TensorMemory(narrow(data, group.part.relative_to(region.box)))

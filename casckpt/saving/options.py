@@ -1,0 +1,130 @@
+"""The arguments of a save, as they are given and as they are carried: one spelling, from the call to the leader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, TypeAlias, TypedDict, get_args
+
+from casckpt.base.parallel import usable_threads
+from casckpt.errors import InvalidInput
+from casckpt.format.keys import check_run, check_step
+from casckpt.format.metrics import stored_metrics
+from casckpt.format.sections.metadata import plain_metadata
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from casckpt.base.progress import Shown
+    from casckpt.saving.prepare import Frozen, Owners
+
+Dedup: TypeAlias = Literal["store", "run"]
+Compress: TypeAlias = Literal["auto", "off", "always"]
+WhenBusy: TypeAlias = Literal["wait", "refuse"]
+CheckReplicas: TypeAlias = Literal["raise", "sample", "off"] | bool
+"""True is "raise", False is "off"."""
+Metrics: TypeAlias = Mapping[str, SupportsFloat]
+"""Names to real numbers, of Python or numpy, or tensors of no dimensions."""
+
+
+class WriterArguments(TypedDict, total=False):
+    """The keyword arguments of `Store.save`, which describes them, that a DCP writer has too."""
+
+    metadata: Mapping[str, Any] | None
+    metrics: Metrics | None
+    healthy: bool | None
+    health: bool
+    overwrite: bool
+    ephemeral: bool
+    attachments: Mapping[str, bytes] | None
+    frozen: Frozen
+    dedup: Dedup
+    compress: Compress | None
+    allow_pickle: bool
+    threads: int | None
+    progress: Shown | None
+    check_replicas: CheckReplicas
+
+
+class SaveArguments(WriterArguments, total=False):
+    """The keyword arguments of `Store.save`, which describes them, beside run and step."""
+
+    owners: Owners
+    process_group: ProcessGroup | None
+    no_dist: bool
+
+
+class ImportArguments(TypedDict, total=False):
+    """The keyword arguments of `Store.save` that every import has too, beside the step."""
+
+    run: str
+    overwrite: bool
+    metadata: Mapping[str, Any] | None
+    compress: Compress | None
+    progress: Shown | None
+
+
+def usable_compress(given: str) -> Compress:
+    """Return the same; raise InvalidInput for what is none of them."""
+    found = next((known for known in get_args(Compress) if known == given), None)
+    if found is None:
+        raise InvalidInput(f"compress={given!r} is not known; give 'auto', 'off' or 'always'")
+    compress: Compress = found
+    return compress
+
+
+def usable_check(given: CheckReplicas) -> Literal["raise", "sample", "off"]:
+    """Return ``check_replicas`` in words; raise InvalidInput for what it cannot be."""
+    for word, meant in (("raise", True), ("off", False), ("sample", "sample")):
+        if given is meant or given == word:
+            return word  # type: ignore[return-value] # of the three
+    raise InvalidInput(f"check_replicas={given!r:.40} is not known; give 'raise', 'sample' or 'off'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """What a save was asked for: `SaveArguments`, with their defaults. A keyword of no such name is a TypeError."""
+
+    run: str = "default"
+    step: int
+    metadata: Mapping[str, Any] | None = None
+    metrics: Mapping[str, SupportsFloat | str] | None = None
+    healthy: bool | None = None
+    health: bool = False
+    overwrite: bool = False
+    ephemeral: bool = False
+    attachments: Mapping[str, bytes] | None = None
+    frozen: Frozen = None
+    dedup: Dedup = "store"
+    compress: Compress | None = None
+    allow_pickle: bool = False
+    threads: int | None = None
+    progress: Shown | None = None
+    check_replicas: CheckReplicas = "sample"
+    owners: Owners = None
+    process_group: ProcessGroup | None = None
+    no_dist: bool = False
+
+    def checked(self) -> Self:
+        """The same, as it is stored, with copies of metrics and metadata. Called where all ranks learn of it.
+
+        Raises InvalidInput.
+        """
+        if self.dedup not in get_args(Dedup):
+            raise InvalidInput(f"dedup={self.dedup!r} is not known; give 'store' or 'run'")
+        if self.compress is not None:
+            usable_compress(self.compress)
+        if self.healthy is not None and type(self.healthy) is not bool:
+            raise InvalidInput(f"healthy={self.healthy!r:.40} is not usable; give True, False, or None for no word")
+        if type(self.health) is not bool:
+            raise InvalidInput(f"health={self.health!r:.40} is not usable; give True to look at what changed, or False")
+        if self.owners is not None and not callable(self.owners):
+            raise InvalidInput(f"owners={self.owners!r:.40} is not usable; give a function from a flat key to a rank")
+        check = usable_check(self.check_replicas)
+        run, step, threads = check_run(self.run), check_step(self.step), usable_threads(self.threads)
+        metadata = None if self.metadata is None else plain_metadata(self.metadata)
+        metrics, ephemeral = stored_metrics(self.metrics), bool(self.ephemeral)
+        return replace(
+            self, run=run, step=step, metadata=metadata, metrics=metrics, ephemeral=ephemeral, threads=threads,
+            check_replicas=check,
+        )  # fmt: skip

@@ -1,0 +1,221 @@
+"""From a state to what is to be stored of it: streams of elements, encoded objects, the tree. Nothing is written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from pathlib import PurePosixPath
+from typing import Any, TypeAlias
+
+import torch
+
+from casckpt.errors import InvalidInput
+from casckpt.format.draft import Attachment, ObjectEntry
+from casckpt.format.keys import check_attachment_name
+from casckpt.format.plain import Spill
+from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR
+from casckpt.format.tree import show
+from casckpt.saving.local_entries import Source
+from casckpt.tensors.dtypes import dtype_name
+from casckpt.tensors.objects import encode_object
+from casckpt.tensors.shards import Piece, local_tensor, may_differ
+from casckpt.tensors.staging import Staging
+from casckpt.tensors.state import encode_tree, flatten
+
+_INLINE_BYTES = 4096
+LARGE = 10_000  # entries: below it a save and a read of them take well below a second
+_EMPTY = (
+    "%d of the %d floating-point tensors of this state are empty. If these are placeholders, as DeepSpeed's ZeRO-3 "
+    "leaves them, this checkpoint lacks the weights: gather them first, and save again"
+)
+log = logging.getLogger(__name__)
+
+Owners: TypeAlias = Callable[[str], int | None] | None
+"""The rank that alone maintains a leaf, by flat key; None for what all ranks that have it hold alike."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One rank's share of a checkpoint, before anything is written. ``left``: keys left to other ranks, and these."""
+
+    sources: Sequence[Source]
+    objects: Sequence[ObjectEntry]
+    attachments: Sequence[Attachment]
+    tree: bytes
+    left: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes of this rank's tensors."""
+        return sum(source.nbytes for source in self.sources if source.kind == TENSOR)
+
+
+Frozen: TypeAlias = Callable[[str], bool] | Sequence[str] | None
+"""Which tensors are declared frozen: by flat key, a predicate or fnmatch patterns."""
+
+
+def prepare(
+    state: Mapping[Any, Any],
+    attachments: Mapping[str, bytes] | None,
+    *,
+    rank: int,
+    size: int = 1,
+    allow_pickle: bool,
+    frozen: Frozen = None,
+    owners: Owners = None,
+) -> Prepared:
+    """Flatten ``state`` and look at every leaf. Raises InvalidInput, naming the key, for what cannot be stored.
+
+    What ``owners`` gives to another rank of ``size`` is left to that.
+    """
+    # each of several ranks may have other entries
+    flat = flatten(state, is_whole=lambda _, mapping: size == 1 and len(mapping) >= LARGE)
+    is_frozen = frozen_by(frozen)
+    sources: list[Source] = []
+    objects: list[ObjectEntry] = []
+    left: dict[str, int] = {}
+    for key, leaf in flat.leaves.items():
+        if owners is not None and not leaf.per_rank and (owner := _owner(owners, key, size)) not in (None, rank):
+            left[key] = owner
+            _drop(flat.tree, leaf.path)
+            continue
+        mine = rank if leaf.per_rank else None
+        if leaf.is_tensor:
+            sources.append(tensor_source(key, leaf.value, mine, frozen=is_frozen(key), together=size > 1))
+        else:
+            entry, parts = stored_object(key, mine, partial(encode_object, key, leaf.value, allow_pickle))
+            objects.append(entry)
+            sources += parts
+    if rank == 0:
+        _warn_if_empty(sources)
+        for unkept, path in flat.unkept.items():
+            _tell_class(unkept, show(path))
+    inline, large = _attachments(attachments or {})
+    return Prepared([*sources, *large], objects, inline, encode_tree(flat.tree), left)
+
+
+def _warn_if_empty(sources: Sequence[Source]) -> None:
+    """Log that most tensors of a state are empty: what partitions parameters leaves such placeholders."""
+    sizes = [source.nbytes for source in sources if source.kind == TENSOR and "float" in source.dtype]
+    if len(sizes) > 1 and sizes.count(0) > len(sizes) / 2:
+        log.warning(_EMPTY, sizes.count(0), len(sizes))
+
+
+@cache
+def _tell_class(kind: type, place: str) -> None:
+    log.warning(
+        "state%s is a %s, which is stored as a dict: Store.read gives a dict, and a load into such an object fills it. "
+        "This is said once",
+        place,
+        kind.__qualname__,
+    )
+
+
+def _owner(owners: Callable[[str], int | None], key: str, size: int) -> int | None:
+    owner = owners(key)
+    if owner is not None and (type(owner) is not int or not 0 <= owner < size):
+        raise InvalidInput(
+            f"owners gives {key!r} to rank {owner!r:.40}, but {size} ranks save; return a rank from 0 to {size - 1}, "
+            "or None where all ranks hold the same",
+            key=key,
+        )
+    return owner
+
+
+def _drop(tree: Any, path: Sequence[Any]) -> None:
+    """Remove a leaf from a tree, but not from a list: its other items keep their places."""
+    for element in path[:-1]:
+        tree = tree[element]
+    if isinstance(tree, dict):
+        del tree[path[-1]]
+
+
+def tensor_source(key: str, value: Any, rank: int | None, *, frozen: bool = False, together: bool = False) -> Source:
+    """What this rank holds of a tensor. Raises InvalidInput, naming the key, for what cannot be stored.
+
+    ``together``: with other ranks, which may hold the same.
+    """
+    local = local_tensor(key, value)
+    return Source(
+        TENSOR,
+        key,
+        0,
+        rank,
+        dtype_name(local.dtype),
+        local.shape,
+        local.pieces,
+        replicated=local.replicated,
+        frozen=frozen,
+        may_differ=together and may_differ(value, local),
+    )
+
+
+def stored_object(
+    key: str, rank: int | None, encode: Callable[[Spill], tuple[bytes, bool]]
+) -> tuple[ObjectEntry, list[Source]]:
+    """A leaf that is no tensor, and its large buffers, which are stored as tensors are.
+
+    ``encode``: hands those to what it is given, and gives the bytes, and whether they are a pickle.
+    """
+    parts: list[bytes] = []
+
+    def spill(buffer: memoryview) -> int:
+        parts.append(bytes(buffer))
+        return len(parts) - 1
+
+    data, pickled = encode(spill)
+    sources = [_stream(PART, key, number, rank, part) for number, part in enumerate(parts)]
+    return ObjectEntry(key, rank, data, len(parts), pickled), sources
+
+
+def frozen_by(frozen: Frozen) -> Callable[[str], bool]:
+    """The declaration as a function of a key. Raises InvalidInput for what is neither, as one text."""
+    if frozen is None:
+        return lambda key: False
+    if callable(frozen):
+        return frozen
+    patterns = None if isinstance(frozen, str) or not isinstance(frozen, Iterable) else list(frozen)
+    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
+        raise InvalidInput(f"frozen={frozen!r:.80} is not usable; give a list of patterns, or a function of a key")
+    return lambda key: any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def snapshot(prepared: Prepared, staging: Staging) -> Prepared:
+    """The same with copies of all tensor data in ``staging``: what it was taken from may change."""
+    copies = iter(staging.copy(tensors_of(prepared)))
+    sources = [
+        replace(source, pieces=[Piece(piece.region, next(copies)) for piece in source.pieces])
+        for source in prepared.sources
+    ]
+    return replace(prepared, sources=sources)
+
+
+def tensors_of(prepared: Prepared) -> list[torch.Tensor]:
+    """The data of all pieces, in order."""
+    return [piece.data for source in prepared.sources for piece in source.pieces]
+
+
+def _stream(kind: str, key: str, index: int, rank: int | None, data: bytes) -> Source:
+    return Source(kind, key, index, rank, "uint8", (len(data),), buffer=data)
+
+
+def _attachments(given: Mapping[str, bytes | bytearray | memoryview]) -> tuple[list[Attachment], list[Source]]:
+    if not isinstance(given, Mapping):
+        raise InvalidInput(f"attachments is a {type(given).__name__}; give a dict of names to contents as bytes")
+    inline, large = [], []
+    for name, data in given.items():
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise InvalidInput(f"attachment {name!r} is {type(data).__name__}; give its contents as bytes")
+        check_attachment_name(name)
+        folder = next((above for above in map(str, PurePosixPath(name).parents) if above in given), None)
+        if folder is not None:
+            raise InvalidInput(f"attachment {folder!r} would be the folder of attachment {name!r}; rename one")
+        content = bytes(data)  # whose length counts bytes: that of a memoryview counts its items
+        if len(content) < _INLINE_BYTES:
+            inline.append(Attachment(name, content))
+        else:
+            large.append(_stream(ATTACHMENT, name, 0, None, content))
+    return inline, large

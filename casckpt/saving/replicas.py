@@ -1,0 +1,294 @@
+"""Comparison of what several ranks hold whole: of samples before any rank writes, of some cells after that.
+
+Every rank sends one digest for each set of ranks that it shares rows with. Only where these differ, or layouts are
+new, the ranks send more. See docs/decisions/0064-replicas-are-compared-by-samples.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from secrets import randbelow
+from time import thread_time
+from typing import Final, TypeAlias
+
+import numpy as np
+import torch
+
+from casckpt.errors import InvalidInput
+from casckpt.format.columns import Ints
+from casckpt.format.digest import Hasher, cell_digest
+from casckpt.format.extents import ExtentTable
+from casckpt.format.sections.index import PART
+from casckpt.plan.replicas import RUNS, places, row_digests, to_read_again
+from casckpt.plan.writers import Holders, Words, WriteRanges
+from casckpt.saving.layout import RankLayout, WritePlan, layout_of, region_hash
+from casckpt.saving.local_entries import Source
+from casckpt.saving.prepare import Prepared, tensors_of
+from casckpt.saving.shares import Share
+from casckpt.tensors.dtypes import torch_dtype
+from casckpt.tensors.gpu import wait_for_gpus
+from casckpt.tensors.memory import TensorMemory
+from casckpt.tensors.sampling import RUN, sampled
+
+REFUSED: Final = 0.1
+"""The smallest relative difference at which a save refuses a parameter that the process has not saved before."""
+_DIGEST_BYTES: Final = 1 << 20
+_ADVICE: Final = (
+    "Give what each rank has for itself a name of its own; in Store.save or a Checkpointer, wrap it in "
+    "casckpt.PerRank, or name the one rank that maintains it with owners=. With check_replicas='off' the value of one "
+    "rank is saved"
+)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What a rank sends of the rows of its layout: the words of a sample in a row each, or one digest of them."""
+
+    layout: RankLayout
+    words: Words
+
+
+@dataclass
+class ReplicaMemory:
+    """What rank 0 remembers of all saves of a process group into one store, whichever handles they were made with.
+
+    ``saved``: keys of tensors in committed saves. ``differing``: keys of which ranks held different values in a
+    committed save; one rank writes these whole. ``found``: further ones, which a front end found before a save.
+    """
+
+    found: dict[str, None] = field(default_factory=dict)
+    saved: set[str] = field(default_factory=set)
+    differing: dict[str, None] = field(default_factory=dict)
+
+
+_memories: Final[dict[tuple[str, str], ReplicaMemory]] = {}
+
+
+def memory_of(url: str, group: str) -> ReplicaMemory:
+    """What this process keeps of its saves into a store by a process group."""
+    return _memories.setdefault((url, group), ReplicaMemory())
+
+
+@dataclass
+class Compared:
+    """Which rows this rank compares with other ranks, by the last plan, and what comparing has cost so far.
+
+    ``sets``: the rows that it shares with each set of ranks. ``turn``: counts committed saves, from a random number on:
+    a job that always stops after a few saves reads other cells each time. ``seconds``: of processor time; ``tensors``:
+    how many were sampled.
+    """
+
+    sets: Sequence[tuple[int, Ints]] = ()
+    turn: int = field(default_factory=lambda: randbelow(1 << 32))
+    seconds: float = 0.0
+    tensors: int = 0
+
+    def plan(self, sets: Words) -> None:
+        """Compare by these from now on: a number for the set of ranks that hold each row, 0 for none."""
+        self.sets = [(number, np.flatnonzero(sets == number)) for number in np.unique(sets[sets > 0]).tolist()]
+
+    def set_digests(self, prepared: Prepared, layout: RankLayout, seed: int, runs: int) -> dict[int, bytes]:
+        """Digest the samples of each set of rows."""
+        if not self.sets:
+            return {}
+        rows = np.concatenate([rows for _, rows in self.sets])
+        ends = np.cumsum([len(rows) for _, rows in self.sets])[:-1]
+        digests = np.split(row_digests(self.samples(prepared, layout, seed, runs, rows)), ends)
+        return {number: cell_digest(mine.tobytes()) for (number, _), mine in zip(self.sets, digests, strict=True)}
+
+    def samples(self, prepared: Prepared, layout: RankLayout, seed: int, runs: int, rows: Ints | None = None) -> Words:
+        """Sample these rows (None: all): so many runs of each tensor, and a digest of each object but pickles.
+
+        Equal objects may have different pickles. With 0 runs, digest all of each row, pickles included.
+        """
+        begun, held = thread_time(), layout.held
+        tensors = tensors_of(prepared)
+        wait_for_gpus(tensors)
+        rows = np.arange(len(held)) if rows is None else rows
+        words = np.zeros((len(rows), 2 * runs or 1), np.uint64)
+        is_tensor = rows < len(tensors)
+        mine = rows[is_tensor]
+        data = [tensors[row] for row in mine.tolist()]
+        if runs:
+            count, size = held.hi[mine] - held.lo[mine], held.itemsize[mine]
+            last = np.maximum(count - RUN // size, 0)
+            starts = places(held.name[mine] ^ held.region[mine], seed, last + 1, runs)
+            in_full = np.minimum(np.arange(runs) * (RUN // size)[:, None], last[:, None])
+            starts = np.where((count * size <= runs * RUN)[:, None], in_full, starts)
+            words[is_tensor] = sampled(data, starts, count, size)
+        else:
+            words[is_tensor, 0] = _words([digest_of(one) for one in data])
+        if len(mine) < len(rows):
+            words[~is_tensor, 0] = _object_digests(prepared, pickles=not runs)[rows[~is_tensor] - len(tensors)]
+        self.seconds += thread_time() - begun
+        self.tensors += len(mine)
+        return words
+
+    def read_again(self, prepared: Prepared, layout: RankLayout, duty: WriteRanges) -> tuple[int, Words]:
+        """Return the number of this save, and digests of the cells of others that this rank reads in it."""
+        begun, tensors, found = thread_time(), tensors_of(prepared), []
+        for row, lo, hi in to_read_again(layout.held, duty, self.turn):
+            start = int(layout.held.lo[row])
+            found.append(digest_of(tensors[row], lo - start, hi - start))
+        self.seconds += thread_time() - begun
+        return self.turn, _words(found)
+
+
+def runs_of(check: str) -> int:
+    """Return how many runs of each row a save compares; 0 for all bytes."""
+    return 0 if check == "raise" else RUNS
+
+
+def seed_of(run: str, step: int) -> int:
+    """A number that all ranks of a save have in common, and that differs by save."""
+    return int.from_bytes(cell_digest(f"{run}@{step}".encode())[:8], "little")
+
+
+def _object_digests(prepared: Prepared, *, pickles: bool) -> Words:
+    """Digest each object with its large buffers. Without ``pickles`` the digest of those is 0."""
+    parts: dict[tuple[str, int | None], list[bytes]] = {}
+    for source in prepared.sources:
+        if source.kind == PART and source.buffer is not None:
+            parts.setdefault((source.key, source.rank), []).append(cell_digest(source.buffer))
+    contents = [b"".join([one.data, *parts.get((one.key, one.rank), [])]) for one in prepared.objects]
+    found = _words([cell_digest(content) for content in contents])
+    return np.where([one.pickled and not pickles for one in prepared.objects], np.uint64(0), found)
+
+
+def digest_of(data: torch.Tensor, lo: int = 0, hi: int | None = None) -> bytes:
+    """Digest the elements [lo, hi) of a tensor, in row-major order; by default all."""
+    memory, hi = TensorMemory(data), data.numel() if hi is None else hi
+    view = memory.view(lo, hi)
+    if view is not None:
+        return cell_digest(view)
+    hasher, step = Hasher(), _DIGEST_BYTES // memory.itemsize
+    for at in range(lo, hi, step):
+        buffer = memoryview(bytearray((min(at + step, hi) - at) * memory.itemsize))
+        memory.copy_out(at, min(at + step, hi), buffer)
+        hasher.update(buffer)
+    return hasher.digest()
+
+
+def _words(digests: Sequence[bytes]) -> Words:
+    """Shorten digests to a word each. These are compared, and never stored."""
+    return np.frombuffer(b"".join([digest[:8] for digest in digests]), np.uint64)
+
+
+# rank 0
+
+
+Odd: TypeAlias = Sequence[Sequence[tuple[int, int]]]
+"""Rows that differ, as `casckpt.plan.writers.Holders.differing` gives them."""
+
+
+def find_odd(samples: Sequence[Samples], memory: ReplicaMemory, check: str) -> Odd:
+    """Find the rows of which ranks sent different samples, except those of keys that are known to differ.
+
+    Raises InvalidInput for any such row, known or not, if ``check`` is "raise".
+    """
+    layouts = [one.layout for one in samples]
+    odd = Holders([one.held for one in layouts]).differing([row_digests(one.words) for one in samples])
+    if odd and check == "raise":
+        (first, row), *others = odd[0]
+        other = next(rank for rank, at in others if (samples[rank].words[at] != samples[first].words[row]).any())
+        advice = (
+            "Synchronise it before the save, or name the rank that maintains it with owners=; or pass "
+            "check_replicas='sample', which allows small differences"
+        )
+        raise _differs(layouts[first].key(row), first, other, "", advice)
+    return [rows for rows in odd if layouts[rows[0][0]].key(rows[0][1]) not in memory.differing]
+
+
+def judged(
+    layouts: Sequence[RankLayout], odd: Odd, words: Sequence[Mapping[int, Words] | Words], memory: ReplicaMemory
+) -> dict[str, None]:
+    """Return the keys of the ``odd`` rows, of which a save may keep one rank's value.
+
+    ``words``: for each rank, the samples of its odd rows, by row. Raises InvalidInput for a parameter that differs too
+    much the first time it is saved.
+    """
+    found: dict[str, None] = {}
+    for (first, row), *others in odd:
+        layout = layouts[first]
+        (_, key, _, _), dtype, _ = layout.stream(row)
+        nbytes = int((layout.held.hi[row] - layout.held.lo[row]) * layout.held.itemsize[row])
+        mine = _values(words[first][row], nbytes)
+        ratios = {rank: relative_difference(dtype, mine, _values(words[rank][at], nbytes)) for rank, at in others}
+        other = max(ratios, key=lambda rank: ratios[rank])
+        if ratios[other] >= REFUSED and not layout.may_differ[row] and key not in memory.saved:
+            raise _differs(key, first, other, f" (relative difference {ratios[other]:.3g})", _ADVICE)
+        found[key] = None
+    return found
+
+
+def _differs(key: str, one: int, other: int, how: str, advice: str) -> InvalidInput:
+    text = f"{key!r} differs between ranks {one} and {other}, which should hold the same{how}; nothing was saved"
+    return InvalidInput(f"{text}. {advice}", key=key, rank=other)
+
+
+def _values(words: Words, nbytes: int) -> bytes:
+    """Return the sampled bytes of a row of ``nbytes``. Of a small row, which is sampled whole, each comes once."""
+    data, rest = words.tobytes(), nbytes % RUN
+    if not rest or nbytes < RUN or nbytes >= len(data):
+        return data[:nbytes]
+    last = nbytes - rest
+    return data[:last] + data[last + RUN - rest : last + RUN]
+
+
+def relative_difference(dtype: str, one: bytes, other: bytes) -> float:
+    """Return ``|a - b| / max(|a|, |b|)`` of two lists of values, in float64; 1 if anything not finite differs."""
+    kind = torch_dtype(dtype) if dtype else torch.uint8
+    if not (kind.is_floating_point or kind.is_complex) or dtype.startswith("float4"):
+        return float(one != other)
+    a, b = (torch.frombuffer(bytearray(data), dtype=kind) for data in (one, other))
+    a, b = ((torch.view_as_real(x).reshape(-1) if kind.is_complex else x).to(torch.float64) for x in (a, b))
+    differs = (a != b) & ~(a.isnan() & b.isnan())
+    if not (a[differs].isfinite().all() and b[differs].isfinite().all()):
+        return 1.0
+    a, b = a.where(a.isfinite(), 0), b.where(b.isfinite(), 0)
+    largest = max(a.abs().max().item(), b.abs().max().item()) or 1.0
+    norms = [float((x / largest).norm()) for x in (a - b, a, b)]
+    return norms[0] / (max(norms[1:]) or 1.0)
+
+
+def differing_cells(plan: WritePlan, described: Share, again: Sequence[tuple[int, Words] | None]) -> dict[str, None]:
+    """Return the keys of cells that some rank holds with other values than were written.
+
+    ``again``: what `Compared.read_again` returned on each rank.
+    """
+    found: dict[str, None] = {}
+    for rank, read in enumerate(again):
+        turn, digests = read or (0, ())
+        held = plan.layouts[rank].held
+        cells = to_read_again(held, plan.duties[rank], turn)
+        for digest, (row, lo, hi) in zip(digests, cells, strict=False):
+            name = plan.layouts[rank].stream(row)[0]
+            region = int(held.region[row]), int(held.lo[row]), int(held.hi[row])
+            written = _written(described.extents[name][1], region, lo, hi)
+            if written is not None and _words([written])[0] != digest:
+                found[name[1]] = None
+    return found
+
+
+def _written(table: ExtentTable, region: tuple[int, int, int], lo: int, hi: int) -> bytes | None:
+    """Return the digest with which a cell was written; None if an older checkpoint had it cut otherwise."""
+    boxes = [number for number, box in enumerate(table.boxes) if region_hash(box, *region[1:]) == region[0]]
+    cells = [cell for box in boxes for cell in table.cells_in(box, lo, hi)]
+    return cells[0].digest if [(cell.lo, cell.hi) for cell in cells] == [(lo, hi)] else None
+
+
+# for front ends by whose rules one rank writes what several hold
+
+
+def compared(samples: Sequence[Samples], memory: ReplicaMemory, check: str) -> dict[str, None]:
+    """Compare the samples of all ranks. Return and raise as `judged` and `find_odd` do."""
+    odd = find_odd(samples, memory, check)
+    return judged([one.layout for one in samples], odd, [one.words for one in samples], memory)
+
+
+def samples_of(sources: Sequence[Source], run: str, step: int, check: str) -> Samples:
+    """Sample tensors that other ranks may hold, too, as a save with this ``check`` needs it."""
+    prepared = Prepared(sources, [], [], b"")
+    layout = layout_of(prepared, RUN)
+    return Samples(layout, Compared().samples(prepared, layout, seed_of(run, step), runs_of(check)))

@@ -1,0 +1,144 @@
+"""From placed cells to extents: each rank's share, the union of all, and the proof that every tensor is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from casckpt.base.cycle_collector import collecting_later
+from casckpt.errors import InvalidInput
+from casckpt.format import dtypes
+from casckpt.format.extents import ExtentTable, Frame, StoredCell, build, join
+from casckpt.format.regions import Region, Shape, intersect
+from casckpt.format.sections.blobs import BlobRef
+from casckpt.format.sections.index import Name
+from casckpt.plan.coverage import holes_and_overlaps
+from casckpt.plan.reuse import KnownCells
+from casckpt.saving.local_entries import Cell, Source
+from casckpt.saving.upload import PlacedCell
+
+Streams: TypeAlias = Mapping[Name, tuple[str, Shape]]
+"""Dtype and shape of streams, in the order in which the manifest is to hold them."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank stored or reused, or all: the extents of the streams, in order, and the blobs that these count.
+
+    ``unhashed``: the streams that were not looked at, or not all of them, since they were declared frozen.
+    Also what a rank remembers of its last save; see `casckpt.plan.reuse.CellSource`.
+    """
+
+    extents: Mapping[Name, tuple[str, ExtentTable]]
+    refs: Sequence[BlobRef]
+    unhashed: frozenset[Name] = frozenset()
+
+    def table(self, name: Name, dtype: str, shape: Shape) -> ExtentTable | None:
+        """The extents of one stream, if it has it with this dtype and shape."""
+        found = self.extents.get(name)
+        return found[1] if found is not None and found[0] == dtype and found[1].shape == shape else None
+
+    def tables(self) -> Iterator[ExtentTable]:
+        """The extents of all streams."""
+        return (table for _, table in self.extents.values())
+
+
+@collecting_later()
+def share_of(
+    sources: Sequence[Source],
+    work: Sequence[Sequence[Cell]],
+    places: Sequence[Sequence[PlacedCell]],
+    *,
+    known: KnownCells,
+    written: Sequence[BlobRef | None],
+    cell_bytes: int,
+) -> Share:
+    """One rank's share, in the order of its sources."""
+    numbers: dict[BlobRef, int] = {}
+    cells: list[list[StoredCell]] = [[] for _ in sources]
+    unhashed: set[Name] = set()
+
+    def number(ref: BlobRef | None) -> int:
+        if ref is None:
+            raise InvalidInput("a cell was placed in a blob that was never written; this is a bug of casckpt")
+        return numbers.setdefault(ref, len(numbers))
+
+    def of_known(cell: StoredCell) -> tuple[int, int]:
+        return number(known.blobs[cell.blob]), cell.offset
+
+    for group, placed in zip(work, places, strict=True):
+        for cell, place in zip(group, placed, strict=True):
+            blob = number(written[place.blob] if place.new else known.blobs[place.blob])
+            if place.unhashed:
+                unhashed.add(sources[cell.source].name)
+            frame = place.frame
+            if frame is not None and frame.base is not None:
+                frame = Frame(frame.nbytes, frame.base.moved(of_known))
+            elements = cell.group.box, cell.cut.lo, cell.cut.hi
+            cells[cell.source].append(StoredCell(blob, place.offset, cell.nbytes, *elements, place.digest, frame))
+    extents = {}
+    for source, mine in zip(sources, cells, strict=True):
+        size = dtypes.itemsize(source.dtype)
+        extents[source.name] = (source.dtype, build(source.shape, size, cell_bytes // size, mine))
+    return Share(extents, list(numbers), frozenset(unhashed))
+
+
+def joined(shares: Sequence[Share]) -> Share:
+    """Several shares as one; a stream may be in several of them, with different elements."""
+    if len(shares) == 1:
+        return shares[0]
+    numbers: dict[BlobRef, int] = {}
+    held: dict[Name, list[tuple[ExtentTable, Sequence[int]]]] = {}
+    dtype_of: dict[Name, str] = {}
+    for share in shares:
+        blobs = [numbers.setdefault(ref, len(numbers)) for ref in share.refs]
+        for name, (dtype, table) in share.extents.items():
+            dtype_of.setdefault(name, dtype)
+            held.setdefault(name, []).append((table, blobs))
+    extents = {name: (dtype_of[name], join(parts)) for name, parts in held.items()}
+    return Share(extents, list(numbers), frozenset[Name]().union(*(share.unhashed for share in shares)))
+
+
+@collecting_later()
+def merge(shares: Sequence[Share], streams: Streams, cell_bytes: int) -> Share:
+    """All ranks' shares as one. Raises InvalidInput, naming key, ranks and region, unless each tensor is whole."""
+    every = joined(shares)
+    extents = {name: every.extents.get(name) or _nothing(*form, cell_bytes) for name, form in streams.items()}
+    extents |= every.extents
+    for name, (_, table) in extents.items():
+        if not table.is_whole:
+            _check_whole(name, table, shares)
+    return replace(every, extents=extents)
+
+
+def _nothing(dtype: str, shape: Shape, cell_bytes: int) -> tuple[str, ExtentTable]:
+    size = dtypes.itemsize(dtype)
+    return dtype, build(shape, size, cell_bytes // size, [])
+
+
+def _check_whole(name: Name, table: ExtentTable, shares: Sequence[Share]) -> None:
+    holes, overlaps = holes_and_overlaps(table.shape, list(map(table.region, table.extents)))
+    if holes:
+        raise InvalidInput(
+            f"{name[1]!r} of shape {list(table.shape)} is not whole: no rank holds {', '.join(map(str, holes))}. "
+            "Nothing was saved; give every element to one rank",
+            key=name[1],
+        )
+    if overlaps:
+        one, other = (table.region(table.extents[row]) for row in overlaps[0])
+        held = [share.extents[name][1] if name in share.extents else None for share in shares]
+        ranks = [
+            rank
+            for rank, mine in enumerate(held)
+            if mine is not None and any(_meets(mine.region(extent), one, other) for extent in mine.extents)
+        ]
+        raise InvalidInput(
+            f"{name[1]!r} of shape {list(table.shape)}: {one} and {other} overlap (ranks {ranks}). Nothing was saved; "
+            "give every element to one rank only",
+            key=name[1],
+        )
+
+
+def _meets(region: Region, one: Region, other: Region) -> bool:
+    return bool(intersect(region, one) and intersect(region, other)) or region in (one, other)

@@ -1,0 +1,358 @@
+"""The engine of a save: compare what may be known in place, pack what is new into blobs, put them, all in parallel.
+
+Two phases, each over all cores:
+
+- **compare**: of every tensor that may be unchanged, one cell is hashed in place; if it is known, the others are too.
+  (Of tensors that the caller declares frozen, a sample is. Small ones are not, nor those that were just told by what
+  changed: they go on as if unknown, and no bytes of them are kept if they turn out to be known.)
+- **pack**: workers take unknown cells from a queue, copy each into an aligned buffer, hash it there (what is stored is
+  what was hashed), and put the full buffer as a blob. What is coded gives way to the next cell; frames are gathered,
+  and fill blobs of their own. Cells that are moved out of worn blobs have a queue of their own,
+  and so blobs; so has each branch of the state. As many workers fill at a time as there are cores: while some wait for
+  the disk others copy and hash.
+
+Memory is bounded by the workers' buffers, whatever the size of the state; they are kept for the next save.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from random import Random
+from threading import BoundedSemaphore, Event, Lock
+from time import perf_counter
+
+from casckpt.base.cycle_collector import collecting_later
+from casckpt.base.lazy import cached_property
+from casckpt.base.parallel import run_all, usable_cores, useful_threads
+from casckpt.base.progress import Progress, silent
+from casckpt.contents import blobs
+from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
+from casckpt.format.digest import cell_digest
+from casckpt.format.extents import Frame, StoredCell
+from casckpt.format.names import CellDigest, TxId
+from casckpt.format.sections.blobs import BlobRef
+from casckpt.plan.lots import lots
+from casckpt.plan.packing import Queue, branches_of, by_branch
+from casckpt.plan.reuse import KnownCells
+from casckpt.repository.repository import Repository
+from casckpt.saving.copying import Copier, copier, rooms
+from casckpt.saving.encoder import Coder
+from casckpt.saving.health_scan import Looker
+from casckpt.saving.local_entries import Cell, Source
+from casckpt.storage.buffers import BufferPool, KeptBuffers
+
+log = logging.getLogger(__name__)
+_TASK_BYTES = 8 << 20
+_TASK_CELLS = 4096
+_SMALL = 64 << 10  # bytes: to copy a cell costs less than to hash it twice where it changed
+_SAMPLE = 16  # cells of a frozen tensor that are looked at: at least 1, at most so many
+_BUFFERS = KeptBuffers()  # of this process, whichever store it saves to
+_WORTH_FILLING = 4  # a buffer with more than 1/4 of it free takes more cells, if there are any
+
+
+@dataclass(slots=True)
+class PlacedCell:
+    """Where one cell lies. ``new``: ``blob`` counts this save's own blobs, else those of the known cells.
+
+    ``frame``: how it is coded; its base is a known cell. ``unhashed``: it was not looked at, since its tensor was
+    declared frozen.
+    """
+
+    digest: CellDigest
+    new: bool
+    blob: int
+    offset: int
+    frame: Frame | None = None
+    unhashed: bool = False
+
+    @property
+    def needs(self) -> list[int]:
+        """The numbers of the known blobs that it lies in, or its bases do."""
+        mine = [] if self.new else [self.blob]
+        base = None if self.frame is None else self.frame.base
+        return mine if base is None else mine + [one.blob for one in base.chain]
+
+    @classmethod
+    def known(cls, cell: StoredCell, *, unhashed: bool = False) -> PlacedCell:
+        """The place of a known cell."""
+        return cls(cell.digest, False, cell.blob, cell.offset, cell.frame, unhashed)
+
+
+@dataclass
+class Upload:
+    """One rank's uploads in one transaction."""
+
+    repo: Repository
+    uploader: TxId
+    sources: Sequence[Source]
+    known: KnownCells
+    threads: int
+    coder: Coder | None = None
+    looker: Looker | None = None
+    progress: Progress = silent
+    written: list[BlobRef | None] = field(default_factory=list)
+    _claims: dict[CellDigest, PlacedCell] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
+
+    def place(self, work: Sequence[Sequence[Cell]]) -> list[list[PlacedCell]]:
+        """Find or store every cell. Blobs are durable when it returns; their names once the folder is settled."""
+        placed: dict[int, PlacedCell] = {}
+        every = [cell for cells in work for cell in cells]
+        many_small = useful_threads(2, sum(cell.nbytes for cell in every), len(every)) == 1
+        with collecting_later() if many_small else nullcontext():
+            unknown = self._compare(work, placed) if self.known.any else every
+            if unknown:
+                self._pack(unknown, placed)
+            return [[placed[id(cell)] for cell in cells] for cells in work]
+
+    # compare
+
+    def _compare(self, work: Sequence[Sequence[Cell]], placed: dict[int, PlacedCell]) -> list[Cell]:
+        self._trust(work, placed)
+        work = [cells for cells in work if id(cells[0]) not in placed]
+        self._compare_each([cells[0] for cells in work if self._is_probed(cells)], placed)
+        self._compare_each([cell for cells in work if id(cells[0]) in placed for cell in cells[1:]], placed)
+        return [cell for cells in work for cell in cells if id(cell) not in placed]
+
+    def _is_probed(self, cells: Sequence[Cell]) -> bool:
+        """Is the first of these cells to be hashed in place?"""
+        first = cells[0]
+        if (len(cells) == 1 and first.nbytes <= _SMALL) or first.memory.view(0, 0) is None:
+            return False
+        return self.coder is None or not self.coder.likely_changes(first)
+
+    def _trust(self, work: Sequence[Sequence[Cell]], placed: dict[int, PlacedCell]) -> None:
+        """Take tensors that were declared frozen to be what the parent has, if a random sample of their cells is."""
+        random = Random(self.repo.entropy(8))  # noqa: S311 - a sample, no secret
+        declared = [(cells, known) for cells in work if (known := self._declared_frozen(cells))]
+        samples = [random.sample(cells, min(len(cells), _SAMPLE, 1 + len(cells) // _SAMPLE)) for cells, _ in declared]
+        changed = self._changed([cell for sample in samples for cell in sample])
+        for (cells, known), sample in zip(declared, samples, strict=True):
+            if any(id(cell) in changed for cell in sample):
+                key = self.sources[cells[0].source].key
+                log.warning("%r was declared frozen, but it changed; all of it is compared", key)
+                continue
+            for cell, old in zip(cells, known, strict=True):
+                placed[id(cell)] = PlacedCell.known(old, unhashed=True)
+                self.progress(cell.nbytes)
+
+    def _declared_frozen(self, cells: Sequence[Cell]) -> list[StoredCell]:
+        """The parent's cells that the caller says ``cells`` to be; empty if one cannot be reused."""
+        if not self.sources[cells[0].source].frozen:
+            return []
+        known = [old for cell in cells if (old := cell.known) is not None and self.known.usable_cell(old)]
+        return known if len(known) == len(cells) else []
+
+    def _changed(self, cells: Sequence[Cell]) -> set[int]:
+        """Which of these are not what the parent has, by id."""
+        changed: set[int] = set()
+
+        def look(lot: Sequence[Cell]) -> None:
+            changed.update(
+                id(cell) for cell in lot if cell.known is None or cell_digest(cell.data()) != cell.known.digest
+            )
+
+        threads = useful_threads(self.threads, sum(cell.nbytes for cell in cells), len(cells))
+        run_all(look, _tasks(cells), threads)
+        return changed
+
+    def _compare_each(self, cells: Sequence[Cell], placed: dict[int, PlacedCell]) -> None:
+        threads = useful_threads(self.threads, sum(cell.nbytes for cell in cells), len(cells))
+        run_all(lambda lot: self._compare_all(lot, placed), _tasks(cells), threads)
+
+    def _compare_all(self, cells: Sequence[Cell], placed: dict[int, PlacedCell]) -> None:
+        for cell in cells:
+            view = cell.memory.view(cell.start, cell.stop)
+            if view is None:
+                continue
+            digest = cell_digest(view)
+            found = self._find(cell, digest)
+            if found is not None:
+                self._look(cell, view, digest)
+                placed[id(cell)] = PlacedCell.known(found)
+                self.progress(cell.nbytes)
+
+    def _find(self, cell: Cell, digest: CellDigest) -> StoredCell | None:
+        """A known cell with the digest of ``cell``: first where the parent has that."""
+        old = cell.known
+        if old is not None and old.digest == digest and self.known.usable_cell(old):
+            return old
+        return self.known.find(digest) if self.known.any else None
+
+    # pack
+
+    def _pack(self, unknown: list[Cell], placed: dict[int, PlacedCell]) -> None:
+        capacity = self.repo.marker.blob_bytes
+        total = sum(cell.nbytes for cell in unknown)
+        useful = useful_threads(self.threads, total, len(unknown))
+        writers = 1 if self.threads == 1 else max(useful, self.repo.storage.traits.uploads)
+        workers = min(writers, -(-total // capacity) or 1)
+        packing = _Packing(self._queues(unknown), placed, min(capacity, padded(max(total, 1))))
+        with _BUFFERS.pool(workers, buffer_bytes(packing.capacity)) as buffers:
+            with rooms(self.sources, workers) as pinned:
+                run_all(lambda _: self._work(packing, buffers, pinned), range(workers), workers)
+            with buffers.borrow() as borrowed:
+                for queue in packing.queues:
+                    self._put_frames(queue.frames.take(0), packing, borrowed.view)
+
+    def _work(self, packing: _Packing, buffers: BufferPool, pinned: BufferPool | None) -> None:
+        try:
+            with buffers.borrow() as borrowed, copier(pinned) as mine:
+                for queue in packing.queues:
+                    self._empty(queue, packing, borrowed.view, mine)
+        except BaseException:
+            packing.stop.set()  # the other workers need not write what will never be committed
+            raise
+
+    def _queues(self, unknown: Sequence[Cell]) -> list[_Queue]:
+        """What may have changed, and apart from it what is moved out of a worn blob: likely to stay as it is.
+
+        In one blob with what changes again it would be moved at every other save.
+        """
+        moved = [cell for cell in unknown if cell.known is not None and not self.known.usable_cell(cell.known)]
+        ids = {id(cell) for cell in moved}
+        rest = [cell for cell in unknown if id(cell) not in ids] if moved else unknown
+        branch = [source.branch for source in self.sources] if len(self._branches) > 1 else []
+        parts = (by_branch(part, lambda cell: branch[cell.source], self._branches) for part in (rest, moved))
+        return [_Queue(cells) for part in parts for cells in part]
+
+    @cached_property
+    def _branches(self) -> frozenset[str]:
+        return branches_of(source.branch for source in self.sources)
+
+    def _empty(self, queue: _Queue, packing: _Packing, buffer: memoryview, copier: Copier) -> None:
+        while not packing.stop.is_set() and not queue.is_empty:
+            with packing.turns:
+                blob = self._fill(queue, packing, buffer, copier)
+            if blob is not None:
+                self._put(blob, buffer)
+            self._put_frames(queue.frames.take(packing.capacity), packing, buffer)
+
+    def _put(self, blob: BlobRef, buffer: memoryview) -> None:
+        start = perf_counter()
+        blobs.put(self.repo, self.uploader, blob.hash, buffer[: blob.size])
+        if self.coder is not None:
+            self.coder.kept.rate.note(blob.size, perf_counter() - start)
+
+    def _fill(self, queue: _Queue, packing: _Packing, buffer: memoryview, copier: Copier) -> BlobRef | None:
+        """Fill one blob, whose bytes then begin the buffer, and name it; None if there is none to put."""
+        writer, number = BlobWriter(buffer), self._next_number()
+        end = writer.end + packing.capacity
+        while end - writer.end > packing.capacity // _WORTH_FILLING and queue.frames.nbytes < packing.capacity:
+            first, cells = queue.take(writer.end, end)
+            if not cells:
+                break
+            for order, cell in enumerate(cells):
+                at = writer.place(cell.nbytes)
+                target = buffer[at : at + cell.nbytes]
+                copier.copy(cells, order, target)
+                packing.placed[id(cell)], frame = self._write(cell, writer, target, number, at)
+                if frame is not None:
+                    queue.frames.add(first + order, packing.placed[id(cell)], frame)
+                self.progress(cell.nbytes)
+        return None if writer.is_empty else self._finish(writer, number)
+
+    def _write(
+        self, cell: Cell, writer: BlobWriter, target: memoryview, number: int, at: int
+    ) -> tuple[PlacedCell, bytes | None]:
+        """Hash a cell that was copied to ``at``. It stays there if it is new, and no frame is returned."""
+        source, digest = self.sources[cell.source], cell_digest(target)
+        self._look(cell, target, digest)
+        place, is_new = self._claim(cell, digest, number, at)
+        coder = self.coder if self.coder is not None and self.coder.takes(source, cell) else None
+        coded = coder.encode(source, cell, target, digest) if coder is not None and is_new else None
+        if coded is not None:
+            place.frame = Frame(len(coded.frame), coded.base)
+            return place, coded.frame
+        if is_new:
+            writer.add(source.dtype, cell.nbytes, digest)
+        elif coder is not None:
+            coder.note_known(source, cell, target, place.digest, is_coded=place.frame is not None)
+        return place, None
+
+    def _look(self, cell: Cell, data: memoryview, digest: CellDigest) -> None:
+        """Look at the health of a cell, whose bytes are in the cache now."""
+        if self.looker is not None:
+            self.looker.look(self.sources[cell.source], cell, data, digest)
+
+    def _put_frames(self, frames: Sequence[tuple[PlacedCell, bytes]], packing: _Packing, buffer: memoryview) -> None:
+        """Put frames into blobs of their own: of how many bytes they are is known late."""
+        for lot in lots(frames, lambda one: len(one[1]), packing.capacity):
+            with packing.turns:
+                writer, number = BlobWriter(buffer), self._next_number()
+                for place, frame in lot:
+                    place.blob, place.offset = number, writer.end
+                    buffer[writer.end : writer.end + len(frame)] = frame
+                    writer.add_frame(len(frame))
+                blob = self._finish(writer, number)
+            self._put(blob, buffer)
+
+    def _finish(self, writer: BlobWriter, number: int) -> BlobRef:
+        ref = self.written[number] = BlobRef(*writer.finish(), self.uploader)
+        return ref
+
+    def _next_number(self) -> int:
+        with self._lock:
+            self.written.append(None)
+            return len(self.written) - 1
+
+    def _claim(self, cell: Cell, digest: CellDigest, number: int, offset: int) -> tuple[PlacedCell, bool]:
+        """The place of a cell that was just hashed: where it is already, or here."""
+        found = self._find(cell, digest)
+        with self._lock:
+            earlier = self._claims.get(digest)
+            if earlier is not None and all(map(self.known.usable, earlier.needs)):
+                return earlier, False
+            place = PlacedCell.known(found) if found else PlacedCell(digest, True, number, offset)
+            self._claims[digest] = place
+        return place, found is None
+
+
+class _Queue(Queue[Cell]):
+    """Cells in order, handed out by the buffer. ``frames``: those of its cells that lie in no blob yet."""
+
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        super().__init__(cells)
+        self.frames = _Frames()
+
+
+class _Frames:
+    """Frames that lie in no blob yet."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._found: list[tuple[int, PlacedCell, bytes]] = []
+        self._lock = Lock()
+
+    def add(self, order: int, place: PlacedCell, frame: bytes) -> None:
+        """Add the frame of a cell, whose ``place`` is told later."""
+        with self._lock:
+            self._found.append((order, place, frame))
+            self.nbytes += len(frame)
+
+    def take(self, least: int) -> list[tuple[PlacedCell, bytes]]:
+        """Take all, if they have so many bytes, in the order of their cells."""
+        with self._lock:
+            found = sorted(self._found, key=lambda one: one[0]) if self.nbytes >= least else []
+            if found:
+                self.nbytes, self._found = 0, []
+        return [(place, frame) for _, place, frame in found]
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """What the workers share. ``turns``: or all would fill at once, and then all wait for the disk at once."""
+
+    queues: Sequence[_Queue]
+    placed: dict[int, PlacedCell]
+    capacity: int  # bytes of data in a blob
+    stop: Event = field(default_factory=Event)
+    turns: BoundedSemaphore = field(default_factory=lambda: BoundedSemaphore(usable_cores()))
+
+
+def _tasks(cells: Sequence[Cell]) -> Iterable[Sequence[Cell]]:
+    """Cells in lots worth a task of their own."""
+    return lots(cells, lambda cell: max(cell.nbytes, _TASK_BYTES // _TASK_CELLS), _TASK_BYTES)

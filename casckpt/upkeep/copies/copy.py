@@ -1,0 +1,367 @@
+"""copy: checkpoints of one store into another, only what is missing there.
+
+What the destination has under the same id is there already, whoever brought it. What it has forgotten or purged stays
+so, unless it is named: retention there is its own business. Each checkpoint is copied by itself
+(`casckpt.upkeep.copies.replication`); one that cannot be, because it is damaged or its place is taken, keeps none of
+the others from being copied.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from casckpt.base.progress import Progress, silent
+from casckpt.contents import manifests
+from casckpt.contents.refs import resolve_many, unread_within
+from casckpt.errors import CasckptError, Conflict, Damaged, Gone, InvalidInput, Refused, StorageError
+from casckpt.format.keys import commit_key
+from casckpt.format.names import BlobHash, TxId
+from casckpt.format.sections.blobs import BlobRef
+from casckpt.history.commits import Commit, CommitList, list_commits, restore
+from casckpt.history.folding import Holdings
+from casckpt.history.tags import get_tag, set_tag, tags
+from casckpt.repository.repository import Repository
+from casckpt.repository.requirements import check_requirements
+from casckpt.upkeep.copies.blob_locations import Places
+from casckpt.upkeep.copies.mirror_notes import NO_STORE, made_at, note, take_back, unmirrored
+from casckpt.upkeep.copies.replication import Part, Replica, Work, occupant, repack, replicate, taken, twin
+from casckpt.upkeep.copies.signatures import copy_signatures
+from casckpt.upkeep.repack import poor_blobs
+from casckpt.upkeep.repair.verify import DamagedRecord
+
+REMOTE_JOBS, LOCAL_JOBS = 16, 4
+_NOT_COPIED = (Conflict, Damaged, Gone, Refused)
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CopyFailure:
+    """A checkpoint that was not copied, and why."""
+
+    commit: Commit
+    error: CasckptError
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """What a copy will do; all oldest first. ``missing``: to be copied. ``forgotten``: there, and to be restored.
+
+    ``present``: there already. ``left``: the destination has forgotten or purged them, and they were not named.
+    ``nbytes``: of blobs that the destination lacks. ``total``: what its progress counts up to: the same; where cells
+    are packed anew, of all blobs of what is missing, counted for each.
+    ``blob_bytes``: pack the cells anew, into blobs of so many bytes. ``compress``: encode them, too. ``moving``: the
+    numbers of the blobs that this is to spare, by transaction, of a store that is packed anew in place, newest first;
+    None for a copy into another one. ``records``: of the source, which cannot be read, so that nobody knows whether
+    there is a checkpoint to be copied.
+    """
+
+    missing: tuple[Commit, ...] = ()
+    forgotten: tuple[Commit, ...] = ()
+    present: tuple[Commit, ...] = ()
+    left: tuple[Commit, ...] = ()
+    failed: tuple[CopyFailure, ...] = ()
+    records: tuple[DamagedRecord, ...] = ()
+    nbytes: int = 0
+    total: int = 0
+    blob_bytes: int | None = None
+    moving: Mapping[TxId, frozenset[int]] | None = None
+    compress: bool = False
+
+
+@dataclass(frozen=True)
+class CopyResult:
+    """What a copy did; with ``dry_run`` what it would do. ``copied``: as commits of the destination.
+
+    ``blobs``, ``nbytes``: of tensors, put for ``copied`` by this process, or by all that share the work.
+    ``made_store``: the destination was made. ``tags``: names that were set there. ``records``: of the source, which
+    cannot be read, and whose checkpoints were not copied for that.
+    """
+
+    copied: tuple[Commit, ...] = ()
+    restored: tuple[Commit, ...] = ()
+    present: tuple[Commit, ...] = ()
+    left: tuple[Commit, ...] = ()
+    failed: tuple[CopyFailure, ...] = ()
+    records: tuple[DamagedRecord, ...] = ()
+    tags: tuple[str, ...] = ()
+    blobs: int = 0
+    nbytes: int = 0
+    made_store: bool = False
+    dry_run: bool = False
+
+    def raise_failure(self) -> None:
+        """Raise the worst of ``failed`` and ``records``, if there is any; it says how many there are."""
+        unread = [Damaged(f"a checkpoint was not copied: {one.why}", key=one.key) for one in self.records]
+        errors = [*(one.error for one in self.failed), *unread]
+        if not errors:
+            return
+        worst = max(errors, key=lambda error: isinstance(error, Damaged))
+        more = f" ({len(errors)} checkpoints were not copied, this is one)" if len(errors) > 1 else ""
+        raise type(worst)(f"{worst}{more}", **worst.__dict__) from worst
+
+
+def plan_copy(
+    source: Repository,
+    target: Repository,
+    refs: Iterable[str | Commit] = (),
+    *,
+    run: str | None = None,
+    blob_bytes: int | None = None,
+    compress: bool = False,
+) -> CopyPlan:
+    """Plan a copy of what ``refs`` name (ranges too), else of all that is visible; only of ``run``, if that is given.
+
+    With ``blob_bytes`` the cells are packed anew, into blobs of so many bytes; then ``target`` may be ``source``. With
+    ``compress`` those of floats are encoded, unless some cells of a checkpoint are.
+    Writes nothing. Raises `NotFound`, `InvalidInput`, `StorageError`.
+    """
+    in_place = source.exists() and target.exists() and source.storage.url == target.storage.url
+    if in_place and compress:
+        raise InvalidInput(f"{source.storage.url} cannot be encoded in place: copy it into another store")
+    if in_place and blob_bytes is None:
+        raise InvalidInput(f"{source.storage.url} is to be copied into itself: give another store, or a size of blobs")
+    if blob_bytes is not None and not 4096 <= blob_bytes <= 1 << 30:
+        raise InvalidInput(f"blobs of {blob_bytes} bytes are not possible: give a size from 4KiB to 1GiB")
+    named = list(refs)
+    listed = list_commits(source)
+    source.check_exists()  # a store that is not there is not the same as an empty one
+    chosen = resolve_many(source, named, listed) if named else listed.current()
+    chosen = sorted((one for one in chosen if run is None or one.run == run), key=lambda one: one.order)
+    records = _unread(source, listed, named, chosen, run)
+    if in_place and blob_bytes is not None:
+        return replace(_in_place(source, chosen, listed, blob_bytes), records=records)
+    if blob_bytes is not None and any(one.committed.bytes_coded for one in chosen):
+        log.warning("blobs are copied as they are, since they hold cells that are stored as what changed")
+        blob_bytes = None
+    there = list_commits(target) if target.exists() else CommitList({}, {})
+    plan = _sorted_out(source, target, chosen, there, named=bool(named))
+    total = plan.total if compress or blob_bytes is not None else plan.nbytes
+    return replace(plan, records=records, blob_bytes=blob_bytes, compress=compress, total=total)
+
+
+def _unread(
+    source: Repository, listed: CommitList, named: Sequence[str | Commit], chosen: Sequence[Commit], run: str | None
+) -> tuple[DamagedRecord, ...]:
+    """Tell of what cannot be read in the source, and so is not ``chosen``, though it may be wanted."""
+    seen = {commit.txid for commit in chosen}
+    advice = f"Put it back from a copy of {source.storage.url}: `casckpt verify` says more"
+    return tuple(
+        DamagedRecord(commit_key(txid), f"{listed.damaged[txid]}. {advice}")
+        for txid in unread_within(listed, named, run)
+        if txid not in seen
+    )
+
+
+def _in_place(repo: Repository, chosen: Sequence[Commit], listed: CommitList, blob_bytes: int) -> CopyPlan:
+    """Find out whose cells are to be packed anew: the newest first, which the others then share blobs with."""
+    named = (ref for one in manifests.learn(repo, listed.live()) for ref in manifests.blob_list(repo, one))
+    kept = {(ref.uploader, ref.hash) for ref in named if not ref.worn and 2 * ref.size >= blob_bytes}
+    moving: dict[TxId, frozenset[int]] = {}
+
+    def look(commit: Commit) -> None:
+        manifest = manifests.get(repo, commit)
+        moving[commit.txid] = numbers = poor_blobs(manifest, blob_bytes, kept)
+        kept.update((ref.uploader, ref.hash) for number, ref in enumerate(manifest.blobs) if number not in numbers)
+
+    _, failed = _each(reversed(chosen), look)
+    missing = [one for one in reversed(chosen) if moving.get(one.txid)]
+    present = [one for one in chosen if moving.get(one.txid) == frozenset()]
+    nbytes = sum(manifests.blob_list(repo, one)[number].size for one in missing for number in moving[one.txid])
+    done = CopyPlan(tuple(missing), present=tuple(present), failed=tuple(failed), nbytes=nbytes, total=nbytes)
+    return replace(done, blob_bytes=blob_bytes, moving=moving)
+
+
+def _sorted_out(
+    source: Repository, target: Repository, chosen: Sequence[Commit], there: CommitList, *, named: bool
+) -> CopyPlan:
+    ended = {commit.id for commit in there.commits.values() if commit.last == "purged"}
+    missing, forgotten, present, left, failed = [], [], [], [], []
+    for commit in chosen:
+        other, found = occupant(there, commit), there.of_id(commit.id)
+        is_gone = commit.id in ended if found is None else not found.visible
+        if twin(there, commit) is not None:
+            present.append(commit)
+        elif other is not None:
+            failed.append(CopyFailure(commit, taken(target, commit, other)))
+        elif is_gone and not named:
+            left.append(commit)
+        elif is_gone and found is not None and commit in Holdings([found]):
+            forgotten.append(found)
+        else:
+            missing.append(commit)
+    total, nbytes = _bytes_of(source, target, missing, there)
+    return CopyPlan(
+        tuple(missing), tuple(forgotten), tuple(present), tuple(left), tuple(failed), nbytes=nbytes, total=total
+    )
+
+
+def _bytes_of(source: Repository, target: Repository, missing: Sequence[Commit], there: CommitList) -> tuple[int, int]:
+    """Count the bytes of the blobs of ``missing``, and of those that the target lacks; unreadable manifests as 0."""
+    wanted: dict[BlobHash, BlobRef] = {}
+    total = 0
+    for name, ref in _named(source, missing):
+        total += ref.size
+        wanted[name] = ref
+    known = manifests.locate(target, there.live(), wanted) if there.commits else {}
+    return total, sum(ref.size for name, ref in wanted.items() if name not in known)
+
+
+def _named(source: Repository, commits: Iterable[Commit]) -> Iterator[tuple[BlobHash, BlobRef]]:
+    """Yield the blobs of ``commits``, by hash, as often as they are named; of manifests that can be read."""
+    for commit in manifests.learn(source, commits):
+        for uploader, name, size in manifests.blobs_of(source, commit):
+            yield name, BlobRef(name, size, uploader)
+
+
+def preview(source: Repository, target: Repository, plan: CopyPlan) -> CopyResult:
+    """Say what `execute` would do. Writes nothing."""
+    return CopyResult(
+        copied=plan.missing,
+        restored=plan.forgotten,
+        present=plan.present,
+        left=plan.left,
+        failed=plan.failed,
+        records=plan.records,
+        nbytes=plan.nbytes,
+        made_store=not target.exists(),
+        dry_run=True,
+    )
+
+
+def execute(
+    source: Repository,
+    target: Repository,
+    plan: CopyPlan,
+    *,
+    with_tags: bool = False,
+    jobs: int | None = None,
+    part: Part = (0, 1),
+    progress: Progress = silent,
+) -> CopyResult:
+    """Carry out ``plan``. A target that is not there is made, with the cell and blob size of the source.
+
+    ``with_tags``: set the source's tags on what is copied, or was there. ``jobs``: blobs on their way at once.
+    ``part``: (number, count) of this process among those that do the same copy. ``progress``: called with the bytes of
+    blobs that are there now, `CopyPlan.total` in all. Where the target is the source's mirror, that is written down.
+
+    Raises `Unsupported` where a store demands of writers what this version does not know; `StorageError`: what is
+    copied by then stays, and the next copy goes on from there. What cannot be copied
+    stands in the result.
+    """
+    progress.expect(plan.total)
+    blob_bytes = plan.blob_bytes
+    each = Work(_jobs(source, target, jobs), _checked_part(part), progress=progress)
+    places = Places(target, {name for name, _ in _named(source, plan.missing)})
+    work = replace(each, blob_bytes=blob_bytes, compress=plan.compress, places=places)
+    if (blob_bytes is not None or plan.compress) and part != (0, 1):
+        raise InvalidInput("processes cannot share a copy that packs its cells anew: let one of them make it")
+    sizes, is_mirror = source.marker, source.settings.mirror == target.storage.url
+    made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=max(blob_bytes or sizes.blob_bytes, sizes.cell_bytes))
+    if is_mirror:
+        _take_back_older(source, target, made=made)
+    for written in (target, source) if is_mirror else (target,):
+        check_requirements(written)  # before a copy begins: one that is refused could not be made under its own id
+    copy_signatures(source, target, {commit.id for commit in (*plan.missing, *plan.present)})
+
+    def copy(commit: Commit) -> Replica:
+        if plan.moving is not None:
+            return repack(source, commit, plan.moving[commit.txid], work)
+        replica = replicate(source, target, commit, work)
+        if is_mirror:
+            note(source, commit, target.storage.url)
+        return replica
+
+    copied, not_copied = _each(plan.missing, copy)
+    restored, not_restored = _each(plan.forgotten, lambda commit: restore(target, commit))
+    for commit in unmirrored(source, plan.present, target.storage.url) if is_mirror else ():
+        note(source, commit, target.storage.url)
+    blobs, nbytes = _brought(copied, work.part)
+    result = CopyResult(
+        copied=tuple(one.commit for one in copied),
+        restored=tuple(restored),
+        present=plan.present,
+        left=plan.left,
+        failed=(*plan.failed, *not_copied, *not_restored),
+        records=plan.records,
+        blobs=blobs,
+        nbytes=nbytes,
+        made_store=made,
+    )
+    return replace(result, tags=_copy_tags(source, target, result)) if with_tags else result
+
+
+def _take_back_older(source: Repository, target: Repository, *, made: bool) -> None:
+    """Take back what was noted of another store that was the mirror before: it is gone with all that was safe there."""
+    since = NO_STORE if made else made_at(target.storage)
+    take_back(source, unmirrored(source, list_commits(source).live(), target.storage.url, since))
+
+
+def _each(commits: Iterable[Commit], call: Callable[[Commit], T]) -> tuple[list[T], list[CopyFailure]]:
+    """Call ``call`` with each; return its results, and those for which it failed.
+
+    Raises `StorageError`, which says for how many it was done.
+    """
+    wanted = list(commits)
+    done, failed = [], []
+    for commit in wanted:
+        try:
+            done.append(call(commit))
+        except _NOT_COPIED as error:
+            failed.append(CopyFailure(commit, error))
+        except StorageError as error:
+            so_far = f"{len(done)} of {len(wanted)} checkpoints were done before that, and stay: the same again goes on"
+            raise StorageError(f"{error}. {so_far} from there", **error.__dict__) from error
+    return done, failed
+
+
+def _brought(copied: Sequence[Replica], part: Part) -> tuple[int, int]:
+    """Count the blobs put for ``copied``, and their bytes. Processes that share the work find the sum in its record.
+
+    Which also counts what an attempt had put that was killed, and gone on with.
+    """
+    _, processes = part
+    if processes == 1:
+        return sum(one.blobs for one in copied), sum(one.nbytes for one in copied)
+    records = [one.commit.committed for one in copied]
+    return sum(one.blobs_written for one in records), sum(one.bytes_written for one in records)
+
+
+def _jobs(source: Repository, target: Repository, jobs: int | None) -> int:
+    if jobs is None:
+        remote = source.storage.traits.remote or target.storage.traits.remote
+        return REMOTE_JOBS if remote else max(2, min(LOCAL_JOBS, os.cpu_count() or 1))
+    if type(jobs) is not int or jobs < 1:
+        raise InvalidInput(f"jobs={jobs!r} is not usable; give a positive number")
+    return jobs
+
+
+def _checked_part(part: Part) -> Part:
+    number, count = part
+    if not 0 <= number < count:
+        raise InvalidInput(f"part={part!r} is not usable; give (number, count), the number from 0 to count - 1")
+    return part
+
+
+def _copy_tags(source: Repository, target: Repository, result: CopyResult) -> tuple[str, ...]:
+    """Set the tags of what is in the target now, but for those that expire; the names that were set."""
+    there = {commit.id: commit for commit in list_commits(target).visible()}
+    here = {commit.id for commit in (*result.copied, *result.restored, *result.present)}
+    before, done = tags(target), []
+    for name, tag in tags(source).items():
+        commit = there.get(tag.manifest) if tag.manifest in here and tag.expires is None else None
+        if commit is not None and (name not in before or before[name].txid != commit.txid):
+            try:
+                set_tag(target, name, commit)
+            except Conflict:
+                now = get_tag(target, name)
+                if now is None or now.txid != commit.txid:
+                    raise
+            done.append(name)  # another process that copies the same may have been first
+    return tuple(done)

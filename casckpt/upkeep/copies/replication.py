@@ -1,0 +1,415 @@
+"""One checkpoint of a store into another one: what is missing there, verified on the way, in a transaction of its own.
+
+It is a save by the protocol of docs/format.md, but for its transaction: that has the id which the save had in the first
+store, or one right behind it, so that all who copy the same checkpoint find each other. They share the work without
+talking: each begins with its own part, goes on with what nobody has put yet, and whoever finds all there commits. So a
+copy that was killed is gone on with, as long as no gc has given up on its transaction.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+
+from casckpt.base.parallel import in_parallel
+from casckpt.base.progress import Progress, silent
+from casckpt.contents import blobs, manifests
+from casckpt.errors import CasckptError, Conflict, Damaged, Gone, NotFound, Refused, Revoked
+from casckpt.format import manifest as format_manifest
+from casckpt.format.draft import Encoded, placed
+from casckpt.format.keys import blob_key, commit_key, copied_txid, manifest_key, parse_txid, run_hash, uploader_folder
+from casckpt.format.manifest import Manifest
+from casckpt.format.names import BlobHash, TxId
+from casckpt.format.records import Began, Committed, changed, time_of
+from casckpt.format.sections.blobs import BlobRef, encode_blobs
+from casckpt.format.sections.head import MAX_MANIFEST_BYTES
+from casckpt.format.sections.index import TENSOR
+from casckpt.format.tree import listed
+from casckpt.history.commits import Commit, CommitList, list_commits, refresh
+from casckpt.history.folding import Holdings
+from casckpt.history.transactions import Transaction, join
+from casckpt.plan.reuse import bytes_in, coded_bytes
+from casckpt.repository.fetching import Spoilt, fetch
+from casckpt.repository.processes import this_process
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import AlreadyExists
+from casckpt.storage.buffers import BufferPool
+from casckpt.upkeep.copies.blob_locations import Places
+from casckpt.upkeep.repack import Recoding, blobs_of_chains
+from casckpt.upkeep.repair.affected import keys_of
+from casckpt.upkeep.rewrite import record_of, rewrite
+
+log = logging.getLogger(__name__)
+
+_TRIES = 4  # transactions that gcs may give up on, before this gives up too
+_MEMORY = 1 << 30  # bytes of buffers
+_AHEAD = timedelta(days=1)  # that the clock of another host may be ahead
+
+Part = tuple[int, int]
+"""(number, count): which part of the work a process begins with, where ``count`` of them do the same copy."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """How a copy is made. ``jobs``: blobs on their way at once, each with a buffer. ``progress``: gets bytes done.
+
+    ``twins``: copy it beside another checkpoint of its run and step; else that is a Conflict. ``blob_bytes``: pack its
+    cells anew into blobs of so many bytes of data; None to copy the blobs as they are, as those of a checkpoint with
+    coded cells always are. ``compress``: encode the cells of the others. ``places``: what copies before this one found
+    out of the target; ``spoilt``: and which blobs of the source are damaged.
+    """
+
+    jobs: int = 4
+    part: Part = (0, 1)
+    twins: bool = False
+    progress: Progress = silent
+    blob_bytes: int | None = None
+    compress: bool = False
+    places: Places | None = None
+    spoilt: dict[BlobRef, Spoilt] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A checkpoint in the destination, and what this process put there for it."""
+
+    commit: Commit
+    blobs: int = 0
+    nbytes: int = 0
+
+
+def replicate(source: Repository, target: Repository, commit: Commit, work: Work) -> Replica:
+    """Copy one checkpoint, and return once it is durable and visible in ``target``, which must exist.
+
+    Raises `Damaged` or `Refused` if the source does not hold what was written, naming blob and keys; `Gone` if it was
+    purged there meanwhile, `Conflict` if another checkpoint has its run and step in ``target``. Then nothing of it is
+    visible. After a `StorageError` too, but the next call goes on where this one ended.
+    """
+    data = manifests.get(source, commit).encoded()  # all of it, proved before anything is put
+    manifest = format_manifest.decode(data, commit.id, commit.committed.head)
+    manifest.left_out = manifests.left_out(commit)
+    _check(target, commit)
+    known = next((work.spoilt[ref] for ref in map(_bare, manifest.blobs) if ref in work.spoilt), None)
+    if known is not None:  # without a transaction for each checkpoint that shares it
+        raise _spoilt(source, commit, manifest, known)
+    attempt, kind = 0, _Copy if not _is_anew(work) or blobs_of_chains(manifest) else _Recoded
+    for _ in range(_TRIES):
+        transaction, attempt = _join(target, commit, attempt)
+        try:
+            return kind(source, target, commit, manifest, transaction, work).run()
+        except Revoked:
+            transaction.close()
+    raise Conflict(
+        f"the copy of {commit} was given up on {_TRIES} times, by gcs or because others failed in it; copy it again"
+    )
+
+
+def _is_anew(work: Work) -> bool:
+    """Are cells to be packed anew?"""
+    return work.compress or work.blob_bytes is not None
+
+
+def _check(target: Repository, commit: Commit) -> None:
+    """Compare the commit with its transaction. A hostile store could pass for another run, or block one."""
+    name = parse_txid(commit.txid)
+    if (name.run_hash, name.step) != (run_hash(commit.run), commit.step):
+        raise Refused(f"the transaction of {commit} is not one of its run and step; it is not copied")
+    if name.time > time_of(target.clock()) + _AHEAD:
+        raise Refused(
+            f"{commit} was saved in the future ({name.time:%Y-%m-%d}), and later saves could not come after it; "
+            "set the clock right, or save it anew"
+        )
+
+
+def _join(target: Repository, commit: Commit, attempt: int) -> tuple[Transaction, int]:
+    """Begin or join the transaction under which all commit this copy; return it, and how many ended before it."""
+    while True:
+        txid = copied_txid(commit.txid, attempt)
+        began = Began(
+            txid=txid, run=commit.run, step=commit.step, time=target.clock(), process=this_process(), manifest=commit.id
+        )
+        transaction = join(target, began)
+        if transaction is not None:
+            return transaction, attempt
+        attempt += 1
+
+
+def repack(repo: Repository, commit: Commit, moving: frozenset[int], work: Work) -> Replica:
+    """Rewrite a checkpoint with the cells of the blobs ``moving``, by their numbers, in new ones.
+
+    Raises `Damaged` or `Refused` as `replicate`; `Conflict` if it is not visible, or was changed by somebody else; then
+    nothing has changed. `StorageError`, after which the rewrite may stand all the same.
+    """
+    manifest = manifests.get(repo, commit)
+
+    def save(txid: TxId, listed: CommitList) -> Committed:
+        recoding = Recoding(repo, repo, manifest, txid, listed, moving, work.blob_bytes, work.jobs, work.progress)
+        return record_of(repo, txid, commit, recoding.run())
+
+    try:
+        now = rewrite(repo, commit, save) or commit
+    except Spoilt as error:
+        raise _spoilt(repo, commit, manifest, error) from error
+    new = [ref.size for ref in manifests.blob_list(repo, now) if ref.uploader == now.txid]
+    return Replica(now, len(new), sum(new))
+
+
+def _gone(source: Repository, commit: Commit, why: str, **attributes: object) -> CasckptError:
+    """Return `Damaged`, or `Gone` if the checkpoint was purged meanwhile."""
+    if not refresh(source, commit).live:
+        return Gone(f"{commit} was purged from {source.storage.url} while it was copied; copy another one")
+    return Damaged(
+        f"{why}. Checkpoint {commit} of {source.storage.url} needs it, and was not copied. Run `casckpt verify` and "
+        "`casckpt repair` on that store, then copy again",
+        checkpoints=(commit.id,),
+        **attributes,
+    )
+
+
+def _bare(ref: BlobRef) -> BlobRef:
+    """Return where a blob is, whatever the checkpoint says of it that names it."""
+    return replace(ref, worn=False)
+
+
+def _spoilt(source: Repository, commit: Commit, manifest: Manifest, error: Spoilt) -> CasckptError:
+    ref = error.ref
+    numbers = [number for number, other in enumerate(manifest.blobs) if other.hash == ref.hash]
+    keys = keys_of(manifest, numbers)
+    what = f"blob {ref.hash}, which holds {listed(keys)}, is damaged: {error}"
+    return _gone(source, commit, what, blob=ref.hash, keys=tuple(keys), key=keys[0] if keys else None)
+
+
+@dataclass
+class _Copy:
+    """One copy, in one transaction."""
+
+    source: Repository
+    target: Repository
+    commit: Commit
+    manifest: Manifest
+    transaction: Transaction
+    work: Work
+    places: dict[BlobHash, BlobRef] = field(default_factory=dict)
+    put: dict[BlobHash, int] = field(default_factory=dict)
+
+    def run(self) -> Replica:
+        """Make the copy. Raises `Revoked` for another attempt, and what `replicate` raises."""
+        started = self.target.clock()
+        try:
+            listed = list_commits(self.target)  # after the transaction has begun: what is live now stays
+            found = twin(listed, self.commit)
+            if found is None:
+                self._check_place(listed)
+                self._copy_blobs(listed)
+                found = self._commit(started)
+            else:
+                self.transaction.abort("the checkpoint is there already")
+        except (Conflict, Damaged, Gone, Refused) as error:
+            if isinstance(error, Revoked):
+                raise
+            self.transaction.abort(f"{type(error).__name__}: {error}")
+            raise
+        except BaseException:
+            self.transaction.leave()
+            raise
+        return Replica(found, len(self.put), sum(self.put.values()))
+
+    def _check_place(self, listed: CommitList) -> None:
+        other = None if self.work.twins else occupant(listed, self.commit)
+        if other is not None:
+            raise taken(self.target, self.commit, other)
+
+    def _copy_blobs(self, listed: CommitList) -> None:
+        """Give every blob of the manifest a place in the target, where it is durable when this returns."""
+        own = self.transaction.txid
+        wanted = {ref.hash: ref for ref in self.manifest.blobs}
+        known = self.work.places or Places(self.target, wanted.keys())
+        self.places = known.locate(listed, wanted)
+        while True:
+            there = self._uploaded()
+            new = [ref for ref in wanted.values() if ref.hash not in self.places]
+            self.places |= {ref.hash: BlobRef(ref.hash, ref.size, own) for ref in new}
+            missing = [ref for ref in new if there.get(blob_key(own, ref.hash)) != ref.size]
+            log.info("%s: %d blobs to put, of %d", self.commit, len(missing), len(wanted))
+            counted = wanted.values() if _is_anew(self.work) else new  # see `CopyPlan.total`
+            self.work.progress(sum(ref.size for ref in counted) - sum(ref.size for ref in missing))
+            self._upload(self._ordered(missing))
+            lost = self._lost()
+            if not lost:
+                break
+            wanted = {ref.hash: wanted[ref.hash] for ref in lost}
+            for name in wanted:
+                del self.places[name]
+        self.target.storage.settle(uploader_folder(own))
+
+    def _uploaded(self) -> dict[str, int]:
+        """Return what this transaction has put already, by whomever: sizes by key."""
+        if not self.transaction.joined:
+            return {}
+        folder = uploader_folder(self.transaction.txid)
+        return {entry.key: entry.size for entry in self.target.storage.list(f"{folder}/")}
+
+    def _ordered(self, refs: Sequence[BlobRef]) -> list[BlobRef]:
+        """Put our own part first, then the parts of others in random order, so that two seldom take the same."""
+        number, count = self.work.part
+        low, high = len(refs) * number // count, len(refs) * (number + 1) // count
+        own, rest = list(refs[low:high]), [*refs[high:], *refs[:low]]
+        draw = random.Random(self.target.entropy(8))  # noqa: S311 - nothing secret
+        draw.shuffle(rest)
+        if self._is_shared and count == 1:
+            draw.shuffle(own)
+        return own + rest
+
+    @property
+    def _is_shared(self) -> bool:
+        return self.transaction.joined or self.work.part[1] > 1
+
+    def _upload(self, refs: Sequence[BlobRef]) -> None:
+        if not refs:
+            return
+        largest = max(ref.size for ref in refs)
+        buffers = BufferPool(max(1, min(self.work.jobs, len(refs), _MEMORY // largest)), largest)
+        try:
+            for ref in in_parallel(buffers.count, partial(self._move, buffers), refs, name="copy"):
+                self.work.progress(ref.size)
+        finally:
+            buffers.close()
+
+    def _move(self, buffers: BufferPool, ref: BlobRef) -> BlobRef:
+        own = self.transaction.txid
+        if self._is_shared and self.target.storage.size(blob_key(own, ref.hash)) == ref.size:
+            return ref
+        with buffers.borrow() as buffer:
+            try:
+                data = fetch(self.source.storage, ref, buffer.view)
+            except Spoilt as error:
+                self.work.spoilt[_bare(ref)] = error
+                raise _spoilt(self.source, self.commit, self.manifest, error) from error
+            blobs.put(self.target, own, ref.hash, data)
+        self.put[ref.hash] = ref.size
+        return ref
+
+    def _lost(self) -> list[BlobRef]:
+        """Find the blobs that were to be reused and are gone from the target: they are to be copied."""
+        own = self.transaction.txid
+        return blobs.check_reused(self.target, own, [ref for ref in self.places.values() if ref.uploader != own])
+
+    def _check_open(self) -> None:
+        """Ask where something is gone: only once a transaction has ended may a gc delete what it has put or reuses."""
+        if self.target.storage.size(commit_key(self.transaction.txid)) is not None:
+            raise Revoked("a gc took this copy for dead, and deleted what it needs; copy again")
+
+    def _commit(self, started: int) -> Commit:
+        """Put the manifest, then the record that makes it visible. Whoever else did so first, it is the same."""
+        made = self.transaction.commit(self._record(started, self._put_manifest()))
+        self.target.storage.sweep(uploader_folder(self.transaction.txid))  # of others in it that were killed
+        return made
+
+    def _put_manifest(self) -> Encoded:
+        txid, id = self.transaction.txid, self.commit.id
+        key, made = manifest_key(txid, id), self._placed()
+        try:
+            self.target.storage.put(key, made.data)
+        except AlreadyExists:  # of another process in this transaction: whatever it reuses was live, too
+            return self._found_manifest(key)
+        return made
+
+    def _placed(self) -> Encoded:
+        refs = (replace(self.places[ref.hash], worn=ref.worn) for ref in self.manifest.blobs)
+        return placed(self.manifest, encode_blobs(refs))
+
+    def _found_manifest(self, key: str) -> Encoded:
+        try:
+            data = self.target.storage.get(key, limit=MAX_MANIFEST_BYTES)
+        except NotFound:
+            self._check_open()
+            raise
+        there = format_manifest.decode(data, self.commit.id)
+        self.places = {ref.hash: ref for ref in there.blobs}
+        if blobs.check(self.target, there.blobs):
+            self._check_open()
+            raise Damaged(f"{key} of {self.target.storage.url} names what is gone; copy again", key=key)
+        return Encoded(there.head, data)
+
+    def _found_there(self, made: Encoded) -> int:
+        """Count the bytes of tensors, as held in memory, that the target had; 0 where not all rows are understood."""
+        manifest = made.manifest()
+        manifest.left_out = self.manifest.left_out
+        new = {number for number, ref in enumerate(manifest.blobs) if ref.uploader == self.transaction.txid}
+        with suppress(Refused):
+            tensors = [entry for entry in manifest.held if entry.kind == TENSOR]
+            return sum(entry.nbytes for entry in tensors) - bytes_in(map(manifest.extents, tensors), new)
+        return 0
+
+    def _record(self, started: int, made: Encoded) -> Committed:
+        first, now = self.commit.committed, self.target.clock()
+        txid, refs = self.transaction.txid, list(dict.fromkeys(self.places.values()))
+        new = [ref.size for ref in refs if ref.uploader == txid]
+        return changed(
+            first,
+            txid=txid,
+            origin=None if self.commit.origin == txid else self.commit.origin,
+            replaces=None,  # that is not there, or is another commit there
+            time=now,
+            head=made.head,
+            manifest_bytes=len(made.data),
+            bytes_written=sum(new),
+            bytes_reused=self._found_there(made),
+            blobs_written=len(new),
+            blobs_reused=len(refs) - len(new),
+            seconds=round((now - started) / 1e6, 6),
+        )
+
+
+class _Recoded(_Copy):
+    """A copy with its cells packed anew. Who joins it with the blobs as they are shares no work, but the commit."""
+
+    made: Encoded
+
+    def _copy_blobs(self, listed: CommitList) -> None:
+        work, own, every = self.work, self.transaction.txid, range(len(self.manifest.blob_list))
+        recoding = Recoding(
+            self.source, self.target, self.manifest, own, listed, every, work.blob_bytes, work.jobs, work.progress,
+            compress=work.compress,
+        )  # fmt: skip
+        try:
+            self.made = recoding.run()
+        except Spoilt as error:
+            raise _spoilt(self.source, self.commit, self.manifest, error) from error
+        self.places = {ref.hash: ref for ref in self.made.manifest().blobs}
+        self.put = {name: ref.size for name, ref in self.places.items() if ref.uploader == own}
+
+    def _placed(self) -> Encoded:
+        return self.made
+
+    def _record(self, started: int, made: Encoded) -> Committed:
+        manifest = made.manifest()
+        manifest.left_out = self.manifest.left_out
+        coded = coded_bytes(map(manifest.extents, manifest.held))
+        return changed(super()._record(started, made), **coded._asdict())
+
+
+def twin(listed: CommitList, commit: Commit) -> Commit | None:
+    """Find the visible commit of the same checkpoint in another store, ``listed``, that has all that this one has."""
+    return next((other for other in listed.visible() if commit in Holdings([other])), None)
+
+
+def occupant(listed: CommitList, commit: Commit) -> Commit | None:
+    """Find the visible commit of another checkpoint under the same run and step."""
+    place = (commit.run, commit.step)
+    same = (other for other in listed.visible() if (other.run, other.step) == place)
+    return next((other for other in same if other.id != commit.id), None)
+
+
+def taken(target: Repository, commit: Commit, other: Commit) -> Conflict:
+    """Return the error for a run and step that another checkpoint has."""
+    return Conflict(
+        f"{commit} was not copied: {target.storage.url} has another checkpoint under that run and step, {other.id}. "
+        "Forget it there first (`casckpt forget`), if it is not wanted",
+        checkpoints=(commit.id, other.id),
+    )

@@ -1,0 +1,79 @@
+"""Checks of blobs against what was written, by their names alone: size, proof, each leaf, and header."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from casckpt.base.parallel import in_parallel
+from casckpt.errors import NotFound, Refused, StorageError
+from casckpt.format.keys import blob_key
+from casckpt.format.sections.blobs import BlobRef
+from casckpt.repository.fetching import Range, compare_size, explain, prove
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import ShortObject
+from casckpt.storage.buffers import BufferPool
+
+PIECE = 4 << 20  # bytes read at once
+_MAX_THREADS = 8
+_ATTEMPTS = 2
+
+
+@dataclass(frozen=True)
+class Checked:
+    """``why``: what is wrong with the blob, "" if nothing. ``failed``: the storage did not let it be read.
+
+    ``ranges``: the bytes that are wrong, or not known to be right. ``proof``: as for `Proved`.
+    """
+
+    ref: BlobRef
+    why: str = ""
+    failed: str = ""
+    ranges: tuple[Range, ...] = ()
+    proof: bytes = b""
+
+    @property
+    def is_right(self) -> bool:
+        """Was all of it read, and is it what was written?"""
+        return not self.why and not self.failed
+
+
+def check_blobs(repo: Repository, refs: Iterable[BlobRef], progress: Callable[[int], None]) -> Iterator[Checked]:
+    """Read each of ``refs`` whole, and compare. ``progress``: called with the bytes just read. In order."""
+    threads = threads_for(repo)
+    buffers = BufferPool(threads, PIECE)
+    try:
+        yield from in_parallel(threads, partial(_check, repo, buffers, progress), refs, name="verify")
+    finally:
+        buffers.close()
+
+
+def threads_for(repo: Repository) -> int:
+    """Return how many threads read a store and prove what they read."""
+    traits = repo.storage.traits
+    return min(_MAX_THREADS, traits.parallel if traits.remote else os.cpu_count() or 1)
+
+
+def _check(repo: Repository, buffers: BufferPool, progress: Callable[[int], None], ref: BlobRef) -> Checked:
+    found = Checked(ref)
+    for _ in range(_ATTEMPTS):
+        found = _attempt(repo, buffers, progress, ref)
+        if not found.failed:
+            break
+    return found
+
+
+def _attempt(repo: Repository, buffers: BufferPool, progress: Callable[[int], None], ref: BlobRef) -> Checked:
+    all_of_it = ((0, ref.size),)
+    try:
+        with buffers.borrow() as buffer, repo.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
+            if why := compare_size(ref, reader.size):
+                return Checked(ref, why, ranges=all_of_it)
+            found = prove(reader, ref, buffer.view, progress)
+            return Checked(ref, found.why, ranges=found.ranges, proof=found.proof)
+    except (NotFound, Refused, ShortObject) as error:  # Refused: a pipe or a folder in its place
+        return Checked(ref, explain(ref, error), ranges=all_of_it)
+    except StorageError as error:
+        return Checked(ref, failed=str(error))

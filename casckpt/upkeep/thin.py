@@ -1,0 +1,351 @@
+"""Thinning: checkpoints that leave some tensors out, such as those of the optimizer, and keep all else under their id.
+
+Each is a rewrite without the rows of what goes, and without the blobs that only these name: no byte of a tensor is read
+or written. The places of before are purged by a gc, like what is forgotten; until then `restore` brings all back.
+
+A tag that is set meanwhile claims all that was there. So tags are listed again when it is done, and what one names that
+the plan did not know of is restored. Who sets a tag reads the log behind that: one of the two sees the other. If it is
+killed in between, the tag keeps the old places, and a gc restores them later.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from fnmatch import fnmatchcase
+from functools import partial
+
+from casckpt.base.parallel import in_parallel
+from casckpt.contents import manifests
+from casckpt.contents.refs import resolve_many
+from casckpt.errors import CasckptError, Conflict, Damaged, Gone, InvalidInput, MissingKey, NotFound
+from casckpt.format.draft import thinned
+from casckpt.format.manifest import Manifest
+from casckpt.format.names import BlobHash, TxId
+from casckpt.format.records import Committed, Dropped, changed, time_of
+from casckpt.format.sections.index import ATTACHMENT, StreamEntry
+from casckpt.history.commits import Commit, CommitList, list_commits, restore
+from casckpt.history.tags import Tag, tagged_txids, tags, tags_of, write_generation
+from casckpt.plan.retention import Policy, Thinning, patterns_of, plan_forget
+from casckpt.plan.reuse import coded_bytes
+from casckpt.repository.repository import Repository
+from casckpt.repository.requirements import check_requirements
+from casckpt.upkeep.blob_use import BlobUse
+from casckpt.upkeep.gc.purge import check_metrics, kept_of, min_age_of
+from casckpt.upkeep.rewrite import record_of, rewrite
+
+log = logging.getLogger(__name__)
+MAX_RULE = 1 << 16  # characters: longer ones are hostile
+_Sizes = dict[tuple[TxId, BlobHash], int]
+
+
+@dataclass(frozen=True)
+class Thin:
+    """How one checkpoint is thinned: which entries go, and the blobs that only they use, or others use too."""
+
+    commit: Commit
+    entries: frozenset[int]
+    nbytes: int
+    goes: _Sizes
+    stays: _Sizes
+
+
+@dataclass(frozen=True)
+class ThinPlan:
+    """What is to be thinned, oldest first. ``done``: chosen, but thin already. ``failed``: that cannot be, and why.
+
+    ``tagged``: their tags go along. ``chosen``: how many were named, or are kept whole by no rule.
+    """
+
+    drop: tuple[str, ...]
+    thin: tuple[Thin, ...] = ()
+    done: tuple[Commit, ...] = ()
+    failed: tuple[CasckptError, ...] = ()
+    tagged: bool = False
+    chosen: int = 0
+
+
+@dataclass(frozen=True)
+class ThinResult:
+    """What was thinned, as the new commits; with ``dry_run`` what would be, as it is.
+
+    ``entries``, ``nbytes``: of tensors that are left out by that. ``freed_bytes``: of blobs that a gc deletes once it
+    purges the old places, which it may do after ``until`` (the next one, if that is None). ``shared_bytes``: of blobs
+    without a use in what was thinned, that other checkpoints need yet.
+    """
+
+    thinned: tuple[Commit, ...] = ()
+    entries: int = 0
+    nbytes: int = 0
+    freed_bytes: int = 0
+    shared_bytes: int = 0
+    until: datetime | None = None
+    dry_run: bool = False
+
+
+def plan_thin(
+    repo: Repository,
+    refs: Iterable[str | Commit] = (),
+    *,
+    drop: str | Sequence[str],
+    keep: Policy | None = None,
+    run: str | None = None,
+    tagged: bool = False,
+    spare: Iterable[Commit] = (),
+) -> ThinPlan:
+    """Plan to leave out what matches ``drop`` (fnmatch patterns on keys) of ``refs``, or of all that ``keep`` does not.
+
+    ``keep`` names what stays whole, as a policy of a gc does: the newest of a run always. ``tagged``: also what a tag
+    without an end names. ``spare``: which are left alone. Writes nothing.
+
+    Raises `InvalidInput`, `Conflict` if one of ``refs`` is tagged, `NotFound`, `StorageError`.
+    """
+    rule, wanted = patterns_of(drop), list(refs)
+    if bool(wanted) is not (keep is None or keep.is_empty):
+        raise InvalidInput("name the checkpoints to thin, or give a rule of what stays whole (keep-last), one of both")
+    named = _barring(repo, tagged=tagged)
+    listed = list_commits(repo)
+    if wanted:
+        chosen = resolve_many(repo, wanted, listed)
+        _check_untagged(named, chosen)
+    else:
+        chosen = _beyond(listed, keep or Policy(), repo.clock(), tagged_txids(named, listed.visible()), run)
+    spared = {commit.txid for commit in spare}
+    left = [commit for commit in chosen if commit.txid not in spared]
+    done = tuple(commit for commit in left if rule <= _rule(commit))
+    todo = [commit for commit in left if not rule <= _rule(commit)]
+    found = list(in_parallel(repo.storage.traits.requests, partial(_plan_one, repo, rule), todo))
+    thin = tuple(one for one in found if isinstance(one, Thin) and one.entries)
+    failed = tuple(one for one in found if isinstance(one, CasckptError))
+    return ThinPlan(tuple(sorted(rule)), thin, done, failed, tagged, len(left))
+
+
+def _barring(repo: Repository, *, tagged: bool) -> dict[str, Tag]:
+    """Return the tags whose checkpoints stay whole."""
+    return {name: tag for name, tag in tags(repo).items() if not tagged or tag.expires is not None}
+
+
+def _rule(commit: Commit) -> frozenset[str]:
+    """Return the patterns that a checkpoint was thinned by."""
+    rule = "" if commit.dropped is None else commit.dropped.rule
+    try:
+        return frozenset(one for one in shlex.split(rule[:MAX_RULE]) if one != "--drop")
+    except ValueError:  # another writer's
+        return frozenset([rule])
+
+
+def _check_untagged(named: Mapping[str, Tag], chosen: Iterable[Commit]) -> None:
+    for commit in chosen:
+        if names := tags_of(named, commit.id):
+            raise Conflict(
+                f"{commit} is tagged {', '.join(names)}: nothing was thinned; say --tagged (tagged=True), but "
+                "wait for the end of one that expires",
+                checkpoints=(commit.id,),
+            )
+
+
+def _beyond(listed: CommitList, keep: Policy, now: int, tagged: set[TxId], run: str | None) -> list[Commit]:
+    """Return what ``keep`` does not keep, oldest first."""
+    visible = {commit.txid: commit for commit in listed.visible()}
+    every = map(kept_of, visible.values())
+    return [visible[one.txid] for one in plan_forget(every, keep, now, tagged=tagged, run=run)]
+
+
+def _plan_one(repo: Repository, rule: frozenset[str], commit: Commit) -> Thin | CasckptError:
+    try:
+        manifest = manifests.get(repo, commit)
+        manifest.ready(objects=())
+        goes = list(_matching(manifest, rule))
+        numbers = frozenset(entry.number for entry in goes)
+        stays = [entry for entry in manifest.held if entry.number not in numbers]
+        if goes and not any(entry.nbytes for entry in stays):
+            raise InvalidInput(f"nothing would be left of {commit}: forget it instead (`casckpt forget`)")
+        used = _sizes(manifest, stays)
+        gone = {name: size for name, size in _sizes(manifest, goes).items() if name not in used}
+        return Thin(commit, numbers, sum(entry.nbytes for entry in goes), gone, used)
+    except (Damaged, Gone, InvalidInput) as error:
+        return error
+
+
+def _matching(manifest: Manifest, rule: Iterable[str]) -> Iterator[StreamEntry]:
+    for entry in manifest.held:
+        if entry.nbytes and entry.kind != ATTACHMENT and any(fnmatchcase(entry.key, pattern) for pattern in rule):
+            yield entry
+
+
+def _sizes(manifest: Manifest, entries: Iterable[StreamEntry]) -> _Sizes:
+    used = {one.blob for entry in entries for extent in manifest.extents(entry).extents for one in extent.chain}
+    refs = (manifest.blob(number) for number in used)
+    return {(ref.uploader, ref.hash): ref.size for ref in refs}
+
+
+def preview(repo: Repository, plan: ThinPlan) -> ThinResult:
+    """Say what `execute` would do. Writes nothing. Raises `StorageError`."""
+    chosen = [one.commit for one in plan.thin]
+    freed, shared = _space(repo, plan)
+    return ThinResult(
+        thinned=tuple(chosen),
+        entries=sum(len(one.entries) for one in plan.thin),
+        nbytes=sum(one.nbytes for one in plan.thin),
+        freed_bytes=freed,
+        shared_bytes=shared,
+        until=_until(repo, chosen),
+        dry_run=True,
+    )
+
+
+def _space(repo: Repository, plan: ThinPlan) -> tuple[int, int]:
+    """Return the bytes of blobs that nothing needs once the old places are purged, and of those that others need."""
+    goes: _Sizes = {name: size for one in plan.thin for name, size in one.goes.items()}
+    bases = {one.commit.txid for one in plan.thin}
+    others = (one for one in list_commits(repo).live() if one.txid not in bases)
+    needed = {name for one in plan.thin for name in one.stays} | BlobUse(repo, others).named
+    free = sum(size for name, size in goes.items() if name not in needed)
+    return free, sum(goes.values()) - free
+
+
+def _until(repo: Repository, chosen: Sequence[Commit]) -> datetime | None:
+    ages = min_age_of(repo, None)
+    longest = max((ages.of(commit) for commit in chosen), default=0)
+    return time_of(repo.clock() + longest) if longest else None
+
+
+def execute(repo: Repository, plan: ThinPlan) -> tuple[Commit, ...]:
+    """Carry out ``plan``; what was thinned, as the new commits. What somebody else changed meanwhile stays as it is.
+
+    Raises `Unsupported` where the store demands of writers what this version does not know; `StorageError`: what was
+    thinned by then stays so.
+    """
+    check_requirements(repo)
+    made = [done for one in plan.thin if (done := _thin(repo, one, plan.drop)) is not None]
+    made = _but_tagged(repo, plan.thin, made, _barring(repo, tagged=plan.tagged) if made else {})
+    if plan.tagged:
+        _move_tags(repo, [*plan.done, *made])
+    return tuple(made)
+
+
+def thin(repo: Repository, plan: ThinPlan, *, dry_run: bool = False) -> ThinResult:
+    """Carry out ``plan``, and count; with ``dry_run`` only that. Raises as `execute`."""
+    found = preview(repo, plan)
+    return found if dry_run else replace(found, thinned=execute(repo, plan), dry_run=False)
+
+
+def thin_by(
+    repo: Repository, rule: Thinning, run: str | None, *, spare: Iterable[Commit] = (), dry_run: bool = False
+) -> ThinResult:
+    """Thin by a rule, or say what would be. What cannot be thinned is told in the log.
+
+    Raises as `execute`, and before that MissingKey if nothing in what the rule chooses matches, InvalidInput.
+    """
+    check_metrics(repo, rule.keep, run)
+    plan = plan_thin(repo, drop=rule.drop, keep=rule.keep, run=run, spare=spare)
+    if not plan.failed:
+        check(plan)
+    for error in plan.failed:
+        log.warning("this stays as it is: %s", error)
+    return thin(repo, plan, dry_run=dry_run)
+
+
+def _thin(repo: Repository, one: Thin, drop: Iterable[str]) -> Commit | None:
+    commit = one.commit
+
+    def save(txid: TxId, _: CommitList) -> Committed:
+        manifest = manifests.get(repo, commit)
+        made = record_of(repo, txid, commit, thinned(manifest, one.entries))
+        kept = (manifest.extents(entry) for entry in manifest.held if entry.number not in one.entries)
+        return changed(made, dropped=_dropped(one, drop), **coded_bytes(kept)._asdict())
+
+    with suppress(Conflict, Gone):
+        return rewrite(repo, commit, save)
+    return None
+
+
+def _but_tagged(
+    repo: Repository, thin: Iterable[Thin], made: Sequence[Commit], named: Mapping[str, Tag]
+) -> list[Commit]:
+    """Restore of what was ``made`` thin what a tag names that was set meanwhile; the others."""
+    found = tagged_txids(named, made)
+    before = {one.commit.id: one.commit for one in thin}
+    left = []
+    for commit in made:
+        try:
+            if commit.txid in found:
+                restore(repo, _replaced(before[commit.id], commit), as_read=True)
+                continue
+        except Conflict:  # purged by now, so the tag came later, and names what is thin; or taken away by somebody
+            pass
+        left.append(commit)
+    return left
+
+
+def _replaced(base: Commit, made: Commit) -> Commit:
+    """Return what ``made`` has replaced, as it was right behind that."""
+    _, number = made.replaces or (base.txid, base.number)
+    return replace(base, last="replaced", number=number, replaced=(number, made.txid))
+
+
+def _dropped(one: Thin, drop: Iterable[str]) -> Dropped:
+    """Return what the record says: the same for the same patterns, in however many steps, in whichever store."""
+    before = one.commit.dropped or Dropped(entries=0, bytes=0, rule="")
+    words = [word for pattern in sorted(_rule(one.commit) | {*drop}) for word in ("--drop", pattern)]
+    return Dropped(entries=before.entries + len(one.entries), bytes=before.bytes + one.nbytes, rule=shlex.join(words))
+
+
+def _move_tags(repo: Repository, thin: Sequence[Commit]) -> None:
+    """Set the tags of these on what they are now, but for those that expire: their holders need all that was there."""
+    now = {commit.id: commit for commit in thin}
+    for tag in tags(repo).values() if thin else ():
+        commit = now.get(tag.manifest)
+        if commit is not None and tag.expires is None and tag.txid != commit.txid:
+            with suppress(Conflict):  # somebody else has moved it
+                write_generation(repo, tag.name, tag.generation + 1, commit)
+
+
+def thin_alike(repo: Repository, others: Iterable[Commit]) -> list[Commit]:
+    """Thin the checkpoints of ``repo`` as ``others`` are, which another store has; what was thinned.
+
+    What a tag names here stays whole, as does what cannot be read. Raises `StorageError`.
+    """
+    listed, named = list_commits(repo), {tag.manifest for tag in tags(repo).values()}
+    plans, made = [], []
+    for other in others:
+        here, rule = listed.of_id(other.id), _rule(other)
+        if here is not None and here.visible and here.id not in named and not rule <= _rule(here):
+            plan = _plan_one(repo, rule, here)
+            if not isinstance(plan, CasckptError) and (done := _thin(repo, plan, rule)) is not None:
+                plans.append(plan)
+                made.append(done)
+    return _but_tagged(repo, plans, made, tags(repo) if made else {})
+
+
+def whole_of(repo: Repository, commit: Commit, listed: CommitList | None = None) -> Commit:
+    """Return the old places of a thinned checkpoint that lack least, to be restored. ``listed``: None for a new one.
+
+    Raises `NotFound` if they were purged, or if it never was thinned; `StorageError`.
+    """
+    listed = list_commits(repo) if listed is None else listed
+    old = [one for one in listed.standing() if one.id == commit.id and one.last == "replaced"]
+    found = min(reversed(old), key=_lacking, default=commit)
+    if _lacking(found) >= _lacking(commit):
+        raise NotFound(f"{commit} is whole, or the places that it had before it was thinned were purged")
+    return found
+
+
+def _lacking(commit: Commit) -> int:
+    return 0 if commit.dropped is None else commit.dropped.entries
+
+
+def check(plan: ThinPlan) -> None:
+    """Raise the first error of ``plan``; MissingKey if its patterns match nothing in all that was chosen."""
+    for error in plan.failed:
+        more = f" ({len(plan.failed)} checkpoints cannot be thinned, this is one)" if plan.failed[1:] else ""
+        raise type(error)(f"{error}{more}", **error.__dict__) from error
+    if plan.chosen and not plan.thin and not plan.done:
+        patterns = " or ".join(map(repr, plan.drop))
+        raise MissingKey(
+            f"no tensor of what was chosen matches {patterns}; `casckpt show --tensors` lists keys", keys=plan.drop
+        )

@@ -1,0 +1,99 @@
+"""The cycle collector rests while plans are made, and is as it was afterwards, whatever happens."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from casckpt.base.cycle_collector import collecting_later
+from tests.support.forks import forked
+
+
+@pytest.fixture(autouse=True)
+def _collector() -> Iterator[None]:
+    was = gc.isenabled()
+    yield
+    (gc.enable if was else gc.disable)()
+
+
+class Planning(threading.Thread):
+    """A thread that holds the collector up, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inside, self._leave = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        with collecting_later():
+            self._inside.set()
+            self._leave.wait(60)
+
+    def begin(self) -> None:
+        self.start()
+        assert self._inside.wait(60)
+
+    def let_go(self) -> None:
+        self._leave.set()
+        self.join(60)
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_it_rests_and_is_as_before(was_on: bool) -> None:
+    (gc.enable if was_on else gc.disable)()
+    with collecting_later():
+        assert not gc.isenabled()
+        with collecting_later():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled() is was_on
+    with pytest.raises(KeyError), collecting_later():
+        raise KeyError
+    assert gc.isenabled() is was_on
+
+
+def test_it_rests_until_the_last_of_several_threads_is_done() -> None:
+    gc.enable()
+    thread = Planning()
+    with collecting_later():
+        thread.begin()
+    assert not gc.isenabled()
+    thread.let_go()
+    assert gc.isenabled()
+
+
+def test_it_goes_on_in_a_child_that_was_forked_meanwhile() -> None:
+    """A worker of a data loader would keep every cycle, since the thread that plans is not there to let it go on."""
+    gc.enable()
+    thread = Planning()
+
+    def child() -> None:
+        assert gc.isenabled()
+        with collecting_later():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+
+    thread.begin()
+    try:
+        with forked(child):
+            assert not gc.isenabled()
+    finally:
+        thread.let_go()
+    assert gc.isenabled()
+
+
+def test_it_is_as_before_in_a_child_whose_parent_forked_inside() -> None:
+    gc.enable()
+    with collecting_later():
+
+        def child() -> None:
+            with collecting_later():
+                assert not gc.isenabled()
+            assert gc.isenabled()
+
+        with forked(child):
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()

@@ -1,0 +1,69 @@
+"""Durations: one parser, and never a number without its unit."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from casckpt.base.durations import Duration, format_duration, seconds_of
+from casckpt.errors import InvalidInput
+
+
+@pytest.mark.parametrize(
+    ("duration", "seconds"),
+    [
+        ("90s", 90),
+        ("15m", 900),
+        ("12h", 43200),
+        ("7d", 604800),
+        ("2w", 1209600),
+        ("0s", 0),
+        ("0", 0),
+        (0, 0),
+        ("1.5h", 5400),
+        (" 7d ", 604800),
+        (timedelta(days=7), 604800),
+        (timedelta(0), 0),
+    ],
+)
+def test_durations(duration: Duration, seconds: float) -> None:
+    assert seconds_of(duration, "min-age") == seconds
+
+
+@pytest.mark.parametrize(
+    "duration",
+    [
+        *("", "d", "-7d", "7 d", "7D", "1e3s", "7d12h", "inf", "nans", "9" * 30 + "d", "\u0663d", "-0.5"),
+        *(timedelta(-1), -1, float("nan"), float("inf"), None, True, False, b"7d", ["7d"]),
+    ],
+)
+def test_what_is_no_duration_is_refused(duration: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"min-age: .* is not a duration with its unit"):
+        seconds_of(duration, "min-age")
+
+
+@pytest.mark.parametrize("bare", ["7", " 7 ", 7, 0.5, 7.0, "0.5"])
+def test_a_bare_number_is_refused_and_what_may_be_meant_is_said(bare: Any) -> None:
+    """``--keep-within 7`` once read seconds, and a week of checkpoints went."""
+    text = str(bare).strip()
+    with pytest.raises(InvalidInput, match=f"give {text}s or {text}d"):
+        seconds_of(bare, "keep-within")
+
+
+@pytest.mark.parametrize("long", ["36501d", "999999999w", timedelta.max])
+def test_what_is_longer_than_any_clock_reckons_is_refused(long: Duration) -> None:
+    """A moment so long ago once was an OverflowError of whoever reckoned it."""
+    assert seconds_of("36500d") == 36500 * 86400
+    with pytest.raises(InvalidInput, match=r"keep-within: .* too long a time: give 36500d or less"):
+        seconds_of(long, "keep-within")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0"), (90, "90s"), (1.5, "1.5s"), (900, "15m"), (7200, "2h"), (86400, "1d"), (90000, "25h"), (604800, "7d")],
+)
+def test_seconds_are_written_as_they_are_read(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+    assert seconds_of(format_duration(seconds)) == seconds

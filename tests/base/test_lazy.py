@@ -1,0 +1,66 @@
+"""An attribute is computed once, without waiting for another thread, also in a child that was forked meanwhile."""
+
+from __future__ import annotations
+
+from threading import Barrier, Event, Thread
+
+from casckpt.base.lazy import cached_property
+from tests.support.forks import forked
+
+
+class Slow:
+    """A value that a thread computes for as long as a test wants it to."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = Event(), Event()
+        self.times = 0
+
+    @cached_property
+    def value(self) -> object:
+        """What is computed."""
+        self.times += 1
+        self.begun.set()
+        self.go_on.wait()
+        return object()
+
+
+def quick() -> Slow:
+    made = Slow()
+    made.go_on.set()
+    return made
+
+
+def test_it_is_computed_once() -> None:
+    one, other = quick(), quick()
+    assert one.value is one.value
+    assert one.value is not other.value
+    assert one.times == 1
+    assert Slow.value.__doc__ == "What is computed."
+
+
+def test_what_several_threads_compute_at_once_is_one_value() -> None:
+    class Met:
+        together = Barrier(2, timeout=60)
+
+        @cached_property
+        def value(self) -> object:
+            self.together.wait()
+            return object()
+
+    met, found = Met(), list[object]()
+    threads = [Thread(target=lambda: found.append(met.value)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] is found[1] is met.value
+
+
+def test_a_child_that_was_forked_while_a_thread_computes_does_not_wait_for_it() -> None:
+    slow = Slow()
+    thread = Thread(target=lambda: slow.value)
+    thread.start()
+    slow.begun.wait()
+    with forked(lambda: quick().value):
+        slow.go_on.set()
+    thread.join()

@@ -1,0 +1,146 @@
+"""Several threads: each item or task once, results in order, errors as they are promised, and no thread needed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+from casckpt.base import parallel
+from casckpt.base.parallel import in_parallel, run_all, usable_cores
+from casckpt.errors import StorageError
+
+T = TypeVar("T")
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3, 50])
+@pytest.mark.parametrize("count", [0, 1, 2, 200])
+def test_results_are_in_order(threads: int, count: int) -> None:
+    assert list(in_parallel(threads, str, range(count))) == [str(n) for n in range(count)]
+
+
+def test_as_many_items_as_there_are_threads_are_in_flight_and_few_wait() -> None:
+    meeting = threading.Barrier(3, timeout=60)
+    taken: list[int] = []
+
+    def items() -> Iterator[int]:
+        for n in range(300):
+            taken.append(n)
+            yield n
+
+    found = in_parallel(3, lambda _: meeting.wait(), items())
+    next(found)
+    assert len(taken) < 30
+    assert len(list(found)) == 299
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_first_error_is_raised_and_the_rest_is_left(threads: int) -> None:
+    done: list[int] = []
+
+    def call(item: int) -> None:
+        done.append(item)
+        if item == 3:
+            raise StorageError("what to do")
+
+    before = threading.active_count()
+    with pytest.raises(StorageError):
+        list(in_parallel(threads, call, range(1000)))
+    assert len(done) < 1000
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 50])
+@pytest.mark.parametrize("count", [0, 1, 2, 200])
+def test_every_task_runs_once(threads: int, count: int) -> None:
+    done: list[int] = []
+    run_all(done.append, range(count), threads)
+    assert sorted(done) == list(range(count))
+
+
+def test_as_many_threads_as_are_asked_for_run_at_once() -> None:
+    meeting = threading.Barrier(3, timeout=60)
+
+    def meet(_: int) -> None:
+        meeting.wait()
+
+    run_all(meet, range(3), 3)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """As while the interpreter ends, from Python 3.12 on."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    done: list[int] = []
+    run_all(done.append, range(9), threads)
+    assert done == list(range(9))
+
+
+def test_the_error_that_says_most_is_raised_after_all_have_run() -> None:
+    done = []
+
+    def call(task: int) -> None:
+        done.append(task)
+        if task == 1:
+            raise ValueError("text of a library")
+        if task == 5:
+            raise StorageError("what to do")
+
+    with pytest.raises(StorageError):
+        run_all(call, range(20), 4)
+    assert sorted(done) == list(range(20))
+
+
+def test_an_interrupt_is_raised_and_the_rest_is_left() -> None:
+    done: list[Any] = []
+
+    def call(task: int) -> None:
+        done.append(task)
+        if task == 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_all(call, range(10_000), 2)
+    assert len(done) < 10_000
+
+
+def test_interrupts_do_not_leave_a_helper_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would write on into tensors that whoever interrupted a load may have filled anew by then."""
+    interrupted, helping, ended = threading.Event(), threading.Event(), []
+    main, times = threading.current_thread(), iter(range(3))
+
+    class Interrupted(threading.Condition):
+        def wait_for(self, predicate: Callable[[], T], timeout: float | None = None) -> T:
+            if next(times, None) is not None:
+                raise KeyboardInterrupt
+            interrupted.set()
+            return super().wait_for(predicate, timeout)
+
+    def call(_: int) -> None:
+        if threading.current_thread() is main:
+            assert helping.wait(60)
+            return
+        helping.set()
+        assert interrupted.wait(60)
+        ended.append(True)
+
+    monkeypatch.setattr(parallel, "Condition", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_all(call, range(2), 2)
+    assert ended == [True]
+    assert next(times, None) is None
+
+
+def test_ranks_on_one_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    assert [usable_cores(ranks) for ranks in (1, 3, 4, 16, 100)] == [16, 5, 4, 1, 1]
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert usable_cores() == 3

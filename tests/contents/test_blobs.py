@@ -1,0 +1,166 @@
+"""Blobs as objects, and the marks on damaged ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from casckpt.contents import blobs
+from casckpt.errors import StorageError
+from casckpt.format.keys import blob_key, damaged_key
+from casckpt.format.names import TxId
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import Traits
+from casckpt.storage.memory import MemoryStore
+from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
+from tests.support.repositories import blob_hash, meanwhile, put_blob, repository
+
+HASH = blob_hash("x")
+
+
+@pytest.fixture
+def txid(repo: Repository) -> TxId:
+    return repo.new_txid("a", 1)
+
+
+def test_a_blob_that_is_there_already_is_ours(repo: Repository, txid: TxId) -> None:
+    blobs.put(repo, txid, HASH, memoryview(b"data"))
+    blobs.put(repo, txid, HASH, b"data")
+    assert repo.storage.get(blob_key(txid, HASH), limit=10) == b"data"
+
+
+def test_a_blob_that_is_there_with_another_size_is_not(repo: Repository, txid: TxId) -> None:
+    blobs.put(repo, txid, HASH, b"dat")
+    with pytest.raises(StorageError, match="3 bytes instead of 4") as caught:
+        blobs.put(repo, txid, HASH, b"data")
+    assert caught.value.blob == HASH
+
+
+def test_sizes_are_counted_in_bytes(repo: Repository, txid: TxId) -> None:
+    wide = memoryview(bytes(8)).cast("d")
+    blobs.put(repo, txid, HASH, wide.cast("B"))
+    blobs.put(repo, txid, HASH, bytes(8))
+
+
+def test_a_put_whose_answer_got_lost_can_be_repeated(repo: Repository, txid: TxId, faults: FaultyStore) -> None:
+    faults.inject(fail_after("put", key="objects/*"))
+    with pytest.raises(StorageError):
+        blobs.put(repo, txid, HASH, b"data")
+    blobs.put(repo, txid, HASH, b"data")
+
+
+def test_what_is_missing_or_cut_short_is_found(repo: Repository, txid: TxId, faults: FaultyStore) -> None:
+    whole, short, gone = (put_blob(repo, txid, text) for text in ("one", "two", "three"))
+    repo.storage.replace(blob_key(txid, short.hash), b"t")
+    repo.storage.delete(blob_key(txid, gone.hash))
+    before = faults.count("size")
+    assert blobs.check(repo, [whole, short, gone, whole]) == [short, gone]
+    assert faults.count("size") == before + 3
+    assert blobs.check(repo, []) == []
+
+
+def test_a_failing_storage_is_no_missing_blob(repo: Repository, txid: TxId, faults: FaultyStore) -> None:
+    one = put_blob(repo, txid, "one")
+    faults.inject(fail_before("size"))
+    with pytest.raises(StorageError):
+        blobs.check(repo, [one])
+
+
+def test_marks_alternate_and_the_highest_counts(repo: Repository, txid: TxId) -> None:
+    assert blobs.damaged_marks(repo) == set()
+    for _ in range(6):
+        blobs.mark_damaged(repo, txid, HASH, "flipped")
+        assert blobs.damaged_marks(repo) == {(txid, HASH)}
+        blobs.mark_repaired(repo, txid, HASH, "copied")
+        assert blobs.damaged_marks(repo) == set()
+    (mark,) = blobs.marks(repo)
+    assert (mark.number, mark.state, mark.why) == (11, "repaired", "copied")
+
+
+def test_what_was_said_is_not_said_again(repo: Repository, txid: TxId) -> None:
+    blobs.mark_repaired(repo, txid, HASH, "never was damaged")
+    assert list(repo.storage.list("damaged/")) == []
+    blobs.mark_damaged(repo, txid, HASH, "x")
+    blobs.mark_damaged(repo, txid, HASH, "y")
+    assert [entry.key for entry in repo.storage.list("damaged/")] == [damaged_key(txid, HASH, 0)]
+
+
+def test_marks_of_one_hash_under_two_uploaders_are_two(repo: Repository, txid: TxId) -> None:
+    other = repo.new_txid("a", 2)
+    blobs.mark_damaged(repo, txid, HASH, "x")
+    blobs.mark_damaged(repo, other, HASH, "x")
+    blobs.mark_repaired(repo, txid, HASH, "x")
+    assert blobs.damaged_marks(repo) == {(other, HASH)}
+
+
+def test_a_mark_that_cannot_be_read_marks(repo: Repository, txid: TxId) -> None:
+    blobs.mark_damaged(repo, txid, HASH, "x")
+    blobs.mark_repaired(repo, txid, HASH, "x")
+    repo.storage.replace(damaged_key(txid, HASH, 1), b"torn")
+    assert blobs.damaged_marks(repo) == {(txid, HASH)}
+    blobs.mark_repaired(repo, txid, HASH, "again")
+    assert blobs.damaged_marks(repo) == set()
+
+
+def test_a_mark_of_another_blob_under_this_name_is_no_repair(repo: Repository, txid: TxId) -> None:
+    other = blob_hash("other")
+    for blob in (HASH, other):
+        blobs.mark_damaged(repo, txid, blob, "x")
+    blobs.mark_repaired(repo, txid, other, "x")
+    repo.storage.put(damaged_key(txid, HASH, 1), repo.storage.get(damaged_key(txid, other, 1), limit=1 << 20))
+    assert blobs.damaged_marks(repo) == {(txid, HASH)}
+
+
+@pytest.mark.parametrize("repaired", [False, True])
+def test_two_that_mark_at_once_agree(tmp_path: Path, repo: Repository, faults: FaultyStore, repaired: bool) -> None:
+    txid = repo.new_txid("a", 1)
+    other = repository(tmp_path, faults.inner, seed=5)
+
+    def first() -> None:
+        blobs.mark_damaged(other, txid, HASH, "theirs")
+        if repaired:
+            blobs.mark_repaired(other, txid, HASH, "theirs")
+
+    faults.inject(call_first("put", meanwhile(first), key="damaged/*"))
+    blobs.mark_damaged(repo, txid, HASH, "ours")
+    assert blobs.damaged_marks(repo) == {(txid, HASH)}
+    assert len(list(repo.storage.list("damaged/"))) == (3 if repaired else 1)
+
+
+def test_foreign_keys_are_ignored(repo: Repository, txid: TxId) -> None:
+    repo.storage.put("damaged/README", b"x")
+    repo.storage.put(f"damaged/{txid}/{HASH}/01", b"x")
+    assert blobs.damaged_marks(repo) == set()
+
+
+def test_long_reasons_are_cut(repo: Repository, txid: TxId) -> None:
+    blobs.mark_damaged(repo, txid, HASH, "x" * 10_000_000)
+    (mark,) = blobs.marks(repo)
+    assert len(mark.why) == 500
+    assert mark == replace(mark, state="damaged", number=0)
+
+
+class Far(MemoryStore):
+    """A storage that says it is remote."""
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(remote=True, read_gap=0, parallel=4, exclusive=True)
+
+
+def test_over_a_network_what_was_seen_is_looked_at_by_sample(tmp_path: Path) -> None:
+    far = FaultyStore(Far(uuid4().hex))
+    repo, other = repository(tmp_path, far), repository(tmp_path, far, seed=2)
+    txid = repo.new_txid("a", 1)
+    refs = [put_blob(repo, txid, str(number)) for number in range(100)]
+    assert blobs.check(repo, refs) == []
+    assert far.count("size", "objects/*") == 16, "it has put all of them itself"
+    assert blobs.check(other, refs) == []
+    assert far.count("size", "objects/*") == 116
+    gone = put_blob(repo, txid, "gone")
+    far.delete(blob_key(txid, gone.hash))
+    assert blobs.check(other, [*refs, gone]) == [gone]
+    assert blobs.check(other, [gone]) == [gone], "what was missing is looked for again"

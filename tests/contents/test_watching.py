@@ -1,0 +1,573 @@
+"""Watching a run: what is new is told once, never before it is there, and at the cost of what is new."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from casckpt.contents.watching import LONGEST_PAUSE, Expected, Told, Watcher, watch
+from casckpt.contents.watching import START as WHOLE
+from casckpt.errors import InvalidInput, NotFound, StorageError
+from casckpt.format.keys import announcement_key, commit_key, make_txid, run_hash
+from casckpt.format.names import ManifestId, TxId
+from casckpt.format.records import time_of
+from casckpt.history import commits as log
+from casckpt.history.announcements import announce
+from casckpt.history.commits import Commit, CommitList, just_committed, list_commits
+from casckpt.history.transactions import revoke
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import ObjectStore
+from casckpt.storage.memory import MemoryStore
+from tests.support.faulty import FaultyStore, fail_before
+from tests.support.hosts import CHANGES, RUNS, Hosts, Meddled, finish, saved
+from tests.support.repositories import (
+    START,
+    Ticks,
+    commit_bare,
+    committed,
+    half_rewrite,
+    manifest_id,
+    memory,
+    repository,
+    rewrite_bare,
+)
+
+RUN = run_hash("run")
+
+
+class Seen:
+    """A watch, whose polls take no time. ``pauses``: those between its polls, in seconds."""
+
+    def __init__(self, repo: Repository, after: str | Commit | None = None, *, latest_only: bool = False) -> None:
+        self.watcher = Watcher(repo, "run", after, latest_only=latest_only)
+        self.pauses: list[float] = []
+        self.now = 0.0
+
+    def __call__(self, polls: int = 0, meanwhile: Callable[[], object] = lambda: None) -> list[tuple[int, bool]]:
+        """Steps of what is new, and whether it is late, by the end of so many polls more, a second each."""
+        return [(told.commit.step, told.late) for told in self.told(polls, meanwhile)]
+
+    def told(self, polls: int = 0, meanwhile: Callable[[], object] = lambda: None) -> list[Told]:
+        def sleep(seconds: float) -> None:
+            self.pauses.append(seconds)
+            self.now += seconds
+            meanwhile()
+
+        return list(watch(self.watcher, poll=1.0, timeout=polls, sleep=sleep, now=lambda: self.now))
+
+
+def on_time(*steps: int) -> list[tuple[int, bool]]:
+    return [(step, False) for step in steps]
+
+
+def begun(repo: Repository, step: int) -> Any:
+    """A save that is announced, and whose record is not there yet."""
+    save = saved(repo, "run", step)
+    announce(repo, [(save.txid, 0)])
+    return save
+
+
+# what is new
+
+
+def test_what_is_committed_from_now_on_is_told_once(repo: Repository) -> None:
+    commit_bare(repo, step=1)
+    seen = Seen(repo)
+    assert seen() == []
+    for step in (2, 3):
+        commit_bare(repo, step=step)
+        commit_bare(repo, "other", step)
+    assert seen() == on_time(2, 3)
+    assert seen(3) == []
+
+
+def test_it_counts_from_the_call_and_not_from_the_first_look(repo: Repository) -> None:
+    seen = Seen(repo)
+    commit_bare(repo, step=1)
+    assert seen() == on_time(1)
+
+
+def test_from_the_start_or_behind_a_checkpoint(repo: Repository) -> None:
+    made = [commit_bare(repo, step=step) for step in range(12)]
+    assert Seen(repo, WHOLE)() == on_time(*range(12))
+    for number in (0, 4, 10, 11):
+        commit = made[number]
+        for after in (commit, commit.id, commit.id[:10], f"run@{number}"):
+            assert Seen(repo, after)() == on_time(*range(number + 1, 12))
+
+
+@pytest.mark.parametrize("end", ["forgotten", "purged"])
+def test_the_checkpoint_that_was_told_last_may_be_gone(repo: Repository, end: str) -> None:
+    made = [commit_bare(repo, step=step) for step in range(4)]
+    gone = log.forget(repo, made[1])
+    if end == "purged":
+        gone = log.purge(repo, gone)
+    for after in (made[1], gone, gone.id, "run@1"):
+        assert Seen(repo, after)() == on_time(2, 3)
+
+
+def test_what_it_is_to_go_on_from_must_be_of_the_run(repo: Repository) -> None:
+    commit_bare(repo, step=1)
+    other = commit_bare(repo, "other", step=2)
+    for after in (other, "other@2", other.id):
+        with pytest.raises(InvalidInput, match="is not of run 'run'"):
+            Seen(repo, after)
+    for missing in ("run@7", "abcdef", "tag:none"):
+        with pytest.raises(NotFound):
+            Seen(repo, missing)
+    with pytest.raises(InvalidInput, match="not a usable name"):
+        Watcher(repo, "a run", latest_only=False)
+
+
+def test_nothing_is_told_before_it_is_there(repo: Repository) -> None:
+    """It was announced. What comes behind it does not wait, and it is late then."""
+    seen = Seen(repo)
+    slow = begun(repo, 1)
+    assert seen() == []
+    commit_bare(repo, step=2)
+    assert seen() == on_time(2)
+    finish(repo, slow)
+    assert seen(4) == [(1, True)]
+    assert seen(4) == []
+
+
+def test_late_is_what_began_earlier_not_what_was_announced_earlier(repo: Repository) -> None:
+    seen = Seen(repo)
+    first, second = saved(repo, "run", 1), saved(repo, "run", 2)
+    announce(repo, [(second.txid, 0)])
+    finish(repo, first)
+    assert seen() == on_time(1)
+    finish(repo, second)
+    assert seen(4) == on_time(2)
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_save_in_progress_is_new_whenever_it_was_announced(repo: Repository, announced: bool) -> None:
+    slow = begun(repo, 1) if announced else saved(repo, "run", 1)
+    one = commit_bare(repo, step=2)
+    watches = [Seen(repo), Seen(repo, one), Seen(repo, WHOLE)]
+    finish(repo, slow)
+    assert [seen(4) for seen in watches] == [
+        [(1, True)],
+        [(1, True)],
+        [(2, False), (1, True)] if not announced else [(1, False), (2, False)],
+    ]
+
+
+def test_a_transaction_that_was_left_behind_is_not_new(repo: Repository, faults: FaultyStore) -> None:
+    faults.inject(fail_before("delete", key="transactions/*", times=9))
+    finish(repo, saved(repo, "run", 1))
+    commit_bare(repo, step=2)
+    assert list(repo.storage.list("transactions/"))
+    assert Seen(repo)(4) == []
+
+
+def test_a_run_that_is_rolled_back_goes_on(repo: Repository) -> None:
+    seen = Seen(repo)
+    made = [commit_bare(repo, step=step) for step in (1, 2, 3)]
+    assert seen() == on_time(1, 2, 3)
+    for commit in made[1:]:
+        log.forget(repo, commit)
+    commit_bare(repo, step=2)
+    assert seen() == on_time(2)
+
+
+def test_what_was_forgotten_before_is_told_when_it_is_restored(repo: Repository) -> None:
+    seen = Seen(repo)
+    gone, ended = commit_bare(repo, step=1), commit_bare(repo, step=2)
+    log.forget(repo, gone)
+    log.purge(repo, log.forget(repo, ended))
+    revoke(repo, begun(repo, 3).txid, "given up")
+    commit_bare(repo, step=4)
+    assert seen(4) == on_time(4)
+    log.restore(repo, gone)
+    assert seen() == [(1, True)]
+    log.restore(repo, log.forget(repo, list_commits(repo).commits[gone.txid]))
+    assert seen(4) == []
+
+
+def test_a_restore_that_is_announced_is_waited_for(repo: Repository) -> None:
+    seen = Seen(repo)
+    gone = log.forget(repo, commit_bare(repo, step=1))
+    assert seen(4) == []
+    announce(repo, [(gone.txid, gone.number + 1)])
+    assert seen(1) == []
+    log.restore(repo, gone)
+    assert seen(4) == on_time(1)
+
+
+def test_a_restored_one_from_before_is_not_new(repo: Repository) -> None:
+    gone = log.forget(repo, commit_bare(repo, step=1))
+    seen = Seen(repo)
+    log.restore(repo, gone)
+    assert seen(2) == []
+
+
+def test_a_rewrite_is_told_in_place_of_what_it_replaces_and_only_once(repo: Repository) -> None:
+    old = commit_bare(repo, step=0)
+    commit_bare(repo, step=1)
+    seen = Seen(repo)
+    rewrite_bare(repo, rewrite_bare(repo, old))
+    one, two = commit_bare(repo, step=2), commit_bare(repo, step=3)
+    moved = rewrite_bare(repo, rewrite_bare(repo, one))
+    half_rewrite(repo, two)
+    assert [told.commit.txid for told in seen.told(4)] == [moved.txid, two.txid]
+    rewrite_bare(repo, list_commits(repo).commits[moved.txid])
+    assert seen(4) == []
+    log.restore(repo, list_commits(repo).commits[one.txid])
+    assert seen(4) == []
+
+
+def test_behind_a_rewritten_one_is_what_was_saved_behind_it(repo: Repository) -> None:
+    old = commit_bare(repo, step=1)
+    commit_bare(repo, step=2)
+    moved = rewrite_bare(repo, old)
+    for after in (old, moved, old.id, "run@1"):
+        assert Seen(repo, after)() == on_time(2)
+        assert Seen(repo, after, latest_only=True)() == on_time(2)
+
+
+def test_a_copy_of_an_older_one_is_new_and_late(repo: Repository) -> None:
+    commit_bare(repo, step=1)
+    seen, latest = Seen(repo), Seen(repo, latest_only=True)
+    commit_bare(repo, step=0, txid=make_txid(time_of(START) - timedelta(days=1), bytes(8), "run", 0))
+    assert seen() == [(0, True)]
+    assert latest() == []
+
+
+# only the latest
+
+
+def test_only_the_latest_by_the_time_of_the_look(repo: Repository) -> None:
+    seen = Seen(repo, latest_only=True)
+    slow = begun(repo, 1)
+    made = [commit_bare(repo, step=step) for step in (2, 3, 4)]
+    log.forget(repo, made[2])
+    assert seen() == on_time(3)
+    finish(repo, slow)
+    assert seen(4) == []
+    commit_bare(repo, step=5)
+    assert seen() == on_time(5)
+    log.restore(repo, list_commits(repo).commits[made[2].txid])
+    assert seen(4) == []
+
+
+def test_the_latest_goes_by_the_first_save_and_not_by_the_transaction(repo: Repository) -> None:
+    """That of the copy of a rewrite is later."""
+    seen, latest = Seen(repo), Seen(repo, latest_only=True)
+    old = make_txid(time_of(START), bytes(8), "run", 1)
+    commit_bare(repo, step=2)
+    commit_bare(repo, step=1, origin=old)
+    assert latest() == on_time(2)
+    assert latest(4) == []
+    assert seen() == [(2, False), (1, True)]
+
+
+@pytest.mark.parametrize("after", [WHOLE, 0, 2])
+def test_the_latest_that_is_there_is_new_if_it_is_behind(repo: Repository, after: Any) -> None:
+    made = [commit_bare(repo, step=step) for step in range(3)]
+    rewrite_bare(repo, made[2])
+    seen = Seen(repo, after if after == WHOLE else made[after], latest_only=True)
+    assert seen() == ([] if after == 2 else on_time(2))
+    rewrite_bare(repo, list_commits(repo).visible()[-1])
+    assert seen(4) == []
+    commit_bare(repo, step=1)
+    assert seen() == on_time(1)
+
+
+# stores that are not there, that fail, and that are others
+
+
+@pytest.mark.parametrize("after", [None, WHOLE])
+@pytest.mark.parametrize("latest_only", [False, True])
+def test_a_store_need_not_be_there_yet(tmp_path: Path, after: str | None, latest_only: bool) -> None:
+    storage = memory()
+    seen = Seen(Repository(storage, tmp_path), after, latest_only=latest_only)
+    assert seen(2) == []
+    repo = repository(tmp_path, storage)
+    assert seen(2) == []
+    commit_bare(repo, step=1)
+    assert seen() == on_time(1)
+    with pytest.raises(NotFound, match="there is no store"):
+        Seen(Repository(memory(), tmp_path), "run@1")
+
+
+def test_a_storage_that_fails_is_asked_again_and_nothing_is_missed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = FaultyStore(memory())
+    writer = repository(tmp_path / "writer", storage)
+    seen = Seen(repository(tmp_path / "reader", storage))
+    slow = begun(writer, 1)
+    for step in (2, 3):
+        commit_bare(writer, step=step)
+    for method in ("size", "get"):
+        storage.inject(*(fail_before(method, at=3 * at, times=2) for at in range(1, 9)))
+    told = seen(1000)
+    storage.heal()
+    finish(writer, slow)
+    assert told + seen(40) == [(2, False), (3, False), (1, True)]
+    assert caplog.text.count("tried again") > 4
+
+
+def test_a_storage_that_still_fails_at_the_end_is_an_error(repo: Repository, faults: FaultyStore) -> None:
+    seen = Seen(repo)
+    faults.inject(*(fail_before(method, times=10**6) for method in ("get", "size", "list")))
+    with pytest.raises(StorageError):
+        seen(1000)
+    assert seen.pauses[:7] == [2, 4, 8, 16, 32, LONGEST_PAUSE, LONGEST_PAUSE]
+    assert sum(seen.pauses) == 1000
+    with pytest.raises(StorageError):
+        Seen(repo)
+    faults.heal()
+    commit_bare(repo, step=1)
+    assert seen() == on_time(1)
+
+
+def test_the_time_counts_from_what_was_told_last(repo: Repository) -> None:
+    seen, steps = Seen(repo), iter(range(1, 6))
+
+    def every_third() -> None:
+        if seen.now % 3 == 0 and (step := next(steps, None)):
+            commit_bare(repo, step=step)
+
+    assert seen(4, every_third) == on_time(1, 2, 3, 4, 5)
+    assert seen.now == 15 + 4
+
+
+def copy_of(storage: Any) -> dict[str, bytes]:
+    return {entry.key: storage.get(entry.key, limit=1 << 20) for entry in storage.list("")}
+
+
+def put_in_place(storage: Any, objects: dict[str, bytes]) -> None:
+    for entry in list(storage.list("")):
+        storage.delete(entry.key)
+    for key, data in objects.items():
+        storage.put(key, data)
+
+
+def test_of_a_store_that_was_put_back_what_is_saved_then_is_new(tmp_path: Path) -> None:
+    storage = memory()
+    writer = repository(tmp_path / "writer", storage)
+    commit_bare(writer, step=1)
+    before = copy_of(storage)
+    seen = Seen(repository(tmp_path / "reader", storage))
+    slow = begun(writer, 2)
+    for step in (3, 4):
+        commit_bare(writer, step=step)
+    assert seen() == on_time(3, 4)
+    slow.leave()
+    put_in_place(storage, before)
+    assert seen(40) == []
+    other = repository(tmp_path / "other", storage, seed=7, clock=Ticks(START + 10**9))
+    commit_bare(other, step=3)
+    assert seen(20) == on_time(3)
+
+
+def test_of_another_store_in_its_place_all_is_new(tmp_path: Path) -> None:
+    storage = memory()
+    commit_bare(repository(tmp_path / "writer", storage), step=1)
+    seen = Seen(repository(tmp_path / "reader", storage))
+    put_in_place(storage, {})
+    other = repository(tmp_path / "other", storage, seed=7, clock=Ticks(START + 10**9))
+    for step in range(3):
+        commit_bare(other, step=step)
+    assert seen(20) == on_time(0, 1, 2)
+
+
+def spoil(repo: Repository, key: str) -> None:
+    repo.storage.delete(key)
+    repo.storage.put(key, b"torn")
+
+
+def test_what_a_torn_announcement_may_have_told_of_is_looked_for(tmp_path: Path) -> None:
+    storage = memory()
+    repo = repository(tmp_path / "writer", storage)
+    one = commit_bare(repo, step=1)
+    seen = Seen(repository(tmp_path / "reader", storage))
+    for step in (2, 3, 4):
+        commit_bare(repo, step=step)
+    spoil(repo, announcement_key(RUN, 2))
+    assert seen() == [(2, False), (4, False), (3, True)]
+    host = repository(tmp_path / "new", storage)
+    assert Seen(host, WHOLE)() == [(1, False), (2, False), (4, False), (3, True)]
+    assert Seen(host, one)() == [(2, False), (4, False), (3, True)]
+
+
+def test_where_it_was_announced_is_lost_what_began_later_is_new(tmp_path: Path) -> None:
+    storage = memory()
+    repo = repository(tmp_path / "writer", storage)
+    made = [commit_bare(repo, step=step) for step in range(4)]
+    spoil(repo, announcement_key(RUN, 1))
+    assert sorted(Seen(repository(tmp_path / "new", storage), made[1])()) == on_time(2, 3)
+
+
+def test_a_record_that_cannot_be_read_is_left_out(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    seen = Seen(repo)
+    made = [commit_bare(repo, step=step) for step in range(3)]
+    spoil(repo, commit_key(made[1].txid))
+    assert seen(4) == on_time(0, 2)
+    assert caplog.text.count("is left out") == 1
+
+
+# what it costs
+
+
+def requests(faults: FaultyStore) -> list[str]:
+    return [call.key for call in faults.calls if call.key != "casckpt.json"]
+
+
+@pytest.mark.parametrize("length", [0, 3, 300])
+@pytest.mark.parametrize("latest_only", [False, True])
+def test_a_poll_costs_one_request_whatever_the_history(tmp_path: Path, length: int, latest_only: bool) -> None:
+    storage = FaultyStore(memory())
+    writer = repository(tmp_path / "writer", storage)
+    for step in range(length):
+        commit_bare(writer, step=step)
+    begun(writer, length).leave()  # nobody ends it
+    seen = Seen(repository(tmp_path / "reader", storage), latest_only=latest_only)
+    seen(200)
+    storage.calls.clear()
+    assert seen(100) == []
+    assert len(requests(storage)) <= 101 + 4 * 101 // 16
+    assert requests(storage).count(announcement_key(RUN, length + 1)) >= 101
+
+
+@pytest.mark.parametrize("length", [1, 200])
+def test_to_begin_costs_a_handful_and_to_go_on_what_is_new(tmp_path: Path, length: int) -> None:
+    storage = FaultyStore(memory())
+    writer = repository(tmp_path / "writer", storage)
+    made = [finish(writer, saved(writer, "run", step)) for step in range(length)]
+
+    def begin(name: str, after: str | Commit | None, *, latest_only: bool = False) -> Seen:
+        storage.calls.clear()
+        seen = Seen(repository(tmp_path / name, storage), after, latest_only=latest_only)
+        seen()
+        assert len(requests(storage)) <= 14
+        return seen
+
+    begin("new", None)
+    begin("behind", made[-1])
+    seen = begin("latest", WHOLE, latest_only=True)
+    for step in range(20):
+        finish(writer, saved(writer, "run", length + step))
+    storage.calls.clear()
+    assert len(seen()) == 1
+    assert len(requests(storage)) <= 20 + 12, "of each an announcement, and of the last its log"
+
+
+# whatever happens
+
+
+@dataclass
+class Watched:
+    """A watch among others. ``before``: ids of what there was, unless that is new to it; ``told``: all so far."""
+
+    run: str
+    latest_only: bool
+    before: set[ManifestId]
+    watcher: Watcher
+    told: list[Told] = field(default_factory=list)
+
+    def look(self) -> None:
+        found = self.watcher.next()
+        self.told += [] if found is None else [found]
+
+    def drain(self) -> None:
+        polls = iter(range(10**6))
+        self.told += watch(self.watcher, poll=1, timeout=40, sleep=lambda _: None, now=polls.__next__)
+
+    def check(self, listed: CommitList) -> None:
+        ids = [one.commit.id for one in self.told]
+        ended = {one.id for one in listed.commits.values() if one.last != "revoked" and one.run == self.run}
+        assert len(ids) == len(set(ids))
+        assert set(ids) <= ended - self.before
+        for number, one in enumerate(self.told):
+            earlier = [other.commit.origin for other in self.told[:number]]
+            assert one.late or one.commit.origin > max(earlier, default="")
+            assert not (one.late and self.latest_only)
+        visible = {one.id for one in listed.visible() if one.run == self.run}
+        assert self.latest_only or visible - self.before <= set(ids)
+
+
+def begin_watch(hosts: Hosts, number: int, storage: ObjectStore) -> Watched:
+    run, after = hosts.draw.choice(RUNS), hosts.draw.choice([None, WHOLE])
+    latest_only = hosts.draw.random() < 0.3
+    before = {one.id for one in list_commits(hosts.fresh()).live() if one.run == run} if after is None else set()
+    reader = repository(hosts.folder / f"reader {number}", storage, seed=number)
+    return Watched(run, latest_only, before, Watcher(reader, run, after, latest_only=latest_only))
+
+
+CHANGE = [*CHANGES, "end", "announce", "announce", "look", "watch"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from(CHANGE), max_size=30), st.integers(0, 1 << 30))
+def test_each_is_told_once_and_none_is_missed(changes: list[str], seed: int) -> None:
+    """Others act between and during the looks of the watchers."""
+    with tempfile.TemporaryDirectory() as folder:
+        storage = MemoryStore(f"watching-{seed}-{folder}")
+        hosts = Hosts(Path(folder), storage, random.Random(seed))
+        meddled = Meddled(storage, hosts)
+        watches: list[Watched] = []
+        for number, change in enumerate(["watch", *changes, "watch"]):
+            if change == "watch" and len(watches) < 4:
+                watches.append(begin_watch(hosts, number, meddled))
+            elif change == "announce":
+                hosts.announce()
+            elif change == "look":
+                meddled.is_on = True
+                for one in watches:
+                    one.look()
+                meddled.is_on = False
+            else:
+                hosts.act(change)
+        for one in watches:
+            one.drain()
+            one.check(list_commits(hosts.fresh()))
+        hosts.close()
+
+
+# the part that does no I/O
+
+
+def bare(txid: TxId, **fields: Any) -> Commit:
+    record = committed(Repository(MemoryStore("none")), step=1, txid=txid, manifest=manifest_id(txid), **fields)
+    return just_committed(record)
+
+
+def test_what_is_not_there_is_asked_for_at_longer_intervals() -> None:
+    expected, txid = Expected(), make_txid(time_of(START), bytes(8), "run", 1)
+    expected.note(txid)
+    asked = []
+    for poll in range(200):
+        if expected.due():
+            asked.append(poll)
+            expected.judge(txid, None, None)
+        expected.polls += 1
+    assert asked[:7] == [0, 1, 3, 7, 15, 31, 63]
+    assert asked[7:] == [95, 127, 159, 191]
+    expected.note(txid)
+    assert expected.due() == [txid], "it was announced again"
+    commit = bare(txid)
+    assert expected.judge(txid, commit, commit) == commit
+    assert expected.tell(txid, commit) == Told(commit, late=False)
+    assert expected.due() == []
+
+
+def test_of_what_was_told_no_record_is_looked_at() -> None:
+    expected, txid = Expected(), make_txid(time_of(START), bytes(8), "run", 1)
+    expected.note(txid)
+    expected.tell(txid, bare(txid))
+    expected.note(txid, 1)
+    expected.note(make_txid(time_of(START), bytes(8), "run", 2), 3)
+    assert expected.due() == []

@@ -1,0 +1,241 @@
+"""`casckpt.export`: the format by the suffix, and files of torch.save that plain torch.load reads."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import casckpt
+from casckpt.errors import Conflict, Damaged, InvalidInput
+from casckpt.frontends.trainer import Checkpointer, TrainState
+from casckpt.store.store import Store
+from casckpt.tensors.dtypes import torch_dtype
+from tests.support.training import identical
+
+
+def network() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "format"),
+    [
+        ("m.pt", True, "torch"), ("m.PTH", False, "torch"), ("pytorch_model.bin", False, "torch"),
+        ("m.safetensors", True, "safetensors"), ("out", False, "safetensors"), ("out.v2", True, "hf"),
+    ],
+)  # fmt: skip
+def test_the_suffix_and_what_travels_along_name_the_format(
+    store: Store, tmp_path: Path, name: str, config: bool, format: str
+) -> None:
+    saved = store.save({"w": torch.ones(2)}, step=1, attachments={"config.json": b"{}"} if config else {})
+    found = casckpt.export(store, saved, tmp_path / name)
+    assert (found.format, found.tensors, found.nbytes) == (format, 1, 8)
+    assert identical(_loaded(Path(found.files[0])), {"w": torch.ones(2)})
+
+
+def _loaded(path: Path) -> Any:
+    return load_file(path) if path.suffix == ".safetensors" else torch.load(path)
+
+
+def test_a_folder_may_have_a_suffix(store: Store, tmp_path: Path) -> None:
+    store.save({"w": torch.ones(2)}, step=1)
+    out = tmp_path / "m.safetensors"
+    out.mkdir()
+    assert store.export("latest", out).files == (out / "model.safetensors",)
+    (tmp_path / "m.pt").mkdir()
+    assert store.export("latest", tmp_path / "m.pt", format="hf").files == (tmp_path / "m.pt" / "model.safetensors",)
+
+
+def test_one_file_of_a_model(store: Store, tmp_path: Path) -> None:
+    model = network()
+    casckpt.save_model_and_optim_state(store, model, torch.optim.SGD(model.parameters(), 0.1), run="a", step=1)
+    store.export("a@1", tmp_path / "m.safetensors", format="hf")
+    assert identical(sorted(load_file(tmp_path / "m.safetensors").items()), sorted(model.state_dict().items()))
+
+
+def test_no_folder_becomes_one_that_loads_as_random_weights(store: Store, tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(2)}, "optim": {"m": torch.ones(2)}}
+    store.save(state, step=1, attachments={"config.json": b"{}"})
+    store.export("latest", tmp_path / "out")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    with pytest.raises(Conflict, match="would load random weights"):
+        store.export("latest", tmp_path / "out", format="safetensors", force=True)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    found = store.export("latest", tmp_path / "all", format="safetensors")
+    assert (found.attachments, found.skipped, found.left_out) == ((), ("config.json",), ())
+    found = store.export("latest", tmp_path / "all", format="safetensors", strip_prefix="model", force=True)
+    assert (found.attachments, found.left_out) == (("config.json",), ("optim.m",))
+    assert list(load_file(tmp_path / "all" / "model.safetensors")) == ["w"]
+
+
+def test_what_a_library_has_registered_is_left_out_all_the_same(store: Store, tmp_path: Path) -> None:
+    """Whoever reads the file may not have imported it: Megatron-core lets torch.load read paths and numpy's arrays."""
+    store.save({"path": PurePosixPath("x"), "w": torch.ones(2)}, step=1)
+    with torch.serialization.safe_globals([PurePosixPath]):
+        assert store.export("latest", tmp_path / "x.pt").left_out == ("path",)
+    assert list(torch.load(tmp_path / "x.pt")) == ["w"]
+
+
+def test_plain_torch_load_reads_what_a_training_loop_saved(store: Store, tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 4)).sum().backward()
+    optimizer.step()
+    with Checkpointer(store, run="a") as checkpointer:
+        checkpointer.save(1, model, optimizer, TrainState(optimizer=optimizer))
+    found = store.export("a@1", tmp_path / "all.pt")
+    loaded = torch.load(tmp_path / "all.pt")
+    assert identical(loaded["model"], model.state_dict())
+    assert identical(loaded["optim"]["state"]["0.weight"]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])  # type: ignore[index]  # a module that is indexed
+    assert found.left_out, "the state of numpy's generator"
+    assert all("numpy" in key for key in found.left_out)
+    assert found.left_out == tuple(key for key in found.left_out if key.startswith("train.0."))
+    everything = store.export("a@1", tmp_path / "everything.pt", allow_pickle=True)
+    assert everything.left_out == ()
+    assert torch.load(tmp_path / "everything.pt", weights_only=False)["train"][0].keys() >= loaded["train"][0].keys()
+
+
+def test_weights_of_a_model_alone_for_torch_load(store: Store, tmp_path: Path) -> None:
+    model, fresh = network(), network()
+    casckpt.save_model_and_optim_state(store, model, torch.optim.SGD(model.parameters(), 0.1), run="a", step=1)
+    found = store.export("a@1", tmp_path / "m.bin", strip_prefix="model", rename={r"0\.(.*)": r"first.\1"})
+    assert found.prefix == "model."
+    assert all(key.startswith("optim.") for key in found.left_out)
+    loaded = torch.load(tmp_path / "m.bin")
+    fresh.load_state_dict({name.replace("first.", "0."): value for name, value in loaded.items()})
+    assert identical(dict(fresh.state_dict()), dict(model.state_dict()))
+
+
+def test_containers_become_such_as_plain_torch_load_makes(store: Store, tmp_path: Path) -> None:
+    state: dict[str, Any] = {
+        "a": defaultdict(list, {"w": torch.ones(2)}), "o": OrderedDict(w=torch.ones(1)), "n": np.arange(3),
+        "pair": (torch.ones(3), np.float64(1), "x"), "path": Path("x"), "e": defaultdict(int),
+    }  # fmt: skip
+    store.save(state, step=1)
+    found = store.export("latest", tmp_path / "x.pt")
+    assert set(found.left_out) == {"n", "pair.1", "path", "e"}
+    expected = {"a": {"w": torch.ones(2)}, "o": OrderedDict(w=torch.ones(1)), "pair": {0: torch.ones(3), 2: "x"}}
+    assert identical(torch.load(tmp_path / "x.pt"), expected)
+
+
+class _Averaged:
+    """An object of a program, which holds tensors of its own."""
+
+    def __init__(self) -> None:
+        self.mean = torch.full((6,), 3.0)
+        self.layer = torch.nn.Linear(2, 3)
+
+
+def test_tensors_inside_of_objects_keep_their_data_and_take_that_of_no_other(store: Store, tmp_path: Path) -> None:
+    ours = _Averaged()
+    store.save({"first": ours, "w": torch.arange(6.0), "v": torch.ones(6)}, step=1, allow_pickle=True)
+    store.export("latest", tmp_path / "x.pt", allow_pickle=True)
+    loaded = torch.load(tmp_path / "x.pt", weights_only=False)
+    assert identical(loaded["first"].mean, ours.mean)
+    assert identical(dict(loaded["first"].layer.state_dict()), dict(ours.layer.state_dict()))
+    assert identical({key: loaded[key] for key in "wv"}, {"w": torch.arange(6.0), "v": torch.ones(6)})
+
+
+def test_an_int_that_plain_torch_load_does_not_read_is_left_out(store: Store, tmp_path: Path) -> None:
+    store.save({"huge": 1 << 5000, "seed": 1 << 100, "w": torch.ones(2)}, step=1)
+    assert store.export("latest", tmp_path / "x.pt").left_out == ("huge",)
+    assert identical(torch.load(tmp_path / "x.pt"), {"seed": 1 << 100, "w": torch.ones(2)})
+
+
+def test_metadata_of_a_state_dict_that_plain_torch_load_does_not_read_go(store: Store, tmp_path: Path) -> None:
+    kept, lost = OrderedDict(w=torch.ones(2)), OrderedDict(w=torch.zeros(2))
+    vars(kept)["_metadata"], vars(lost)["_metadata"] = {"": {"version": 2}}, {"": {"seen": np.arange(3)}}
+    store.save({"kept": kept, "lost": lost}, step=1)
+    store.export("latest", tmp_path / "x.pt")
+    loaded = torch.load(tmp_path / "x.pt")
+    assert identical(loaded, {"kept": OrderedDict(kept), "lost": OrderedDict(lost)})
+    assert (vars(loaded["kept"]), vars(loaded["lost"])) == ({"_metadata": {"": {"version": 2}}}, {})
+
+
+@pytest.mark.parametrize("format", ["torch", "dcp"])
+def test_a_dtype_that_torch_save_cannot_write_is_refused(store: Store, tmp_path: Path, format: Any) -> None:
+    store.save({"w": torch.zeros(3, dtype=torch.uint8).view(torch_dtype("uint4"))}, step=1)
+    with pytest.raises(InvalidInput, match=r"torch\.save cannot write this checkpoint \(dtype torch\.uint4"):
+        store.export("latest", tmp_path / "x", format=format)
+    assert list(tmp_path.glob("x*")) == []
+
+
+@pytest.mark.parametrize("format", ["hf", "safetensors", "torch", "dcp"])
+def test_nothing_is_made_for_a_tensor_that_is_not_whole(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: Any
+) -> None:
+    """A hostile shape would take all memory, or boxes without end."""
+    store.save({"w": torch.ones(3)}, step=1)
+    monkeypatch.setattr("casckpt.frontends.views.view.covers", lambda table, region: False)
+    with pytest.raises(Damaged, match="holds 'w' only in part"):
+        store.export("latest", tmp_path / "x", format=format)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"format": "gguf"}, "format='gguf' is not known; give one of hf, safetensors, dcp, torch"),
+        ({"format": "dcp", "strip_prefix": "model"}, "--strip-prefix is for hf and safetensors and torch"),
+        ({"format": "torch", "max_shard_size": "1GB"}, "--max-shard-size is for hf and safetensors: --format torch"),
+    ],
+)
+def test_what_a_format_knows_nothing_of_is_refused(store: Store, tmp_path: Path, options: Any, match: str) -> None:
+    store.save({"w": torch.ones(2)}, step=1)
+    with pytest.raises(InvalidInput, match=match):
+        casckpt.export(store, "latest", tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_part_of_a_model_is_no_folder_that_loads_with_random_weights_beside_it(store: Store, tmp_path: Path) -> None:
+    """``--keys`` of a model with its config.json once made one, and named nothing as left out."""
+    state = {"model": {"w": torch.ones(2), "v": torch.ones(1)}, "optim": {"m": torch.ones(2)}}
+    store.save(state, step=1, attachments={"config.json": b"{}", "tokenizer.json": b"{}"})
+    found = store.export("latest", tmp_path / "part", keys=["model.w"])
+    assert (found.format, found.skipped, found.attachments) == ("hf", ("config.json",), ("tokenizer.json",))
+    found = store.export("latest", tmp_path / "whole", keys=["model.*"])
+    assert (found.skipped, "config.json" in found.attachments) == ((), True)
+    found = store.export("latest", tmp_path / "as it is", strip_prefix="")
+    assert (found.format, found.skipped, found.attachments) == ("hf", ("config.json",), ("tokenizer.json",))
+    before = (tmp_path / "whole" / "model.safetensors").read_bytes()
+    with pytest.raises(Conflict, match="would load random weights"):
+        store.export("latest", tmp_path / "whole", format="hf", keys=["model.w"], force=True)
+    assert (tmp_path / "whole" / "model.safetensors").read_bytes() == before
+
+
+def test_names_that_somebody_chose_as_they_are_get_their_config(store: Store, tmp_path: Path) -> None:
+    flat = {"model.w": torch.ones(2), "head.w": torch.ones(1)}
+    unclear = {key.replace("head", "optim.state"): value for key, value in flat.items()}
+    for step, state in enumerate((flat, unclear)):
+        store.save(state, step=step, attachments={"config.json": b"{}"})
+        found = store.export("latest", tmp_path / f"{step}", strip_prefix="")
+        assert (found.tensors, found.attachments) == (2, ("config.json",))
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "of"),
+    [("m.pt", "hf", "torch"), ("m.bin", "safetensors", "torch"), ("m.PTH", "dcp", "torch"),
+     ("m.safetensors", "torch", "safetensors"), ("m.safetensors", "dcp", "safetensors")],
+)  # fmt: skip
+def test_a_suffix_that_names_another_format_is_refused(
+    store: Store, tmp_path: Path, name: str, format: Any, of: str
+) -> None:
+    store.save({"w": torch.ones(2)}, step=1)
+    with pytest.raises(InvalidInput, match=rf"{name} is a name for --format {of}, and {format} was asked for"):
+        store.export("latest", tmp_path / name, format=format)
+    assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("name", ["m.onnx", "m.gguf", "M.ONNX"])
+def test_a_suffix_of_what_is_never_written_is_refused(name: str, store: Store, tmp_path: Path) -> None:
+    store.save({"w": torch.ones(2)}, step=1)
+    with pytest.raises(InvalidInput, match=r"writes no \.\w+ files: give a name that ends in \.safetensors"):
+        store.export("latest", tmp_path / name)
+    assert not (tmp_path / name).exists()
+    store.export("latest", tmp_path / "m.safetensors")
+    store.export("latest", tmp_path / name, format="torch")

@@ -1,0 +1,97 @@
+"""New files and folders for a user: what a killed export leaves is removed by the next one to the same place."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from casckpt.errors import Conflict, StorageError
+from casckpt.frontends.interchange.new_files import new_file, new_folder
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from casckpt.frontends.interchange.new_files import new_file, new_folder
+
+kind, path = sys.argv[1], Path(sys.argv[2])
+made = new_file(path, force=True) if kind == "file" else new_folder(path, force=True, stale=lambda name: False, last=())
+with made as temporary:
+    (temporary if kind == "file" else temporary / "a").write_bytes(bytes(1000))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def begin(kind: str, path: Path, *, force: bool = True) -> AbstractContextManager[Path]:
+    if kind == "file":
+        return new_file(path, force=force)
+    return new_folder(path, force=force, stale=lambda name: False, last=())
+
+
+def export(kind: str, path: Path) -> None:
+    with begin(kind, path) as temporary:
+        (temporary if kind == "file" else temporary / "a").write_bytes(b"new")
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "folder that is there"])
+def test_what_a_killed_export_left_goes_with_the_next(tmp_path: Path, kind: str) -> None:
+    out = tmp_path / "out"
+    if kind == "folder that is there":
+        out.mkdir()
+    killed = subprocess.run([sys.executable, "-c", KILLED, kind, out], check=False)
+    assert killed.returncode < 0
+    assert len(list(tmp_path.rglob(".out.casckpt-*"))) == 1
+    export(kind, out)
+    assert list(tmp_path.rglob(".*")) == []
+    assert (out if kind == "file" else out / "a").read_bytes() == b"new"
+
+
+def test_a_folder_with_nothing_but_leftovers_is_empty(tmp_path: Path) -> None:
+    (tmp_path / ".out.casckpt-1234").mkdir(parents=True)
+    out = tmp_path / "out"
+    (out / ".out.casckpt-1234").mkdir(parents=True)
+    with new_folder(out, force=False, stale=lambda name: False, last=()) as temporary:
+        (temporary / "a").touch()
+    assert [path.name for path in out.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_another_process_works_at_stays(tmp_path: Path, kind: str) -> None:
+    out = tmp_path / "out"
+    with new_file(out, force=True) as temporary:
+        temporary.write_bytes(b"of the first")
+        export(kind, tmp_path / "out") if kind == "file" else export(kind, tmp_path / "other")
+        assert temporary.read_bytes() == b"of the first"
+    assert out.read_bytes() == b"of the first"
+    with pytest.raises(Conflict), new_file(out, force=False):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_of_two_at_once_the_second_meets_the_first(tmp_path: Path, kind: str) -> None:
+    """It once said that there was no room, or wrote over the first unasked; with force it goes over it."""
+    out = tmp_path / "out"
+    with pytest.raises(Conflict, match=r"out (exists already|is not empty)"):
+        _overtaken(kind, out, force=False)
+    assert (out if kind == "file" else out / "a").read_bytes() == b"new"
+    _overtaken(kind, tmp_path / "other", force=True)
+    assert (tmp_path / "other" if kind == "file" else tmp_path / "other" / "a").read_bytes() == b"second"
+    assert list(tmp_path.rglob(".*")) == []
+
+
+def _overtaken(kind: str, path: Path, *, force: bool) -> None:
+    with begin(kind, path, force=force) as second:
+        export(kind, path)
+        (second if kind == "file" else second / "a").write_bytes(b"second")
+
+
+def test_room_is_asked_for_where_there_is_none_of_it_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(StorageError, match=r"x cannot be written: [^;]*; give another place$"),
+        begin("file", tmp_path / "file" / "x"),
+    ):
+        pass

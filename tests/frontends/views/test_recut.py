@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from casckpt.errors import InvalidInput
+from casckpt.format.sections.index import StreamEntry
+from casckpt.frontends.views.recut import ViewTensor, recut
+
+
+def tensor(name: str, *shape: int, number: int = 0, dtype: str = "float32") -> ViewTensor:
+    return ViewTensor(name, StreamEntry("tensor", name, 0, None, dtype, 4, shape, number))
+
+
+def test_equal_parts_and_shares() -> None:
+    one = tensor("h.0.qkv.weight", 12, 5)
+    names = [r"\1.q", r"\1.k", r"\1.v"]
+    q, k, v = recut([one], {r"(.*)\.qkv\.weight": names}, {})
+    assert [(p.name, p.entry.shape) for p in (q, k, v)] == [
+        ("h.0.q", (4, 5)), ("h.0.k", (4, 5)), ("h.0.v", (4, 5))
+    ]  # fmt: skip
+    assert [(s.lo, s.hi) for p in (q, k, v) for s in p.sources] == [(0, 20), (20, 40), (40, 60)]
+    parts = recut([one], {r"(.*)\.qkv\.weight": {r"\1.q": 4, r"\1.k": 1, r"\1.v": 1}}, {})
+    assert [p.entry.shape for p in parts] == [(8, 5), (2, 5), (2, 5)]
+
+
+def test_put_together() -> None:
+    parts = [tensor("a.gate", 3, 2, number=0), tensor("b", 1, number=1), tensor("a.up", 5, 2, number=2)]
+    found = recut(parts, {}, {r"(.*)\.gate": [r"\1.gate_up", r"\1.up"]})
+    assert [(one.name, one.entry.shape) for one in found] == [("b", (1,)), ("a.gate_up", (8, 2))]
+    assert [(s.entry.number, s.lo, s.hi) for s in found[1].sources] == [(0, 0, 6), (2, 0, 10)]
+
+
+@pytest.mark.parametrize(
+    ("split", "concat", "match"),
+    [
+        ({"x": ["a", "b", "c"]}, {}, "cannot be split"),
+        ({"x": {"a": 0, "b": 1}}, {}, "cannot be split"),
+        ({"x": []}, {}, "cannot be split"),
+        ({"(": ["a"]}, {}, "no regular expression"),
+        ({"x": [r"\3", "b"]}, {}, "no replacement"),
+        ({}, {"x": ["whole", "z"]}, "no tensor 'z'"),
+        ({}, {"x": ["whole", "other"]}, "cannot be put together"),
+    ],
+)
+def test_what_does_not_fit(split: dict[str, Any], concat: dict[str, Any], match: str) -> None:
+    with pytest.raises(InvalidInput, match=match):
+        recut([tensor("x", 4, 2), tensor("other", 4, 3, number=1)], split, concat)
+
+
+@given(rows=st.lists(st.integers(1, 4), min_size=1, max_size=4), width=st.integers(1, 3))
+def test_what_is_cut_apart_and_put_together_is_as_before(rows: list[int], width: int) -> None:
+    one = tensor("x", sum(rows), width)
+    names = {f"p{n}": count for n, count in enumerate(rows)}
+    apart = recut([one], {"x": names}, {})
+    assert sum(prod(part.entry.shape) for part in apart) == one.entry.numel
+    (whole,) = recut(apart, {}, {"p0": ["x", *list(names)[1:]]})
+    assert whole.entry.shape == one.entry.shape
+    spans = [(s.lo, s.hi) for s in whole.sources]
+    assert spans[0][0] == 0
+    assert spans[-1][1] == one.entry.numel
+    assert all(one[1] == other[0] for one, other in pairwise(spans))

@@ -1,0 +1,5 @@
+"""The fixtures of tests that use a repository without tensors."""
+
+from tests.repository.conftest import faults, repo
+
+__all__ = ["faults", "repo"]

@@ -1,0 +1,288 @@
+"""Announcements: before a record is there its run tells of it, at dense numbers, and nobody misses what was told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from casckpt.errors import StorageError
+from casckpt.format.keys import announcement_key, commit_key, parse_log, run_hash
+from casckpt.format.names import TxId
+from casckpt.history import commits
+from casckpt.history.announcements import announce, fill, look, read_back, runs
+from casckpt.history.commits import forget, purge, restore
+from casckpt.repository.caches import RunCache
+from casckpt.repository.repository import Repository
+from tests.support.announced import announcements
+from tests.support.faulty import Call, FaultyStore, call_first, fail_after, fail_before, look_on
+from tests.support.repositories import commit_bare, committed, meanwhile, memory, repository
+
+RUN = run_hash("run")
+
+
+def told(repo: Repository, run: str = RUN) -> list[tuple[int, list[tuple[str, int]]]]:
+    """(number, what it tells of) of each announcement of a run that is in the store."""
+    return announcements(repo, run)
+
+
+def faulty(tmp_path: Path, seed: int = 1) -> tuple[Repository, FaultyStore]:
+    storage = FaultyStore(memory())
+    return repository(tmp_path, storage, seed=seed), storage
+
+
+def test_each_record_is_announced_before_it_is_there(tmp_path: Path) -> None:
+    repo, storage = faulty(tmp_path)
+    created = []
+
+    def look_behind(call: Call) -> None:
+        name = parse_log(call.key)
+        assert name is not None
+        created.append(name)
+        assert name in {one for _, some in told(repo) for one in some}
+
+    storage.inject(look_on("put", look_behind, key="commits/*", times=100))
+    one = commit_bare(repo)
+    purge(repo, forget(repo, restore(repo, forget(repo, one))))
+    other = commit_bare(repo, step=1)
+    commits.purge_unreadable(repo, other.txid)
+    assert [number for _, number in created] == [0, 1, 2, 3, 4, 0, 1]
+    assert told(repo) == [(n, [name]) for n, name in enumerate(created)]
+
+
+def test_revoking_is_not_announced(tmp_path: Path) -> None:
+    from casckpt.history.transactions import revoke
+
+    repo, _ = faulty(tmp_path)
+    revoke(repo, repo.new_txid("run", 0), "given up")
+    assert runs(repo) == []
+
+
+def test_runs_are_told_apart(tmp_path: Path) -> None:
+    repo, _ = faulty(tmp_path)
+    for run in ("a", "b", "a"):
+        commit_bare(repo, run)
+    assert runs(repo) == sorted(map(run_hash, "ab"))
+    assert [number for number, _ in told(repo, run_hash("a"))] == [0, 1]
+    assert [number for number, _ in told(repo, run_hash("b"))] == [0]
+
+
+def test_a_number_without_an_answer_is_not_skipped(tmp_path: Path) -> None:
+    repo, storage = faulty(tmp_path)
+    commit_bare(repo)
+    storage.inject(fail_before("put", key="runs/*"))
+    with pytest.raises(StorageError):
+        commit_bare(repo, step=1)
+    assert storage.count("put", "commits/*") == 1
+    commit_bare(repo, step=2)
+    assert [number for number, _ in told(repo)] == [0, 1]
+
+
+def test_an_answer_that_got_lost_is_found_again(tmp_path: Path) -> None:
+    repo, storage = faulty(tmp_path)
+    storage.inject(fail_after("put", key="runs/*"))
+    commit_bare(repo)
+    assert [number for number, _ in told(repo)] == [0]
+
+
+def test_a_late_put_and_a_second_attempt_have_a_number_each(tmp_path: Path) -> None:
+    """The put that had no answer arrives when its writer has read that the number is free."""
+    repo, storage = faulty(tmp_path)
+    other = repository(tmp_path / "other", storage.inner, seed=2)
+    storage.inject(call_first("put", meanwhile(lambda: commit_bare(other, step=7)), key="runs/*"))
+    commit_bare(repo)
+    assert [number for number, _ in told(repo)] == [0, 1]
+    assert len(look_at(repo).announced) == 2
+
+
+def look_at(repo: Repository, run: str = RUN) -> RunCache:
+    look(repo, run)
+    return read_back(repo, run)
+
+
+def test_several_that_announce_the_same_need_one(tmp_path: Path) -> None:
+    repo, storage = faulty(tmp_path)
+    other = repository(tmp_path / "other", storage.inner, seed=2)
+    record = committed(repo)
+    mine = [(record.txid, 0)]
+    look(repo, RUN)
+    announce(other, mine)
+    announce(repo, mine, seen=-1)
+    announce(repo, mine)
+    assert len(told(repo)) == 1
+    assert look_at(repo).announced == {record.txid: 0}
+
+
+def test_who_finds_a_number_of_a_log_taken_announces_the_next(tmp_path: Path) -> None:
+    """Where a gc has taken it, for one that it believed dead."""
+    repo, storage = faulty(tmp_path)
+    one = commit_bare(repo)
+    storage.inject(
+        call_first("put", meanwhile(lambda: commits.keep(repo, one.txid, 1)), key=f"{commit_key(one.txid)}.1")
+    )
+    now = forget(repo, one)
+    assert (now.last, now.number) == ("forgotten", 2)
+    assert [some for _, some in told(repo)][1:] == [[(one.txid, 1)], [(one.txid, 2)]]
+    assert commits.read_log(repo, one.txid) == now
+    assert commits.list_commits(repo).commits[one.txid] == now
+
+
+def test_a_kept_number_says_nothing(tmp_path: Path) -> None:
+    repo, _ = faulty(tmp_path)
+    one = commit_bare(repo)
+    assert commits.keep(repo, one.txid, 1)
+    assert not commits.keep(repo, one.txid, 1)
+    now = commits.refresh(repo, one)
+    assert (now.last, now.number, now.changed_at) == ("committed", 1, one.changed_at)
+    assert commits.list_commits(repo).commits[one.txid] == now == commits.read_log(repo, one.txid)
+    gone = purge(repo, forget(repo, now))
+    assert (gone.last, gone.number) == ("purged", 3)
+
+
+def test_what_was_noted_in_part_is_read_again(tmp_path: Path) -> None:
+    """A fork, or an interrupt, may come in the middle of it."""
+    repo, _ = faulty(tmp_path)
+    one = commit_bare(repo)
+
+    class Cut(dict[TxId, int]):
+        def __setitem__(self, key: TxId, value: int) -> None:
+            raise KeyboardInterrupt
+
+    known = repo.runs[RUN]
+    known.announced = Cut(known.announced)
+    with pytest.raises(KeyboardInterrupt):
+        commit_bare(repo, step=1)
+    known.announced = dict(known.announced)
+    ((txid, _),) = told(repo)[1][1]
+    assert look_at(repo).announced == {one.txid: 0, txid: 0}
+    assert len(told(repo)) == 2
+
+
+def test_threads_that_ask_for_a_run_at_once_get_the_same(tmp_path: Path) -> None:
+    repo, _ = faulty(tmp_path)
+    for run in range(200):
+        with ThreadPoolExecutor(4) as pool:
+            assert len({id(one) for one in pool.map(lambda _, run=run: repo.runs[str(run)], range(4))}) == 1
+
+
+def test_many_are_announced_at_once(tmp_path: Path) -> None:
+    repo, _ = faulty(tmp_path)
+    txids = [repo.new_txid("run", step) for step in range(2500)]
+    announce(repo, [(txid, 0) for txid in txids])
+    assert [len(some) for _, some in told(repo)] == [1000, 1000, 500]
+
+
+def asked(storage: FaultyStore, call: Callable[[], object]) -> list[tuple[str, str]]:
+    before = len(storage.calls)
+    call()
+    return [(one.method, one.key) for one in storage.calls[before:]]
+
+
+def test_who_knows_a_run_asks_for_what_comes_next(tmp_path: Path) -> None:
+    repo, storage = faulty(tmp_path)
+    for step in range(3):
+        commit_bare(repo, step=step)
+    at = [announcement_key(RUN, number) for number in range(6)]
+    assert asked(storage, lambda: look(repo, RUN)) == [("get", at[2]), ("get", at[3])]
+    other = repository(tmp_path / "other", storage.inner, seed=2)
+    for step in range(3, 5):
+        commit_bare(other, step=step)
+    assert asked(storage, lambda: look(repo, RUN)) == [("get", key) for key in at[2:]]
+    assert len(look_at(repo).announced) == 5
+
+
+def test_who_knows_nothing_lists_two_folders(tmp_path: Path) -> None:
+    repo, storage = faulty(tmp_path)
+    for step in range(3):
+        commit_bare(repo, step=step)
+    host = repository(tmp_path / "new", storage, seed=2)
+    found = asked(storage, lambda: look(host, RUN))
+    assert [call for call in found if call[0] == "list"] == [("list", f"runs/{RUN}"), ("list", f"runs/{RUN}/999999")]
+    assert all(call[0] == "list" or call[1] == "casckpt.json" for call in found)
+    assert look(host, RUN).head == 2
+
+
+def test_the_head_is_found_in_the_first_folder_that_holds_any(tmp_path: Path) -> None:
+    repo, storage = faulty(tmp_path)
+    for number in (0, 999, 1000, 1001):
+        fill(repo, RUN, number)
+    (tmp_path / "empty").mkdir()
+    assert look(repository(tmp_path / "new", storage, seed=2), RUN).head == 1001
+
+
+def test_what_a_host_has_read_no_process_of_it_reads_again(tmp_path: Path) -> None:
+    repo, storage = faulty(tmp_path)
+    for step in range(20):
+        commit_bare(repo, step=step)
+    again = repository(tmp_path, storage, seed=3)
+    calls = asked(storage, lambda: look_at(again))
+    assert [key for method, key in calls if method == "get" and key.startswith("runs/")] == [
+        announcement_key(RUN, 19),
+        announcement_key(RUN, 20),
+    ]
+    assert len(look_at(again).announced) == 20
+
+
+def test_who_was_announced_and_is_not_there_yet_is_not_forgotten(tmp_path: Path) -> None:
+    """Neither by a process, nor over its end."""
+    from casckpt.history.following import is_visible, newest
+
+    repo, storage = faulty(tmp_path)
+    first, late = commit_bare(repo), committed(repo, step=1)
+    announce(repo, [(late.txid, 0)])
+    hosts = [repository(tmp_path / "host", storage.inner, seed=2), repository(tmp_path / "never", storage.inner)]
+    for host in hosts:
+        found = newest(host, "run", is_visible)
+        assert found is not None
+        assert found.txid == first.txid
+    commits.commit(repo, late)
+    commit_bare(repo, "another")
+    for host in (*hosts, repository(tmp_path / "host", storage.inner, seed=4)):
+        found = newest(host, "run", is_visible)
+        assert found is not None
+        assert found.txid == late.txid
+
+
+def test_a_store_that_was_put_back_is_looked_at_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """So no number is put behind a hole."""
+    repo, storage = faulty(tmp_path)
+    for step in range(3):
+        commit_bare(repo, step=step)
+    for number in (1, 2):
+        storage.inner.delete(announcement_key(RUN, number))
+    with caplog.at_level(logging.WARNING):
+        assert look(repo, RUN).head == 0
+    assert "not what it was" in caplog.text
+    commit_bare(repo, step=3)
+    assert [number for number, _ in told(repo)] == [0, 1]
+
+
+def test_a_store_that_went_another_way_is_looked_at_anew(tmp_path: Path) -> None:
+    repo, storage = faulty(tmp_path)
+    one = commit_bare(repo)
+    other = repository(tmp_path / "other", storage.inner, seed=2)
+    storage.inner.delete(announcement_key(RUN, 0))
+    storage.inner.delete(commit_key(one.txid))
+    two = commit_bare(other, step=2)
+    assert look_at(repo).announced == {two.txid: 0}
+
+
+def test_what_cannot_be_read_counts_as_taken(tmp_path: Path) -> None:
+    repo, storage = faulty(tmp_path)
+    one = commit_bare(repo)
+    storage.inner.put(announcement_key(RUN, 1), b"torn")
+    two = commit_bare(repo, step=1)
+    assert list(look_at(repo).records) == [0, 1, 2]
+    assert look_at(repo).unreadable == {1}
+    assert look_at(repo).announced == {one.txid: 0, two.txid: 0}
+
+
+def test_announcements_of_another_run_are_refused(tmp_path: Path) -> None:
+    repo, storage = faulty(tmp_path)
+    commit_bare(repo, "another")
+    data = storage.inner.get(announcement_key(run_hash("another"), 0), limit=1 << 20)
+    storage.inner.put(announcement_key(RUN, 0), data)
+    assert look_at(repo).unreadable == {0}

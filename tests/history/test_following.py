@@ -1,0 +1,228 @@
+"""Following runs shows what a listing of commits/ shows, whatever order things are announced and happen in."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from casckpt.contents.refs import resolve
+from casckpt.errors import Damaged, NotFound
+from casckpt.format.keys import announcement_key, commit_key, make_txid, run_hash
+from casckpt.format.records import time_of
+from casckpt.history import commits as log
+from casckpt.history.announcements import look
+from casckpt.history.commits import list_commits
+from casckpt.history.following import (
+    MANY_RUNS,
+    at_step,
+    greatest,
+    is_live,
+    is_visible,
+    look_at_all,
+    newest,
+    newest_of_runs,
+    newest_reusable,
+)
+from casckpt.repository.repository import Repository
+from casckpt.storage.memory import MemoryStore
+from tests.support.faulty import FaultyStore
+from tests.support.hosts import AHEAD, CHANGES, RUNS, Hosts, Meddled, finish, saved
+from tests.support.repositories import START, Ticks, commit_bare, memory, repository
+
+
+def check(repo: Repository, run: str) -> None:
+    """What following shows is what a listing shows."""
+    listed = list_commits(repo)
+    visible = [one for one in listed.visible() if one.run == run]
+    live = [one for one in listed.live() if one.run == run]
+    assert newest(repo, run, is_visible) == (visible[-1] if visible else None)
+    assert newest_reusable(repo, run, anew=True) == (live[-1] if live else None)
+    known = look_at_all(repo, run)
+    every = [txid for txid, one in listed.commits.items() if run_hash(run) in txid and one.last != "revoked"]
+    latest = greatest(repo, known, run)
+    assert latest is None or latest >= max(every, default=latest)
+    assert latest is not None or not every
+    for step in range(3):
+        assert at_step(repo, known, run, step, is_visible) == [one for one in visible if one.step == step]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(CHANGES), max_size=25), st.integers(0, 1 << 30))
+def test_what_is_followed_is_what_is_listed(changes: list[str], seed: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        hosts = Hosts(Path(folder), MemoryStore(f"following-{seed}-{folder}"), random.Random(seed))
+        for change in changes:
+            hosts.act(change)
+            for repo in (*hosts.hosts, hosts.another_process(), hosts.fresh()):
+                for run in RUNS if hosts.draw.random() < 0.5 else ():
+                    check(repo, run)
+        newest_ones = [one.txid for one in newest_of_runs(hosts.fresh(), is_live)]
+        live = {one.run: one for one in list_commits(hosts.hosts[0]).live()}
+        assert newest_ones == [one.txid for one in sorted(live.values(), key=lambda one: one.order, reverse=True)]
+        hosts.close()
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_look_misses_nothing_that_was_there_when_it_began(tmp_path: Path, seed: int, is_new: bool) -> None:
+    missed = 0
+    for round_ in range(60):
+        draw = random.Random(seed + round_)
+        storage = memory()
+        hosts = Hosts(tmp_path / str(round_), storage, draw)
+        for _ in range(draw.randrange(8)):
+            hosts.act(draw.choice(["begin", "save", "copy", "end"]))
+        meddled = Meddled(storage, hosts)
+        reader = repository(tmp_path / str(round_) / "reader", meddled, seed=99)
+        if not is_new:
+            look_at_all(reader, "a")
+        hosts.act("end")
+        before = [one for one in list_commits(hosts.fresh()).visible() if one.run == "a"]
+        meddled.is_on = True
+        found = newest(reader, "a", is_visible)
+        meddled.is_on = False
+        if before:
+            assert found is not None
+            assert found.origin >= before[-1].origin
+        known = look_at_all(reader, "a")
+        missed += len({one.txid for one in before} - known.announced.keys())
+        hosts.close()
+    assert not missed
+
+
+def requests(storage: FaultyStore) -> list[str]:
+    return [call.key for call in storage.calls if call.method in ("get", "list", "size") and call.key != "casckpt.json"]
+
+
+@pytest.mark.parametrize("length", [3, 1100])
+def test_a_first_look_costs_a_handful(tmp_path: Path, length: int) -> None:
+    """However long the run is, and whatever others did since."""
+    storage = FaultyStore(memory())
+    repo = repository(tmp_path / "writer", storage)
+    for step in range(length):
+        finish(repo, saved(repo, "a", step))
+    for step in range(50):
+        commit_bare(repo, f"other-{step % 5}", step)
+    host = repository(tmp_path / "host", storage, seed=2)
+    storage.calls.clear()
+    found = resolve(host, "a@latest")
+    assert found.step == length - 1
+    run, at = run_hash("a"), announcement_key(run_hash("a"), length - 1)
+    assert requests(storage) == [
+        f"runs/{run}",
+        at.rpartition("/")[0],
+        at,
+        commit_key(found.txid),
+        commit_key(found.txid, 1),
+    ]
+
+
+def test_latest_asks_each_run_or_lists_where_there_are_many(tmp_path: Path) -> None:
+    storage = FaultyStore(memory())
+    repo = repository(tmp_path, storage)
+    last = [commit_bare(repo, f"run-{number}") for number in range(MANY_RUNS)][-1]
+    storage.calls.clear()
+    assert resolve(repo, "latest").txid == last.txid
+    assert storage.count("list", "commits/") == 0
+    other = commit_bare(repo, "one-more")
+    storage.calls.clear()
+    assert resolve(repo, "latest").txid == other.txid
+    assert storage.count("list", "commits/") == 1
+    assert next(one.txid for one in newest_of_runs(repo, is_live, but="one-more")) == last.txid
+
+
+@pytest.mark.parametrize("count", [2, MANY_RUNS + 1])
+def test_nothing_of_other_runs_is_reused_whose_state_is_in_doubt(tmp_path: Path, count: int) -> None:
+    """It may be purged: the record that says so cannot be read."""
+    storage = memory()
+    repo = repository(tmp_path, storage)
+    one, *others = (commit_bare(repo, f"run-{number}") for number in range(count))
+    log.purge(repo, log.forget(repo, one))
+    key = commit_key(one.txid, 2)
+    storage.delete(key)
+    storage.put(key, b"torn")
+    found = newest_of_runs(repository(tmp_path / "new", storage), is_live, skip_doubtful=True)
+    assert {commit.txid for commit in found} == {commit.txid for commit in others}
+
+
+def test_where_nothing_is_announced_all_is_listed(tmp_path: Path) -> None:
+    """And the error names what there is."""
+    storage = memory()
+    repo = repository(tmp_path, storage)
+    one = commit_bare(repo, "a", 1)
+    for entry in list(storage.list("runs/")):
+        storage.delete(entry.key)
+    assert resolve(repository(tmp_path / "new", storage), "a@latest").txid == one.txid
+    assert resolve(repository(tmp_path / "newer", storage), "latest").txid == one.txid
+    with pytest.raises(NotFound, match="there are a"):
+        resolve(repo, "other@latest")
+
+
+def test_a_save_that_was_announced_with_a_later_clock_hides_nothing(tmp_path: Path) -> None:
+    """Its writer had looked, so what it says of all before it is true; who had not looked says nothing."""
+    storage = memory()
+    ahead = repository(tmp_path / "ahead", storage, clock=Ticks(START + AHEAD * 10**6))
+    repo = repository(tmp_path / "behind", storage, seed=2)
+    one = finish(ahead, saved(ahead, "a", 1))
+    two = finish(repo, saved(repo, "a", 2))
+    late = saved(repo, "a", 3)
+    copied = commit_bare(repo, "a", 4, txid=make_txid(time_of(START) + timedelta(days=1), bytes(8), "a", 4))
+    three = finish(repo, late)
+    assert one.txid < two.txid < three.txid < copied.txid
+    assert newest(repository(tmp_path / "new", storage), "a", is_visible) == copied
+
+
+def test_what_cannot_be_read_is_looked_for_in_the_listing(tmp_path: Path) -> None:
+    storage = memory()
+    repo = repository(tmp_path, storage)
+    made = [finish(repo, saved(repo, "a", step)) for step in range(4)]
+    key = announcement_key(run_hash("a"), 3)
+    storage.delete(key)
+    storage.put(key, b"torn")
+    host = repository(tmp_path / "new", storage)
+    assert newest(host, "a", is_visible) == made[3]
+    assert greatest(host, look_at_all(host, "a"), "a") == made[3].txid
+    assert [one.step for one in at_step(host, look_at_all(host, "a"), "a", 3, is_visible)] == [3]
+
+
+def test_a_log_that_cannot_be_read_is_passed_by_or_told_of(tmp_path: Path) -> None:
+    storage = memory()
+    repo = repository(tmp_path, storage)
+    one, two = (finish(repo, saved(repo, "a", step)) for step in range(2))
+    storage.delete(commit_key(two.txid))
+    storage.put(commit_key(two.txid), b"torn")
+    assert newest_reusable(repo, "a", anew=True) == one
+    assert resolve(repo, "a@latest").txid == one.txid
+    known = look_at_all(repo, "a")
+    assert at_step(repo, known, "a", 1, is_visible, skip_doubtful=True) == []
+    with pytest.raises(Damaged):
+        at_step(repo, known, "a", 1, is_visible)
+
+
+def test_what_has_ended_is_not_read_again(tmp_path: Path) -> None:
+    storage = FaultyStore(memory())
+    repo = repository(tmp_path, storage)
+    one = finish(repo, saved(repo, "a", 0))
+    gone = [finish(repo, saved(repo, "a", step)) for step in range(1, 4)]
+    for commit in gone:
+        log.purge(repo, log.forget(repo, commit))
+    assert newest(repo, "a", is_visible) == one
+    storage.calls.clear()
+    assert newest(repo, "a", is_visible) == one
+    assert not [key for key in requests(storage) if any(commit.txid in key for commit in gone)]
+
+
+def test_a_damaged_head_is_no_reason_to_forget_all(tmp_path: Path) -> None:
+    storage = memory()
+    repo = repository(tmp_path, storage)
+    made = [finish(repo, saved(repo, "a", step)) for step in range(2)]
+    key = announcement_key(run_hash("a"), 1)
+    storage.delete(key)
+    storage.put(key, b"torn")
+    assert look(repo, run_hash("a")).head == 1
+    assert newest(repo, "a", is_visible) == made[1]

@@ -1,0 +1,324 @@
+"""Tags: generations, races, and that a tag never names what is gone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, Revoked
+from casckpt.format.keys import tag_key
+from casckpt.history.commits import Commit, forget, list_commits, purge
+from casckpt.history.leases import hold
+from casckpt.history.tags import (
+    delete_tag,
+    get_tag,
+    list_tags,
+    named_by,
+    remove_old_generations,
+    set_tag,
+    tagged_txids,
+    tags,
+    tags_of,
+)
+from casckpt.history.transactions import revoke
+from casckpt.repository.repository import Repository
+from casckpt.storage.local.store import LocalStore
+from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
+from tests.support.gcs import keys, ticking
+from tests.support.repositories import commit_bare, meanwhile, memory, repository
+
+
+def named(repo: Repository) -> dict[str, str]:
+    return {name: tag.txid for name, tag in tags(repo).items()}
+
+
+def test_a_tag_moves_and_goes(repo: Repository) -> None:
+    one, two = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
+    assert tags(repo) == {}
+    first = set_tag(repo, "best", one)
+    assert (first.name, first.generation, first.txid, first.manifest) == ("best", 0, one.txid, one.id)
+    second = set_tag(repo, "best", two)
+    set_tag(repo, "base", two)
+    assert named(repo) == {"base": two.txid, "best": two.txid}
+    assert get_tag(repo, "best") == second
+    assert tags_of(tags(repo), two.id) == ["base", "best"]
+    assert tags_of(tags(repo), one.id) == []
+    delete_tag(repo, "best")
+    assert named(repo) == {"base": two.txid}
+    assert get_tag(repo, "best") is None
+    set_tag(repo, "best", one)
+    assert get_tag(repo, "best") == tags(repo)["best"]
+    assert tags(repo)["best"].generation == 3
+
+
+def test_generations_are_compared_as_numbers(repo: Repository) -> None:
+    commits = [commit_bare(repo, "a", step) for step in range(12)]
+    for commit in commits:
+        set_tag(repo, "best", commit)
+    assert named(repo) == {"best": commits[-1].txid}
+
+
+def test_names_that_begin_alike_are_apart(repo: Repository) -> None:
+    commit = commit_bare(repo)
+    set_tag(repo, "best-ever", commit)
+    assert get_tag(repo, "best") is None
+    assert set_tag(repo, "best", commit).generation == 0
+
+
+@pytest.mark.parametrize("name", ["", "Best", "a/b", "../x", "a b", ".x", "a" * 101, "ä"])
+def test_bad_names_are_refused(repo: Repository, name: str) -> None:
+    commit = commit_bare(repo)
+    with pytest.raises(InvalidInput):
+        set_tag(repo, name, commit)
+    with pytest.raises(InvalidInput):
+        delete_tag(repo, name)
+    with pytest.raises(InvalidInput):
+        get_tag(repo, name)
+    assert list(repo.storage.list("tags/")) == []
+
+
+def test_deleting_no_tag_names_those_there_are(repo: Repository) -> None:
+    with pytest.raises(NotFound, match="there are none"):
+        delete_tag(repo, "best")
+    set_tag(repo, "best", commit_bare(repo))
+    with pytest.raises(NotFound, match=r"no tag 'bets'.*best"):
+        delete_tag(repo, "bets")
+    delete_tag(repo, "best")
+    with pytest.raises(NotFound):
+        delete_tag(repo, "best")
+
+
+def test_tagging_restores_what_is_forgotten(repo: Repository) -> None:
+    forgotten = forget(repo, commit_bare(repo))
+    set_tag(repo, "best", forgotten)
+    assert list_commits(repo).commits[forgotten.txid].visible
+
+
+def test_tagging_beside_a_visible_twin_is_a_conflict_and_writes_nothing(repo: Repository) -> None:
+    forgotten = forget(repo, commit_bare(repo, "a", 1))
+    commit_bare(repo, "a", 1)
+    with pytest.raises(Conflict, match="visible under the same run and step"):
+        set_tag(repo, "best", forgotten)
+    assert tags(repo) == {}
+
+
+def test_tagging_what_was_purged_or_revoked_is_a_conflict(repo: Repository) -> None:
+    with pytest.raises(Conflict, match="purged"):
+        set_tag(repo, "best", purge(repo, forget(repo, commit_bare(repo))))
+    txid = repo.new_txid("a", 1)
+    revoke(repo, txid, "x")
+    with pytest.raises(Revoked):
+        set_tag(repo, "best", list_commits(repo).commits[txid])
+    assert tags(repo) == {}
+
+
+def test_what_is_forgotten_while_it_is_tagged_comes_back(repo: Repository, faults: FaultyStore) -> None:
+    commit = commit_bare(repo)
+    faults.inject(call_first("put", meanwhile(lambda: forget(repo, commit)), key="tags/*"))
+    set_tag(repo, "best", commit)
+    assert list_commits(repo).commits[commit.txid].visible
+
+
+TAKEN: dict[str, Callable[[Repository, Commit], object]] = {
+    "purged just now": lambda repo, commit: purge(repo, forget(repo, commit)),
+    "visible under the same run and step": lambda repo, commit: (forget(repo, commit), commit_bare(repo, "a", 1)),
+}
+
+
+@pytest.mark.parametrize("had_one", [False, True])
+@pytest.mark.parametrize("why", TAKEN)
+def test_what_is_purged_or_overwritten_while_it_is_tagged_leaves_the_tag_as_it_was(
+    repo: Repository, faults: FaultyStore, why: str, had_one: bool
+) -> None:
+    commit, other = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
+    if had_one:
+        set_tag(repo, "best", other)
+    faults.inject(call_first("put", meanwhile(lambda: TAKEN[why](repo, commit)), key="tags/*"))
+    with pytest.raises(Conflict, match=why):
+        set_tag(repo, "best", commit)
+    assert named(repo) == ({"best": other.txid} if had_one else {})
+
+
+def test_a_tag_whose_answer_got_lost_is_set(repo: Repository, faults: FaultyStore) -> None:
+    commit = commit_bare(repo)
+    faults.inject(fail_after("put", key="tags/*"))
+    assert set_tag(repo, "best", commit).generation == 0
+    assert len(list(repo.storage.list("tags/"))) == 1
+
+
+@pytest.mark.parametrize("where", ["memory", "folder"])
+def test_of_eight_that_move_a_tag_at_once_one_wins(tmp_path: Path, where: str) -> None:
+    storage = memory() if where == "memory" else LocalStore(tmp_path / "store")
+    repo = repository(tmp_path, storage)
+    set_tag(repo, "best", commit_bare(repo, "a", 99))
+    commits = [commit_bare(repo, "a", step) for step in range(8)]
+    barrier = threading.Barrier(8, timeout=60)
+    won: list[str] = []
+    lost: list[str] = []
+
+    def run(index: int) -> None:
+        wait = call_first("put", meanwhile(barrier.wait), key="tags/*")
+        mine = repository(tmp_path, FaultyStore(storage, [wait]), seed=index)
+        try:
+            won.append(set_tag(mine, "best", commits[index]).txid)
+        except Conflict as error:
+            lost.append(str(error))
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(won), len(lost)) == (1, 7)
+    assert all("moved by somebody else" in message for message in lost)
+    assert named(repo) == {"best": won[0]}
+    assert tags(repo)["best"].generation == 1
+
+
+def test_two_that_set_the_same_tag_at_the_same_instant_do_not_both_win(tmp_path: Path) -> None:
+    storage = memory()
+    commit = commit_bare(repository(tmp_path, storage))
+    other = repository(tmp_path, storage, seed=2, clock=lambda: 5)
+    first = call_first("put", meanwhile(lambda: set_tag(other, "best", commit)), key="tags/*")
+    repo = repository(tmp_path, FaultyStore(storage, [first]), seed=3, clock=lambda: 5)
+    with pytest.raises(Conflict):
+        set_tag(repo, "best", commit)
+
+
+def test_a_damaged_tag_spoils_no_listing_but_stops_who_must_know(repo: Repository) -> None:
+    commit = commit_bare(repo)
+    set_tag(repo, "good", commit)
+    set_tag(repo, "bad", commit)
+    set_tag(repo, "bad", commit)
+    repo.storage.replace(tag_key("bad", 1), b"torn")
+    found = list_tags(repo)
+    assert found.tags.keys() == {"good"}
+    assert isinstance(found.damaged["bad"], Damaged)
+    with pytest.raises(Damaged, match="tags/bad/1"):
+        tags(repo)
+    with pytest.raises(Damaged):
+        get_tag(repo, "bad")
+    assert set_tag(repo, "bad", commit).generation == 2
+    assert tags(repo).keys() == {"good", "bad"}
+
+
+def test_a_damaged_tag_can_be_deleted_and_its_error_says_so(repo: Repository) -> None:
+    set_tag(repo, "bad", commit_bare(repo))
+    repo.storage.replace(tag_key("bad", 0), b"torn")
+    with pytest.raises(Damaged, match=r"Set the tag again, or delete it .*--delete bad"):
+        tags(repo)
+    delete_tag(repo, "bad")
+    assert tags(repo) == {}
+    with pytest.raises(NotFound):
+        delete_tag(repo, "bad")
+
+
+def test_a_record_of_another_tag_is_refused(repo: Repository) -> None:
+    set_tag(repo, "one", commit_bare(repo))
+    repo.storage.put(tag_key("two", 0), repo.storage.get(tag_key("one", 0), limit=1 << 20))
+    with pytest.raises(Refused, match="'one'"):
+        get_tag(repo, "two")
+
+
+def test_records_of_tags_are_read_once(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+    set_tag(repo, "one", commit_bare(repo))
+    tags(repo)
+    reads = faults.count("get", "tags/*")
+    tags(repository(tmp_path, faults))
+    assert faults.count("get", "tags/*") == reads == 1
+
+
+# by id
+
+
+def test_a_tag_names_the_id_whatever_commit_it_was_set_on(repo: Repository) -> None:
+    old = commit_bare(repo, "a", 1)
+    set_tag(repo, "best", old)
+    (tag,) = tags(repo).values()
+    forget(repo, old)
+    again = commit_bare(repo, "a", 1, manifest=old.id)
+    other = commit_bare(repo, "a", 2)
+    assert tagged_txids(tags(repo), [old, again, other]) == {old.txid, again.txid}
+    assert named_by(tag, list_commits(repo)) == again, "what is visible answers"
+    forget(repo, again)
+    found = named_by(tag, list_commits(repo))
+    assert found is not None
+    assert found.txid == old.txid
+    purge(repo, found)
+    assert named_by(tag, list_commits(repo)) == list_commits(repo).commits[again.txid], "it can be restored"
+
+
+# old generations
+
+
+def cleaned(repo: Repository) -> set[str]:
+    remove_old_generations(repo)
+    return keys(repo, "tags/")
+
+
+def test_generations_go_once_the_newest_is_over_and_that_stays(repo: Repository) -> None:
+    commit = commit_bare(repo)
+    for name in ("ends", "lasts", "deleted"):
+        hold(repo, name, commit, 3600)
+        hold(repo, name, commit, 3600)
+    set_tag(repo, "lasts", commit)
+    delete_tag(repo, "deleted")
+    lasts = {tag_key("lasts", number) for number in range(3)}
+    ends = {tag_key("ends", number) for number in range(2)}
+    assert cleaned(repo) == lasts | ends | {tag_key("deleted", 2)}
+    ticking(repo)(3601)
+    assert cleaned(repo) == lasts | ends | {tag_key("deleted", 2)}, "a clock may be behind"
+    ticking(repo)(3600)
+    assert cleaned(repo) == lasts | {tag_key("ends", 1), tag_key("deleted", 2)}
+    assert named(repo) == {"lasts": commit.txid}
+    assert hold(repo, "ends", commit, 3600)[0].generation == 2
+    assert set_tag(repo, "deleted", commit).generation == 3
+
+
+def test_a_number_is_never_used_twice_though_a_cleaner_slept(
+    tmp_path: Path, repo: Repository, faults: FaultyStore
+) -> None:
+    """It has chosen what to delete, sleeps, and what was over is set anew and cleaned by another one."""
+    commit = commit_bare(repo)
+    hold(repo, "eval", commit, 1)
+    hold(repo, "eval", commit, 1)
+    ticking(repo)(7200)
+    other = repository(tmp_path / "other", faults, clock=repo.clock, seed=2)
+
+    def anew() -> None:
+        remove_old_generations(other)
+        hold(other, "eval", commit, 3600)
+
+    faults.inject(call_first("delete", meanwhile(anew), key="tags/*"))
+    remove_old_generations(repo)
+    assert named(repo) == {"eval": commit.txid}
+
+
+def test_what_was_listed_and_is_gone_was_over(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+    commit = commit_bare(repo)
+    hold(repo, "eval", commit, 1)
+    set_tag(repo, "best", commit)
+    fresh = repository(tmp_path / "fresh", faults, clock=repo.clock, seed=2)
+    gone = meanwhile(lambda: faults.inner.delete(tag_key("eval", 0)))
+    faults.inject(call_first("get", gone, key="tags/eval/0"))
+    assert named(fresh) == {"best": commit.txid}
+
+
+def test_what_is_listed_and_not_there_is_damage(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+    set_tag(repo, "best", commit_bare(repo))
+    fresh = repository(tmp_path / "fresh", faults, seed=2)
+    faults.inject(fail_before("get", key="tags/*", error=NotFound("a permission is missing")))
+    with pytest.raises(Damaged, match="best"):
+        tags(fresh)
+
+
+def test_a_name_whose_newest_cannot_be_read_is_left_alone(repo: Repository) -> None:
+    commit = commit_bare(repo)
+    hold(repo, "eval", commit, 1)
+    hold(repo, "eval", commit, 1)
+    ticking(repo)(7200)
+    repo.storage.replace(tag_key("eval", 1), b"torn")
+    assert cleaned(repo) == {tag_key("eval", 0), tag_key("eval", 1)}

@@ -1,0 +1,239 @@
+"""Arguments of no use: an error that says what to give instead, before anything is read or changed."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import casckpt
+from casckpt.errors import ForgottenWarning, Gone, InvalidInput, NotFound
+from casckpt.loading.load_plan import LoadArguments, LoadOptions, MatchArguments, ReadArguments
+from casckpt.saving.options import SaveArguments, SaveOptions
+from tests.support.repositories import memory
+from tests.support.saves import small
+
+
+@pytest.fixture
+def saved() -> casckpt.Store:
+    store = small(memory())
+    store.save({"w": torch.arange(3.0)}, step=1)
+    return store
+
+
+@pytest.mark.parametrize(
+    ("rename", "names"),
+    [
+        ({"(": "x"}, r"'\(' is no regular expression"),
+        ({5: "x"}, "5 is no regular expression"),
+        ({"w": r"\9"}, r"'\\\\9' is no replacement for 'w'"),
+        ({"w": 5}, "5 is no replacement"),
+        ([("a", "b")], "rename is a list"),
+        (lambda key: None, "gives None for 'w'"),
+    ],
+)
+def test_rename(saved: casckpt.Store, rename: Any, names: str) -> None:
+    target = torch.zeros(3)
+    with pytest.raises(InvalidInput, match=names):
+        saved.load({"w": target}, "default@1", rename=rename)
+    assert not target.any()
+
+
+@pytest.mark.parametrize("keys", [5, [5], [b"w"]])
+def test_patterns(saved: casckpt.Store, keys: Any) -> None:
+    with pytest.raises(InvalidInput, match="give a list of patterns"):
+        saved.read("default@1", keys=keys)
+
+
+@pytest.mark.parametrize("frozen", ["w", 5, True, [5], b"w"])
+def test_frozen(saved: casckpt.Store, frozen: Any) -> None:
+    with pytest.raises(InvalidInput, match="give a list of patterns, or a function"):
+        saved.save({"w": torch.zeros(3)}, step=2, frozen=frozen)
+
+
+@pytest.mark.parametrize("device", ["nonsense", None])
+def test_devices_that_torch_does_not_know(saved: casckpt.Store, device: Any) -> None:
+    with pytest.raises(InvalidInput, match="is not usable; give one as"):
+        saved.read("default@1", device=device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+def test_a_device_that_is_not_there(saved: casckpt.Store) -> None:
+    with pytest.raises(InvalidInput, match=r"'w' .* cannot be made on cuda"):
+        saved.read("default@1", device="cuda")
+
+
+@pytest.mark.parametrize("ref", [5, None, b"latest", ("default", 1)])
+def test_what_is_no_reference(saved: casckpt.Store, ref: Any) -> None:
+    for call in (saved.get, saved.read, saved.forget, saved.verify, saved.restore, saved.__contains__):
+        with pytest.raises(InvalidInput, match="is not text"):
+            call(ref)
+
+
+@pytest.mark.parametrize("given", [["a"], "a", [("a", b"")]])
+def test_attachments(saved: casckpt.Store, given: Any) -> None:
+    with pytest.raises(InvalidInput, match="attachments is a"):
+        saved.save({}, step=2, attachments=given)
+
+
+@pytest.mark.parametrize("name", ["save", "save_async", "load", "read", "pre_download"])
+def test_a_misspelt_keyword_is_named_by_the_call(saved: casckpt.Store, name: str) -> None:
+    given: dict[str, Any] = {"step": 2} if name.startswith("save") else {"ref": "default@1"}
+    state: dict[str, Any] = {} if name == "read" else {"state": {}}
+    with pytest.raises(TypeError, match=rf"^Store\.{name}\(\) got an unexpected keyword argument 'allow_pickel'$"):
+        getattr(saved, name)(**state, **given, allow_pickel=True)
+    assert [one.step for one in saved.checkpoints()] == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "keyword"),
+    [
+        ("read", "strict"),
+        ("read", "rename"),
+        ("read", "process_group"),
+        ("load", "ranks"),
+        ("load", "alive"),
+        ("pre_download", "unread"),
+        ("pre_download", "verify"),
+    ],
+)
+@pytest.mark.parametrize("state", [{}, {"state": {}}], ids=["no state", "state"])
+def test_a_keyword_of_another_call_is_refused_not_passed_by(
+    saved: casckpt.Store, name: str, keyword: str, state: dict[str, Any]
+) -> None:
+    given = {"load": {"state": {}}, "read": {}, "pre_download": state}[name]
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'"):
+        getattr(saved, name)(ref="default@1", **given, **{keyword: None})
+
+
+@pytest.mark.parametrize(
+    ("call", "names", "options"),
+    [
+        ("save", SaveArguments, SaveOptions),
+        ("load", LoadArguments, LoadOptions),
+        ("read", ReadArguments, LoadOptions),
+        ("pre_download", MatchArguments, LoadOptions),
+    ],
+)
+def test_every_option_has_a_default_and_stands_in_the_docstring(call: str, names: Any, options: Any) -> None:
+    described = inspect.getdoc(getattr(casckpt.Store, call)) or ""
+    assert [name for name in names.__annotations__ if f"``{name}``" not in described] == []
+    defaults = {one.name for one in fields(options) if one.default is not MISSING}
+    assert names.__annotations__.keys() <= defaults
+
+
+@pytest.mark.parametrize("duration", [-1, 7, "1", float("nan")])
+@pytest.mark.parametrize("name", ["wait", "revoke_after", "min_age", "keep_within"])
+def test_durations_of_a_gc(saved: casckpt.Store, name: str, duration: Any) -> None:
+    """A negative revoke_after would give up on every save in progress, and 7 may have been meant as days."""
+    with pytest.raises(InvalidInput, match=f"{name.replace('_', '-')}: .* is not a duration with its unit"):
+        saved.gc(keep_last=1, **{name: duration})
+    with pytest.raises(InvalidInput, match=name.replace("_", "-")):
+        saved.gc(keep_last=1, dry_run=True, **{name: duration})  # what the real one would refuse
+
+
+@pytest.mark.parametrize("sample", ["1", None, 0, 1.5])
+def test_samples(saved: casckpt.Store, sample: Any) -> None:
+    with pytest.raises(InvalidInput, match="a fraction"):
+        saved.verify(sample=sample)
+
+
+def test_steps_of_numpy(saved: casckpt.Store) -> None:
+    import numpy as np
+
+    ckpt = saved.save({}, step=np.int64(7))  # type: ignore[arg-type]  # a training loop may well count so
+    assert type(ckpt.step) is int
+    assert saved.get("default@7").step == 7
+
+
+def test_a_checkpoint_object_is_a_reference_everywhere(saved: casckpt.Store) -> None:
+    ckpt = saved.get("default@1")
+    assert saved.verify(ckpt).checked_checkpoints == 1
+    saved.forget(ckpt)
+    with pytest.raises(NotFound):
+        saved.get("default@1")
+
+
+def test_a_store_is_opened_and_not_made() -> None:
+    with pytest.raises(InvalidInput, match=r"casckpt.open\('ckpts'\)"):
+        casckpt.Store("ckpts")  # type: ignore[arg-type]  # what people try
+
+
+def test_runs_are_named(saved: casckpt.Store) -> None:
+    saved.save({}, run="zoo", step=1)
+    saved.save({}, run="away", step=1)
+    saved.forget("away@1")
+    assert saved.runs() == ["default", "zoo"]
+
+
+def test_results_are_short_when_they_are_printed(saved: casckpt.Store) -> None:
+    saved.save({"w": torch.zeros(3)}, step=2)
+    ckpt = saved.get("default@1")
+    assert repr(saved.gc(keep_last=1).forgotten) == f"(<Commit default@1 ({ckpt.id[:12]}), forgotten>,)"
+
+
+def test_a_notebook_shows_tables_and_runs_no_markup(saved: casckpt.Store) -> None:
+    saved.save({"<b>w": torch.ones(3)}, run="r", step=2, metadata={"<script>": "<i>"})
+    shown = {
+        "store": saved._repr_html_(),
+        "checkpoint": saved.get("r@2")._repr_html_(),
+        "diff": saved.diff("default@1", "r@2")._repr_html_(),
+    }
+    assert all(text.startswith("<div><b>") and text.count("<table>") == 1 for text in shown.values())
+    assert "<td>r</td><td>2</td>" in shown["store"]
+    assert "<td>&lt;script&gt;</td><td>&lt;i&gt;</td>" in shown["checkpoint"]
+    assert "<td>added</td><td>&lt;b&gt;w</td>" in shown["diff"]
+    assert "0 checkpoints" in small(memory())._repr_html_()
+
+
+def test_repair_from_a_path(tmp_path: Path) -> None:
+    state = {"w": torch.arange(1000.0)}
+    store, other = casckpt.open(tmp_path / "a"), casckpt.open(tmp_path / "b")
+    for one in (store, other):
+        one.save(state, step=1)
+    (blob,) = (tmp_path / "a").rglob("*.safetensors")
+    blob.unlink()
+    assert store.verify().is_damaged
+    assert not store.repair(tmp_path / "b").is_damaged
+    assert not store.verify().is_damaged
+
+
+def test_loading_what_was_forgotten_warns(saved: casckpt.Store) -> None:
+    held = saved.get("default@1")
+    id = held.id
+    saved.read(id)
+    saved.forget(id)
+    for load in (lambda: saved.read(id), lambda: saved.load({"w": torch.zeros(3)}, held)):
+        text = rf"default@1 \({id[:10]}.* was forgotten, and the next gc may purge"
+        with pytest.warns(ForgottenWarning, match=text) as told:
+            load()
+        assert [one.filename for one in told] == [__file__]  # and not a file of casckpt
+    saved.restore(id)
+    saved.read(id)
+
+
+def test_what_was_purged_while_it_was_held_is_gone(saved: casckpt.Store) -> None:
+    ckpt = saved.get("default@1")
+    saved.save({"w": torch.zeros(3)}, step=2)
+    saved.forget(ckpt)
+    saved.gc(min_age=0)
+    for call in (saved.read, lambda ref: saved.load({"w": torch.zeros(3)}, ref), saved.get, saved.verify, saved.forget):
+        with pytest.raises(Gone, match="purged"):
+            call(ckpt)
+    assert ckpt not in saved
+
+
+def test_a_checkpoint_of_another_store(saved: casckpt.Store) -> None:
+    other = small(memory())
+    other.save({"w": torch.zeros(3)}, step=5)
+    (ckpt,) = other.checkpoints()
+    assert ckpt not in saved
+    for call in (saved.read, saved.verify, saved.forget):
+        with pytest.raises(NotFound, match=f"no checkpoint {ckpt.id}"):
+            call(ckpt)
+    other.copy_to(saved, ckpt)
+    assert saved.read(ckpt)["w"].tolist() == [0, 0, 0]

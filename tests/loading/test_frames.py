@@ -1,0 +1,400 @@
+"""Loads of cells that lie as frames, told from other cells: from wherever, to wherever, and of what is damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+import casckpt
+from casckpt.errors import Damaged, StorageError
+from casckpt.format.digest import cell_digest
+from casckpt.format.encodings import encode_planes
+from casckpt.format.extents import MAX_LINKS, StoredCell
+from casckpt.format.keys import blob_key
+from casckpt.frontends.dcp import StorageReader
+from casckpt.history.commits import list_commits
+from casckpt.loading import frames as coded
+from casckpt.loading import planned_reads as items
+from casckpt.loading import transfer
+from casckpt.repository.blob_cache import FOLDER
+from casckpt.repository.repository import Repository
+from casckpt.store.store import Store
+from tests.support import dcp
+from tests.support.coded import Stored, chain, code
+from tests.support.far import far
+from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before
+from tests.support.gcs import collect
+from tests.support.repositories import meanwhile, memory
+from tests.support.rewrites import move
+from tests.support.saves import CELL, content, counted, flip, overwrite, same_state, small, small_folder
+from tests.support.servers import Server
+from tests.support.tensors import NAMES, same
+from tests.support.told import Told
+from tests.support.versions import STEPS, changed, saved, smooth, states, versions
+
+SLICED = ("bool", "uint8", "bfloat16", "float32", "float64", "complex64", "complex128")
+
+
+def reopened(store: Store) -> Store:
+    return Store(Repository(store.repository.storage))
+
+
+def links(store: Store, ref: str, key: str) -> list[StoredCell]:
+    """The first cell of a tensor, and its bases."""
+    cells = Stored(store, ref).cells()
+    return list(next(cell for (name, region), cell in cells.items() if name[1] == key and not region.lo).chain)
+
+
+def key_of(store: Store, ref: str, cell: StoredCell) -> str:
+    blob = Stored(store, ref).refs[cell.blob]
+    return blob_key(blob.uploader, blob.hash)
+
+
+# what is loaded
+
+
+@pytest.mark.parametrize("planes", [False, True])
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("verify", [True, False])
+def test_each_version_is_what_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planes: bool, threads: int, verify: bool
+) -> None:
+    """At the first look."""
+    monkeypatch.delattr(transfer, "decode_again")
+    found = states()
+    for made in (small(), small_folder(tmp_path), small(far())):
+        store = saved(made, found, planes=planes)
+        assert len(links(store, "latest", "m.w")) == STEPS
+        for step, state in enumerate(found):
+            told = Told()
+            got = reopened(store).read(f"default@{step}", threads=threads, verify=verify, progress=told)
+            assert same_state(got, state)
+            assert told.done == told.total
+
+
+def test_in_a_bucket(moto_server: Server, tmp_path: Path) -> None:
+    url, found = f"s3://{moto_server.new_place()}/store", states()
+    store = casckpt.open(url, storage_options=moto_server.options, cache_dir=tmp_path / "one")
+    store.create(cell_bytes=CELL, blob_bytes=16 * CELL)
+    saved(store, found)
+    other = casckpt.open(url, storage_options=moto_server.options, cache_dir=tmp_path / "other")
+    for _ in range(2):
+        assert same_state(other.read("latest"), found[-1])
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("name", NAMES)
+def test_every_dtype(name: str) -> None:
+    found = versions(smooth((7, 1111), name), 3)
+    store = saved(small(), [{"w": one} for one in found], planes=True)
+    for verify in (True, False):
+        assert same(store.read("latest", verify=verify)["w"], found[-1])
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[tuple[int, int], tuple[slice, slice]]:
+    """A shape, and a part of it."""
+    shape = draw(st.integers(1, 60)), draw(st.integers(1, 300))
+    starts = [draw(st.integers(0, size - 1)) for size in shape]
+    ends = [draw(st.integers(start + 1, size)) for start, size in zip(starts, shape, strict=True)]
+    return shape, (slice(starts[0], ends[0]), slice(starts[1], ends[1]))
+
+
+@given(st.sampled_from(SLICED), boxes(), st.integers(1, 4), st.booleans(), st.booleans())
+def test_any_part(
+    name: str, box: tuple[tuple[int, int], tuple[slice, slice]], count: int, planes: bool, verify: bool
+) -> None:
+    shape, part = box
+    found = versions(smooth(shape, name), count)
+    store = saved(small(), [{"w": one} for one in found], planes=planes)
+    target = torch.zeros_like(found[0][part].contiguous())
+    store.load({"w": casckpt.Shard(target, shape, offset=(part[0].start, part[1].start))}, "latest", verify=verify)
+    assert same(target, found[-1][part])
+    turned = torch.zeros_like(found[0].t().contiguous()).t()
+    store.load({"w": turned}, "latest", verify=verify)
+    assert same(turned, found[-1])
+
+
+def test_the_longest_chain() -> None:
+    found = [{"w": one} for one in versions(smooth((10, 1024)), MAX_LINKS + 1)]
+    store = saved(small(), found)
+    assert len(links(store, "latest", "w")) == MAX_LINKS + 1
+    assert same_state(store.read("latest"), found[-1])
+
+
+def test_what_two_keys_share_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = saved(small(), states())
+    decoded: list[Any] = []
+    real = coded.Lot.decode
+
+    def noted(self: coded.Lot, item: items.Item, root: memoryview, into: memoryview) -> None:
+        decoded.append(item.unit[:3])
+        real(self, item, root, into)
+
+    monkeypatch.setattr(coded.Lot, "decode", noted)
+    store.read("latest", keys=["m.w", "m.tied"])
+    assert len(decoded) == len(set(decoded)) >= 90 * 1024 // CELL
+
+
+def test_what_others_were_told_from_is_loaded_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tensors that were equal and are not any more have one base; a third is still what that is."""
+    before = smooth((32, 256))
+    states = [{"a": before, "b": before.clone(), "c": before.clone()}]
+    states.append({"a": changed(before, 1), "b": changed(before, 2), "c": before})
+    store = saved(small(), states)
+    for lot in (0, 8 << 20):
+        monkeypatch.setattr(items, "_FRAME_BYTES", lot)
+        assert same_state(store.read("latest"), states[1])
+
+
+def test_in_a_template_that_holds_one_memory_twice() -> None:
+    store = saved(small(), states())
+    shared = torch.zeros(90, 256, dtype=torch.int32)
+    store.load({"m": {"w": shared, "tied": shared}}, "latest", unread="ignore")
+    assert torch.equal(shared, states()[-1]["m"]["w"])
+
+
+# what is read
+
+
+def test_few_requests_far_away() -> None:
+    """One for each run of cells, frames or bases that lie together, and no byte twice."""
+    storage = far()
+    store = saved(small(storage), states())
+    cells = [cell for (name, _), cell in Stored(store, "latest").cells().items() if name[1].startswith("m.")]
+    ranges = {(one.blob, one.offset, one.stored) for cell in cells for one in cell.chain}
+    runs = ranges - {(blob, at + nbytes, other) for blob, at, nbytes in ranges for _, _, other in ranges}
+    store.read("latest", keys=[])
+    with counted(store) as found:
+        store.get("latest")
+    before = storage.reads_of_blobs()
+    with counted(store) as io:
+        store.read("latest", keys=["m.*"])
+    assert storage.reads_of_blobs() - before == len(runs)
+    assert io.bytes_read - found.bytes_read == sum(nbytes for _, _, nbytes in ranges)
+
+
+def test_what_is_fetched_before_is_all_that_a_load_needs(tmp_path: Path) -> None:
+    storage = far()
+    saved(small(storage), states())
+    near = Store(Repository(storage, tmp_path))
+    template = {"m": {"w": torch.zeros(90, 256, dtype=torch.int32)}}
+    near.pre_download("latest", template)
+    before = storage.reads_of_blobs()
+    near.load(template, "latest", unread="ignore")
+    assert storage.reads_of_blobs() == before
+    assert torch.equal(template["m"]["w"], states()[-1]["m"]["w"])
+
+
+@pytest.mark.parametrize("most", [0, 3000, 8 << 20])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_no_more_frames_are_held_than_lots_have(monkeypatch: pytest.MonkeyPatch, most: int, threads: int) -> None:
+    store = saved(small(), states())
+    monkeypatch.setattr(items, "_FRAME_BYTES", most)
+    made: list[coded.Lot] = []
+    real = coded.Lot.fetch
+    held: list[int] = []
+
+    def noted(self: coded.Lot, read: Callable[[Any], memoryview]) -> bool:
+        made.append(self)
+        fetched = real(self, read)
+        held.append(sum(one.nbytes for one in self._held.values()))
+        return fetched
+
+    monkeypatch.setattr(coded.Lot, "fetch", noted)
+    assert same_state(store.read("latest", threads=threads), states()[-1])
+    largest = max(sum(one.stored for one in list(cell.chain)[:-1]) for cell in Stored(store, "latest").cells().values())
+    assert 0 < max(held) <= max(most, largest)
+    assert not any(lot._held for lot in made)
+
+
+def test_only_a_verified_load_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = saved(small(), states())
+    hashed: list[int] = []
+    real = cell_digest
+
+    def noted(data: memoryview) -> bytes:
+        hashed.append(data.nbytes)
+        return real(data)
+
+    monkeypatch.setattr(transfer, "cell_digest", noted)
+    store.read("latest", verify=False)
+    assert not hashed
+    store.read("latest", keys=["m.w"])
+    assert sum(hashed) == 90 * 1024
+
+
+# what is damaged
+
+
+@pytest.fixture(params=[1, 4])
+def threads(request: pytest.FixtureRequest) -> int:
+    found: int = request.param
+    return found
+
+
+@pytest.fixture
+def faults() -> FaultyStore:
+    return FaultyStore(memory(near=False))
+
+
+@pytest.fixture
+def store(faults: FaultyStore) -> Store:
+    """Each version of ``m`` is told from the one before, and the first from nothing; ``same`` lies as it is."""
+    found = states()
+    store = small(faults)
+    for step, state in enumerate(found):
+        store.save(state, step=step)
+    code(store, "default@0", keys=lambda key: key.startswith("m."), encode=lambda *given: encode_planes(*given[:2]))
+    chain(store, [f"default@{step}" for step in range(STEPS)])
+    collect(store.repository)
+    return store
+
+
+def hit(store: Store, ref: str, link: int, harm: Callable[[Store, str, int], None]) -> str:
+    """Harm one link of the first cell of ``m.odd``; the blob that it lies in."""
+    cell = links(store, ref, "m.odd")[link]
+    key = key_of(store, ref, cell)
+    harm(store, key, cell.offset + cell.stored // 2)
+    return key.split("/")[2].split(".")[0]
+
+
+def gone(store: Store, key: str, _: int) -> None:
+    store.repository.storage.delete(key)
+
+
+def short(store: Store, key: str, at: int) -> None:
+    overwrite(store, key, content(store, key)[:at])
+
+
+@pytest.mark.parametrize("harm", [flip, gone, short])
+@pytest.mark.parametrize("link", range(STEPS))
+def test_damage_is_told_with_the_blob_and_all_that_depend_on_it(
+    store: Store, harm: Callable[[Store, str, int], None], link: int, threads: int
+) -> None:
+    blob, step = hit(store, "latest", link, harm), STEPS - 1 - link
+    ids = {commit.step: commit.id for commit in list_commits(store.repository).visible()}
+    for later in range(step, STEPS):
+        with pytest.raises(Damaged, match=r"casckpt repair") as raised:
+            reopened(store).read(f"default@{later}", threads=threads, keys=["m.odd"])
+        assert raised.value.blob == blob
+        assert raised.value.key == "m.odd"
+        assert set(raised.value.checkpoints) == {ids[one] for one in range(step, STEPS)}
+        if harm is flip:
+            assert ("a base of a cell" in str(raised.value)) == (later > step)
+    for earlier in range(step):
+        assert same_state(reopened(store).read(f"default@{earlier}"), states()[earlier])
+    assert same_state(reopened(store).read("latest", keys=["same"]), {"same": states()[0]["same"]})
+
+
+def test_unverified_a_frame_that_is_none_is_told_all_the_same(store: Store, threads: int) -> None:
+    cell = links(store, "latest", "m.odd")[1]
+    flip(store, key_of(store, "latest", cell), cell.offset + 3)  # a byte that must be 0
+    with pytest.raises(Damaged, match="a base of a cell"):
+        store.read("latest", verify=False, threads=threads)
+
+
+@pytest.mark.parametrize("link", range(STEPS))
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_base_that_cannot_be_read_is_an_error_of_the_storage(
+    store: Store, faults: FaultyStore, link: int, verify: bool, threads: int
+) -> None:
+    key = key_of(store, "latest", links(store, "latest", "m.odd")[link])
+    faults.inject(fail_before("read_into", key=key, times=1000))
+    with pytest.raises(StorageError, match="injected"):
+        store.read("latest", verify=verify, threads=threads)
+    faults.heal()
+    assert same_state(store.read("latest", threads=threads), states()[-1])
+
+
+def test_what_was_misread_once_is_read_again(store: Store, faults: FaultyStore, threads: int) -> None:
+    key = key_of(store, "latest", links(store, "latest", "m.odd")[0])
+    faults.inject(corrupt("read_into", key=key))
+    assert same_state(store.read("latest", threads=threads), states()[-1])
+
+
+def test_something_else_that_writes_to_a_destination_is_suspected(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "cell_digest", lambda data: bytes(32))
+    with pytest.raises(Damaged, match=r"second look.*m\.odd"):
+        store.read("latest", keys=["m.odd"])
+
+
+@pytest.mark.parametrize("spoilt", range(STEPS))
+def test_what_a_cache_has_wrong_is_read_from_the_store(tmp_path: Path, spoilt: int, threads: int) -> None:
+    storage = far()
+    store = saved(small(storage), states(), planes=True)
+    near = Store(Repository(storage, tmp_path))
+    near.pre_download("latest")
+    cell = links(store, "latest", "m.odd")[spoilt]
+    name = key_of(store, "latest", cell).split("/")[2]
+    path = next(path for path in (tmp_path / FOLDER).iterdir() if path.name.startswith(name[:64]))
+    data = bytearray(path.read_bytes())
+    data[cell.offset + cell.stored // 2] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+    assert same_state(near.read("latest", threads=threads), states()[-1])
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_load_goes_on_where_the_checkpoint_is_now(
+    store: Store, faults: FaultyStore, at: int, verify: bool, threads: int
+) -> None:
+    def moved() -> None:
+        repo = Repository(faults.inner)
+        for commit in list_commits(repo).visible():
+            move(repo, commit)
+        collect(repo)
+
+    faults.inject(call_first("read_into", meanwhile(moved), key="objects/*.safetensors", at=at))
+    assert same_state(store.read("latest", verify=verify, threads=threads), states()[-1])
+
+
+# who else reads
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    store = small_folder(tmp_path_factory.mktemp("store"))
+    for step, state in enumerate(states()):
+        store.save({"model": state["m"]}, step=step, attachments={"a.bin": LONG})
+    chain(store, [f"default@{step}" for step in range(STEPS)])
+    return store
+
+
+LONG = bytes(range(256)) * 1000
+LAST = {f"model.{key}": value for key, value in states()[-1]["m"].items()}
+
+
+def test_an_attachment_is_what_it_was(exported: Store) -> None:
+    assert exported.read_attachment("latest", "a.bin") == LONG
+
+
+def test_safetensors_hold_what_was_saved(exported: Store, tmp_path: Path) -> None:
+    casckpt.export(exported, "latest", tmp_path / "all.safetensors")
+    assert same_state(dict(sorted(load_file(tmp_path / "all.safetensors").items())), dict(sorted(LAST.items())))
+
+
+def test_a_file_of_torch_holds_what_was_saved(exported: Store, tmp_path: Path) -> None:
+    casckpt.export(exported, "latest", tmp_path / "all.pt")
+    assert same_state(torch.load(tmp_path / "all.pt"), {"model": states()[-1]["m"]})
+
+
+def test_a_folder_of_dcp_holds_what_was_saved(exported: Store, tmp_path: Path) -> None:
+    casckpt.export(exported, "latest", tmp_path / "all", format="dcp")
+    assert same_state(dcp.load(dcp.zeros(LAST), FileSystemReader(tmp_path / "all")), LAST)
+
+
+def test_the_reader_of_dcp_reads_what_was_saved(exported: Store) -> None:
+    assert same_state(dcp.load(dcp.zeros(LAST), StorageReader(exported.url, "latest")), LAST)

@@ -1,0 +1,195 @@
+"""Loads under way while their checkpoint is rewritten, and its old places go: they go on at the new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from casckpt.contents import manifests
+from casckpt.errors import Damaged, Gone
+from casckpt.history.commits import forget, list_commits, restore
+from casckpt.repository.repository import Repository
+from casckpt.store.store import Store
+from tests.support.faulty import FaultyStore, call_first
+from tests.support.gcs import collect
+from tests.support.repositories import meanwhile, memory
+from tests.support.rewrites import move
+from tests.support.saves import BLOB, CELL, blob_keys, cells, flip, same_state, small, small_folder
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+KEYS = 6
+
+
+def state() -> dict[str, Any]:
+    """Several blobs, two equal tensors, one that wants no whole cells, an object with a large buffer."""
+    many = {f"w{n}": cells(15, seed=n) for n in range(KEYS)}
+    return many | {"same": cells(15, seed=0), "odd": cells(2.5, seed=99), "plain": b"x" * 70_000}
+
+
+def zeros() -> dict[str, Any]:
+    return {key: torch.zeros_like(one) if isinstance(one, torch.Tensor) else None for key, one in state().items()}
+
+
+@pytest.fixture
+def faults() -> FaultyStore:
+    return FaultyStore(memory(near=False))
+
+
+@pytest.fixture
+def store(faults: FaultyStore) -> Store:
+    made = small(faults)
+    made.save(state(), step=1)
+    return made
+
+
+def elsewhere(store: Store) -> Repository:
+    """Another host."""
+    storage = store.repository.storage
+    assert isinstance(storage, FaultyStore)
+    return Repository(storage.inner)
+
+
+def rewritten(repo: Repository) -> None:
+    """The checkpoint moves, and what it had before is deleted."""
+    move(repo, list_commits(repo).visible()[0])
+    collect(repo)
+
+
+def rewritten_twice(repo: Repository) -> None:
+    """So is what it had then."""
+    rewritten(repo)
+    rewritten(repo)
+
+
+def undone(repo: Repository) -> None:
+    """The rewrite that a load reads is undone, and its bytes are deleted."""
+    old = next(one for one in list_commits(repo).live() if one.last == "replaced")
+    restore(repo, old)
+    for _ in range(2):
+        collect(repo)
+
+
+CHANGES: dict[str, Callable[[Repository], None]] = {
+    "rewritten": rewritten,
+    "rewritten twice": rewritten_twice,
+    "undone": undone,
+}
+
+
+@pytest.fixture(params=CHANGES)
+def change(request: pytest.FixtureRequest, store: Store) -> Callable[[], None]:
+    if request.param == "undone":
+        move(elsewhere(store), store.get("default@1").commit)
+    return lambda: CHANGES[request.param](elsewhere(store))
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_load_goes_on_where_the_checkpoint_is_now(
+    store: Store, faults: FaultyStore, change: Callable[[], None], at: int, verify: bool
+) -> None:
+    faults.inject(call_first("read_into", meanwhile(change), key="objects/*.safetensors", at=at))
+    told, target = [], zeros()
+    loaded = store.load(target, "default@1", verify=verify, progress=lambda done, total: told.append((done, total)))
+    assert same_state(target, state())
+    assert same_state(store.read(loaded), state())
+    assert not verify or told[-1][0] == told[-1][1]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_what_was_read_is_kept(store: Store, faults: FaultyStore, threads: int) -> None:
+    reads = 2 * BLOB // CELL
+    faults.inject(call_first("read_into", meanwhile(lambda: rewritten(elsewhere(store))), at=4))
+    before = store.get("default@1")
+    data = store.read(before, threads=threads)
+    assert same_state(data, state())
+    old = [key for key in faults.keys("read_into") if before.commit.txid in key]
+    new = [key for key in faults.keys("read_into") if before.commit.txid not in key]
+    assert old
+    assert new
+    faults.calls.clear()
+    store.read("default@1", threads=threads)
+    assert len(new) < len(faults.keys("read_into")) < reads
+
+
+def test_a_blob_that_is_damaged_while_a_repair_moves_the_checkpoint(store: Store, faults: FaultyStore) -> None:
+    def change() -> None:
+        repo = elsewhere(store)
+        commit = store.get("default@1").commit
+        keys = [key for key in blob_keys(store) if commit.txid in key]
+        move(repo, commit)
+        for key in keys:
+            flip(store, key, 4100)
+
+    faults.inject(call_first("read_into", meanwhile(change), key="objects/*"))
+    assert same_state(store.read("default@1"), state())
+
+
+def test_a_manifest_that_goes_before_it_is_read(store: Store, faults: FaultyStore) -> None:
+    for method in ("load", "read"):
+        faults.inject(call_first("get", meanwhile(lambda: rewritten(elsewhere(store))), key="objects/*.manifest"))
+        user = Store(Repository(faults))
+        target = zeros()
+        if method == "load":
+            user.load(target, "default@1")
+        else:
+            target = user.read("default@1")
+        assert same_state(target, state())
+        faults.heal()
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_a_large_manifest_that_goes_while_it_is_read_by_range(
+    store: Store, faults: FaultyStore, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifests, "WHOLE_BYTES", 0)
+    change = meanwhile(lambda: rewritten(elsewhere(store)))
+    faults.inject(call_first("read_into", change, key="objects/*.manifest", at=at))
+    user = Store(Repository(faults))
+    target = zeros()
+    user.load(target, "default@1")
+    assert same_state(target, state())
+
+
+def test_what_was_forgotten_and_purged_is_said_to_be_gone(store: Store, faults: FaultyStore) -> None:
+    def change() -> None:
+        repo = elsewhere(store)
+        forget(repo, list_commits(repo).visible()[0])
+        collect(repo)
+
+    faults.inject(call_first("read_into", meanwhile(change), key="objects/*"))
+    with pytest.raises(Gone, match="was purged while it was read"):
+        store.load(zeros(), "default@1")
+
+
+def test_what_is_damaged_everywhere_is_said_to_be(store: Store) -> None:
+    repo = elsewhere(store)
+    commit = store.get("default@1").commit
+    made = move(repo, commit)
+    for key in blob_keys(store):
+        flip(store, key, 4100)
+    with pytest.raises(Damaged, match="is damaged") as caught:
+        store.read("default@1")
+    assert caught.value.checkpoints == (made.id,)
+
+
+def load_while_it_moves(rank: int, size: int, path: Path) -> bool:
+    """On rank 1, before its first read, the checkpoint moves and its old places go."""
+    storage = FaultyStore(small_folder(path).repository.storage)
+    store = Store(Repository(storage))
+    if rank == 1:
+        storage.inject(call_first("read_into", meanwhile(lambda: rewritten(elsewhere(store))), key="objects/*"))
+    target = zeros()
+    store.load(target, "default@1")
+    return same_state(target, state())
+
+
+def test_each_rank_goes_on_by_itself(ranks: Pool, tmp_path: Path) -> None:
+    small_folder(tmp_path / "store").save(state(), step=1)
+    assert ranks.run(3, load_while_it_moves, tmp_path / "store") == [True] * 3

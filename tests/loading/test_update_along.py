@@ -1,0 +1,186 @@
+"""Updates along a run whose saves go back for their bases: each reads what its save wrote, and no more."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import casckpt
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.repository.repository import Repository
+from casckpt.store.store import Store
+from tests.loading.test_update import ref
+from tests.support.coded import Stored
+from tests.support.faulty import FaultyStore
+from tests.support.reads import blob_bytes
+from tests.support.saves import CELL, same_state, small, small_folder, trained
+from tests.support.together import emptied
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+STEPS = 40
+ROWS = 48  # of 512 elements, of which a step changes about 5
+
+
+def state(step: int) -> dict[str, Any]:
+    """All cells of one change each step, of another some, of the third none."""
+    part = trained(12, 0, seed=1)
+    part[: 2048 * (step % 3)] += step
+    return {"all": trained(12, step).reshape(ROWS, 512), "part": part, "still": trained(4, 0, seed=2)}
+
+
+def run(store: Store, steps: int = STEPS) -> Store:
+    for step in range(steps):
+        store.save(state(step), step=step, compress="auto")
+    return store
+
+
+def deltas(store: Store, steps: int) -> list[int]:
+    """Bytes that each save but the first wrote of cells that changed."""
+    cells = [Stored(store, ref(step)).cells() for step in range(steps)]
+    return [
+        sum(cell.stored for place, cell in now.items() if cell.digest != before[place].digest)
+        for before, now in pairwise(cells)
+    ]
+
+
+def kept(held: Checkpoint) -> int:
+    return sum(len(data) for frames in held.frames.values() for data in frames.values())
+
+
+def test_an_update_by_one_step_reads_what_its_save_wrote(tmp_path: Path) -> None:
+    store = run(small_folder(tmp_path))
+    found = emptied(state(0))
+    held = store.load(found, ref(0))
+    again = []
+    for step, delta in enumerate(deltas(store, STEPS), start=1):
+        with blob_bytes(store) as read:
+            held = store.update(found, ref(step), held=held)
+        assert same_state(found, state(step))
+        again.append(sum(read) / delta)
+    assert max(again) <= 1.1
+    assert kept(held) <= 0.21 * sum(tensor.nbytes for tensor in found.values())
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_who_begins_with_an_update_has_kept_all(tmp_path: Path, check: bool) -> None:
+    """And where cells are read whole on the way, as those of which nothing is held."""
+    store = run(small_folder(tmp_path))
+    for step, delta in enumerate(deltas(store, STEPS)):
+        found = emptied(state(0))
+        held = store.update(found, ref(step), held=None)
+        if check:
+            found["all"].view(-1)[::512] += 1
+            held = store.update(found, ref(step), held=held, check=True)
+        with blob_bytes(store) as read:
+            store.update(found, ref(step + 1), held=held)
+        assert same_state(found, state(step + 1))
+        assert sum(read) <= 1.1 * delta
+
+
+def test_who_has_kept_nothing_reads_what_is_undone_too(tmp_path: Path) -> None:
+    """As after a full load, or in another process; and all is right."""
+    store = run(small_folder(tmp_path))
+    found, more = emptied(state(0)), []
+    held = store.load(found, ref(0))
+    for step, delta in enumerate(deltas(store, STEPS), start=1):
+        bare: Checkpoint = pickle.loads(pickle.dumps(held))
+        assert (kept(bare), bare) == (0, held)
+        with blob_bytes(store) as read:
+            held = store.update(found, ref(step), held=bare)
+        more.append(sum(read) / delta)
+        assert same_state(found, state(step))
+    assert max(more) > 1.5, "no save has gone back for its bases"
+
+
+def test_what_is_kept_moves_on() -> None:
+    store = run(small(), 6)
+    found = emptied(state(0))
+    held = [store.load(found, ref(0))]
+    for step in (1, 2, 3, 3, 5, 2, 4):
+        held.append(store.update(found, ref(step), held=held[-1]))
+        assert same_state(found, state(step))
+    assert [kept(one) for one in held[:-1]] == [0] * 7
+    before = kept(held[-1])
+    assert before > 0
+    held.append(store.update(found, ref(4), held=held[-1]))
+    assert (kept(held[-2]), kept(held[-1])) == (0, before), "what is equal is told by the same frames"
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_what_was_kept_and_is_wrong_harms_nothing(check: bool) -> None:
+    store = run(small(), 12)
+    found = emptied(state(0))
+    held = store.load(found, ref(0))
+    for step in range(1, 12):
+        held = store.update(found, ref(step), held=held, check=check)
+        for frames in held.frames.values():
+            for number, (link, data) in enumerate(frames.items()):
+                frames[link] = data[: number * 7] if number % 2 else bytes(len(data))
+        assert same_state(found, state(step))
+
+
+def follow(rank: int, size: int, path: str, steps: Sequence[int]) -> list[bool]:
+    """Is this rank's part after each step what a load of all of it gives?"""
+    store, rows = casckpt.open(path), ROWS // size
+    part = torch.zeros(rows, 512, dtype=torch.bfloat16)
+    mine = {
+        "all": casckpt.Shard(part, (ROWS, 512), offset=(rank * rows, 0)),
+        "part": torch.zeros(12 * 2048, dtype=torch.bfloat16), "still": torch.zeros(4 * 2048, dtype=torch.bfloat16),
+    }  # fmt: skip
+    held, right = None, []
+    for step in steps:
+        held = store.update(mine, ref(step), held=held)
+        whole = emptied(state(0))
+        store.load(whole, ref(step), no_dist=True)
+        parts = {"all": part, "part": mine["part"], "still": mine["still"]}
+        right.append(same_state(parts, whole | {"all": whole["all"][rank * rows :][:rows].contiguous()}))
+    return right
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_64_steps_end_like_loads_on_any_number_of_ranks(ranks: Pool, tmp_path: Path, size: int) -> None:
+    store = run(small_folder(tmp_path), 65)
+    assert all(map(all, ranks.run(size, follow, str(tmp_path), range(65))))
+    assert same_state(store.read(ref(64)), state(64))
+
+
+@pytest.mark.parametrize(("first", "then"), [(5, 10), (10, 0), (15, 20), (24, 14), (14, 19)])
+def test_a_jump_reads_no_key(tmp_path: Path, first: int, then: int) -> None:
+    """5 forward, 10 back: where no cell has had a new key on the way."""
+    store = run(small_folder(tmp_path), 25)
+    mine, theirs = (Stored(store, ref(step)).cells() for step in (first, then))
+    roots = [(list(mine[place].chain)[-1].digest, list(theirs[place].chain)[-1].digest) for place in theirs]
+    new = sum(theirs[place].nbytes for place, (one, other) in zip(theirs, roots, strict=True) if one != other)
+    found = emptied(state(0))
+    held = store.load(found, ref(first))
+    with blob_bytes(store) as read:
+        store.update(found, ref(then), held=held)
+    assert same_state(found, state(then))
+    assert sum(read) < new + 8 * CELL
+
+
+def test_what_a_watch_told_of_costs_requests_for_what_is_new() -> None:
+    """However long the run is: no listing, and no record of another checkpoint."""
+    faulty = FaultyStore(small().repository.storage)
+    run(Store(Repository(faulty.inner)), 12)
+    store, found = Store(Repository(faulty)), emptied(state(0))
+    held = store.update(found, ref(7), held=None)
+    for new in store.watch("default", after=8, timeout="0s"):
+        before = len(faulty.calls)
+        held = store.update(found, new.checkpoint, held=held)
+        calls = faulty.calls[before:]
+        assert same_state(found, state(held.step))
+        assert not [call for call in calls if call.method == "list"]
+        txid = new.checkpoint.commit.txid
+        records = [call.key for call in calls if call.method == "get"]
+        assert len(records) == 3, "its log, what may come behind, and its manifest"
+        assert all(txid in key for key in records)
+    assert held.step == 11

@@ -1,0 +1,280 @@
+"""What a save finds in its tensors: NaNs, infinities, largest values; of the cells that changed, and on all ranks."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Shard
+
+import casckpt
+from casckpt.contents import manifests
+from casckpt.contents.checkpoint import Checkpoint, TensorHealth
+from casckpt.errors import InvalidInput
+from casckpt.format.dtypes import DTYPES
+from casckpt.format.keys import manifest_key
+from casckpt.format.records import Health
+from casckpt.format.sections.health import CellHealth
+from casckpt.repository.repository import Repository
+from casckpt.saving import health_scan as looking
+from casckpt.saving.health_scan import has_health, health_of
+from casckpt.store.store import Store
+from tests.support.saves import CELL, cells, flip, small, trained
+from tests.support.tensors import NAMES
+from tests.support.together import line, numbers, spread
+from tests.support.worlds import World, reference
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.support.ranks import Pool
+
+NAN, INF = float("nan"), float("inf")
+PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+NUMBERS = sorted(filter(has_health, DTYPES))
+
+
+def expected(tensors: Sequence[torch.Tensor]) -> TensorHealth:
+    values = torch.cat([torch.empty(0), *(one.reshape(-1).to(torch.float64) for one in tensors)])
+    finite = values[values.isfinite()].abs()
+    return TensorHealth(int(values.isnan().sum()), int(values.isinf().sum()), float(finite.max()) if len(finite) else 0)
+
+
+# one cell
+
+
+@pytest.mark.parametrize("dtype", [name for name in NUMBERS if name in NAMES])
+@given(raw=st.binary(min_size=16, max_size=160).map(lambda raw: raw[: len(raw) // 16 * 16]), small=st.booleans())
+def test_a_cell_is_what_torch_says_of_it(dtype: str, raw: bytes, small: bool) -> None:
+    data = bytearray(byte // 3 for byte in raw) if small else bytearray(raw)  # few NaNs, or many
+    values = torch.frombuffer(data, dtype=getattr(torch, PARTS.get(dtype, dtype)))
+    wide = values.to(torch.float32).double() if dtype.startswith("float8") else values
+    found = health_of(dtype, memoryview(data))
+    if values.dtype == torch.uint64:  # torch rounds other than Python
+        assert found == CellHealth(0, 0, float(max(values.tolist())))
+    else:
+        assert TensorHealth(*found) == expected([wide])
+
+
+def test_what_holds_no_numbers_is_not_looked_at() -> None:
+    assert {*DTYPES} - {*NUMBERS} == {
+        "bool", "float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2",
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+    }  # fmt: skip
+
+
+# a save
+
+
+def state() -> dict[str, torch.Tensor]:
+    return {"big": cells(5, 1), "half": trained(3, 2), "count": torch.arange(-7, 3), "mask": torch.tensor([True])}
+
+
+def wanted(tensors: dict[str, torch.Tensor]) -> dict[str, TensorHealth]:
+    return {key: expected([tensor]) for key, tensor in tensors.items() if tensor.dtype != torch.bool}
+
+
+def test_a_save_finds_what_is_no_number_and_the_largest_that_is() -> None:
+    store, tensors = small(), state()
+    whole = store.save(tensors, step=1, health=True)
+    assert (whole.healthy, whole.commit.committed.health) == (None, Health(nan=0, inf=0))
+    assert whole.health == wanted(tensors)
+    tensors["big"][CELL // 4 + 3], tensors["half"][7] = NAN, -INF
+    saved = store.save(tensors, step=2, health=True)
+    assert (saved.healthy, saved.commit.committed.health) == (False, Health(nan=1, inf=1, keys=["big", "half"]))
+    assert saved.health == store.get("default@2").health == wanted(tensors)
+    assert store.save(tensors, step=3).health is None
+
+
+def test_what_is_unhealthy_is_told_and_a_word_counts_more(caplog: pytest.LogCaptureFixture) -> None:
+    store = small()
+    with caplog.at_level(logging.WARNING):
+        assert store.save({"w": torch.tensor([NAN])}, step=1, health=True).healthy is False
+        assert store.save({"w": torch.tensor([NAN])}, step=2, health=True, healthy=True).healthy is True
+        assert store.save({"w": torch.tensor([INF])}, step=3, health=True).healthy is None
+    assert [record.message for record in caplog.records] == [
+        "default@1 holds NaN (1 elements; in w): it is saved as unhealthy",
+        "default@2 holds NaN (1 elements; in w)",
+    ]
+    with pytest.raises(InvalidInput, match="health=1 is not usable"):
+        store.save({}, step=4, health=1)  # type: ignore[arg-type]  # as a slip
+
+
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each cell that is looked at."""
+    found: list[int] = []
+
+    def counting(dtype: str, data: memoryview) -> CellHealth:
+        found.append(len(data))
+        return health_of(dtype, data)
+
+    monkeypatch.setattr(looking, "health_of", counting)
+    return found
+
+
+def test_only_what_changed_is_looked_at(looked: list[int]) -> None:
+    store, tensors = small(), state()
+    store.save(tensors, step=1, health=True)
+    assert len(looked) == 5 + 3 + 1
+    looked.clear()
+    store.save(tensors, step=2, health=True)
+    assert not looked
+    tensors["big"][0] = 9e9
+    saved = store.save(tensors, step=3, health=True)
+    assert looked == [CELL]
+    assert saved.health == wanted(tensors)
+
+
+def test_of_a_parent_that_told_nothing_all_is_looked_at_once(looked: list[int]) -> None:
+    store, tensors = small(), state()
+    store.save(tensors, step=1)
+    saved = store.save(tensors, step=2, health=True)
+    assert (saved.stats.blobs_written, len(looked), saved.health) == (0, 9, wanted(tensors))
+    looked.clear()
+    assert store.save(tensors, step=3, health=True).health == wanted(tensors)
+    assert not looked
+
+
+def test_of_what_is_declared_frozen_the_parent_is_asked() -> None:
+    store, tensors = small(), state()
+    store.save(tensors, step=1)
+    known = {key: one for key, one in wanted(tensors).items() if key != "big"}
+    assert store.save(tensors, step=2, health=True, frozen=["big"]).health == known
+    store.save(tensors, step=3, health=True)
+    assert store.save(tensors, step=4, health=True, frozen=["big"]).health == wanted(tensors)
+
+
+@pytest.mark.parametrize("section", ["health", "cells"])
+def test_of_a_parent_that_is_damaged_nothing_is_asked(section: str) -> None:
+    store, tensors = small(), state()
+    saved = store.save(tensors, step=1, health=True)
+    found = manifests.get(store.repository, saved.commit).head[section]
+    flip(store, manifest_key(saved.commit.txid, saved.commit.id), found.offset + 5)
+    for step in (2, 3):
+        fresh = Store(Repository(store.repository.storage))
+        tensors["count"] = tensors["count"] + 1
+        assert fresh.save(tensors, step=step, health=True).health == wanted(tensors)
+
+
+def test_what_holds_nothing_has_no_health() -> None:
+    assert small().save({"a": 1, "none": torch.empty(0, 3)}, step=1, health=True).health == {"none": expected([])}
+
+
+@pytest.mark.parametrize("dedup", ["store", "run"])
+@pytest.mark.parametrize("frozen", [(), ("*",)])
+def test_what_another_run_has_is_looked_at_too(dedup: Any, frozen: Sequence[str]) -> None:
+    store, tensors = small(), state()
+    tensors["big"][3] = NAN
+    store.save(tensors, run="a", step=1)
+    saved = store.save(tensors, run="b", step=1, health=True, dedup=dedup, frozen=frozen)
+    assert (saved.stats.blobs_written == 0) == (dedup == "store")
+    assert (saved.healthy, saved.health) == (False, wanted(tensors))
+
+
+def test_what_was_moved_tied_or_thinned_is_known_by_each_name() -> None:
+    store, big = small(), cells(5, 1)
+    big[3] = NAN
+    store.save({"a": big}, step=1, health=True)
+    tensors = {"a": big.flip(0), "b": big, "c": big, "first": big[: CELL // 4], "t": big.view(5, -1).t()}
+    saved = store.save(tensors, step=2, health=True)
+    assert saved.health == wanted(tensors)
+    assert saved.commit.committed.health == Health(nan=5, inf=0, keys=list(tensors))
+    store.thin("default@2", drop="b")
+    assert store.save(tensors, step=3, health=True).health == wanted(tensors)
+
+
+def test_an_overwrite_tells_of_what_it_holds() -> None:
+    store, tensors = small(), state()
+    tensors["big"][3] = NAN
+    store.save(tensors, step=1, health=True)
+    tensors["big"][3] = 1
+    saved = store.save(tensors, step=1, health=True, overwrite=True)
+    assert (saved.healthy, saved.health) == (None, wanted(tensors))
+
+
+def test_equal_bytes_of_another_dtype_are_other_numbers() -> None:
+    store, same = small(), cells(2, 1)
+    saved = store.save({"a": same, "b": same.view(torch.int32), "c": same.bfloat16().repeat(2)}, step=1, health=True)
+    assert saved.health == {
+        "a": expected([same]), "b": expected([same.view(torch.int32)]), "c": expected([same.bfloat16()]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("compress", ["auto", "always"])
+def test_what_is_stored_as_frames_is_looked_at_too(compress: Any) -> None:
+    store = small()
+    for step in range(4):
+        tensors = {"w": trained(20, step), "x": cells(3, step)}
+        tensors["w"][step] = NAN
+        assert store.save(tensors, step=step, health=True, compress=compress).health == wanted(tensors)
+
+
+def test_a_copy_and_a_thin_one_tell_the_same(tmp_path: Path) -> None:
+    store, tensors = small(), state()
+    tensors["big"][3] = NAN
+    saved = store.save({"optim": tensors}, step=1, health=True)
+    store.thin("default@1", drop="optim.half")
+    there = casckpt.open(tmp_path)
+    store.copy_to(there)
+    for one in (store.get(saved.id), there.get(saved.id)):
+        assert one.dropped
+        assert (one.healthy, one.health) == (False, saved.health)
+        assert one.commit.committed.health == saved.commit.committed.health
+
+
+def test_a_value_of_each_rank_counts_with_the_others() -> None:
+    saved = small().save({"w": casckpt.PerRank(torch.tensor([3.0]))}, step=1, health=True)
+    assert saved.health == {"w": TensorHealth(0, 0, 3.0)}
+
+
+# ranks
+
+
+def save_shards(rank: int, size: int, path: Path, sick: int | None) -> Any:
+    store, full = casckpt.open(path), {"w": numbers("w", 700, 512), "b": numbers("b", 3, 5)}
+    found: list[Checkpoint] = []
+    for step in range(3):
+        full["w"][step] = step
+        state = spread(full, line(size), [Shard(0)])
+        if rank == sick:
+            state["w"].to_local()[0, 0] = NAN
+        found.append(store.save({"model": state}, run="a", step=step, health=True))
+    return [(one.healthy, one.commit.committed.health, one.health) for one in found]
+
+
+@pytest.mark.parametrize("sick", [None, 1])
+def test_a_nan_of_one_rank_marks_the_checkpoint_on_all(ranks: Pool, path: Path, sick: int | None) -> None:
+    first, *others = ranks.run(2, save_shards, path, sick)
+    assert all(one == first for one in others)
+    for healthy, told, health in first:
+        assert healthy is (None if sick is None else False)
+        assert told == Health(nan=sick or 0, inf=0, keys=["model.w"] * (sick or 0))
+        assert {key: one.nan for key, one in health.items()} == {"model.w": sick or 0, "model.b": 0}
+
+
+def save_in(rank: int, size: int, path: Path, world: World, at: tuple[int, int]) -> Any:
+    seed, step = at
+    return casckpt.open(path).save(world.state(rank, reference(seed, step)), run="a", step=step, health=True).health
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_topology_follows_another(ranks: Pool, path: Path, seed: int) -> None:
+    draw = random.Random(f"health {seed}")
+    for step in range(3):
+        world = World.drawn(draw)
+        found = ranks.run(world.size, save_in, path, world, (seed, step))
+        tensors = reference(seed, step)
+        want = {key: one for key, one in tensors.items() if one.dtype != torch.bool and key in found[0]}
+        assert all(one == {key: in_parts(tensor) for key, tensor in want.items()} for one in found)
+
+
+def in_parts(tensor: torch.Tensor) -> TensorHealth:
+    """Of complex numbers each part is an element."""
+    return expected([torch.view_as_real(tensor) if tensor.is_complex() else tensor])

@@ -1,0 +1,411 @@
+"""What several ranks hold whole: compared in each save, never put together from values that differ."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import Replicate
+
+import casckpt
+from casckpt.contents import manifests
+from casckpt.errors import InvalidInput
+from casckpt.format import plain
+from casckpt.format.sections.index import REPLICAS_NOTE
+from casckpt.frontends import megatron
+from casckpt.frontends.dcp import StorageWriter
+from casckpt.frontends.trainer import Checkpointer
+from casckpt.saving.replicas import relative_difference
+from tests.support.ranks import outcome_of
+from tests.support.saves import CELL, small_folder
+from tests.support.together import line, numbers, spread, visible, watched
+
+if TYPE_CHECKING:
+    from casckpt.store.store import Store
+    from tests.support.ranks import Pool
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A store with small cells and blobs."""
+    small_folder(tmp_path / "store")
+    return tmp_path / "store"
+
+
+class Heard(logging.Handler):
+    """The warnings of a job."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        logging.getLogger("casckpt").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def taken(self) -> list[str]:
+        """What was heard since the last call."""
+        found, self.texts = self.texts, []
+        return found
+
+
+def noted(store: Store, ref: str) -> list[str]:
+    """The keys that a checkpoint names as differing."""
+    note = manifests.get(store.repository, store.get(ref).commit).body.notes.get(REPLICAS_NOTE)
+    return [] if note is None else list(plain.decode(note))
+
+
+# refused
+
+
+class Experts(nn.Module):
+    """A layer that all ranks hold alike, and one that each has for itself."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.shared, self.expert = nn.Linear(40, 40), nn.Linear(64, 64)
+        with torch.no_grad():
+            for name, one in self.named_parameters():
+                one.copy_(numbers(name if "shared" in name else f"{name} of {rank}", *one.shape))
+
+
+def save_experts(rank: int, size: int, path: Path, way: str) -> Any:
+    store, model = casckpt.open(path), Experts(rank)
+    stored: dict[str, Any] = {"w": megatron.ShardedTensor.from_rank_offsets("w", model.expert.weight, replica_id=rank)}
+    ways: dict[str, Callable[[], Any]] = {
+        "tensors": lambda: store.save({"model": model.state_dict()}, run="a", step=1),
+        "parameters": lambda: store.save({"model": dict(model.named_parameters())}, run="a", step=1),
+        "replicated DTensors": lambda: store.save(
+            {"model": spread({"expert": model.expert.weight.detach()}, line(size))}, run="a", step=1
+        ),
+        "model": lambda: casckpt.save_model_and_optim_state(store, model, run="a", step=1),
+        "checkpointer": lambda: Checkpointer(store, run="a").save(1, model),
+        "background": lambda: store.save_async({"model": model.state_dict()}, run="a", step=1).result(),
+        "dcp": lambda: dcp_save({"expert": model.expert.weight}, storage_writer=StorageWriter(store, run="a", step=1)),
+        "megatron": lambda: megatron.save(stored, f"{path}#a@1"),
+        "fully parallel": lambda: megatron.save(stored, f"{path}#a@1", fully_parallel=True),
+    }
+    return [text_of(ways[way]) for _ in range(2)]  # what was refused is not accepted for that
+
+
+def text_of(call: Callable[[], Any]) -> str:
+    """What the call raises, and why: DCP's error is no Exception."""
+    try:
+        call()
+    except BaseException as error:  # noqa: BLE001
+        return str(error)
+    return "nothing"
+
+
+WAYS = ["tensors", "parameters", "model", "checkpointer", "background", "replicated DTensors", "dcp", "megatron"]
+
+
+@pytest.mark.parametrize(
+    ("way", "size"), [*((way, 2) for way in (*WAYS, "fully parallel")), ("parameters", 4), ("background", 4)]
+)
+def test_a_parameter_of_which_each_rank_has_its_own_is_refused_on_all_ranks(
+    ranks: Pool, path: Path, way: str, size: int
+) -> None:
+    key = "'w'" if way in ("megatron", "fully parallel") else "expert"
+    for texts in ranks.run(size, save_experts, path, way):
+        for text in texts:
+            assert "differs between ranks 0 and" in text
+            assert key in text
+            assert "shared" not in text
+            assert "relative difference" in text
+            assert "check_replicas='off'" in text
+    assert visible(path) == []
+
+
+def save_unchecked(rank: int, size: int, path: Path) -> Any:
+    store, model = casckpt.open(path), Experts(rank)
+    casckpt.save_model_and_optim_state(store, model, run="off", step=1, check_replicas="off")
+    same: dict[str, Any] = {"model": Experts(0).state_dict()}
+    store.save(same, run="off", step=2, check_replicas=False)
+    store.save(same, run="raise", step=1, check_replicas="raise")
+    with torch.no_grad():
+        model.shared.weight[0, 0] += rank * 1e-6
+    same = {"model": {"shared": model.shared.weight}}
+    checks: list[Any] = ["raise", "no"]
+    return [outcome_of(partial(store.save, same, run="raise", step=2, check_replicas=check)) for check in checks]
+
+
+def test_all_is_compared_or_nothing_where_that_is_asked_for(ranks: Pool, path: Path) -> None:
+    for differs, unknown in ranks.run(2, save_unchecked, path):
+        assert isinstance(differs, InvalidInput)
+        assert "'model.shared' differs between ranks 0 and 1" in str(differs)
+        assert "give 'raise', 'sample' or 'off'" in str(unknown)
+    found = casckpt.open(path).read("off@1")["model"]
+    assert all(torch.equal(found[name], value) for name, value in Experts(0).state_dict().items())
+    assert visible(path) == [("off", 1), ("off", 2), ("raise", 1)]
+
+
+def save_with_other_words(rank: int, size: int, path: Path) -> Any:
+    check: Any = ("sample", "off")[rank]
+    return outcome_of(lambda: casckpt.open(path).save({"x": torch.ones(3)}, step=1, check_replicas=check))
+
+
+def test_ranks_that_compare_otherwise_are_told(ranks: Pool, path: Path) -> None:
+    for error in ranks.run(2, save_with_other_words, path):
+        assert isinstance(error, InvalidInput)
+        assert "check_replicas='off'" in str(error)
+
+
+def save_one_other_element(rank: int, size: int, path: Path) -> Any:
+    store, storage = watched(path)
+    data = nn.Parameter(numbers("w", 40_000), requires_grad=False)
+    data[31_234] += rank
+    errors = [text_of(lambda: store.save({"w": data}, run="native", step=1, check_replicas="raise"))]
+    writer = StorageWriter(store, run="dcp", step=1, check_replicas="raise")
+    written = storage.blob_bytes
+    errors.append(text_of(lambda: dcp_save({"w": data}, storage_writer=writer)))
+    word: Any = ("sample", "off")[rank]
+    writer = StorageWriter(store, run="dcp", step=2, check_replicas=word)
+    return errors, written, text_of(lambda: dcp_save({"w": data}, storage_writer=writer))
+
+
+def test_any_difference_is_refused_before_anything_is_written_where_that_is_asked_for(ranks: Pool, path: Path) -> None:
+    for errors, written, other_words in ranks.run(2, save_one_other_element, path):
+        assert all("'w' differs between ranks 0 and 1" in error for error in errors)
+        assert all("check_replicas='sample'" in error for error in errors)
+        assert written == 0
+        assert "check_replicas is not 'sample' on all ranks" in other_words
+    assert visible(path) == []
+
+
+# accepted
+
+
+def drifting(rank: int, size: int, path: Path, saves: int) -> Any:
+    """Norms that no rank synchronises: each step adds its own rounding."""
+    store, heard = casckpt.open(path), Heard()
+    norm, weight = nn.Parameter(torch.ones(2000)), nn.Parameter(numbers("w", 64, 100))
+    state = {"norm": norm, "weight": weight, "step": torch.tensor(rank), "loss": 0.5 + rank}
+    told = []
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(saves):
+        store.save(state, run="a", step=step)
+        told.append(heard.taken())
+        with torch.no_grad():
+            norm.mul_(1 + 1e-5 * torch.randn(2000, generator=generator))
+            weight.add_(0.125)
+    store.save(state, run="a", step=saves)
+    found = store.read(f"a@{saves}")
+    return told, torch.equal(found["norm"], norm), torch.equal(found["weight"], weight), noted(store, f"a@{saves}")
+
+
+def test_a_run_whose_replicas_drift_goes_on_and_is_warned_of_once(ranks: Pool, path: Path, full: bool) -> None:
+    saves = 200 if full else 6
+    found = ranks.run(2, drifting, path, saves)
+    first, second, *later = found[0][0]
+    assert [("'step'" in text, "'loss'" in text, "'norm'" in text) for text in first] == [(True, True, False)]
+    assert [("'step'" in text, "'norm'" in text, "'weight'" in text) for text in second] == [(False, True, False)]
+    assert later == [[]] * (saves - 2)
+    assert found[1][0] == [[]] * saves
+    assert [one[1:3] for one in found] == [(True, True), (False, True)]  # all of rank 0's
+    assert found[0][3] == ["loss", "norm", "step"]
+
+
+def diverging(rank: int, size: int, path: Path) -> Any:
+    """Alike in the first save, and something else altogether in the second, by another handle and group."""
+    state = {"w": nn.Parameter(numbers("w", 3000))}
+    casckpt.open(path).save(state, run="a", step=1)
+    if rank:
+        state["w"].data.copy_(numbers("other", 3000))
+    casckpt.open(path).save_async(state, run="b", step=2).result()
+    return noted(casckpt.open(path), "b@2")
+
+
+def test_what_this_process_has_saved_before_is_never_refused(ranks: Pool, path: Path) -> None:
+    assert ranks.run(2, diverging, path) == [["w"], ["w"]]
+    assert torch.equal(casckpt.open(path).read("b@2")["w"], numbers("w", 3000))
+
+
+def failing_after_it_was_accepted(rank: int, size: int, path: Path) -> Any:
+    store, heard = casckpt.open(path), Heard()
+    state = {"w": nn.Parameter(numbers("w", 3000) + rank * 1e-4)}
+
+    def broken(done: int, total: int | None) -> None:
+        if rank:
+            raise InvalidInput("as it happens")
+
+    error = outcome_of(lambda: store.save(state, run="a", step=1, progress=broken))
+    silent = heard.taken()
+    store.save(state, run="a", step=1)
+    return str(error), silent, heard.taken(), noted(store, "a@1")
+
+
+def test_a_difference_is_told_of_with_the_first_save_that_is_there(ranks: Pool, path: Path) -> None:
+    (error, silent, told, keys), _ = ranks.run(2, failing_after_it_was_accepted, path)
+    assert "as it happens" in error
+    assert silent == []
+    assert ["'w'" in text for text in told] == [True]
+    assert keys == ["w"]
+
+
+def drifted_elsewhere(rank: int, size: int, path: Path) -> list[tuple[list[str], int]]:
+    """The same, then drifted, twice: through DCP and Megatron's way, by writers that are made anew for each save."""
+    found, heard = [], Heard()
+    for run in ("dcp", "megatron"):
+        for step in range(3):
+            data = {"w": numbers("w", 50, 40) + (1e-4 * rank if step else 0), "v": torch.ones(3)}
+            if run == "dcp":
+                dcp_save(data, storage_writer=StorageWriter(path, run=run, step=step))
+            else:
+                parts = {
+                    key: megatron.ShardedTensor.from_rank_offsets(f"m.{key}", value, replica_id=rank)
+                    for key, value in data.items()
+                }
+                megatron.save(parts, f"{path}#{run}@{step}")
+            found.append((noted(casckpt.open(path), f"{run}@{step}"), len(heard.taken())))
+    return found
+
+
+def test_dcp_and_megatron_name_what_drifted(ranks: Pool, path: Path) -> None:
+    first, second = ranks.run(2, drifted_elsewhere, path)
+    noted_keys = [[], ["w"], ["w"], [], ["m.w"], ["m.w"]]
+    assert first == list(zip(noted_keys, [0, 1, 0, 0, 1, 0], strict=True))
+    assert second == [(keys, 0) for keys in noted_keys]
+
+
+def counted(rank: int, size: int, path: Path) -> tuple[int, int]:
+    """How many tensors a save samples, where there are parameters, single numbers and what one rank has alone."""
+    store = casckpt.open(path)
+    state: dict[str, Any] = {f"w{i}": nn.Parameter(torch.ones(20)) for i in range(10)} | {f"only {rank}": torch.ones(5)}
+    state |= {f"step{i}": torch.tensor(3.0) for i in range(10)}
+    sampled = []
+    for step in range(2):
+        store.save(state, run="a", step=step)
+        sampled.append(sum(memory.compared.tensors for memory in store._saver.get()._memories.values()))
+    return sampled[0], sampled[1] - sampled[0]
+
+
+def test_only_what_several_ranks_hold_is_sampled_again(ranks: Pool, path: Path) -> None:
+    assert ranks.run(2, counted, path) == [(21, 20)] * 2
+
+
+# read again
+
+
+def one_element(rank: int, size: int, path: Path, who: int, where: int) -> Any:
+    store, heard = casckpt.open(path), Heard()
+    weight = nn.Parameter(numbers("w", 150 * CELL // 4))
+    if rank == who:
+        weight.data[where] += 1e-3
+    state = {"w": weight, "other": nn.Parameter(torch.ones(9))}
+    for step in range(64 * (size - 1)):
+        store.save(state, run="a", step=100 * step)
+        if noted(store, f"a@{100 * step}"):
+            break
+    store.save(state, run="a", step=10**6)
+    return noted(store, f"a@{100 * step}"), torch.equal(store.read(f"a@{10**6}")["w"], weight), heard.taken()
+
+
+@pytest.mark.parametrize(("size", "who", "where"), [(2, 0, 0), (2, 1, 150 * CELL // 4 - 1), (3, 1, 10_000)])
+def test_one_changed_element_is_found_in_64_saves_a_holder(
+    ranks: Pool, path: Path, size: int, who: int, where: int
+) -> None:
+    found = ranks.run(size, one_element, path, who, where)
+    assert [one[0] for one in found] == [["w"]] * size
+    assert [one[1] for one in found] == [(rank == who) == (who == 0) for rank in range(size)]  # all of rank 0's
+    assert [["'w'" in text for text in one[2]] for one in found] == [[True], *[[]] * (size - 1)]
+
+
+# owned
+
+
+def owned(rank: int, size: int, path: Path) -> Any:
+    store = casckpt.open(path)
+
+    def owners(key: str) -> int | None:
+        return size - 1 if key.startswith("ema.") else None
+
+    state: dict[str, Any] = {"w": torch.ones(4), "ema": {"w": torch.full((5 + rank,), float(rank)), "n": rank}}
+    if size > 1 and rank == 0:
+        state["ema"] = {"w": None}
+    store.save(state, run="a", step=1, owners=owners)
+    model = Experts(rank)
+    Checkpointer(store, run="b", owners=lambda key: 1 if "expert" in key else None).save(1, model)
+    bads: list[Any] = [lambda key: size, lambda key: 0 if key == "ema.n" else owners(key), 3]
+    errors = [str(outcome_of(partial(store.save, state, run="a", step=2, owners=bad))) for bad in bads]
+    empty = {"ema": {"w": torch.zeros(4 + size), "n": None}}
+    store.load(empty, "a@1")
+    return empty, errors
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_one_rank_maintains_is_that_ranks_for_all(ranks: Pool, path: Path, size: int) -> None:
+    for empty, errors in ranks.run(size, owned, path):
+        assert empty["ema"]["w"].tolist() == [size - 1] * (4 + size)
+        assert empty["ema"]["n"] == size - 1
+        for error, text in zip(errors, (f"to rank {size}", "does not hold it", "owners=3 is not usable"), strict=True):
+            assert text in error
+    assert torch.equal(casckpt.open(path).read("b@1")["model"]["expert.weight"], Experts(1).expert.weight)
+    alone = {"ema": {"w": torch.zeros(4 + size)}}
+    casckpt.open(path).load(alone, "a@1")
+    assert alone["ema"]["w"].tolist() == [size - 1] * (4 + size)
+
+
+# how far
+
+
+def small(rank: int, size: int, path: Path) -> list[str]:
+    """Vectors of few elements, of which the last one differs: the difference is that of all of their elements."""
+    found = []
+    for count in (2, 5, 15, 16):
+        data = torch.ones(count)
+        data[-1] = 1.5 + rank
+        error = outcome_of(lambda: casckpt.open(path).save({"w": nn.Parameter(data)}, step=1))  # noqa: B023
+        found.append(str(error).partition("relative difference ")[2].partition(")")[0])
+    return found
+
+
+def test_of_small_tensors_all_elements_are_compared(ranks: Pool, path: Path) -> None:
+    expected = [f"{1 / (count - 1 + 2.5**2) ** 0.5:.3g}" for count in (2, 5, 15, 16)]
+    assert ranks.run(2, small, path) == [expected] * 2
+
+
+def test_a_difference_is_relative_to_the_larger_norm() -> None:
+    a = torch.tensor([3.0, 4.0])
+    for kind, other, ratio in ((torch.float32, a * 1.5, 1 / 3), (torch.bfloat16, a * 2, 0.5), (torch.float64, -a, 2.0)):
+        one, two = (bytes(x.to(kind).view(torch.uint8).numpy()) for x in (a, other))
+        found = relative_difference(str(kind).removeprefix("torch."), one, two)
+        assert found == pytest.approx(ratio)
+        assert found == pytest.approx(relative_difference(str(kind).removeprefix("torch."), two, one))
+        assert relative_difference(str(kind).removeprefix("torch."), one, one) == 0
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "ratio"),
+    [
+        (torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), 1.0),
+        (torch.tensor([torch.inf, 3.0]), torch.tensor([torch.inf, 4.0]), 0.25),
+        (torch.tensor([torch.nan, 3.0]), torch.tensor([torch.nan, 3.0]), 0.0),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), 0.0),
+        (torch.tensor([1, 2]), torch.tensor([1, 3]), 1.0),
+        (torch.tensor([3e200, 4e200], dtype=torch.float64), torch.tensor([0.0, 0.0], dtype=torch.float64), 1.0),
+        (torch.tensor([3 + 4j]), torch.tensor([3 + 0j]), 0.8),
+    ],
+)
+def test_what_is_no_finite_number_differs_altogether(one: torch.Tensor, other: torch.Tensor, ratio: float) -> None:
+    dtype = str(one.dtype).removeprefix("torch.")
+    data = [bytes(x.view(torch.uint8).numpy()) for x in (one, other)]
+    assert relative_difference(dtype, *data) == pytest.approx(ratio)
+
+
+def test_a_dtensor_that_drifted_is_saved_from_one_rank(ranks: Pool, path: Path) -> None:
+    assert ranks.run(2, drifted_dtensor, path) == [True, False]
+
+
+def drifted_dtensor(rank: int, size: int, path: Path) -> bool:
+    full = numbers("w", 100, 90) + 1e-4 * rank
+    store = casckpt.open(path)
+    store.save(spread({"w": full}, line(size), [Replicate()]), run="a", step=1)
+    return torch.equal(store.read("a@1")["w"], full)

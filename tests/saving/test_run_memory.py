@@ -1,0 +1,202 @@
+"""What a process keeps of the runs that it saved: for their next saves, whoever makes them, and no more than that."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from casckpt.errors import StorageError
+from casckpt.frontends.dcp import StorageWriter
+from casckpt.frontends.trainer import Checkpointer
+from casckpt.repository.repository import Repository
+from casckpt.saving.run_memory import MAX_RUNS, Kept, Pause, PutRate, kept_of
+from casckpt.store.store import Store
+from tests.support import dcp
+from tests.support.far import FarStore, far
+from tests.support.faulty import fail_before
+from tests.support.held import held_bytes
+from tests.support.saves import another_process, reopened, same_state, small, trained
+
+STEPS = 4
+
+
+def state(step: int, *, seed: int = 0) -> dict[str, Any]:
+    return {f"layer{n}": trained(9, step, seed=seed + n) for n in range(3)}
+
+
+def nbytes(tensors: dict[str, Any]) -> int:
+    return sum(one.nbytes for one in tensors.values())
+
+
+@pytest.fixture
+def storage() -> FarStore:
+    """Over a network, from where nothing is read to save."""
+    found = far()
+    small(found).change_settings(compress="auto")
+    return found
+
+
+def here(storage: FarStore) -> Store:
+    """The store, opened anew."""
+    return Store(Repository(storage))
+
+
+def check(storage: FarStore, run: str = "default", first: int = 0) -> None:
+    """Each version is what was saved, and all but the ``first`` were told from others."""
+    store = here(storage)
+    for step in range(STEPS):
+        assert same_state(store.read(f"{run}@{step}"), state(step)), step
+        assert (store.get(f"{run}@{step}").commit.committed.bytes_deltas > 0) == (step > first), step
+    assert not store.verify(decode=True).is_damaged
+
+
+def by_save(storage: FarStore, step: int) -> None:
+    here(storage).save(state(step), step=step)
+
+
+def by_turns(storage: FarStore, step: int) -> None:
+    """At once, and in the background."""
+    if step % 2:
+        here(storage).save_async(state(step), step=step).result()
+    else:
+        here(storage).save(state(step), step=step)
+
+
+def by_dcp(storage: FarStore, step: int) -> None:
+    dcp.save(state(step), StorageWriter(here(storage), step=step))
+
+
+@pytest.mark.parametrize("save", [by_save, by_turns, by_dcp])
+def test_the_next_save_goes_on_whoever_makes_it(storage: FarStore, save: Callable[[FarStore, int], None]) -> None:
+    for step in range(STEPS):
+        save(storage, step)
+    check(storage)
+    assert storage.reads_of_blobs(), "of the loads"
+
+
+def test_a_trainer_over_a_network(storage: FarStore) -> None:
+    model = nn.Module()
+    for key, value in state(0).items():
+        model.register_parameter(key, nn.Parameter(value))
+    checkpointer = Checkpointer(here(storage), run="default")
+    for step in range(STEPS):
+        with torch.no_grad():
+            for key, value in state(step).items():
+                getattr(model, key).copy_(value)
+        checkpointer.save_async(step, model).result()
+    checkpointer.close()
+    deltas = [ckpt.commit.committed.bytes_deltas > 0 for ckpt in here(storage).checkpoints()]
+    assert deltas == [False] + [True] * (STEPS - 1)
+    assert same_state(dict(here(storage).read("default@3")["model"]), state(3))
+
+
+def test_a_writer_that_was_pickled_goes_on(tmp_path: Any) -> None:
+    """As each save of DCP in a process of its own has one."""
+    store = small()
+    for step in range(STEPS):
+        writer = StorageWriter(store, step=step, compress="auto")
+        assert set(writer.__getstate__()) == {"_store", "_run", "_place", "_options"}
+        dcp.save(state(step), writer)
+    assert store.get("default@3").commit.committed.bytes_deltas
+    url = str(tmp_path / "s")
+    again = pickle.loads(pickle.dumps(StorageWriter(url, step=0)))
+    dcp.save(state(0), again)
+
+
+def test_so_many_runs_are_kept_and_no_more(storage: FarStore) -> None:
+    runs = [f"run{n}" for n in range(MAX_RUNS + 1)]
+    for step in range(STEPS):
+        for run in runs[:MAX_RUNS]:
+            here(storage).save(state(step), run=run, step=step, dedup="run")
+    for run in runs[:MAX_RUNS]:
+        check(storage, run)
+    with another_process():
+        for step in range(STEPS):
+            for run in runs:
+                here(storage).save(state(step + 1), run=run, step=10 + step, dedup="run")
+                assert held_bytes() <= MAX_RUNS * 1.3 * nbytes(state(0))
+        assert not here(storage).get("run0@13").commit.committed.bytes_deltas
+
+
+def test_what_left_the_state_is_given_up(storage: FarStore) -> None:
+    more = {"old": trained(20, 0, seed=9)}
+    with another_process():
+        here(storage).save(state(0) | more, step=0)
+        assert held_bytes() == nbytes(state(0)) + nbytes(more)
+        here(storage).save(state(1), step=1)
+        assert nbytes(state(1)) < held_bytes() < 1.2 * nbytes(state(1))
+        here(storage).save({"layer0": state(2)["layer0"].view(-1, 64), "small": torch.ones(3)}, step=2)
+        assert held_bytes() == state(2)["layer0"].nbytes, "in another shape, cut anew"
+        here(storage).save({"n": 3}, step=3)
+        assert held_bytes() == 0
+
+
+def test_windows_of_one_save_through_dcp_count_together(storage: FarStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("casckpt.frontends.dcp.items.WINDOW_BYTES", 1)
+    for step in range(STEPS):
+        by_dcp(storage, step)
+    check(storage)
+
+
+def test_a_save_that_failed_gives_nothing_up(storage: FarStore) -> None:
+    for step in (0, 1):
+        by_save(storage, step)
+    storage.inject(fail_before("put", key="*.safetensors", times=1 << 30))
+    with pytest.raises(StorageError):
+        by_save(storage, 2)
+    storage.heal()
+    with another_process():
+        by_save(storage, 7)
+    here(storage).forget("default@7")
+    for step in (2, 3):
+        by_save(storage, step)
+    for step in range(STEPS):
+        assert same_state(reopened(here(storage)).read(f"default@{step}"), state(step))
+
+
+def test_a_save_that_encodes_nothing_gives_all_up(storage: FarStore) -> None:
+    with another_process():
+        for step in (0, 1):
+            by_save(storage, step)
+        here(storage).save(state(2), step=2, compress="off")
+        assert held_bytes() == 0
+        by_save(storage, 3)
+        assert not here(storage).get("default@3").commit.committed.bytes_deltas
+
+
+def test_how_fast_a_storage_is_is_known_of_each_of_its_runs(storage: FarStore) -> None:
+    with another_process():
+        by_save(storage, 0)
+        repo, other = here(storage).repository, small().repository
+        assert kept_of(repo, "default").rate.nbytes > 0
+        assert kept_of(repo, "another").rate is kept_of(repo, "default").rate
+        assert kept_of(other, "default").rate.bytes_per_second == float("inf")
+
+
+def test_a_stream_that_is_in_vain_again_is_left_for_twice_as_long() -> None:
+    stream, tried = ("tensor", "w", 0, None), list[int]()
+    kept = Kept(PutRate())
+    for kept.saves in range(1, 200):
+        if not kept.pauses(stream):
+            tried.append(kept.saves)
+            for _ in range(2):  # by two threads at once
+                kept.pause(stream, 8, 64)
+    assert tried == [1, 9, 25, 57, 121, 185]
+
+
+def test_another_thread_may_find_a_stream_worth_it_at_any_time() -> None:
+    stream = ("tensor", "w", 0, None)
+
+    class Shared(dict[Any, Pause]):
+        def __contains__(self, name: object) -> bool:
+            found = super().__contains__(name)
+            self.clear()  # by the other one, right behind this look
+            return found
+
+    kept = Kept(PutRate(), saves=9, in_vain=Shared({stream: Pause(9, 8)}))
+    assert not kept.pauses(stream)

@@ -1,0 +1,383 @@
+"""What a save says and refuses, what it leaves in the store, and how a step is saved twice."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import types
+from collections import OrderedDict, UserDict, defaultdict
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.errors import Conflict, InvalidInput, NotFound
+from casckpt.format.keys import MAX_STEP
+from casckpt.format.names import TxId
+from casckpt.history.commits import list_commits
+from casckpt.history.following import greatest, look_at_all
+from casckpt.repository.caches import RunCache
+from casckpt.repository.repository import Repository
+from casckpt.storage.local.store import LocalStore
+from casckpt.store.opening import open as open_store
+from casckpt.store.store import Store
+from tests.support.faulty import FaultyStore, fail_before
+from tests.support.ids import named
+from tests.support.repositories import Ticks, commit_bare, memory, repository
+from tests.support.saves import cells, reopened, same_state, small, steps
+
+STATE = {"w": torch.arange(6.0), "x": [1]}
+
+
+def test_what_a_checkpoint_says() -> None:
+    store = small()
+    before = datetime.now(UTC) - timedelta(seconds=1)
+    ckpt = store.save(STATE, run="sft/lora", step=100, metadata={"loss": 1.2}, ephemeral=True)
+    assert (ckpt.run, ckpt.step, ckpt.metadata, ckpt.ephemeral) == ("sft/lora", 100, {"loss": 1.2}, True)
+    assert len(ckpt.id) == 64
+    assert before <= ckpt.created_at <= datetime.now(UTC)
+    assert ckpt.created_at.tzinfo is UTC
+    assert ckpt.tags == []
+    assert not ckpt.forgotten
+    assert {key: (t.dtype, t.shape, t.bytes) for key, t in ckpt.tensors.items()} == {"w": ("float32", (6,), 24)}
+    assert ckpt.stats.bytes_total == 24
+    assert ckpt.stats.bytes_written == 4096 + 24 + 72  # header, data, proof
+    assert (ckpt.stats.blobs_written, ckpt.stats.blobs_reused, ckpt.stats.bytes_reused) == (1, 0, 0)
+    assert ckpt.stats.seconds >= 0
+    assert "sft/lora@100" in repr(ckpt)
+
+
+def test_metrics_and_health_stand_in_the_record() -> None:
+    store = small()
+    figures = {"loss": 0.3, "tokens": 12, "grad": math.nan, "ppl": math.inf}
+    ckpt = store.save(STATE, step=1, metrics=figures, healthy=True)
+    assert (repr(ckpt.metrics), ckpt.healthy) == (repr(figures), True)
+    assert repr(store.get("default@1").metrics) == repr(figures)
+    assert store.save(STATE, step=2, healthy=False).healthy is False
+    plain = store.save(STATE, step=3)
+    assert (plain.metrics, plain.healthy) == ({}, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"metrics": {"loss": True}}, "metric 'loss' is a bool"),
+        (
+            {"metrics": {"loss": torch.ones(1)}},
+            r"metric 'loss' is a Tensor of shape \[1\]; give a number, or a tensor of no dimensions",
+        ),
+        ({"metrics": {"loss": "low"}}, "metric 'loss' is a str"),
+        ({"metrics": {"x" * 101: 1}}, "'xxxx"),
+        ({"metrics": {str(n): n for n in range(65)}}, "65 metrics"),
+        ({"metrics": 3}, "metrics is a int"),
+        ({"healthy": 1}, "healthy=1 is not usable"),
+        ({"healthy": "no"}, "healthy='no' is not usable"),
+    ],
+)
+def test_other_metrics_are_refused(arguments: dict[str, Any], error: str) -> None:
+    store = small()
+    with pytest.raises(InvalidInput, match=error):
+        store.save(STATE, step=1, **arguments)
+    with pytest.raises(InvalidInput, match=error):
+        store.save_async(STATE, step=1, **arguments)
+    assert steps(store) == []
+
+
+def test_a_checkpoint_is_the_same_whoever_looks() -> None:
+    store = small()
+    ckpt = store.save(STATE, step=1, metadata={"a": [1, {"b": None}]})
+    again = Store(store.repository).get("default@1")
+    assert again == ckpt
+    assert hash(again) == hash(ckpt)
+    assert again.metadata == ckpt.metadata
+    assert again.stats == ckpt.stats
+    assert again.tensors == ckpt.tensors
+    assert again != store.save(STATE, step=2)
+
+
+@pytest.mark.parametrize("metadata", [{"loss": math.nan}, {"text": "x" * 70_000}], ids=["nan", "long"])
+def test_metadata_that_no_record_holds_is_read_from_the_manifest(metadata: dict[str, Any]) -> None:
+    store = small()
+    store.save(STATE, step=1, metadata=metadata)
+    assert repr(store.get("default@1").metadata) == repr(metadata)
+
+
+@pytest.mark.parametrize("metadata", [{"a": object()}, {1: 2}, "text", 5, {"t": torch.ones(1)}], ids=named)
+def test_metadata_that_no_json_holds_is_refused(metadata: Any, tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    with pytest.raises(InvalidInput, match="metadata"):
+        store.save(STATE, step=1, metadata=metadata)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"run": "../up"}, {"run": ""}, {"run": "a@b"}, {"run": None}, {"step": -1}, {"step": 1.0}, {"step": True},
+        {"step": MAX_STEP + 1}, {"step": "1"}, {"dedup": "all"}, {"threads": 0},
+    ],
+    ids=named,
+)  # fmt: skip
+def test_unusable_arguments_are_refused_before_anything_is_made(arguments: Any, tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    with pytest.raises(InvalidInput, match=r"not usable|not a usable|not known"):
+        store.save(STATE, **({"step": 1} | arguments))
+    assert not (tmp_path / "store").exists()
+
+
+def test_steps_at_both_ends() -> None:
+    store = small()
+    for step in (0, MAX_STEP):
+        store.save(STATE, step=step)
+        assert same_state(store.read(f"default@{step}"), STATE)
+
+
+def test_a_step_that_exists_is_a_conflict() -> None:
+    store = small()
+    first = store.save(STATE, run="a", step=1)
+    with pytest.raises(Conflict, match=r"a@1 exists already.*overwrite=True") as caught:
+        store.save({"w": torch.zeros(6)}, run="a", step=1)
+    assert caught.value.checkpoints == (first.id,)
+    assert isinstance(caught.value, FileExistsError)
+    assert same_state(store.read("a@1"), STATE)
+    assert len(list_commits(store.repository).commits) == 1
+    store.save(STATE, run="b", step=1)
+
+
+def test_overwrite_forgets_what_was_there() -> None:
+    store = small()
+    first = store.save(STATE, step=1)
+    second = store.save({"w": torch.zeros(6)}, step=1, overwrite=True)
+    assert steps(store) == [("default", 1)]
+    assert store.get("default@1") == second
+    assert store.get(first.id).forgotten
+    assert same_state(store.read("default@1"), {"w": torch.zeros(6)})
+    assert store.save(STATE, step=2, overwrite=True).step == 2
+
+
+def test_an_overwrite_that_cannot_forget_still_stands(caplog: pytest.LogCaptureFixture) -> None:
+    faulty = FaultyStore(memory())
+    store = small(faulty)
+    store.save(STATE, step=1)
+    faulty.inject(fail_before("put", key="commits/*.1", times=9))
+    second = store.save({"w": torch.zeros(6)}, step=1, overwrite=True)
+    faulty.heal()
+    assert store.get("default@1") == second
+    assert steps(store) == [("default", 1)]
+    assert "superseded, but not forgotten" in caplog.text
+
+
+def test_a_forgotten_step_can_be_saved_again() -> None:
+    store = small()
+    first = store.save(STATE, step=1)
+    store.forget("default@1")
+    assert "default@1" not in store
+    second = store.save(STATE, step=1)
+    assert second.stats.bytes_written == 0  # a forgotten one still lives, and may be reused
+    assert store.get(first.id[:20]).forgotten
+    with pytest.raises(Conflict):
+        store.restore(first)
+
+
+def test_a_later_save_is_newer_whatever_the_clock_says() -> None:
+    store = small()
+    now = store.repository.clock()
+    store.repository.clock = lambda: now + 10**9
+    store.save(STATE, step=10)
+    store.repository.clock = lambda: now
+    store.save(STATE, step=5)
+    assert store.get("default@latest").step == store.get("latest").step == 5
+
+
+def test_runs_do_not_mix() -> None:
+    store = small()
+    for run in ("a", "b", "a/b"):
+        store.save({"w": torch.full((2,), float(len(run)))}, run=run, step=1)
+    assert {ckpt.run for ckpt in store.checkpoints()} == {"a", "b", "a/b"}
+    assert [ckpt.run for ckpt in store.checkpoints(run="a")] == ["a"]
+    assert store.read("a/b@latest")["w"].tolist() == [3.0, 3.0]
+
+
+def test_tags_name_checkpoints() -> None:
+    store = small()
+    ckpt = store.save(STATE, step=1)
+    store.tag("best", "default@1")
+    assert store.get("tag:best") == ckpt
+    assert ckpt.tags == ["best"]
+    assert same_state(store.read("tag:best"), STATE)
+    store.untag("best")
+    with pytest.raises(NotFound):
+        store.get("tag:best")
+
+
+def test_a_save_leaves_no_transaction_behind() -> None:
+    store = small()
+    store.save(STATE, step=1)
+    keys = sorted(entry.key.split("/")[0] for entry in store.repository.storage.list(""))
+    assert keys == ["casckpt.json", "commits", "objects", "objects", "runs"]
+    with pytest.raises(Conflict):
+        store.save(STATE, step=1)
+    assert sorted(entry.key.split("/")[0] for entry in store.repository.storage.list("")) == keys
+
+
+def test_the_first_save_makes_the_store(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "a" / "store")
+    assert not (tmp_path / "a").exists()
+    store.save(STATE, step=1)
+    assert (tmp_path / "a" / "store" / "casckpt.json").is_file()
+    assert store.repository.marker.cell_bytes == 1 << 20
+    assert store.create() is False
+
+
+def test_a_store_of_its_own_sizes_is_kept(tmp_path: Path) -> None:
+    assert open_store(tmp_path / "s").create(cell_bytes=8192, blob_bytes=65536)
+    store = open_store(tmp_path / "s")
+    store.save({"w": cells(20)}, step=1)
+    assert (store.repository.marker.cell_bytes, store.repository.marker.blob_bytes) == (8192, 65536)
+    with pytest.raises(InvalidInput):
+        open_store(tmp_path / "t").create(cell_bytes=100)
+
+
+def test_statistics_of_the_store() -> None:
+    store = small()
+    store.save({"w": cells(4)}, run="a", step=1)
+    store.save({"w": cells(4)}, run="b", step=1)
+    stats = store.stats()
+    assert (stats.checkpoints, stats.runs, stats.blobs) == (2, 2, 2)
+    assert stats.bytes_logical == 8 * 4096
+    assert stats.bytes_blobs == 10 * 4096 + 2 * 72
+
+
+def test_threads_may_save_at_once() -> None:
+    store = small()
+    states = {step: {"w": cells(5), "n": step} for step in range(8)}
+    found: list[Checkpoint] = []
+
+    def save(step: int) -> None:
+        found.append(store.save(states[step], step=step))
+
+    threads = [threading.Thread(target=save, args=(step,)) for step in states]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    for step, state in states.items():
+        assert same_state(store.read(f"default@{step}"), state)
+
+
+def test_two_threads_of_one_step_do_not_lose_a_checkpoint() -> None:
+    store, barrier = small(), threading.Barrier(2)
+    errors: list[Exception] = []
+
+    def save(value: float) -> None:
+        barrier.wait()
+        try:
+            store.save({"w": torch.full((3,), value)}, step=1)
+        except Conflict as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=save, args=(value,)) for value in (1.0, 2.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) <= 1
+    assert steps(store) == [("default", 1)]
+    assert store.read("default@1")["w"].tolist() in ([1.0] * 3, [2.0] * 3)
+
+
+def test_nothing_is_said_about_a_good_save(caplog: pytest.LogCaptureFixture) -> None:
+    store = small()
+    with caplog.at_level(logging.INFO, logger="casckpt"):
+        store.save(STATE, step=1)
+        store.save(STATE, step=2)
+        store.read("default@2")
+    assert caplog.text == ""
+
+
+def test_a_save_says_of_no_announcement_that_it_looked_which_another_thread_read_since(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The clock of another host is ahead: what it has saved stays the newest."""
+    store = small()
+    store.save(STATE, run="a", step=1)
+    ahead = repository(tmp_path, store.repository.storage, clock=Ticks(store.repository.clock() + 10**9))
+
+    def meanwhile(repo: Repository, known: RunCache, run: str) -> TxId | None:
+        found = greatest(repo, known, run)
+        commit_bare(ahead, run, 2)
+        look_at_all(repo, run)  # by another thread of this process
+        return found
+
+    monkeypatch.setattr("casckpt.saving.leader.greatest", meanwhile)
+    store.save(STATE, run="a", step=3)
+    monkeypatch.undo()
+    assert reopened(store).get("a@latest").step == list_commits(store.repository).visible()[-1].step == 2
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_save_into_a_store_without_its_announcements_finds_what_is_there(
+    known: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a copy of folders that left runs/ out."""
+    _finds_what_is_not_announced(small(), known, caplog)
+
+
+def test_folders_of_runs_without_announcements_are_no_announcements(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some servers keep the folder of deleted objects for a while, and a copy by hand may leave files out alone."""
+    _finds_what_is_not_announced(small(LocalStore(tmp_path / "store")), True, caplog)
+    assert list((tmp_path / "store/runs").iterdir())
+
+
+def _finds_what_is_not_announced(made: Store, known: bool, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (1, 2):
+        made.save({"w": cells(3, seed=1)}, run="a", step=step)
+    storage = made.repository.storage
+    for entry in list(storage.list("runs/")):
+        storage.delete(entry.key)
+    store = made if known else Store(Repository(storage))
+    with pytest.raises(Conflict, match="a@1 exists already"):
+        store.save(STATE, run="a", step=1)
+    assert "runs/ of" in caplog.text
+    again = store.save({"w": cells(3, seed=1)}, run="a", step=3)
+    assert again.stats.blobs_written == 0
+    assert [one.step for one in reopened(store).checkpoints()] == [1, 2, 3]
+    assert not store.verify().records
+
+
+class Settings(dict[str, int]):
+    """A dict of its own kind."""
+
+
+def test_the_class_of_a_mapping_that_is_not_kept_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    store, one = small(), torch.ones(2)
+    tensors: defaultdict[str, Any] = defaultdict(dict, w=one)
+    kept = {"a": {"x": 1}, "b": OrderedDict(y=one), "c": defaultdict(list, z=[1]), "d": tensors}
+    store.save(kept, step=1)
+    assert not caplog.records
+    lost = {
+        "a": {"s": Settings(x=1)}, "b": [UserDict(y=one)], "c": types.MappingProxyType({"z": 1}),
+        "d": defaultdict(lambda: 0, w=1),
+    }  # fmt: skip
+    for step in (2, 3):
+        store.save(kept | lost, step=step)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 4
+    for text, (place, kind) in zip(
+        told,
+        {"['a']['s']": "Settings", "['b'][0]": "UserDict", "['c']": "mappingproxy", "['d']": "defaultdict"}.items(),
+        strict=True,
+    ):
+        assert f"state{place} is a {kind}, which is stored as a dict" in text
+    assert type(store.read("latest")["a"]["s"]) is dict
+    into = {"a": {"s": Settings(x=0)}}
+    store.load(into, "latest", unread="ignore")
+    assert into == {"a": {"s": Settings(x=1)}}
+    assert type(into["a"]["s"]) is Settings

@@ -1,0 +1,66 @@
+"""Notes of what is safe in a mirror: each counts until its checkpoint is restored the next time."""
+
+from __future__ import annotations
+
+import pytest
+
+from casckpt.history.commits import Commit, forget, purge, restore
+from casckpt.repository.repository import Repository
+from casckpt.upkeep.copies.mirror_notes import key_of_note, note, take_back, unmirrored
+from tests.support.gcs import keys
+from tests.support.repositories import commit_bare
+
+URL = "s3://away"
+
+
+def safe(repo: Repository, commit: Commit) -> bool:
+    return unmirrored(repo, [commit], URL) == []
+
+
+def test_a_note_counts_until_the_next_restore(repo: Repository) -> None:
+    commit = commit_bare(repo)
+    assert not safe(repo, commit)
+    note(repo, commit, URL)
+    assert safe(repo, commit)
+    gone = forget(repo, commit)
+    assert safe(repo, gone), "to be purged once the mirror has it"
+    back = restore(repo, gone)
+    assert not safe(repo, back)
+    assert not safe(repo, forget(repo, back))
+    note(repo, back, URL)
+    again = forget(repo, back)
+    assert safe(repo, again)
+    assert safe(repo, purge(repo, again))
+    assert [one.restored for one in (commit, gone, back, again, purge(repo, again))] == [0, 0, 2, 2, 2]
+
+
+def test_a_note_of_what_was_read_before_a_restore_says_nothing_of_it(repo: Repository) -> None:
+    """Who mirrors has read the log, looked at the mirror, and sleeps before it writes."""
+    gone = forget(repo, commit_bare(repo))
+    back = restore(repo, gone)
+    note(repo, gone, URL)
+    assert not safe(repo, back)
+    note(repo, back, URL)
+    note(repo, gone, URL)
+    assert safe(repo, back)
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_notes_are_taken_back(repo: Repository, restored: bool) -> None:
+    commit = commit_bare(repo)
+    note(repo, commit, URL)
+    if restored:
+        commit = restore(repo, forget(repo, commit))
+        note(repo, commit, URL)
+    assert key_of_note(commit) in keys(repo, "mirrored/")
+    take_back(repo, [commit])
+    assert not safe(repo, commit)
+
+
+def test_a_note_for_another_mirror_is_replaced(repo: Repository) -> None:
+    commit = restore(repo, forget(repo, commit_bare(repo)))
+    note(repo, commit, "s3://elsewhere")
+    assert not safe(repo, commit)
+    note(repo, commit, URL)
+    assert safe(repo, commit)
+    assert len(keys(repo, "mirrored/")) == 1

@@ -1,0 +1,450 @@
+"""One checkpoint into another store: from damaged sources, by copies that fail or are killed, by several at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from casckpt.base.progress import Progress
+from casckpt.contents import manifests
+from casckpt.contents.refs import resolve
+from casckpt.errors import CasckptError, Conflict, Damaged, Refused, StorageError
+from casckpt.format import records
+from casckpt.format.keys import MARKER, blob_key, copied_txid, manifest_key, transaction_key
+from casckpt.format.names import TxId
+from casckpt.history import commits, transactions
+from casckpt.history.commits import Commit, list_commits
+from casckpt.plan.retention import Policy
+from casckpt.repository.processes import this_process
+from casckpt.repository.repository import Repository
+from casckpt.storage.local.store import LocalStore
+from casckpt.upkeep.copies.copy import execute, plan_copy
+from casckpt.upkeep.copies.replication import replicate
+from casckpt.upkeep.gc import gc
+from tests.support.checkpoints import flip, only_blob, read_arrays
+from tests.support.copies import ONE_BY_ONE, blob_puts, chain, check_clean, contents, copy, elsewhere
+from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
+from tests.support.forging import taken_apart
+from tests.support.gcs import collect
+from tests.support.repositories import commit_bare, committed_encoded, meanwhile, memory, repository
+
+# sources that are damaged or hostile
+
+
+def spoil(repo: Repository, key: str, how: str) -> None:
+    if how == "gone":
+        repo.storage.delete(key)
+    elif how == "short":
+        repo.storage.replace(key, repo.storage.get(key, limit=1 << 20)[:-100])
+    else:
+        flip(repo, key, 5000 if how == "flipped" else 20)
+
+
+@pytest.mark.parametrize("how", ["flipped", "header", "gone", "short"])
+def test_a_damaged_blob_is_named_and_nothing_of_it_is_visible(source: Repository, target: Repository, how: str) -> None:
+    blob = only_blob(source, resolve(source, "run@2"))
+    whole = source.storage.get(blob, limit=1 << 20)
+    spoil(source, blob, how)
+    result = copy(source, target)
+    assert [one.step for one in result.copied] == [0, 1]
+    assert [(one.commit.step, one.error.kind) for one in result.failed] == [(2, "damaged"), (3, "damaged")]
+    with pytest.raises(Damaged, match="2 checkpoints were not copied") as raised:
+        result.raise_failure()
+    assert (raised.value.blob, raised.value.keys) == (blob.split("/")[2].split(".")[0], ("t2",))
+    assert sorted(contents(target)) == ["run@0", "run@1"]
+    check_clean(target)
+    source.storage.replace(blob, whole)
+    assert len(copy(source, target).copied) == 2
+    check_clean(target)
+
+
+def test_a_damaged_manifest_is_named(source: Repository, target: Repository) -> None:
+    commit = resolve(source, "run@2")
+    flip(source, manifest_key(commit.txid, commit.id), 40)
+    result = copy(replace(source), target)
+    assert [(one.commit.step, one.error.kind) for one in result.failed] == [(2, "damaged")]
+    check_clean(target)
+
+
+def commit_same(repo: Repository, commit: Commit, run: str, step: int, txid: TxId) -> Commit:
+    """Commit the manifest of another commit once more, as that of a run and step."""
+    data = repo.storage.get(manifest_key(commit.txid, commit.id), limit=1 << 20)
+    repo.storage.put(manifest_key(txid, commit.id), data)
+    names = ("manifest", "head", "manifest_bytes", "created_at", "parent")
+    return commit_bare(repo, run, step, txid=txid, **{name: getattr(commit.committed, name) for name in names})
+
+
+def test_a_commit_that_says_other_than_its_manifest_is_refused(source: Repository, target: Repository) -> None:
+    commit = resolve(source, "run@2")
+    for run, step in (("other", 2), ("run", 9)):
+        made = commit_same(source, commit, run, step, source.new_txid(run, step))
+        with pytest.raises(Refused, match="not that of its manifest"):
+            copy(source, target, made).raise_failure()
+    assert not list_commits(target).commits
+
+
+def test_an_id_of_another_run_or_of_the_future_is_refused(source: Repository, target: Repository) -> None:
+    commit = resolve(source, "run@2")
+    ahead = TxId(f"2999{commit.txid[4:]}")
+    other = source.new_txid("other", 2)
+    for txid, why in ((ahead, "in the future"), (other, "not one of its run and step")):
+        made = commit_same(source, commit, "run", 2, txid)
+        with pytest.raises(Refused, match=why):
+            copy(source, target, made).raise_failure()
+    assert not list_commits(target).commits
+
+
+def test_what_is_not_understood_is_copied_and_stops_its_load_alone(source: Repository, target: Repository) -> None:
+    """Extents of a form of later versions, or that lie: who loads them refuses them, wherever they are."""
+    manifest = manifests.get(source, resolve(source, "run@0"))
+    parts = taken_apart(manifest)
+    parts.index["step"] = 9
+    parts.pieces["cells"][0] = b"\x63 of later"
+    hostile = parts.put_together()
+    txid = source.new_txid("run", 9)
+    source.storage.put(manifest_key(txid, hostile.id), hostile.data)
+    body = manifest.body
+    fields = {"created_at": body.created_at, "parent": body.parent}
+    commits.commit(source, committed_encoded(source, txid, hostile, "run", 9, **fields))
+    copy(source, target, resolve(source, "run@9")).raise_failure()
+    for repo in (source, target):
+        found = manifests.get(repo, resolve(repo, "run@9"))
+        with pytest.raises(Refused, match="upgrade casckpt"):
+            found.extents(found.entries[0])
+
+
+def test_a_store_of_the_future_is_refused(source: Repository, target: Repository) -> None:
+    data = source.storage.get(MARKER, limit=1 << 20).replace(b'"format": 1', b'"format": 2')
+    source.storage.replace(MARKER, data)
+    with pytest.raises(Refused, match="Upgrade casckpt"):
+        copy(replace(source), target)
+    assert not target.exists()
+    target.create()
+    target.storage.replace(MARKER, data)
+    with pytest.raises(Refused, match="Upgrade casckpt"):
+        copy(source, replace(target))
+
+
+def test_a_checkpoint_that_is_purged_meanwhile_is_gone(tmp_path: Path, target: Repository) -> None:
+    inner = memory()
+    owner = chain(repository(tmp_path, inner))
+
+    def purge() -> None:
+        commits.forget(owner, resolve(owner, "run@0"))
+        commits.forget(owner, resolve(owner, "run@1"))
+        commits.forget(owner, resolve(owner, "run@2"))
+        commits.forget(owner, resolve(owner, "run@3"))
+        assert collect(owner).deleted_blobs == 4
+
+    hook = call_first("open", meanwhile(purge), key="objects/*")
+    source = repository(tmp_path, FaultyStore(inner, [hook]), seed=8)
+    result = copy(source, target)
+    assert result.copied == ()
+    assert {one.error.kind for one in result.failed} == {"gone"}
+    assert "purged" in str(result.failed[0].error)
+    check_clean(target)
+
+
+# copies that fail and that are killed
+
+
+class Killed(BaseException):
+    """This process ends here: nothing of it runs any more."""
+
+
+def test_a_copy_that_is_killed_anywhere_is_gone_on_with(tmp_path: Path, source: Repository) -> None:
+    """And no blob is put twice: the first one's transaction keeps what it put."""
+    for kind in (fail_before, fail_after):
+        for at in range(1, 200):
+            inner = memory()
+            faulty = FaultyStore(inner, [kind(method, at=at, error=_killed()) for method in ("put",)])
+            first = elsewhere(tmp_path / f"{kind.__name__}{at}", faulty)
+            try:
+                execute(source, first, plan_copy(source, first, ["run@3"]), jobs=1)
+            except Killed:
+                ended = False
+            else:
+                ended = True
+            visible = {(one.run, one.step) for one in list_commits(first).visible()} if first.exists() else set()
+            assert visible <= {("run", 3)}
+            faulty.heal()
+            second = elsewhere(tmp_path / f"{kind.__name__}{at}", faulty, seed=at)
+            copy(source, second, "run@3", jobs=1)
+            stored = [key for key in blob_puts(faulty) if key in {entry.key for entry in inner.list("objects/")}]
+            assert len(set(stored)) == 4
+            assert len(stored) - len(set(stored)) <= 1  # that whose put was cut off
+            assert contents(second)["run@3"] == contents(source)["run@3"]
+            check_clean(second)
+            if ended:
+                break
+        else:
+            pytest.fail("the copy never came to its end")
+
+
+def _killed() -> Exception:
+    return Killed()  # type: ignore[return-value]  # raised like one
+
+
+@pytest.mark.parametrize("method", ["put", "list", "size", "get", "settle"])
+def test_a_target_that_fails_anywhere_shows_nothing_and_works_later(
+    tmp_path: Path, source: Repository, method: str
+) -> None:
+    for kind in (fail_before, fail_after):
+        for at in range(1, 60):
+            faulty = FaultyStore(memory(), [kind(method, at=at)])
+            target = elsewhere(tmp_path / f"{kind.__name__}{at}", faulty)
+            try:
+                result = execute(source, target, plan_copy(source, target, ["run@3"]), jobs=1)
+            except StorageError:
+                ended = False
+            else:
+                ended = not result.failed
+            hit = faulty.count(method) >= at
+            faulty.heal()
+            copy(source, target, "run@3", jobs=1).raise_failure()
+            assert contents(target)["run@3"] == contents(source)["run@3"]
+            check_clean(target)
+            if ended and not hit:
+                break
+        else:
+            pytest.fail("the copy never came to its end")
+
+
+def test_a_copy_that_was_revoked_begins_anew(tmp_path: Path, source: Repository) -> None:
+    inner = memory()
+    other = elsewhere(tmp_path, inner, seed=5)
+    other.create()
+
+    def revoke() -> None:
+        commit = resolve(source, "run@3")
+        assert transactions.revoke(other, commit.txid, "test")
+        collect(other, wait=0.0)
+
+    storage = FaultyStore(inner, [call_first("put", meanwhile(revoke), key="*.manifest")])
+    target = elsewhere(tmp_path, storage)
+    result = copy(source, target, "run@3", jobs=1)
+    assert result.copied[0].txid == copied_txid(resolve(source, "run@3").txid, 1)
+    assert contents(target)["run@3"] == contents(source)["run@3"]
+    check_clean(target)
+
+
+def test_a_copy_that_is_revoked_again_and_again_gives_up(tmp_path: Path, source: Repository) -> None:
+    inner = memory()
+    other = elsewhere(tmp_path, inner, seed=5)
+    other.create()
+
+    def revoke() -> None:
+        for one in transactions.open_transactions(other, commits.list_names(other)):
+            transactions.revoke(other, one.txid, "test")
+
+    storage = FaultyStore(inner, [call_first("put", meanwhile(revoke), key="*.manifest", times=99)])
+    with pytest.raises(Conflict, match="given up on 4 times"):
+        copy(source, elsewhere(tmp_path, storage), "run@3").raise_failure()
+    assert not list_commits(other).visible()
+    check_clean(other)
+
+
+def test_a_blob_that_was_to_be_reused_and_is_gone_is_marked_and_copied(source: Repository, target: Repository) -> None:
+    copy(source, target, "run@2")
+    gone = manifests.get(target, resolve(target, "run@2")).blob(0)
+    target.storage.delete(blob_key(gone.uploader, gone.hash))
+    result = copy(source, target, "run@3")
+    assert result.blobs == 2
+    assert read_arrays(target, resolve(target, "run@3")) == read_arrays(source, resolve(source, "run@3"))
+    assert any(entry.key.startswith("damaged/") for entry in target.storage.list(""))
+
+
+# several at once
+
+
+def test_two_that_copy_the_same_share_the_work_and_one_commits(tmp_path: Path, source: Repository) -> None:
+    inner = memory()
+    storage = FaultyStore(inner)
+    other = elsewhere(tmp_path, storage, seed=9)
+
+    def join_in() -> None:
+        copy(source, other, "run@3", jobs=1)
+
+    first = elsewhere(tmp_path, FaultyStore(inner, [call_first("put", meanwhile(join_in), key="*.manifest")]))
+    result = copy(source, first, "run@3", jobs=1)
+    assert blob_puts(storage) == []  # the first one had put them all
+    assert [one.txid for one in result.copied] == [resolve(source, "run@3").txid]
+    assert len(list_commits(first).visible()) == 1
+    check_clean(first)
+
+
+def test_processes_that_share_the_work_each_say_what_all_of_them_put(tmp_path: Path, source: Repository) -> None:
+    inner, said = memory(), []
+    other = elsewhere(tmp_path, inner, seed=5)
+
+    def join_in() -> None:
+        said.append(copy(source, other, "run@3", part=(1, 2), jobs=1))
+
+    first = elsewhere(tmp_path, FaultyStore(inner, [call_first("put", meanwhile(join_in), key="*.safetensors")]))
+    said.append(copy(source, first, "run@3", part=(0, 2), jobs=1))
+    sizes = [entry.size for entry in inner.list("objects/") if entry.key.endswith(".safetensors")]
+    assert [(one.blobs, one.nbytes) for one in said] == [(len(sizes), sum(sizes))] * 2
+
+
+@pytest.mark.parametrize("part", [(0, 3), (1, 3), (2, 3)])
+def test_each_part_copies_all_if_the_others_never_come(
+    tmp_path: Path, source: Repository, part: tuple[int, int]
+) -> None:
+    target = elsewhere(tmp_path)
+    copy(source, target, part=part).raise_failure()
+    assert contents(target) == contents(source)
+
+
+def test_a_part_begins_with_its_own(tmp_path: Path) -> None:
+    source = chain(repository(tmp_path), 6)
+    wanted = [ref.hash for ref in manifests.get(source, resolve(source, "run@5")).blobs]
+    for number in range(3):
+        storage = FaultyStore(memory())
+        copy(source, elsewhere(tmp_path / str(number), storage), "run@5", part=(number, 3), jobs=1)
+        put = [key.split("/")[2].split(".")[0] for key in blob_puts(storage)]
+        assert put[:2] == wanted[2 * number : 2 * number + 2]
+        assert sorted(put) == sorted(wanted)
+
+
+def test_a_joined_transaction_is_not_dead_though_who_began_it_is(tmp_path: Path, source: Repository) -> None:
+    target = elsewhere(tmp_path)
+    target.create()
+    commit = resolve(source, "run@3")
+    dead = msgspec.structs.replace(this_process(), started=1)
+    began = records.Began(txid=commit.txid, run="run", step=3, time=1, process=dead, manifest=commit.id)
+    target.put_record(transaction_key(commit.txid), began)
+    (one,) = transactions.open_transactions(target, set())
+    assert transactions.has_died(target, one)
+    joined = transactions.join(target, msgspec.structs.replace(began, time=2))
+    assert joined is not None
+    (one,) = transactions.open_transactions(target, set())
+    assert not transactions.has_died(target, one)
+    joined.leave()
+    assert transactions.join(target, msgspec.structs.replace(began, manifest=None)) is None
+    assert transactions.join(target, msgspec.structs.replace(began, manifest=resolve(source, "run@1").id)) is None
+
+
+def test_a_save_that_has_the_id_of_a_copy_is_left_alone(tmp_path: Path, source: Repository) -> None:
+    """As in a folder that was copied while jobs saved."""
+    target = elsewhere(tmp_path)
+    target.create()
+    commit = resolve(source, "run@3")
+    process = this_process()
+    began = records.Began(txid=commit.txid, run="run", step=3, time=1, process=process)
+    target.put_record(transaction_key(commit.txid), began)
+    assert copy(source, target, "run@3").copied[0].txid == copied_txid(commit.txid, 1)
+    assert [one.txid for one in transactions.open_transactions(target, commits.list_names(target))] == [commit.txid]
+
+
+def test_a_copy_into_a_folder_that_was_copied_by_hand_finds_all_there(tmp_path: Path) -> None:
+    source = chain(repository(tmp_path, LocalStore(tmp_path / "a")))
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    assert len(copy(source, elsewhere(tmp_path, LocalStore(tmp_path / "b"))).present) == 4
+
+
+def test_replicate_returns_what_another_has_committed_meanwhile(tmp_path: Path, source: Repository) -> None:
+    inner = memory()
+    other = elsewhere(tmp_path, inner, seed=5)
+    other.create()
+    commit = resolve(source, "run@0")
+    hook = meanwhile(lambda: replicate(source, other, commit, ONE_BY_ONE))
+    target = elsewhere(tmp_path, FaultyStore(inner, [call_first("put", hook, key="commits/*")]))
+    assert replicate(source, target, commit, ONE_BY_ONE).commit.id == commit.id
+    assert len(list_commits(target).commits) == 1
+    check_clean(target)
+
+
+Hook = Callable[[], None]
+
+
+@pytest.mark.parametrize("error", [CasckptError, KeyboardInterrupt])
+def test_what_ends_a_copy_leaves_its_transaction_for_the_next(
+    tmp_path: Path, source: Repository, error: type[BaseException]
+) -> None:
+    target = elsewhere(tmp_path)
+
+    def stop(done: int, total: int | None) -> None:
+        if done:
+            raise error("enough")
+
+    with pytest.raises(error, match="enough"):
+        copy(source, target, "run@3", progress=Progress(stop))
+    assert [one.step for one in _open(target)] == [3]
+    copy(source, target, "run@3").raise_failure()
+    assert _open(target) == []
+
+
+def _open(repo: Repository) -> list[records.Began]:
+    found = transactions.open_transactions(repo, commits.list_names(repo))
+    return [one.began for one in found if one.began is not None]
+
+
+def test_policies_of_the_destination_see_times_of_the_source(source: Repository, target: Repository) -> None:
+    copy(source, target)
+    plan = gc.plan_gc(target, Policy(keep_last=1), min_age=0.0)
+    assert [one.step for one in plan.forget] == [0, 1, 2]
+
+
+def test_names_of_blobs_are_durable_before_the_record(tmp_path: Path, source: Repository) -> None:
+    storage = FaultyStore(memory())
+    copy(source, elsewhere(tmp_path, storage), "run@3")
+    calls = [(call.method, call.key) for call in storage.calls]
+    settled = max(i for i, (method, key) in enumerate(calls) if method == "settle" and key.startswith("objects/"))
+    last_blob = max(i for i, (method, key) in enumerate(calls) if method == "put" and key.endswith(".safetensors"))
+    record = next(i for i, (method, key) in enumerate(calls) if method == "put" and key.startswith("commits/"))
+    assert last_blob < settled < record
+
+
+def test_a_manifest_that_another_has_left_and_that_names_what_is_gone_is_not_committed(
+    tmp_path: Path, source: Repository
+) -> None:
+    inner = memory()
+    copy(source, elsewhere(tmp_path, inner), "run@2")
+    first = elsewhere(tmp_path / "first", FaultyStore(inner, [fail_before("put", key="commits/*", error=_killed())]))
+    with pytest.raises(Killed):
+        copy(source, first, "run@3")  # it names blobs of run@2
+    second = elsewhere(tmp_path / "second", inner, seed=5)
+    reused = manifests.get(second, resolve(second, "run@2")).blob(0)
+    inner.delete(blob_key(reused.uploader, reused.hash))
+    result = copy(source, second, "run@3")
+    assert isinstance(result.failed[0].error, Damaged)
+    assert [one.step for one in list_commits(second).visible()] == [2]
+
+
+@pytest.mark.parametrize(("method", "key"), [("get", "*.manifest"), ("size", "*.safetensors")])
+def test_a_manifest_that_another_has_left_and_a_gc_deletes_just_now_is_copied_anew(
+    tmp_path: Path, source: Repository, method: str, key: str
+) -> None:
+    """Two are in the transaction: one has put the manifest, a gc gives up on it, and the other has not seen that yet.
+
+    It finds the manifest gone when it reads it, or the blobs when it looks at them: nothing is damaged.
+    """
+    inner = memory()
+    first = elsewhere(tmp_path / "first", FaultyStore(inner, [fail_before("put", key="commits/*", error=_killed())]))
+    with pytest.raises(Killed):
+        copy(source, first, "run@3", jobs=1)
+    txid = resolve(source, "run@3").txid
+
+    def give_up() -> None:
+        assert transactions.revoke(first, txid, "test")
+        collect(elsewhere(tmp_path / "gc", inner), wait=0.0)
+
+    hook = call_first(method, meanwhile(give_up), key=key)
+    second = elsewhere(tmp_path / "second", FaultyStore(inner, [hook]), seed=5)
+    result = copy(source, second, "run@3", jobs=1)
+    result.raise_failure()
+    assert [one.txid for one in result.copied] == [copied_txid(txid, 1)]
+    assert contents(second)["run@3"] == contents(source)["run@3"]
+    check_clean(second)
+
+
+def test_a_mirror_has_a_checkpoint_before_it_is_said_to_have_it(tmp_path: Path, source: Repository) -> None:
+    target = elsewhere(tmp_path, FaultyStore(memory(), [fail_before("put", key="commits/*", times=9)]))
+    source.change_settings(mirror=target.storage.url)
+    with pytest.raises(StorageError):
+        copy(source, target, "run@3")
+    assert not list(source.storage.list("mirrored/"))

@@ -1,0 +1,546 @@
+"""Tags that expire, and demands on writers, against what a gc forgets and purges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from casckpt.contents.refs import resolve
+from casckpt.errors import NotFound, StorageError, Unsupported
+from casckpt.format.records import Dropped, changed
+from casckpt.history import commits, tags
+from casckpt.history.commits import Commit, list_commits
+from casckpt.history.leases import hold, renew
+from casckpt.plan.retention import Policy
+from casckpt.repository.repository import Repository
+from casckpt.upkeep.gc import forgetting
+from casckpt.upkeep.gc.gc import execute, plan_gc
+from casckpt.upkeep.gc.purge import GcPlan, retire_now
+from tests.support.faulty import FaultyStore, call_first, fail_before
+from tests.support.gcs import LAST, begin_elsewhere, collect, keys, run_gc, snapshot, steps, ticking
+from tests.support.repositories import (
+    commit_bare,
+    commit_draft,
+    draft,
+    half_rewrite,
+    meanwhile,
+    memory,
+    put_blob,
+    put_manifest_of,
+    repository,
+    save,
+)
+from tests.support.rewrites import move
+
+HOUR = 3600.0
+
+
+@pytest.fixture
+def faults() -> FaultyStore:
+    return FaultyStore(memory())
+
+
+@pytest.fixture
+def repo(tmp_path: Path, faults: FaultyStore) -> Repository:
+    """run@0 and run@1."""
+    made = repository(tmp_path, faults)
+    for step in range(2):
+        save(made, step=step, texts=[str(step)])
+    return made
+
+
+def first(repo: Repository) -> Commit:
+    return list_commits(repo).live()[0]
+
+
+def in_its_place(repo: Repository) -> Commit:
+    """Another checkpoint of run@0."""
+    return commit_draft(repo, repo.new_txid("run", 0), draft([], "run", 0, created_at=repo.clock()))
+
+
+def test_a_tag_that_expires_keeps_until_its_end_and_an_hour(repo: Repository) -> None:
+    hold(repo, "eval", first(repo), HOUR)
+    assert run_gc(repo, LAST).forgotten == ()
+    gone = commits.forget(repo, first(repo))
+    result = run_gc(repo)
+    (waiting,) = result.waiting
+    assert (waiting.reason, waiting.tags) == ("tagged", ("eval",))
+    assert waiting.until is not None
+    assert waiting.until.timestamp() == pytest.approx(repo.clock() / 1e6 + 2 * HOUR, abs=1)
+    ticking(repo)(HOUR * 1.9)  # it is over, but the clock of its holder may be behind
+    assert run_gc(repo).purged == ()
+    ticking(repo)(HOUR * 0.2)
+    assert [one.txid for one in run_gc(repo).purged] == [gone.txid]
+
+
+def test_one_with_an_end_and_one_without_have_none(repo: Repository) -> None:
+    hold(repo, "eval", first(repo), HOUR)
+    commit = first(repo)
+    tags.set_tag(repo, "best", commit)
+    commits.forget(repo, commit)
+    in_its_place(repo)  # so it is not restored
+    (waiting,) = run_gc(repo).waiting
+    assert (waiting.tags, waiting.until) == (("best", "eval"), None)
+
+
+def committed_again(repo: Repository, commit: Commit) -> Commit:
+    """The same checkpoint by another transaction."""
+    record = changed(commit.committed, txid=repo.new_txid(commit.run, commit.step))
+    put_manifest_of(repo, commit, record.txid)
+    commits.commit(repo, record)
+    return commits.just_committed(record)
+
+
+def test_a_tag_bars_by_id(repo: Repository) -> None:
+    """One that was set on a commit bars others of the same checkpoint, too."""
+    commit = first(repo)
+    twin = committed_again(repo, commit)
+    hold(repo, "eval", commit, HOUR)
+    commits.forget(repo, twin)
+    commits.forget(repo, commit)
+    assert [one.reason for one in run_gc(repo).waiting] == ["tagged", "tagged"]
+    tags.delete_tag(repo, "eval")
+    assert {one.txid for one in run_gc(repo).purged} == {commit.txid, twin.txid}
+
+
+def test_a_tag_on_another_commit_bars_a_purge_that_was_planned_before(repo: Repository) -> None:
+    commit = first(repo)
+    twin = committed_again(repo, commit)
+    plan = GcPlan((), (commits.forget(repo, commit),))
+    hold(repo, "eval", twin, HOUR)
+    commits.forget(repo, twin)
+    assert execute(repo, plan).purged == ()
+
+
+def twin_of(repo: Repository, commit: Commit) -> Commit:
+    """The same checkpoint committed anew, at other places, and ``commit`` forgotten: as a repair does it."""
+    twin = committed_again(repo, commit)
+    commits.forget(repo, commit)
+    return twin
+
+
+def test_a_tag_does_not_bar_what_is_visible_by_another_commit(repo: Repository) -> None:
+    commit = first(repo)
+    tag, _ = hold(repo, "eval", commit, HOUR)
+    tags.set_tag(repo, "best", commit)
+    twin = twin_of(repo, commit)
+    assert [one.txid for one in plan_gc(repo, min_age=0.0).purge] == [commit.txid]
+    assert [one.txid for one in run_gc(repo).purged] == [commit.txid]
+    assert resolve(repo, "tag:best").txid == twin.txid
+    tags.delete_tag(repo, "best")
+    commits.forget(repo, twin)
+    (waiting,) = run_gc(repo).waiting
+    assert (waiting.txid, waiting.reason, waiting.tags) == (twin.txid, "tagged", (tag.name,))
+
+
+def test_a_twin_that_is_forgotten_itself_frees_nothing(repo: Repository) -> None:
+    commit = first(repo)
+    hold(repo, "eval", commit, HOUR)
+    commits.forget(repo, twin_of(repo, commit))
+    result = run_gc(repo)
+    assert (result.purged, [one.reason for one in result.waiting]) == ((), ["tagged", "tagged"])
+
+
+@pytest.mark.parametrize("when", ["tags/", "commits/"])
+def test_a_twin_that_is_forgotten_meanwhile_frees_nothing(repo: Repository, faults: FaultyStore, when: str) -> None:
+    """It was visible when the gc was planned, and is not when tags are listed again, or commits behind them."""
+    commit = first(repo)
+    hold(repo, "eval", commit, HOUR)
+    twin, plan = twin_of(repo, commit), plan_gc(repo, min_age=0.0)
+    assert [one.txid for one in plan.purge] == [commit.txid]
+
+    def forget(_: object) -> None:
+        if faults.count("list", "tags/"):
+            faults.heal()
+            commits.forget(repo, twin)
+
+    faults.calls.clear()
+    faults.inject(call_first("list", forget, key=when, times=9))
+    assert execute(repo, plan).purged == ()
+    assert {one.txid for one in list_commits(repo).live()} >= {commit.txid, twin.txid}
+
+
+# rewrites
+
+THIN = Dropped(entries=1, bytes=4, rule="optimizer")
+
+
+def test_what_was_replaced_goes_after_the_minimum_age(repo: Repository) -> None:
+    commit = first(repo)
+    made = move(repo, commit)
+    waiting, *_ = run_gc(repo, min_age=HOUR).waiting
+    assert (waiting.reason, waiting.txid) == ("replaced", commit.txid)
+    ticking(repo)(HOUR)
+    result = run_gc(repo, min_age=HOUR)
+    assert ([one.txid for one in result.purged], result.deleted_blobs, result.waiting) == ([commit.txid], 1, ())
+    assert list_commits(repo).commits[made.txid].visible
+    assert {one.txid for one in list_commits(repo).live()} == {made.txid, list_commits(repo).live()[1].txid}
+
+
+def test_what_was_replaced_and_cannot_be_read_goes_at_once(repo: Repository) -> None:
+    """No gc could delete anything as long as it lives, and nobody could do anything with it."""
+    commit = first(repo)
+    move(repo, commit)
+    repo.storage.delete(f"objects/{commit.txid}/{commit.id}.manifest")
+    tags.set_tag(repo, "best", commit)
+    assert [one.txid for one in run_gc(repo, min_age=HOUR).purged] == [commit.txid]
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_a_tag_bars_what_was_replaced_only_if_something_was_dropped(repo: Repository, is_forgotten: bool) -> None:
+    commit = first(repo)
+    hold(repo, "best", commit, HOUR)
+    moved = move(repo, commit)
+    thin = move(repo, moved, dropped=THIN)
+    again = move(repo, thin)
+    assert again.dropped == THIN
+    if is_forgotten:
+        commits.forget(repo, again)
+    result = run_gc(repo)
+    assert {one.txid for one in result.purged} == {commit.txid, thin.txid}
+    assert {one.txid for one in result.waiting} == ({moved.txid, again.txid} if is_forgotten else {moved.txid})
+    tags.delete_tag(repo, "best")
+    assert {one.txid for one in run_gc(repo).purged} == ({moved.txid, again.txid} if is_forgotten else {moved.txid})
+
+
+def test_a_rewrite_that_is_void_goes_whatever_names_its_id(repo: Repository) -> None:
+    commit = first(repo)
+    tags.set_tag(repo, "best", commit)
+    made = half_rewrite(repo, commit)
+    assert (run_gc(repo).purged, run_gc(repo).purged) == ((), ())  # its rewriter may live
+    ticking(repo)(HOUR)
+    assert run_gc(repo).forgotten == ()
+    assert [one.txid for one in run_gc(repo).purged] == [made.txid]
+    assert list_commits(repo).commits[commit.txid].visible
+
+
+def test_a_rewrite_that_is_void_goes_though_its_base_is_forgotten_and_held(repo: Repository) -> None:
+    commit = first(repo)
+    made = half_rewrite(repo, commit)
+    hold(repo, "best", commit, HOUR)
+    commits.forget(repo, commit)
+    run_gc(repo)
+    assert [(one.txid, one.reason) for one in run_gc(repo).waiting] == [(commit.txid, "tagged")]
+    assert not list_commits(repo).commits[made.txid].live
+
+
+def test_a_purge_of_what_was_replaced_races_with_its_restore(repo: Repository, faults: FaultyStore) -> None:
+    commit = first(repo)
+    made, plan = move(repo, commit), plan_gc(repo, min_age=0.0)
+    assert [one.txid for one in plan.purge] == [commit.txid]
+    old = list_commits(repo).commits[commit.txid]
+    faults.inject(call_first("put", meanwhile(lambda: commits.restore(repo, old)), key=f"commits/{commit.txid}.2"))
+    assert execute(repo, plan).purged == ()
+    found = list_commits(repo)
+    assert (found.commits[commit.txid].visible, found.commits[made.txid].visible) == (True, False)
+
+
+def test_a_policy_counts_a_rewrite_as_of_its_first_save(repo: Repository) -> None:
+    made = move(repo, first(repo))
+    newest = list_commits(repo).current()[-1]
+    assert newest.step == 1
+    assert [one.txid for one in run_gc(repo, LAST).forgotten] == [made.txid]
+    assert [one.txid for one in list_commits(repo).visible()] == [newest.txid]
+
+
+def test_two_gcs_of_which_each_frees_a_twin_leave_one(repo: Repository, faults: FaultyStore) -> None:
+    """One is about to purge the commit, for its twin is visible; that is forgotten then, and another gc runs."""
+    commit = first(repo)
+    hold(repo, "eval", commit, HOUR)
+    purged: list[Commit] = []
+    twin = twin_of(repo, commit)
+
+    def other() -> None:
+        commits.forget(repo, twin)
+        purged.extend(run_gc(repo).purged)
+
+    plan = plan_gc(repo, min_age=0.0)
+    faults.inject(call_first("put", meanwhile(other), key=f"commits/{commit.txid}.2"))
+    assert [one.txid for one in execute(repo, plan).purged] == [commit.txid]
+    assert purged == []
+    assert commit.id in {one.id for one in list_commits(repo).live()}
+
+
+def test_two_gcs_that_forget_a_twin_each_put_back_what_is_held_by_then(repo: Repository, faults: FaultyStore) -> None:
+    """Both twins are visible, as after a repair that was killed; a lease is granted before either of them forgets."""
+    commit = first(repo)
+    twin = committed_again(repo, commit)
+
+    def other() -> None:
+        faults.inject(
+            call_first("put", meanwhile(lambda: hold(repo, "eval", commit, HOUR)), key=f"commits/{twin.txid}.1")
+        )
+        assert [one.txid for one in execute(repo, GcPlan((twin,), (twin,))).purged] == [twin.txid]
+
+    faults.inject(call_first("put", meanwhile(other), key=f"commits/{commit.txid}.1"))
+    assert execute(repo, GcPlan((commit,), (commit,))).purged == ()
+    assert first(repo).txid == commit.txid
+    assert first(repo).visible
+
+
+def test_what_was_granted_while_a_gc_forgets_stays(repo: Repository, faults: FaultyStore) -> None:
+    """It forgets, and lists tags only then: one that was granted before that is in the listing."""
+    commit, plan = first(repo), plan_gc(repo, LAST, min_age=0.0)
+    faults.inject(
+        call_first("put", meanwhile(lambda: hold(repo, "eval", commit, HOUR)), key=f"commits/{commit.txid}.1")
+    )
+    result = execute(repo, plan)
+    assert (result.forgotten, result.purged) == ((), ())
+    assert first(repo).visible
+
+
+def test_a_gc_takes_back_what_it_did_and_not_what_somebody_did_since(repo: Repository, faults: FaultyStore) -> None:
+    """Tagged when it has forgotten; before it restores that, who tags has done so, and somebody forgets it by name."""
+    commit, plan = first(repo), plan_gc(repo, LAST, min_age=0.0)
+
+    def tag_it(_: object) -> None:
+        if first(repo).last == "forgotten":  # by the gc, which lists tags now
+            faults.heal()
+            tags.write_generation(repo, "best", 0, commit)
+            faults.inject(call_first("list", meanwhile(restore_and_forget), key="commits/", at=2))
+
+    def restore_and_forget() -> None:
+        commits.restore(repo, first(repo))
+        forgetting.forget(repo, [first(repo)])
+
+    faults.inject(call_first("list", tag_it, key="tags/", times=9))
+    execute(repo, plan)
+    assert (first(repo).txid, first(repo).last, tags.tags(repo)) == (commit.txid, "forgotten", {})
+
+
+def test_what_is_set_while_a_gc_lists_tags_is_not_granted(repo: Repository, faults: FaultyStore) -> None:
+    commit = first(repo)
+    commits.forget(repo, commit)
+    plan, refused = plan_gc(repo, min_age=0.0), []
+
+    def attempt() -> None:
+        with pytest.raises(NotFound) as caught:
+            hold(repo, "eval", commit, HOUR)
+        refused.append(caught.value)
+
+    faults.inject(call_first("put", meanwhile(attempt), key=f"commits/{commit.txid}.2"))
+    assert steps(execute(repo, plan).purged) == [0]
+    assert len(refused) == 1
+
+
+def test_a_purge_takes_the_very_next_number_only(repo: Repository, faults: FaultyStore) -> None:
+    """Restored, held, and forgotten again after the tags were listed: its number is gone, and it purges nothing."""
+    commit = first(repo)
+    commits.forget(repo, commit)
+    plan = plan_gc(repo, min_age=0.0)
+
+    def back() -> None:
+        hold(repo, "eval", commits.restore(repo, first(repo)), HOUR)
+        commits.forget(repo, first(repo))
+
+    faults.inject(call_first("put", meanwhile(back), key=f"commits/{commit.txid}.2"))
+    assert execute(repo, plan).purged == ()
+    assert first(repo).txid == commit.txid
+    assert [one.reason for one in run_gc(repo).waiting] == ["tagged"]
+
+
+def test_the_clock_is_read_before_tags_are_listed(repo: Repository, faults: FaultyStore) -> None:
+    """What is renewed while the listing runs may not be in it: what was seen counts by the clock before."""
+    commit = first(repo)
+    hold(repo, "eval", commit, HOUR)
+    plan = GcPlan((), (commits.forget(repo, commit),))
+    ticking(repo)(2 * HOUR - 1)
+    faults.inject(call_first("list", meanwhile(lambda: ticking(repo)(2)), key="tags/"))
+    assert execute(repo, plan).purged == ()
+    assert steps(execute(repo, plan).purged) == [0]
+
+
+def test_who_rotates_leaves_what_is_held(repo: Repository) -> None:
+    hold(repo, "eval", first(repo), HOUR)
+    assert retire_now(repo, [first(repo)]) == []
+    assert first(repo).visible
+
+
+def test_a_gc_cleans_up_behind_leases(repo: Repository) -> None:
+    tag, commit = hold(repo, "eval", first(repo), HOUR)
+    renew(repo, tag, commit, HOUR)
+    run_gc(repo)
+    assert len(keys(repo, "tags/")) == 2
+    ticking(repo)(2 * HOUR + 1)
+    run_gc(repo)
+    assert keys(repo, "tags/") == {"tags/eval/1"}
+
+
+# what a gc forgot that was killed before it looked at tags again
+
+
+def left_forgotten(repo: Repository, faults: FaultyStore) -> Commit:
+    """run@0, forgotten by a gc beside a new tag, and the gc ended before it could take that back."""
+    commit, plan = first(repo), plan_gc(repo, LAST, min_age=0.0)
+    set_best = meanwhile(lambda: tags.set_tag(repo, "best", commit))
+    faults.inject(call_first("put", set_best, key=f"commits/{commit.txid}.1"))
+    faults.inject(fail_before("put", key=f"commits/{commit.txid}.2"))
+    with pytest.raises(StorageError):
+        execute(repo, plan)
+    faults.heal()
+    (forgotten,) = (one for one in list_commits(repo).live() if one.is_forgotten)
+    assert forgotten.txid == commit.txid
+    return forgotten
+
+
+def test_the_next_gc_restores_what_is_tagged(repo: Repository, faults: FaultyStore) -> None:
+    commit = left_forgotten(repo, faults)
+    seen = collect(repo, dry_run=True)
+    assert ([one.txid for one in seen.restored], seen.waiting) == ([commit.txid], ())
+    result = run_gc(repo)
+    assert ([one.txid for one in result.restored], result.purged, result.waiting) == ([commit.txid], (), ())
+    assert resolve(repo, "tag:best").txid == commit.txid
+    assert run_gc(repo, LAST).restored == ()
+    assert steps(list_commits(repo).visible()) == [0, 1]
+
+
+def test_what_is_forgotten_by_its_name_stays_so(repo: Repository) -> None:
+    tags.set_tag(repo, "best", first(repo))
+    hold(repo, "eval", first(repo), HOUR)
+    forgetting.forget(repo, [first(repo)])
+    result = run_gc(repo)
+    assert (result.restored, [one.reason for one in result.waiting]) == ((), ["tagged"])
+
+
+def test_a_tag_that_is_deleted_since_the_plan_restores_nothing(repo: Repository, faults: FaultyStore) -> None:
+    left_forgotten(repo, faults)
+    plan = plan_gc(repo, min_age=0.0)
+    assert steps(plan.restore) == [0]
+    tags.delete_tag(repo, "best")
+    assert execute(repo, plan).restored == ()
+    assert not first(repo).visible
+
+
+def test_it_takes_the_very_next_number(repo: Repository, faults: FaultyStore) -> None:
+    """Restored by somebody, untagged and forgotten by name behind the gc's listing of tags: that stays forgotten."""
+    left_forgotten(repo, faults)
+    plan = plan_gc(repo, min_age=0.0)
+    commit = first(repo)
+    faults.calls.clear()
+
+    def forget(_: object) -> None:
+        if faults.count("list", "tags/"):
+            faults.heal()
+            commits.restore(repo, commit)
+            forgetting.forget(repo, [first(repo)])
+
+    faults.inject(call_first("list", forget, key="commits/", times=9))
+    faults.inject(call_first("put", forget, key=f"commits/{commit.txid}.2"))
+    assert execute(repo, plan).restored == ()
+    assert (first(repo).last, tags.tags(repo)) == ("forgotten", {})
+
+
+def test_logs_are_read_before_tags_are_listed(repo: Repository, faults: FaultyStore) -> None:
+    """Else what is untagged and forgotten in between looks like a gc's."""
+    commit = first(repo)
+    tags.set_tag(repo, "best", commit)
+    faults.calls.clear()
+
+    def forget(_: object) -> None:
+        if faults.count("list", "tags/"):
+            faults.heal()
+            forgetting.forget(repo, [commit])
+
+    faults.inject(call_first("list", forget, key="commits/", times=9))
+    assert plan_gc(repo).restore == ()
+
+
+def test_nothing_comes_back_where_another_is_visible_in_its_place(repo: Repository, faults: FaultyStore) -> None:
+    commit = left_forgotten(repo, faults)
+    in_its_place(repo)
+    result = run_gc(repo)
+    assert (result.restored, [one.txid for one in result.waiting]) == ((), [commit.txid])
+
+
+def test_what_was_overwritten_stays_so_when_the_other_is_forgotten(repo: Repository) -> None:
+    """An overwrite ends no tag; and what it was to replace must not be the newest of the run one day."""
+    commit = first(repo)
+    tags.set_tag(repo, "best", commit)
+    other = in_its_place(repo)
+    commits.forget(repo, commit)
+    forgetting.forget(repo, [other])
+    result = run_gc(repo)
+    assert (result.restored, [one.txid for one in result.purged]) == ((), [other.txid])
+    assert run_gc(repo).restored == ()
+    assert [one.reason for one in run_gc(repo).waiting] == ["tagged"]
+    assert steps(list_commits(repo).visible()) == [1]
+
+
+def test_of_two_twins_one_comes_back(repo: Repository) -> None:
+    commit = first(repo)
+    twin = committed_again(repo, commit)
+    tags.set_tag(repo, "best", commit)
+    for one in (commit, twin):
+        commits.forget(repo, one)
+    assert [one.txid for one in run_gc(repo).restored] == [twin.txid]
+    assert [one.txid for one in list_commits(repo).visible() if one.step == 0] == [twin.txid]
+
+
+def test_a_gc_of_another_run_leaves_it(repo: Repository, faults: FaultyStore) -> None:
+    left_forgotten(repo, faults)
+    assert run_gc(repo, run="other").restored == ()
+    assert steps(run_gc(repo, run="run").restored) == [0]
+
+
+# demands on writers
+
+
+def demand(repo: Repository) -> None:
+    repo.change_settings(requires=["rewrites"])
+
+
+def test_a_gc_that_does_not_know_a_demand_does_nothing(repo: Repository) -> None:
+    commits.forget(repo, first(repo))
+    put_blob(repo, repo.new_txid("x", 1), "spare")
+    demand(repo)
+    before = snapshot(repo)
+    with pytest.raises(Unsupported, match="rewrites"):
+        run_gc(repo, LAST)
+    assert snapshot(repo) == before
+    with pytest.raises(Unsupported):
+        retire_now(repo, [first(repo)])
+    assert snapshot(repo) == before
+
+
+WHEN: dict[str, Callable[[str], tuple[str, str]]] = {
+    "after it has purged": lambda txid: ("put", f"commits/{txid}.2"),
+    "while it waits": lambda txid: ("list", "objects"),
+}
+
+
+@pytest.mark.parametrize("when", WHEN.values(), ids=WHEN.keys())
+def test_what_is_demanded_while_a_gc_runs_keeps_it_from_deleting(
+    repo: Repository, faults: FaultyStore, when: Callable[[str], tuple[str, str]]
+) -> None:
+    commit = commits.forget(repo, first(repo))
+    plan = plan_gc(repo, min_age=0.0)
+    method, key = when(commit.txid)
+    faults.inject(call_first(method, meanwhile(lambda: demand(repo)), key=key))
+    before = keys(repo)
+    with pytest.raises(Unsupported):
+        execute(repo, plan)
+    assert keys(repo) == before
+
+
+def test_a_paused_gc_asks_again(repo: Repository) -> None:
+    put_blob(repo, repo.new_txid("x", 1), "spare")
+    begin_elsewhere(repo)
+    assert [one.reason for one in run_gc(repo, wait=0.0).waiting] == ["transaction"]
+    demand(repo)
+    before = snapshot(repo)
+    with pytest.raises(Unsupported):
+        run_gc(repo, revoke_after=0.0)
+    assert snapshot(repo) == before
+
+
+def test_the_best_of_a_thousand_are_chosen_without_a_manifest(tmp_path: Path) -> None:
+    storage = FaultyStore(memory())
+    made = repository(tmp_path, storage)
+    for step in range(1000):
+        commit_bare(made, "run", step, metrics={"loss": (step * 37) % 1000, "acc": step % 7})
+    plan = plan_gc(repository(tmp_path / "new", storage, seed=2), Policy(keep_best=["loss:3", "acc:max:1"]))
+    left = {one.step for one in list_commits(made).visible()} - {one.step for one in plan.forget}
+    assert left == {0, 973, 946, 6, 999}
+    assert not [key for method in ("get", "open") for key in storage.keys(method) if "objects/" in key]

@@ -1,0 +1,211 @@
+"""How a gc waits for saves that are open, gives up on the dead, and goes on where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from casckpt.contents import manifests
+from casckpt.format.keys import blob_key, transaction_key
+from casckpt.history import commits, transactions
+from casckpt.history.commits import list_commits
+from casckpt.repository.processes import this_process
+from casckpt.repository.repository import Repository
+from casckpt.upkeep.gc import resume_state as paused
+from casckpt.upkeep.gc.purge import Waiting
+from tests.support.gcs import (
+    LAST,
+    bare_commit,
+    begin_elsewhere,
+    commit_of,
+    keys,
+    run_gc,
+    sign,
+    steps,
+    ticking,
+)
+from tests.support.repositories import blob_hash, commit_draft, draft, memory, put_blob, repository, save
+
+
+def test_gc_waits_for_an_open_save_and_keeps_what_it_commits(repo: Repository) -> None:
+    txid = begin_elsewhere(repo)
+    put_blob(repo, txid, "slow")
+    told: list[Sequence[Waiting]] = []
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            commit_of(repo, txid, ["slow"])
+
+    result = run_gc(repo, sleep=nap, tell=told.append)
+    assert len(naps) == 3
+    assert [one.txid for one in told[0]] == [txid]
+    assert (result.deleted_blobs, result.waiting, result.kept_blobs) == (0, (), 1)
+
+
+def test_what_an_open_save_began_with_stays_although_it_is_purged_meanwhile(repo: Repository) -> None:
+    old, _ = save(repo, step=0, texts=["base"]), save(repo, step=1, texts=["b"])
+    txid = begin_elsewhere(repo)  # it has listed commits, and will reuse all of step 0
+    reused = list(manifests.get(repo, old).blobs)
+
+    def end(seconds: float) -> None:
+        from tests.support import repositories as support
+
+        support.commit_draft(repo, txid, support.draft(reused, "other", 7))
+
+    result = run_gc(repo, LAST, sleep=end)
+    assert steps(result.purged) == [0]
+    assert (result.deleted_blobs, result.deleted_manifests) == (0, 1)
+    assert blob_key(old.txid, reused[0].hash) in keys(repo)
+
+
+def test_what_was_committed_and_purged_while_gc_waited_stays_for_this_time(repo: Repository) -> None:
+    """Somebody may have begun to reuse it in between, whom this gc does not wait for."""
+    first = begin_elsewhere(repo)
+    put_blob(repo, first, "shared")
+
+    def meanwhile(seconds: float) -> None:
+        commit_of(repo, first, ["shared"])
+        begin_elsewhere(repo, step=8)  # after gc looked for open ones; it lists commits, and will reuse "shared"
+        commits.purge(repo, commits.forget(repo, list_commits(repo).commits[first]))
+
+    result = run_gc(repo, sleep=meanwhile)
+    assert (result.deleted_blobs, result.waiting) == (0, ())
+    assert blob_key(first, blob_hash("shared")) in keys(repo)
+
+
+def test_gc_that_ran_out_of_time_says_so_and_the_next_one_goes_on(repo: Repository) -> None:
+    txid = begin_elsewhere(repo)
+    put_blob(repo, txid, "half")
+    naps: list[float] = []
+    result = run_gc(repo, wait=60.0, sleep=naps.append)
+    assert sum(naps) == pytest.approx(60)
+    assert (result.deleted_blobs, result.kept_blobs) == (0, 1)
+    assert [(one.reason, one.txid, one.host) for one in result.waiting] == [("transaction", txid, "gpu7")]
+    left = paused.take_up(repo, list_commits(repo))
+    assert left is not None
+    assert left.waits == {txid}
+    commits.commit(repo, bare_commit(repo, txid))
+    later = begin_elsewhere(repo, step=8)  # began after the candidates were made: need not be waited for
+    put_blob(repo, later, "later")
+    result = run_gc(repo, wait=0.0)
+    assert result.deleted_blobs == 1, "the next gc did not go on from where the first one stopped"
+    assert [one.txid for one in result.waiting] == [later]
+    transactions.revoke(repo, later, "enough")
+    assert run_gc(repo).deleted_blobs == 1
+    assert repo.catalogue.note(paused.NOTE) is None
+
+
+def test_a_paused_gc_is_not_continued_in_a_copy_of_the_store(tmp_path: Path) -> None:
+    one = repository(tmp_path)
+    txid = begin_elsewhere(one)
+    put_blob(one, txid, "half")
+    run_gc(one, wait=0.0)
+    other = memory()
+    for entry in one.storage.list(""):
+        other.put(entry.key, one.storage.get(entry.key, limit=1 << 20))
+    copy = repository(tmp_path, other)
+    assert copy.marker.store_id == one.marker.store_id
+    assert paused.take_up(one, list_commits(one)) is not None
+    assert paused.take_up(copy, list_commits(copy)) is None
+
+
+def test_a_paused_gc_is_not_continued_when_what_had_ended_lives_again(repo: Repository) -> None:
+    old, _ = save(repo, step=0, texts=["a"]), save(repo, step=1, texts=["b"])
+    txid = begin_elsewhere(repo)
+    put_blob(repo, txid, "half")
+    assert run_gc(repo, LAST, wait=0.0).waiting
+    assert paused.take_up(repo, list_commits(repo)) is not None
+    for number in (1, 2):  # a backup of the folder was put back
+        repo.storage.delete(f"commits/{old.txid}.{number}")
+    assert paused.take_up(repo, list_commits(repo)) is None
+
+
+def test_a_dead_process_of_this_host_is_revoked_at_once(repo: Repository) -> None:
+    here = this_process()
+    fields = {name: getattr(here, name) for name in here.__struct_fields__}
+    txid = begin_elsewhere(repo, **fields | {"started": here.started + 1})
+    put_blob(repo, txid, "half")
+    result = run_gc(repo, wait=0.0)
+    assert (result.revoked, result.deleted_blobs, result.waiting) == ((txid,), 1, ())
+    assert list_commits(repo).commits[txid].last == "revoked"
+
+
+def test_the_dead_are_seen_to_even_if_nothing_is_to_be_deleted(repo: Repository) -> None:
+    here = this_process()
+    fields = {name: getattr(here, name) for name in here.__struct_fields__}
+    txid = begin_elsewhere(repo, **fields | {"started": here.started + 1})
+    alive = begin_elsewhere(repo)
+    result = run_gc(repo)
+    assert (result.revoked, result.waiting) == ((txid,), ())
+    assert keys(repo, "transactions/") == {transaction_key(alive)}
+
+
+def test_a_save_of_this_process_is_waited_for(repo: Repository) -> None:
+    transaction = transactions.begin(repo, "run", 1)
+    put_blob(repo, transaction.txid, "half")
+    result = run_gc(repo)
+    assert [one.pid for one in result.waiting] == [this_process().pid]
+    assert transaction.abort("enough")
+    assert run_gc(repo).deleted_blobs == 1
+
+
+def test_silence_is_counted_over_several_gcs(repo: Repository) -> None:
+    txid = begin_elsewhere(repo)
+    put_blob(repo, txid, "half")
+    assert run_gc(repo, wait=60.0).revoked == ()
+    ticking(repo)(3000)
+    sign(repo, txid, 1)
+    assert run_gc(repo, wait=60.0).revoked == ()
+    ticking(repo)(3000)
+    assert run_gc(repo, wait=60.0).revoked == (), "the sign of life was not counted"
+    ticking(repo)(3600)
+    result = run_gc(repo, wait=60.0)
+    assert (result.revoked, result.deleted_blobs) == ((txid,), 1)
+
+
+def test_revoke_after_is_an_option_and_a_setting(repo: Repository) -> None:
+    txid = begin_elsewhere(repo)
+    put_blob(repo, txid, "half")
+    assert run_gc(repo, wait=60.0).revoked == ()
+    repo.change_settings(revoke_after_seconds=90.0)
+    assert run_gc(repo, wait=20.0).revoked == ()
+    assert run_gc(repo, wait=20.0).revoked == (txid,)
+    other = begin_elsewhere(repo)
+    put_blob(repo, other, "half")
+    assert run_gc(repo, revoke_after=0.0).revoked == (other,)
+
+
+def test_a_transaction_whose_file_was_removed_by_hand_is_still_waited_for(repo: Repository) -> None:
+    txid = begin_elsewhere(repo)
+    put_blob(repo, txid, "half")
+    run_gc(repo, wait=0.0)
+    repo.storage.delete(transaction_key(txid))
+    result = run_gc(repo, wait=10.0)
+    assert (result.deleted_blobs, [one.txid for one in result.waiting]) == (0, [txid])
+    assert run_gc(repo, wait=1.0, revoke_after=5.0).revoked == (txid,)
+
+
+def test_a_file_of_a_transaction_that_cannot_be_read_is_waited_for(repo: Repository) -> None:
+    txid = repo.new_txid("run", 3)
+    repo.storage.put(transaction_key(txid), b"torn")
+    put_blob(repo, txid, "half")
+    result = run_gc(repo, wait=1.0)
+    assert [(one.txid, one.step, one.host) for one in result.waiting] == [(txid, 3, None)]
+
+
+def test_what_was_committed_and_forgotten_while_gc_waited_stays(repo: Repository) -> None:
+    """It can be restored."""
+    txid = begin_elsewhere(repo)
+    ref = put_blob(repo, txid, "half")
+
+    def end_and_forget(seconds: float) -> None:
+        if repo.storage.size(f"commits/{txid}") is None:
+            commit_draft(repo, txid, draft([ref], "other", 7))
+            commits.forget(repo, list_commits(repo).commits[txid])
+
+    assert run_gc(repo, sleep=end_and_forget, min_age=None).deleted_blobs == 0
+    assert repo.storage.size(blob_key(txid, ref.hash)) == len("half")

@@ -1,0 +1,190 @@
+"""A store that is not what it was: what is missing, or something else than it was, is told of and never acted upon."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from casckpt.errors import CasckptError, Damaged, Refused
+from casckpt.format.keys import commit_key, tag_key
+from casckpt.history import commits, transactions
+from casckpt.history.commits import list_commits
+from casckpt.history.tags import set_tag
+from casckpt.plan.retention import Policy
+from casckpt.repository.repository import Repository
+from casckpt.storage.local.store import LocalStore
+from casckpt.upkeep.copies.mirror_notes import note
+from casckpt.upkeep.repair.verify import verify
+from tests.support.faulty import FaultyStore, call_first
+from tests.support.gcs import LAST, begin_elsewhere, collect, commit_of, keys, run_gc, snapshot
+from tests.support.repositories import meanwhile, repository, save
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def local(root: Path, tmp_path: Path) -> Repository:
+    """a@0 and a@1, of which the first is tagged."""
+    repo = repository(tmp_path, LocalStore(root))
+    for step in range(2):
+        save(repo, "a", step, texts=[f"own {step}"])
+    set_tag(repo, "best", list_commits(repo).live()[0])
+    return repo
+
+
+def anew(repo: Repository, host: Path) -> Repository:
+    """The same store, seen by a host that knows nothing of it."""
+    return Repository(repo.storage, host, clock=repo.clock)
+
+
+Harm = Callable[[Path, Repository], object]
+
+
+def replaced(place: Callable[[Repository], str], make: Callable[[Path], object]) -> Harm:
+    def harm(root: Path, repo: Repository) -> None:
+        path = root / place(repo)
+        path.rename(root.parent / "away")
+        make(path)
+
+    return harm
+
+
+def emptied(name: str, root: Path, repo: Repository) -> None:
+    shutil.rmtree(root / name, ignore_errors=True)
+    (root / name).touch()
+
+
+def last_commit(repo: Repository) -> str:
+    return commit_key(list_commits(repo).live()[-1].txid)
+
+
+def first_uploader(repo: Repository) -> str:
+    return f"objects/{list_commits(repo).live()[0].txid}"
+
+
+PLACES: dict[str, Callable[[Repository], str]] = {
+    "record": last_commit,
+    "commits": lambda repo: "commits",
+    "tags": lambda repo: "tags",
+    "tag": lambda repo: "tags/best",
+    "generation": lambda repo: tag_key("best", 0),
+    "objects": lambda repo: "objects",
+    "uploader": first_uploader,
+}
+HARMS: dict[str, Harm] = {
+    **{f"{name} is a pipe": replaced(place, os.mkfifo) for name, place in PLACES.items()},
+    **{f"{name} is a file": replaced(PLACES[name], Path.touch) for name in ("commits", "tags", "tag", "objects")},
+    **{f"{name} is a folder": replaced(PLACES[name], Path.mkdir) for name in ("record", "generation")},
+    **{f"{name} is a file": partial(emptied, name) for name in ("transactions", "settings")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("host", ["same host", "another host"])
+def test_what_is_something_else_than_it_was_stops_a_gc(
+    local: Repository, root: Path, tmp_path: Path, harm: str, host: str
+) -> None:
+    if host == "same host":
+        run_gc(local)
+    HARMS[harm](root, local)
+    there = sorted(path for path in root.rglob("*") if path.is_file())
+    looking = local if host == "same host" else anew(local, tmp_path / "other")
+    with pytest.raises(CasckptError, match=r"store/(commits|tags|objects|transactions|settings)") as caught:
+        collect(looking, Policy(keep_last=1), sleep=lambda seconds: None)
+    assert isinstance(caught.value, Refused | Damaged)
+    assert [path for path in there if not path.exists()] == []
+
+
+@pytest.mark.parametrize("host", ["same host", "another host"])
+@pytest.mark.parametrize("lost", ["all", "the folder", "one"])
+def test_lost_records_stop_a_gc_and_are_damage(
+    local: Repository, root: Path, tmp_path: Path, lost: str, host: str
+) -> None:
+    if host == "same host":
+        run_gc(local)
+    records = sorted((root / "commits").iterdir())
+    for path in records if lost != "one" else records[-1:]:
+        path.unlink()
+    if lost == "the folder":
+        (root / "commits").rmdir()
+    looking = local if host == "same host" else anew(local, tmp_path / "other")
+    before = keys(local)
+    for dry_run in (True, False):
+        with pytest.raises(Damaged, match=r"records are missing.*commits/.*--give-up"):
+            collect(looking, LAST, dry_run=dry_run, sleep=lambda seconds: None)
+    assert keys(local) == before
+    found = verify(looking, mode="exists")
+    assert found.is_damaged
+    gone = [f"commits/{path.name}" for path in records if not path.exists()]
+    assert [key for key, why in found.records if "is missing" in why] == gone
+
+
+def test_a_paused_gc_does_not_go_on_where_records_are_lost(local: Repository, root: Path) -> None:
+    waits = begin_elsewhere(local)
+    commits.forget(local, list_commits(local).live()[1])
+    assert run_gc(local, wait=0.0).waiting
+    commit_of(local, waits, ["of a save that went on"])
+    transactions.remove_closed(local, {waits})
+    before = keys(local)
+    for path in (root / "commits").iterdir():
+        path.unlink()
+    with pytest.raises(Damaged, match="records are missing"):
+        run_gc(local, revoke_after=0.0)
+    assert keys(local) == before
+
+
+def test_a_save_that_was_killed_before_its_commit_is_no_loss(repo: Repository) -> None:
+    txid = begin_elsewhere(repo)
+    commit_of(repo, txid, ["x"])
+    repo.storage.delete(commit_key(txid))  # as killed before it
+    assert verify(repo).records == ()
+    assert run_gc(repo, revoke_after=0.0).deleted_manifests == 1
+
+
+def test_a_save_that_ends_between_two_looks_is_no_loss(repo: Repository, faults: FaultyStore) -> None:
+    txid = begin_elsewhere(repo)
+    commit_of(repo, txid, ["x"])
+    record = repo.storage.get(commit_key(txid), limit=1 << 20)
+    repo.storage.delete(commit_key(txid))
+
+    def end() -> None:
+        faults.inner.put(commit_key(txid), record)
+        for entry in list(faults.inner.list("transactions/")):
+            faults.inner.delete(entry.key)
+
+    faults.inject(call_first("list", meanwhile(end), key="transactions/"))
+    assert verify(repo).records == ()
+
+
+def test_lost_settings_stop_a_gc_where_there_was_a_mirror(local: Repository, root: Path) -> None:
+    mirror = repository(root.with_name("mirror")).storage.url
+    local.change_settings(mirror=mirror)
+    newest = list_commits(local).live()[-1]
+    note(local, newest, mirror)
+    commits.forget(local, newest)
+    shutil.rmtree(root / "settings")
+    before = keys(local)
+    with pytest.raises(Damaged, match=r"settings/ of .* is lost: mirrored/"):
+        run_gc(local)
+    assert keys(local) == before
+    local.change_settings(mirror=mirror)
+    assert run_gc(local).purged
+
+
+def test_nothing_is_forgotten_by_a_rule_where_records_are_lost(local: Repository, root: Path) -> None:
+    """The newest may be among them, and what the rule would take the only one that is left."""
+    for step in range(10, 13):
+        save(local, step=step, texts=[str(step)])
+    (root / last_commit(local)).unlink()
+    there = snapshot(local)
+    with pytest.raises(Damaged, match="records are missing"):
+        run_gc(local, LAST)
+    assert snapshot(local) == there

@@ -1,0 +1,282 @@
+"""Stored cells in other blobs: the same checkpoint, to the byte, whatever is read where."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from casckpt.contents import blobs, manifests
+from casckpt.contents.refs import resolve
+from casckpt.errors import Refused, Revoked, StorageError
+from casckpt.format.blob import order
+from casckpt.format.blob_writer import buffer_bytes
+from casckpt.format.draft import Encoded, placed
+from casckpt.format.keys import blob_key
+from casckpt.format.manifest import Manifest
+from casckpt.format.sections.blobs import encode_blobs
+from casckpt.format.sections.tables import ROW
+from casckpt.history import transactions
+from casckpt.history.commits import Commit, forget, list_commits
+from casckpt.repository.fetching import Spoilt
+from casckpt.repository.repository import Repository
+from casckpt.upkeep.copies.copy import CopyResult
+from casckpt.upkeep.repack import Recoding, cells_of, packed, poor_blobs
+from tests.support.checkpoints import CELL, array, read_arrays, save_arrays
+from tests.support.copies import check_clean, contents, copy, elsewhere
+from tests.support.faulty import FaultyStore, corrupt, fail_before
+from tests.support.forging import taken_apart
+from tests.support.repositories import memory, repository
+
+DTYPES = ("float32", "float64", "uint8", "complex64", "int16", "bool")
+ARRAYS = st.dictionaries(
+    st.from_regex(r"[ab](\.[xyz]){0,2}", fullmatch=True),
+    st.builds(array, st.integers(0, 9), st.sampled_from([0, 1 / 256, 0.5, 1, 2.5, 17, 40]), st.sampled_from(DTYPES)),
+    max_size=6,
+)
+
+
+def recoding(source: Repository, target: Repository, commit: Commit, **options: object) -> Recoding:
+    """Of all of it, in a transaction of its own."""
+    target.create()
+    transaction = transactions.begin(target, commit.run, commit.step, after=[commit.txid])
+    transaction.leave()
+    manifest, options = manifests.get(source, commit), {"blob_bytes": 1 << 20} | options
+    return Recoding(source, target, manifest, transaction.txid, list_commits(target), numbered(manifest), **options)  # type: ignore[arg-type]  # any of its arguments
+
+
+def content(repo: Repository, made: Encoded) -> dict[str, bytes]:
+    """The bytes of every tensor."""
+    manifest, found = made.manifest(), {}
+    for entry in manifest.entries:
+        data = b""
+        for cell in manifest.extents(entry).stored_cells():
+            ref = manifest.blob(cell.blob)
+            with repo.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
+                part = bytearray(cell.nbytes)
+                reader.read_into(cell.offset, [memoryview(part)])
+            data += part
+        found[entry.key] = data
+    return found
+
+
+def stored(arrays: dict[str, npt.NDArray[np.generic]]) -> dict[str, bytes]:
+    return {name: data.tobytes() for name, data in arrays.items()}
+
+
+def numbered(manifest: Manifest) -> range:
+    return range(len(manifest.blob_list))
+
+
+@given(ARRAYS, ARRAYS, st.sampled_from([CELL, 5 * CELL, 1 << 20]), st.integers(1, 3))
+def test_any_checkpoint_is_the_same_in_blobs_of_any_size(
+    tmp_path_factory: pytest.TempPathFactory,
+    first: dict[str, npt.NDArray[np.generic]],
+    second: dict[str, npt.NDArray[np.generic]],
+    blob_bytes: int,
+    jobs: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    source, target = repository(folder / "source"), elsewhere(folder)
+    base = save_arrays(source, first)
+    last = save_arrays(source, first | second, step=1, reuse=base)
+    made = recoding(source, target, last, blob_bytes=blob_bytes, jobs=jobs)
+    done = made.run()
+    assert done.id == last.id
+    assert content(target, done) == stored(first | second)
+    sizes = list(done.manifest().blob_sizes)
+    assert all(size <= buffer_bytes(max(blob_bytes, CELL)) for size in sizes)
+
+
+@given(ARRAYS, st.sampled_from([1, 2 * CELL, 1 << 20]))
+def test_cells_lie_as_a_save_lays_them(
+    tmp_path_factory: pytest.TempPathFactory, arrays: dict[str, npt.NDArray[np.generic]], blob_bytes: int
+) -> None:
+    repo = repository(tmp_path_factory.mktemp("any"))
+    manifest = manifests.get(repo, save_arrays(repo, arrays, cell=32 * CELL))
+    found = cells_of(manifest, numbered(manifest))
+    digests = {cell.digest for entry in manifest.entries for cell in manifest.extents(entry).stored_cells()}
+    assert len(found) == len(digests)
+    assert {cell.digest for cell in found} == digests
+    ranks = [order(cell.dtype) for cell in found]
+    assert ranks == sorted(ranks)
+    lots = packed(manifest, found, blob_bytes)
+    assert sorted(cell.digest for lot in lots for cell in lot) == sorted(digests)
+    room = max([blob_bytes, *(cell.nbytes for cell in found)])
+    assert all(0 < sum(cell.nbytes for cell in lot) <= room for lot in lots)
+
+
+def large(source: Repository, target: Repository, *refs: str, **options: object) -> CopyResult:
+    """A copy into large blobs."""
+    return copy(source, target, *refs, **{"blob_bytes": 1 << 20, "jobs": 1} | options)
+
+
+def test_what_the_target_has_is_named_there_and_not_read(tmp_path: Path, source: Repository) -> None:
+    """Be it in the blobs of the source, or packed anew; what another run of the source shares with it, too."""
+    save_arrays(source, {"t0": array(0), "own": array(9)}, "other", reuse=resolve(source, "run@0"))
+    reads = FaultyStore(source.storage)
+    user = Repository(reads, tmp_path / "cache")
+    for options in ({"blob_bytes": None}, {}):
+        target = elsewhere(tmp_path)
+        large(source, target, "run@2", **options)
+        reads.calls.clear()
+        result = large(user, target, "run@3", "other@0")
+        assert [one.error for one in result.failed] == []
+        assert [one.committed.blobs_reused > 0 for one in result.copied] == [True, True]
+        assert result.blobs == 2
+        assert len(reads.keys("read_into")) == 2
+        assert contents(target) == {name: contents(source)[name] for name in ("run@2", "run@3", "other@0")}
+        check_clean(target)
+
+
+def test_blobs_that_are_marked_in_the_target_are_not_reused(source: Repository, target: Repository) -> None:
+    large(source, target, "run@1")
+    (ref,) = manifests.get(target, resolve(target, "run@1")).blobs
+    blobs.mark_damaged(target, ref.uploader, ref.hash, "test")
+    (made,) = large(source, target, "run@2").copied
+    assert (made.committed.blobs_written, made.committed.blobs_reused) == (1, 0)
+
+
+def test_cells_are_moved_out_of_worn_blobs(tmp_path: Path, target: Repository) -> None:
+    source, arrays = repository(tmp_path), {f"t{n}": array(n) for n in range(4)}
+    last = save_arrays(source, arrays)
+    for step in (1, 2):
+        arrays = {"t0": arrays["t0"]} | {f"own{n}": array(9 + n, 4) for n in range(step)}
+        last = save_arrays(source, arrays, step=step, reuse=last)
+    large(source, target, "run@0")
+    large(source, target, "run@1")
+    first, second = (manifests.get(target, resolve(target, f"run@{step}")) for step in (0, 1))
+    assert [(ref.uploader, ref.worn) for ref in second.blobs if ref.worn] == [(next(first.blobs).uploader, True)]
+    forget(target, resolve(target, "run@0"))
+    large(source, target, "run@2")
+    third = manifests.get(target, resolve(target, "run@2"))
+    assert {ref.hash for ref in third.blobs} & {ref.hash for ref in second.blobs if not ref.worn}
+    assert not {ref.hash for ref in third.blobs} & {ref.hash for ref in first.blobs}
+    assert read_arrays(target, resolve(target, "run@2")) == read_arrays(source, last)
+
+
+def test_names_of_blobs_are_durable_before_the_record(tmp_path: Path, source: Repository) -> None:
+    for base in (None, "run@3"):
+        storage = FaultyStore(source.storage if base else memory())
+        repo = Repository(storage, tmp_path / "cache", clock=source.clock) if base else elsewhere(tmp_path, storage)
+        large(repo if base else source, repo, "run@3").raise_failure()
+        calls = [(call.method, call.key) for call in storage.calls]
+        settled = max(i for i, (method, key) in enumerate(calls) if method == "settle" and key.startswith("objects/"))
+        last_blob = max(i for i, (method, key) in enumerate(calls) if method == "put" and key.endswith(".safetensors"))
+        record = next(i for i, (method, key) in enumerate(calls) if method == "put" and key.startswith("commits/"))
+        assert last_blob < settled < record
+
+
+def test_blobs_that_are_gone_from_the_target_are_marked_and_not_reused(source: Repository, target: Repository) -> None:
+    large(source, target, "run@1")
+    (ref,) = manifests.get(target, resolve(target, "run@1")).blobs
+    target.storage.delete(blob_key(ref.uploader, ref.hash))
+    result = large(source, target, "run@2")
+    assert (result.blobs, len(blobs.damaged_marks(target))) == (2, 1)
+    assert large(source, target, "run@3").blobs == 1
+    for step in (2, 3):
+        commit = resolve(target, f"run@{step}")
+        assert read_arrays(target, commit) == read_arrays(source, resolve(source, commit.id))
+
+
+def test_what_is_reused_and_gone_after_a_gc_gave_up_on_the_copy_is_an_error(
+    source: Repository, target: Repository
+) -> None:
+    large(source, target, "run@1")
+    made = recoding(source, target, resolve(source, "run@2"))
+    (ref,) = manifests.get(target, resolve(target, "run@1")).blobs
+    target.storage.delete(blob_key(ref.uploader, ref.hash))
+    transactions.revoke(target, made.uploader, "test")
+    with pytest.raises(Revoked, match="took this for dead"):
+        made.run()
+    assert not blobs.damaged_marks(target)
+
+
+@pytest.mark.parametrize("times", [1, 99])
+def test_what_the_network_spoils_is_read_once_more(tmp_path: Path, source: Repository, times: int) -> None:
+    storage = FaultyStore(source.storage, [corrupt("read_into", key="*.safetensors", times=times)])
+    made = recoding(Repository(storage, tmp_path / "user"), elsewhere(tmp_path), resolve(source, "run@0"))
+    if times == 1:
+        assert content(made.target, made.run()) == contents(source)["run@0"]
+    else:
+        with pytest.raises(Spoilt, match="its bytes 4096 to 8192 are not what was written"):
+            made.run()
+
+
+def test_nothing_is_made_of_what_cannot_be_understood(source: Repository, target: Repository) -> None:
+    manifest = manifests.get(source, resolve(source, "run@0"))
+    parts = taken_apart(manifest)
+    parts.pieces["cells"][0] = b"\x63 of later"
+    later = parts.put_together().manifest()
+    with pytest.raises(Refused, match="upgrade casckpt"):
+        replace(recoding(source, target, resolve(source, "run@0")), manifest=later).run()
+    assert not list(target.storage.list("objects/"))
+
+
+def test_spans_that_are_cut_in_another_way_are_refused_before_they_are_placed(
+    source: Repository, target: Repository
+) -> None:
+    """Rows are of one span; where a hostile writer has cut one in two, what lies together cannot be one row."""
+    manifest = manifests.get(source, resolve(source, "run@0"))
+    parts, half = taken_apart(manifest), CELL // 4
+    digests = parts.pieces["cells"][0][1:]
+    parts.pieces["cells"][0] = b"\1" + msgspec.msgpack.encode(([], [(0, 0, half), (0, half, 2 * half)], digests))
+    (row,) = ROW.iter_unpack(parts.pieces["rows"][0][1:])
+    parts.pieces["rows"][0] = b"\0" + ROW.pack(1, row[1], row[2]) + ROW.pack(1, row[1], row[2] + CELL)
+    cut = parts.put_together().manifest()
+    assert len(cut.extents(cut.entries[0]).extents) == 2
+    with pytest.raises(Refused, match="those of two spans"):
+        replace(recoding(source, target, resolve(source, "run@0")), manifest=cut).run()
+
+
+def test_what_a_checkpoint_leaves_out_stays_left_out(source: Repository, target: Repository) -> None:
+    parts = taken_apart(manifests.get(source, resolve(source, "run@1")))
+    parts.pieces["rows"][0] = b""
+    made = replace(recoding(source, target, resolve(source, "run@1")), manifest=parts.put_together().manifest()).run()
+    manifest = made.manifest()
+    assert [len(rows) > 0 for rows in manifest.raw_rows()] == [False, True]
+    assert len(manifest.blob_list) == 1
+
+
+# which blobs are packed anew
+
+
+def test_small_blobs_are_poor_if_fewer_come_of_them(source: Repository) -> None:
+    manifest = manifests.get(source, resolve(source, "run@3"))
+    assert poor_blobs(manifest, 1 << 20, ()) == {0, 1, 2, 3}
+    assert poor_blobs(manifest, 2 * CELL, ()) == frozenset()  # they are as large as that
+    assert poor_blobs(manifests.get(source, resolve(source, "run@0")), 1 << 20, ()) == frozenset()
+
+
+def test_branches_stay_apart(tmp_path: Path) -> None:
+    repo = repository(tmp_path)
+    older = save_arrays(repo, {"a.x": array(1, 300), "b.x": array(2, 300)})
+    commit = save_arrays(repo, {"a.x": array(1, 300), "b.x": array(3, 300)}, step=1, reuse=older)
+    manifest = manifests.get(repo, commit)
+    lots = packed(manifest, cells_of(manifest, numbered(manifest)), 1 << 30)
+    assert [{cell.branch for cell in lot} for lot in lots] == [{"a"}, {"b"}]
+    assert poor_blobs(manifest, 1 << 30, ()) == frozenset()  # two before, two after
+
+
+def test_worn_blobs_are_poor_unless_somebody_else_uses_them_well(tmp_path: Path) -> None:
+    repo = repository(tmp_path)
+    first = save_arrays(repo, {"a": array(1), "b": array(2, 20)})
+    commit = save_arrays(repo, {"a": array(1)}, step=1, reuse=first)
+    (ref,) = manifests.get(repo, commit).blobs
+    worn = replace(recoding(repo, elsewhere(tmp_path), commit)).manifest
+    worn = placed(worn, encode_blobs([replace(ref, worn=True)])).manifest()
+    assert poor_blobs(worn, CELL, ()) == {0}
+    assert poor_blobs(worn, CELL, {(ref.uploader, ref.hash)}) == frozenset()
+
+
+def test_a_storage_that_fails_is_its_error(tmp_path: Path, source: Repository) -> None:
+    for method, key in (("read_into", "*.safetensors"), ("open", "*.safetensors")):
+        user = Repository(FaultyStore(source.storage, [fail_before(method, key=key)]), tmp_path / "user")
+        with pytest.raises(StorageError):
+            recoding(user, elsewhere(tmp_path), resolve(source, "run@0")).run()

@@ -1,0 +1,517 @@
+"""Rewrites: one record makes the old commit invisible and the new one visible; of all who race for it one wins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from casckpt.contents.refs import resolve
+from casckpt.errors import Conflict, Damaged, Refused, StorageError
+from casckpt.format.keys import commit_key, parse_log, run_hash
+from casckpt.format.names import TxId
+from casckpt.format.records import Committed, Dropped, Replaced, changed
+from casckpt.history.commits import (
+    Commit,
+    CommitList,
+    follow,
+    forget,
+    keep,
+    list_commits,
+    purge,
+    purge_unreadable,
+    read_log,
+    refresh,
+    restore,
+)
+from casckpt.history.folding import STANDS, UNSETTLED, VOID
+from casckpt.history.following import at_step, is_visible, look_at_all, newest, newest_of_runs, newest_reusable
+from casckpt.history.leases import hold
+from casckpt.history.tags import named_by, set_tag, tags
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import Known, ListedObject
+from casckpt.upkeep.gc.recovery import settle
+from casckpt.upkeep.rewrite import rewrite
+from tests.support.announced import announcements
+from tests.support.faulty import Call, FaultyStore, call_first, fail_after, fail_before, look_on
+from tests.support.repositories import (
+    START,
+    Ticks,
+    commit_bare,
+    committed,
+    half_rewrite,
+    meanwhile,
+    memory,
+    repository,
+    rewrite_bare,
+)
+
+
+def now(repo: Repository, commit: Commit) -> Commit:
+    """What a first look sees, and the log alone."""
+    found = list_commits(repo).commits[commit.txid]
+    assert read_log(repo, commit.txid) == found
+    assert refresh(repo, commit) == found
+    return found
+
+
+def visible(repo: Repository) -> list[TxId]:
+    return [one.txid for one in list_commits(repo).visible()]
+
+
+def finish(repo: Repository, made: Commit) -> None:
+    """The record of that rewriter, late."""
+    assert made.replaces is not None
+    base, number = made.replaces
+    repo.put_record(commit_key(base, number), Replaced(txid=base, time=repo.clock(), by=made.txid))
+
+
+def test_a_rewrite_takes_the_place_of_what_it_rewrites(repo: Repository) -> None:
+    base = commit_bare(repo, "a", 1)
+    later = commit_bare(repo, "a", 2)
+    made = rewrite_bare(repo, base)
+    assert (made.id, made.origin, made.replaces) == (base.id, base.txid, (base.txid, 1))
+    assert (now(repo, base).last, now(repo, base).replaced) == ("replaced", (1, made.txid))
+    assert now(repo, made) == made
+    assert visible(repo) == [made.txid, later.txid]
+    assert [one.txid for one in list_commits(repo).current()] == [made.txid, later.txid]
+    assert list_commits(repo).superseded() == []
+    for ref in (base.id, "a@1", base):
+        assert resolve(repo, ref) == made
+    assert resolve(repo, "a@latest") == resolve(repo, "latest") == later
+    again = rewrite_bare(repo, made)
+    assert (again.origin, visible(repo)) == (base.txid, [again.txid, later.txid])
+    assert follow(repo, refresh(repo, base)) == now(repo, again)
+
+
+def test_it_goes_on_standing_when_the_base_is_purged(repo: Repository) -> None:
+    base = commit_bare(repo)
+    made = rewrite_bare(repo, base)
+    purged = purge(repo, refresh(repo, base))
+    assert (purged.live, now(repo, made).standing, visible(repo)) == (False, STANDS, [made.txid])
+    with pytest.raises(Conflict, match="gone for good"):
+        restore(repo, purged)
+    forgotten = forget(repo, made)
+    assert not now(repo, forgotten).visible
+    assert restore(repo, forgotten).visible
+    assert visible(repo) == [made.txid]
+
+
+def test_a_restore_undoes_it_for_ever(repo: Repository) -> None:
+    base = commit_bare(repo)
+    made = rewrite_bare(repo, base)
+    upon = rewrite_bare(repo, made)
+    back = restore(repo, refresh(repo, base))
+    assert visible(repo) == [back.txid]
+    assert [now(repo, one).standing for one in (base, made, upon)] == [STANDS, VOID, VOID]
+    with pytest.raises(Conflict, match="does not stand"):
+        restore(repo, now(repo, upon))
+    other = rewrite_bare(repo, back)
+    assert visible(repo) == [other.txid]
+    assert now(repo, made).standing == VOID
+
+
+def test_a_rewrite_of_what_is_forgotten_then_is_forgotten_too(repo: Repository) -> None:
+    base = commit_bare(repo)
+    made = rewrite_bare(repo, base)
+    forgotten = forget(repo, made)
+    assert visible(repo) == []
+    assert resolve(repo, base.id) == now(repo, forgotten)
+    assert restore(repo, resolve(repo, base.id)).txid == made.txid
+
+
+def test_another_checkpoint_under_its_step_keeps_it_from_being_undone(repo: Repository) -> None:
+    base = commit_bare(repo, "a", 1)
+    forget(repo, rewrite_bare(repo, base))
+    other = commit_bare(repo, "a", 1)
+    with pytest.raises(Conflict, match="visible under the same run and step"):
+        restore(repo, refresh(repo, base))
+    assert visible(repo) == [other.txid]
+
+
+def test_before_its_record_it_is_there_and_not_seen(repo: Repository, tmp_path: Path) -> None:
+    base = commit_bare(repo)
+    made = half_rewrite(repo, base)
+    assert (now(repo, made).standing, visible(repo)) == (UNSETTLED, [base.txid])
+    assert [one.txid for one in list_commits(repo).live()] == [made.txid, base.txid]
+    with pytest.raises(Conflict, match="does not stand"):
+        forget(repo, now(repo, made))
+    for host in (repo, repository(tmp_path / "new", repo.storage, seed=8)):
+        assert newest(host, "run", is_visible) == now(repo, base)
+        assert newest_reusable(host, "run", anew=True) == now(repo, base)
+    finish(repo, made)
+    assert visible(repo) == [made.txid]
+
+
+def test_a_gc_gives_up_on_a_rewriter_that_is_dead_and_not_on_one_that_is_slow(repo: Repository) -> None:
+    clock = repo.clock
+    assert isinstance(clock, Ticks)
+    base = commit_bare(repo)
+    made = half_rewrite(repo, base)
+    settle(repo, 3600.0)
+    assert now(repo, made).standing == UNSETTLED
+    clock.advance(3600)
+    settle(repo, 3600.0)
+    assert (now(repo, made).standing, now(repo, made).last) == (VOID, "forgotten")
+    assert (now(repo, base).number, visible(repo)) == (1, [base.txid])
+    with pytest.raises(Conflict):
+        finish(repo, made)
+    assert not purge(repo, now(repo, made)).live
+    assert rewrite_bare(repo, now(repo, base)).visible
+
+
+def test_it_is_given_up_on_though_it_was_not_announced(repo: Repository) -> None:
+    base = commit_bare(repo)
+    made = half_rewrite(repo, base)
+    for entry in list(repo.storage.list("runs/")):
+        repo.storage.delete(entry.key)
+    settle(repo, 0)
+    assert now(repo, made).standing == VOID
+
+
+def in_between(faults: FaultyStore, base: Commit, act: Callable[[], object]) -> None:
+    """Somebody does something right before the record that lets a rewrite stand."""
+    faults.inject(call_first("put", meanwhile(act), key=f"{commit_key(base.txid)}.1"))
+
+
+def other(tmp_path: Path, repo: Repository, seed: int = 7) -> Repository:
+    """Another process on another host."""
+    storage = repo.storage
+    assert isinstance(storage, FaultyStore)
+    return repository(tmp_path / f"other {seed}", storage.inner, seed=seed, clock=repo.clock)
+
+
+def test_who_forgets_meanwhile_wins(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+    base = commit_bare(repo)
+    in_between(faults, base, lambda: forget(other(tmp_path, repo), base))
+    with pytest.raises(Conflict, match="not rewritten"):
+        rewrite_bare(repo, base)
+    assert visible(repo) == []
+    (made,) = (one for one in list_commits(repo).live() if one.txid != base.txid)
+    assert (made.standing, made.last) == (VOID, "forgotten")
+    assert restore(repo, now(repo, base)).visible
+    assert visible(repo) == [base.txid]
+
+
+def test_of_two_rewriters_one_wins(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+    base = commit_bare(repo)
+    won = []
+    in_between(faults, base, lambda: won.append(rewrite_bare(other(tmp_path, repo), base)))
+    with pytest.raises(Conflict, match="not rewritten"):
+        rewrite_bare(repo, base)
+    assert visible(repo) == [won[0].txid]
+    assert sorted(one.standing for one in list_commits(repo).live()) == [STANDS, STANDS, VOID]
+
+
+def test_what_is_not_visible_is_not_rewritten(repo: Repository) -> None:
+    base = commit_bare(repo)
+    made = half_rewrite(repo, base)
+    for one in (forget(repo, base), now(repo, made)):
+        with pytest.raises(Conflict, match="nothing to rewrite"):
+            rewrite_bare(repo, one)
+    assert list(repo.storage.list("transactions/")) == []
+
+
+def test_a_rewrite_without_bytes_leaves_nothing(repo: Repository) -> None:
+    base = commit_bare(repo)
+    assert rewrite(repo, base, lambda txid, listed: None) is None
+    assert (visible(repo), len(list_commits(repo).live())) == ([base.txid], 1)
+
+
+def test_a_rewriter_whose_answer_got_lost_has_won(repo: Repository, faults: FaultyStore) -> None:
+    base = commit_bare(repo)
+    faults.inject(
+        fail_after("put", key=f"{commit_key(base.txid)}.1"), fail_before("get", key=f"{commit_key(base.txid)}.1")
+    )
+    assert rewrite_bare(repo, base).visible
+    assert now(repo, base).number == 1
+
+
+def test_a_rewriter_without_an_answer_takes_the_number_before_it_gives_up(
+    repo: Repository, faults: FaultyStore
+) -> None:
+    base = commit_bare(repo)
+    faults.inject(fail_before("put", key=f"{commit_key(base.txid)}.1"))
+    with pytest.raises(StorageError):
+        rewrite_bare(repo, base)
+    (made,) = (one for one in list_commits(repo).live() if one.txid != base.txid)
+    assert (made.standing, made.last, visible(repo)) == (VOID, "forgotten", [base.txid])
+    with pytest.raises(Conflict):  # the first put, as it arrives late
+        finish(repo, made)
+
+
+def test_a_rewriter_that_cannot_take_the_number_forgets_nothing(repo: Repository, faults: FaultyStore) -> None:
+    base = commit_bare(repo)
+    faults.inject(fail_before("put", key=f"{commit_key(base.txid)}.1", times=2))
+    with pytest.raises(StorageError):
+        rewrite_bare(repo, base)
+    (made,) = (one for one in list_commits(repo).live() if one.txid != base.txid)
+    assert (made.standing, made.last) == (UNSETTLED, "committed")
+    finish(repo, made)
+    assert visible(repo) == [made.txid]
+
+
+def test_a_rewrite_and_its_record_are_announced_before_they_are_there(repo: Repository, faults: FaultyStore) -> None:
+    base = commit_bare(repo)
+    seen = []
+
+    def look(call: Call) -> None:
+        seen.append(parse_log(call.key))
+        assert seen[-1] in {one for _, some in announcements(repo) for one in some}
+
+    faults.inject(look_on("put", look, key="commits/*", times=9))
+    made = rewrite_bare(repo, base)
+    assert seen == [(made.txid, 0), (base.txid, 1)]
+
+
+# order
+
+
+def test_the_latest_is_the_last_save_whatever_the_clocks_say(tmp_path: Path) -> None:
+    storage = memory()
+    ahead = repository(tmp_path / "ahead", storage, clock=Ticks(START + 600 * 10**6))
+    repo = repository(tmp_path / "behind", storage, seed=2)
+    one, two, three = (commit_bare(repo, "a", step) for step in (1, 2, 3))
+    commit_bare(repo, "b", 1)
+    made = rewrite_bare(ahead, two)
+    assert made.txid > three.txid
+    for host in (ahead, repo, repository(tmp_path / "new", storage, seed=3)):
+        assert resolve(host, "a@latest").txid == three.txid
+        assert newest_reusable(host, "a", anew=True) == now(host, three)
+        assert [c.txid for c in list_commits(host).visible() if c.run == "a"] == [one.txid, made.txid, three.txid]
+        assert next(c.txid for c in newest_of_runs(host, is_visible) if c.run == "a") == three.txid
+    again = rewrite_bare(ahead, three)
+    for host in (ahead, repo, repository(tmp_path / "newer", storage, seed=4)):
+        assert resolve(host, "a@latest") == now(host, again)
+        assert newest_reusable(host, "a", anew=True) == now(host, again)
+
+
+def test_of_twins_the_one_that_was_saved_last_answers(repo: Repository) -> None:
+    one, two = (commit_bare(repo, "a", 1) for _ in range(2))
+    rewrite_bare(repo, one)
+    assert resolve(repo, "a@1").txid == two.txid
+    assert [c.txid for c in list_commits(repo).current()] == [two.txid]
+    made = rewrite_bare(repo, two)
+    assert at_step(repo, look_at_all(repo, "a"), "a", 1, is_visible)[-1] == made
+
+
+# looks that take their time
+
+
+class Torn(FaultyStore):
+    """Its next listing of commits/ lacks what matches."""
+
+    hides: Callable[[str], bool] | None = None
+
+    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
+        hides = self.hides if prefix == "commits/" else None
+        return (entry for entry in super().list(prefix, known=known) if hides is None or not hides(entry.key))
+
+
+def test_what_replaced_something_is_read_by_its_key(tmp_path: Path) -> None:
+    storage = Torn(memory())
+    repo = repository(tmp_path, storage)
+    base = commit_bare(repo)
+    made = rewrite_bare(repo, base)
+    upon = rewrite_bare(repo, made)
+    storage.hides = lambda key: made.txid in key or upon.txid in key
+    for host in (repo, repository(tmp_path / "new", storage, seed=5)):
+        assert visible(host) == [upon.txid]
+    storage.hides = lambda key: base.txid in key
+    assert visible(repository(tmp_path / "newer", storage, seed=6)) == [upon.txid]
+    storage.hides = None
+    assert list_commits(repo) == list_commits(repository(tmp_path / "fresh", storage, seed=7))
+
+
+def test_lower_numbers_of_a_log_are_read_by_their_keys(tmp_path: Path) -> None:
+    storage = Torn(memory())
+    repo = repository(tmp_path, storage)
+    base = commit_bare(repo)
+    made = rewrite_bare(repo, base)
+    restore(repo, refresh(repo, base))
+    last = forget(repo, refresh(repo, base))
+    assert last.number == 3
+    storage.hides = lambda key: key in (commit_key(base.txid, 1), commit_key(base.txid, 2))
+    found = list_commits(repository(tmp_path / "new", storage, seed=5))
+    assert found.damaged == {}
+    assert (found.commits[base.txid], found.commits[made.txid].standing) == (last, VOID)
+
+
+def test_what_never_was_gone_is_not_said_to_be(tmp_path: Path) -> None:
+    """The listing shows that the rewrite was forgotten, and misses that the base was restored before."""
+    storage = Torn(memory())
+    repo = repository(tmp_path, storage)
+    base = commit_bare(repo)
+    made = rewrite_bare(repo, base)
+    back = restore(repo, refresh(repo, base))
+    settle(repo, 0)
+    assert now(repo, made).last == "forgotten"
+    storage.hides = lambda key: key == commit_key(base.txid, back.number)
+    host = repository(tmp_path / "new", storage, seed=5)
+    assert visible(host) == [base.txid]
+    again = rewrite_bare(repo, back)
+    storage.hides = lambda key: again.txid in key or key in (commit_key(base.txid, n) for n in (2, 3))
+    assert visible(repository(tmp_path / "newer", storage, seed=6)) == [again.txid]
+
+
+def test_a_look_at_a_run_follows_what_was_replaced_meanwhile(
+    tmp_path: Path, repo: Repository, faults: FaultyStore
+) -> None:
+    """The rewrite is read first, and does not stand yet; then its base is, which has been replaced."""
+    commit_bare(repo, step=0)
+    base = commit_bare(repo, step=1)
+    made = half_rewrite(repo, base)
+    host = repository(tmp_path / "new", faults, seed=5)
+    read = 0
+
+    def stand(call: Call) -> None:
+        nonlocal read
+        read += 1
+        if read == 2:  # after the log of the rewrite, and that of its base for it
+            finish(other(tmp_path, repo), made)
+
+    faults.inject(call_first("get", stand, key=commit_key(base.txid), times=9))
+    found = newest(host, "run", is_visible)
+    faults.heal()
+    assert (read, found) == (3, now(repo, made))
+
+
+def test_a_record_that_is_lost_behind_a_rewrite_does_not_keep_a_listing_for_ever(tmp_path: Path) -> None:
+    """Read by keys, the log of the base ends before the hole, and the rewrite seems to stand; as listed it does not."""
+    storage = memory()
+    repo = repository(tmp_path, storage)
+    base = commit_bare(repo, "a", 1)
+    made = rewrite_bare(repo, base)
+    forget(repo, restore(repo, now(repo, base)))
+    storage.delete(commit_key(base.txid, 2))
+    listed = list_commits(repository(tmp_path / "fresh", storage, seed=2))
+    assert {one.txid for one in listed.live()} == {base.txid, made.txid}
+    assert (listed.visible(), list(listed.damaged)) == ([], [made.txid])
+
+
+def test_what_is_undone_while_it_is_followed_is_not_lost(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+    base = commit_bare(repo)
+    made = rewrite_bare(repo, base)
+    seen = refresh(repo, base)
+
+    def undo() -> None:
+        host = other(tmp_path, repo)
+        restore(host, seen)
+        settle(host, 0)
+
+    faults.inject(call_first("get", meanwhile(undo), key=commit_key(made.txid)))
+    assert follow(repo, seen) == now(repo, base)
+
+
+# tags
+
+
+def test_tags_and_leases_go_with_the_id(repo: Repository) -> None:
+    base = commit_bare(repo)
+    set_tag(repo, "best", base)
+    tag, _ = hold(repo, "lease-1", base, 60)
+    made = rewrite_bare(repo, base)
+    listed = list_commits(repo)
+    assert [named_by(one, listed) for one in tags(repo).values()] == [made, made]
+    purge(repo, refresh(repo, base))
+    assert resolve(repo, "tag:best") == made
+    assert hold(repo, "other", base, 60)[1] == made
+    assert tag.txid == base.txid
+
+
+def test_a_tag_is_set_on_what_was_rewritten_just_now(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+    base = commit_bare(repo)
+
+    def rewritten() -> None:
+        host = other(tmp_path, repo)
+        rewrite_bare(host, base)
+        purge(host, refresh(host, base))
+
+    faults.inject(call_first("put", meanwhile(rewritten), key="tags/*"))
+    set_tag(repo, "best", base)
+    assert resolve(repo, "tag:best").visible
+
+
+def test_a_tag_restores_what_its_id_means(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+    base = commit_bare(repo)
+
+    def gone() -> None:
+        host = other(tmp_path, repo)
+        forget(host, rewrite_bare(host, base))
+
+    faults.inject(call_first("put", meanwhile(gone), key="tags/*"))
+    set_tag(repo, "best", base)
+    assert resolve(repo, "tag:best").visible
+    assert len(list_commits(repo).visible()) == 1
+
+
+# damage and hostile records
+
+
+def tear(repo: Repository, key: str) -> None:
+    if repo.storage.size(key) is not None:
+        repo.storage.delete(key)
+    repo.storage.put(key, b"torn")
+
+
+def test_a_rewrite_whose_standing_cannot_be_read_is_in_doubt(tmp_path: Path, repo: Repository) -> None:
+    base = commit_bare(repo)
+    made = rewrite_bare(repo, base)
+    purge(repo, refresh(repo, base))
+    tear(repo, commit_key(base.txid, 1))
+    for host in (repo, repository(tmp_path / "new", repo.storage, seed=5)):
+        found = list_commits(host)
+        assert set(found.damaged) == {made.txid}
+        assert [one.txid for one in found.visible()] == [made.txid]  # nothing else of it lives
+        with pytest.raises(Damaged, match="may say"):
+            read_log(host, made.txid)
+
+
+def test_a_rewrite_of_what_was_given_up_can_be_read(repo: Repository) -> None:
+    base = commit_bare(repo)
+    made = rewrite_bare(repo, base)
+    tear(repo, commit_key(base.txid))
+    assert set(list_commits(repo).damaged) == {base.txid, made.txid}
+    purge_unreadable(repo, base.txid)
+    found = list_commits(repo)
+    assert (set(found.damaged), [one.txid for one in found.visible()]) == ({made.txid}, [made.txid])
+
+
+@pytest.mark.parametrize("wrong", ["run", "step", "later"])
+def test_a_record_that_rewrites_something_else_is_refused(repo: Repository, wrong: str) -> None:
+    record = committed(repo, "a", 1)
+    base = repo.new_txid("b" if wrong == "run" else "a", 2 if wrong == "step" else 1)
+    if wrong != "later":
+        record = committed(repo, "a", 1)
+    for fields in ({"replaces": (base, 1)}, {"origin": base}):
+        with pytest.raises(Refused, match="not possible"):
+            changed(record, **fields)
+    with pytest.raises(Refused, match="not possible"):
+        Replaced(txid=record.txid, time=0, by=record.txid)
+
+
+def test_what_stands_in_for_what(repo: Repository) -> None:
+    base = commit_bare(repo)
+    made = rewrite_bare(repo, base)
+    thin = rewrite_bare(repo, made, dropped=Dropped(entries=1, bytes=4, rule="optimizer"))
+    again = rewrite_bare(repo, thin, dropped=thin.dropped)
+    found = list_commits(repo)
+    standins = [found.standin(found.commits[one.txid]).txid for one in (base, made, thin, again)]
+    assert standins == [made.txid, made.txid, again.txid, again.txid]
+    assert {one.txid for one in found.needed()} == {made.txid, again.txid}
+
+
+def test_a_save_callback_is_told_what_lives_after_the_transaction_began(repo: Repository, faults: FaultyStore) -> None:
+    base = commit_bare(repo)
+    began = len(faults.calls)
+
+    def save(txid: TxId, listed: CommitList) -> Committed:
+        assert listed.commits[base.txid].visible
+        methods = [(call.method, call.key.partition("/")[0]) for call in faults.calls[began:]]
+        assert methods.index(("put", "transactions")) < methods.index(("list", "commits"))
+        return changed(base.committed, txid=txid)
+
+    assert rewrite(repo, base, save) is not None
+    assert keep(repo, base.txid, 2)
+    assert run_hash("run") in base.txid

@@ -1,0 +1,450 @@
+"""Thinning beside all else that may happen to a checkpoint: killed, interleaved, copied, mirrored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from casckpt.contents import manifests
+from casckpt.contents.refs import resolve
+from casckpt.errors import MissingKey, StorageError
+from casckpt.history.commits import Commit, list_commits, restore
+from casckpt.history.folding import Holdings
+from casckpt.history.leases import hold
+from casckpt.history.tags import delete_tag, set_tag, tags, write_generation
+from casckpt.repository.repository import Repository
+from casckpt.upkeep.copies import mirror
+from casckpt.upkeep.copies.mirror import Mirror
+from casckpt.upkeep.copies.mirror_notes import key_of_note, lag_of, needed_in_mirror
+from casckpt.upkeep.gc.forgetting import forget
+from casckpt.upkeep.repair.repair import repair
+from casckpt.upkeep.repair.verify import verify
+from casckpt.upkeep.thin import execute, plan_thin, thin_alike, whole_of
+from tests.support.checkpoints import Arrays, array, content, flip, read_arrays, save_parts
+from tests.support.copies import check_clean, copy, elsewhere
+from tests.support.faulty import FaultyStore, Kind, call_first, fail_before
+from tests.support.gcs import collect, keys, ticking
+from tests.support.repositories import Ticks, meanwhile, memory, repository
+from tests.support.rewrites import move
+from tests.upkeep.gc.play import Play, tag_some, thin_untagged
+
+DROP = ["optim.*"]
+OPTIM = ("optim.a", "optim.b")
+COUNT, HOUR = 3, 3600.0
+
+
+def fill(repo: Repository) -> Repository:
+    """run@0 and so on, the optimizer of each in a blob of its own."""
+    for step in range(COUNT):
+        save_parts(repo, weights(step), {name: array(100 + step + n) for n, name in enumerate(OPTIM)}, step=step)
+    return repo
+
+
+def weights(step: int) -> Arrays:
+    return {"model.a": array(step), "model.b": array(50)}
+
+
+def thin(repo: Repository, *refs: str) -> tuple[Commit, ...]:
+    return execute(repo, plan_thin(repo, refs, drop=DROP))
+
+
+def check(repo: Repository) -> None:
+    """The weights of all are there; so is all else, of what is whole."""
+    found = list_commits(repo)
+    for one in found.current():
+        lacking = OPTIM if one.dropped else ()
+        data = read_arrays(repo, one, but=lacking)
+        assert {name: data[name] for name in ("model.a", "model.b")} == content(weights(one.step))
+        assert len(data) == 4 - len(lacking)
+
+
+class Killed(BaseException):
+    """This process ends here."""
+
+
+class Dying(FaultyStore):
+    """The storage of a process of which nothing runs any more after ``left`` calls."""
+
+    left = 1 << 30
+
+    @contextmanager
+    def faults(self, method: str, key: str) -> Iterator[set[Kind]]:
+        self.left -= 1
+        if self.left < 0:
+            raise Killed
+        with super().faults(method, key) as kinds:
+            yield kinds
+
+
+def test_killed_at_any_call_of_thinning_and_of_the_gc_nothing_is_lost(tmp_path: Path, seed: int, full: bool) -> None:
+    for calls in range(*((1000,) if full else (seed % 9, 1000, 9))):
+        clock, inner = Ticks(), memory()
+        first = fill(repository(tmp_path / f"{calls}", inner, clock=clock))
+        ids = {one.step: one.id for one in list_commits(first).current()}
+        storage = Dying(inner)
+        dying = repository(tmp_path / f"{calls} dying", storage, seed=2, clock=clock)
+        storage.left = calls
+        with suppress(Killed):
+            thin(dying, "run@0", "run@1")
+            collect(dying, wait=0.0)
+        after = repository(tmp_path / f"{calls} after", inner, seed=3, clock=clock)
+        assert {one.step: one.id for one in list_commits(after).current()} == ids
+        check(after)
+        thin(after, "run@0", "run@1")
+        check_clean(after)
+        check(after)
+        assert [one.dropped is not None for one in list_commits(after).visible()] == [True, True, False]
+        if storage.left >= 0:
+            break
+    assert 50 < calls < 999
+
+
+class ThinPlay(Play):
+    """Checkpoints that can be thinned, and who does it."""
+
+    def save(self, step: int) -> None:
+        save_parts(self.watcher, weights(step), {name: array(100 + step) for name in OPTIM}, step=step)
+
+
+@pytest.mark.parametrize("switches", [0.2, 0.05])
+def test_beside_rewriters_holders_and_gcs(tmp_path: Path, seed: int, full: bool, switches: float) -> None:
+    thinned = 0
+    for round_ in range(200 if full else 12):
+        play = ThinPlay(tmp_path / str(round_), seed + round_)
+        play.never_gone = {one.id for one in list_commits(play.watcher).visible()}
+        for name in ("t0", "t1"):
+            play.thinner(name)
+        play.undoer("u0")
+        play.holder("h0")
+        play.repairer("r0")
+        play.gc("g0", keeps_all=True)
+        play.run(switches, 0.2 if switches < 0.1 else 0.0)
+        play.clean_up()
+        check(play.watcher)
+        thinned += sum(one.dropped is not None for one in list_commits(play.watcher).visible())
+    assert thinned
+
+
+@pytest.mark.parametrize("dies", ["gc", "thinner"])
+def test_what_is_tagged_is_visible_and_whole_in_the_end(tmp_path: Path, seed: int, full: bool, dies: str) -> None:
+    """Beside a rule that forgets, and one who thins, one of whom is killed right behind its first change of a log."""
+    taken_back = 0
+    for round_ in range(400 if full else 40):
+        play = ThinPlay(tmp_path / str(round_), seed + round_)
+        for step in (2, 3):
+            play.save(step)
+        play.gc("gc", runs=1, revoke_after=1e9)
+        play.writer("thinner", thin_untagged)
+        play.writer("tagger", tag_some)
+        choose = play.choices(0.3, 0.5)
+
+        def choose_until_killed(
+            waiting: list[str], play: Play = play, choose: Callable[[list[str]], str] = choose
+        ) -> str:
+            is_dead = any(name == dies and re.fullmatch(r"put commits/.*\.1", call) for name, call in play.stage.log)
+            return choose([name for name in waiting if name != dies or not is_dead] or waiting)
+
+        play.stage.run(choose_until_killed, play.look, killed=frozenset({dies}))
+        before = tags_that_lie(play.watcher)
+        for _ in range(2):
+            collect(play.watcher, min_age=HOUR, revoke_after=0.0)
+        assert tags_that_lie(play.watcher) == []
+        taken_back += len(before)
+        check(play.watcher)
+    assert taken_back
+
+
+def tags_that_lie(repo: Repository) -> list[str]:
+    """Those whose checkpoint is not visible, or lacks what it had where they were set, though that lives."""
+    listed = list_commits(repo)
+    lying = []
+    for name, tag in tags(repo).items():
+        now, then = listed.of_id(tag.manifest), listed.commits[tag.txid]
+        is_whole = now is not None and now.visible and (not then.live or now.dropped in (None, then.dropped))
+        lying += [] if now is None or is_whole else [name]
+    return lying
+
+
+def test_beside_writers_and_users(tmp_path: Path, seed: int, full: bool) -> None:
+    for round_ in range(200 if full else 12):
+        play = ThinPlay(tmp_path / str(round_), seed + round_)
+        play.thinner("t0")
+        play.writer("w0")
+        play.writer("w1")
+        play.user("user")
+        play.gc("g0")
+        play.run(0.1, 0.1)
+        for name in tags(play.watcher):  # they may hold old places
+            delete_tag(play.watcher, name)
+        play.clean_up()
+
+
+# beside tags
+
+
+@pytest.fixture
+def faults() -> FaultyStore:
+    return FaultyStore(memory())
+
+
+@pytest.fixture
+def filled(tmp_path: Path, faults: FaultyStore) -> Repository:
+    return fill(repository(tmp_path, faults))
+
+
+TAGS: dict[str, Callable[[Repository], object]] = {
+    "a tag": lambda repo: set_tag(repo, "best", resolve(repo, "run@0")),
+    "a lease": lambda repo: hold(repo, "eval", resolve(repo, "run@0"), HOUR),
+}
+
+
+def tag_right_before(repo: Repository, faults: FaultyStore, what: str) -> None:
+    """It is there when the thin one takes its place, and was not when that was planned."""
+    set_it = meanwhile(lambda: TAGS[what](repo))
+    faults.inject(call_first("put", set_it, key=f"commits/{resolve(repo, 'run@0').txid}.1"))
+
+
+@pytest.mark.parametrize("what", TAGS)
+def test_what_is_tagged_while_it_is_thinned_stays_whole(filled: Repository, faults: FaultyStore, what: str) -> None:
+    whole = resolve(filled, "run@0")
+    tag_right_before(filled, faults, what)
+    assert [one.step for one in thin(filled, "run@0", "run@1")] == [1]
+    assert resolve(filled, "run@0").txid == whole.txid
+    for _ in range(2):
+        collect(filled)
+    check(filled)
+    assert [one.dropped is None for one in list_commits(filled).visible()] == [True, False, True]
+
+
+def test_it_takes_back_what_it_did_and_not_what_somebody_did_since(filled: Repository, faults: FaultyStore) -> None:
+    """Before it restores what was tagged, who tags has done so, and somebody forgets it by name."""
+    whole = resolve(filled, "run@0")
+    tag_right_before(filled, faults, "a tag")
+
+    def restore_and_forget() -> None:
+        restore(filled, whole)
+        forget(filled, [resolve(filled, "run@0")])
+
+    def count_on(_: object) -> None:
+        faults.inject(call_first("list", meanwhile(restore_and_forget), key="commits/"))
+
+    faults.inject(call_first("list", count_on, key="tags/", at=2))
+    thin(filled, "run@0")
+    assert "run@0" not in {f"{one.run}@{one.step}" for one in list_commits(filled).visible()}
+
+
+def test_so_it_does_in_a_mirror_that_is_thinned_alike(filled: Repository, faults: FaultyStore, tmp_path: Path) -> None:
+    other = elsewhere(tmp_path / "t")
+    copy(filled, other)
+    thin(other, "run@0", "run@1")
+    tag_right_before(filled, faults, "a tag")
+    thinner = [one for one in list_commits(other).visible() if one.dropped]
+    assert [one.step for one in thin_alike(filled, thinner)] == [1]
+    assert resolve(filled, "tag:best").dropped is None
+
+
+def test_what_is_tagged_is_thinned_where_that_is_wanted(filled: Repository, faults: FaultyStore) -> None:
+    tag_right_before(filled, faults, "a tag")
+    (made,) = execute(filled, plan_thin(filled, ["run@0"], drop=DROP, tagged=True))
+    assert tags(filled)["best"].txid == made.txid
+    collect(filled, revoke_after=0.0)
+    assert resolve(filled, "tag:best").dropped is not None
+
+
+@pytest.mark.parametrize("what", TAGS)
+def test_a_gc_undoes_what_was_killed_before_it_looked_at_tags_again(
+    filled: Repository, faults: FaultyStore, what: str
+) -> None:
+    whole = resolve(filled, "run@0")
+    tag_right_before(filled, faults, what)
+    faults.inject(fail_before("put", key=f"commits/{whole.txid}.2"))
+    with pytest.raises(StorageError):
+        thin(filled, "run@0")
+    assert resolve(filled, "run@0").dropped is not None
+    collect(filled)
+    assert resolve(filled, "run@0").dropped is not None  # who thins may be about to move the tag
+    ticking(filled)(HOUR / 2)
+    collect(filled, revoke_after=HOUR / 4)
+    assert resolve(filled, "run@0").txid == whole.txid
+    check(filled)
+
+
+def test_of_several_thinnings_that_is_undone_which_the_tag_came_before(filled: Repository) -> None:
+    (less,) = thin(filled, "run@0")
+    set_tag(filled, "best", less)
+    execute(filled, plan_thin(filled, ["run@0"], drop=["model.b"], tagged=True))
+    moved = tags(filled)["best"]
+    assert moved.txid != less.txid
+    write_generation(filled, "best", moved.generation + 1, less)  # as if it had died before it moved the tag
+    collect(filled, revoke_after=0.0)
+    assert resolve(filled, "tag:best").txid == less.txid
+
+
+def test_who_tags_what_is_thinned_at_this_instant_has_it_whole(filled: Repository, faults: FaultyStore) -> None:
+    whole = resolve(filled, "run@0")
+    faults.inject(call_first("put", meanwhile(lambda: thin(filled, "run@0")), key="tags/best/0"))
+    set_tag(filled, "best", whole)
+    assert resolve(filled, "tag:best").txid == whole.txid
+    check(filled)
+
+
+def test_of_what_is_purged_by_then_the_rest_is_tagged(filled: Repository, faults: FaultyStore) -> None:
+    whole = resolve(filled, "run@0")
+
+    def thinned_and_purged() -> None:
+        thin(filled, "run@0")
+        collect(filled)
+
+    faults.inject(call_first("put", meanwhile(thinned_and_purged), key="tags/best/0"))
+    set_tag(filled, "best", whole)
+    assert resolve(filled, "tag:best").dropped is not None
+
+
+# copies
+
+
+def test_a_thin_one_is_there_where_its_whole_twin_is(tmp_path: Path) -> None:
+    source, target = fill(repository(tmp_path)), elsewhere(tmp_path / "t")
+    copy(source, target)
+    thin(source, "run@0")
+    assert [one.step for one in copy(source, target).present] == [0, 1, 2]
+    assert resolve(target, "run@0").dropped is None
+
+
+@pytest.mark.parametrize("purged", [False, True])
+def test_a_whole_one_answers_beside_its_thin_twin(tmp_path: Path, *, purged: bool) -> None:
+    source, target = fill(repository(tmp_path)), elsewhere(tmp_path / "t")
+    thin(source, "run@0")
+    if purged:
+        collect(source)
+    copy(source, target)
+    there = resolve(target, "run@0")
+    assert (there.dropped, there.id) == (resolve(source, "run@0").dropped, resolve(source, "run@0").id)
+    check(target)
+    check_clean(target)
+    if not purged:
+        restore(source, whole_of(source, resolve(source, "run@0")))
+        assert [one.step for one in copy(source, target).copied] == [0]
+        assert resolve(target, "run@0").dropped is None
+        check_clean(target)
+
+
+def test_a_copy_of_a_damaged_thin_one_names_the_keys(tmp_path: Path) -> None:
+    source, target = fill(repository(tmp_path)), elsewhere(tmp_path / "t")
+    (made,) = thin(source, "run@0")
+    collect(source)
+    ref = next(iter(manifests.get(source, made).blobs))
+    flip(source, f"objects/{ref.uploader}/{ref.hash}.safetensors", 5000)
+    failed = copy(source, target, "run@0").failed[0].error
+    assert set(failed.keys) == {"model.a", "model.b"}
+
+
+def test_a_thin_one_that_lost_a_blob_is_repaired_and_stays_thin(tmp_path: Path) -> None:
+    repo, other = fill(repository(tmp_path)), elsewhere(tmp_path / "t")
+    copy(repo, other)
+    (made,) = thin(repo, "run@0")
+    collect(repo)
+    ref = next(iter(manifests.get(repo, made).blobs))
+    repo.storage.delete(f"objects/{ref.uploader}/{ref.hash}.safetensors")
+    assert verify(repo).is_damaged
+    repair(repo, sources=[other])
+    assert not verify(repo).is_damaged
+    assert resolve(repo, "run@0").dropped == made.dropped
+    check(repo)
+
+
+def test_what_a_thin_one_lacks_says_why(tmp_path: Path) -> None:
+    repo = fill(repository(tmp_path))
+    (made,) = thin(repo, "run@0")
+    manifest = manifests.get(repo, made)
+    lacking = [entry for entry in manifest.entries if manifest.lacks(entry)]
+    assert [entry.key for entry in lacking] == list(OPTIM)
+    with pytest.raises(MissingKey, match="thinned by --drop"):
+        manifest.extents(lacking[0])
+
+
+# mirrors
+
+
+def mirrored(tmp_path: Path, *, thinned: bool) -> tuple[Repository, Repository]:
+    here, there = fill(repository(tmp_path)), elsewhere(tmp_path / "there")
+    there.clock = here.clock  # of the process that has opened both
+    here.change_settings(mirror=there.storage.url, mirror_thinned=thinned or None)
+    return here, there
+
+
+def catch_up(here: Repository, there: Repository) -> None:
+    Mirror(here, there)._catch_up(mirror._State())
+
+
+def reasons(repo: Repository) -> list[tuple[int | None, str]]:
+    return [(one.step, one.reason) for one in collect(repo).waiting]
+
+
+def test_a_mirror_that_is_kept_whole_gets_what_was_whole_first(tmp_path: Path) -> None:
+    here, there = mirrored(tmp_path, thinned=False)
+    thin(here, "run@0")
+    assert reasons(here) == [(0, "unmirrored")]
+    catch_up(here, there)
+    assert reasons(here) == []
+    assert resolve(there, "run@0").dropped is None
+    assert resolve(here, "run@0").dropped is not None
+    check(there)
+
+
+def test_a_mirror_is_thinned_behind(tmp_path: Path) -> None:
+    here, there = mirrored(tmp_path, thinned=True)
+    catch_up(here, there)
+    thin(here, "run@0")
+    catch_up(here, there)
+    collect(there)
+    assert resolve(there, "run@0").dropped == resolve(here, "run@0").dropped
+    check(there)
+    check_clean(there)
+    assert lag_of(here, needed_in_mirror(here)).checkpoints == 0
+    assert reasons(here) == []
+
+
+def test_what_was_thinned_before_it_was_mirrored_goes_thin(tmp_path: Path) -> None:
+    here, there = mirrored(tmp_path, thinned=True)
+    thin(here, "run@0")
+    assert reasons(here) == [(0, "unmirrored")]
+    catch_up(here, there)
+    assert reasons(here) == []
+    assert sum(name.endswith(".safetensors") for name in keys(there)) == 5
+    check(there)
+
+
+def test_what_is_whole_again_here_is_so_in_the_mirror(tmp_path: Path) -> None:
+    here, there = mirrored(tmp_path, thinned=True)
+    catch_up(here, there)
+    thin(here, "run@0")
+    catch_up(here, there)
+    collect(there)
+    base = restore(here, whole_of(here, resolve(here, "run@0")))
+    assert key_of_note(base) not in keys(here, "mirrored/")
+    catch_up(here, there)
+    assert key_of_note(base) in keys(here, "mirrored/")
+    assert base in Holdings(list_commits(there).visible())
+
+
+def test_what_is_tagged_in_the_mirror_stays_whole_there(tmp_path: Path) -> None:
+    here, there = mirrored(tmp_path, thinned=True)
+    catch_up(here, there)
+    set_tag(there, "best", resolve(there, "run@0"))
+    thin(here, "run@0", "run@1")
+    catch_up(here, there)
+    assert [resolve(there, f"run@{step}").dropped is None for step in range(3)] == [True, False, True]
+
+
+def test_who_was_first_has_won(tmp_path: Path) -> None:
+    repo = fill(repository(tmp_path))
+    plan = plan_thin(repo, ["run@0"], drop=DROP)
+    move(repo, resolve(repo, "run@0"))
+    assert execute(repo, plan) == ()
+    assert resolve(repo, "run@0").dropped is None
+    check_clean(repo)
