@@ -82,7 +82,7 @@ FENCES = (
     Fence(("sqlite_utils", "sqlite3"), ("repository/catalogue.py",), "the catalogue can be done without"),
     Fence(("blake3",), ("format/",), "the format has one hash"),
     Fence(("msgspec",), ("format/",), "bytes of the wire are made and read in one place"),
-    Fence(("backports", "compression"), ("format/encodings/zstd.py",), "the format has one coder"),
+    Fence(("backports", "compression"), ("format/encodings/parts.py",), "the format has one coder"),
     Fence(
         ("cryptography",),
         ("repository/signing_keys.py", "contents/signatures.py", "store/store.py"),
@@ -292,7 +292,7 @@ def test_no_folder_has_more_modules_than_are_seen_at_a_glance() -> None:
         ("saving/save.py", "from blake3 import blake3"),
         ("history/commits.py", "import msgspec"),
         ("upkeep/copies/signatures.py", "from cryptography.exceptions import InvalidSignature"),
-        ("format/encodings/parts.py", "from backports import zstd"),
+        ("format/encodings/planes.py", "from backports import zstd"),
         ("storage/local/store.py", "import os\nos.environ['X']"),
         ("storage/local/store.py", "from os import getenv"),
         ("saving/save.py", "from rich import print"),

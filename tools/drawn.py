@@ -587,7 +587,7 @@ DRAWN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
             "tests/frontends/serve/test_names.py",
         ),
     ),
-    "casckpt/frontends/serve/page.py": (
+    "casckpt/frontends/serve/app.py": (
         (
             "the page of a server lists no run",
             '"".join(_run(repo, found, tags) for repo, found in repos.items()) or "<p>There is no checkpoint yet.</p>"',
@@ -609,7 +609,7 @@ DRAWN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
             "tests/frontends/serve/test_answers.py",
         ),
     ),
-    "casckpt/frontends/serve/reading.py": (
+    "casckpt/frontends/serve/sending.py": (
         (
             "a buffer that was sent is not used again",
             "self._free.append(buffer)",
@@ -632,8 +632,6 @@ DRAWN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
             "",
             "tests/frontends/test_convert_torch.py",
         ),
-    ),
-    "casckpt/frontends/interchange/torch_layout.py": (
         (
             "a wrapper is taken off where one name has it",
             "if all(str(key",

@@ -732,7 +732,7 @@ PLANTED = (
     ),
     Planted(
         "cells that do not follow each other come from a GPU in one copy",
-        "casckpt/saving/copying.py",
+        "casckpt/saving/upload.py",
         "if other.memory is not cell.memory or other.start != stop or",
         "if other.memory is not cell.memory or",
         "tests/saving/test_copying.py",
@@ -1121,7 +1121,7 @@ PLANTED = (
     ),
     Planted(
         "a manifest is put back with other bytes",
-        "casckpt/upkeep/repair/manifest_repair.py",
+        "casckpt/upkeep/repair/repair.py",
         "        if made is not None and made.head == wanted:",
         "        if made is not None:",
         "tests/upkeep/repair/test_repair.py",
@@ -1843,7 +1843,7 @@ PLANTED = (
     ),
     Planted(
         "an import of an optimizer without a model is advised to give names",
-        "casckpt/frontends/interchange/torch_layout.py",
+        "casckpt/frontends/interchange/torch_files.py",
         'advice: str = "Load"',
         'advice: str = "Import again with parameter_names=, or load"',
         "tests/hints/test_exports.py",

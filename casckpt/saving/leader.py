@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -23,6 +23,7 @@ from casckpt.format.records import Committed, Health
 from casckpt.format.sections.health import Rows
 from casckpt.format.sections.index import REPLICAS_NOTE, TENSOR
 from casckpt.format.sections.metadata import encode_metadata
+from casckpt.format.tree import listed
 from casckpt.history.commits import Commit, forget, read_log
 from casckpt.history.following import (
     announce_lost,
@@ -42,7 +43,6 @@ from casckpt.saving.health import Parent, health_of_all, summed_health
 from casckpt.saving.health_scan import Told
 from casckpt.saving.layout import RankLayout, WritePlan, plan_writes
 from casckpt.saving.options import SaveOptions, usable_compress
-from casckpt.saving.pickled import say_pickled
 from casckpt.saving.replicas import (
     Compared,
     Odd,
@@ -405,3 +405,23 @@ def _agree(hellos: Sequence[BeginRequest]) -> bool:
     """Whether all ranks of each set have the same digest of it."""
     first: dict[int, bytes] = {}
     return all(first.setdefault(number, one) == one for hello in hellos for number, one in hello.sets.items())
+
+
+_NAMED: Final = 8
+_said: Final[set[tuple[str, str, str]]] = set()  # in this process
+
+
+def say_pickled(url: str, run: str, objects: Iterable[ObjectEntry]) -> None:
+    """Name those of ``objects`` in the log that are pickles, and were not named of this run before."""
+    new = {(url, run, one.key) for one in objects if one.pickled} - _said
+    if not new:
+        return
+    _said.update(new)
+    keys = sorted(key for _, _, key in new)
+    log.warning(
+        "%s in %s: stored as pickles: %s. They are no plain data, or bytes that a planner made; a load needs "
+        "allow_pickle=True for what torch's restricted unpickler does not know. This is said once",
+        run,
+        url,
+        listed(keys, _NAMED),
+    )

@@ -381,8 +381,8 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return optim
 
 
-@follows("frontends/interchange/torch_layout.py:laid_out", "Import again with parameter_names=, or load")
-@follows("frontends/interchange/torch_layout.py:_note", "it with store.read and optim.load_state_dict")
+@follows("frontends/interchange/torch_files.py:laid_out", "Import again with parameter_names=, or load")
+@follows("frontends/interchange/torch_files.py:_note", "it with store.read and optim.load_state_dict")
 def test_an_optimizer_without_names_is_imported_with_names_or_loaded_by_itself(
     store: Store, tmp_path: Path, told: Told
 ) -> None:
@@ -405,7 +405,7 @@ def test_an_optimizer_without_names_is_imported_with_names_or_loaded_by_itself(
     assert (other.state[b.weight]["momentum_buffer"] == 7).all()
 
 
-@follows("frontends/interchange/torch_layout.py:_note", "it with store.read and optim.load_state_dict")
+@follows("frontends/interchange/torch_files.py:_note", "it with store.read and optim.load_state_dict")
 def test_an_optimizer_alone_is_loaded_by_itself(store: Store, tmp_path: Path, told: Told) -> None:
     weight = nn.Linear(2, 2)
     torch.save(optimizer_of(weight).state_dict(), tmp_path / "x.pt")
@@ -474,7 +474,7 @@ def test_a_token_is_given_as_the_environment_gives_it(
     assert names_in(path) == {"w", "b"}
 
 
-@follows("frontends/serve/bounded.py:_refused", "Write it more simply, or start casckpt serve with --view FILE")
+@follows("frontends/serve/view_file.py:_refused", "Write it more simply, or start casckpt serve with --view FILE")
 def test_a_view_that_takes_too_long_is_made_simple_or_given_by_whoever_serves(store: Store, told: Told) -> None:
     name = "a" * 60
     slow, simple = "a?" * 25 + "a*", "a*"

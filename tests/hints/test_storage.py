@@ -13,7 +13,7 @@ from botocore.exceptions import ClientError
 
 import casckpt
 from casckpt.errors import InvalidInput, StorageError
-from casckpt.storage.local import mounts
+from casckpt.storage.local import store as local_store
 from casckpt.storage.remote.patience import Backoff, Call, Patience
 from casckpt.storage.remote.s3.errors import explain
 from casckpt.storage.remote.store import RemoteStore
@@ -64,14 +64,14 @@ def test_after_an_error_of_the_disk_the_store_is_verified(
     assert "for 1 checkpoint" in run(*advice.command("verify"), store_path).output
 
 
-@follows("storage/local/mounts.py:stale_listings", "Mount it with noac (or actimeo=0)")
+@follows("storage/local/store.py:stale_listings", "Mount it with noac (or actimeo=0)")
 def test_a_mount_with_the_option_that_is_named_is_not_stale(tmp_path: Path, told: Told) -> None:
     for option in ("noac", "actimeo=0"):
         table = tmp_path / "mounts"
         table.write_text(f"server:/x {tmp_path} nfs4 rw 0 0\n")
-        advice = told.text(mounts.stale_listings(tmp_path, table))
+        advice = told.text(local_store.stale_listings(tmp_path, table))
         table.write_text(f"server:/x {tmp_path} nfs4 rw,{advice.says(option)} 0 0\n")
-        assert mounts.stale_listings(tmp_path, table) == ""
+        assert local_store.stale_listings(tmp_path, table) == ""
 
 
 # remote ones

@@ -11,7 +11,7 @@ from casckpt.errors import Damaged, Refused
 from casckpt.format.draft import placed
 from casckpt.format.extents import Frame, StoredCell, build
 from casckpt.format.sections.blobs import encode_blobs
-from casckpt.saving.run_memory import give_up
+from casckpt.saving.encoder import give_up
 from casckpt.store.store import Store
 from casckpt.upkeep.rewrite import record_of, rewrite
 from tests.support.coded import Stored

@@ -47,7 +47,7 @@ class _Telling(logging.Handler):
 @contextmanager
 def impatient(rank: int, name: str = "") -> Iterator[list[str]]:
     """Ranks warn almost at once, every time. Gives the warnings of this one."""
-    handler, logger = _Telling(name, rank), logging.getLogger("casckpt.checkpoint")
+    handler, logger = _Telling(name, rank), logging.getLogger("casckpt.ranks")
     before = waiting.FIRST, waiting.NEXT, wire.AFTER_RANK_0
     logger.addHandler(handler)
     waiting.FIRST, waiting.NEXT, wire.AFTER_RANK_0 = 0.2, 0.2, 0.2

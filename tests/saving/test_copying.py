@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from casckpt.saving.copying import Copier
+from casckpt.saving.upload import Copier
 
 
 @dataclass

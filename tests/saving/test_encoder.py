@@ -24,8 +24,8 @@ from casckpt.format.regions import full_box
 from casckpt.plan.bases import MAX_DELTAS
 from casckpt.repository.repository import Repository
 from casckpt.saving import encoder as coding
+from casckpt.saving.encoder import give_up
 from casckpt.saving.previous_cells import HeldCell, HeldFrame
-from casckpt.saving.run_memory import give_up
 from casckpt.store.store import Store
 from tests.support.far import far
 from tests.support.held import held_bytes

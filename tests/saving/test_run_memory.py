@@ -14,7 +14,7 @@ from casckpt.errors import StorageError
 from casckpt.frontends.dcp import StorageWriter
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.repository.repository import Repository
-from casckpt.saving.run_memory import MAX_RUNS, Kept, Pause, PutRate, kept_of
+from casckpt.saving.encoder import MAX_RUNS, Kept, Pause, PutRate, kept_of
 from casckpt.store.store import Store
 from tests.support import dcp
 from tests.support.far import FarStore, far

@@ -67,7 +67,7 @@ def test_a_save_to_a_bucket_is_finished_when_the_interpreter_ends(moto_server: S
     url = f"s3://{moto_server.new_place()}/store"
     code = (
         "import sys, json, threading, casckpt, torch\n"
-        "from casckpt.saving import background, leader\n"
+        "from casckpt.saving import leader, saver\n"
         "ending, real = threading.Event(), leader.look_at_all\n"
         "threading._register_atexit(ending.set)\n"
         "def late(*args):\n"
@@ -112,7 +112,7 @@ import atexit, gc, json, os, sys, threading
 atexit.register(os.write, 1, b"first ")  # runs last
 import casckpt, torch
 import torch.distributed.checkpoint as dcp
-from casckpt.checkpoint import exit_status as end
+from casckpt.saving import exit_status as end
 from casckpt.saving import leader
 from casckpt.frontends.dcp import StorageWriter
 

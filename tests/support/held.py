@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from casckpt.saving import run_memory as kept
+from casckpt.saving import encoder as kept
 
 
 def held_bytes() -> int:

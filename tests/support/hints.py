@@ -49,7 +49,7 @@ _ADVICE: Final = tuple(
     )
 )
 _LOGS: Final = re.compile(r"(?:_?log\w*|warnings)\.(?:warn|warning|error)\b")
-_PAGES: Final = ("frontends/report/", "frontends/serve/page.py")
+_PAGES: Final = ("frontends/report/", "frontends/serve/app.py")
 """Of HTML, which is no message."""
 
 Test = TypeVar("Test", bound=Callable[..., None])

@@ -15,7 +15,7 @@ import torch
 from casckpt.format.blob import decode_header
 from casckpt.format.keys import parse_object
 from casckpt.repository.repository import Repository
-from casckpt.saving import run_memory as kept
+from casckpt.saving import encoder as kept
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.counts import IoCounts
 from casckpt.storage.forking import PerProcess

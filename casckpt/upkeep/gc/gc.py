@@ -19,29 +19,30 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from casckpt.base.parallel import in_parallel
 from casckpt.base.progress import Progress, silent
 from casckpt.contents import blobs
 from casckpt.contents.signatures import remove_signatures
 from casckpt.errors import Conflict, InvalidInput, Unsupported
-from casckpt.format import records
-from casckpt.format.keys import parse_log, parse_object, uploader_folder
-from casckpt.format.names import TxId
+from casckpt.format import notes, records
+from casckpt.format.keys import blob_key, manifest_key, parse_log, parse_object, uploader_folder
+from casckpt.format.names import BlobHash, ManifestId, TxId
+from casckpt.format.notes import PausedGc
 from casckpt.history.commits import PREFIX as COMMITS
-from casckpt.history.commits import Commit, list_commits, list_names
+from casckpt.history.commits import Commit, CommitList, list_commits, list_names
 from casckpt.history.tags import remove_old_generations
 from casckpt.history.transactions import PREFIX as TRANSACTIONS
-from casckpt.history.transactions import OpenTransaction, open_transactions, remove_closed
+from casckpt.history.transactions import OpenTransaction, has_died, open_transactions, remove_closed, revoke
 from casckpt.plan.retention import Policy
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
 from casckpt.upkeep.blob_use import BlobUse
-from casckpt.upkeep.gc import resume_state as paused_state
 from casckpt.upkeep.gc.candidates import Candidates, Unreadable, candidates, commits_without_doubt, spare_roots
 from casckpt.upkeep.gc.purge import (
     GcPlan,
@@ -55,11 +56,157 @@ from casckpt.upkeep.gc.purge import (
     waiting_for,
 )
 from casckpt.upkeep.gc.recovery import settle
-from casckpt.upkeep.gc.resume_state import Paused
-from casckpt.upkeep.gc.wait import Limits, Sleep, wait_until_closed
 from casckpt.upkeep.inventory import BLOB, Stock, sums_of, take_stock
 from casckpt.upkeep.lost_records import check_recorded
 from casckpt.upkeep.thin import ThinResult
+
+Sleep: TypeAlias = Callable[[float], None]
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds between two looks
+SEEN_NOTE = "gc-signs-of-life"
+
+
+@dataclass
+class Limits:
+    """How long a gc waits in all, and when it revokes; seconds."""
+
+    wait: float
+    revoke_after: float
+    sleep: Sleep
+    slept: float = 0.0
+    pause: float = FIRST_PAUSE
+
+    def is_over(self) -> bool:
+        """Tell whether it has waited long enough."""
+        return self.slept >= self.wait
+
+    def rest(self) -> None:
+        """Sleep until the next look. Counts what it sleeps, so that no clock makes it wait for ever."""
+        seconds = min(self.pause, self.wait - self.slept)
+        self.sleep(seconds)
+        self.slept += seconds
+        self.pause = min(2 * self.pause, LONGEST_PAUSE)
+
+
+@dataclass
+class WaitResult:
+    """``still``: transactions that are open yet. ``revoked``: those that this gc gave up on."""
+
+    still: list[OpenTransaction] = field(default_factory=list)
+    revoked: list[TxId] = field(default_factory=list)
+
+
+def wait_until_closed(
+    repo: Repository, waits: Iterable[TxId], patience: Limits, tell: Callable[[Sequence[OpenTransaction]], None]
+) -> WaitResult:
+    """Wait until every transaction of ``waits`` has ended (steps 4 and 5 of the protocol).
+
+    A transaction ends when it commits, is revoked by its save, or is revoked here: because its process is provably
+    dead, or because it showed no new sign of life for ``patience.revoke_after`` seconds. Signs are counted, and only
+    this host's clock measures the time between two looks. Clocks are never compared. To revoke is always safe: at worst
+    a live save fails and is repeated. ``tell`` is called at each look with the transactions that are still open; those
+    in the result's ``still`` did not end in time.
+
+    Raises `StorageError`.
+    """
+    wanted, result = set(waits), WaitResult()
+    while True:
+        closed = list_names(repo)
+        wanted -= closed
+        looked = {one.txid: one for one in open_transactions(repo, closed)}
+        for txid in wanted - looked.keys():  # its file is gone, which does not close it
+            looked[txid] = OpenTransaction(txid, None, 0)
+        silent = _silence(repo, looked)
+        result.still = []
+        for txid in sorted(wanted):
+            why = _why_dead(repo, looked[txid], silent[txid], patience.revoke_after)
+            if not why:
+                result.still.append(looked[txid])
+            elif revoke(repo, txid, why):
+                result.revoked.append(txid)
+        if not result.still or patience.is_over():
+            return result
+        tell(result.still)
+        patience.rest()
+
+
+def _why_dead(repo: Repository, one: OpenTransaction, silent: float, revoke_after: float) -> str:
+    if one.began is not None and has_died(repo, one):
+        return f"process {one.began.process.pid} on {one.began.process.host} is dead"
+    if silent >= revoke_after:
+        return f"no sign of life for {silent:.0f} seconds"
+    return ""
+
+
+def _silence(repo: Repository, looked: dict[TxId, OpenTransaction]) -> dict[TxId, float]:
+    """Return seconds since this host saw a new sign of life of each; remembered from one gc to the next."""
+    before, now = _remembered(repo), repo.clock()
+    seen = {}
+    for txid, one in looked.items():
+        signs, since = before.get(txid, (one.signs, now))
+        seen[txid] = (signs, since) if signs == one.signs and since <= now else (one.signs, now)
+    if seen != before:
+        repo.catalogue.set_note(SEEN_NOTE, notes.encode(seen) if seen else None)
+    return {txid: (now - since) / 1e6 for txid, (_, since) in seen.items()}
+
+
+def _remembered(repo: Repository) -> dict[TxId, tuple[int, int]]:
+    return notes.decode(repo.catalogue.note(SEEN_NOTE), notes.SIGNS_OF_LIFE) or {}
+
+
+RESUME_NOTE = "gc-paused"
+
+
+@dataclass(frozen=True)
+class ResumeState:
+    """What a gc that ran out of time leaves on this host, so that the next gc continues.
+
+    An old state is safe to use: object names are never used twice, and what had not been purged when the candidates
+    were chosen stays a root. Both hold only for this very store. So the URL and the ended transactions are compared,
+    and the state of a copy of the store is not used. ``waits``: the open transactions that the gc waited for.
+    """
+
+    candidates: Candidates
+    waits: frozenset[TxId]
+
+
+def save_resume_state(repo: Repository, paused: ResumeState) -> None:
+    """Keep the state for the next gc on this host."""
+    columns: dict[TxId, list[tuple[str, str, int]]] = defaultdict(list)
+    for key, size in paused.candidates.sizes.items():
+        name = parse_object(key)
+        if name is not None:
+            columns[name.uploader].append((name.kind, name.hash, size))
+    state = PausedGc(repo.storage.url, columns, sorted(paused.candidates.ended), sorted(paused.waits))
+    repo.catalogue.set_note(RESUME_NOTE, notes.encode(state))
+
+
+def drop_resume_state(repo: Repository) -> None:
+    """Drop what was kept: there is nothing to go on with."""
+    repo.catalogue.set_note(RESUME_NOTE, None)
+
+
+def load_resume_state(repo: Repository, commits: CommitList) -> ResumeState | None:
+    """Return what a gc on this host left for this store, None if nothing. ``commits``: as they are now."""
+    state = notes.decode(repo.catalogue.note(RESUME_NOTE), notes.PAUSED_GC)
+    if state is None or state.url != repo.storage.url:
+        return None
+    if not all(_has_ended(commits, txid) for txid in state.ended):
+        return None
+    sizes = {
+        _key(uploader, kind, digest): size for uploader, rows in state.candidates.items() for kind, digest, size in rows
+    }
+    return ResumeState(Candidates(sizes, frozenset(state.ended)), frozenset(state.waits))
+
+
+def _has_ended(commits: CommitList, txid: TxId) -> bool:
+    commit = commits.commits.get(txid)
+    return commit is not None and not commit.live
+
+
+def _key(uploader: TxId, kind: str, digest: str) -> str:
+    return blob_key(uploader, BlobHash(digest)) if kind == BLOB else manifest_key(uploader, ManifestId(digest))
+
 
 log = logging.getLogger(__name__)
 
@@ -270,7 +417,7 @@ class _Collection:
 
     def run(self) -> None:
         """Finish what an earlier gc left, then go through all steps."""
-        paused = paused_state.take_up(self.repo, commits_without_doubt(self.repo))
+        paused = load_resume_state(self.repo, commits_without_doubt(self.repo))
         if paused is not None and not self._finish_paused(paused):
             self.tally.stock = take_stock(self.repo, commits_without_doubt(self.repo))
             return
@@ -282,7 +429,7 @@ class _Collection:
             return
         raise Conflict("other gcs purged what this one was looking at, again and again; let one of them run alone")
 
-    def _finish_paused(self, paused: Paused) -> bool:
+    def _finish_paused(self, paused: ResumeState) -> bool:
         """Go on from step 5. Returns False if it has to wait yet."""
         check_requirements(self.repo)
         try:
@@ -290,7 +437,7 @@ class _Collection:
         except Unreadable:
             finished = True  # another gc was faster
         if finished:
-            paused_state.drop(self.repo)
+            drop_resume_state(self.repo)
         return finished
 
     def _pass(self) -> None:
@@ -302,14 +449,14 @@ class _Collection:
         log.info("%s: %d live checkpoints, %d objects that none of them needs", self.repo.storage.url, live, spare)
         waits = frozenset(one.txid for one in open_transactions(self.repo, commits.commits))
         if found.sizes:
-            paused = Paused(found, waits)
+            paused = ResumeState(found, waits)
             if not self._finish(paused):
-                paused_state.keep(self.repo, paused)
+                save_resume_state(self.repo, paused)
         else:  # nothing to wait for; the dead are seen to all the same
             look = Limits(0, self.patience.revoke_after, self.patience.sleep)
             self.tally.revoked += wait_until_closed(self.repo, waits, look, lambda still: None).revoked
 
-    def _finish(self, paused: Paused) -> bool:
+    def _finish(self, paused: ResumeState) -> bool:
         """Go through steps 5 to 7. Returns False if the time was not enough."""
         waited = wait_until_closed(self.repo, paused.waits, self.patience, self._tell)
         self.tally.revoked += waited.revoked

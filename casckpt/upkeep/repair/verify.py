@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 from casckpt.base.progress import Progress, silent
 from casckpt.contents import blobs, manifests
 from casckpt.contents.refs import resolve_many
 from casckpt.contents.signatures import is_trusted
-from casckpt.errors import CasckptError, Damaged, Gone, InvalidInput, Refused
+from casckpt.errors import CasckptError, Damaged, Gone, InvalidInput, NotFound, Refused, StorageError
+from casckpt.format.blob_writer import LEAF_BYTES
+from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key, commit_key
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, TxId
+from casckpt.format.proof import Leaf, as_leaves
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.history.tags import list_tags
-from casckpt.repository.fetching import compare_size
+from casckpt.repository.fetching import compare_size, holds_cell
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
 from casckpt.upkeep.gc.recovery import faults
@@ -28,7 +32,57 @@ from casckpt.upkeep.lost_records import ADVICE, lost_records
 from casckpt.upkeep.repair.affected import DamagedBlob, describe
 from casckpt.upkeep.repair.blob_check import Checked, check_blobs
 from casckpt.upkeep.repair.frames import Frames
-from casckpt.upkeep.repair.rows import wrong_rows
+
+_AT_ONCE = 64  # blobs whose leaves are held
+
+
+def wrong_rows(
+    repo: Repository, commits: Iterable[Commit], right: Sequence[Checked]
+) -> Iterator[tuple[Commit, CasckptError]]:
+    """Yield the ``commits`` whose manifests disagree with the proofs of ``right``, which are verified blobs.
+
+    A manifest with wrong rows has a right hash, so only this comparison or a load finds it. Cells that are stored as
+    frames are checked elsewhere (`casckpt.upkeep.repair.frames`).
+    """
+    proofs = {(one.ref.uploader, one.ref.hash): one.proof for one in right}
+    for commit in commits if proofs else ():
+        try:
+            _compare(repo, manifests.get(repo, commit), proofs)
+        except (Damaged, Gone):
+            continue  # of a manifest that is damaged others tell
+        except Refused as error:
+            yield commit, error
+
+
+def _compare(repo: Repository, manifest: Manifest, proofs: Mapping[tuple[TxId, BlobHash], bytes]) -> None:
+    refs = list(manifest.blobs)
+    leaves_of = lru_cache(_AT_ONCE)(partial(_leaves, refs, proofs))
+    manifest.ready(objects=())
+    for entry in manifest.held:
+        if entry.nbytes < LEAF_BYTES:
+            continue
+        for cell in (link for one in manifest.extents(entry).stored_cells() for link in one.chain):
+            if cell.frame or cell.nbytes < LEAF_BYTES or not (leaves := leaves_of(cell.blob)):
+                continue
+            if not _holds(repo, refs[cell.blob], cell, leaves.get(cell.offset)):
+                where = f"bytes {cell.offset} to {cell.offset + cell.nbytes} of blob {refs[cell.blob].hash}"
+                raise Refused(f"key {entry.key!r}: {where} are right, but not what it says that lies there")
+
+
+def _leaves(refs: Sequence[BlobRef], proofs: Mapping[tuple[TxId, BlobHash], bytes], number: int) -> dict[int, Leaf]:
+    """Return the leaves of a blob by their offset; none where it was not looked at, or is damaged."""
+    return {leaf.offset: leaf for leaf in as_leaves(proofs.get((refs[number].uploader, refs[number].hash), b""))}
+
+
+def _holds(repo: Repository, ref: BlobRef, cell: StoredCell, leaf: Leaf | None) -> bool:
+    if leaf is not None and leaf.nbytes == cell.nbytes:
+        return leaf.digest == cell.digest
+    try:  # cut by another writer
+        with repo.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
+            return holds_cell(reader, cell.offset, memoryview(bytearray(cell.nbytes)), cell.digest)
+    except (NotFound, StorageError):
+        return True  # it was purged just now
+
 
 Mode = Literal["full", "exists"]
 Name = tuple[TxId, BlobHash]

@@ -25,7 +25,7 @@ from casckpt.format.encodings import (
     needs_base,
     undo,
 )
-from casckpt.format.encodings.zstd import compress
+from casckpt.format.encodings.parts import compress
 from tests.support import plain_reader
 
 WIDTHS = st.sampled_from([1, 2, 4, 8])

@@ -14,7 +14,7 @@ import casckpt
 from casckpt.errors import Mismatch
 from casckpt.frontends.convert import import_any, look_at, torch_save_to_casckpt
 from casckpt.frontends.interchange.optimizer_names import by_name
-from casckpt.frontends.interchange.torch_layout import laid_out
+from casckpt.frontends.interchange.torch_files import laid_out
 from casckpt.frontends.lightning.io import from_state
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from tests.support.saves import small

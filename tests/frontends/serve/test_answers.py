@@ -34,8 +34,7 @@ from casckpt.frontends.serve.folders import Folders
 from casckpt.frontends.serve.hub import Hub
 from casckpt.frontends.serve.names import commit_of, repo_of
 from casckpt.frontends.serve.ranges import Span
-from casckpt.frontends.serve.reading import RangeReader, Window
-from casckpt.frontends.serve.sending import RangeResponse
+from casckpt.frontends.serve.sending import RangeReader, RangeResponse, Window
 from casckpt.store.store import Store
 from tests.support.forging import gone_to
 from tests.support.saves import blob_keys, flip, small, small_folder

@@ -18,7 +18,7 @@ import casckpt
 from casckpt.errors import InvalidInput
 from casckpt.frontends.serve.folders import Folder, Folders
 from casckpt.frontends.serve.ranges import Span
-from casckpt.frontends.serve.reading import WINDOW_BYTES, RangeReader
+from casckpt.frontends.serve.sending import WINDOW_BYTES, RangeReader
 from casckpt.frontends.serve.view_file import VIEW_FILE, read_rules
 from casckpt.frontends.views.view import Rules
 from casckpt.store.store import Store

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from casckpt.errors import Unsupported
-from casckpt.storage.local.mounts import caches_well, stale_listings
-from casckpt.storage.local.store import LocalStore
+from casckpt.storage.local.store import LocalStore, caches_well, stale_listings
 from tests.support.gcs import collect
 from tests.support.repositories import repository
 

@@ -13,7 +13,7 @@ from casckpt.history import commits, transactions
 from casckpt.history.commits import list_commits
 from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.gc import resume_state as paused
+from casckpt.upkeep.gc.gc import RESUME_NOTE, load_resume_state
 from casckpt.upkeep.gc.purge import Waiting
 from tests.support.gcs import (
     LAST,
@@ -85,7 +85,7 @@ def test_gc_that_ran_out_of_time_says_so_and_the_next_one_goes_on(repo: Reposito
     assert sum(naps) == pytest.approx(60)
     assert (result.deleted_blobs, result.kept_blobs) == (0, 1)
     assert [(one.reason, one.txid, one.host) for one in result.waiting] == [("transaction", txid, "gpu7")]
-    left = paused.take_up(repo, list_commits(repo))
+    left = load_resume_state(repo, list_commits(repo))
     assert left is not None
     assert left.waits == {txid}
     commits.commit(repo, bare_commit(repo, txid))
@@ -96,7 +96,7 @@ def test_gc_that_ran_out_of_time_says_so_and_the_next_one_goes_on(repo: Reposito
     assert [one.txid for one in result.waiting] == [later]
     transactions.revoke(repo, later, "enough")
     assert run_gc(repo).deleted_blobs == 1
-    assert repo.catalogue.note(paused.NOTE) is None
+    assert repo.catalogue.note(RESUME_NOTE) is None
 
 
 def test_a_paused_gc_is_not_continued_in_a_copy_of_the_store(tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_a_paused_gc_is_not_continued_in_a_copy_of_the_store(tmp_path: Path) -> 
         other.put(entry.key, one.storage.get(entry.key, limit=1 << 20))
     copy = repository(tmp_path, other)
     assert copy.marker.store_id == one.marker.store_id
-    assert paused.take_up(one, list_commits(one)) is not None
-    assert paused.take_up(copy, list_commits(copy)) is None
+    assert load_resume_state(one, list_commits(one)) is not None
+    assert load_resume_state(copy, list_commits(copy)) is None
 
 
 def test_a_paused_gc_is_not_continued_when_what_had_ended_lives_again(repo: Repository) -> None:
@@ -118,10 +118,10 @@ def test_a_paused_gc_is_not_continued_when_what_had_ended_lives_again(repo: Repo
     txid = begin_elsewhere(repo)
     put_blob(repo, txid, "half")
     assert run_gc(repo, LAST, wait=0.0).waiting
-    assert paused.take_up(repo, list_commits(repo)) is not None
+    assert load_resume_state(repo, list_commits(repo)) is not None
     for number in (1, 2):  # a backup of the folder was put back
         repo.storage.delete(f"commits/{old.txid}.{number}")
-    assert paused.take_up(repo, list_commits(repo)) is None
+    assert load_resume_state(repo, list_commits(repo)) is None
 
 
 def test_a_dead_process_of_this_host_is_revoked_at_once(repo: Repository) -> None:

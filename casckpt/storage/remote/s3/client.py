@@ -15,22 +15,56 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from http.client import HTTPMessage
-from typing import Any
+from typing import Any, NamedTuple
 
+from aiobotocore.httpsession import AIOHTTPSession
 from botocore.endpoint import EndpointCreator
 from botocore.exceptions import BotoCoreError, ClientError, ResponseStreamingError
 from s3fs import S3FileSystem
 
 from casckpt.errors import NotFound, Refused, StorageError, Unsupported
 from casckpt.storage.base import AlreadyExists, Finding, ListedObject, ShortObject
-from casckpt.storage.remote.bodies import PutBody, read_whole
+from casckpt.storage.remote.bodies import MOST, PutBody, read_whole
 from casckpt.storage.remote.client import ExplainedFailure, Page
 from casckpt.storage.remote.loop import Loop
 from casckpt.storage.remote.patience import Patience, moved
 from casckpt.storage.remote.s3.direct import DirectReads, Signed, can_reach, sign
 from casckpt.storage.remote.s3.errors import FAILURES, explain, is_about_credentials, size_from, status_of
 from casckpt.storage.remote.s3.facts import examine
-from casckpt.storage.remote.s3.session import Session
+
+
+class _Whole(NamedTuple):
+    """An answer that has arrived."""
+
+    data: bytes
+
+    async def read(self) -> bytes:
+        """Read all of it."""
+        return self.data
+
+
+class Session(AIOHTTPSession):  # type: ignore[misc]  # it has no types
+    """The client's own way to send; its answers are of `MOST` bytes at the most, unless they are objects."""
+
+    async def send(self, request: Any) -> Any:
+        """See `AIOHTTPSession`, which would read what does not stream whole."""
+        streams, request.stream_output = request.stream_output, True
+        try:
+            answer = await super().send(request)
+        finally:
+            request.stream_output = streams
+        if not streams or answer.status_code >= 300:
+            answer.raw = _Whole(await _read(answer.raw, request.url))
+        return answer
+
+
+async def _read(raw: Any, url: str) -> bytes:
+    try:
+        return await read_whole(raw.content, MOST, f"the answer of {url.partition('?')[0]}, which should be short,")
+    except BaseException:
+        raw.close()
+        raise
+
 
 log = logging.getLogger(__name__)
 _CHUNK = 1 << 20

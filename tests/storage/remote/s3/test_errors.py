@@ -13,9 +13,8 @@ from botocore.exceptions import ClientError, FlexibleChecksumError
 
 from casckpt.errors import StorageError
 from casckpt.storage.remote.patience import Backoff
-from casckpt.storage.remote.s3.client import S3Client
+from casckpt.storage.remote.s3.client import S3Client, Session
 from casckpt.storage.remote.s3.errors import explain
-from casckpt.storage.remote.s3.session import Session
 from casckpt.storage.remote.store import RemoteStore
 from casckpt.storage.remote.urls import RemoteLocation
 from tests.support.servers import Server
