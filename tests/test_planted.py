@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 import _draw
 import _mutants
-from planted import PLANTED, Planted
+from _places import NoPlace, Planted, around
+from planted import PLANTED
 from tests.test_packaging import ROOT
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: str(planted.name))
 def test_a_planted_bug_has_its_place(planted: Planted) -> None:
-    text = (ROOT / planted.file).read_text()
-    assert text.count(planted.before) == 1
+    assert planted.place()[0].startswith("casckpt/")
     for name in planted.tests.split():
         assert (ROOT / name).is_file()
+
+
+def test_a_place_is_found_in_whatever_module_it_lies(tmp_path: Path) -> None:
+    method = "class Log:\n    def put(self):\n        return 1\n\n\ndef put():\n    return 1\n"
+    module = tmp_path / "casckpt" / "deep" / "log.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(method)
+    bug = Planted("it puts nothing", "Log.put", "return 1", "return 0", "")
+    start = method.index("return 1")
+    assert bug.place(tmp_path) == ("casckpt/deep/log.py", start, start + len("return 1"))
+    assert around(method, start, start + 8) == "Log.put"
+    assert around(method, start, method.index("def put():")) == ""
+
+
+@pytest.mark.parametrize(
+    ("function", "text", "count"), [("put", "return 2", 0), ("get", "return 1", 0), ("put", "1", 2)]
+)
+def test_a_place_that_is_not_one_is_refused(tmp_path: Path, function: str, text: str, count: int) -> None:
+    (tmp_path / "casckpt").mkdir()
+    for name in "ab":
+        (tmp_path / "casckpt" / f"{name}.py").write_text("def put():\n    return 1\n")
+    with pytest.raises(NoPlace, match=f"stands {count} times in {function}"):
+        Planted("a bug", function, text, "", "").place(tmp_path)
 
 
 def test_names_are_told_apart() -> None:
@@ -29,11 +53,11 @@ def test_what_a_seed_draws_is_one_change_that_is_a_program(monkeypatch: pytest.M
     paths = ["casckpt/plan", "casckpt/frontends/dcp/schema.py"]
     drawn = list(_draw.draw(paths, 12, seed=1))
     assert drawn == list(_draw.draw(paths, 12, seed=1)) != list(_draw.draw(paths, 12, seed=2))
-    assert [one.file.startswith(paths[number % 2]) for number, one in enumerate(drawn)] == [True] * 12
-    for one in drawn:
-        text = (ROOT / one.file).read_text()
-        assert text.count(one.before) == 1
-        compile(text.replace(one.before, one.after), one.file, "exec")
+    places = [one.place() for one in drawn]
+    assert [file.startswith(paths[number % 2]) for number, (file, _, _) in enumerate(places)] == [True] * 12
+    for one, (file, start, end) in zip(drawn, places, strict=True):
+        text = (ROOT / file).read_text()
+        compile(text[:start] + one.after + text[end:], file, "exec")
         assert all((ROOT / name).is_file() for name in one.tests.split())
     with pytest.raises(ValueError, match="not known which tests are near"):
         list(_draw.draw(["casckpt/frontends/dcp/hooks.py"], 1, seed=1))

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from _draw import draw
-from planted import PLANTED, Planted
+from _places import Planted
+from planted import PLANTED
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "testing.md"
@@ -38,9 +39,10 @@ def copy_of_the_project(folder: Path) -> Path:
 
 def outcome(folder: Path, planted: Planted, run: str) -> str:
     """The first test that fails with the bug in place, and does not without it; "" if none does."""
-    file = folder / planted.file
+    name, start, end = planted.place()
+    file = folder / name
     before = file.read_text()
-    file.write_text(before.replace(planted.before, planted.after))
+    file.write_text(before[:start] + planted.after + before[end:])
     try:
         found = first_failure(folder, run, planted.tests.split())
     finally:
