@@ -242,3 +242,12 @@ def test_modules_that_both_have_a_name_are_not_made_one(project: Project) -> Non
     with pytest.raises(Refused, match="both modules have Part:"):
         move(project, "casckpt.deep.parts", "casckpt.other")
     assert (project.root / "casckpt/deep/parts.py").exists()
+
+
+def test_a_circle_of_imports_and_fixtures_that_no_longer_reach_are_reported(project: Project) -> None:
+    (project.root / "tests/deep/conftest.py").write_text("")
+    (project.root / "casckpt/deep/parts.py").write_text("from casckpt.using import total\n\nPART = total\n")
+    (project.root / "casckpt/using.py").write_text("from casckpt.deep.parts import PART\n\ntotal = PART\n")
+    _, left = move(project, "casckpt.deep.parts", "casckpt.pieces")
+    assert "tests/deep/conftest.py: its fixtures do not reach tests/test_pieces.py" in left
+    assert any(one.startswith("import casckpt.pieces: ImportError") for one in left)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +26,7 @@ class Move:
         folder = new.replace(".", "/")
         self.target = folder if self.package else f"{folder}.py"
         self.merges = bool(project.module(new))
+        self.doubtful = list[str]()
         if self.merges and self.package:
             raise Refused(f"{new} is there already: merge its modules one by one")
 
@@ -69,16 +72,20 @@ class Move:
                 alias = next((one for one in node.names if one.name == last), None)
                 if alias is None:
                     continue
+                local = alias.asname
+                if last != new_last and not local and _has(source, new_last):
+                    local = last
+                    self.doubtful.append(f"{self.project.show(name, source.span(node)[0])}: {new_last} is taken here")
                 if (above, last) != (new_above, new_last):
-                    self._split(name, source, node, alias, f"from {new_above} import {new_last}")
-                if last != new_last and not alias.asname:
+                    line = f"from {new_above} import {new_last}"
+                    self._split(name, source, node, alias, f"{line} as {local}" if local else line)
+                if last != new_last and not local:
                     uses += [(name, at) for at in source.words(last)]
         self._rename_uses(uses, last, new_last)
 
     def _split(self, name: str, source: Source, node: ast.ImportFrom, alias: ast.alias, line: str) -> None:
         start, end = source.span(node)
         indent = source.line(start)[1][: node.col_offset]
-        line += f" as {alias.asname}" if alias.asname else ""
         rest = [ast.unparse(one) for one in node.names if one is not alias]
         text = f"from {node.module} import {', '.join(rest)}\n{indent}{line}" if rest else line
         if any(mark in source.text[start:end] for mark in ("#",)):
@@ -95,12 +102,8 @@ class Move:
         finally:
             ty.close()
         for (name, at), places in found.items():
-            source = self.project.source(name)
             inside = any(start <= at < end for start, end in self.project.edits.get(name, {}))
             if not inside and any(home == self.home and offset == 0 for home, offset in places):
-                taken = [one for one in ast.walk(source.tree) if isinstance(one, ast.Name | ast.arg | ast.alias)]
-                if new_last in {getattr(one, "id", None) or getattr(one, "arg", None) for one in taken}:
-                    raise Refused(f"{new_last} is taken where {last} is used: {self.project.show(name, at)}")
                 self.project.replace(name, at, at + len(last), new_last)
 
     # what moves
@@ -139,6 +142,20 @@ class Move:
         else:
             self.project.git("mv", self.path, self.target)
         return made
+
+
+def _has(source: Source, name: str) -> bool:
+    """Does a module bind or read this name?"""
+    nodes = (node for node in ast.walk(source.tree) if isinstance(node, ast.Name | ast.arg | ast.alias))
+    return any(name in _names(node) for node in nodes)
+
+
+def _names(node: ast.Name | ast.arg | ast.alias) -> set[str]:
+    match node:
+        case ast.Name(id=name) | ast.arg(arg=name):
+            return {name}
+        case ast.alias(name=name, asname=asname):
+            return {asname or name.partition(".")[0]}
 
 
 def defined(body: Sequence[ast.stmt]) -> dict[str, str]:
@@ -231,10 +248,28 @@ def move(project: Project, old: str, new: str) -> tuple[list[str], list[str]]:
         changed = {name: re.sub(rf"^{re.escape(one.path)}(?=/|$)", one.target, now) for name, now in changed.items()}
     project.tidy([*changed.values(), *(one.target for one in moves if not one.package), *made])
     done = [f"{one.path} -> {one.target}{' (merged)' if one.merges else ''}" for one in moves]
-    return [*done, f"{len(project.edits)} files edited"], [
-        *(f"{name}: say what lies here" for name in made),
-        *_left(change),
+    left = [f"{name}: say what lies here" for name in made]
+    for one in moves:
+        left += [*one.doubtful, *_fixtures(one), *_not_imported(project, one.new)]
+    return [*done, f"{len(project.edits)} files edited"], [*left, *_left(change)]
+
+
+def _fixtures(change: Move) -> list[str]:
+    """Which fixtures no longer reach tests that have moved."""
+    reached = Path(change.target).parents
+    lost = [
+        one
+        for one in Path(change.path).parents
+        if one not in reached and (change.project.root / one / "conftest.py").exists()
     ]
+    return [f"{one}/conftest.py: its fixtures do not reach {change.target}" for one in lost]
+
+
+def _not_imported(project: Project, module: str) -> list[str]:
+    """What Python says if the moved module cannot be imported: a circle, or a name that is not there."""
+    command = [sys.executable, "-c", f"import {module}"]
+    done = subprocess.run(command, cwd=project.root, capture_output=True, text=True, check=False)
+    return [f"import {module}: {done.stderr.strip().splitlines()[-1]}"] if done.returncode else []
 
 
 def _left(change: Move) -> list[str]:

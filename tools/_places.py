@@ -96,4 +96,4 @@ def lost() -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(lost()))
+    print(*lost(), sep="\n", end="")
