@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import page_tables
 import pytest
 
 import _draw
@@ -63,22 +64,37 @@ def test_what_a_seed_draws_is_one_change_that_is_a_program(monkeypatch: pytest.M
         list(_draw.draw(["casckpt/frontends/dcp/hooks.py"], 1, seed=1))
 
 
-# docs/testing.md
+# tools/killers.json
 
-ROWS = _mutants.rows(_mutants.PAGE.read_text())
+KILLERS = _mutants.known_killers()
 TESTS = {name for path in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)\(", path.read_text())}
 
 
-def test_the_table_has_the_bugs_that_are_planted() -> None:
-    assert list(ROWS) == [one.name for one in PLANTED], "run: tools/mutants --table, with a word of what is new"
+def test_the_killer_of_each_planted_bug_is_known() -> None:
+    assert list(KILLERS) == [one.name for one in PLANTED], "run: tools/mutants --table, with a word of what is new"
 
 
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
-def test_the_default_run_kills_each_by_a_test_that_is_there(row: str) -> None:
-    _, quick, default, full = row.strip("| ").split(" | ")
-    assert default != "none"
-    assert full == "the same"
-    assert (quick != "none") == (default == "the same")
-    for file, test in re.findall(r"`(\w+\.py)::(?:\w+::)*(\w+)`", row):
-        assert list((ROOT / "tests").rglob(file))
-        assert test in TESTS
+@pytest.mark.parametrize("killers", KILLERS.values(), ids=KILLERS.keys())
+def test_the_default_run_kills_each_by_a_test_that_is_there(killers: list[str]) -> None:
+    quick, default, full = killers
+    assert default == full
+    assert quick in {"", default}
+    file, *_, test = default.split("::")
+    assert (ROOT / file).is_file()
+    assert test in TESTS
+
+
+def test_killers_are_written_a_line_each_in_the_order_of_the_bugs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_mutants, "KILLERS", tmp_path / "killers.json")
+    _mutants.write_killers({"no longer planted": ["", "", ""], **dict(reversed(KILLERS.items()))})
+    assert (tmp_path / "killers.json").read_text() == (ROOT / "tools/killers.json").read_text()
+
+
+def test_the_site_shows_them() -> None:
+    table = page_tables.planted_bugs().splitlines()
+    assert len(table) == 2 + len(PLANTED)
+    name, (quick, default, _) = next((name, one) for name, one in KILLERS.items() if not one[0])
+    assert quick == ""
+    assert f"| {name} | none | `{default.removeprefix('tests/')}` |" in table
