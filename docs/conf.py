@@ -10,6 +10,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE / "site")]
 
+import page_tables
 import pictures
 import reference
 from pygments.lexers.special import TextLexer
@@ -41,7 +42,7 @@ html_theme_options = {"navigation_with_keys": True}
 
 
 def _source_read(app: Sphinx, name: str, source: list[str]) -> None:
-    text = pictures.inlined(source[0])
+    text = page_tables.inserted(pictures.inlined(source[0]))
     if name == "examples/README":
         text += "".join(_listing(path.name) for path in sorted((HERE / "examples").glob("*.py")))
     if name == "decisions/README":

@@ -9,7 +9,7 @@ import pytest
 
 from _evidence import BEGIN, END, PAGE, ROWS, added, figures, planted, soaked, soaked_on, with_table
 from casckpt.errors import StorageError
-from tests.model.next.explorer import TOO_LARGE, Verdict
+from tests.model.protocol.explorer import TOO_LARGE, Verdict
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before, look_on
 from tests.support.repositories import memory
 

@@ -3,21 +3,46 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+import page_tables
 import pytest
 
 import _draw
 import _mutants
-from planted import PLANTED, Planted
+from _places import NoPlace, Planted, around
+from planted import PLANTED
 from tests.test_packaging import ROOT
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: str(planted.name))
 def test_a_planted_bug_has_its_place(planted: Planted) -> None:
-    text = (ROOT / planted.file).read_text()
-    assert text.count(planted.before) == 1
+    assert planted.place()[0].startswith("casckpt/")
     for name in planted.tests.split():
         assert (ROOT / name).is_file()
+
+
+def test_a_place_is_found_in_whatever_module_it_lies(tmp_path: Path) -> None:
+    method = "class Log:\n    def put(self):\n        return 1\n\n\ndef put():\n    return 1\n"
+    module = tmp_path / "casckpt" / "deep" / "log.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(method)
+    bug = Planted("it puts nothing", "Log.put", "return 1", "return 0", "")
+    start = method.index("return 1")
+    assert bug.place(tmp_path) == ("casckpt/deep/log.py", start, start + len("return 1"))
+    assert around(method, start, start + 8) == "Log.put"
+    assert around(method, start, method.index("def put():")) == ""
+
+
+@pytest.mark.parametrize(
+    ("function", "text", "count"), [("put", "return 2", 0), ("get", "return 1", 0), ("put", "1", 2)]
+)
+def test_a_place_that_is_not_one_is_refused(tmp_path: Path, function: str, text: str, count: int) -> None:
+    (tmp_path / "casckpt").mkdir()
+    for name in "ab":
+        (tmp_path / "casckpt" / f"{name}.py").write_text("def put():\n    return 1\n")
+    with pytest.raises(NoPlace, match=f"stands {count} times in {function}"):
+        Planted("a bug", function, text, "", "").place(tmp_path)
 
 
 def test_names_are_told_apart() -> None:
@@ -29,32 +54,47 @@ def test_what_a_seed_draws_is_one_change_that_is_a_program(monkeypatch: pytest.M
     paths = ["casckpt/plan", "casckpt/frontends/dcp/schema.py"]
     drawn = list(_draw.draw(paths, 12, seed=1))
     assert drawn == list(_draw.draw(paths, 12, seed=1)) != list(_draw.draw(paths, 12, seed=2))
-    assert [one.file.startswith(paths[number % 2]) for number, one in enumerate(drawn)] == [True] * 12
-    for one in drawn:
-        text = (ROOT / one.file).read_text()
-        assert text.count(one.before) == 1
-        compile(text.replace(one.before, one.after), one.file, "exec")
+    places = [one.place() for one in drawn]
+    assert [file.startswith(paths[number % 2]) for number, (file, _, _) in enumerate(places)] == [True] * 12
+    for one, (file, start, end) in zip(drawn, places, strict=True):
+        text = (ROOT / file).read_text()
+        compile(text[:start] + one.after + text[end:], file, "exec")
         assert all((ROOT / name).is_file() for name in one.tests.split())
     with pytest.raises(ValueError, match="not known which tests are near"):
         list(_draw.draw(["casckpt/frontends/dcp/hooks.py"], 1, seed=1))
 
 
-# docs/testing.md
+# tools/killers.json
 
-ROWS = _mutants.rows(_mutants.PAGE.read_text())
+KILLERS = _mutants.known_killers()
 TESTS = {name for path in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)\(", path.read_text())}
 
 
-def test_the_table_has_the_bugs_that_are_planted() -> None:
-    assert list(ROWS) == [one.name for one in PLANTED], "run: tools/mutants --table, with a word of what is new"
+def test_the_killer_of_each_planted_bug_is_known() -> None:
+    assert list(KILLERS) == [one.name for one in PLANTED], "run: tools/mutants --table, with a word of what is new"
 
 
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
-def test_the_default_run_kills_each_by_a_test_that_is_there(row: str) -> None:
-    _, quick, default, full = row.strip("| ").split(" | ")
-    assert default != "none"
-    assert full == "the same"
-    assert (quick != "none") == (default == "the same")
-    for file, test in re.findall(r"`(\w+\.py)::(?:\w+::)*(\w+)`", row):
-        assert list((ROOT / "tests").rglob(file))
-        assert test in TESTS
+@pytest.mark.parametrize("killers", KILLERS.values(), ids=KILLERS.keys())
+def test_the_default_run_kills_each_by_a_test_that_is_there(killers: list[str]) -> None:
+    quick, default, full = killers
+    assert default == full
+    assert quick in {"", default}
+    file, *_, test = default.split("::")
+    assert (ROOT / file).is_file()
+    assert test in TESTS
+
+
+def test_killers_are_written_a_line_each_in_the_order_of_the_bugs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_mutants, "KILLERS", tmp_path / "killers.json")
+    _mutants.write_killers({"no longer planted": ["", "", ""], **dict(reversed(KILLERS.items()))})
+    assert (tmp_path / "killers.json").read_text() == (ROOT / "tools/killers.json").read_text()
+
+
+def test_the_site_shows_them() -> None:
+    table = page_tables.planted_bugs().splitlines()
+    assert len(table) == 2 + len(PLANTED)
+    name, (quick, default, _) = next((name, one) for name, one in KILLERS.items() if not one[0])
+    assert quick == ""
+    assert f"| {name} | none | `{default.removeprefix('tests/')}` |" in table

@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from planted import PLANTED, Planted
+from _places import NoPlace, Planted, around
+from planted import PLANTED
 
 Edit: TypeAlias = tuple[str, int, int, str]  # its kind, and the text in place of the bytes from here to there
 
@@ -97,14 +98,16 @@ class Source:
         ast.parse(self.text[:first] + after + self.text[last:])
         line = self.text.count(b"\n", 0, start) + 1
         name = f"{self.path}:{line}: {kind}: {after.decode().strip().splitlines()[-1].strip()}"
-        return Planted(name, str(self.path), self.text[first:last].decode(), after.decode(), tests)
+        text = self.text.decode()
+        begin, end = (len(self.text[:offset].decode()) for offset in (first, last))
+        return Planted(name, around(text, begin, end), text[begin:end], after.decode(), tests)
 
 
 def draw(paths: Sequence[str], count: int, seed: int) -> Iterator[Planted]:
     """``count`` bugs, evenly over paths and kinds, each with the tests that notice what is planted in its file now."""
     chance, tests = random.Random(seed), defaultdict[str, dict[str, None]](dict)  # noqa: S311 - nothing is secret
     for one in PLANTED:
-        tests[one.file] |= dict.fromkeys(one.tests.split())
+        tests[one.place()[0]] |= dict.fromkeys(one.tests.split())
     kinds = [defaultdict[str, list[tuple[Source, Edit]]](list) for _ in paths]
     for path, by_kind in zip(map(Path, paths), kinds, strict=True):
         for source in [Source(file) for file in sorted(path.rglob("*.py")) or [path] if str(file) in tests]:
@@ -115,6 +118,8 @@ def draw(paths: Sequence[str], count: int, seed: int) -> Iterator[Planted]:
     while count:
         by_kind = kinds[count % len(kinds)]
         source, edit = chance.choice(by_kind[chance.choice(sorted(by_kind))])
-        with suppress(SyntaxError):
-            yield source.planted(edit, " ".join(tests[str(source.path)]))
+        with suppress(SyntaxError, NoPlace):
+            bug = source.planted(edit, " ".join(tests[str(source.path)]))
+            bug.place()
+            yield bug
             count -= 1

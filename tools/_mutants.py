@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -10,18 +11,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from _draw import draw
-from planted import PLANTED, Planted
+from _places import Planted
+from planted import PLANTED
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "testing.md"
-BEGIN, END = "<!-- planted bugs -->\n", "<!-- end -->"
+KILLERS = ROOT / "tools" / "killers.json"
 RUNS = {"--quick": "`--quick`", "": "default", "--full": "`--full`"}  # each runs all that those before it run
 SECONDS = 600
 
@@ -38,9 +39,10 @@ def copy_of_the_project(folder: Path) -> Path:
 
 def outcome(folder: Path, planted: Planted, run: str) -> str:
     """The first test that fails with the bug in place, and does not without it; "" if none does."""
-    file = folder / planted.file
+    name, start, end = planted.place()
+    file = folder / name
     before = file.read_text()
-    file.write_text(before.replace(planted.before, planted.after))
+    file.write_text(before[:start] + planted.after + before[end:])
     try:
         found = first_failure(folder, run, planted.tests.split())
     finally:
@@ -92,28 +94,15 @@ def all_killers(chosen: Sequence[Planted], runs: Sequence[str], jobs: int) -> It
             yield planted, found
 
 
-def row(planted: Planted, found: dict[str, str]) -> str:
-    """A line of the table."""
-    cells, before = list[str](), ""
-    for test in found.values():
-        cells.append("none" if not test else "the same" if test == before else f"`{test.rpartition('/')[2]}`")
-        before = test
-    return f"| {planted.name} | {' | '.join(cells)} |"
+def known_killers() -> dict[str, list[str]]:
+    """Name of a bug -> the first test that fails, in each of the three runs; "" where none does."""
+    return dict(json.loads(KILLERS.read_text()))
 
 
-def rows(page: str) -> dict[str, str]:
-    """The lines of the table that a page has, by the names of the bugs."""
-    table = page.partition(BEGIN)[2].partition(END)[0]
-    return {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()[2:]}
-
-
-def with_rows(page: str, new: dict[str, str]) -> str:
-    """The page with these lines instead of those it had; what is no longer planted goes."""
-    old = rows(page)
-    lines = [new.get(one.name) or old.get(one.name) for one in PLANTED]
-    head = [f"| planted bug | {' | '.join(RUNS.values())} |", "|---|---|---|---|"]
-    table = "\n".join([*head, *filter(None, lines)])
-    return f"{page.partition(BEGIN)[0]}{BEGIN}{table}\n{END}{page.partition(BEGIN)[2].partition(END)[2]}"
+def write_killers(known: Mapping[str, list[str]]) -> None:
+    """Write them, a line for each bug that is planted, in the order of those."""
+    lines = [f"  {json.dumps(one.name)}: {json.dumps(known[one.name])}" for one in PLANTED if one.name in known]
+    KILLERS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def arguments() -> argparse.Namespace:
@@ -123,7 +112,7 @@ def arguments() -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--quick", action="store_const", dest="run", const="--quick", help="by tools/test --quick alone")
     which.add_argument("--full", action="store_const", dest="run", const="--full", help="by tools/test --full")
-    which.add_argument("--table", action="store_true", help="by each of the three, into docs/testing.md")
+    which.add_argument("--table", action="store_true", help="by each of the three, into tools/killers.json")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
     drawn = "plant N new bugs, drawn evenly over the files and folders given; with the tests of what is planted there"
     parser.add_argument("--draw", type=int, metavar="N", help=drawn)
@@ -144,7 +133,7 @@ def main() -> None:
     for one, tests in all_killers(chosen, runs, asked.jobs):
         survived += not tests[runs[-1]]
         if asked.table:
-            PAGE.write_text(with_rows(PAGE.read_text(), {one.name: row(one, tests)}))
+            write_killers(known_killers() | {one.name: list(tests.values())})
     print(f"{len(chosen)} planted, {survived} survived")
     sys.exit(survived > 0)
 

@@ -6,7 +6,7 @@ became of each stands in its own log in commits/, which is read by its keys. An 
 yet is kept like any other, and its log is read again. Nothing is deleted or reused on an announcement's word.
 
 What was read is kept by the host, in its catalogue: the immutable announcements themselves, and nothing derived. So how
-far a host has read and what it waits for can never differ. tests/model/next/announcements.py walks interleavings.
+far a host has read and what it waits for can never differ. tests/model/protocol/announcements.py walks interleavings.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tests.model.next import rewrites
-from tests.model.next.explorer import (
+from tests.model.protocol import rewrites
+from tests.model.protocol.explorer import (
     Invariant,
     Model,
     Process,
@@ -27,7 +27,7 @@ from tests.model.next.explorer import (
     look,
     when_quiet,
 )
-from tests.model.next.logs import FORGOTTEN, PURGED, RESTORED, REVOKED, Committed, Logs, Replaced, append, logs
+from tests.model.protocol.logs import FORGOTTEN, PURGED, RESTORED, REVOKED, Committed, Logs, Replaced, append, logs
 
 MUTANTS = {
     "very_txid": "what the mirror has ever committed under this txid counts as safe",

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tests.model.next import rewrites
-from tests.model.next.explorer import (
+from tests.model.protocol import rewrites
+from tests.model.protocol.explorer import (
     Invariant,
     Model,
     Process,
@@ -25,7 +25,7 @@ from tests.model.next.explorer import (
     look,
     replace,
 )
-from tests.model.next.logs import FORGOTTEN, RESTORED, REVOKED, Committed, Logs, Replaced, append, logs
+from tests.model.protocol.logs import FORGOTTEN, RESTORED, REVOKED, Committed, Logs, Replaced, append, logs
 
 MUTANTS = {
     "rows_of_id": "a save takes the rows that its host remembers of another commit of the same id for known",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.model.next.checks import Setups, check_dies, check_holds
-from tests.model.next.rewritten_bytes import MUTANTS, WHOLE, model
+from tests.model.protocol.checks import Setups, check_dies, check_holds
+from tests.model.protocol.rewritten_bytes import MUTANTS, WHOLE, model
 
 SAFE: Setups = {
     "a rewrite": {},

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from tests.model.next.explorer import Invariant, Model, Process, Program, Store, create, goto, look, when_quiet
-from tests.model.next.logs import FORGOTTEN, RESTORED, Committed, Logs, Replaced, append, listing, logs
+from tests.model.protocol.explorer import Invariant, Model, Process, Program, Store, create, goto, look, when_quiet
+from tests.model.protocol.logs import FORGOTTEN, RESTORED, Committed, Logs, Replaced, append, listing, logs
 
 MUTANTS = {
     "looks_once": "a gc that has forgotten by a rule does not list tags again",

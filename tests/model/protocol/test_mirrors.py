@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.model.next.checks import Setups, check_dies, check_holds
-from tests.model.next.mirrors import MUTANTS, NOTED, PURGED_IS_SAFE, QUIET, model
+from tests.model.protocol.checks import Setups, check_dies, check_holds
+from tests.model.protocol.mirrors import MUTANTS, NOTED, PURGED_IS_SAFE, QUIET, model
 
 SAFE: Setups = {
     "forgotten and restored": {"forgets": 2, "passes": 2, "puts": 1},

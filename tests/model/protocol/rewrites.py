@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tests.model.next.explorer import (
+from tests.model.protocol.explorer import (
     Goto,
     Invariant,
     Model,
@@ -21,7 +21,7 @@ from tests.model.next.explorer import (
     network,
     when_quiet,
 )
-from tests.model.next.logs import (
+from tests.model.protocol.logs import (
     FORGOTTEN,
     KEPT,
     PURGED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tests.model.next.explorer import Model, explore
+from tests.model.protocol.explorer import Model, explore
 
 Make = Callable[..., Model]
 Setups = Mapping[str, Mapping[str, Any]]

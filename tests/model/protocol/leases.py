@@ -14,8 +14,8 @@ from collections.abc import Generator, Iterable
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from tests.model.next import rewrites
-from tests.model.next.explorer import (
+from tests.model.protocol import rewrites
+from tests.model.protocol.explorer import (
     Goto,
     Invariant,
     Model,
@@ -30,7 +30,7 @@ from tests.model.next.explorer import (
     goto,
     look,
 )
-from tests.model.next.logs import FORGOTTEN, PURGED, RESTORED, Committed, Logs, Replaced, append, listing, logs
+from tests.model.protocol.logs import FORGOTTEN, PURGED, RESTORED, Committed, Logs, Replaced, append, listing, logs
 
 MUTANTS = {
     "tags_first": "a gc lists tags before it reads the record that allows the purge",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.model.next.explorer import (
+from tests.model.protocol.explorer import (
     Goto,
     Invariant,
     Model,

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from tests.model.next.explorer import Op, Outcome, Store, create, look
+from tests.model.protocol.explorer import Op, Outcome, Store, create, look
 
 ID = "X"
 """The id of the checkpoint that is rewritten; all commits of a model have it that do not say otherwise."""

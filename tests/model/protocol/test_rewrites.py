@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.model.next.checks import Setups, check_dies, check_holds
-from tests.model.next.logs import RESTORED
-from tests.model.next.rewrites import LATEST, LISTED, LOADED, MUTANTS, ONE, SETTLED, TIDY, model
+from tests.model.protocol.checks import Setups, check_dies, check_holds
+from tests.model.protocol.logs import RESTORED
+from tests.model.protocol.rewrites import LATEST, LISTED, LOADED, MUTANTS, ONE, SETTLED, TIDY, model
 
 SAFE: Setups = {
     "two rewrites at once": {"rewriters": (("V",), ("W",)), "toggles": 0, "puts": 2, "loads": True},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.model.next.announcements import (
+from tests.model.protocol.announcements import (
     AS_A_LISTING,
     COMMITTED,
     DECIDED,
@@ -15,7 +15,7 @@ from tests.model.next.announcements import (
     TOGGLES,
     model,
 )
-from tests.model.next.checks import Setups, check_dies, check_holds
+from tests.model.protocol.checks import Setups, check_dies, check_holds
 
 SAFE: Setups = {
     "late commits": {"plans": LATE},

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.model.next.checks import Setups, check_dies, check_holds
-from tests.model.next.leases import HELD, MUTANTS, NEVER, model
-from tests.model.next.logs import FORGOTTEN, RESTORED
+from tests.model.protocol.checks import Setups, check_dies, check_holds
+from tests.model.protocol.leases import HELD, MUTANTS, NEVER, model
+from tests.model.protocol.logs import FORGOTTEN, RESTORED
 
 LEASE = ((NEVER,),)
 SAFE: Setups = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.model.next.checks import Setups, check_dies, check_holds
-from tests.model.next.tagged import MUTANTS, SEEN, STAYS, model
+from tests.model.protocol.checks import Setups, check_dies, check_holds
+from tests.model.protocol.tagged import MUTANTS, SEEN, STAYS, model
 
 SAFE: Setups = {
     "forgotten by a rule": {"settles": False, "mortal": False},

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tests.model.next.explorer import (
+from tests.model.protocol.explorer import (
     Goto,
     Invariant,
     Model,
@@ -27,7 +27,7 @@ from tests.model.next.explorer import (
     network,
     when_quiet,
 )
-from tests.model.next.logs import FORGOTTEN, KEPT, PURGED, RESTORED, REVOKED, append
+from tests.model.protocol.logs import FORGOTTEN, KEPT, PURGED, RESTORED, REVOKED, append
 
 MUTANTS = {
     "announced_after": "a record is announced when it is there",

@@ -1,0 +1,37 @@
+"""Tables that the site has and no page does: of the modules, from their docstrings, and of what kills planted bugs."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PACKAGE = ROOT / "casckpt"
+
+
+def modules(layer: str) -> str:
+    """The modules of a layer ("package": those beside the layers), with the first line of each docstring."""
+    paths = sorted((PACKAGE / layer).rglob("*.py") if layer != "package" else PACKAGE.glob("*.py"))
+    rows = ["| module | what it is |", "| --- | --- |"]
+    for path in paths:
+        said = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].replace("\n", " ")
+        if path.name != "__init__.py":
+            rows.append(f"| `{path.relative_to(PACKAGE)}` | {said.replace('``', '`').replace('|', chr(92) + '|')} |")
+    return "\n".join(rows)
+
+
+def planted_bugs() -> str:
+    """Which test kills which planted bug, in the plain run and in the default one; from tools/killers.json."""
+    rows = ["| planted bug | `--quick` | default |", "| --- | --- | --- |"]
+    for name, (quick, default, _) in json.loads((ROOT / "tools" / "killers.json").read_text()).items():
+        cells = [f"`{one.removeprefix('tests/')}`" if one else "none" for one in (quick, default)]
+        rows.append(f"| {name} | {cells[0]} | {'the same' if quick == default else cells[1]} |")
+    return "\n".join(rows)
+
+
+def inserted(text: str) -> str:
+    """A page with its tables: each stands in place of a comment that asks for it."""
+    text = re.sub(r"<!-- modules: (\w+) -->", lambda found: modules(found[1]), text)
+    return text.replace("<!-- planted bugs -->", planted_bugs()) if "<!-- planted bugs -->" in text else text
