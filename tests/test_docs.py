@@ -317,17 +317,24 @@ def test_what_docstrings_refer_to_is_there() -> None:
 # docs/decisions
 
 
-def test_decisions_are_numbered_listed_and_under_a_page() -> None:
-    index = (DOCS / "decisions" / "README.md").read_text()
-    found = sorted(path for path in (DOCS / "decisions").glob("*.md") if path.name != "README.md")
-    assert [path.name[:4] for path in found] == [f"{number:04}" for number in range(1, len(found) + 1)]
-    for path in found:
+def test_decisions_are_listed_have_a_status_and_are_short() -> None:
+    in_force, replaced = (DOCS / "decisions" / "README.md").read_text().split("\n## Replaced\n")
+    pages = sorted(path for path in (DOCS / "decisions").glob("*.md") if path.name != "README.md")
+    numbers = [path.name[:4] for path in pages] + re.findall(r"(\d{4})\s(?:by|withdrawn)", replaced)
+    assert sorted(numbers) == [f"{number:04}" for number in range(1, len(numbers) + 1)]
+    assert set(re.findall(r"by\s(\d{4})", replaced)) <= {path.name[:4] for path in pages}
+    assert len(pages) <= 40
+    for path in pages:
         text = path.read_text()
-        headings = re.findall(r"^#+ .*$", text, re.MULTILINE)
-        assert headings[0].startswith(f"# {path.name[:4]}: ")
-        assert headings[1:] == ["## Problem", "## Choice", "## Rejected", "## Consequence"]
-        assert len(text.split()) < 600
-        assert f"]({path.name})" in index
+        title, *sections = re.findall(r"^#+ .*$", text, re.MULTILINE)
+        version = re.search(r"^Status: in force since (\d+\.\d+\.\d+)\.$", text, re.MULTILINE)
+        assert version, path.name
+        assert (
+            f"| [{path.name[:4]}]({path.name}) | {title.removeprefix(f'# {path.name[:4]}: ')} | {version[1]} |"
+            in in_force
+        )
+        assert sections == ["## Problem", "## Choice", "## Rejected", "## Consequence"], path.name
+        assert len(text.split()) < 320, path.name
 
 
 if __name__ == "__main__":
