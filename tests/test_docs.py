@@ -112,7 +112,8 @@ def test_every_kind_of_container_of_a_tree_is_described() -> None:
     kinds = re.search(r"Its containers are (.*?), and", section("Trees"), re.DOTALL)
     assert kinds
     assert quoted(kinds[1]) == {kind.__name__ for kind in (*tree._MAPPINGS, *tree._SEQUENCES)}
-    assert f"with {tree.TENSOR} in place of each tensor\nand {tree.OBJECT} in place of each object" in section("Trees")
+    text = " ".join(section("Trees").split())
+    assert f"with {tree.TENSOR} in place of each tensor and {tree.OBJECT} in place of each object" in text
 
 
 def test_limits_are_those_of_the_code() -> None:
