@@ -1,7 +1,7 @@
 """Comparison of what several ranks hold whole: of samples before any rank writes, of some cells after that.
 
 Every rank sends one digest for each set of ranks that it shares rows with. Only where these differ, or layouts are
-new, the ranks send more. See docs/decisions/0064-replicas-are-compared-by-samples.md.
+new, the ranks send more. See docs/decisions/0064-replicas-are-split-and-compared-by-samples.md.
 """
 
 from __future__ import annotations
