@@ -89,7 +89,9 @@ def test_targets_and_ratios_stand_beside_the_rows(smoke: Path) -> None:
 
 
 def test_the_description_of_the_machine_names_neither_host_nor_place(smoke: Path) -> None:
-    machine = json.loads(smoke.read_bytes())["machine"]
+    report = json.loads(smoke.read_bytes())
+    machine = report["machine"]
+    assert all(re.fullmatch(r"([0-9a-f]{7,}(-dirty)?)?", one["commit"]) for one in report["scenarios"])
     assert {"cpu", "cores", "memory", "file system", "kernel", "python", "torch"} <= set(machine)
     assert not any(word in json.dumps(machine) for word in ("/", os.uname().nodename))
 

@@ -21,9 +21,10 @@ def write_pages(folder: Path, into: Path) -> None:
 def render(report: Report) -> str:
     """Give all tables of a report."""
     machine = report.machine
-    names = ", ".join(scenario.name for scenario in report.scenarios)
-    parts = [f"# {machine['date']}, {machine.get('gpu', machine['cpu'])}: {names}\n"]
-    parts.append(_table(("the machine", ""), machine.items()))
+    parts = [
+        f"# {machine['date']}: {machine.get('gpu', machine['cpu'])}\n",
+        _table(("the machine", ""), machine.items()),
+    ]
     for scenario in report.scenarios:
         parts += _scenario(scenario)
     return "\n".join(parts)
