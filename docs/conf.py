@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE / "site")]
+sys.path[:0] = [str(HERE.parent), str(HERE / "site"), str(HERE.parent / "tools")]
 
 import page_tables
 import pictures
@@ -18,6 +19,7 @@ from sphinx.application import Sphinx
 from typing_extensions import is_typeddict
 
 import casckpt
+from benchmarks.show import markdown
 
 project = "casckpt"
 version = release = casckpt.__version__
@@ -45,6 +47,9 @@ def _source_read(app: Sphinx, name: str, source: list[str]) -> None:
     text = page_tables.inserted(pictures.inlined(source[0]))
     if name == "examples/README":
         text += "".join(_listing(path.name) for path in sorted((HERE / "examples").glob("*.py")))
+    if name == "benchmarks":
+        text += "\n```{toctree}\n:hidden:\n:glob:\n\n_benchmarks/*\n```\n"
+    text = re.sub(r"\]\((\.\./)?benchmarks/(\w[\w-]*)\.json\)", r"](\1_benchmarks/\2.md)", text)
     if name == "decisions/README":
         text += "\n```{toctree}\n:hidden:\n:glob:\n\n0*\n```\n"
     for page in ("api/README.md", "README.md"):
@@ -76,8 +81,9 @@ def _signature(app: Sphinx, what: str, name: str, obj: object, options: Any, giv
 
 
 def setup(app: Sphinx) -> None:
-    """Write the pages of the reference, and say what else is to be done with each page."""
+    """Write the pages of the reference and of the benchmarks' results, and connect what Sphinx calls for each page."""
     app.add_lexer("crontab", TextLexer)
     reference.write(HERE / "_api")
+    markdown.write_pages(HERE / "benchmarks", HERE / "_benchmarks")
     app.connect("source-read", _source_read)
     app.connect("autodoc-process-signature", _signature)

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.cli import main
+from benchmarks.results import OURS, Row, ScenarioResult, read_json
+from benchmarks.scenarios import SCENARIOS
 from benchmarks.scenarios.base import Bench, Options
+from benchmarks.show import cells, markdown
 from tests.support.scripts import Done, run_script
 from tests.support.shared import made_once
 
 ROOT = Path(__file__).resolve().parent.parent
 METRICS = {"blocked", "durable", "cpu", "written", "read", "asked", "stored", "load_average"}
 ROUNDS = 2
+PAGE = ROOT / "docs" / "benchmarks.md"
+PUBLISHED = sorted((ROOT / "docs" / "benchmarks").glob("*.json"))
+MAX_PUBLISHED = 500_000  # bytes
 
 
 def bench(*arguments: str | Path) -> Done:
@@ -81,22 +89,27 @@ def test_targets_and_ratios_stand_beside_the_rows(smoke: Path) -> None:
 
 
 def test_the_description_of_the_machine_names_neither_host_nor_place(smoke: Path) -> None:
-    machine = json.loads(smoke.read_bytes())["machine"]
+    report = json.loads(smoke.read_bytes())
+    machine = report["machine"]
+    assert all(re.fullmatch(r"([0-9a-f]{7,}(-dirty)?)?", one["commit"]) for one in report["scenarios"])
     assert {"cpu", "cores", "memory", "file system", "kernel", "python", "torch"} <= set(machine)
     assert not any(word in json.dumps(machine) for word in ("/", os.uname().nodename))
 
 
-def test_earlier_results_are_drawn_and_put_into_a_page(smoke: Path, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- results: begin -->\nstale\n<!-- results: end -->\nafter\n")
-    done = bench("--from", smoke, "--markdown", page, "--plot", tmp_path / "plots")
+def test_earlier_results_are_drawn_and_published(smoke: Path, tmp_path: Path) -> None:
+    published = tmp_path / "published"
+    done = bench("--from", smoke, "--json", published / "smoke.json", "--no-rounds", "--plot", tmp_path / "plots")
     assert done.status == 0, done.told
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"frozen.svg", "partial.svg"}
-    text = page.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "stale" not in text
-    assert "| casckpt, frozen= declared |" in text
+    had, has = (read_json([path]) for path in (smoke, published / "smoke.json"))
+    rows = [row for one in has.scenarios for row in one.rows]
+    assert [row.summary for row in rows] == [row.summary for one in had.scenarios for row in one.rows]
+    assert not any(row.rounds for row in rows)
+    assert markdown.render(has) == markdown.render(had)
+    markdown.write_pages(published, tmp_path / "pages")
+    text = (tmp_path / "pages" / "smoke.md").read_text()
+    assert "\n## frozen: Save with 96 % unchanged\n" in text
+    assert "\n| casckpt, frozen= declared |" in text
 
 
 def test_what_nobody_offers_is_refused() -> None:
@@ -284,3 +297,92 @@ def test_states_in_the_hosts_memory_are_made_as_an_earlier_tree_makes_them(tmp_p
         bench = Bench(Options(tmp_path, [], 1, 2, device=device), _teams={("", 1): told})
         bench.make_state("state", "model", 1)
     assert ["device" in one for one in given] == [False, True]
+
+
+def test_published_results_are_small_and_of_known_scenarios() -> None:
+    assert sum(path.stat().st_size for path in PUBLISHED) < MAX_PUBLISHED
+    page = PAGE.read_text()
+    for path in PUBLISHED:
+        assert f"](benchmarks/{path.name})" in page
+        for scenario in read_json([path]).scenarios:
+            assert scenario.name in SCENARIOS
+            assert scenario.commit
+            assert not scenario.parameters["quick"]
+            assert all(row.summary or row.note for row in scenario.rows)
+            assert not any(row.rounds for row in scenario.rows)
+
+
+def of_casckpt() -> Iterator[tuple[str, set[str]]]:
+    """Give the time of each published row of casckpt, and the ratios to it of the rows of its group."""
+    for scenario in read_all():
+        metric = "blocked" if scenario.metric == "blocked" else "durable"
+        rows = [row for row in scenario.rows if metric in row.summary]
+        for ours in (row for row in rows if row.who == OURS):
+            ratios = [row.summary[metric].median / ours.summary[metric].median for row in rows
+                      if row.group == ours.group]  # fmt: skip
+            ratios += [one.ratio.median for one in scenario.ratios
+                       if (one.group, one.ours, one.metric) == (ours.group, ours.name, metric)]  # fmt: skip
+            yield written(ours, metric), {f"{one:.2f}" for one in ratios}
+
+
+def read_all() -> Iterator[ScenarioResult]:
+    for path in PUBLISHED:
+        yield from read_json([path]).scenarios
+
+
+def written(row: Row, metric: str) -> str:
+    """The median, as pages have it."""
+    return re.sub(r" \(.*\)", "", cells.seconds(row.summary[metric]))
+
+
+def section(page: Path, heading: str) -> str:
+    return page.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def figures() -> Iterator[list[str]]:
+    """Give the cells of each row of the page's tables of figures, without code spans."""
+    for line in re.findall(r"^\| (.*?) \|$", section(PAGE, "Figures"), re.MULTILINE):
+        yield [re.sub(r"`.*?`", "", cell) for cell in line.split(" | ")]
+
+
+def test_each_ratio_of_the_page_is_that_of_one_row_of_the_results() -> None:
+    """A row of the page names the time of casckpt, and then ratios to it."""
+    known = list(of_casckpt())
+    rows = [row for row in figures() if len(row) > 2 and re.fullmatch(r"[\d.]+ m?s", row[1])]
+    rows = [row for row in rows if not any(re.search(r"\d m?s$", cell) for cell in row[2:])]
+    assert len(rows) > 20
+    for _, ours, *others in rows:
+        said = set(re.findall(r"\d+\.\d+", " ".join(others)))
+        assert said
+        assert any(time == ours and said <= ratios for time, ratios in known), f"{ours}: {said}"
+
+
+def test_each_time_and_share_of_the_page_is_in_the_results() -> None:
+    rows = [row for scenario in read_all() for row in scenario.rows]
+    times = {written(row, metric) for row in rows for metric in ("blocked", "durable") if metric in row.summary}
+    shares = {f"{row.summary['share'].median:.2%}"[:-1] for row in rows if "share" in row.summary}
+    said = [cell for row in figures() for cell in row[1:]]
+    found = [time for cell in said for time in re.findall(r"^[\d.]+ m?s$", cell)]
+    assert len(found) > 30
+    assert set(found) <= times
+    percents = [one for cell in said if "%" in cell for one in re.findall(r"\d+\.\d\d", cell)]
+    assert len(percents) > 15
+    assert set(percents) <= shares
+
+
+def test_each_missed_target_of_the_page_is_one_of_the_results() -> None:
+    missed = {cells.target(one)[1:3] for found in read_all() for one in found.checks if one.met is False}
+    rows = re.findall(r"^\| .* \| (at .*?) \| (\d.*?) \| .*\|$", section(PAGE, "Missed targets"), re.MULTILINE)
+    assert len(rows) > 5
+    for wanted, found in rows:
+        assert {(wanted, one) for one in re.split("; | to ", found)} <= missed
+
+
+def test_the_figures_of_the_readme_are_those_of_the_page() -> None:
+    numbers = re.compile(r"\d+\.\d+")
+    page = [float(one) for one in numbers.findall(section(PAGE, "Figures"))]
+    said = numbers.findall(section(ROOT / "README.md", "How fast"))
+    assert len(said) > 20
+    for one in said:
+        digits = len(one.partition(".")[2])
+        assert any(f"{found:.{digits}f}" == one for found in page), one

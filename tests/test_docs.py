@@ -49,10 +49,13 @@ PAGES = [ROOT / "README.md", DOCS / "guide.md", DOCS / "operations.md", DOCS / "
 REMOTE = DOCS / "remote.md"  # its examples need a server
 HUB = DOCS / "huggingface.md"  # its examples need Transformers; tests/frontends/test_huggingface.py runs them
 SERVING = DOCS / "serving.md"  # so do its; tests/frontends/serve/test_clients.py runs them
-EVERY_PAGE = [*(page for page in sorted(DOCS.rglob("*.md")) if "_api" not in page.parts), *sorted(ROOT.glob("*.md"))]
+EVERY_PAGE = [
+    *(page for page in sorted(DOCS.rglob("*.md")) if not {"_api", "_benchmarks"} & {*page.parts}),
+    *sorted(ROOT.glob("*.md")),
+]
 LAYERS = {
-    "package", "cli", "frontends", "store", "upkeep", "checkpoint", "tensors", "repository", "plan", "format",
-    "storage",
+    "package", "base", "cli", "contents", "format", "frontends", "history", "loading", "plan", "ranks", "repository",
+    "saving", "storage", "store", "tensors", "upkeep",
 }  # fmt: skip
 STRUCTS = (
     records.Marker, records.Settings, records.Process, records.Began, records.SignOfLife, records.Committed,

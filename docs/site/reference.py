@@ -16,7 +16,9 @@ from typing import Any
 import casckpt
 
 API = Path(__file__).resolve().parent.parent / "api"
-_GIVERS = tuple(f"casckpt.{layer}." for layer in ("checkpoint", "plan", "storage", "store", "upkeep"))
+_GIVERS = tuple(
+    f"casckpt.{layer}." for layer in ("contents", "loading", "plan", "saving", "storage", "store", "upkeep")
+)
 _SECTION = re.compile(r"^## (.*?)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 

@@ -19,7 +19,7 @@ from benchmarks.peers.before import Before
 from benchmarks.results import Report, ScenarioResult
 from benchmarks.scenarios import SCENARIOS
 from benchmarks.scenarios.base import Options
-from benchmarks.show import markdown, plot, table
+from benchmarks.show import plot, table
 from benchmarks.traces import default_folder
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--traces", type=Path, help="where traces of trainings are kept (the user's cache); deltas, coding")
     add("--json", type=Path, help="where the results go (bench-results/<time>.json)")
     add("--plot", type=Path, metavar="DIR", help="draw a picture of each scenario there")
-    add("--markdown", type=Path, metavar="FILE", help="put the tables between the marks in this page")
+    add("--no-rounds", action="store_true", help="write medians and ranges only, as in docs/benchmarks/")
     add("--from", dest="results", type=Path, action="append", metavar="FILE",
         help="run nothing: show, draw or write these earlier results")  # fmt: skip
     add("--quick", action="store_true", help="a smoke run: tiny states, 2 rounds, figures that mean nothing")
@@ -132,6 +132,7 @@ def _timed(name: str, options: Options) -> ScenarioResult:
     found = SCENARIOS[name](options)
     found.started = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     found.seconds = round(time.monotonic() - started, 1)
+    found.commit = machine.commit(_ROOT)
     found.parameters["quick"] = int(options.quick)
     if options.device != "cpu":
         found.parameters["device"] = options.device
@@ -142,11 +143,8 @@ def _write(report: Report, chosen: argparse.Namespace) -> None:
     if not chosen.results or chosen.json:
         now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         path = chosen.json or _ROOT / "bench-results" / f"{now}.json"
-        results.write_json(report, path)
+        results.write_json(report, path, rounds=not chosen.no_rounds)
         print(f"results: {path}")
     if chosen.plot:
         for path in plot.draw(report, chosen.plot):
             print(f"picture: {path}")
-    if chosen.markdown:
-        markdown.write(report, chosen.markdown)
-        print(f"tables: {chosen.markdown}")

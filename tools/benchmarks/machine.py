@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,6 +34,14 @@ def describe(folder: Path, *, gpu: bool) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def commit(tree: Path) -> str:
+    """Give the commit of a checkout, "-dirty" where files differ from it; "" without git."""
+    command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--exclude=*"]
+    with suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
 
 
 def _cpu() -> str:

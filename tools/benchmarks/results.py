@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -30,7 +30,7 @@ class Row:
     ``who``: "casckpt", a peer, or a limit of the machine (then ``limit``). ``what``: its settings. ``note``: why there
     are no rounds. ``verified``: are loaded bytes compared with digests? None where nothing is loaded. ``bounds``: the
     limits (their ``who``) that all such work has. ``summary``: of each metric, over all rounds; filled in by
-    `summarise`.
+    `summarise`. Empty where nothing was measured. A published row has a summary and no rounds.
     """
 
     group: str
@@ -58,6 +58,8 @@ class Row:
 
     def median(self, metric: str) -> float | None:
         """The median of one metric; None where nothing was measured."""
+        if metric in self.summary:
+            return self.summary[metric].median
         found = self.values(metric)
         return statistics.median(found) if found else None
 
@@ -100,7 +102,7 @@ class Check:
 
 @dataclass
 class ScenarioResult:
-    """One scenario. ``metric``: what its ratios and plot are about."""
+    """One scenario. ``metric``: what its ratios and plot are about. ``note``: Markdown above its tables."""
 
     name: str
     title: str
@@ -111,6 +113,8 @@ class ScenarioResult:
     checks: list[Check]
     started: str = ""
     seconds: float = 0.0
+    commit: str = ""
+    note: str = ""
 
 
 @dataclass
@@ -172,10 +176,15 @@ def over(value: float | None, other: float | None) -> float | None:
     return value / other if value is not None and other else None
 
 
-def write_json(report: Report, path: Path) -> None:
-    """Write a report."""
+def write_json(report: Report, path: Path, *, rounds: bool = True) -> None:
+    """Write a report. Without ``rounds`` only the summary of each row, one row a line, as in docs/benchmarks/."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    if rounds:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+        return
+    kept = [replace(one, rows=[replace(row, rounds=[]) for row in one.rows]) for one in report.scenarios]
+    encoded = msgspec.json.encode(replace(report, scenarios=kept))
+    path.write_bytes(encoded.replace(b',{"group"', b',\n{"group"') + b"\n")
 
 
 def read_json(paths: list[Path]) -> Report:

@@ -92,7 +92,8 @@ def _speed(row: Row, metric: str) -> str:
 
 
 def _differ(row: Row) -> bool:
-    return any(one.blocked < 0.99 * one.durable for one in row.rounds)
+    blocked, durable = row.median("blocked"), row.median("durable")
+    return blocked is not None and durable is not None and blocked < 0.99 * durable
 
 
 def _of_limit(row: Row, scenario: ScenarioResult) -> str:

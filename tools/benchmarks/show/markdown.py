@@ -1,29 +1,30 @@
-"""Results as tables of a page, between two marks; what stands around them is left alone."""
+"""Results as pages of the site: `tools/docs` makes one of each file of docs/benchmarks/."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.results import Report, ScenarioResult
+from benchmarks.results import Report, ScenarioResult, read_json
 from benchmarks.show import cells
 
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
-
-def write(report: Report, path: Path) -> None:
-    """Put the tables into a page; a page of their own where there is none."""
-    text = path.read_text() if path.exists() else f"# Benchmarks\n\n{BEGIN}\n{END}\n"
-    before, found, rest = text.partition(BEGIN)
-    _, closed, after = rest.partition(END)
-    if not found or not closed:
-        raise SystemExit(f"bench: {path} lacks the marks {BEGIN} and {END}, between which the tables go")
-    path.write_text(f"{before}{BEGIN}\n\n{render(report)}\n{END}{after}")
+def write_pages(folder: Path, into: Path) -> None:
+    """Write a page of tables for each JSON file of ``folder`` into a new folder."""
+    shutil.rmtree(into, ignore_errors=True)
+    into.mkdir(parents=True)
+    for path in sorted(folder.glob("*.json")):
+        (into / f"{path.stem}.md").write_text(render(read_json([path])))
 
 
 def render(report: Report) -> str:
-    """All tables."""
-    parts = [_table(("the machine", ""), report.machine.items())]
+    """Give all tables of a report."""
+    machine = report.machine
+    parts = [
+        f"# {machine['date']}: {machine.get('gpu', machine['cpu'])}\n",
+        _table(("the machine", ""), machine.items()),
+    ]
     for scenario in report.scenarios:
         parts += _scenario(scenario)
     return "\n".join(parts)
@@ -31,12 +32,15 @@ def render(report: Report) -> str:
 
 def _scenario(scenario: ScenarioResult) -> Iterable[str]:
     given = ", ".join(f"{name} {value}" for name, value in scenario.parameters.items())
-    yield f"### {scenario.name}: {scenario.title}\n\n{given}\n"
+    commit = f". Commit: {scenario.commit}" if scenario.commit else ""
+    yield f"## {scenario.name}: {scenario.title}\n\n{given}{commit}\n"
+    if scenario.note:
+        yield f"{scenario.note}\n"
     columns = cells.columns(scenario)
     groups = list(dict.fromkeys(row.group for row in scenario.rows))
     for group in groups:
         rows = [row for row in scenario.rows if row.group == group]
-        body = [(row.name, *((text(row) for _, text in columns) if row.rounds else (row.note,))) for row in rows]
+        body = [(row.name, *((text(row) for _, text in columns) if row.summary else (row.note,))) for row in rows]
         yield _table((group or "what", *(heading for heading, _ in columns)), body)
     if scenario.ratios:
         ratios = [(r.group, r.ours, r.peer, cells.ratio(r.ratio)) for r in scenario.ratios]

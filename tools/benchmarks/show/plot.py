@@ -21,7 +21,7 @@ def draw(report: Report, folder: Path) -> Iterator[Path]:
     mpl.use("svg")
     folder.mkdir(parents=True, exist_ok=True)
     for scenario in report.scenarios:
-        if any(row.rounds for row in scenario.rows):
+        if any(row.summary for row in scenario.rows):
             path = folder / f"{scenario.name}.svg"
             _draw(scenario, path)
             yield path
@@ -30,7 +30,7 @@ def draw(report: Report, folder: Path) -> Iterator[Path]:
 def _draw(scenario: ScenarioResult, path: Path) -> None:
     from matplotlib import pyplot as plt
 
-    groups = {row.group: [one for one in scenario.rows if one.group == row.group and one.rounds]
+    groups = {row.group: [one for one in scenario.rows if one.group == row.group and one.summary]
               for row in scenario.rows}  # fmt: skip
     groups = {group: rows for group, rows in groups.items() if rows}
     heights = [len(rows) + 1.2 for rows in groups.values()]

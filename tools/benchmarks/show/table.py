@@ -38,7 +38,7 @@ def show(scenario: ScenarioResult) -> None:
             grid.add_section()
             grid.add_row(f"[italic]{row.group}[/italic]")
             group = row.group
-        figures = [text(row) for _, text in columns] if row.rounds else [row.note]
+        figures = [text(row) for _, text in columns] if row.summary else [row.note]
         grid.add_row(row.name, *figures, style="bold" if row.who == "casckpt" else None)
     _OUT.print(grid)
     if scenario.checks:
