@@ -1319,7 +1319,7 @@ PLANTED = (
     ),
     Planted(
         "what the parent was never asked is taken for told",
-        "Looker.look",
+        "HealthScan.look",
         "        if not is_as_before or source.name in self.unknown:\n",
         "        if not is_as_before:\n",
         "tests/saving/test_health.py",

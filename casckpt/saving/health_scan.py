@@ -101,7 +101,7 @@ def _values_of_bytes(dtype: str) -> npt.NDArray[np.floating]:
 
 
 @dataclass
-class Looker:
+class HealthScan:
     """Looks at the cells of one save by one rank of which the parent has told nothing. Safe for use by threads.
 
     ``unknown``: the streams that the parent has, and has told nothing of.

@@ -24,7 +24,7 @@ from casckpt.plan.writers import Words
 from casckpt.ranks.ranks import Ranks, telling
 from casckpt.repository.repository import Repository
 from casckpt.saving.encoder import Coder, coding
-from casckpt.saving.health_scan import Looker
+from casckpt.saving.health_scan import HealthScan
 from casckpt.saving.layout import RankLayout, assigned, layout_of
 from casckpt.saving.leader import (
     BeginAnswer,
@@ -171,7 +171,7 @@ class _Attempt:
         alone = self.ranks.size == 1
         mine = prepared if alone else assigned(prepared, self.memory.duty, self.ranks.rank)
         threads, progress = self.options.threads, self.progress
-        looker = None if knowledge.unlooked is None else Looker(knowledge.unlooked)
+        looker = None if knowledge.unlooked is None else HealthScan(knowledge.unlooked)
         with coding(self.repo, known, self.options, told=knowledge.compress) as coder:
             self._share = store_share(
                 self.repo, start.txid, mine, known, threads=threads, coder=coder, looker=looker, progress=progress
@@ -191,7 +191,7 @@ def store_share(
     *,
     threads: int | None,
     coder: Coder | None = None,
-    looker: Looker | None = None,
+    looker: HealthScan | None = None,
     progress: Progress,
 ) -> Share:
     """Find or store every cell of this rank, under the transaction's name; durable when it returns.

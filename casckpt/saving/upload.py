@@ -39,7 +39,7 @@ from casckpt.plan.packing import Queue, branches_of, by_branch
 from casckpt.plan.reuse import KnownCells
 from casckpt.repository.repository import Repository
 from casckpt.saving.encoder import Coder
-from casckpt.saving.health_scan import Looker
+from casckpt.saving.health_scan import HealthScan
 from casckpt.saving.local_entries import Cell, Source
 from casckpt.storage.buffers import BufferPool, KeptBuffers
 from casckpt.tensors import gpu
@@ -140,7 +140,7 @@ class Upload:
     known: KnownCells
     threads: int
     coder: Coder | None = None
-    looker: Looker | None = None
+    looker: HealthScan | None = None
     progress: Progress = silent
     written: list[BlobRef | None] = field(default_factory=list)
     _claims: dict[CellDigest, PlacedCell] = field(default_factory=dict)

@@ -41,7 +41,7 @@ from casckpt.ranks.agreement import StoreIdentity
 from casckpt.repository.repository import Repository
 from casckpt.saving.encoder import coding
 from casckpt.saving.health import Parent
-from casckpt.saving.health_scan import Looker
+from casckpt.saving.health_scan import HealthScan
 from casckpt.saving.leader import FinishRequest, Leader, SaveMemory
 from casckpt.saving.options import SaveOptions, usable_compress
 from casckpt.saving.prepare import Prepared, frozen_by, prepare, tensor_source
@@ -217,7 +217,7 @@ class WriterSession:
         values = values_of(plan.items, planner, allow_pickle=self.options.allow_pickle)
         tensors = tensors_of(plan.items, alone=self.alone)
         txid, known, told = self._knowledge(plan)
-        looker = None if told.unlooked is None else Looker(told.unlooked)
+        looker = None if told.unlooked is None else HealthScan(told.unlooked)
         is_frozen = frozen_by(self.options.frozen)
         others, shares = [*values.sources, *self._extra.sources], []
         threads, progress = self.options.threads, self._progress
