@@ -15,14 +15,14 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "autograd is not told of what a load wrote",
-        "Download._fill",
+        "EntryReader._fill",
         "note_writes(tensor for want in wants for tensor in want.sink.written)",
         "pass",
         "tests/loading/test_load_autograd.py",
     ),
     (
         "who wants the same bytes, too, gets none",
-        "Download._items",
+        "EntryReader._items",
         "items[name].takers.append(taker)",
         "pass",
         "tests/loading/test_load.py",
@@ -155,14 +155,14 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "metadata for DCP do not say of which save they are",
-        "Opened.metadata",
+        "DcpContents.metadata",
         "stamp(made, commit.run, commit.step, commit.txid)",
         "pass",
         "tests/frontends/test_dcp_ids.py",
     ),
     (
         "a chunk that a rank saved alone is looked for by its size",
-        "Opened.tensor",
+        "DcpContents.tensor",
         "part.offset =",
         "part.nbytes =",
         "tests/frontends/test_dcp_ranks.py",
@@ -589,7 +589,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "an attachment takes the place of the file that describes a view",
-        "Folders._made",
+        "ServedFolders._made",
         "one.name not in files and one.name != VIEW_FILE",
         "(one.name not in files)",
         "tests/frontends/serve/test_folders.py",

@@ -189,7 +189,7 @@ PLANTED = (
     ),
     Planted(
         "a load whose bytes are gone fails",
-        "Download._run",
+        "EntryReader._run",
         "            other = self._other(tried)\n",
         "            other = None\n",
         REWRITTEN,
@@ -203,7 +203,7 @@ PLANTED = (
     ),
     Planted(
         "a load keeps the places of the commit that it began with",
-        "Download._run",
+        "EntryReader._run",
         "        left = [want._replace(table=None) for want in wants]\n",
         "        left = list(wants)\n",
         REWRITTEN,
@@ -734,8 +734,8 @@ PLANTED = (
     Planted(
         "a coded cell is taken for the last of its bases",
         "new_item",
-        "    return Item(unit, key, [], root, frames[::-1])",
-        "    return Item(unit, key, [], root)",
+        "    return PlannedRead(unit, key, [], root, frames[::-1])",
+        "    return PlannedRead(unit, key, [], root)",
         "tests/loading/test_frames.py",
     ),
     Planted(
@@ -747,7 +747,7 @@ PLANTED = (
     ),
     Planted(
         "a fetch before a load leaves out what bases need",
-        "Download.blobs",
+        "EntryReader.blobs",
         "sorted({batch.blob for batch in self._reads(wants).every})",
         "sorted({batch.blob for batch in self._reads(wants).batches})",
         "tests/loading/test_frames.py",
@@ -1073,7 +1073,7 @@ PLANTED = (
     ),
     Planted(
         "autograd is not told of a load",
-        "Download._fill",
+        "EntryReader._fill",
         "        note_writes(tensor for want in wants for tensor in want.sink.written)",
         "        pass",
         "tests/loading/test_load_autograd.py",
@@ -1115,7 +1115,7 @@ PLANTED = (
     ),
     Planted(
         "rotation takes what is not safe in the mirror",
-        "retire_now",
+        "forget_and_purge",
         "    unsafe = {commit.txid for commit in unmirrored(repo, wanted, settings.mirror)}",
         "    unsafe: set[TxId] = set()",
         "tests/frontends/trainer/test_retention.py",
@@ -1221,7 +1221,7 @@ PLANTED = (
     ),
     Planted(
         "bytes that one save changes are held for another",
-        "HeldCells.take",
+        "PreviousCells.take",
         "        return self._cells.pop(name, None)\n",
         "        return self._cells.get(name)\n",
         "tests/saving/test_encoder.py",
@@ -1291,7 +1291,7 @@ PLANTED = (
     ),
     Planted(
         "a cell is reused though a base of it may not be",
-        "KnownCells.usable_cell",
+        "ReusableCells.usable_cell",
         " and (cell.frame is None or all(self._usable[c.blob] for c in cell.chain))",
         "",
         "tests/plan/test_reuse.py",
@@ -1739,7 +1739,7 @@ PLANTED = (
     ),
     Planted(
         "memory in common is compared only where it is the same tensor",
-        "Tied.check",
+        "TiedTensors.check",
         "        for one, other in (*self._untold, *self._overlapping()):\n",
         "        for one, other in self._untold:\n",
         "tests/loading/test_tied_tensors.py",
@@ -1753,7 +1753,7 @@ PLANTED = (
     ),
     Planted(
         "what overlaps is filled at the same time",
-        "Tied.in_turns",
+        "TiedTensors.in_turns",
         "            turns[bool(self._second) and _form(want.sink.data) in self._second].append(want)\n",
         "            turns[0].append(want)\n",
         "tests/loading/test_tied_tensors.py",
@@ -1957,8 +1957,8 @@ PLANTED = (
     Planted(
         "a check compares nothing that ranks hold",
         "Saver.check",
-        "        if ranks.size > 1:\n            memory = SaveMemory(",
-        "        if ranks.size > 4:\n            memory = SaveMemory(",
+        "        if ranks.size > 1:\n            memory = GroupMemory(",
+        "        if ranks.size > 4:\n            memory = GroupMemory(",
         "tests/frontends/trainer/test_checking.py",
     ),
     Planted(

@@ -8,7 +8,7 @@ from casckpt.base.progress import Progress
 from casckpt.errors import Damaged
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, gone, refresh
-from casckpt.repository.fetching import Spoilt
+from casckpt.repository.fetching import BlobDamaged
 from casckpt.repository.repository import Repository
 
 
@@ -21,7 +21,7 @@ def pre_download(repo: Repository, commit: Commit, refs: Sequence[BlobRef], *, t
     try:
         progress.expect(sum(ref.size for ref in refs))
         return repo.blob_cache.fill(repo.storage, refs, threads, progress)
-    except Spoilt as error:
+    except BlobDamaged as error:
         if not refresh(repo, commit).live:
             raise gone(commit, commit.id, "while it was fetched") from error
         raise Damaged(

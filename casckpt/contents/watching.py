@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Notice:
     """A commit that is new and visible. ``late``: one that was saved later had been told, or was there before."""
 
     commit: Commit
@@ -106,9 +106,9 @@ class Expected:
         """Tell whether one that was saved later is known."""
         return self.newest is not None and commit.origin < self.newest
 
-    def tell(self, txid: TxId, commit: Commit) -> Told:
+    def tell(self, txid: TxId, commit: Commit) -> Notice:
         """Never tell it again."""
-        told = Told(commit, self.is_late(commit))
+        told = Notice(commit, self.is_late(commit))
         self.newest = max(self.newest or commit.origin, commit.origin)
         self._told.add(commit.id)
         self.drop(txid)
@@ -195,7 +195,7 @@ class Watcher:
     def _head(self) -> int:
         return -1 if self._known is None else self._known.head
 
-    def next(self) -> Told | None:
+    def next(self) -> Notice | None:
         """Return what is to be told next, None for nothing now. Raises `StorageError`, and what the marker raises."""
         if self._latest_only:
             self._poll()
@@ -232,14 +232,14 @@ class Watcher:
                 self._expected.note(txid)
         self._next = head + 1
 
-    def _tell_first(self) -> Told | None:
+    def _tell_first(self) -> Notice | None:
         for txid in self._expected.due():
             commit = self._look(txid)
             if commit is not None:
                 return self._expected.tell(txid, commit)
         return None
 
-    def _tell_latest(self) -> Told | None:
+    def _tell_latest(self) -> Notice | None:
         best: tuple[TxId, Commit] | None = None
         for txid in self._expected.latest():
             if best is not None and best[1].origin >= txid:
@@ -269,7 +269,7 @@ def watch(
     timeout: float | None,
     sleep: Callable[[float], None] = time.sleep,
     now: Callable[[], float] = time.monotonic,
-) -> Iterator[Told]:
+) -> Iterator[Notice]:
     """Yield what is new, and ask again every ``poll`` seconds; end once nothing has come for ``timeout`` seconds.
 
     A storage that fails is asked again, less and less often. Raises `StorageError` where that is so at the end, and

@@ -42,7 +42,7 @@ from casckpt.format.sections.head import (
     decode_head,
 )
 from casckpt.format.sections.health import HEALTH, Rows, decode_health
-from casckpt.format.sections.index import TENSOR, ManifestBody, StoredObject, StreamEntry
+from casckpt.format.sections.index import TENSOR, Entry, ManifestBody, StoredObject
 from casckpt.format.sections.pieces import PieceReader, Pieces
 from casckpt.format.sections.tables import decode_cells, decode_table
 from casckpt.format.tree import listed
@@ -150,7 +150,7 @@ class Manifest:
             raise Refused(f"manifest {self.id} is not usable: its metadata: {error}") from error
 
     @cached_property
-    def entries(self) -> Sequence[StreamEntry]:
+    def entries(self) -> Sequence[Entry]:
         """All streams. Raises Refused if they are not usable."""
         try:
             return self.body.entries
@@ -158,11 +158,11 @@ class Manifest:
             raise _unfit(self.id, error) from error
 
     @property
-    def held(self) -> Sequence[StreamEntry]:
+    def held(self) -> Sequence[Entry]:
         """All streams but those whose bytes were left out. Raises Refused if they are not usable."""
         return self.entries if self.left_out is None else [one for one in self.entries if not self.lacks(one)]
 
-    def lacks(self, entry: StreamEntry) -> bool:
+    def lacks(self, entry: Entry) -> bool:
         """Tell whether a thinned checkpoint leaves the bytes of an entry out."""
         return self.left_out is not None and bool(entry.nbytes) and not self._rows.length(entry.number)
 
@@ -179,9 +179,9 @@ class Manifest:
             raise _unfit(self.id, error) from error
 
     @cached_property
-    def tensors(self) -> dict[str, StreamEntry]:
+    def tensors(self) -> dict[str, Entry]:
         """Tensors by key; of values that each rank has for itself, that of the lowest rank."""
-        found: dict[str, StreamEntry] = {}
+        found: dict[str, Entry] = {}
         for entry in self.entries:
             if entry.kind == TENSOR:
                 found.setdefault(entry.key, entry)
@@ -226,7 +226,7 @@ class Manifest:
             self._rows.ready(numbers)
             self._objects.ready(range(len(self._objects)) if objects is None else objects)
 
-    def extents(self, entry: StreamEntry) -> ExtentTable:
+    def extents(self, entry: Entry) -> ExtentTable:
         """Decode and check the extents of an entry. Raises Refused, or Damaged, and what reading does.
 
         MissingKey, which says why, for what a thinned checkpoint leaves out.
@@ -242,7 +242,7 @@ class Manifest:
         except (*DECODE_ERRORS, InvalidInput, Damaged) as error:
             raise _unfit(self.id, error, entry.key) from error
 
-    def cells(self, entry: StreamEntry) -> ExtentTable:
+    def cells(self, entry: Entry) -> ExtentTable:
         """Decode what the cells of an entry are, also where its bytes were left out; its places mean nothing.
 
         Raises Refused, or Damaged, and what reading does.
@@ -253,7 +253,7 @@ class Manifest:
         except (*DECODE_ERRORS, InvalidInput, Damaged) as error:
             raise _unfit(self.id, error, entry.key) from error
 
-    def raw_cells(self, entry: StreamEntry) -> memoryview:
+    def raw_cells(self, entry: Entry) -> memoryview:
         """Return the table of an entry's cells as it is stored: it tells its bytes, and not where they lie.
 
         Raises Damaged, and what reading does.

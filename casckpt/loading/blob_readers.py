@@ -12,7 +12,7 @@ from casckpt.errors import NotFound, StorageError
 from casckpt.format.keys import blob_key
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.reads import Batch
-from casckpt.repository.fetching import Spoilt
+from casckpt.repository.fetching import BlobDamaged
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader
 from casckpt.storage.local.reader import LocalReader
@@ -54,7 +54,7 @@ class BlobReader:
         repo = self._repo
         try:
             here = not self._keep or repo.blob_cache.keep(repo.storage, self.ref)
-        except Spoilt:  # what this load wants of it may be right all the same
+        except BlobDamaged:  # what this load wants of it may be right all the same
             return None
         return repo.blob_cache.open(self.ref) if here else None
 

@@ -20,16 +20,16 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.format.digest import cell_digest
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Region
-from casckpt.format.sections.index import StreamEntry
+from casckpt.format.sections.index import Entry
 from casckpt.history.commits import Commit
 from casckpt.loading.contents import Contents
 from casckpt.loading.regions import Part, RegionReader
 from casckpt.plan.lots import grouped, lots
-from casckpt.plan.reuse import KnownCells, ManifestCells
+from casckpt.plan.reuse import ManifestCells, ReusableCells
 from casckpt.ranks.agreement import StoreIdentity, check_same, named
 from casckpt.ranks.ranks import Ranks, everyone, telling
 from casckpt.repository.repository import Repository
-from casckpt.saving.local_entries import Cell, Source, plan_work
+from casckpt.saving.local_entries import Cell, LocalEntry, plan_work
 from casckpt.saving.prepare import tensor_source
 from casckpt.tensors.gpu import wait_for_gpus
 from casckpt.tensors.state import flatten
@@ -97,7 +97,7 @@ def _joined(found: Sequence[Comparison]) -> Comparison:
 def _compare(
     repo: Repository, manifest: Manifest, state: Mapping[Any, Any], rank: int, progress: Progress
 ) -> Comparison:
-    contents, sources, unlike = Contents(manifest, rank), list[Source](), list[Differs]()
+    contents, sources, unlike = Contents(manifest, rank), list[LocalEntry](), list[Differs]()
     tensors = {key: leaf.value for key, leaf in flatten(state).leaves.items() if leaf.is_tensor}
     contents.ready(tensors)
     for key, tensor in tensors.items():
@@ -108,7 +108,7 @@ def _compare(
         else:
             sources.append(replace(source, rank=entry.rank))
     wait_for_gpus(piece.data for source in sources for piece in source.pieces)
-    known = KnownCells(ManifestCells(manifest), [], lambda ref: False)
+    known = ReusableCells(ManifestCells(manifest), [], lambda ref: False)
     cells = [cell for group in plan_work(sources, manifest.body.cell_bytes, known) for cell in group]
     unequal = _unequal(repo, contents, sources, _doubtful(cells, progress), progress)
     by_source = grouped(unequal, lambda one: one.source)
@@ -124,7 +124,7 @@ class _Unequal(NamedTuple):
     elements: int
 
 
-def _unlike(source: Source, entry: StreamEntry | None) -> str | None:
+def _unlike(source: LocalEntry, entry: Entry | None) -> str | None:
     if entry is not None and source.shape != entry.shape:
         return "shape"
     return "dtype" if entry is not None and source.dtype != entry.dtype else None
@@ -147,7 +147,7 @@ def _doubtful(cells: Sequence[Cell], progress: Progress) -> list[Cell]:
 
 
 def _unequal(
-    repo: Repository, contents: Contents, sources: Sequence[Source], cells: Sequence[Cell], progress: Progress
+    repo: Repository, contents: Contents, sources: Sequence[LocalEntry], cells: Sequence[Cell], progress: Progress
 ) -> Iterator[_Unequal]:
     """Compare cells with what is stored."""
     entries = [contents.stored_tensor(sources[cell.source].key) for cell in cells]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from casckpt.base.lazy import cached_property
 from casckpt.errors import Damaged, Refused
 from casckpt.format.manifest import Manifest
-from casckpt.format.sections.index import PART, TENSOR, StoredObject, StreamEntry
+from casckpt.format.sections.index import PART, TENSOR, Entry, StoredObject
 from casckpt.format.tree import TENSOR as TENSOR_LEAF
 from casckpt.format.tree import Node, join, leaves
 from casckpt.tensors.state import decode_tree
@@ -18,7 +18,7 @@ class Contents:
 
     def __init__(self, manifest: Manifest, rank: int) -> None:
         self.manifest = manifest
-        self.entries: dict[tuple[str, str, int], StreamEntry] = {}
+        self.entries: dict[tuple[str, str, int], Entry] = {}
         """By kind, key and index."""
         self.objects: dict[str, StoredObject] = {}
         self.per_rank: dict[str, list[int]] = {}
@@ -46,11 +46,11 @@ class Contents:
                 entries += self.parts(one)
         self.manifest.ready([entry.number for entry in entries], objects)
 
-    def tensor(self, key: str) -> StreamEntry | None:
+    def tensor(self, key: str) -> Entry | None:
         """The entry of a tensor."""
         return self.entries.get((TENSOR, key, 0))
 
-    def stored_tensor(self, key: str) -> StreamEntry:
+    def stored_tensor(self, key: str) -> Entry:
         """The same, of one that the tree names. Raises Refused if it is not there."""
         found = self.tensor(key)
         if found is None:
@@ -74,7 +74,7 @@ class Contents:
         """All keys of the state: tensors and objects."""
         return [key for kind, key, _ in self.entries if kind == TENSOR] + list(self.objects)
 
-    def parts(self, one: StoredObject) -> list[StreamEntry]:
+    def parts(self, one: StoredObject) -> list[Entry]:
         """The entries that hold the large buffers of an object."""
         try:
             return [self.entries[PART, one.key, index] for index in range(one.parts)]

@@ -9,7 +9,7 @@ from casckpt.contents import manifests
 from casckpt.format.digest import Hasher, hex_digest
 from casckpt.format.extents import DIGEST_BYTES
 from casckpt.format.manifest import Manifest
-from casckpt.format.sections.index import StreamEntry
+from casckpt.format.sections.index import Entry
 from casckpt.history.commits import Commit
 from casckpt.loading.arguments import matches, usable_patterns
 from casckpt.loading.load import check_used
@@ -31,7 +31,7 @@ def digests_of(repo: Repository, commit: Commit, keys: Sequence[str] | None, pro
 
 
 def tensor_digests(
-    repo: Repository, manifest: Manifest, entries: Sequence[StreamEntry], progress: Progress
+    repo: Repository, manifest: Manifest, entries: Sequence[Entry], progress: Progress
 ) -> dict[int, str]:
     """Return the digests of entries, 64 hex digits each, by number of the entry.
 
@@ -48,7 +48,7 @@ def tensor_digests(
     return found
 
 
-def _known(repo: Repository, manifest: Manifest, entry: StreamEntry) -> str | None:
+def _known(repo: Repository, manifest: Manifest, entry: Entry) -> str | None:
     """Return the digest of an entry, if it has one cell or none, or the catalogue has it."""
     digests = b"".join(extent.digests for extent in manifest.cells(entry).extents)
     if len(digests) <= DIGEST_BYTES:
@@ -57,15 +57,15 @@ def _known(repo: Repository, manifest: Manifest, entry: StreamEntry) -> str | No
     return None if note is None else note.decode()
 
 
-def _name(manifest: Manifest, entry: StreamEntry) -> str:
+def _name(manifest: Manifest, entry: Entry) -> str:
     """Return the name of the note that has the digest of all tensors with these cells."""
     form = f"{entry.shape} {entry.itemsize} {manifest.body.cell_bytes} "
     return f"digest/{hex_digest(form.encode() + bytes(manifest.raw_cells(entry)))}"
 
 
 def _computed(
-    repo: Repository, manifest: Manifest, entries: Sequence[StreamEntry], progress: Progress
-) -> Iterator[tuple[StreamEntry, str]]:
+    repo: Repository, manifest: Manifest, entries: Sequence[Entry], progress: Progress
+) -> Iterator[tuple[Entry, str]]:
     reader = RegionReader(repo, manifest, sum(entry.nbytes for entry in entries), progress)
     parts = (part for entry in entries for part in parts_in_order(entry, manifest.body.cell_bytes))
     hasher = Hasher()

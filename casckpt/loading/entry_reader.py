@@ -29,7 +29,17 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.loading.blob_readers import BlobReaders
 from casckpt.loading.damage import Lost, damaged_error
 from casckpt.loading.frames import Lot
-from casckpt.loading.planned_reads import Item, Part, Reads, Taker, new_item, part, place, place_of, plan_lots
+from casckpt.loading.planned_reads import (
+    Consumer,
+    FilledRange,
+    PlannedRead,
+    Reads,
+    new_item,
+    part,
+    place,
+    place_of,
+    plan_lots,
+)
 from casckpt.loading.transfer import Task, Transfer
 from casckpt.plan.reads import Batch, plan_units
 from casckpt.plan.routes import Link
@@ -49,7 +59,7 @@ _PLENTY = 4  # times what is read: with so much memory to spare, it stays in the
 log = logging.getLogger(__name__)
 
 
-class StreamRequest(NamedTuple):
+class RegionRequest(NamedTuple):
     """One entry of the manifest (by its number) and one sink for it. ``table``: its extents, if they are at hand.
 
     ``is_new``: there is nothing in the sink yet.
@@ -62,7 +72,7 @@ class StreamRequest(NamedTuple):
 
 
 @dataclass
-class Download:
+class EntryReader:
     """All reads of one load by one rank of ``ranks``, of which ``ranks_here`` share this host.
 
     ``shared``: somebody will read the same soon, so it goes through the page cache, whatever that holds.
@@ -84,16 +94,16 @@ class Download:
         check_verified(self.repo, verify=self.verify)
         check_trusted(self.repo, self.manifest.id, f"{body.run}@{body.step}")
 
-    def run(self, wants: Sequence[StreamRequest], done: Set[Part] = frozenset()) -> None:
+    def run(self, wants: Sequence[RegionRequest], done: Set[FilledRange] = frozenset()) -> None:
         """Fill all sinks, but for what is ``done``.
 
         Raises Damaged (or Gone, if the checkpoint was purged meanwhile) naming what is hit.
         """
         self._run(wants, done, frozenset())
 
-    def _run(self, wants: Sequence[StreamRequest], done: Set[Part], tried: Set[str]) -> None:
+    def _run(self, wants: Sequence[RegionRequest], done: Set[FilledRange], tried: Set[str]) -> None:
         """``done``: what sinks have already, from manifests with the heads ``tried``."""
-        finished: list[Batch[Item]] = []
+        finished: list[Batch[PlannedRead]] = []
         tried |= {self.manifest.head.digest}
         try:
             self._fill(wants, done, finished, is_first=len(tried) == 1)
@@ -117,7 +127,12 @@ class Download:
         return None
 
     def _fill(
-        self, wants: Sequence[StreamRequest], done: Set[Part], finished: list[Batch[Item]], *, is_first: bool
+        self,
+        wants: Sequence[RegionRequest],
+        done: Set[FilledRange],
+        finished: list[Batch[PlannedRead]],
+        *,
+        is_first: bool,
     ) -> None:
         if not is_first:
             self.manifest.ready({want.entry for want in wants}, ())
@@ -177,20 +192,20 @@ class Download:
         """How many threads may work for a core."""
         return min(self.threads, usable_cores(self.ranks_here))
 
-    def blobs(self, wants: Sequence[StreamRequest]) -> list[BlobRef]:
+    def blobs(self, wants: Sequence[RegionRequest]) -> list[BlobRef]:
         """The blobs that `run` would read."""
         return [self.manifest.blob(number) for number in sorted({batch.blob for batch in self._reads(wants).every})]
 
     @collecting_later()
-    def _reads(self, wants: Sequence[StreamRequest], done: Set[Part] = frozenset()) -> Reads:
+    def _reads(self, wants: Sequence[RegionRequest], done: Set[FilledRange] = frozenset()) -> Reads:
         """All reads."""
         items = list(self._items(wants, done))
         scratch = _BATCH_BYTES if any(want.sink.on_gpu for want in wants) else _SCRATCH_BYTES
         return plan_lots(items, self.repo.storage.traits, most=_BATCH_BYTES, scratch=scratch)
 
-    def _items(self, wants: Sequence[StreamRequest], done: Set[Part]) -> Iterable[Item]:
+    def _items(self, wants: Sequence[RegionRequest], done: Set[FilledRange]) -> Iterable[PlannedRead]:
         """One item for each distinct range of bytes that is not ``done``."""
-        items: dict[Hashable, Item] = {}
+        items: dict[Hashable, PlannedRead] = {}
         entries = self.manifest.entries
         for number, sink, given, _ in wants:
             entry = entries[number]
@@ -199,7 +214,7 @@ class Download:
             for unit in plan_units(table, region, verify=self.verify):
                 if done and part(sink, unit) in done:
                     continue
-                taker, name = Taker(sink, unit, place(sink, region, unit)), place_of(unit)
+                taker, name = Consumer(sink, unit, place(sink, region, unit)), place_of(unit)
                 if name not in items:
                     items[name] = new_item(unit, entry.key)
                 items[name].takers.append(taker)

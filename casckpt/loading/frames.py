@@ -14,7 +14,7 @@ from casckpt.format.extents import StoredCell
 from casckpt.format.manifest import Manifest
 from casckpt.loading.blob_readers import BlobReader
 from casckpt.loading.damage import Lost
-from casckpt.loading.planned_reads import Item
+from casckpt.loading.planned_reads import PlannedRead
 from casckpt.plan.reads import Batch
 from casckpt.plan.routes import Link, links
 from casckpt.repository.fetching import explain
@@ -31,14 +31,14 @@ class Lot:
     """
 
     def __init__(
-        self, frames: Sequence[Batch[Item]] = (), users: int = 0, decoded: dict[Link, bytes] | None = None
+        self, frames: Sequence[Batch[PlannedRead]] = (), users: int = 0, decoded: dict[Link, bytes] | None = None
     ) -> None:
         self._unread, self._decoded, self._has_frames = deque(frames), decoded, bool(frames)
         self._reading, self._failed, self._users = 0, False, users
         self._held: dict[tuple[int, int], memoryview] = {}
         self._changed = Condition()
 
-    def fetch(self, read: Callable[[Batch[Item]], memoryview]) -> bool:
+    def fetch(self, read: Callable[[Batch[PlannedRead]], memoryview]) -> bool:
         """Have all frames here; False if another thread failed to read one. Raises what ``read`` does."""
         if not self._has_frames:
             return True
@@ -53,7 +53,7 @@ class Lot:
             self._changed.wait_for(lambda: not self._reading)
             return not self._failed
 
-    def _next(self) -> Batch[Item] | None:
+    def _next(self) -> Batch[PlannedRead] | None:
         with self._changed:
             if not self._unread or self._failed:
                 return None
@@ -67,7 +67,7 @@ class Lot:
             self._held.update(found or ())
             self._changed.notify_all()
 
-    def decode(self, item: Item, root: memoryview, into: memoryview) -> None:
+    def decode(self, item: PlannedRead, root: memoryview, into: memoryview) -> None:
         """Decode a cell. ``root``: what is stored of its root, perhaps ``into`` itself. Raises InvalidInput."""
         if item.root.frame is not None:
             decode(root, into, None)

@@ -15,13 +15,13 @@ from casckpt.base.progress import Progress, Shown
 from casckpt.contents.checkpoint import Checkpoint, Frames
 from casckpt.errors import Damaged, InvalidInput, Mismatch, Refused
 from casckpt.format.regions import whole
-from casckpt.format.sections.index import StoredObject, StreamEntry
+from casckpt.format.sections.index import Entry, StoredObject
 from casckpt.format.tree import Node, find, join, kind_of, leaves
 from casckpt.loading.arguments import Rename, usable_patterns
 from casckpt.loading.contents import Contents, lacking
 from casckpt.loading.entries import Entries, fill_entries
-from casckpt.loading.entry_reader import Download, StreamRequest
-from casckpt.loading.tied_tensors import Content, Tied
+from casckpt.loading.entry_reader import EntryReader, RegionRequest
+from casckpt.loading.tied_tensors import Content, TiedTensors
 from casckpt.loading.update import update
 from casckpt.plan.reads import covers
 from casckpt.repository.repository import Repository
@@ -129,12 +129,12 @@ class LoadPlan:
 
     def __init__(self, contents: Contents, options: LoadOptions) -> None:
         self.contents, self.options = contents, options
-        self._wants: list[StreamRequest] = []
+        self._wants: list[RegionRequest] = []
         self._values: dict[str, Any] = {}
         self._objects: dict[str, tuple[StoredObject, list[torch.Tensor]]] = {}
         self._below: dict[str, tuple[Node, str, LoadPlan]] = {}
         self._entries: dict[str, Entries] = {}
-        self._tied = Tied()
+        self._tied = TiedTensors()
         self.named: set[str] = set()
         self.frames: Frames = {}
         held = options.held
@@ -194,7 +194,7 @@ class LoadPlan:
         self._below[key] = (node, name, below)
         return True
 
-    def _add_tensor(self, leaf: LeafValue, local: LocalTensor, entry: StreamEntry) -> None:
+    def _add_tensor(self, leaf: LeafValue, local: LocalTensor, entry: Entry) -> None:
         key, part_of = leaf.key, leaf.value if is_dtensor(leaf.value) else None
         if local.shape != entry.shape:
             raise Mismatch(
@@ -213,9 +213,9 @@ class LoadPlan:
             if region.lo < region.hi:
                 self._tied.add(Content(key, data, entry.number, entry.dtype, table, region))
                 destination = Destination(region, data, torch_dtype(entry.dtype), part_of)
-                self._wants.append(StreamRequest(entry.number, destination, table, is_new))
+                self._wants.append(RegionRequest(entry.number, destination, table, is_new))
 
-    def new_tensor(self, entry: StreamEntry, device: torch.device) -> torch.Tensor:
+    def new_tensor(self, entry: Entry, device: torch.device) -> torch.Tensor:
         """A tensor for the whole of an entry, to be filled by `run`. Raises Damaged if the extents have holes."""
         table = self.contents.manifest.extents(entry)
         if not covers(table, whole(entry.shape)):  # before memory is asked for: a hostile shape is caught here
@@ -223,7 +223,7 @@ class LoadPlan:
         data = new_empty(entry, device)
         if entry.numel:
             destination = Destination(whole(entry.shape), data, torch_dtype(entry.dtype))
-            self._wants.append(StreamRequest(entry.number, destination, table, is_new=True))
+            self._wants.append(RegionRequest(entry.number, destination, table, is_new=True))
         return data
 
     def _add_object(self, key: str, one: StoredObject) -> None:
@@ -279,15 +279,15 @@ class LoadPlan:
             download.run([want])
         return self._built()
 
-    def wants(self) -> list[StreamRequest]:
+    def wants(self) -> list[RegionRequest]:
         """All that is to be read."""
         return [*self._wants, *(want for _, _, below in self._below.values() for want in below.wants())]
 
-    def download(self, repo: Repository) -> Download:
+    def download(self, repo: Repository) -> EntryReader:
         """What reads it."""
         options, manifest = self.options, self.contents.manifest
         threads, progress = usable_threads(options.threads), Progress(options.progress, options.alive)
-        return Download(repo, manifest, options.verify, threads, progress, options.ranks, options.ranks_here)
+        return EntryReader(repo, manifest, options.verify, threads, progress, options.ranks, options.ranks_here)
 
     def _built(self) -> dict[str, Any]:
         values = dict(self._values)
@@ -330,7 +330,7 @@ def check_cast(key: str, stored: torch.dtype, here: torch.dtype, *, cast: bool, 
         )
 
 
-def new_empty(entry: StreamEntry, device: torch.device) -> torch.Tensor:
+def new_empty(entry: Entry, device: torch.device) -> torch.Tensor:
     """Memory for a whole tensor, in the dtype in which it was saved. Raises InvalidInput where ``device`` has none."""
     try:
         return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device)

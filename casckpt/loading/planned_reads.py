@@ -17,11 +17,11 @@ _FRAME_BYTES = 8 << 20  # of a lot: so many at most are held, for each thread th
 _FEW = 8  # with 1/8 of the bytes or less that are copied once more, reads are as large as if all went right into place
 _SPARE_BYTES, _SPARE_SHARE = 4 << 20, 25  # over a network: so much, or 1/25 of what is wanted, is read in vain
 
-Part: TypeAlias = tuple[int, Box, int, int]
+FilledRange: TypeAlias = tuple[int, Box, int, int]
 """The elements [lo, hi) of a box that a sink (by its `id`) has got."""
 
 
-class Taker(NamedTuple):
+class Consumer(NamedTuple):
     """A sink, the unit that it takes from, and the bytes of that unit in place, if the sink holds it whole."""
 
     sink: Destination
@@ -47,7 +47,7 @@ class Runs:
         self._last: dict[int, _Run] = {}  # of each sink, by its id
         self._runs: list[_Run] = []
 
-    def add(self, taker: Taker, start: int) -> None:
+    def add(self, taker: Consumer, start: int) -> None:
         """Add one whose unit begins at byte ``start``."""
         unit, run = taker.unit, self._last.get(id(taker.sink))
         if run is not None and (run.box, run.hi, run.stop) == (unit.box, unit.lo, start):
@@ -74,7 +74,7 @@ class _Run:
     stop: int
 
 
-class Item(NamedTuple):
+class PlannedRead(NamedTuple):
     """One cell, or one range of bytes, and all who want it. Their units differ where equal cells are stored once.
 
     ``root``: the unit itself, or the last in the chain of its bases. ``frames``: the others of that chain, the one that
@@ -83,7 +83,7 @@ class Item(NamedTuple):
 
     unit: Unit
     key: str
-    takers: list[Taker]
+    takers: list[Consumer]
     root: Unit
     frames: Sequence[StoredCell] = ()
 
@@ -98,7 +98,7 @@ class Item(NamedTuple):
         return self.root.nbytes if self.root.frame is None else self.root.frame.nbytes
 
     @property
-    def row(self) -> tuple[int, int, int, Item]:
+    def row(self) -> tuple[int, int, int, PlannedRead]:
         """The blob and the bytes in it of the root."""
         return (*_range(self.root), self)
 
@@ -111,12 +111,12 @@ class Reads:
     in whole pages.
     """
 
-    lots: Sequence[tuple[Sequence[Batch[Item]], Sequence[Batch[Item]]]]
+    lots: Sequence[tuple[Sequence[Batch[PlannedRead]], Sequence[Batch[PlannedRead]]]]
     most: int
     room: int
 
     @property
-    def batches(self) -> list[Batch[Item]]:
+    def batches(self) -> list[Batch[PlannedRead]]:
         """All that are of roots."""
         return [batch for _, batches in self.lots for batch in batches]
 
@@ -126,17 +126,17 @@ class Reads:
         return sum(item.unit.nbytes for batch in self.batches for _, _, item in batch.items)
 
     @property
-    def every(self) -> list[Batch[Item]]:
+    def every(self) -> list[Batch[PlannedRead]]:
         """All."""
         return [batch for lot in self.lots for batches in lot for batch in batches]
 
 
-def new_item(unit: Unit, key: str) -> Item:
+def new_item(unit: Unit, key: str) -> PlannedRead:
     """Make the item of a unit that nobody takes yet."""
     if unit.frame is None:
-        return Item(unit, key, [], unit)
+        return PlannedRead(unit, key, [], unit)
     *frames, root = unit.chain
-    return Item(unit, key, [], root, frames[::-1])
+    return PlannedRead(unit, key, [], root, frames[::-1])
 
 
 def place_of(unit: Unit) -> Hashable:
@@ -144,7 +144,7 @@ def place_of(unit: Unit) -> Hashable:
     return unit[:3] if unit.frame is None else tuple(map(_range, unit.chain))
 
 
-def plan_lots(items: Sequence[Item], traits: Traits, *, most: int, scratch: int) -> Reads:
+def plan_lots(items: Sequence[PlannedRead], traits: Traits, *, most: int, scratch: int) -> Reads:
     """Plan the reads: of ``most`` bytes where nearly all goes right into place, else of ``scratch``."""
     loose = sum(item.nbytes for item in items if item.place is None)
     in_place = traits.remote or _FEW * loose <= sum(item.nbytes for item in items)
@@ -152,7 +152,7 @@ def plan_lots(items: Sequence[Item], traits: Traits, *, most: int, scratch: int)
     apart = (i.unit.nbytes for i in items if i.unit.frame is not None and i.takers[0].place is None)
     room = -(-max(apart, default=0) // BLOCK) * BLOCK
 
-    def batches(items: Iterable[Item]) -> list[Batch[Item]]:
+    def batches(items: Iterable[PlannedRead]) -> list[Batch[PlannedRead]]:
         return plan_batches((item.row for item in items), gap=gap, most=most)
 
     if not any(item.frames for item in items):
@@ -164,7 +164,7 @@ def plan_lots(items: Sequence[Item], traits: Traits, *, most: int, scratch: int)
     )
 
 
-def _frames(items: Iterable[Item]) -> Iterator[tuple[int, int, int, Item]]:
+def _frames(items: Iterable[PlannedRead]) -> Iterator[tuple[int, int, int, PlannedRead]]:
     """The frames of a lot, each once."""
     found = {_range(cell): item for item in items for cell in item.frames}
     return ((*place, item) for place, item in found.items())
@@ -174,7 +174,7 @@ def _range(unit: Unit) -> tuple[int, int, int]:
     return unit[:3] if unit.frame is None else (unit.blob, unit.offset, unit.frame.nbytes)
 
 
-def _gap(traits: Traits, items: Sequence[Item]) -> int:
+def _gap(traits: Traits, items: Sequence[PlannedRead]) -> int:
     """The gap that merging may bridge: what it costs of the way, and of a network little more than is wanted."""
     if not traits.remote:
         return traits.read_gap
@@ -183,7 +183,7 @@ def _gap(traits: Traits, items: Sequence[Item]) -> int:
     return affordable_gap(rows, most=traits.read_gap, spare=max(_SPARE_BYTES, wanted // _SPARE_SHARE))
 
 
-def part(sink: Destination, unit: Unit) -> Part:
+def part(sink: Destination, unit: Unit) -> FilledRange:
     """Name what a sink takes of a unit."""
     return id(sink), unit.box, unit.lo, unit.hi
 

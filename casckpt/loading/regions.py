@@ -13,8 +13,8 @@ from casckpt.base.progress import Progress
 from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Region, full_box
-from casckpt.format.sections.index import StreamEntry
-from casckpt.loading.entry_reader import Download, StreamRequest
+from casckpt.format.sections.index import Entry
+from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.plan.lots import lots
 from casckpt.repository.repository import Repository
 from casckpt.storage.buffers import AlignedBuffer
@@ -28,7 +28,7 @@ _ALIGNED: Final = 16  # bytes: no element needs more
 class Part(NamedTuple):
     """A region of an entry."""
 
-    entry: StreamEntry
+    entry: Entry
     region: Region
 
     @property
@@ -37,7 +37,7 @@ class Part(NamedTuple):
         return self.region.numel * self.entry.itemsize
 
 
-def parts_in_order(entry: StreamEntry, cell_bytes: int) -> Iterator[Part]:
+def parts_in_order(entry: Entry, cell_bytes: int) -> Iterator[Part]:
     """Cut an entry into parts that follow each other in its row-major order; between cells, where it is cut as one."""
     step = max(LOT_BYTES // 2 // cell_bytes, 1) * max(cell_bytes // entry.itemsize, 1)
     for lo in range(0, entry.numel, step):
@@ -51,7 +51,7 @@ class RegionReader:
     """
 
     def __init__(self, repo: Repository, manifest: Manifest, nbytes: int, progress: Progress) -> None:
-        self._download = Download(repo, manifest, True, usable_threads(None), progress.of(nbytes))
+        self._download = EntryReader(repo, manifest, True, usable_threads(None), progress.of(nbytes))
         self._buffer = AlignedBuffer(1)
 
     def read(self, parts: Iterable[Part]) -> Iterator[tuple[Part, memoryview]]:
@@ -65,9 +65,9 @@ class RegionReader:
             yield from zip(lot, views, strict=True)
 
 
-def request_for(part: Part, view: memoryview, table: ExtentTable | None = None) -> StreamRequest:
+def request_for(part: Part, view: memoryview, table: ExtentTable | None = None) -> RegionRequest:
     """What reads a part into ``view``, of just its bytes. ``table``: the extents of its entry, if they are at hand."""
     kind = BITS.get(part.entry.itemsize) or torch_dtype(part.entry.dtype)
     data = torch.frombuffer(view, dtype=kind)
     shaped = data.view(part.region.box.shape) if part.region.is_whole else data
-    return StreamRequest(part.entry.number, Destination(part.region, shaped, kind), table)
+    return RegionRequest(part.entry.number, Destination(part.region, shaped, kind), table)

@@ -18,7 +18,7 @@ import torch
 from casckpt.errors import Mismatch
 from casckpt.format.extents import ExtentTable
 from casckpt.format.regions import Region, intersect, normalise
-from casckpt.loading.entry_reader import Download, StreamRequest
+from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.plan.reads import plan_units
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import Destination
@@ -45,7 +45,7 @@ class Content(NamedTuple):
 
 
 @dataclass
-class Tied:
+class TiedTensors:
     """The memory that the tensors of a template fill."""
 
     _held: dict[int, Content] = field(default_factory=dict)  # the first at each address
@@ -75,7 +75,7 @@ class Tied:
         first = self._held.get(data.data_ptr())
         return first is not None and (_form(first.data) == _form(data) or _form(data) in self._forms)
 
-    def check(self, download: Download) -> None:
+    def check(self, download: EntryReader) -> None:
         """Raise Mismatch if any memory would be filled with different values, before any of it is filled.
 
         ``download`` reads where digests do not suffice. Raises what it raises.
@@ -85,12 +85,12 @@ class Tied:
                 raise _mismatch(one, other)
             self._second.add(_form(other.data))
 
-    def in_turns(self, wants: Sequence[StreamRequest]) -> tuple[list[StreamRequest], list[StreamRequest]]:
+    def in_turns(self, wants: Sequence[RegionRequest]) -> tuple[list[RegionRequest], list[RegionRequest]]:
         """Split into requests that may run together, and those to be run after them, one by one: their memory overlaps.
 
         A cell that is rebuilt in place may find a part of another cell there.
         """
-        turns: tuple[list[StreamRequest], list[StreamRequest]] = ([], [])
+        turns: tuple[list[RegionRequest], list[RegionRequest]] = ([], [])
         for want in wants:
             turns[bool(self._second) and _form(want.sink.data) in self._second].append(want)
         return turns
@@ -159,7 +159,7 @@ def _differ(one: Content, other: Content) -> bool | None:
     return any(unit[3:6] in digests for unit in inside) or (None if unlike else False)
 
 
-def _read_differently(download: Download, one: Content, other: Content) -> bool:
+def _read_differently(download: EntryReader, one: Content, other: Content) -> bool:
     """Tell whether two contents differ in what they have in common, by reading both into memory of their layout."""
     if any(content.data.data_ptr() % content.data.element_size() for content in (one, other)):
         return True  # torch.frombuffer makes such tensors; here no view can stand for them
@@ -175,7 +175,7 @@ def _read_differently(download: Download, one: Content, other: Content) -> bool:
     return not torch.equal(mine, before)
 
 
-def _fill(download: Download, content: Content, memory: torch.Tensor, base: int) -> None:
+def _fill(download: EntryReader, content: Content, memory: torch.Tensor, base: int) -> None:
     """Read a content into ``memory``, which stands for the memory at the address ``base``."""
     data = content.data
     view = memory.view(data.dtype).as_strided(
@@ -184,7 +184,7 @@ def _fill(download: Download, content: Content, memory: torch.Tensor, base: int)
     view = view.conj() if data.is_conj() else view
     view = torch._neg_view(view) if data.is_neg() else view
     sink = Destination(content.region, view, torch_dtype(content.dtype))
-    download.run([StreamRequest(content.entry, sink, content.table, True)])
+    download.run([RegionRequest(content.entry, sink, content.table, True)])
 
 
 def _mismatch(one: Content, other: Content) -> Mismatch:

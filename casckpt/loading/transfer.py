@@ -23,7 +23,7 @@ from casckpt.format.manifest import Manifest
 from casckpt.loading.blob_readers import BlobReader, BlobReaders
 from casckpt.loading.damage import Lost
 from casckpt.loading.frames import Lot, decode_again
-from casckpt.loading.planned_reads import Item, Runs
+from casckpt.loading.planned_reads import PlannedRead, Runs
 from casckpt.plan.reads import Batch, Unit
 from casckpt.repository.fetching import explain, holds_cell
 from casckpt.repository.repository import Repository
@@ -36,7 +36,7 @@ from casckpt.tensors.memory import copy_bytes
 class Task(NamedTuple):
     """One read, the lot of what lies in it, and how many bytes its largest cell needs that is decoded out of place."""
 
-    batch: Batch[Item]
+    batch: Batch[PlannedRead]
     lot: Lot
     room: int
 
@@ -50,7 +50,7 @@ class _Target(NamedTuple):
     """A buffer of a read. ``items``: what lies in it, and where. ``direct``: it is the place of its first taker."""
 
     view: memoryview
-    items: Sequence[tuple[int, Item]]
+    items: Sequence[tuple[int, PlannedRead]]
     direct: bool = False
 
 
@@ -67,7 +67,7 @@ class Transfer:
     scratches: BufferPool
     turns: AbstractContextManager[object]
     progress: Progress
-    finished: list[Batch[Item]]
+    finished: list[Batch[PlannedRead]]
     verify: bool
     _stop: Event = field(default_factory=Event)
 
@@ -92,7 +92,7 @@ class Transfer:
         self.progress(sum(item.unit.nbytes for _, _, item in task.batch.items))
         self.finished.append(task.batch)
 
-    def _frames(self, batch: Batch[Item]) -> memoryview:
+    def _frames(self, batch: Batch[PlannedRead]) -> memoryview:
         """Read frames of a lot."""
         data = np.empty(batch.nbytes, np.uint8).data
         self._read(Task(batch, Lot(), 0), [_Target(data, ())], data[:0])
@@ -153,7 +153,7 @@ class Transfer:
                     taker.take(data)
         runs.deliver()
 
-    def _decode(self, item: Item, cell: StoredCell, lot: Lot, root: memoryview, into: memoryview) -> None:
+    def _decode(self, item: PlannedRead, cell: StoredCell, lot: Lot, root: memoryview, into: memoryview) -> None:
         """Decode the cell of an item; what comes out wrong, again, link by link. Raises Lost, StorageError."""
         try:
             lot.decode(item, root, into)
@@ -173,7 +173,7 @@ _SECOND_LOOK = ", but at a second look they are: does something else write where
 class _WrongCell(Exception):
     """A cell that is not coded does not have its digest."""
 
-    def __init__(self, item: Item) -> None:
+    def __init__(self, item: PlannedRead) -> None:
         unit = item.unit
         super().__init__(f"its bytes {unit.offset} to {unit.offset + unit.nbytes} are not what was written")
         self.item = item
@@ -189,7 +189,7 @@ def _is_right(reader: Reader, unit: Unit) -> bool:
     return holds_cell(reader, unit.offset, memoryview(bytearray(unit.nbytes)), unit.digest)
 
 
-def _targets(batch: Batch[Item], scratch: memoryview) -> list[_Target]:
+def _targets(batch: Batch[PlannedRead], scratch: memoryview) -> list[_Target]:
     """Consecutive buffers that together are the batch; what has no place of its own goes into ``scratch``.
 
     There it lies close together, at the begin: memory that was never touched takes long to touch.
@@ -199,7 +199,7 @@ def _targets(batch: Batch[Item], scratch: memoryview) -> list[_Target]:
         # some overlap: no byte is read twice, so all of the batch shares a buffer
         return [_Target(scratch[: batch.nbytes], [(offset - begin, item) for offset, _, item in batch.items])]
     targets: list[_Target] = []
-    loose: list[tuple[int, Item]] = []
+    loose: list[tuple[int, PlannedRead]] = []
     start, used = begin, 0
     for offset, nbytes, item in batch.items:
         place = item.place

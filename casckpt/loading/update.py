@@ -32,11 +32,11 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.names import CellDigest
 from casckpt.format.regions import Region, normalise
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.format.sections.index import StreamEntry
+from casckpt.format.sections.index import Entry
 from casckpt.loading.blob_readers import BlobReaders
 from casckpt.loading.contents import Contents
-from casckpt.loading.entry_reader import Download, StreamRequest
-from casckpt.loading.planned_reads import Part, Taker, part, place
+from casckpt.loading.entry_reader import EntryReader, RegionRequest
+from casckpt.loading.planned_reads import Consumer, FilledRange, part, place
 from casckpt.plan.lots import lots
 from casckpt.plan.reads import Batch, affordable_gap, plan_batches, plan_units
 from casckpt.plan.routes import Link, Route, Span, common, find_route, find_way, links, within
@@ -73,7 +73,7 @@ class Step:
 
     cell: StoredCell
     moves: Sequence[Move]
-    takers: list[Taker]
+    takers: list[Consumer]
 
     @property
     def ranges(self) -> list[Range]:
@@ -100,7 +100,7 @@ Lot: TypeAlias = "tuple[Sequence[Step], Sequence[Batch[None]]]"
 
 
 def update(
-    download: Download, wants: Sequence[StreamRequest], held: Checkpoint | None, rank: int, *, check: bool
+    download: EntryReader, wants: Sequence[RegionRequest], held: Checkpoint | None, rank: int, *, check: bool
 ) -> Frames:
     """Fill sinks of which those that are not new hold ``held``, as it was loaded into them. Raises what a load does.
 
@@ -114,7 +114,7 @@ def update(
 
 
 def change(
-    download: Download, wants: Sequence[StreamRequest], held: Checkpoint | None, rank: int, *, check: bool
+    download: EntryReader, wants: Sequence[RegionRequest], held: Checkpoint | None, rank: int, *, check: bool
 ) -> Frames:
     """Do what `update` does; what is raised says nothing of the sinks."""
     keys = {download.manifest.entries[want.entry].key for want in wants if not want.is_new}
@@ -148,20 +148,20 @@ def _contents(held: Checkpoint, rank: int, keys: Iterable[str]) -> Contents | No
 class _Update:
     """``known``: frames by which what is held is told; ``decoded``: more of them. ``done``: parts that are right."""
 
-    download: Download
+    download: EntryReader
     held: Contents | None
     known: Frames
     check: bool
     decoded: dict[Link, bytes]
-    done: set[Part] = field(default_factory=set)
+    done: set[FilledRange] = field(default_factory=set)
     _steps: dict[Hashable, Step] = field(default_factory=dict)
     _links: dict[str, list[Iterator[Link]]] = field(default_factory=dict)  # of what is wanted
     _equal: set[str] = field(default_factory=set)  # keys
     _cells: Counter[int] = field(default_factory=Counter)  # of each sink, by its id
 
-    def run(self, wants: Sequence[StreamRequest]) -> list[StreamRequest]:
+    def run(self, wants: Sequence[RegionRequest]) -> list[RegionRequest]:
         """Do what can be done with what is held; the requests of which something may not be ``done``."""
-        left = list[StreamRequest]()
+        left = list[RegionRequest]()
         note_writes(tensor for want in wants for tensor in want.sink.written)
         for want in wants:
             entry = self.download.manifest.entries[want.entry]
@@ -179,7 +179,7 @@ class _Update:
         made = Counter(sink for sink, *_ in self.done)
         return [want for want in left if made[id(want.sink)] < self._cells[id(want.sink)]]
 
-    def _held_table(self, entry: StreamEntry) -> ExtentTable | None:
+    def _held_table(self, entry: Entry) -> ExtentTable | None:
         """The extents of what is held of a tensor; None where that is another one, or cannot be known any more."""
         if self.held is None:
             return None
@@ -249,7 +249,7 @@ class _Update:
             self.done.add(part(at.sink, cell))
         elif at.sink.holds(cell.region):
             step = self._steps.setdefault((old, cell.digest), Step(cell, moves, []))
-            step.takers.append(Taker(at.sink, cell, place(at.sink, at.region, cell)))
+            step.takers.append(Consumer(at.sink, cell, place(at.sink, at.region, cell)))
 
     def _moves_of(self, extent: Extent, span: Span, kept: Mapping[Link, bytes], *, is_undone: bool) -> list[Move]:
         """What the frames of an extent do to each cell of a span."""

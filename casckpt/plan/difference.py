@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from casckpt.base.notebook import html_table
 from casckpt.base.sizes import format_size
 from casckpt.format.manifest import Manifest
-from casckpt.format.sections.index import StreamEntry
+from casckpt.format.sections.index import Entry
 from casckpt.format.sections.tables import encode_cells
 
 
@@ -78,7 +78,7 @@ def difference(old: Manifest, new: Manifest) -> Difference:
     )
 
 
-def _change(old: Manifest, before: StreamEntry, new: Manifest, after: StreamEntry) -> Change | None:
+def _change(old: Manifest, before: Entry, new: Manifest, after: Entry) -> Change | None:
     if before.shape != after.shape:
         return Change(after.key, "shape", after.nbytes)
     if before.dtype != after.dtype:

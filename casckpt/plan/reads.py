@@ -24,7 +24,7 @@ _PIECE_BYTES = 2 << 20
 _SMALL_GAP = 64 << 10  # bytes: an unverified read does not take runs apart that are nearer to each other
 
 
-class Piece(NamedTuple):
+class ReadPiece(NamedTuple):
     """Consecutive elements [lo, hi), in the row-major order of ``box``, that lie at ``offset`` of a blob.
 
     ``nbytes`` = (hi - lo) * itemsize. The bytes cannot be verified: they have no ``digest``. They are never coded.
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
         return Region(self.box, self.lo, self.hi)
 
 
-Unit: TypeAlias = StoredCell | Piece
+Unit: TypeAlias = StoredCell | ReadPiece
 """What is read at once: a cell, or a piece of an extent if the read is not verified."""
 
 
@@ -104,7 +104,7 @@ def _united(spans: list[tuple[int, int]], worth: int) -> list[tuple[int, int]]:
     return united
 
 
-def _pieces(table: ExtentTable, box: int, lo: int, hi: int) -> Iterator[Piece]:
+def _pieces(table: ExtentTable, box: int, lo: int, hi: int) -> Iterator[ReadPiece]:
     """Yield the elements [lo, hi) of a box (by its number), in pieces that fit a buffer."""
     size = table.itemsize
     step = max(1, _PIECE_BYTES // size)
@@ -112,7 +112,7 @@ def _pieces(table: ExtentTable, box: int, lo: int, hi: int) -> Iterator[Piece]:
         end = min(extent.hi, hi)
         for a in range(max(extent.lo, lo), end, step):
             b = min(a + step, end)
-            yield Piece(extent.blob, extent.offset + (a - extent.lo) * size, (b - a) * size, table.boxes[box], a, b)
+            yield ReadPiece(extent.blob, extent.offset + (a - extent.lo) * size, (b - a) * size, table.boxes[box], a, b)
 
 
 @dataclass(frozen=True, slots=True)

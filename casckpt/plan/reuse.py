@@ -19,7 +19,7 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.names import CellDigest, TxId
 from casckpt.format.regions import Shape
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.format.sections.index import Name, StreamEntry
+from casckpt.format.sections.index import Entry, Name
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +58,12 @@ class ManifestCells:
         """See `CellSource`."""
         return (table for entry in self._entries.values() if (table := self._usable(entry)) is not None)
 
-    def _usable(self, entry: StreamEntry) -> ExtentTable | None:
+    def _usable(self, entry: Entry) -> ExtentTable | None:
         if entry.name not in self._tables:
             self._tables[entry.name] = self._decoded(entry)
         return self._tables[entry.name]
 
-    def _decoded(self, entry: StreamEntry) -> ExtentTable | None:
+    def _decoded(self, entry: Entry) -> ExtentTable | None:
         try:
             return self._manifest.extents(entry)
         except (Damaged, Refused) as error:
@@ -71,7 +71,7 @@ class ManifestCells:
             return None
 
 
-class KnownCells:
+class ReusableCells:
     """Cells of the parent and of the bases, in blobs that may be reused.
 
     Blobs have one numbering over all sources; the parent's come first and keep their own numbers. ``excluded`` tells

@@ -88,7 +88,7 @@ class BlobCache:
     def keep(self, storage: ObjectStore, ref: BlobRef) -> bool:
         """Have the blob here, for a reader that goes to the store if that is not possible; is it here?
 
-        Raises `casckpt.repository.fetching.Spoilt`, or `StorageError` of the store.
+        Raises `casckpt.repository.fetching.BlobDamaged`, or `StorageError` of the store.
         """
         if self._touch(ref):
             return True
@@ -109,7 +109,7 @@ class BlobCache:
         """Have all of ``refs`` here; the bytes that had to be fetched. ``progress``: called with those of each blob.
 
         Raises `InvalidInput` if they need more than the limit, `StorageError` if the cache cannot be written,
-        `casckpt.repository.fetching.Spoilt`.
+        `casckpt.repository.fetching.BlobDamaged`.
         """
         wanted = list({ref.hash: ref for ref in refs}.values())
         need = sum(ref.size for ref in wanted)

@@ -25,7 +25,7 @@ _ATTEMPTS = 2  # the network may have spoilt the first
 _SHOWN = 3
 
 
-class Spoilt(Exception):
+class BlobDamaged(Exception):
     """A blob, ``ref``, is not there as it was written; the text says why.
 
     Caught by the layer above, which knows who needs it.
@@ -49,17 +49,17 @@ class Proved:
 
 
 def fetch(storage: ObjectStore, ref: BlobRef, buffer: memoryview) -> memoryview:
-    """Read a blob into the start of ``buffer``, and return that part. Raises `Spoilt`, `StorageError`."""
+    """Read a blob into the start of ``buffer``, and return that part. Raises `BlobDamaged`, `StorageError`."""
     view, why = buffer[: ref.size], ""
     for _ in range(_ATTEMPTS):
         try:
             with storage.open(blob_key(ref.uploader, ref.hash)) as reader:
                 why = prove(reader, ref, view).why
         except (NotFound, ShortObject) as error:
-            raise Spoilt(ref, explain(ref, error)) from error
+            raise BlobDamaged(ref, explain(ref, error)) from error
         if not why:
             return view
-    raise Spoilt(ref, why)
+    raise BlobDamaged(ref, why)
 
 
 def prove(reader: Reader, ref: BlobRef, buffer: memoryview, progress: Callable[[int], None] = silent) -> Proved:

@@ -27,11 +27,11 @@ from casckpt.format.keys import blob_key
 from casckpt.format.names import CellDigest
 from casckpt.format.sections.index import Name
 from casckpt.plan.bases import choose_base
-from casckpt.plan.reuse import KnownCells
+from casckpt.plan.reuse import ReusableCells
 from casckpt.repository.repository import Repository
-from casckpt.saving.local_entries import Cell, Source
+from casckpt.saving.local_entries import Cell, LocalEntry
 from casckpt.saving.options import Compress, SaveOptions
-from casckpt.saving.previous_cells import CellName, HeldCell, HeldCells, HeldFrame
+from casckpt.saving.previous_cells import CellName, HeldCell, HeldFrame, PreviousCells
 from casckpt.storage.base import Reader, ShortObject
 from casckpt.storage.forking import PerProcess
 
@@ -64,7 +64,7 @@ class Pause(NamedTuple):
 
 
 @dataclass
-class Kept:
+class RunMemory:
     """What this process remembers of a run for its next save.
 
     It is found by store and run, because some programs make a new DCP writer or open the store again for each save.
@@ -72,7 +72,7 @@ class Kept:
     """
 
     rate: PutRate
-    held: HeldCells = field(default_factory=HeldCells)
+    held: PreviousCells = field(default_factory=PreviousCells)
     saves: int = 0
     in_vain: dict[Name, Pause] = field(default_factory=dict)
 
@@ -96,13 +96,13 @@ class _Runs:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._kept: OrderedDict[tuple[str, str], Kept] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], RunMemory] = OrderedDict()
 
-    def of(self, store: str, run: str) -> Kept:
+    def of(self, store: str, run: str) -> RunMemory:
         with self._lock:
             if (store, run) not in self._kept:
                 rates = (kept.rate for (other, _), kept in self._kept.items() if other == store)
-                self._kept[store, run] = Kept(next(rates, None) or PutRate())
+                self._kept[store, run] = RunMemory(next(rates, None) or PutRate())
             self._kept.move_to_end((store, run))
             while len(self._kept) > MAX_RUNS:
                 self._kept.popitem(last=False)
@@ -116,7 +116,7 @@ class _Runs:
 _RUNS = PerProcess(_Runs)
 
 
-def kept_of(repo: Repository, run: str) -> Kept:
+def kept_of(repo: Repository, run: str) -> RunMemory:
     """Return what is kept of a run; the same for threads that ask at once."""
     return _RUNS.get().of(repo.marker.store_id, run)
 
@@ -136,7 +136,7 @@ _SAVED = 0.2  # share of the bytes that planes save of most states
 
 
 @contextmanager
-def coding(repo: Repository, known: KnownCells, options: SaveOptions, *, told: Compress) -> Iterator[Coder | None]:
+def coding(repo: Repository, known: ReusableCells, options: SaveOptions, *, told: Compress) -> Iterator[Coder | None]:
     """Inside, cells are encoded in a save, as far as that is asked for, here or by what rank 0 has ``told``.
 
     What is held of the run is then of cells of this save alone; nothing, if it encodes none.
@@ -162,7 +162,7 @@ def _is_slow(repo: Repository, rate: PutRate) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class EncodedCell:
     """A frame, and the known cell that it is told from."""
 
     frame: bytes
@@ -178,8 +178,8 @@ class Coder:
     """
 
     repo: Repository
-    known: KnownCells
-    kept: Kept
+    known: ReusableCells
+    kept: RunMemory
     deltas: frozenset[str]
     alone: bool
     opened: ExitStack
@@ -190,7 +190,7 @@ class Coder:
     _readers: dict[int, Reader] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
-    def expect(self, sources: Sequence[Source], work: Iterable[Iterable[Cell]]) -> None:
+    def expect(self, sources: Sequence[LocalEntry], work: Iterable[Iterable[Cell]]) -> None:
         """Take up which cells the save has; those of several calls count together."""
         for cells in work:
             for cell in cells:
@@ -205,12 +205,12 @@ class Coder:
         old = cell.known
         return old is not None and old.base is not None and self.known.blobs[old.blob].uploader == self.known.newest
 
-    def takes(self, source: Source, cell: Cell) -> bool:
+    def takes(self, source: LocalEntry, cell: Cell) -> bool:
         """Is a cell worth a try?"""
         asked = source.dtype in self.deltas or (self.alone and source.dtype in dtypes.FLOATS)
         return asked and cell.nbytes >= MIN_CELL and not self.kept.pauses(source.name)
 
-    def encode(self, source: Source, cell: Cell, plain: memoryview, digest: CellDigest) -> Coded | None:
+    def encode(self, source: LocalEntry, cell: Cell, plain: memoryview, digest: CellDigest) -> EncodedCell | None:
         """Encode a cell that is to be stored, with its bytes ``plain``; None to store these."""
         width = dtypes.coded_width(source.dtype)
         if source.dtype in self.deltas:
@@ -221,9 +221,9 @@ class Coder:
                 self.kept.held.keep(_name(source, cell), digest, plain)
         frame = self._tried(source, encode_planes(plain, width)) if self.alone else None
         found = scratch("version", plain.nbytes).data
-        return Coded(frame, None) if frame is not None and _decodes(frame, found, plain) else None
+        return EncodedCell(frame, None) if frame is not None and _decodes(frame, found, plain) else None
 
-    def _tried(self, source: Source, frame: bytes | None) -> bytes | None:
+    def _tried(self, source: LocalEntry, frame: bytes | None) -> bytes | None:
         """Return the same, and note whether it was worth it: a stream of which no cell is, is left for some saves."""
         name, tries = source.name, self._tries.get(source.name, 0)
         self._tries[name] = tries = tries + 1 if frame is None and tries >= 0 else -1
@@ -233,7 +233,9 @@ class Coder:
             self.kept.pause(name, _PAUSE, _LONGEST_PAUSE)
         return frame
 
-    def note_known(self, source: Source, cell: Cell, plain: memoryview, digest: CellDigest, *, is_coded: bool) -> None:
+    def note_known(
+        self, source: LocalEntry, cell: Cell, plain: memoryview, digest: CellDigest, *, is_coded: bool
+    ) -> None:
         """Keep the bytes of a cell that is stored already, for the next save."""
         name = _name(source, cell)
         if source.dtype in self.deltas and not is_coded:
@@ -243,7 +245,9 @@ class Coder:
         if held is not None and held.digest == digest:  # else the frames of this version are not at hand
             self.kept.held.put(name, held)
 
-    def _delta(self, source: Source, cell: Cell, plain: memoryview, width: int, digest: CellDigest) -> Coded | None:
+    def _delta(
+        self, source: LocalEntry, cell: Cell, plain: memoryview, width: int, digest: CellDigest
+    ) -> EncodedCell | None:
         """Encode a cell as what changed; None if no base is of use. What is held of it may be lost then."""
         old = cell.known
         if old is None or not self.known.usable_cell(old):
@@ -270,9 +274,9 @@ class Coder:
             return None
         frames = (HeldFrame(frame, older.digest), *older.frames)
         self.kept.held.put(name, HeldCell(digest, older.plain, frames))  # it has become the new version, in place
-        return Coded(frame, chain[link])
+        return EncodedCell(frame, chain[link])
 
-    def _link(self, source: Source, cell: Cell) -> int | None:
+    def _link(self, source: LocalEntry, cell: Cell) -> int | None:
         """Choose the base of a cell: how many links behind the parent's version. Those of one row have one answer."""
         table = self.known.parent_table(source.name, source.dtype, source.shape)
         if table is None:
@@ -331,7 +335,7 @@ class _TooFar(Exception):
     """A base would have to be read over a network."""
 
 
-def _name(source: Source, cell: Cell) -> CellName:
+def _name(source: LocalEntry, cell: Cell) -> CellName:
     return source.name, cell.group.box, cell.cut.lo, cell.cut.hi
 
 

@@ -13,10 +13,10 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.names import CellDigest
 from casckpt.format.records import Health
 from casckpt.format.sections.health import CellHealth, Rows, joined, rows_of, sum_of
-from casckpt.format.sections.index import TENSOR, Name, StreamEntry
+from casckpt.format.sections.index import TENSOR, Entry, Name
 from casckpt.history.commits import Commit
 from casckpt.repository.repository import Repository
-from casckpt.saving.health_scan import Told, has_health
+from casckpt.saving.health_scan import ScanReport, has_health
 from casckpt.saving.reuse_offer import readable
 
 Found: TypeAlias = Mapping[tuple[str, CellDigest], CellHealth]
@@ -57,7 +57,7 @@ class Parent:
         known = dict(zip(before, starmap(CellHealth, told.tolist()), strict=False))
         return _rows(dtype, digests, found, known)
 
-    def _cells(self, entry: StreamEntry) -> list[CellDigest]:
+    def _cells(self, entry: Entry) -> list[CellDigest]:
         """Return the digests of the cells of an entry; none, if these cannot be read."""
         try:
             return [] if self._manifest is None else _digests(self._manifest.cells(entry))
@@ -74,7 +74,7 @@ def _told(manifest: Manifest) -> Mapping[int, Rows]:
 
 
 def health_of_all(
-    streams: Mapping[Name, tuple[str, ExtentTable]], told: Iterable[Told], parent: Parent
+    streams: Mapping[Name, tuple[str, ExtentTable]], told: Iterable[ScanReport], parent: Parent
 ) -> dict[int, Rows]:
     """Return the rows of each entry, by number, as ranks have ``told`` them, and ``parent`` the others.
 

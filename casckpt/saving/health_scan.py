@@ -19,7 +19,7 @@ from casckpt.format.names import CellDigest
 from casckpt.format.sections.health import CellHealth, Rows, rows_of
 from casckpt.format.sections.index import TENSOR, Name
 from casckpt.plan.lots import grouped
-from casckpt.saving.local_entries import Cell, Source
+from casckpt.saving.local_entries import Cell, LocalEntry
 
 
 class _Float(NamedTuple):
@@ -50,7 +50,7 @@ _FLOATS = {
 }
 _INTS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 
-Told: TypeAlias = Mapping[str, tuple[bytes, Rows]]
+ScanReport: TypeAlias = Mapping[str, tuple[bytes, Rows]]
 """What one rank has found: of each dtype the digests of cells, one after the other, and their health."""
 
 
@@ -110,7 +110,7 @@ class HealthScan:
     unknown: frozenset[Name]
     found: dict[tuple[str, CellDigest], CellHealth] = field(default_factory=dict)
 
-    def look(self, source: Source, cell: Cell, data: memoryview, digest: CellDigest) -> None:
+    def look(self, source: LocalEntry, cell: Cell, data: memoryview, digest: CellDigest) -> None:
         """Look at a cell, if need be: at its bytes ``data``, which were just hashed."""
         if source.kind != TENSOR or not has_health(source.dtype):
             return
@@ -119,7 +119,7 @@ class HealthScan:
             self.found[source.dtype, digest] = health_of(source.dtype, data)
 
     @property
-    def told(self) -> Told:
+    def told(self) -> ScanReport:
         """What was found, for rank 0."""
         groups = grouped(self.found, lambda cell: cell[0])
         return {

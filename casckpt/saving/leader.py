@@ -40,7 +40,7 @@ from casckpt.ranks.agreement import StoreIdentity
 from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
 from casckpt.saving.health import Parent, health_of_all, summed_health
-from casckpt.saving.health_scan import Told
+from casckpt.saving.health_scan import ScanReport
 from casckpt.saving.layout import RankLayout, WritePlan, plan_writes
 from casckpt.saving.options import SaveOptions, usable_compress
 from casckpt.saving.replicas import (
@@ -52,7 +52,7 @@ from casckpt.saving.replicas import (
     find_odd,
     judged,
 )
-from casckpt.saving.reuse_offer import Knowledge, Remembered, reusable
+from casckpt.saving.reuse_offer import LastShare, ReuseOffer, reusable
 from casckpt.saving.shares import Share, Streams, merge
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ _NOT_ANNOUNCED = "runs/ of %s was lost, or left out of a copy: what the store ho
 
 
 @dataclass
-class SaveMemory:
+class GroupMemory:
     """What a rank keeps between the saves of one process group, so that the next one talks little."""
 
     replicas: ReplicaMemory = field(default_factory=ReplicaMemory)
@@ -80,7 +80,7 @@ class SaveMemory:
     fingerprint: str = ""
     duty: WriteRanges | None = None
     plan_number: int = 0
-    remembered: dict[str, Remembered] = field(default_factory=dict)
+    remembered: dict[str, LastShare] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class BeginAnswer:
 
     txid: TxId
     home: StoreIdentity
-    knowledge: Knowledge | None
+    knowledge: ReuseOffer | None
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Planned:
 
     number: int
     duty: WriteRanges
-    knowledge: Knowledge
+    knowledge: ReuseOffer
     sets: Words
 
 
@@ -125,7 +125,7 @@ class FinishRequest:
     objects: Sequence[ObjectEntry]
     attachments: Sequence[Attachment]
     tree: bytes | None  # only of a rank that is alone
-    health: Told
+    health: ScanReport
     again: tuple[int, Words] | None = None  # of `Compared.read_again`
 
 
@@ -140,7 +140,7 @@ class FinishAnswer:
 class Leader:
     """Rank 0 of one attempt."""
 
-    def __init__(self, repo: Repository, size: int, memory: SaveMemory, options: SaveOptions, *, reuse: bool) -> None:
+    def __init__(self, repo: Repository, size: int, memory: GroupMemory, options: SaveOptions, *, reuse: bool) -> None:
         self.repo, self.size, self.memory, self.options, self.reuse = repo, size, memory, options, reuse
         self._started = repo.clock()
         self._transaction: Transaction | None = None
@@ -287,9 +287,9 @@ class Leader:
             )
         return found
 
-    def knowledge(self, streams: Streams) -> Knowledge:
+    def knowledge(self, streams: Streams) -> ReuseOffer:
         """What these streams may be found in; nothing in the retry of a save that was revoked, which uploads all."""
-        known = Knowledge()
+        known = ReuseOffer()
         if self.reuse:
             known = reusable(self.repo, self._parent, streams, run=self.options.run, dedup=self.options.dedup)
         setting = None if self._transaction is None else self._transaction.settings.compress

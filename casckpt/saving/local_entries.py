@@ -17,7 +17,7 @@ from casckpt.format.regions import Region, Shape, normalise, whole
 from casckpt.format.sections.index import Name
 from casckpt.plan.cells import Cut, Group, plan_cells
 from casckpt.plan.packing import branch_of
-from casckpt.plan.reuse import KnownCells
+from casckpt.plan.reuse import ReusableCells
 from casckpt.tensors.gpu import on_gpu
 from casckpt.tensors.memory import BufferMemory, Memory, TensorMemory, narrow
 from casckpt.tensors.shards import Piece
@@ -26,8 +26,8 @@ Data: TypeAlias = torch.Tensor | bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A tensor, a large buffer of an object, or an attachment; see `casckpt.format.manifest.StreamEntry`.
+class LocalEntry:
+    """A tensor, a large buffer of an object, or an attachment; see `casckpt.format.sections.index.Entry`.
 
     ``limits``: of each piece, the elements [lo, hi) of its region (normalised) that this rank writes; None for all.
     ``buffer``: in place of pieces, the whole stream, for what is not a tensor. ``replicated``: see `LocalTensor`.
@@ -72,7 +72,7 @@ class Source:
         """Sort key: blobs are filled in this order, which keeps every tensor in them aligned."""
         return blob.order(self.dtype), self.key, self.kind, self.index
 
-    def limited(self, limits: Sequence[tuple[int, int]]) -> Source:
+    def limited(self, limits: Sequence[tuple[int, int]]) -> LocalEntry:
         """The same, of which only these elements are written."""
         return replace(self, limits=limits)
 
@@ -121,7 +121,7 @@ class Cell:
 
 
 @collecting_later()
-def plan_work(sources: Sequence[Source], cell_bytes: int, known: KnownCells) -> list[list[Cell]]:
+def plan_work(sources: Sequence[LocalEntry], cell_bytes: int, known: ReusableCells) -> list[list[Cell]]:
     """The cells of all sources, group by group, in the order in which they are to lie in blobs.
 
     Of each dtype what begins with a large cell goes first: such cells begin at pages, and between them little is lost.

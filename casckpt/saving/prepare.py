@@ -18,7 +18,7 @@ from casckpt.format.keys import check_attachment_name
 from casckpt.format.plain import Spill
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR
 from casckpt.format.tree import show
-from casckpt.saving.local_entries import Source
+from casckpt.saving.local_entries import LocalEntry
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.objects import encode_object
 from casckpt.tensors.shards import Piece, local_tensor, may_differ
@@ -41,7 +41,7 @@ Owners: TypeAlias = Callable[[str], int | None] | None
 class Prepared:
     """One rank's share of a checkpoint, before anything is written. ``left``: keys left to other ranks, and these."""
 
-    sources: Sequence[Source]
+    sources: Sequence[LocalEntry]
     objects: Sequence[ObjectEntry]
     attachments: Sequence[Attachment]
     tree: bytes
@@ -74,7 +74,7 @@ def prepare(
     # each of several ranks may have other entries
     flat = flatten(state, is_whole=lambda _, mapping: size == 1 and len(mapping) >= LARGE)
     is_frozen = frozen_by(frozen)
-    sources: list[Source] = []
+    sources: list[LocalEntry] = []
     objects: list[ObjectEntry] = []
     left: dict[str, int] = {}
     for key, leaf in flat.leaves.items():
@@ -97,7 +97,7 @@ def prepare(
     return Prepared([*sources, *large], objects, inline, encode_tree(flat.tree), left)
 
 
-def _warn_if_empty(sources: Sequence[Source]) -> None:
+def _warn_if_empty(sources: Sequence[LocalEntry]) -> None:
     """Log that most tensors of a state are empty: what partitions parameters leaves such placeholders."""
     sizes = [source.nbytes for source in sources if source.kind == TENSOR and "float" in source.dtype]
     if len(sizes) > 1 and sizes.count(0) > len(sizes) / 2:
@@ -133,13 +133,15 @@ def _drop(tree: Any, path: Sequence[Any]) -> None:
         del tree[path[-1]]
 
 
-def tensor_source(key: str, value: Any, rank: int | None, *, frozen: bool = False, together: bool = False) -> Source:
+def tensor_source(
+    key: str, value: Any, rank: int | None, *, frozen: bool = False, together: bool = False
+) -> LocalEntry:
     """What this rank holds of a tensor. Raises InvalidInput, naming the key, for what cannot be stored.
 
     ``together``: with other ranks, which may hold the same.
     """
     local = local_tensor(key, value)
-    return Source(
+    return LocalEntry(
         TENSOR,
         key,
         0,
@@ -155,7 +157,7 @@ def tensor_source(key: str, value: Any, rank: int | None, *, frozen: bool = Fals
 
 def stored_object(
     key: str, rank: int | None, encode: Callable[[Spill], tuple[bytes, bool]]
-) -> tuple[ObjectEntry, list[Source]]:
+) -> tuple[ObjectEntry, list[LocalEntry]]:
     """A leaf that is no tensor, and its large buffers, which are stored as tensors are.
 
     ``encode``: hands those to what it is given, and gives the bytes, and whether they are a pickle.
@@ -198,11 +200,11 @@ def tensors_of(prepared: Prepared) -> list[torch.Tensor]:
     return [piece.data for source in prepared.sources for piece in source.pieces]
 
 
-def _stream(kind: str, key: str, index: int, rank: int | None, data: bytes) -> Source:
-    return Source(kind, key, index, rank, "uint8", (len(data),), buffer=data)
+def _stream(kind: str, key: str, index: int, rank: int | None, data: bytes) -> LocalEntry:
+    return LocalEntry(kind, key, index, rank, "uint8", (len(data),), buffer=data)
 
 
-def _attachments(given: Mapping[str, bytes | bytearray | memoryview]) -> tuple[list[Attachment], list[Source]]:
+def _attachments(given: Mapping[str, bytes | bytearray | memoryview]) -> tuple[list[Attachment], list[LocalEntry]]:
     if not isinstance(given, Mapping):
         raise InvalidInput(f"attachments is a {type(given).__name__}; give a dict of names to contents as bytes")
     inline, large = [], []

@@ -37,7 +37,7 @@ class HeldCell:
 
 
 @dataclass
-class HeldCells:
+class PreviousCells:
     """The cells that one process saved of one run."""
 
     _cells: dict[CellName, HeldCell] = field(default_factory=dict)

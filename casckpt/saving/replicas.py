@@ -23,7 +23,7 @@ from casckpt.format.sections.index import PART
 from casckpt.plan.replicas import RUNS, places, row_digests, to_read_again
 from casckpt.plan.writers import Holders, Words, WriteRanges
 from casckpt.saving.layout import RankLayout, WritePlan, layout_of, region_hash
-from casckpt.saving.local_entries import Source
+from casckpt.saving.local_entries import LocalEntry
 from casckpt.saving.prepare import Prepared, tensors_of
 from casckpt.saving.shares import Share
 from casckpt.tensors.dtypes import torch_dtype
@@ -287,7 +287,7 @@ def compared(samples: Sequence[Samples], memory: ReplicaMemory, check: str) -> d
     return judged([one.layout for one in samples], odd, [one.words for one in samples], memory)
 
 
-def samples_of(sources: Sequence[Source], run: str, step: int, check: str) -> Samples:
+def samples_of(sources: Sequence[LocalEntry], run: str, step: int, check: str) -> Samples:
     """Sample tensors that other ranks may hold, too, as a save with this ``check`` needs it."""
     prepared = Prepared(sources, [], [], b"")
     layout = layout_of(prepared, RUN)

@@ -15,7 +15,7 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import Name
 from casckpt.history.commits import Commit
 from casckpt.history.following import is_live, newest_of_runs
-from casckpt.plan.reuse import KnownCells, ManifestCells
+from casckpt.plan.reuse import ManifestCells, ReusableCells
 from casckpt.repository.repository import Repository
 from casckpt.saving.options import Compress
 from casckpt.saving.shares import Share, Streams
@@ -28,7 +28,7 @@ DamagedBlobs: TypeAlias = frozenset[tuple[TxId, BlobHash]]
 
 
 @dataclass(frozen=True)
-class Remembered:
+class LastShare:
     """A rank's own share of the last checkpoint that it helped to save, and which of its blobs are worn.
 
     It goes by the transaction: a checkpoint that was purged and copied back has the same id, and other places.
@@ -40,7 +40,7 @@ class Remembered:
 
 
 @dataclass(frozen=True)
-class Knowledge:
+class ReuseOffer:
     """What rank 0 tells the others: whose cells may be reused, and which blobs not.
 
     ``commits``: of the run itself, if it has a parent, and of others; None where each rank remembers its own share.
@@ -55,7 +55,7 @@ class Knowledge:
     manifests: Sequence[tuple[Commit, Manifest]] = ()
     unlooked: frozenset[Name] | None = None
 
-    def to_tell(self, repo: Repository, told: Collection[TxId | None] = ()) -> Knowledge:
+    def to_tell(self, repo: Repository, told: Collection[TxId | None] = ()) -> ReuseOffer:
         """The same, for ranks all of which have ``told`` which transaction they remember their share of."""
         commits = self.commits or ()
         if len(commits) == 1 and {commits[0].txid} == {*told}:
@@ -64,7 +64,7 @@ class Knowledge:
         return replace(self, manifests=[(commit, read) for commit, read in held if read is not None])
 
 
-def reusable(repo: Repository, parent: Commit | None, streams: Streams, *, run: str, dedup: str) -> Knowledge:
+def reusable(repo: Repository, parent: Commit | None, streams: Streams, *, run: str, dedup: str) -> ReuseOffer:
     """What a save of ``streams`` may reuse: of ``parent``, and of other runs for what that one lacks.
 
     All were live after the transaction began: ``parent`` was read then, and others are read now.
@@ -73,19 +73,19 @@ def reusable(repo: Repository, parent: Commit | None, streams: Streams, *, run: 
     commits = [] if parent is None or held is None else [parent]
     if dedup == "store" and _lacks(held, streams):
         commits += newest_of_runs(repo, is_live, but=run, skip_doubtful=True)[:_MAX_BASES]
-    return Knowledge(commits, damaged=frozenset(blobs.damaged_marks(repo) if commits else ()))
+    return ReuseOffer(commits, damaged=frozenset(blobs.damaged_marks(repo) if commits else ()))
 
 
-def known_from(repo: Repository, run: str, knowledge: Knowledge, remembered: Remembered | None = None) -> KnownCells:
+def known_from(repo: Repository, run: str, knowledge: ReuseOffer, remembered: LastShare | None = None) -> ReusableCells:
     """The cells that a rank of a save of ``run`` may reuse: it reads the manifests that it was not told."""
     if knowledge.commits is None and remembered is not None:
-        return KnownCells(remembered.share, [], _avoid(knowledge.damaged | remembered.worn))
+        return ReusableCells(remembered.share, [], _avoid(knowledge.damaged | remembered.worn))
     for commit, manifest in knowledge.manifests:
         manifests.adopt(repo, commit, manifest)
     held = ((commit, readable(repo, commit)) for commit in knowledge.commits or ())
     cells = [(commit.run == run, ManifestCells(read)) for commit, read in held if read is not None]
     parent = next((one for is_parent, one in cells if is_parent), None)
-    return KnownCells(parent, [one for _, one in cells if one is not parent], _avoid(knowledge.damaged))
+    return ReusableCells(parent, [one for _, one in cells if one is not parent], _avoid(knowledge.damaged))
 
 
 def _avoid(damaged: DamagedBlobs) -> Callable[[BlobRef], bool]:

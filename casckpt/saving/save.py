@@ -19,7 +19,7 @@ from casckpt.format.names import TxId
 from casckpt.format.records import DEFAULT_CELL_BYTES
 from casckpt.history.commits import Commit, just_committed
 from casckpt.plan.replicas import MORE_RUNS, row_digests
-from casckpt.plan.reuse import KnownCells
+from casckpt.plan.reuse import ReusableCells
 from casckpt.plan.writers import Words
 from casckpt.ranks.ranks import Ranks, telling
 from casckpt.repository.repository import Repository
@@ -31,15 +31,15 @@ from casckpt.saving.leader import (
     BeginRequest,
     FinishAnswer,
     FinishRequest,
+    GroupMemory,
     Leader,
     Planned,
-    SaveMemory,
 )
 from casckpt.saving.local_entries import Cell, plan_work
 from casckpt.saving.options import SaveOptions
 from casckpt.saving.prepare import Prepared, tensors_of
 from casckpt.saving.replicas import Samples, runs_of, seed_of
-from casckpt.saving.reuse_offer import Knowledge, Remembered, known_from
+from casckpt.saving.reuse_offer import LastShare, ReuseOffer, known_from
 from casckpt.saving.shares import Share, share_of
 from casckpt.saving.upload import PlacedCell, Upload
 from casckpt.tensors.gpu import wait_for_gpus
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 def save(
-    repo: Repository, ranks: Ranks, memory: SaveMemory, prepare: Callable[[], Prepared], options: SaveOptions
+    repo: Repository, ranks: Ranks, memory: GroupMemory, prepare: Callable[[], Prepared], options: SaveOptions
 ) -> Commit:
     """Store and commit; every rank of ``ranks`` calls it. ``prepare`` is called once, where its errors reach all ranks.
 
@@ -62,7 +62,7 @@ def save(
         return _Attempt(repo, ranks, memory, once, options, progress=progress, reuse=False).run()
 
 
-def compare(repo: Repository, ranks: Ranks, memory: SaveMemory, prepared: Prepared, options: SaveOptions) -> None:
+def compare(repo: Repository, ranks: Ranks, memory: GroupMemory, prepared: Prepared, options: SaveOptions) -> None:
     """Compare what ``ranks`` hold, as `save` does before it writes anything. ``memory``: one that no save has.
 
     Every rank calls it. Raises InvalidInput where their parts contradict each other.
@@ -77,7 +77,7 @@ class _Attempt:
         self,
         repo: Repository,
         ranks: Ranks,
-        memory: SaveMemory,
+        memory: GroupMemory,
         prepare: Callable[[], Prepared],
         options: SaveOptions,
         *,
@@ -101,7 +101,7 @@ class _Attempt:
             raise
         self.memory.compared.turn += 1
         if self._share is not None and self.ranks.size > 1:
-            self.memory.remembered[self.options.run] = Remembered(done.record.txid, self._share, done.worn)
+            self.memory.remembered[self.options.run] = LastShare(done.record.txid, self._share, done.worn)
         return just_committed(done.record)
 
     def _exchange_all(self) -> FinishAnswer:
@@ -161,7 +161,7 @@ class _Attempt:
         """Of the store; where there is none yet, as the save is about to make it."""
         return self.repo.marker.cell_bytes if self.repo.exists() else DEFAULT_CELL_BYTES
 
-    def _store(self, start: BeginAnswer, knowledge: Knowledge) -> FinishRequest:
+    def _store(self, start: BeginAnswer, knowledge: ReuseOffer) -> FinishRequest:
         """This rank's part: durable when it returns."""
         if self.ranks.rank != 0:
             start.home.check_shared(self.repo, start.txid)
@@ -187,7 +187,7 @@ def store_share(
     repo: Repository,
     txid: TxId,
     prepared: Prepared,
-    known: KnownCells,
+    known: ReusableCells,
     *,
     threads: int | None,
     coder: Coder | None = None,
@@ -223,7 +223,7 @@ def _placed(upload: Upload, work: Sequence[Sequence[Cell]]) -> list[list[PlacedC
     return places
 
 
-def _missing(repo: Repository, txid: TxId, known: KnownCells, places: list[list[PlacedCell]]) -> set[int]:
+def _missing(repo: Repository, txid: TxId, known: ReusableCells, places: list[list[PlacedCell]]) -> set[int]:
     """Reused blobs that are gone or cut short; marked, so that no later save trusts them."""
     reused = {number for placed in places for place in placed for number in place.needs}
     lost = blobs.check_reused(repo, txid, [known.blobs[number] for number in sorted(reused)])

@@ -14,7 +14,7 @@ from casckpt.errors import CasckptError, Conflict, InvalidInput
 from casckpt.ranks.ranks import Ranks, everyone, on_each, open_ranks
 from casckpt.repository.repository import Repository
 from casckpt.saving.exit_status import unheard
-from casckpt.saving.leader import SaveMemory
+from casckpt.saving.leader import GroupMemory
 from casckpt.saving.options import SaveOptions, WhenBusy
 from casckpt.saving.prepare import Prepared, prepare, snapshot, tensors_of
 from casckpt.saving.replicas import memory_of
@@ -126,7 +126,7 @@ class Saver:
     def __init__(self, repo: Repository) -> None:
         self.background = Background()
         self._repo = repo
-        self._memories: dict[str, SaveMemory] = {}
+        self._memories: dict[str, GroupMemory] = {}
 
     def save(self, state: State, options: SaveOptions) -> Checkpoint:
         """Save, and return once it is durable and visible."""
@@ -153,7 +153,7 @@ class Saver:
         ranks = open_ranks(options.process_group, no_dist=options.no_dist)
         checked, prepared = self._looked_at(state, ranks, options, "wait")
         if ranks.size > 1:
-            memory = SaveMemory(memory_of(self._repo.storage.url, ranks.group))
+            memory = GroupMemory(memory_of(self._repo.storage.url, ranks.group))
             compare(self._repo, ranks, memory, prepared, checked)
 
     def _refuse_busy(self, options: SaveOptions) -> None:
@@ -202,7 +202,7 @@ class Saver:
     def _run(self, ranks: Ranks, checked: SaveOptions, prepared: Callable[[], Prepared]) -> Checkpoint:
         """Save; on every rank."""
         replicas = memory_of(self._repo.storage.url, ranks.group)
-        memory = self._memories.setdefault(ranks.name, SaveMemory(replicas))
+        memory = self._memories.setdefault(ranks.name, GroupMemory(replicas))
         return Checkpoint(self._repo, save(self._repo, ranks, memory, prepared, checked))
 
 

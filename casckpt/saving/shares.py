@@ -14,8 +14,8 @@ from casckpt.format.regions import Region, Shape, intersect
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import Name
 from casckpt.plan.coverage import holes_and_overlaps
-from casckpt.plan.reuse import KnownCells
-from casckpt.saving.local_entries import Cell, Source
+from casckpt.plan.reuse import ReusableCells
+from casckpt.saving.local_entries import Cell, LocalEntry
 from casckpt.saving.upload import PlacedCell
 
 Streams: TypeAlias = Mapping[Name, tuple[str, Shape]]
@@ -46,11 +46,11 @@ class Share:
 
 @collecting_later()
 def share_of(
-    sources: Sequence[Source],
+    sources: Sequence[LocalEntry],
     work: Sequence[Sequence[Cell]],
     places: Sequence[Sequence[PlacedCell]],
     *,
-    known: KnownCells,
+    known: ReusableCells,
     written: Sequence[BlobRef | None],
     cell_bytes: int,
 ) -> Share:

@@ -36,11 +36,11 @@ from casckpt.format.names import CellDigest, TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.lots import lots
 from casckpt.plan.packing import Queue, branches_of, by_branch
-from casckpt.plan.reuse import KnownCells
+from casckpt.plan.reuse import ReusableCells
 from casckpt.repository.repository import Repository
 from casckpt.saving.encoder import Coder
 from casckpt.saving.health_scan import HealthScan
-from casckpt.saving.local_entries import Cell, Source
+from casckpt.saving.local_entries import Cell, LocalEntry
 from casckpt.storage.buffers import BufferPool, KeptBuffers
 from casckpt.tensors import gpu
 from casckpt.tensors.memory import Memory, copy_bytes
@@ -78,7 +78,7 @@ class Copier:
         copy_bytes(target, room[at : at + cell.nbytes])
 
 
-def rooms(sources: Sequence[Source], workers: int) -> AbstractContextManager[BufferPool | None]:
+def rooms(sources: Sequence[LocalEntry], workers: int) -> AbstractContextManager[BufferPool | None]:
     """Make room for the workers of a save, if any of ``sources`` is on a GPU."""
     return gpu.PINNED.pool(workers, _ROOM) if any(source.on_gpu for source in sources) else nullcontext()
 
@@ -136,8 +136,8 @@ class Upload:
 
     repo: Repository
     uploader: TxId
-    sources: Sequence[Source]
-    known: KnownCells
+    sources: Sequence[LocalEntry]
+    known: ReusableCells
     threads: int
     coder: Coder | None = None
     looker: HealthScan | None = None

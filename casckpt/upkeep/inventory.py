@@ -46,7 +46,7 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Stock:
+class Inventory:
     """All objects. ``sizes``: bytes by key of those that nobody guards, the only ones that a gc may delete.
 
     ``guarded``: sums of the others, by uploader. ``loose``: uploaders of folders that were listed and have no guard,
@@ -92,7 +92,7 @@ class _Guarded:
     sums: Sums
 
 
-def take_stock(repo: Repository, commits: CommitList, *, as_purged: Container[TxId] = ()) -> Stock:
+def list_unguarded(repo: Repository, commits: CommitList, *, as_purged: Container[TxId] = ()) -> Inventory:
     """List what is not guarded. ``commits`` were listed before. ``as_purged``: live ones that guard nothing any more.
 
     Reads the manifests that the catalogue lacks. Raises `StorageError`.
@@ -120,7 +120,7 @@ def take_stock(repo: Repository, commits: CommitList, *, as_purged: Container[Tx
         _keep(repo, kept | held)
     for key in foreign:
         sizes.pop(key, None)
-    return Stock(sizes, {name: one.sums for name, one in held.items()}, tuple(sorted(foreign)), unguarded)
+    return Inventory(sizes, {name: one.sums for name, one in held.items()}, tuple(sorted(foreign)), unguarded)
 
 
 def _contents(repo: Repository, folders: Sequence[str]) -> Iterator[list[ListedObject]]:

@@ -34,11 +34,11 @@ from casckpt.format.keys import blob_key, uploader_folder
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.sections.blobs import BlobList, BlobRef, encode_blobs
-from casckpt.format.sections.index import StreamEntry
+from casckpt.format.sections.index import Entry
 from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.plan.packing import Queue, branch_of, branches_of, by_branch
-from casckpt.plan.reuse import KnownCells, ManifestCells, mark_worn
-from casckpt.repository.fetching import Spoilt, explain
+from casckpt.plan.reuse import ManifestCells, ReusableCells, mark_worn
+from casckpt.repository.fetching import BlobDamaged, explain
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ShortObject
 from casckpt.storage.buffers import BufferPool
@@ -51,7 +51,7 @@ _READ_BYTES = 4 << 20
 _MAX_BASES = 8
 
 
-class Place(NamedTuple):
+class CellPlace(NamedTuple):
     """Where a cell lies: in which blob, from which byte of its file on, and as which frame, if it is coded."""
 
     ref: BlobRef
@@ -101,14 +101,14 @@ class Recoding:
     def run(self) -> Encoded:
         """Store what is to move, durably, and return the manifest that says where, which is yet to be put.
 
-        Raises `Spoilt` where the source does not hold what was written, `Refused` for what is not understood,
+        Raises `BlobDamaged` where the source does not hold what was written, `Refused` for what is not understood,
         `Revoked`, `StorageError`.
         """
-        cells, known, places = cells_of(self.manifest, self.moving), self._known(), dict[CellDigest, Place]()
+        cells, known, places = cells_of(self.manifest, self.moving), self._known(), dict[CellDigest, CellPlace]()
         while rest := [cell for cell in cells if cell.digest not in places]:
             had = ((cell.digest, known.find(cell.digest)) for cell in rest if known.any)
             usable = ((digest, cell) for digest, cell in had if cell and self._is_usable(cell))
-            found = {digest: Place(known.blobs[cell.blob], cell.offset, cell.frame) for digest, cell in usable}
+            found = {digest: CellPlace(known.blobs[cell.blob], cell.offset, cell.frame) for digest, cell in usable}
             places |= found
             self._store([cell for cell in rest if cell.digest not in found], places)
             reused = (place.ref for place in places.values() if place.ref.uploader != self.uploader)
@@ -128,14 +128,14 @@ class Recoding:
 
     # what the target has
 
-    def _known(self) -> KnownCells:
+    def _known(self) -> ReusableCells:
         """Cells of visible checkpoints of the target that are likely to have the same; none in blobs to be left."""
         related = self._related()
         avoided = blobs.damaged_marks(self.target) if related else set[tuple[TxId, BlobHash]]()
         if self.source is self.target:
             avoided |= {(ref.uploader, ref.hash) for ref in map(self.manifest.blob, self.moving)}
         bases = [ManifestCells(one) for _, one in readable(self.target, related)]
-        return KnownCells(None, bases, lambda ref: ref.worn or (ref.uploader, ref.hash) in avoided)
+        return ReusableCells(None, bases, lambda ref: ref.worn or (ref.uploader, ref.hash) in avoided)
 
     def _related(self) -> list[Commit]:
         """Return those visible in the target that share blobs with this one in the source: the most first."""
@@ -149,7 +149,7 @@ class Recoding:
 
     # what is stored
 
-    def _store(self, cells: Sequence[_Cell], places: dict[CellDigest, Place]) -> None:
+    def _store(self, cells: Sequence[_Cell], places: dict[CellDigest, CellPlace]) -> None:
         """Put cells into new blobs, and their places into ``places``."""
         lots = packed(self.manifest, cells, self.blob_bytes or self.target.marker.blob_bytes)
         size = buffer_bytes(max((padded(sum(cell.nbytes for cell in lot)) for lot in lots), default=1))
@@ -161,7 +161,7 @@ class Recoding:
         finally:
             buffers.close()
 
-    def _make(self, buffers: BufferPool, lot: Sequence[_Cell]) -> dict[CellDigest, Place]:
+    def _make(self, buffers: BufferPool, lot: Sequence[_Cell]) -> dict[CellDigest, CellPlace]:
         """Put a blob of ``lot``, or one of its frames and one of what is not worth one; return where each cell lies."""
         with buffers.borrow() as borrowed:
             parts = list(_parts(lot, borrowed.view))
@@ -174,7 +174,7 @@ class Recoding:
             with buffers.borrow() as other:
                 return self._put_smaller(parts, other.view)
 
-    def _put(self, parts: Sequence[_Part], buffer: memoryview) -> dict[CellDigest, Place]:
+    def _put(self, parts: Sequence[_Part], buffer: memoryview) -> dict[CellDigest, CellPlace]:
         """Put a blob of cells whose bytes lie at their places in ``buffer``."""
         writer, offsets = BlobWriter(buffer), dict[CellDigest, int]()
         for cell, _ in parts:
@@ -182,9 +182,9 @@ class Recoding:
             writer.add(cell.dtype, cell.nbytes, cell.digest)
             self.progress(cell.nbytes)
         ref = self._finish(writer, buffer)
-        return {digest: Place(ref, offset) for digest, offset in offsets.items()}
+        return {digest: CellPlace(ref, offset) for digest, offset in offsets.items()}
 
-    def _put_smaller(self, parts: Sequence[_Part], buffer: memoryview) -> dict[CellDigest, Place]:
+    def _put_smaller(self, parts: Sequence[_Part], buffer: memoryview) -> dict[CellDigest, CellPlace]:
         """Put the cells that are worth it as frames, and the others as they are."""
         tried = [(cell, data, _frame_of(cell, data)) for cell, data in parts]
         frames = [(cell, frame) for cell, _, frame in tried if frame is not None]
@@ -195,7 +195,7 @@ class Recoding:
         places = self._put(moved_to, buffer) if rest else {}
         return places | self._put_frames(frames, buffer) if frames else places
 
-    def _put_frames(self, frames: Sequence[tuple[_Cell, bytes]], buffer: memoryview) -> dict[CellDigest, Place]:
+    def _put_frames(self, frames: Sequence[tuple[_Cell, bytes]], buffer: memoryview) -> dict[CellDigest, CellPlace]:
         writer, offsets = BlobWriter(buffer), dict[CellDigest, tuple[int, int]]()
         for cell, frame in frames:
             offsets[cell.digest] = writer.end, len(frame)
@@ -203,7 +203,7 @@ class Recoding:
             writer.add_frame(len(frame))
             self.progress(cell.nbytes)
         ref = self._finish(writer, buffer)
-        return {digest: Place(ref, at, Frame(nbytes, None)) for digest, (at, nbytes) in offsets.items()}
+        return {digest: CellPlace(ref, at, Frame(nbytes, None)) for digest, (at, nbytes) in offsets.items()}
 
     def _finish(self, writer: BlobWriter, buffer: memoryview) -> BlobRef:
         """Put what was written, and name it."""
@@ -225,25 +225,25 @@ class Recoding:
             with self.source.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
                 reader.read_into(offset, views)
         except (NotFound, Refused, ShortObject) as error:
-            raise Spoilt(ref, explain(ref, error)) from error
+            raise BlobDamaged(ref, explain(ref, error)) from error
 
     def _check(self, cell: _Cell, data: memoryview) -> None:
-        """Compare a cell, read once more where the network has spoilt it. Raises `Spoilt`."""
+        """Compare a cell, read once more where the network has spoilt it. Raises `BlobDamaged`."""
         if cell_digest(data) != cell.digest:
             self._read([(cell, data)])
             if cell_digest(data) != cell.digest:
                 why = f"its bytes {cell.offset} to {cell.offset + cell.nbytes} are not what was written"
-                raise Spoilt(self.manifest.blob(cell.blob), why)
+                raise BlobDamaged(self.manifest.blob(cell.blob), why)
 
     # the manifest
 
-    def _placed(self, places: Mapping[CellDigest, Place]) -> Encoded:
+    def _placed(self, places: Mapping[CellDigest, CellPlace]) -> Encoded:
         numbers: dict[BlobRef, int] = {}
         before, live = list(self.manifest.blobs), {commit.txid for commit in self.listed.live()}
 
         def place(cell: StoredCell) -> tuple[int, int]:
             moving = cell.blob in self.moving
-            ref, offset, _ = places[cell.digest] if moving else Place(before[cell.blob], cell.offset)
+            ref, offset, _ = places[cell.digest] if moving else CellPlace(before[cell.blob], cell.offset)
             return numbers.setdefault(replace(ref, worn=False) if ref.worn else ref, len(numbers)), offset
 
         def coded(table: ExtentTable) -> ExtentTable:
@@ -333,7 +333,7 @@ def _frame_of(cell: _Cell, plain: memoryview) -> bytes | None:
     return frame
 
 
-def _stored_entries(manifest: Manifest) -> list[StreamEntry]:
+def _stored_entries(manifest: Manifest) -> list[Entry]:
     """Return the entries that have elements, and of which the bytes are there."""
     return [entry for entry, rows in zip(manifest.entries, manifest.raw_rows(), strict=True) if len(rows)]
 

@@ -27,7 +27,7 @@ from casckpt.format.draft import thinned
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Committed, Dropped, changed, time_of
-from casckpt.format.sections.index import ATTACHMENT, StreamEntry
+from casckpt.format.sections.index import ATTACHMENT, Entry
 from casckpt.history.commits import Commit, CommitList, list_commits, restore
 from casckpt.history.tags import Tag, tagged_txids, tags, tags_of, write_generation
 from casckpt.plan.retention import Policy, Thinning, patterns_of, plan_forget
@@ -171,13 +171,13 @@ def _plan_one(repo: Repository, rule: frozenset[str], commit: Commit) -> Thin | 
         return error
 
 
-def _matching(manifest: Manifest, rule: Iterable[str]) -> Iterator[StreamEntry]:
+def _matching(manifest: Manifest, rule: Iterable[str]) -> Iterator[Entry]:
     for entry in manifest.held:
         if entry.nbytes and entry.kind != ATTACHMENT and any(fnmatchcase(entry.key, pattern) for pattern in rule):
             yield entry
 
 
-def _sizes(manifest: Manifest, entries: Iterable[StreamEntry]) -> _Sizes:
+def _sizes(manifest: Manifest, entries: Iterable[Entry]) -> _Sizes:
     used = {one.blob for entry in entries for extent in manifest.extents(entry).extents for one in extent.chain}
     refs = (manifest.blob(number) for number in used)
     return {(ref.uploader, ref.hash): ref.size for ref in refs}

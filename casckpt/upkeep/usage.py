@@ -17,7 +17,7 @@ from casckpt.repository.repository import Repository
 from casckpt.upkeep.blob_use import BlobUse
 from casckpt.upkeep.copies.mirror_notes import NO_STORE, mirror_made_at, needed_in_mirror, unmirrored
 from casckpt.upkeep.gc.purge import plan_of
-from casckpt.upkeep.inventory import BLOB, Stock, take_stock
+from casckpt.upkeep.inventory import BLOB, Inventory, list_unguarded
 
 _Blob = tuple[TxId, BlobHash]
 
@@ -104,7 +104,7 @@ def usage(repo: Repository) -> StoreUsage:
     """Count. Lists, and reads, what the catalogue does not know. Raises NotFound, StorageError."""
     commits = list_commits(repo)
     live = commits.live()
-    use, stock = BlobUse(repo, live), take_stock(repo, commits)
+    use, stock = BlobUse(repo, live), list_unguarded(repo, commits)
     loose, by_run = _loose_blobs(stock), grouped(live, lambda commit: commit.run)
     runs = [_usage_of(run, of_run, use) for run, of_run in by_run.items()]
     used = [use.used(one.txid for one in of_run)[0].tolist() for of_run in by_run.values()]
@@ -124,7 +124,7 @@ def usage(repo: Repository) -> StoreUsage:
 def measure(repo: Repository) -> StoreStats:
     """Count. Lists, and reads, what the catalogue does not know; asks for the mirror. Raises `StorageError`."""
     commits, mirror = list_commits(repo), repo.settings.mirror
-    current, stock = commits.current(), take_stock(repo, commits)
+    current, stock = commits.current(), list_unguarded(repo, commits)
     made = None if mirror is None else mirror_made_at(repo, mirror)
     is_there = None if made is None else made != NO_STORE
     found, freed = stock.total(), freed_by_gc(repo, commits, stock, purges=is_there is not False)
@@ -158,7 +158,7 @@ def _damaged_blobs(repo: Repository, commits: CommitList) -> int:
     return len(marked & BlobUse(repo, commits.needed()).named) if marked else 0
 
 
-def freed_by_gc(repo: Repository, commits: CommitList, stock: Stock | None = None, *, purges: bool = True) -> Freed:
+def freed_by_gc(repo: Repository, commits: CommitList, stock: Inventory | None = None, *, purges: bool = True) -> Freed:
     """Count what gcs without rules would free. Without ``stock`` the leftovers of saves that failed do not count.
 
     ``purges``: False where the mirror is gone, and the next one keeps all. Reads manifests only where something is
@@ -175,7 +175,7 @@ def freed_by_gc(repo: Repository, commits: CommitList, stock: Stock | None = Non
     )
 
 
-def _loose_blobs(stock: Stock) -> dict[_Blob, int]:
+def _loose_blobs(stock: Inventory) -> dict[_Blob, int]:
     """Return those that are not guarded by a live checkpoint, which names them all."""
     found = {}
     for key, size in stock.sizes.items():

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from casckpt.contents.watching import LONGEST_PAUSE, Expected, Told, Watcher, watch
+from casckpt.contents.watching import LONGEST_PAUSE, Expected, Notice, Watcher, watch
 from casckpt.contents.watching import START as WHOLE
 from casckpt.errors import InvalidInput, NotFound, StorageError
 from casckpt.format.keys import announcement_key, commit_key, make_txid, run_hash
@@ -56,7 +56,7 @@ class Seen:
         """Steps of what is new, and whether it is late, by the end of so many polls more, a second each."""
         return [(told.commit.step, told.late) for told in self.told(polls, meanwhile)]
 
-    def told(self, polls: int = 0, meanwhile: Callable[[], object] = lambda: None) -> list[Told]:
+    def told(self, polls: int = 0, meanwhile: Callable[[], object] = lambda: None) -> list[Notice]:
         def sleep(seconds: float) -> None:
             self.pauses.append(seconds)
             self.now += seconds
@@ -476,7 +476,7 @@ class Watched:
     latest_only: bool
     before: set[ManifestId]
     watcher: Watcher
-    told: list[Told] = field(default_factory=list)
+    told: list[Notice] = field(default_factory=list)
 
     def look(self) -> None:
         found = self.watcher.next()
@@ -560,7 +560,7 @@ def test_what_is_not_there_is_asked_for_at_longer_intervals() -> None:
     assert expected.due() == [txid], "it was announced again"
     commit = bare(txid)
     assert expected.judge(txid, commit, commit) == commit
-    assert expected.tell(txid, commit) == Told(commit, late=False)
+    assert expected.tell(txid, commit) == Notice(commit, late=False)
     assert expected.due() == []
 
 

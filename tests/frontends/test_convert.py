@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import casckpt
 from casckpt.errors import Conflict, Damaged, InvalidInput, MissingKey, NotFound, StorageError, Unsupported
 from casckpt.format.dtypes import itemsize
-from casckpt.format.sections.index import StreamEntry
+from casckpt.format.sections.index import Entry
 from casckpt.frontends.convert import (
     dcp_to_casckpt,
     export_safetensors,
@@ -437,7 +437,7 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
 
 def streams(kinds: list[tuple[str, int]]) -> list[ViewTensor]:
     return [
-        ViewTensor(f"k{number}", StreamEntry("tensor", f"k{number}", 0, None, dtype, itemsize(dtype), (count,), number))
+        ViewTensor(f"k{number}", Entry("tensor", f"k{number}", 0, None, dtype, itemsize(dtype), (count,), number))
         for number, (dtype, count) in enumerate(kinds)
     ]
 

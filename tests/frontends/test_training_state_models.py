@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import casckpt
 from casckpt.errors import InvalidInput, MissingKey
-from casckpt.format.sections.index import StreamEntry
+from casckpt.format.sections.index import Entry
 from casckpt.frontends.training_state import (
     flatten_optimizer_state,
     load_model_and_optim_state,
@@ -421,7 +421,7 @@ def test_where_a_fresh_optimizer_gets_its_state(
     store: casckpt.Store, what: str, options: dict[str, Any], on_cpu: bool
 ) -> None:
     shape = (3, 2) if what == "exp_avg" else ()
-    entry = StreamEntry("tensor", "x", 0, None, "float32", 4, shape, 0)
+    entry = Entry("tensor", "x", 0, None, "float32", 4, shape, 0)
     assert (is_step(entry, f"deep.{what}") and steps_on_cpu(None, options)) is on_cpu
     asgd = optim.ASGD([torch.ones(1)])
     assert not steps_on_cpu(asgd, options)  # the one optimizer of torch that counts on the device
@@ -436,7 +436,7 @@ def test_where_a_fresh_optimizer_gets_its_state(
 def test_state_of_a_flat_part_of_a_parameter_is_of_the_same_elements() -> None:
     parameter, cpu = nn.Parameter(torch.zeros(3)), torch.device("cpu")
     holding = Holding("w", parameter, FlatPart(parameter, parameter.detach(), (4, 3), 5, 8, everywhere=False))
-    entry = StreamEntry("tensor", "x", 0, None, "float32", 4, (4, 3), 0)
+    entry = Entry("tensor", "x", 0, None, "float32", 4, (4, 3), 0)
     there = torch.ones(3)
     found = holding.destination(entry, there, cpu, set(), added=False)
     assert (found.data is there, found.shape, found.flat) == (True, (4, 3), ((5, 8),))

@@ -135,7 +135,7 @@ def test_what_two_keys_share_is_decoded_once(monkeypatch: pytest.MonkeyPatch) ->
     decoded: list[Any] = []
     real = coded.Lot.decode
 
-    def noted(self: coded.Lot, item: items.Item, root: memoryview, into: memoryview) -> None:
+    def noted(self: coded.Lot, item: items.PlannedRead, root: memoryview, into: memoryview) -> None:
         decoded.append(item.unit[:3])
         real(self, item, root, into)
 

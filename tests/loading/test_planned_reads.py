@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from casckpt.format.regions import Box, Region, full_box
-from casckpt.loading.planned_reads import Runs, Taker
+from casckpt.loading.planned_reads import Consumer, Runs
 
 
 class Part(NamedTuple):
@@ -30,7 +30,7 @@ def delivered(*parts: tuple[Sink, int, int, int, Box]) -> None:
     """(sink, first element, the one behind the last, first byte, box); elements have one byte."""
     runs = Runs(memoryview(DATA))
     for sink, lo, hi, start, box in parts:
-        taker: Any = Taker
+        taker: Any = Consumer
         runs.add(taker(sink, Part(box, lo, hi, hi - lo), None), start)
     assert not any(sink.taken for sink, *_ in parts)
     runs.deliver()

@@ -14,7 +14,7 @@ from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.regions import Region, Shape, full_box
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.cells import plan_cells
-from casckpt.plan.reuse import KnownCells, ManifestCells, coded_bytes, used_bytes
+from casckpt.plan.reuse import ManifestCells, ReusableCells, coded_bytes, used_bytes
 from casckpt.saving.shares import Share
 from tests.support.geometry import Case, cases, cells_of, full_shapes, partitions, stored_cell, table_of
 from tests.support.manifests import CELL, flat_cells, manifest
@@ -32,13 +32,13 @@ def _two_cells(name: str, first: str, second: str, *, worn: bool = False) -> Man
     return manifest({name: ("uint8", 1, shape, list(cells))}, worn=worn)
 
 
-def _known(*manifests: Manifest, has_parent: bool = True) -> KnownCells:
+def _known(*manifests: Manifest, has_parent: bool = True) -> ReusableCells:
     sources = [ManifestCells(manifest) for manifest in manifests]
     parent = sources.pop(0) if has_parent else None
-    return KnownCells(parent, sources, lambda ref: ref.worn)
+    return ReusableCells(parent, sources, lambda ref: ref.worn)
 
 
-def _place(known: KnownCells, digest: CellDigest) -> tuple[int, int] | None:
+def _place(known: ReusableCells, digest: CellDigest) -> tuple[int, int] | None:
     """Blob and offset of a known cell."""
     found = known.find(digest)
     return found and (found.blob, found.offset)
@@ -113,7 +113,7 @@ def test_cells_are_located(shape: Shape, cell: int, data: st.DataObject) -> None
     cells = [one for region in data.draw(partitions(shape)) for one in cells_of(plan_cells(region, shape, cell, None))]
     table = table_of(shape, cell, cells)
     refs = [BlobRef(BlobHash(f"{n:064x}"), 1 << 20, UPLOADER) for n in range(len(cells))]
-    known = KnownCells(None, [Share({("tensor", "w", 0, None): ("int16", table)}, refs)], lambda _: False)
+    known = ReusableCells(None, [Share({("tensor", "w", 0, None): ("int16", table)}, refs)], lambda _: False)
     for place in table.stored_cells():
         assert _place(known, place.digest) == (place.blob, place.offset)
 
@@ -125,7 +125,7 @@ def test_coded_cells_are_found_with_their_bases(case: Case, before: int, data: s
     refs = [BlobRef(BlobHash(f"{n:064x}"), 1 << 20, UPLOADER) for n in range(before + sizes)]
     worn = data.draw(st.integers(0, before + sizes))
     share = Share({("tensor", "w", 0, None): ("int16", case.table)}, refs[before:])
-    known = KnownCells(None, [Share({}, refs[:before]), share], lambda ref: ref in refs[worn : worn + 1])
+    known = ReusableCells(None, [Share({}, refs[:before]), share], lambda ref: ref in refs[worn : worn + 1])
     for cell in case.cells:
         want = cell.moved(lambda one: (one.blob + before, one.offset))
         assert known.find(cell.digest) == (None if worn in {one.blob for one in want.chain} else want)
@@ -182,6 +182,6 @@ def test_excluded_is_asked_of_every_blob(has_parent: bool) -> None:
 
     manifests = [_two_cells("w", "a", "b"), _two_cells("x", "c", "d")]
     sources = [ManifestCells(manifest) for manifest in manifests]
-    known = KnownCells(sources[0], sources[1:], excluded) if has_parent else KnownCells(None, sources, excluded)
+    known = ReusableCells(sources[0], sources[1:], excluded) if has_parent else ReusableCells(None, sources, excluded)
     assert asked == [manifest.blob(0) for manifest in manifests]
     assert not known.any

@@ -15,7 +15,7 @@ from casckpt.format.digest import cell_digest
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.repository.blob_cache import FOLDER, BlobCache
-from casckpt.repository.fetching import Spoilt
+from casckpt.repository.fetching import BlobDamaged
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from tests.support.afresh import afresh
@@ -127,7 +127,7 @@ def test_what_the_store_has_damaged_does_not_come_in(repo: Repository, storage: 
         storage.replace(key, storage.get(key, limit=SIZE)[:-1])
     else:
         storage.delete(key)
-    with pytest.raises(Spoilt) as raised:
+    with pytest.raises(BlobDamaged) as raised:
         cache.fill(storage, [ref], 2, silent)
     assert raised.value.ref == ref
     assert cache.open(ref) is None

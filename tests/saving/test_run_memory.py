@@ -14,7 +14,7 @@ from casckpt.errors import StorageError
 from casckpt.frontends.dcp import StorageWriter
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.repository.repository import Repository
-from casckpt.saving.encoder import MAX_RUNS, Kept, Pause, PutRate, kept_of
+from casckpt.saving.encoder import MAX_RUNS, Pause, PutRate, RunMemory, kept_of
 from casckpt.store.store import Store
 from tests.support import dcp
 from tests.support.far import FarStore, far
@@ -180,7 +180,7 @@ def test_how_fast_a_storage_is_is_known_of_each_of_its_runs(storage: FarStore) -
 
 def test_a_stream_that_is_in_vain_again_is_left_for_twice_as_long() -> None:
     stream, tried = ("tensor", "w", 0, None), list[int]()
-    kept = Kept(PutRate())
+    kept = RunMemory(PutRate())
     for kept.saves in range(1, 200):
         if not kept.pauses(stream):
             tried.append(kept.saves)
@@ -198,5 +198,5 @@ def test_another_thread_may_find_a_stream_worth_it_at_any_time() -> None:
             self.clear()  # by the other one, right behind this look
             return found
 
-    kept = Kept(PutRate(), saves=9, in_vain=Shared({stream: Pause(9, 8)}))
+    kept = RunMemory(PutRate(), saves=9, in_vain=Shared({stream: Pause(9, 8)}))
     assert not kept.pauses(stream)

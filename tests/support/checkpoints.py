@@ -19,7 +19,7 @@ from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.proof import LeafCheck, decode_proof, read_proof
 from casckpt.format.regions import Region, cut, full_box
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.format.sections.index import TENSOR, StreamEntry
+from casckpt.format.sections.index import TENSOR, Entry
 from casckpt.history.commits import Commit
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.repair.cell_sources import locate
@@ -169,7 +169,7 @@ def _stream(
     return str(array.dtype), build(array.shape, size, cell // size, places)
 
 
-def _read(repo: Repository, manifest: Manifest, entry: StreamEntry) -> bytes:
+def _read(repo: Repository, manifest: Manifest, entry: Entry) -> bytes:
     table = manifest.extents(entry)
     out = bytearray(entry.nbytes)
     for place in table.stored_cells():

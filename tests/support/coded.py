@@ -17,7 +17,7 @@ from casckpt.format.names import CellDigest, TxId
 from casckpt.format.records import Committed
 from casckpt.format.regions import Region
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
-from casckpt.format.sections.index import Name, StreamEntry
+from casckpt.format.sections.index import Entry, Name
 from casckpt.history.commits import Commit
 from casckpt.plan.lots import lots
 from casckpt.repository.repository import Repository
@@ -65,7 +65,7 @@ class Stored:
         self.refs = list(self.manifest.blobs)
         self._blobs: dict[int, bytes] = {}
 
-    def table(self, entry: StreamEntry) -> ExtentTable:
+    def table(self, entry: Entry) -> ExtentTable:
         return self.manifest.extents(entry)
 
     def cells(self) -> dict[tuple[Name, Region], StoredCell]:

@@ -10,7 +10,7 @@ from typing import Any
 from casckpt.history.commits import Commit
 from casckpt.ranks.ranks import Solo
 from casckpt.repository.repository import Repository
-from casckpt.saving.leader import SaveMemory
+from casckpt.saving.leader import GroupMemory
 from casckpt.saving.options import SaveOptions
 from casckpt.saving.prepare import prepare
 from casckpt.saving.save import save
@@ -53,7 +53,7 @@ class Simulated:
 
     def __init__(self, repo: Repository, size: int) -> None:
         self.repo, self.size = repo, size
-        self._memories = [SaveMemory() for _ in range(size)]
+        self._memories = [GroupMemory() for _ in range(size)]
 
     def save(self, state: Callable[[int], Any], options: SaveOptions) -> Commit:
         """Save what each rank holds; ``state`` makes that of a rank."""

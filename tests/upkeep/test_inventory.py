@@ -16,15 +16,15 @@ from casckpt.plan.retention import Policy
 from casckpt.repository.repository import Repository
 from casckpt.upkeep import inventory as stock
 from casckpt.upkeep.gc.forgetting import forget
-from casckpt.upkeep.inventory import Stock, Sums, sums_of, take_stock
+from casckpt.upkeep.inventory import Inventory, Sums, list_unguarded, sums_of
 from casckpt.upkeep.usage import measure
 from tests.support.faulty import FaultyStore
 from tests.support.gcs import collect
 from tests.support.repositories import blob_hash, memory, put_blob, repository, save
 
 
-def taken(repo: Repository, as_purged: Iterable[Commit] = ()) -> Stock:
-    return take_stock(repo, list_commits(repo), as_purged={commit.txid for commit in as_purged})
+def taken(repo: Repository, as_purged: Iterable[Commit] = ()) -> Inventory:
+    return list_unguarded(repo, list_commits(repo), as_purged={commit.txid for commit in as_purged})
 
 
 def listed(repo: Repository) -> dict[str, int]:
@@ -171,4 +171,4 @@ def test_a_manifest_of_a_guarded_folder_is_known(tmp_path: Path) -> None:
     key = manifest_key(first.txid, first.id)
     assert taken(repo).has_manifest(key)
     assert not taken(repo).has_manifest(key.replace(first.txid, repo.new_txid("run", 9)))
-    assert not stock.Stock().has_manifest(key)
+    assert not stock.Inventory().has_manifest(key)

@@ -24,7 +24,7 @@ from casckpt.format.sections.blobs import encode_blobs
 from casckpt.format.sections.tables import ROW
 from casckpt.history import transactions
 from casckpt.history.commits import Commit, forget, list_commits
-from casckpt.repository.fetching import Spoilt
+from casckpt.repository.fetching import BlobDamaged
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.copies.copy import CopyResult
 from casckpt.upkeep.repack import Recoding, cells_of, packed, poor_blobs
@@ -205,7 +205,7 @@ def test_what_the_network_spoils_is_read_once_more(tmp_path: Path, source: Repos
     if times == 1:
         assert content(made.target, made.run()) == contents(source)["run@0"]
     else:
-        with pytest.raises(Spoilt, match="its bytes 4096 to 8192 are not what was written"):
+        with pytest.raises(BlobDamaged, match="its bytes 4096 to 8192 are not what was written"):
             made.run()
 
 

@@ -19,7 +19,7 @@ from casckpt.cli.types import DURATION
 
 if TYPE_CHECKING:
     from casckpt.upkeep.gc.gc import GcResult
-    from casckpt.upkeep.gc.purge import Waiting
+    from casckpt.upkeep.gc.purge import Deferred
 
 _OLD: Final = "the old places of "  # of what was rewritten
 _KNOWN_BY_THEN: Final = ("forgotten", "restored", "purged", "waiting", "revoked", "thin", "dry_run")  # when it fails
@@ -89,7 +89,7 @@ def described(result: GcResult) -> dict[str, Any]:
     return found | {"waiting": list(map(_known, result.waiting))}
 
 
-def _known(one: Waiting) -> dict[str, Any]:
+def _known(one: Deferred) -> dict[str, Any]:
     """Drop what is not known of it."""
     return {name: value for name, value in plain(one).items() if value not in (None, [])}
 
@@ -100,7 +100,7 @@ class _Teller:
     def __init__(self) -> None:
         self.told: set[str | None] = set()
 
-    def __call__(self, waiting: Sequence[Waiting]) -> None:
+    def __call__(self, waiting: Sequence[Deferred]) -> None:
         for one in waiting:
             if one.txid not in self.told:
                 self.told.add(one.txid)

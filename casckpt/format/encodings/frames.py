@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format.digest import Buffer
-from casckpt.format.encodings.parts import Part, Reader, encode_part
+from casckpt.format.encodings.parts import Part, PartReader, encode_part
 from casckpt.format.encodings.planes import BLOCK, encode_parts, foresee, join, read_parts, sample, some_of
 from casckpt.format.encodings.scratch import Bytes, Unsigned, scratch
 
@@ -259,7 +259,7 @@ def _worthwhile(plain: memoryview, frame: list[Buffer] | None) -> bytes | None:
     return b"".join(frame) if frame and sum(map(len, frame)) <= WORTH * plain.nbytes else None
 
 
-class Frame(NamedTuple):
+class ParsedFrame(NamedTuple):
     """A frame that was read whole. ``gaps``: of the form sparse."""
 
     form: Form
@@ -271,10 +271,10 @@ class Frame(NamedTuple):
 
 def form_of(frame: memoryview) -> Form:
     """Tell the form of a frame. Raises Refused for what begins like none."""
-    return Form(_read_head(Reader(frame))[0])
+    return Form(_read_head(PartReader(frame))[0])
 
 
-def _read_head(reader: Reader) -> tuple[int, ...]:
+def _read_head(reader: PartReader) -> tuple[int, ...]:
     form, width, rotated, zero, nbytes = reader.unpack(_HEAD)
     if form not in {Form.PLANES, Form.SPARSE, Form.DIFF}:
         raise Refused(f"a frame has the form {form}, which this version does not know; a later one may read it")
@@ -283,9 +283,9 @@ def _read_head(reader: Reader) -> tuple[int, ...]:
     return form, width, rotated, nbytes
 
 
-def read_frame(data: memoryview, nbytes: int) -> Frame:
+def read_frame(data: memoryview, nbytes: int) -> ParsedFrame:
     """Read the frame of a cell of ``nbytes`` bytes, and take no more memory than that. Raises Refused."""
-    reader = Reader(data)
+    reader = PartReader(data)
     form, width, rotated, stored = _read_head(reader)
     if stored != nbytes:
         raise Refused(f"a frame is of {stored} bytes, where a cell has {nbytes}")
@@ -294,10 +294,10 @@ def read_frame(data: memoryview, nbytes: int) -> Frame:
         count, gaps = _read_gaps(reader, count)
     planes = read_parts(reader, width, count)
     reader.end()
-    return Frame(Form(form), width, bool(rotated), planes, gaps)
+    return ParsedFrame(Form(form), width, bool(rotated), planes, gaps)
 
 
-def _read_gaps(reader: Reader, count: int) -> tuple[int, Bytes]:
+def _read_gaps(reader: PartReader, count: int) -> tuple[int, Bytes]:
     """How many of ``count`` elements changed, and their gaps."""
     changes, nbytes = reader.unpack(_SPARSE)
     if changes > count or nbytes > changes + (count - changes) // 255:
@@ -346,12 +346,12 @@ def undo(frame: memoryview, into: memoryview) -> None:
     _change(read, elements, elements, np.subtract)
 
 
-def _write_planes(frame: Frame, into: Unsigned) -> None:
+def _write_planes(frame: ParsedFrame, into: Unsigned) -> None:
     for begin in range(0, into.size, BLOCK):
         join(frame.planes, begin, into[begin : begin + BLOCK], rotated=frame.rotated)
 
 
-def _change(frame: Frame, into: Unsigned, base: Unsigned, operation: np.ufunc) -> None:
+def _change(frame: ParsedFrame, into: Unsigned, base: Unsigned, operation: np.ufunc) -> None:
     """Write the elements that the frame has differences of: ``operation`` of those of ``base`` and these."""
     begin = 0
     for where in _places(frame, into.size):
@@ -363,7 +363,7 @@ def _change(frame: Frame, into: Unsigned, base: Unsigned, operation: np.ufunc) -
         begin += old.size
 
 
-def _places(frame: Frame, count: int) -> Iterator[slice | Indices]:
+def _places(frame: ParsedFrame, count: int) -> Iterator[slice | Indices]:
     """Which elements the planes are of, at most `BLOCK` at a time."""
     if frame.form == Form.SPARSE:
         yield from decode_gaps(frame.gaps)

@@ -74,7 +74,7 @@ Part: TypeAlias = "Bytes | int"
 _HEAD = Struct("<BI")
 
 
-class Kind(IntEnum):
+class PartKind(IntEnum):
     """How a part is stored."""
 
     RAW = 0
@@ -85,14 +85,14 @@ class Kind(IntEnum):
 def encode_part(data: Bytes, *, noise: bool = False) -> list[Buffer]:
     """Encode as what is smallest; of ``noise`` nothing is tried. The buffers may be of ``data`` itself."""
     if data.size and data[0] == data[-1] and not (data != data[0]).any():
-        return [_HEAD.pack(Kind.CONSTANT, 1), bytes(data[:1])]
+        return [_HEAD.pack(PartKind.CONSTANT, 1), bytes(data[:1])]
     coded = compress(data.data) if data.size and not noise else data.data
     if len(coded) < data.size:
-        return [_HEAD.pack(Kind.ZSTD, len(coded)), coded]
-    return [_HEAD.pack(Kind.RAW, data.size), data.data]
+        return [_HEAD.pack(PartKind.ZSTD, len(coded)), coded]
+    return [_HEAD.pack(PartKind.RAW, data.size), data.data]
 
 
-class Reader:
+class PartReader:
     """Reads a frame from its front. ``rest``: what was not read yet."""
 
     def __init__(self, frame: memoryview) -> None:
@@ -114,11 +114,11 @@ class Reader:
         kind, stored = self.unpack(_HEAD)
         data = self.take(stored)
         match kind:
-            case Kind.RAW if stored == nbytes:
+            case PartKind.RAW if stored == nbytes:
                 return np.frombuffer(data, np.uint8)
-            case Kind.CONSTANT if stored == 1 and nbytes:
+            case PartKind.CONSTANT if stored == 1 and nbytes:
                 return data[0]
-            case Kind.ZSTD if nbytes:
+            case PartKind.ZSTD if nbytes:
                 return np.frombuffer(decompress(data, nbytes), np.uint8)
         raise Refused(f"a part of a frame has kind {kind} and {stored} bytes, where it is to give {nbytes}")
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from casckpt.format.digest import Buffer
-from casckpt.format.encodings.parts import Part, Reader, encode_part
+from casckpt.format.encodings.parts import Part, PartReader, encode_part
 from casckpt.format.encodings.scratch import Bytes, Unsigned, scratch
 
 BLOCK = 1 << 16
@@ -110,6 +110,6 @@ def encode_parts(elements: Unsigned, noise: Iterable[bool] = repeat(False), *, r
     return [part for plane, is_noise in zip(planes, noise, strict=False) for part in encode_part(plane, noise=is_noise)]
 
 
-def read_parts(reader: Reader, width: int, count: int) -> list[Part]:
+def read_parts(reader: PartReader, width: int, count: int) -> list[Part]:
     """Read the planes of ``count`` elements. Raises Refused."""
     return [reader.part(count) for _ in range(width)]

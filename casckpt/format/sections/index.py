@@ -26,10 +26,10 @@ REPLICAS_NOTE: Final = "replicas"
 """The note of what ranks did not hold alike: a list of keys, as plain data."""
 
 Name: TypeAlias = tuple[str, str, int, int | None]
-"""What tells the streams of a checkpoint apart: kind, key, index, rank; see `StreamEntry`."""
+"""What tells the streams of a checkpoint apart: kind, key, index, rank; see `Entry`."""
 
 
-class StreamEntry(msgspec.Struct, frozen=True, gc=False):
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """One stream of elements that lies in blobs.
 
     ``kind``: "tensor"; "part", a large buffer of an object (``key`` is the object's, ``index`` its number); or
@@ -47,9 +47,9 @@ class StreamEntry(msgspec.Struct, frozen=True, gc=False):
     shape: Shape
     number: int
 
-    def converted(self, dtype: str, itemsize: int) -> StreamEntry:
+    def converted(self, dtype: str, itemsize: int) -> Entry:
         """The same in another dtype, as a load makes it."""
-        return StreamEntry(self.kind, self.key, self.index, self.rank, dtype, itemsize, self.shape, self.number)
+        return Entry(self.kind, self.key, self.index, self.rank, dtype, itemsize, self.shape, self.number)
 
     @property
     def name(self) -> Name:
@@ -155,7 +155,7 @@ class ManifestBody(Description, frozen=True, kw_only=True, dict=True, rename=_ST
             check_attachment_name(name)
 
     @cached_property
-    def entries(self) -> Sequence[StreamEntry]:
+    def entries(self) -> Sequence[Entry]:
         """All entries. Raises Refused or InvalidInput where the columns make none that could be used."""
         return _entries(self.entry_columns)
 
@@ -177,7 +177,7 @@ class ManifestBody(Description, frozen=True, kw_only=True, dict=True, rename=_ST
         return [StoredObject(name, None, 0, False, first + n) for n, name in enumerate(self.attachment_names)]
 
 
-def _entries(columns: EntryColumns) -> list[StreamEntry]:
+def _entries(columns: EntryColumns) -> list[Entry]:
     count, keys = len(columns.keys), columns.keys
     kinds, types = _of(columns.kinds, columns.kind), _of(columns.dtypes, columns.dtype)
     indices, ranks, shapes = unpack(columns.index), _ranks(columns.rank), _shapes(columns)
@@ -189,7 +189,7 @@ def _entries(columns: EntryColumns) -> list[StreamEntry]:
     _check_keys(keys)
     rows = zip(kinds, keys, indices, ranks, types, shapes, range(count), strict=True)
     made = [
-        StreamEntry(kind, key, index, rank, dtype, itemsize, shape, number)
+        Entry(kind, key, index, rank, dtype, itemsize, shape, number)
         for kind, key, index, rank, (dtype, itemsize), shape, number in rows
     ]
     if columns.kinds != [TENSOR]:
@@ -202,7 +202,7 @@ def _check_keys(keys: Sequence[str]) -> None:
         raise Refused("a key in it is too long")
 
 
-def _check_bytes(entries: Sequence[StreamEntry]) -> None:
+def _check_bytes(entries: Sequence[Entry]) -> None:
     for entry in entries:
         if entry.kind == ATTACHMENT:
             check_attachment_name(entry.key)

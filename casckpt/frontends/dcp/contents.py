@@ -19,7 +19,7 @@ from casckpt.contents.signatures import get_trusted
 from casckpt.errors import InvalidInput, MissingKey
 from casckpt.format.records import changed
 from casckpt.format.regions import Shape
-from casckpt.format.sections.index import StreamEntry
+from casckpt.format.sections.index import Entry
 from casckpt.frontends.dcp.ids import stamp
 from casckpt.frontends.dcp.note import Note, read_note
 from casckpt.frontends.dcp.schema import Opaque, Schema, Value, schema_of
@@ -32,7 +32,7 @@ from casckpt.tensors.objects import is_archive, read_archive, write_archive
 from casckpt.tensors.untrusted import MISREAD
 
 
-class Opened:
+class DcpContents:
     """One checkpoint, opened by one rank."""
 
     def __init__(self, store: Store, checkpoint: Checkpoint, options: LoadOptions) -> None:
@@ -88,13 +88,13 @@ class Opened:
         dtype = self._entry(parts[0].key).dtype if parts else "float32"
         return _described(dtype, shape, [(part.offset, part.shape) for part in parts])
 
-    def _entry(self, key: str) -> StreamEntry:
+    def _entry(self, key: str) -> Entry:
         found = self._contents.tensor(key)
         if found is None:
             raise MissingKey(f"{self.checkpoint.run}@{self.checkpoint.step} lacks the tensor {key!r}", keys=(key,))
         return found
 
-    def tensor(self, index: dcp.MetadataIndex) -> tuple[StreamEntry, Shape]:
+    def tensor(self, index: dcp.MetadataIndex) -> tuple[Entry, Shape]:
         """(entry, offset in it) of what DCP names a chunk."""
         offset = tuple(index.offset or ())
         chunked = self.note.chunks.get(index.fqn)

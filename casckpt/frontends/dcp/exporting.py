@@ -19,8 +19,8 @@ from casckpt.base.progress import Progress, Shown
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput
 from casckpt.format.regions import Box, Region, Shape
-from casckpt.format.sections.index import StreamEntry
-from casckpt.frontends.dcp.contents import Opened
+from casckpt.format.sections.index import Entry
+from casckpt.frontends.dcp.contents import DcpContents
 from casckpt.frontends.dcp.folder import MEGATRON, METADATA, is_megatron
 from casckpt.frontends.interchange.new_files import (
     check_file_names,
@@ -33,7 +33,7 @@ from casckpt.frontends.interchange.new_files import (
 )
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.views.view import check_whole
-from casckpt.loading.entry_reader import Download, StreamRequest
+from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.load_plan import LoadOptions
 from casckpt.plan.lots import grouped, lots
 from casckpt.tensors.dtypes import torch_dtype
@@ -48,7 +48,7 @@ class _Chunk:
     """A part of a tensor that becomes a chunk of DCP's."""
 
     key: str
-    entry: StreamEntry
+    entry: Entry
     box: Box
 
     @property
@@ -80,11 +80,11 @@ def casckpt_to_dcp(
     """
     opened_store = as_store(store)
     checkpoint = opened_store.get(ref)
-    opened = Opened(opened_store, checkpoint, LoadOptions(allow_pickle=allow_pickle))
+    opened = DcpContents(opened_store, checkpoint, LoadOptions(allow_pickle=allow_pickle))
     if opened.note.chunks:
         raise InvalidInput(f"{checkpoint.run} holds what one rank saved for itself; there is no whole state to export")
     counted = Progress(progress).of(checkpoint.stats.bytes_total)
-    download = Download(opened_store.repository, opened.manifest, True, usable_threads(None), counted)
+    download = EntryReader(opened_store.repository, opened.manifest, True, usable_threads(None), counted)
     attached = opened_store.attachments(checkpoint)
     if attachments:
         check_file_names(attached, _is_ours)
@@ -102,7 +102,7 @@ def casckpt_to_dcp(
 class _Writer:
     """The data files of one folder. ``boxed``: values that are no tensors stand in lists, as Megatron has them."""
 
-    def __init__(self, folder: Path, opened: Opened, download: Download, *, boxed: bool) -> None:
+    def __init__(self, folder: Path, opened: DcpContents, download: EntryReader, *, boxed: bool) -> None:
         self._folder, self._opened, self._download, self._boxed = folder, opened, download, boxed
         self._places: dict[dcp.MetadataIndex, _StorageInfo] = {}
         self._number = 0
@@ -134,7 +134,7 @@ class _Writer:
         made = [(chunk, chunk.memory()) for chunk in window]
         self._download.run(
             [
-                StreamRequest(chunk.entry.number, Destination(Region(chunk.box, 0, chunk.box.numel), data, data.dtype))
+                RegionRequest(chunk.entry.number, Destination(Region(chunk.box, 0, chunk.box.numel), data, data.dtype))
                 for chunk, data in made
                 if chunk.box.numel
             ]

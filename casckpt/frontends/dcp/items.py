@@ -21,7 +21,7 @@ from casckpt.frontends.dcp.note import Chunk
 from casckpt.frontends.dcp.planners import ValueStream, has_methods_of
 from casckpt.frontends.dcp.schema import is_one_value
 from casckpt.plan.lots import lots
-from casckpt.saving.local_entries import Source
+from casckpt.saving.local_entries import LocalEntry
 from casckpt.saving.prepare import Prepared, prepare, stored_object
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import dtype_name
@@ -60,7 +60,7 @@ class Values:
     """
 
     objects: list[ObjectEntry] = field(default_factory=list)
-    sources: list[Source] = field(default_factory=list)
+    sources: list[LocalEntry] = field(default_factory=list)
     nodes: dict[str, bytes] = field(default_factory=dict)
     opaque: set[str] = field(default_factory=set)
     is_odd: bool = False
@@ -261,7 +261,7 @@ def is_whole(value: Any) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
-def sources_of(parts: Sequence[_Part], planner: Resolver, is_frozen: Any) -> list[Source]:
+def sources_of(parts: Sequence[_Part], planner: Resolver, is_frozen: Any) -> list[LocalEntry]:
     """Take what the planner gives for these parts. Raises InvalidInput, naming the key, for what cannot be stored."""
     pieces: dict[str, list[Piece]] = {}
     first: dict[str, tuple[str, Shape]] = {}
@@ -276,7 +276,7 @@ def sources_of(parts: Sequence[_Part], planner: Resolver, is_frozen: Any) -> lis
         if part.region.numel:
             held.append(Piece(part.region, data))
     return [
-        Source(TENSOR, key, 0, None, dtype, shape, pieces[key], frozen=is_frozen(key))
+        LocalEntry(TENSOR, key, 0, None, dtype, shape, pieces[key], frozen=is_frozen(key))
         for key, (dtype, shape) in first.items()
     ]
 

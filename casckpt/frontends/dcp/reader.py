@@ -23,16 +23,16 @@ from casckpt.contents.checkpoint import Checkpoint, warn_if_forgotten
 from casckpt.errors import Conflict, Damaged, InvalidInput, Mismatch, NotFound
 from casckpt.format.keys import check_run
 from casckpt.format.regions import Box, Region
-from casckpt.frontends.dcp.contents import Opened
+from casckpt.frontends.dcp.contents import DcpContents
 from casckpt.frontends.dcp.hooks import hook
 from casckpt.frontends.dcp.ids import is_usable, reference_of
 from casckpt.frontends.dcp.items import WINDOW_BYTES, check_planned
 from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream, has_methods_of
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.loading.entry_reader import Download, StreamRequest
+from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.fit import Fit, check_fit, log_once, saved_shapes, shape_of
 from casckpt.loading.load_plan import LoadOptions, Unread, check_cast
-from casckpt.loading.tied_tensors import Content, Tied
+from casckpt.loading.tied_tensors import Content, TiedTensors
 from casckpt.plan.lots import lots
 from casckpt.plan.reads import covers
 from casckpt.ranks.ranks import this_rank
@@ -96,7 +96,7 @@ class StorageReader(Protocol):
         self._failed: Exception | None = None
         self._absent = False  # there is no such checkpoint of all ranks
         self._alone = False
-        self._opened: Opened | None = None
+        self._opened: DcpContents | None = None
 
     @hook
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -133,7 +133,7 @@ class StorageReader(Protocol):
         self._alone = rank is not None
         checkpoint = self._of_all(self._ref) if rank is None else self._of_rank(self._ref, rank)
         options = replace(self._options, rank=this_rank() if rank is None else rank)
-        self._opened = Opened(self._store, checkpoint, options)
+        self._opened = DcpContents(self._store, checkpoint, options)
         metadata = self._opened.metadata()
         self._known = frozenset(metadata.state_dict_metadata)
         if metadata.storage_meta is not None:
@@ -188,7 +188,7 @@ class StorageReader(Protocol):
         self._check_fit(planner)
         self._read_values([item for item in plan.items if item.type == LoadItemType.BYTE_IO], planner)
         repo, verify, progress = self._store.repository, self._options.verify, Progress(self._shown).of(None)
-        download = Download(repo, self._now.manifest, verify, self._threads, progress, ranks)
+        download = EntryReader(repo, self._now.manifest, verify, self._threads, progress, ranks)
         tensors = [item.storage_index for item in plan.items if item.type != LoadItemType.BYTE_IO]
         self._now.manifest.ready([self._now.tensor(index)[0].number for index in tensors], ())
         for window in _windows(plan.items, planner):
@@ -210,7 +210,7 @@ class StorageReader(Protocol):
         log_once(self._now.checkpoint.id, said, list(fit.unfilled))
 
     @property
-    def _now(self) -> Opened:
+    def _now(self) -> DcpContents:
         if self._opened is None:
             raise InvalidInput("a StorageReader was used before read_metadata; pass it to dcp.load")
         return self._opened
@@ -226,11 +226,11 @@ class StorageReader(Protocol):
         for item in items:
             planner.load_bytes(item, streams[item.storage_index.fqn])
 
-    def _read_tensors(self, download: Download, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+    def _read_tensors(self, download: EntryReader, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         targets = [planner.resolve_tensor(item) for item in items]
         pairs = list(zip(items, targets, strict=True))
         converted: dict[str, None] = {}
-        tied = Tied()
+        tied = TiedTensors()
         held = planner.state_dict if isinstance(planner, DefaultLoadPlanner) else {}
         parts = [(item, target.detach(), held.get(item.dest_index.fqn)) for item, target in pairs]
         wants = [want for part in parts for want in self._wants(*part, converted, tied)]
@@ -244,8 +244,8 @@ class StorageReader(Protocol):
             planner.commit_tensor(item, target)
 
     def _wants(
-        self, item: ReadItem, target: torch.Tensor, held: Any, converted: dict[str, None], tied: Tied
-    ) -> Iterator[StreamRequest]:
+        self, item: ReadItem, target: torch.Tensor, held: Any, converted: dict[str, None], tied: TiedTensors
+    ) -> Iterator[RegionRequest]:
         """``held``: what the state has under its key, if that is known."""
         key = item.storage_index.fqn
         entry, base = self._now.tensor(item.storage_index)
@@ -268,7 +268,7 @@ class StorageReader(Protocol):
         if region.numel:
             tied.add(Content(key, target, entry.number, entry.dtype, table, region))
             destination = Destination(region, target, stored, held if is_dtensor(held) else None)
-            yield StreamRequest(entry.number, destination, table)
+            yield RegionRequest(entry.number, destination, table)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -36,17 +36,17 @@ from casckpt.frontends.dcp.items import Resolver, Tensors, is_whole, sources_of,
 from casckpt.frontends.dcp.note import Note
 from casckpt.frontends.dcp.schema import Opaque, check_keys, path_of, schema_of, tree_of
 from casckpt.history.following import newest_reusable
-from casckpt.plan.reuse import KnownCells
+from casckpt.plan.reuse import ReusableCells
 from casckpt.ranks.agreement import StoreIdentity
 from casckpt.repository.repository import Repository
 from casckpt.saving.encoder import coding
 from casckpt.saving.health import Parent
 from casckpt.saving.health_scan import HealthScan
-from casckpt.saving.leader import FinishRequest, Leader, SaveMemory
+from casckpt.saving.leader import FinishRequest, GroupMemory, Leader
 from casckpt.saving.options import SaveOptions, usable_compress
 from casckpt.saving.prepare import Prepared, frozen_by, prepare, tensor_source
 from casckpt.saving.replicas import Samples, compared, memory_of, samples_of
-from casckpt.saving.reuse_offer import Knowledge, known_from, reusable
+from casckpt.saving.reuse_offer import ReuseOffer, known_from, reusable
 from casckpt.saving.save import store_share
 from casckpt.saving.shares import Streams, joined
 from casckpt.tensors.dtypes import dtype_name
@@ -66,7 +66,7 @@ class GlobalStorageData:
 
     number: bytes
     txid: TxId
-    knowledge: Knowledge
+    knowledge: ReuseOffer
     home: StoreIdentity
 
 
@@ -114,7 +114,7 @@ class WriterSession:
         self.checkpoint = ""
         self._leader: Leader | None = None
         self._last_resort: weakref.finalize[..., WriterSession] | None = None
-        self._known: Knowledge | None = None
+        self._known: ReuseOffer | None = None
         self._txid: TxId | None = None
         self._extra = Prepared([], [], [], b"")
         self._written: Written | None = None
@@ -148,7 +148,7 @@ class WriterSession:
         """Begin the transaction; then the plans, with what each rank needs to know."""
         options = self.options
         self._extra = prepare(self.more, options.attachments, rank=0, allow_pickle=options.allow_pickle)
-        memory = SaveMemory(memory_of(self.repo.storage.url, "dcp"))
+        memory = GroupMemory(memory_of(self.repo.storage.url, "dcp"))
         leader = self._leader = Leader(self.repo, len(plans), memory, options, reuse=True)
         # where another rank fails, DCP does not tell us
         self._last_resort = weakref.finalize(self, _give_up, leader, os.getpid())
@@ -157,7 +157,7 @@ class WriterSession:
             self._known = known = leader.knowledge(_streams(plans))
         return [replace(plan, storage_data=self._answer(plan, known)) for plan in plans]
 
-    def _answer(self, plan: SavePlan, knowledge: Knowledge) -> GlobalStorageData | None:
+    def _answer(self, plan: SavePlan, knowledge: ReuseOffer) -> GlobalStorageData | None:
         asked = plan.storage_data
         if not isinstance(asked, LocalStorageData) or self._txid is None:
             return None
@@ -245,7 +245,7 @@ class WriterSession:
                    if is_whole(value)]  # fmt: skip
         return samples_of(sources, self.options.run, self.options.step, str(self.options.check_replicas))
 
-    def _knowledge(self, plan: SavePlan) -> tuple[TxId, KnownCells, Knowledge]:
+    def _knowledge(self, plan: SavePlan) -> tuple[TxId, ReusableCells, ReuseOffer]:
         """(whose folder to upload to, what may be reused, what else was told)."""
         if self._known is not None and self._txid is not None:
             return self._txid, known_from(self.repo, self.options.run, self._known), self._known

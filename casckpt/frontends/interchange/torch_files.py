@@ -29,7 +29,7 @@ from casckpt.base.progress import Shown
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.signatures import get_trusted
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Refused
-from casckpt.format.sections.index import StreamEntry
+from casckpt.format.sections.index import Entry
 from casckpt.format.tree import TENSOR, Element, Leaf, Node, children, container, join, leaves
 from casckpt.frontends.interchange.new_files import new_file, place_for, torch_saves
 from casckpt.frontends.interchange.optimizer_names import by_name, is_named, is_optimizer_state
@@ -240,7 +240,7 @@ class _Export:
         view = view_of(self.manifest, rules)
         return {one.name: self._empty(one.entry) for one in view.tensors}, view, view.tensors
 
-    def _empty(self, entry: StreamEntry) -> torch.Tensor:
+    def _empty(self, entry: Entry) -> torch.Tensor:
         with self._fake:
             return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
 

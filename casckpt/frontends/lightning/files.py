@@ -11,7 +11,7 @@ from casckpt.format.keys import check_run
 from casckpt.frontends.lightning.pointer import Pointer
 from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.store.store import Store
-from casckpt.upkeep.gc.purge import retire_now
+from casckpt.upkeep.gc.purge import forget_and_purge
 
 
 class RunFiles:
@@ -57,7 +57,7 @@ class RunFiles:
         if named is not None and named in self.store:
             found = self.store.get(named)
             if not found.tags and not found.forgotten:
-                retire_now(self.store.repository, [found.commit])
+                forget_and_purge(self.store.repository, [found.commit])
             if self._gc:
                 self._janitor.ask(found.run)
 

@@ -17,7 +17,7 @@ from casckpt.contents import manifests
 from casckpt.contents.checkpoint import Checkpoint, warn_if_forgotten
 from casckpt.contents.signatures import get_trusted
 from casckpt.format.manifest import Manifest
-from casckpt.format.sections.index import StreamEntry
+from casckpt.format.sections.index import Entry
 from casckpt.format.tree import Node, children, container, find, join, leaves
 from casckpt.frontends.megatron.common import COMMON_NAME, NOTES_NAME, Notes, read
 from casckpt.frontends.megatron.mapping import ShardedObject
@@ -94,7 +94,7 @@ class MegatronCheckpoint:
         return f"{self.commit.run}@{self.commit.step}"
 
     @cached_property
-    def tensors(self) -> dict[str, StreamEntry]:
+    def tensors(self) -> dict[str, Entry]:
         """The sharded tensors by key."""
         objects = (join((name, *path)) for name in self.objects for path, _ in leaves(self._nodes[name]))
         others = self.notes.tensors.union(objects)

@@ -24,10 +24,10 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError
 from casckpt.frontends.serve.access import Guard
 from casckpt.frontends.serve.answers import Refusal, no_repository, refusal_of
-from casckpt.frontends.serve.folders import File, Folder
+from casckpt.frontends.serve.folders import File, ServedFolder
 from casckpt.frontends.serve.hub import Hub
 from casckpt.frontends.serve.names import MAIN, commit_of
-from casckpt.frontends.serve.ranges import Span, Unsatisfiable, parse_range
+from casckpt.frontends.serve.ranges import FileSpan, Unsatisfiable, parse_range
 from casckpt.frontends.serve.sending import Desk, RangeResponse
 
 _MOST = 50  # steps of a run
@@ -192,7 +192,7 @@ async def _body(request: Request) -> bytes:
     return bytes(found)
 
 
-def _file(request: Request, folder: Folder, file: File) -> Response | RangeResponse:
+def _file(request: Request, folder: ServedFolder, file: File) -> Response | RangeResponse:
     """A file, a range of it, or only what there is to say of it."""
     size, etag = file.nbytes, f'"{file.etag}"'
     headers = {
@@ -213,7 +213,7 @@ def _file(request: Request, folder: Folder, file: File) -> Response | RangeRespo
         raise Refusal(416, "", str(error), Content_Range=f"bytes */{size}") from None
     desk: Desk = request.app.state.desk
     if span is None:
-        return RangeResponse(desk, folder, file, Span(0, size), headers)
+        return RangeResponse(desk, folder, file, FileSpan(0, size), headers)
     headers |= {
         "Content-Length": str(span.stop - span.start), "Content-Range": f"bytes {span.start}-{span.stop - 1}/{size}",
     }  # fmt: skip

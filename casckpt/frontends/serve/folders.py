@@ -47,7 +47,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Folder:
+class ServedFolder:
     """What is served of one checkpoint. ``files``: by name, sorted. ``tensors``: what is in those with weights."""
 
     checkpoint: Checkpoint
@@ -57,22 +57,22 @@ class Folder:
 
 
 @dataclass
-class Folders:
+class ServedFolders:
     """The folders that were asked for last. ``rules``: those of the user for all; None: what each checkpoint says."""
 
     store: Store
     rules: Rules | None
     max_shard_size: int
-    _held: OrderedDict[str, Folder] = field(default_factory=OrderedDict)
+    _held: OrderedDict[str, ServedFolder] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _making: Sequence[threading.Lock] = field(default_factory=lambda: [threading.Lock() for _ in range(_KEPT)])
 
-    def held(self, commit: str) -> Folder | None:
+    def held(self, commit: str) -> ServedFolder | None:
         """The folder whose checkpoint has an id that begins so, if it is at hand."""
         with self._lock:
             return next((one for id, one in self._held.items() if id.startswith(commit)), None)
 
-    def of(self, checkpoint: Checkpoint) -> Folder:
+    def of(self, checkpoint: Checkpoint) -> ServedFolder:
         """The folder of a checkpoint. Raises InvalidInput for what no such files can hold, and as a load."""
         with self._making[hash(checkpoint.id) % _KEPT]:  # of several who ask for one, one makes it
             found = self.held(checkpoint.id)
@@ -85,12 +85,12 @@ class Folders:
                     self._held.popitem(last=False)
         return found
 
-    def drop(self, folder: Folder) -> None:
+    def drop(self, folder: ServedFolder) -> None:
         """Look a checkpoint up again when it is asked for: its bytes were not where they were said to be."""
         with self._lock:
             self._held.pop(folder.checkpoint.id, None)
 
-    def _made(self, checkpoint: Checkpoint) -> Folder:
+    def _made(self, checkpoint: Checkpoint) -> ServedFolder:
         plan = self._plan(checkpoint)
         layout = plan.lay_out(self.max_shard_size)
         files = {one.name: one for one in layout.files}
@@ -99,7 +99,7 @@ class Folders:
         names, _ = plan.attachments()
         files |= {one.name: one for one in _attached(plan, names) if one.name not in files and one.name != VIEW_FILE}
         made = {name: File(name, etag_of(plan.manifest, file), FileMap(file)) for name, file in sorted(files.items())}
-        return Folder(checkpoint, plan.manifest, made, plan.view.tensors)
+        return ServedFolder(checkpoint, plan.manifest, made, plan.view.tensors)
 
     def _plan(self, checkpoint: Checkpoint) -> FolderPlan:
         rules = self.rules or self._own_rules(checkpoint)

@@ -15,7 +15,7 @@ from casckpt.frontends.interchange.safetensors.files import NAMES
 from casckpt.frontends.interchange.safetensors.layout import plan_shards
 from casckpt.frontends.interchange.safetensors.planned import CONFIG
 from casckpt.frontends.serve.answers import no_file, no_repository, no_revision
-from casckpt.frontends.serve.folders import File, Folder, Folders
+from casckpt.frontends.serve.folders import File, ServedFolder, ServedFolders
 from casckpt.frontends.serve.names import COMMIT_DIGITS, MAIN, commit_of, is_of, reference, repo_of, run_of
 from casckpt.frontends.views.view import Rules
 from casckpt.plan.lots import grouped
@@ -37,7 +37,7 @@ class Hub:
     def __init__(self, store: Store, *, rules: Rules | None = None, max_shard_size: int = MAX_SHARD_SIZE) -> None:
         plan_shards((), max_shard_size)  # refuses what would be refused at each request
         self.store = store
-        self.folders = Folders(store, rules, max_shard_size)
+        self.folders = ServedFolders(store, rules, max_shard_size)
 
     def repos(self) -> dict[str, list[Checkpoint]]:
         """The visible checkpoints of each repository, oldest first; that with the newest comes first."""
@@ -81,14 +81,14 @@ class Hub:
             raise no_revision(repo, revision)
         raise no_repository(repo)
 
-    def folder(self, repo: str, revision: str) -> Folder:
+    def folder(self, repo: str, revision: str) -> ServedFolder:
         """The files of a revision. What an id named once is not looked up again."""
         held = self.folders.held(revision) if _COMMIT.fullmatch(revision) else None
         if held is not None and is_of(held.checkpoint.run, repo):
             return held
         return self.folders.of(self.checkpoint(repo, revision))
 
-    def file(self, repo: str, revision: str, path: str) -> tuple[Folder, File]:
+    def file(self, repo: str, revision: str, path: str) -> tuple[ServedFolder, File]:
         """One file of a revision."""
         folder = self.folder(repo, revision)
         if path not in folder.files:
@@ -182,7 +182,7 @@ def _commit(checkpoint: Checkpoint) -> Json:
     }  # fmt: skip
 
 
-def _last(folder: Folder, *, expand: bool) -> Json:
+def _last(folder: ServedFolder, *, expand: bool) -> Json:
     return {"lastCommit": _commit(folder.checkpoint)} if expand else {}
 
 

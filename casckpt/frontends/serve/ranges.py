@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from casckpt.format.dtypes import itemsize
 from casckpt.frontends.interchange.safetensors.layout import FileLayout
-from casckpt.frontends.views.recut import Source
+from casckpt.frontends.views.recut import EntrySlice
 
 _ONE = re.compile(r"bytes=[ \t]*([0-9]*)-([0-9]*)[ \t]*", re.IGNORECASE)
 _DIGITS = 19
@@ -19,14 +19,14 @@ class Unsatisfiable(ValueError):
     """A range that no byte of the file lies in, or that ends before it begins."""
 
 
-class Span(NamedTuple):
+class FileSpan(NamedTuple):
     """Bytes [start, stop) of a file."""
 
     start: int
     stop: int
 
 
-def parse_range(header: str | None, size: int) -> Span | None:
+def parse_range(header: str | None, size: int) -> FileSpan | None:
     """The bytes of a file of ``size`` bytes that a Range header asks for; None for all of it.
 
     Several ranges, other units and what is no range ask for all, as a server may answer (RFC 9110, 14.2). Raises
@@ -43,7 +43,7 @@ def parse_range(header: str | None, size: int) -> Span | None:
         start, stop = _number(first), min(_number(last) + 1, size) if last else size
     if start >= stop:
         raise Unsatisfiable(f"{header!r:.80} asks for no byte of a file of {size} bytes")
-    return Span(start, stop)
+    return FileSpan(start, stop)
 
 
 def _number(digits: str) -> int:
@@ -51,14 +51,14 @@ def _number(digits: str) -> int:
     return int(digits) if len(digits) <= _DIGITS else 10**_DIGITS
 
 
-class Wanted(NamedTuple):
+class RequestedRange(NamedTuple):
     """What a range is made of: ``head``, then the bytes of ``sources`` but for the first ``skip``.
 
     The last element may be cut short.
     """
 
     head: memoryview
-    sources: list[Source]
+    sources: list[EntrySlice]
     skip: int
 
 
@@ -75,13 +75,13 @@ class FileMap:
         """Size of the file."""
         return len(self._head) + self._begins[-1]
 
-    def wanted(self, span: Span) -> Wanted:
+    def wanted(self, span: FileSpan) -> RequestedRange:
         """What bytes ``span`` are made of: whole elements, as few as hold them."""
         start, stop = (max(at - len(self._head), 0) for at in span)
         sources, skip = self._elements(start, stop)
-        return Wanted(self._head[span.start : span.stop], sources, skip)
+        return RequestedRange(self._head[span.start : span.stop], sources, skip)
 
-    def _elements(self, start: int, stop: int) -> tuple[list[Source], int]:
+    def _elements(self, start: int, stop: int) -> tuple[list[EntrySlice], int]:
         """The elements that hold bytes [start, stop) of the data, and how many bytes of the first lie before."""
         if start >= stop:
             return [], 0
@@ -89,7 +89,7 @@ class FileMap:
         found = [self._cut(number, start, stop) for number in range(first, last)]
         return found, (start - self._begins[first]) % itemsize(found[0].entry.dtype)
 
-    def _cut(self, number: int, start: int, stop: int) -> Source:
+    def _cut(self, number: int, start: int, stop: int) -> EntrySlice:
         one, begin = self._sources[number], self._begins[number]
         size = itemsize(one.entry.dtype)
         lo = max(start - begin, 0) // size

@@ -20,12 +20,12 @@ from casckpt.base.sizes import format_size
 from casckpt.errors import CasckptError, Damaged, Gone
 from casckpt.format.extents import ExtentTable
 from casckpt.frontends.serve.answers import refusal_of
-from casckpt.frontends.serve.folders import File, Folder, Folders
+from casckpt.frontends.serve.folders import File, ServedFolder, ServedFolders
 from casckpt.frontends.serve.leases import Leases
-from casckpt.frontends.serve.ranges import Span, Wanted
-from casckpt.frontends.views.recut import Source
+from casckpt.frontends.serve.ranges import FileSpan, RequestedRange
+from casckpt.frontends.views.recut import EntrySlice
 from casckpt.frontends.views.windows import plan_windows, requests
-from casckpt.loading.entry_reader import Download
+from casckpt.loading.entry_reader import EntryReader
 from casckpt.repository.repository import Repository
 from casckpt.storage.buffers import AlignedBuffer
 from casckpt.store.store import Store
@@ -62,27 +62,27 @@ class Window(NamedTuple):
 
     start: int
     stop: int
-    sources: list[Source]
+    sources: list[EntrySlice]
     skip: int
 
 
 class RangeReader:
     """Reads one range of a file. ``head``: what needs no read. `next` is for one thread, `read` for any."""
 
-    def __init__(self, repo: Repository, folder: Folder, file: File, span: Span) -> None:
+    def __init__(self, repo: Repository, folder: ServedFolder, file: File, span: FileSpan) -> None:
         wanted = file.map.wanted(span)
         self.head = wanted.head
         self._folder = folder
         self._tables: dict[int, ExtentTable] = {}
         # one thread: others read for other clients, and over a network a window is one or two requests
-        self._download = Download(repo, folder.manifest, verify=True, threads=1, shared=True)
+        self._download = EntryReader(repo, folder.manifest, verify=True, threads=1, shared=True)
         self._windows = self._plan(span, wanted)
 
     def next(self) -> Window | None:
         """The next window, in order; None at the end."""
         return next(self._windows, None)
 
-    def _plan(self, span: Span, wanted: Wanted) -> Iterator[Window]:
+    def _plan(self, span: FileSpan, wanted: RequestedRange) -> Iterator[Window]:
         start, skip = span.start + len(wanted.head), wanted.skip
         cell_bytes = self._folder.manifest.body.cell_bytes
         for sources in plan_windows(wanted.sources, WINDOW_BYTES, cell_bytes, FIRST_BYTES):
@@ -98,7 +98,7 @@ class RangeReader:
         self._download.run(requests(window.sources, buffer, self._learn(window.sources)))
         return buffer[window.skip : window.skip + window.stop - window.start]
 
-    def _learn(self, sources: list[Source]) -> dict[int, ExtentTable]:
+    def _learn(self, sources: list[EntrySlice]) -> dict[int, ExtentTable]:
         """The extents of what is read; those of a large tensor are asked for again and again."""
         manifest, held = self._folder.manifest, self._tables
         wanted = {one.entry.number for one in sources}
@@ -126,7 +126,7 @@ T = TypeVar("T")
 class Desk:
     """What all responses share: threads, memory, leases. ``slow_seconds``: a window must be taken in so long."""
 
-    def __init__(self, store: Store, folders: Folders, *, slow_seconds: float = 30.0) -> None:
+    def __init__(self, store: Store, folders: ServedFolders, *, slow_seconds: float = 30.0) -> None:
         self.store, self.folders, self.slow_seconds = store, folders, slow_seconds
         self.leases = Leases(store)
         self.slots, self.slow_slots = asyncio.Semaphore(WINDOWS), asyncio.Semaphore(_SLOW_WINDOWS)
@@ -158,13 +158,13 @@ class Desk:
         failed = drawn.cancelled() or drawn.exception() is not None
         drawn.get_loop().call_later(0 if failed else CHARTS_SECONDS, setattr, self, "_charts", None)
 
-    def note_wrong(self, folder: Folder, file: File, at: int, error: CasckptError) -> None:
+    def note_wrong(self, folder: ServedFolder, file: File, at: int, error: CasckptError) -> None:
         """Remember that the bytes of a file from ``at`` on could not be read."""
         self.folders.drop(folder)
         self._wrong = {key: one for key, one in self._wrong.items() if one[0] > monotonic()}
         self._wrong[folder.checkpoint.id, file.name] = monotonic() + REMEMBERED_SECONDS, at, error
 
-    def check(self, folder: Folder, file: File, span: Span) -> None:
+    def check(self, folder: ServedFolder, file: File, span: FileSpan) -> None:
         """Raise what was raised a moment ago for bytes of this range."""
         until, at, error = self._wrong.get((folder.checkpoint.id, file.name), (0.0, 0, None))
         if error is not None and until > monotonic() and span.start <= at < span.stop:
@@ -234,7 +234,9 @@ class _Slow(Exception):
 class RangeResponse:
     """Sends bytes ``span`` of a file. What is wrong with the first of them is said by the status."""
 
-    def __init__(self, desk: Desk, folder: Folder, file: File, span: Span, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, desk: Desk, folder: ServedFolder, file: File, span: FileSpan, headers: Mapping[str, str]
+    ) -> None:
         self._desk, self._folder, self._file, self._span, self._headers = desk, folder, file, span, headers
         self._begun = False
         self._window: Window | None = None  # the next one that nobody has asked for

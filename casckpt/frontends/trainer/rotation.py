@@ -14,7 +14,7 @@ from casckpt.history.commits import Commit, list_commits
 from casckpt.history.tags import FOREIGN_CLOCKS, tagged_txids, tags
 from casckpt.plan.retention import Policy, Thinning, newest_of, plan_forget
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.gc.purge import kept_of, purge_now, retire_now
+from casckpt.upkeep.gc.purge import forget_and_purge, kept_of, purge_now
 from casckpt.upkeep.thin import execute, plan_thin
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def rotate(repo: Repository, run: str, rotation: Rotation) -> list[Commit]:
         return []
     tagged = tagged_txids(tags(repo, slack=FOREIGN_CLOCKS), visible)
     chosen = plan_rotation(visible, rotation, tagged, now)
-    return retire_now(repo, chosen)
+    return forget_and_purge(repo, chosen)
 
 
 def _tell_of_metrics(run: str, visible: Sequence[Commit], rotation: Rotation) -> None:

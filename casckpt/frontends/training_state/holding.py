@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from casckpt.errors import InvalidInput
-from casckpt.format.sections.index import StreamEntry
+from casckpt.format.sections.index import Entry
 from casckpt.frontends.training_state.flat import FlatPart
 from casckpt.loading.load_plan import new_empty
 from casckpt.tensors.dtensors import described_like, is_dtensor, local_of
@@ -88,7 +88,7 @@ class Holding:
     # loading
 
     def destination(
-        self, entry: StreamEntry, there: torch.Tensor | None, device: torch.device, taken: set[int], *, added: bool
+        self, entry: Entry, there: torch.Tensor | None, device: torch.device, taken: set[int], *, added: bool
     ) -> Any:
         """Tell where a load puts one tensor of state: into ``there`` if it fits, else into a new one.
 
@@ -140,25 +140,25 @@ def unwrapped(value: Any, device: torch.device | None = None) -> Any:
     return value
 
 
-def _new_like(tensor: torch.Tensor, entry: StreamEntry) -> torch.Tensor:
+def _new_like(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
     return torch.empty_like(tensor, dtype=torch_dtype(entry.dtype), requires_grad=False)
 
 
-def _fits(there: torch.Tensor, entry: StreamEntry, taken: set[int]) -> bool:
+def _fits(there: torch.Tensor, entry: Entry, taken: set[int]) -> bool:
     here = local_of(there)
     alike = here.dtype == torch_dtype(entry.dtype) and here.layout is torch.strided
     # no optimizer could step with one of inference mode
     return alike and not here.is_inference() and here.is_contiguous() and here.data_ptr() not in taken
 
 
-def _is_plain(there: torch.Tensor | None, entry: StreamEntry, parameter: torch.Tensor, *, added: bool) -> bool:
+def _is_plain(there: torch.Tensor | None, entry: Entry, parameter: torch.Tensor, *, added: bool) -> bool:
     """Whether the state of a DTensor is to be no DTensor: as before, or as torch and users keep what has no shards."""
     if there is not None:
         return not is_dtensor(there)
     return (added or entry.shape == ()) and entry.shape != tuple(parameter.shape)
 
 
-def _new_dtensor(parameter: DTensor, entry: StreamEntry) -> torch.Tensor:
+def _new_dtensor(parameter: DTensor, entry: Entry) -> torch.Tensor:
     """Sharded like the parameter if it has its shape, else whole on every rank; where the parameter's memory is."""
     if tuple(parameter.shape) == entry.shape:
         return _new_like(parameter, entry)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Mismatch
 from casckpt.format.regions import Shape
-from casckpt.format.sections.index import StreamEntry
+from casckpt.format.sections.index import Entry
 from casckpt.format.tree import Element, Node, children, listed
 from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.groups import Match, check, check_unused, match
@@ -403,7 +403,7 @@ class _OptimizerPlan:
                     homes[name] = _Home(Holding(name, parameter, parts.get(id(parameter))), options, there)
         return homes
 
-    def _place(self, name: Element, key: str, entry: StreamEntry) -> Any:
+    def _place(self, name: Element, key: str, entry: Entry) -> Any:
         """Give what to load one piece of state into."""
         home, cpu = self._homes.get(str(name)), torch.device("cpu")
         if home is None:
@@ -417,7 +417,7 @@ class _OptimizerPlan:
         self._taken.discard(0)  # the address of all that have no memory of their own
         return described_like(found, home.holding.parameter)
 
-    def _as_cast(self, name: str, key: str, entry: StreamEntry, dtype: torch.dtype) -> StreamEntry:
+    def _as_cast(self, name: str, key: str, entry: Entry, dtype: torch.dtype) -> Entry:
         """What ``cast`` makes of a piece of state of a parameter that has ``dtype`` here.
 
         What was saved in the dtype of its parameter follows it. All else was meant to be of its own, as are counts.

@@ -13,7 +13,7 @@ from casckpt.contents.signatures import get_trusted
 from casckpt.errors import Damaged, Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Shape, whole
-from casckpt.format.sections.index import StreamEntry
+from casckpt.format.sections.index import Entry
 from casckpt.format.tree import Element, Leaf, Node, children, find, join, leaves
 from casckpt.history.commits import Commit
 from casckpt.loading.fit import saved_shapes
@@ -29,7 +29,7 @@ _TOP = frozenset(("model", "optim", "train", "lightning", "transformers"))
 
 _STEP_NAMES = frozenset(("step", "mu_product"))
 
-Place: TypeAlias = Callable[[Element, str, StreamEntry], Any]
+Place: TypeAlias = Callable[[Element, str, Entry], Any]
 """(name of the parameter, flat key below it, what is stored) -> the tensor, or shard, to fill."""
 
 StoredGroups: TypeAlias = list[dict[str, Any]]
@@ -165,7 +165,7 @@ class StoredTraining:
             filled |= inflate({name: node}, leaf, keep)
         return filled
 
-    def _whole(self, entry: StreamEntry) -> StreamEntry:
+    def _whole(self, entry: Entry) -> Entry:
         """Before memory is asked for: a shape that nothing stands behind is caught here."""
         if not covers(self.manifest.extents(entry), whole(entry.shape)):
             raise Damaged(f"{self.where} holds {entry.key!r} ({entry.nbytes} bytes) only in part", key=entry.key)
@@ -185,12 +185,12 @@ def steps_on_cpu(optim: Optimizer | None, options: Mapping[str, Any]) -> bool:
     return not (options.get("capturable") or options.get("fused") or isinstance(optim, ASGD))
 
 
-def is_step(entry: StreamEntry, key: str) -> bool:
+def is_step(entry: Entry, key: str) -> bool:
     """Whether it is a count of steps, or a product over them: optimizers keep those on the CPU unless told not to."""
     return entry.shape == () and key.rpartition(".")[2] in _STEP_NAMES
 
 
-def keeps_dtype(entry: StreamEntry, key: str) -> bool:
+def keeps_dtype(entry: Entry, key: str) -> bool:
     """Whether an optimizer keeps it in the same dtype whatever that of the parameter: a count, or ASGD's rates."""
     name = key.rpartition(".")[2]
     return name == "step" or (entry.shape == () and name in {*_STEP_NAMES, "eta", "mu"})

@@ -11,7 +11,7 @@ import torch
 
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, MissingKey
-from casckpt.format.sections.index import StreamEntry
+from casckpt.format.sections.index import Entry
 from casckpt.format.tree import Element
 from casckpt.frontends.stores import AnyStore
 from casckpt.frontends.training_state.model import is_extra_state
@@ -131,7 +131,7 @@ def _optimizer_of(
 ) -> dict[Element, Any]:
     on_cpu = {name: steps_on_cpu(None, group) for group in groups for name in group["params"]}
 
-    def place(name: Element, key: str, entry: StreamEntry) -> torch.Tensor:
+    def place(name: Element, key: str, entry: Entry) -> torch.Tensor:
         stays = is_step(entry, key) and on_cpu.get(str(name), False)
         return new_empty(entry, torch.device("cpu") if stays else target)
 

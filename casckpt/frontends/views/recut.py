@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from casckpt.errors import InvalidInput
 from casckpt.format.regions import Shape
-from casckpt.format.sections.index import StreamEntry
+from casckpt.format.sections.index import Entry
 
 if TYPE_CHECKING:
     from casckpt.loading.arguments import FullMatch
@@ -22,10 +22,10 @@ Concat: TypeAlias = Mapping[str, Sequence[str]]
 """From one that the first matches to the name of the whole, and those of all that come behind the first."""
 
 
-class Source(NamedTuple):
+class EntrySlice(NamedTuple):
     """Elements [lo, hi) of a stream, in row-major order."""
 
-    entry: StreamEntry
+    entry: Entry
     lo: int
     hi: int
 
@@ -43,13 +43,13 @@ class ViewTensor(NamedTuple):
     """
 
     name: str
-    entry: StreamEntry
-    parts: tuple[Source, ...] = ()
+    entry: Entry
+    parts: tuple[EntrySlice, ...] = ()
 
     @property
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[EntrySlice, ...]:
         """Where its elements lie, in row-major order."""
-        return self.parts or (Source(self.entry, 0, self.entry.numel),)
+        return self.parts or (EntrySlice(self.entry, 0, self.entry.numel),)
 
 
 def recut(
@@ -85,7 +85,7 @@ def _shares(one: ViewTensor, shares: Sequence[tuple[str, int]]) -> Iterator[View
         yield _made(name, rows, list(_within(one.sources, lo * unit, hi * unit)))
 
 
-def _within(sources: Iterable[Source], lo: int, hi: int) -> Iterator[Source]:
+def _within(sources: Iterable[EntrySlice], lo: int, hi: int) -> Iterator[EntrySlice]:
     """Elements [lo, hi) of what lies in ``sources``."""
     for one in sources:
         count = one.hi - one.lo
@@ -125,11 +125,11 @@ def _named(by_name: Mapping[str, ViewTensor], name: str, whole: str) -> ViewTens
     return by_name[name]
 
 
-def _made(name: str, shape: Shape, sources: Sequence[Source]) -> ViewTensor:
+def _made(name: str, shape: Shape, sources: Sequence[EntrySlice]) -> ViewTensor:
     if not sources or prod(shape) != sum(source.hi - source.lo for source in sources):
         raise InvalidInput(f"{name!r} would have no elements", key=name)
     one = sources[0].entry
-    entry = StreamEntry(one.kind, one.key, one.index, one.rank, one.dtype, one.itemsize, shape, one.number)
+    entry = Entry(one.kind, one.key, one.index, one.rank, one.dtype, one.itemsize, shape, one.number)
     return ViewTensor(name, entry, tuple(sources))
 
 

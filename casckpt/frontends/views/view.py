@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from casckpt.errors import Damaged, InvalidInput, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import whole
-from casckpt.format.sections.index import TENSOR, StreamEntry
+from casckpt.format.sections.index import TENSOR, Entry
 from casckpt.frontends.views.model_part import check_no_adapters, model_part, plain_names
 from casckpt.frontends.views.recut import Concat, Split, ViewTensor, recut
 from casckpt.loading.arguments import FullMatch, Rename, matches, renamer, usable_patterns
@@ -83,7 +83,7 @@ def view_of(manifest: Manifest, rules: Rules) -> View:
     return View(tuple(sorted(tensors, key=lambda one: one.name)), (*objects, *others), prefix)
 
 
-def check_whole(manifest: Manifest, entries: Sequence[StreamEntry]) -> None:
+def check_whole(manifest: Manifest, entries: Sequence[Entry]) -> None:
     """Raise Damaged for a tensor with holes, Refused for unusable extents: before a hostile shape takes memory."""
     manifest.ready([entry.number for entry in entries], ())
     for entry in entries:
@@ -135,5 +135,5 @@ def _check_names(named: Iterable[tuple[str, str]]) -> None:
         key_of[name] = key
 
 
-def _other(entry: StreamEntry) -> str:
+def _other(entry: Entry) -> str:
     return entry.key if entry.rank is None else f"{entry.key} (of rank {entry.rank})"

@@ -18,8 +18,8 @@ from casckpt.format.dtypes import itemsize
 from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Region, full_box
-from casckpt.frontends.views.recut import Source, ViewTensor
-from casckpt.loading.entry_reader import Download, StreamRequest
+from casckpt.frontends.views.recut import EntrySlice, ViewTensor
+from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.regions import Part, request_for
 from casckpt.loading.update import change
 from casckpt.repository.repository import Repository
@@ -30,14 +30,14 @@ _BLOCK = 1 << 20  # of a file: it is written where one differs
 
 
 def plan_windows(
-    sources: Iterable[Source], most: int, cell_bytes: int, first: int | None = None
-) -> Iterator[list[Source]]:
+    sources: Iterable[EntrySlice], most: int, cell_bytes: int, first: int | None = None
+) -> Iterator[list[EntrySlice]]:
     """Cut the data of ``sources``, one after the other, into pieces of at most ``most`` bytes together.
 
     Streams are cut between cells, so that no cell is read twice, unless ``most`` is less than a cell. ``first``: the
     most bytes of the first piece, if these are others.
     """
-    window: list[Source] = []
+    window: list[EntrySlice] = []
     room = most if first is None else first
     for one in sources:
         lo, size = one.lo, itemsize(one.entry.dtype)
@@ -58,7 +58,9 @@ def plan_windows(
         yield window
 
 
-def requests(window: Sequence[Source], buffer: memoryview, tables: Mapping[int, ExtentTable]) -> list[StreamRequest]:
+def requests(
+    window: Sequence[EntrySlice], buffer: memoryview, tables: Mapping[int, ExtentTable]
+) -> list[RegionRequest]:
     """What reads a window into the front of ``buffer``. ``tables``: of entries, by number, if they are at hand."""
     ends = accumulate((one.nbytes for one in window), initial=0)
     parts = (Part(one.entry, Region(full_box(one.entry.shape), one.lo, one.hi)) for one in window)
@@ -73,7 +75,7 @@ class WindowReader:
 
     def __init__(self, repo: Repository, manifest: Manifest, nbytes: int, progress: Shown | None) -> None:
         self._cell_bytes = manifest.body.cell_bytes
-        self._download = Download(repo, manifest, True, usable_threads(None), Progress(progress).of(nbytes))
+        self._download = EntryReader(repo, manifest, True, usable_threads(None), Progress(progress).of(nbytes))
         self._buffer = AlignedBuffer(1)
 
     def read(self, streams: Iterable[ViewTensor]) -> Iterator[memoryview]:
@@ -99,7 +101,7 @@ class WindowReader:
                     file.write(window[at : at + _BLOCK])
             file.seek(start + len(window))
 
-    def _windows(self, streams: Iterable[ViewTensor]) -> Iterator[tuple[list[StreamRequest], memoryview]]:
+    def _windows(self, streams: Iterable[ViewTensor]) -> Iterator[tuple[list[RegionRequest], memoryview]]:
         """Requests, and the bytes that they fill."""
         sources = (source for one in streams for source in one.sources)
         for window in plan_windows(sources, WINDOW_BYTES, self._cell_bytes):

@@ -16,7 +16,7 @@ from casckpt.history.commits import Commit, CommitList
 from casckpt.repository.repository import Repository
 
 
-class Places:
+class BlobLocations:
     """The same as `casckpt.contents.manifests.locate`, for several questions about blobs of ``names``."""
 
     def __init__(self, repo: Repository, names: AbstractSet[BlobHash]) -> None:

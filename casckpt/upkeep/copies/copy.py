@@ -26,7 +26,7 @@ from casckpt.history.folding import Holdings
 from casckpt.history.tags import get_tag, set_tag, tags
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
-from casckpt.upkeep.copies.blob_locations import Places
+from casckpt.upkeep.copies.blob_locations import BlobLocations
 from casckpt.upkeep.copies.mirror_notes import NO_STORE, made_at, note, take_back, unmirrored
 from casckpt.upkeep.copies.replication import Part, Replica, Work, occupant, repack, replicate, taken, twin
 from casckpt.upkeep.copies.signatures import copy_signatures
@@ -258,7 +258,7 @@ def execute(
     progress.expect(plan.total)
     blob_bytes = plan.blob_bytes
     each = Work(_jobs(source, target, jobs), _checked_part(part), progress=progress)
-    places = Places(target, {name for name, _ in _named(source, plan.missing)})
+    places = BlobLocations(target, {name for name, _ in _named(source, plan.missing)})
     work = replace(each, blob_bytes=blob_bytes, compress=plan.compress, places=places)
     if (blob_bytes is not None or plan.compress) and part != (0, 1):
         raise InvalidInput("processes cannot share a copy that packs its cells anew: let one of them make it")

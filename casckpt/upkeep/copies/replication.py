@@ -34,12 +34,12 @@ from casckpt.history.commits import Commit, CommitList, list_commits, refresh
 from casckpt.history.folding import Holdings
 from casckpt.history.transactions import Transaction, join
 from casckpt.plan.reuse import bytes_in, coded_bytes
-from casckpt.repository.fetching import Spoilt, fetch
+from casckpt.repository.fetching import BlobDamaged, fetch
 from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import AlreadyExists
 from casckpt.storage.buffers import BufferPool
-from casckpt.upkeep.copies.blob_locations import Places
+from casckpt.upkeep.copies.blob_locations import BlobLocations
 from casckpt.upkeep.repack import Recoding, blobs_of_chains
 from casckpt.upkeep.repair.affected import keys_of
 from casckpt.upkeep.rewrite import record_of, rewrite
@@ -70,8 +70,8 @@ class Work:
     progress: Progress = silent
     blob_bytes: int | None = None
     compress: bool = False
-    places: Places | None = None
-    spoilt: dict[BlobRef, Spoilt] = field(default_factory=dict)
+    places: BlobLocations | None = None
+    spoilt: dict[BlobRef, BlobDamaged] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def repack(repo: Repository, commit: Commit, moving: frozenset[int], work: Work)
 
     try:
         now = rewrite(repo, commit, save) or commit
-    except Spoilt as error:
+    except BlobDamaged as error:
         raise _spoilt(repo, commit, manifest, error) from error
     new = [ref.size for ref in manifests.blob_list(repo, now) if ref.uploader == now.txid]
     return Replica(now, len(new), sum(new))
@@ -176,7 +176,7 @@ def _bare(ref: BlobRef) -> BlobRef:
     return replace(ref, worn=False)
 
 
-def _spoilt(source: Repository, commit: Commit, manifest: Manifest, error: Spoilt) -> CasckptError:
+def _spoilt(source: Repository, commit: Commit, manifest: Manifest, error: BlobDamaged) -> CasckptError:
     ref = error.ref
     numbers = [number for number, other in enumerate(manifest.blobs) if other.hash == ref.hash]
     keys = keys_of(manifest, numbers)
@@ -228,7 +228,7 @@ class _Copy:
         """Give every blob of the manifest a place in the target, where it is durable when this returns."""
         own = self.transaction.txid
         wanted = {ref.hash: ref for ref in self.manifest.blobs}
-        known = self.work.places or Places(self.target, wanted.keys())
+        known = self.work.places or BlobLocations(self.target, wanted.keys())
         self.places = known.locate(listed, wanted)
         while True:
             there = self._uploaded()
@@ -287,7 +287,7 @@ class _Copy:
         with buffers.borrow() as buffer:
             try:
                 data = fetch(self.source.storage, ref, buffer.view)
-            except Spoilt as error:
+            except BlobDamaged as error:
                 self.work.spoilt[_bare(ref)] = error
                 raise _spoilt(self.source, self.commit, self.manifest, error) from error
             blobs.put(self.target, own, ref.hash, data)
@@ -379,7 +379,7 @@ class _Recoded(_Copy):
         )  # fmt: skip
         try:
             self.made = recoding.run()
-        except Spoilt as error:
+        except BlobDamaged as error:
             raise _spoilt(self.source, self.commit, self.manifest, error) from error
         self.places = {ref.hash: ref for ref in self.made.manifest().blobs}
         self.put = {name: ref.size for name, ref in self.places.items() if ref.uploader == own}

@@ -15,7 +15,7 @@ from casckpt.format.keys import blob_key, manifest_key
 from casckpt.format.names import TxId
 from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.inventory import Stock
+from casckpt.upkeep.inventory import Inventory
 
 _NAMED_AT_MOST = 3
 
@@ -53,7 +53,9 @@ def commits_without_doubt(repo: Repository, *, anew: bool = False) -> CommitList
     return found
 
 
-def candidates(repo: Repository, stock: Stock, commits: CommitList, *, as_purged: Container[TxId] = ()) -> Candidates:
+def candidates(
+    repo: Repository, stock: Inventory, commits: CommitList, *, as_purged: Container[TxId] = ()
+) -> Candidates:
     """Do steps 2 and 3; ``stock`` was taken before ``commits`` were listed. ``as_purged``: what counts as purged.
 
     Raises `Damaged` that names all checkpoints whose manifest cannot be read; `Unreadable` if one was purged meanwhile;
@@ -106,7 +108,7 @@ def _names(repo: Repository, commit: Commit) -> Iterator[str]:
         yield blob_key(uploader, blob)
 
 
-def _names_of_live(repo: Repository, commit: Commit, stock: Stock) -> list[str]:
+def _names_of_live(repo: Repository, commit: Commit, stock: Inventory) -> list[str]:
     """Return the same, and look at the manifest: at its list of blobs where that is cheap, else presence is enough.
 
     Nothing where all is guarded: there is nothing to take the names away from.

@@ -45,9 +45,9 @@ from casckpt.repository.requirements import check_requirements
 from casckpt.upkeep.blob_use import BlobUse
 from casckpt.upkeep.gc.candidates import Candidates, Unreadable, candidates, commits_without_doubt, spare_roots
 from casckpt.upkeep.gc.purge import (
+    Deferred,
     GcPlan,
-    Retired,
-    Waiting,
+    RetireProgress,
     bring_back,
     min_age_of,
     plan_retiring,
@@ -56,7 +56,7 @@ from casckpt.upkeep.gc.purge import (
     waiting_for,
 )
 from casckpt.upkeep.gc.recovery import settle
-from casckpt.upkeep.inventory import BLOB, Stock, sums_of, take_stock
+from casckpt.upkeep.inventory import BLOB, Inventory, list_unguarded, sums_of
 from casckpt.upkeep.lost_records import check_recorded
 from casckpt.upkeep.thin import ThinResult
 
@@ -215,7 +215,7 @@ ATTEMPTS = 5
 _NAMED_AT_MOST = 20
 _RECORDS = ("", "commits", "transactions", "settings", "tags", "damaged", "mirrored", "signatures", "probes", "runs")
 
-Tell = Callable[[Sequence[Waiting]], None]
+Tell = Callable[[Sequence[Deferred]], None]
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class GcResult:
     kept_bytes: int = 0
     later_blobs: int = 0
     later_bytes: int = 0
-    waiting: tuple[Waiting, ...] = ()
+    waiting: tuple[Deferred, ...] = ()
     revoked: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
     dry_run: bool = False
@@ -253,7 +253,7 @@ class _Tally:
     """What a gc did so far."""
 
     deleted: dict[str, int] = field(default_factory=dict)
-    stock: Stock = field(default_factory=Stock)
+    stock: Inventory = field(default_factory=Inventory)
     still: list[OpenTransaction] = field(default_factory=list)
     revoked: list[TxId] = field(default_factory=list)
 
@@ -305,7 +305,7 @@ def preview(repo: Repository, plan: GcPlan, *, thin: ThinResult | None = None) -
     as_purged = {commit.txid for commit in plan.purge}
     done = GcResult(plan.forget, plan.restore, plan.purge, waiting=plan.waiting, dry_run=True, thin=thin)
     with _telling(lambda: done):
-        stock = take_stock(repo, commits_without_doubt(repo), as_purged=as_purged)
+        stock = list_unguarded(repo, commits_without_doubt(repo), as_purged=as_purged)
         commits = commits_without_doubt(repo)
         found = _candidates(repo, stock, as_purged)
         check_recorded(repo, found.sizes, commits.commits)
@@ -344,7 +344,7 @@ def execute(
     if revoke_after is None:
         known = settings.revoke_after_seconds
         revoke_after = REVOKE_AFTER if known is None else known
-    done, gc = Retired(), _Collection(repo, Limits(wait, revoke_after, sleep), progress, tell)
+    done, gc = RetireProgress(), _Collection(repo, Limits(wait, revoke_after, sleep), progress, tell)
     with _telling(lambda: _so_far(plan, done, gc.tally, thin)):
         if plan.forget or plan.purge:
             _check_first(repo, plan)
@@ -359,13 +359,13 @@ def execute(
 def _check_first(repo: Repository, plan: GcPlan) -> None:
     """Raise what would keep a gc from deleting, before it forgets or purges: nothing would be won by that."""
     commits = commits_without_doubt(repo)
-    stock = take_stock(repo, commits)
+    stock = list_unguarded(repo, commits)
     # chosen from what is listed; if that is not all, it is not for a policy to choose
     check_recorded(repo, stock.sizes, commits.commits)
     _candidates(repo, stock, {commit.txid for commit in plan.purge})
 
 
-def _so_far(plan: GcPlan, done: Retired, tally: _Tally, thin: ThinResult | None) -> GcResult:
+def _so_far(plan: GcPlan, done: RetireProgress, tally: _Tally, thin: ThinResult | None) -> GcResult:
     """Return what was done by now; of what waits only how long what was forgotten may be restored."""
     forgotten = {commit.txid for commit in done.forgotten}
     return GcResult(
@@ -419,7 +419,7 @@ class _Collection:
         """Finish what an earlier gc left, then go through all steps."""
         paused = load_resume_state(self.repo, commits_without_doubt(self.repo))
         if paused is not None and not self._finish_paused(paused):
-            self.tally.stock = take_stock(self.repo, commits_without_doubt(self.repo))
+            self.tally.stock = list_unguarded(self.repo, commits_without_doubt(self.repo))
             return
         for _ in range(ATTEMPTS):
             try:
@@ -442,7 +442,7 @@ class _Collection:
 
     def _pass(self) -> None:
         """Go through steps 2 to 7. Raises `Unreadable` to be started again."""
-        self.tally.stock = take_stock(self.repo, commits_without_doubt(self.repo))
+        self.tally.stock = list_unguarded(self.repo, commits_without_doubt(self.repo))
         commits = commits_without_doubt(self.repo)
         found = candidates(self.repo, self.tally.stock, commits)
         live, spare = len(commits.live()), len(found.sizes)
@@ -476,7 +476,7 @@ class _Collection:
         self.tell([waiting_for(one) for one in still])
 
 
-def _candidates(repo: Repository, stock: Stock, as_purged: set[TxId]) -> Candidates:
+def _candidates(repo: Repository, stock: Inventory, as_purged: set[TxId]) -> Candidates:
     for _ in range(ATTEMPTS):
         try:
             return candidates(repo, stock, commits_without_doubt(repo), as_purged=as_purged)

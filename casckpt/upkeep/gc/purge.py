@@ -43,7 +43,7 @@ _NAMED_AT_MOST = 5
 
 
 @dataclass(frozen=True)
-class Waiting:
+class Deferred:
     """What a gc leaves for later, and why.
 
     ``reason``: "young" (forgotten, may be purged after ``until``), "replaced" (rewritten, or a rewrite that was undone;
@@ -66,14 +66,16 @@ class Waiting:
     replaced: bool | None = None
 
 
-def waiting_for(one: OpenTransaction) -> Waiting:
+def waiting_for(one: OpenTransaction) -> Deferred:
     """Describe a transaction in the way, for people."""
     began = one.began
     if began is None:
-        return Waiting("transaction", None, parse_txid(one.txid).step, txid=one.txid, since=parse_txid(one.txid).time)
+        return Deferred("transaction", None, parse_txid(one.txid).step, txid=one.txid, since=parse_txid(one.txid).time)
     since = time_of(began.time)
     process = began.process
-    return Waiting("transaction", began.run, began.step, txid=one.txid, host=process.host, pid=process.pid, since=since)
+    return Deferred(
+        "transaction", began.run, began.step, txid=one.txid, host=process.host, pid=process.pid, since=since
+    )
 
 
 @dataclass(frozen=True)
@@ -87,14 +89,14 @@ class GcPlan:
 
     forget: tuple[Commit, ...]
     purge: tuple[Commit, ...]
-    waiting: tuple[Waiting, ...] = ()
+    waiting: tuple[Deferred, ...] = ()
     young: tuple[Commit, ...] = ()
     restore: tuple[Commit, ...] = ()
     mirror: str | None = None
 
 
 @dataclass
-class Retired:
+class RetireProgress:
     """What was done so far of a plan. Filled as things happen, so that an error on the way loses nothing of it."""
 
     restored: list[Commit] = field(default_factory=list)
@@ -245,7 +247,7 @@ def _without_end(named: Mapping[str, Tag]) -> dict[str, Tag]:
     return {name: tag for name, tag in named.items() if tag.expires is None}
 
 
-def bring_back(repo: Repository, plan: GcPlan, done: Retired) -> None:
+def bring_back(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
     """Restore what ``plan`` says. What somebody has untagged or changed since is left alone.
 
     Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
@@ -281,8 +283,8 @@ def _is_ruin(repo: Repository, commits: CommitList, commit: Commit) -> bool:
     return False
 
 
-def _waits(commit: Commit, reason: str, *, until: datetime | None = None, tags: tuple[str, ...] = ()) -> Waiting:
-    return Waiting(
+def _waits(commit: Commit, reason: str, *, until: datetime | None = None, tags: tuple[str, ...] = ()) -> Deferred:
+    return Deferred(
         reason, commit.run, commit.step, id=commit.id, txid=commit.txid, until=until, tags=tags,
         replaced=_is_old(commit) or None,
     )  # fmt: skip
@@ -293,7 +295,7 @@ def _is_old(commit: Commit) -> bool:
     return not (commit.visible or commit.is_forgotten)
 
 
-def retire(repo: Repository, plan: GcPlan, done: Retired) -> None:
+def retire(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
     """Forget and purge what ``plan`` says. ``done``: empty yet.
 
     What somebody else changed or tagged since is left alone. Raises `StorageError`, `Unsupported` where the store
@@ -317,7 +319,7 @@ def retire(repo: Repository, plan: GcPlan, done: Retired) -> None:
     _each_unless_changed(repo, purge, left, done.purged)
 
 
-def retire_now(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
+def forget_and_purge(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
     """Forget ``commits``, which are visible, and purge them, with no gc in between; what was forgotten.
 
     Where the settings of the store name a minimum age, the purge is left to a gc. What a tag names, or what is not safe
@@ -327,19 +329,19 @@ def retire_now(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
     records.check_requirements(settings, repo.storage.url)
     unsafe = {commit.txid for commit in unmirrored(repo, wanted, settings.mirror)}
     chosen = tuple(commit for commit in wanted if commit.txid not in unsafe)
-    ages, done = min_age_of(repo, None, AT_ONCE), Retired()
+    ages, done = min_age_of(repo, None, AT_ONCE), RetireProgress()
     plan = GcPlan(chosen, tuple(commit for commit in chosen if not ages.of(commit)), mirror=settings.mirror)
     retire(repo, unless_mirror_is_gone(repo, plan, near=True), done)
     return done.forgotten
 
 
 def purge_now(repo: Repository, replaced: Iterable[TxId]) -> None:
-    """Purge the places of checkpoints that were rewritten, with no gc in between, as `retire_now` does."""
+    """Purge the places of checkpoints that were rewritten, with no gc in between, as `forget_and_purge` does."""
     commits, settings = list_commits(repo).commits, repo.settings
     ages = min_age_of(repo, None, AT_ONCE)
     old = [commits[txid] for txid in replaced if txid in commits and commits[txid].last == "replaced"]
     plan = GcPlan((), tuple(commit for commit in old if not ages.of(commit)), mirror=settings.mirror)
-    retire(repo, unless_mirror_is_gone(repo, plan, near=True), Retired())
+    retire(repo, unless_mirror_is_gone(repo, plan, near=True), RetireProgress())
 
 
 def _untagged(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:

@@ -21,7 +21,7 @@ from casckpt.format.proof import Leaf, LeafCheck, as_leaves, decode_proof, encod
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject
-from casckpt.upkeep.repair.cell_sources import UNREADABLE, BlobCopies, Cells, Coded, LiveCell, take_cell
+from casckpt.upkeep.repair.cell_sources import UNREADABLE, BlobCopies, Cells, EncodedSource, LiveCell, take_cell
 
 _PAGE = DATA_OFFSET
 
@@ -88,7 +88,7 @@ def mend_from_copies(repo: Repository, ref: BlobRef, copies: BlobCopies) -> Mend
 
 
 @dataclass(frozen=True)
-class Source:
+class CellSupply:
     """All that a blob can be mended from. ``misframed``: blobs whose leaves are right, and frames may be wrong."""
 
     cells: Cells
@@ -129,7 +129,7 @@ class Source:
             return True
         return self._makes(part, cell, cell.coded)
 
-    def _makes(self, frame: memoryview, cell: LiveCell, coded: Coded) -> bool:
+    def _makes(self, frame: memoryview, cell: LiveCell, coded: EncodedSource) -> bool:
         """Tell whether a frame makes a cell, as far as its base can be had."""
         base = None if coded.base is None else self.fetch(coded.base, coded.nbytes)
         plain = bytearray(coded.nbytes)
@@ -148,7 +148,7 @@ class Source:
             return True
         return any(take_cell(reader, cell.offset, part, cell.digest) for reader in self.copies.readers(found.ref))
 
-    def _take_frame(self, part: memoryview, cell: LiveCell, coded: Coded) -> bool:
+    def _take_frame(self, part: memoryview, cell: LiveCell, coded: EncodedSource) -> bool:
         base = None if coded.base is None else self.fetch(coded.base, coded.nbytes)
         plain = self.plain(cell)
         if plain is None or (base is None and coded.base is not None):

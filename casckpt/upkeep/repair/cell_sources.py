@@ -31,7 +31,7 @@ FRAMES = "uint8"
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class EncodedSource:
     """Of which cell a frame is: its bytes, the dtype of an entry that has it, and the digest of its base."""
 
     nbytes: int
@@ -50,7 +50,7 @@ class LiveCell:
     nbytes: int
     digest: CellDigest
     dtype: str
-    coded: Coded | None = None
+    coded: EncodedSource | None = None
 
     @property
     def end(self) -> int:
@@ -233,5 +233,5 @@ def related(manifest: Manifest, wanted: Container[int]) -> set[CellDigest]:
 def _live(cell: StoredCell, dtype: str) -> LiveCell:
     if cell.frame is None:
         return LiveCell(cell.offset, cell.nbytes, cell.digest, dtype)
-    coded = Coded(cell.nbytes, dtype, None if cell.base is None else cell.base.digest)
+    coded = EncodedSource(cell.nbytes, dtype, None if cell.base is None else cell.base.digest)
     return LiveCell(cell.offset, cell.stored, cell.digest, FRAMES, coded)

@@ -28,12 +28,12 @@ from casckpt.history.commits import Commit, CommitList
 from casckpt.plan.lots import lots
 from casckpt.plan.reuse import coded_bytes
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.repair.blob_rebuild import Source, put
+from casckpt.upkeep.repair.blob_rebuild import CellSupply, put
 from casckpt.upkeep.repair.cell_sources import LiveCell
 from casckpt.upkeep.rewrite import record_of, rewrite
 
 
-class Place(NamedTuple):
+class RelocatedCell(NamedTuple):
     """Where a cell lies now. ``bare``: not coded any more, as it was."""
 
     ref: BlobRef
@@ -65,8 +65,8 @@ class Relocation:
     repo: Repository
     live: Mapping[BlobRef, Collection[LiveCell]]
     missing: Mapping[BlobRef, Collection[LiveCell]]
-    source: Source
-    _made: dict[BlobRef, dict[int, Place]] = field(default_factory=dict)
+    source: CellSupply
+    _made: dict[BlobRef, dict[int, RelocatedCell]] = field(default_factory=dict)
 
     def relocate(self, commit: Commit, lost: Sequence[BlobRef]) -> Commit | None:
         """Rewrite ``commit`` so that it needs none of ``lost``; None if cells are missing, before anything is written.
@@ -93,7 +93,7 @@ class Relocation:
             for offset, place in self._replacement(txid, listed, ref).items()
         }
         found = self._put(txid, bare, lambda _, cell: self._fetch(cell))
-        places |= {old: Place(ref, offset, bare=True) for old, (ref, offset) in found.items()}
+        places |= {old: RelocatedCell(ref, offset, bare=True) for old, (ref, offset) in found.items()}
         self.repo.storage.settle(uploader_folder(txid))
         numbers = dict[BlobRef, int]()
         tables = {}
@@ -122,7 +122,7 @@ class Relocation:
     def _can_be_had(self, cell: StoredCell) -> bool:
         return self.source.fetch(cell.digest, cell.nbytes) is not None
 
-    def _replacement(self, txid: TxId, listed: CommitList, ref: BlobRef) -> dict[int, Place]:
+    def _replacement(self, txid: TxId, listed: CommitList, ref: BlobRef) -> dict[int, RelocatedCell]:
         """Return where the cells of ``ref`` that can be had lie in new blobs, by the offset that they had.
 
         These are what another rewrite has made, if that lives; else they are put.
@@ -133,7 +133,7 @@ class Relocation:
             made = self._made[ref] = self._upload(txid, ref)
         return made
 
-    def _upload(self, txid: TxId, ref: BlobRef) -> dict[int, Place]:
+    def _upload(self, txid: TxId, ref: BlobRef) -> dict[int, RelocatedCell]:
         """Upload what there is of the live cells of a damaged blob."""
         found, lost = self.source.mend(self.repo, ref, self.live[ref]), self.missing[ref]
         had = (cell for cell in found.cells if cell not in found.missing)
@@ -144,7 +144,7 @@ class Relocation:
             return self._fetch(cell) if offset in bare else found.part(offset, cell.nbytes)
 
         places = self._put(txid, cells | bare, data)
-        return {old: Place(new, offset, old in bare) for old, (new, offset) in places.items()}
+        return {old: RelocatedCell(new, offset, old in bare) for old, (new, offset) in places.items()}
 
     def _put(
         self, txid: TxId, cells: Mapping[K, LiveCell], data: Callable[[K, LiveCell], Buffer]
@@ -179,10 +179,10 @@ def _order(cell: LiveCell) -> tuple[bool, tuple[int, str], bool, int]:
 
 
 def _moved(
-    cell: StoredCell, places: Mapping[Old, Place], refs: Sequence[BlobRef], numbers: dict[BlobRef, int]
+    cell: StoredCell, places: Mapping[Old, RelocatedCell], refs: Sequence[BlobRef], numbers: dict[BlobRef, int]
 ) -> StoredCell:
     """Return a cell where it lies now, and its bases, if it is still told from them; new blobs get the next numbers."""
-    place = places.get((cell.blob, cell.offset)) or Place(refs[cell.blob], cell.offset, bare=False)
+    place = places.get((cell.blob, cell.offset)) or RelocatedCell(refs[cell.blob], cell.offset, bare=False)
     number, frame = numbers.setdefault(place.ref, len(numbers)), None
     if cell.frame is not None and not place.bare:
         frame = Frame(cell.stored, None if cell.base is None else _moved(cell.base, places, refs, numbers))

@@ -30,13 +30,13 @@ from casckpt.format.records import Committed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.plan.lots import grouped
-from casckpt.repository.fetching import Spoilt, fetch
+from casckpt.repository.fetching import BlobDamaged, fetch
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
 from casckpt.upkeep.inventory import BLOB, list_objects
 from casckpt.upkeep.repair.affected import DamagedBlob, describe
 from casckpt.upkeep.repair.blob_check import Checked, check_blobs
-from casckpt.upkeep.repair.blob_rebuild import Source, mend_from_copies
+from casckpt.upkeep.repair.blob_rebuild import CellSupply, mend_from_copies
 from casckpt.upkeep.repair.cell_sources import BlobCopies, Cells, LiveCell, live_cells, readable, related
 from casckpt.upkeep.repair.relocation import Relocation
 from casckpt.upkeep.repair.verify import DamagedManifest, DamagedRecord, damaged_records, survey
@@ -125,7 +125,7 @@ def _rewrite(repo: Repository, commit: Commit, source: Repository, manifest: Man
 def _copy(repo: Repository, uploader: TxId, source: Repository, ref: BlobRef) -> bool:
     try:
         data = fetch(source.storage, ref, memoryview(bytearray(ref.size)))
-    except (Spoilt, Refused):
+    except (BlobDamaged, Refused):
         return False
     blobs.put(repo, uploader, ref.hash, data)
     return True
@@ -194,7 +194,7 @@ class _Repair:
                 self.digests |= {leaf.digest for leaf in found.wrong}
         return rest
 
-    def from_cells(self, wrong: Sequence[BlobRef], source: Source) -> list[BlobRef]:
+    def from_cells(self, wrong: Sequence[BlobRef], source: CellSupply) -> list[BlobRef]:
         """Put back what equal cells give, too; return those for which that is not enough."""
         rest = []
         for ref in wrong:
@@ -230,7 +230,7 @@ def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Pr
     rewritten: dict[TxId, Rewritten] = {}
     if rest:
         users = _collect(work, found.commits, rest)
-        source = Source(Cells((repo, *sources), work.digests), copies, misframed)
+        source = CellSupply(Cells((repo, *sources), work.digests), copies, misframed)
         rest = work.from_cells(rest, source)
         rewritten = _relocate(Relocation(repo, work.live, work.missing, source), users, rest)
     still = [_told(one) for one in wrong if one.ref in rest]

@@ -30,10 +30,10 @@ import casckpt
 from casckpt.errors import StorageError
 from casckpt.frontends.serve import leases, sending, server
 from casckpt.frontends.serve.answers import one_line
-from casckpt.frontends.serve.folders import Folders
+from casckpt.frontends.serve.folders import ServedFolders
 from casckpt.frontends.serve.hub import Hub
 from casckpt.frontends.serve.names import commit_of, repo_of
-from casckpt.frontends.serve.ranges import Span
+from casckpt.frontends.serve.ranges import FileSpan
 from casckpt.frontends.serve.sending import RangeReader, RangeResponse, Window
 from casckpt.store.store import Store
 from tests.support.forging import gone_to
@@ -498,7 +498,7 @@ def test_where_no_lease_can_be_had_it_says_so_once(
 def test_what_several_clients_are_sent_at_once_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = casckpt.open(tmp_path / "store")
     store.save({"model": {"w": torch.arange(3 << 20, dtype=torch.int64)}}, run="sft", step=1)
-    folders = Folders(store, None, 1 << 30)
+    folders = ServedFolders(store, None, 1 << 30)
     folder, read, read_of = folders.of(store.get("sft@1")), list[int](), RangeReader.read
     file = folder.files["model.safetensors"]
 
@@ -518,7 +518,7 @@ def test_what_several_clients_are_sent_at_once_is_read_once(tmp_path: Path, monk
             found[number] += message.get("body", b"")
             await barrier.wait()  # nobody is ahead
 
-        responses = [RangeResponse(desk, folder, file, Span(0, file.nbytes), {}) for _ in range(count)]
+        responses = [RangeResponse(desk, folder, file, FileSpan(0, file.nbytes), {}) for _ in range(count)]
         await asyncio.gather(*(one({}, receive, partial(send, number)) for number, one in enumerate(responses)))
         assert not desk.windows
         assert len(desk.buffers._free) == 2
@@ -553,7 +553,7 @@ def test_a_client_that_does_not_read_is_ended(tmp_path: Path, caplog: pytest.Log
 def test_a_client_that_takes_neither_the_first_nor_the_last_word(tmp_path: Path, at: str) -> None:
     store = casckpt.open(tmp_path / "store")
     store.save({"model": {"w": torch.arange(1000)}}, run="sft", step=1)
-    folders = Folders(store, None, 1 << 30)
+    folders = ServedFolders(store, None, 1 << 30)
     folder = folders.of(store.get("sft@1"))
     file = folder.files["model.safetensors"]
 
@@ -567,7 +567,7 @@ def test_a_client_that_takes_neither_the_first_nor_the_last_word(tmp_path: Path,
 
     async def run() -> None:
         desk = sending.Desk(store, folders, slow_seconds=0.1)
-        await asyncio.wait_for(RangeResponse(desk, folder, file, Span(0, file.nbytes), {})({}, never, send), 20)
+        await asyncio.wait_for(RangeResponse(desk, folder, file, FileSpan(0, file.nbytes), {})({}, never, send), 20)
         assert not desk.windows
         assert len(desk.buffers._free) == 1
         desk.close()

@@ -16,8 +16,8 @@ from safetensors.torch import load, save
 
 import casckpt
 from casckpt.errors import InvalidInput
-from casckpt.frontends.serve.folders import Folder, Folders
-from casckpt.frontends.serve.ranges import Span
+from casckpt.frontends.serve.folders import ServedFolder, ServedFolders
+from casckpt.frontends.serve.ranges import FileSpan
 from casckpt.frontends.serve.sending import WINDOW_BYTES, RangeReader
 from casckpt.frontends.serve.view_file import VIEW_FILE, read_rules
 from casckpt.frontends.views.view import Rules
@@ -29,17 +29,17 @@ from tests.test_docs import DOCS
 SHARD = 12 * CELL
 
 
-def folder(store: Store, ref: str = "latest", rules: Rules | None = None) -> Folder:
-    return Folders(store, rules, SHARD).of(store.get(ref))
+def folder(store: Store, ref: str = "latest", rules: Rules | None = None) -> ServedFolder:
+    return ServedFolders(store, rules, SHARD).of(store.get(ref))
 
 
 def etags(store: Store, ref: str = "latest", rules: Rules | None = None) -> dict[str, str]:
     return {name: file.etag for name, file in folder(store, ref, rules).files.items()}
 
 
-def content(store: Store, of: Folder, name: str, start: int = 0, stop: int | None = None) -> bytes:
+def content(store: Store, of: ServedFolder, name: str, start: int = 0, stop: int | None = None) -> bytes:
     file, buffer = of.files[name], memoryview(bytearray(WINDOW_BYTES))
-    reader = RangeReader(store.repository, of, file, Span(start, file.nbytes if stop is None else stop))
+    reader = RangeReader(store.repository, of, file, FileSpan(start, file.nbytes if stop is None else stop))
     found = bytes(reader.head)
     while window := reader.next():
         assert window.start == start + len(found)
@@ -67,7 +67,7 @@ def test_the_bytes_are_those_of_an_export(tmp_path: Path) -> None:
 def test_any_range(data: st.DataObject) -> None:
     store = small()
     store.save(state(1), step=1)
-    whole = Folders(store, Rules(model=True), 1 << 30).of(store.get("latest"))
+    whole = ServedFolders(store, Rules(model=True), 1 << 30).of(store.get("latest"))
     (name,) = whole.files
     every = content(store, whole, name)
     assert load(every).keys() == state(1)["model"].keys()
@@ -83,7 +83,7 @@ def test_only_files_whose_tensors_changed_have_another_etag() -> None:
     one, other = etags(store, "default@1"), etags(store, "default@2")
     changed = {name for name in one if one[name] != other[name]}
     weights = folder(store, "default@1")
-    heads = {name: bytes(file.map.wanted(Span(0, file.nbytes)).head) for name, file in weights.files.items()}
+    heads = {name: bytes(file.map.wanted(FileSpan(0, file.nbytes)).head) for name, file in weights.files.items()}
     holding = {name for name, head in heads.items() if b"h.3.weight" in head}
     assert changed == {name for name in holding if name.endswith(".safetensors")}
     assert 1 == len(changed) < len(one) - 1
@@ -146,7 +146,7 @@ def test_what_has_no_model_is_served_with_all_tensors_and_no_config() -> None:
 def test_an_attachment_of_the_name_of_a_file_with_weights_is_not_served() -> None:
     store = small()
     store.save(state(1), step=1, attachments={"model.safetensors": b"old", "model.safetensors.index.json": b"old"})
-    of = Folders(store, None, 1 << 30).of(store.get("latest"))
+    of = ServedFolders(store, None, 1 << 30).of(store.get("latest"))
     assert set(of.files) == {"model.safetensors"}
     assert set(load(content(store, of, "model.safetensors"))) == set(state(1)["model"])
 
@@ -158,7 +158,7 @@ def test_a_view_that_splits_and_puts_together(travels: bool) -> None:
     store = small()
     saved = {"net": {"a.qkv": qkv, "a.gate": gate, "a.up": up, "old": cells(1)}, "rest": {"x": cells(1)}}
     store.save(saved, step=1, attachments={VIEW_FILE: view} if travels else {})
-    of = Folders(store, None if travels else read_rules(view, "view"), 1 << 30).of(store.get("latest"))
+    of = ServedFolders(store, None if travels else read_rules(view, "view"), 1 << 30).of(store.get("latest"))
     assert set(of.files) == {"model.safetensors"}
     every = content(store, of, "model.safetensors")
     found = load(every)
@@ -211,7 +211,7 @@ def test_an_expression_that_travels_keeps_nobody_busy(view: dict[str, object]) -
     with pytest.raises(
         InvalidInput, match=r"casckpt\.view\.json of default@1 .*travels.*start casckpt serve with --view"
     ):
-        Folders(store, None, 1 << 30).of(store.get("latest"))
+        ServedFolders(store, None, 1 << 30).of(store.get("latest"))
     read_rules(json.dumps(view).encode(), "the user's")
 
 
@@ -228,7 +228,7 @@ def test_folders_are_kept_and_dropped() -> None:
     store = small()
     for step in range(12):
         store.save({"model": {"x": cells(1)}}, step=step)
-    folders = Folders(store, None, 1 << 30)
+    folders = ServedFolders(store, None, 1 << 30)
     made = [folders.of(one) for one in store.checkpoints()]
     assert folders.held(made[-1].checkpoint.id[:40]) is made[-1]
     assert folders.held(made[0].checkpoint.id[:40]) is None

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.format.dtypes import itemsize
-from casckpt.format.sections.index import StreamEntry
+from casckpt.format.sections.index import Entry
 from casckpt.frontends.interchange.safetensors.layout import FileLayout
-from casckpt.frontends.serve.ranges import FileMap, Span, Unsatisfiable, parse_range
+from casckpt.frontends.serve.ranges import FileMap, FileSpan, Unsatisfiable, parse_range
 from casckpt.frontends.views.recut import ViewTensor
 
 
@@ -67,8 +67,7 @@ def test_any_range_is_made_of_the_elements_that_hold_it(
     kinds: list[tuple[str, int]], head: bytes, data: st.DataObject
 ) -> None:  # fmt: skip
     entries = [
-        StreamEntry("tensor", f"k{n}", 0, None, dtype, itemsize(dtype), (count,), n)
-        for n, (dtype, count) in enumerate(kinds)
+        Entry("tensor", f"k{n}", 0, None, dtype, itemsize(dtype), (count,), n) for n, (dtype, count) in enumerate(kinds)
     ]
     held = [bytes((7 * n + 3 * i) % 251 for i in range(one.nbytes)) for n, one in enumerate(entries)]
     file = FileMap(FileLayout("f", head, tuple(ViewTensor(one.key, one) for one in entries)))
@@ -76,7 +75,7 @@ def test_any_range_is_made_of_the_elements_that_hold_it(
     assert file.nbytes == len(whole)
     start = data.draw(st.integers(0, len(whole)))
     stop = data.draw(st.integers(start, len(whole)))
-    wanted = file.wanted(Span(start, stop))
+    wanted = file.wanted(FileSpan(start, stop))
     parts = [held[s.entry.number][s.lo * s.entry.itemsize : s.hi * s.entry.itemsize] for s in wanted.sources]
     found = bytes(wanted.head) + b"".join(parts)[wanted.skip :]
     assert found[: stop - start] == whole[start:stop]

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.errors import InvalidInput
-from casckpt.format.sections.index import StreamEntry
+from casckpt.format.sections.index import Entry
 from casckpt.frontends.views.recut import ViewTensor, recut
 
 
 def tensor(name: str, *shape: int, number: int = 0, dtype: str = "float32") -> ViewTensor:
-    return ViewTensor(name, StreamEntry("tensor", name, 0, None, dtype, 4, shape, number))
+    return ViewTensor(name, Entry("tensor", name, 0, None, dtype, 4, shape, number))
 
 
 def test_equal_parts_and_shares() -> None:

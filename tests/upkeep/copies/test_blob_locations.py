@@ -11,7 +11,7 @@ from casckpt.format.names import TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, forget, list_commits, purge
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.copies.blob_locations import Places
+from casckpt.upkeep.copies.blob_locations import BlobLocations
 from casckpt.upkeep.copies.copy import execute, plan_copy
 from tests.support.copies import chain
 from tests.support.repositories import blob_hash, save
@@ -20,14 +20,14 @@ A = blob_hash("a")
 WANTED = {A: BlobRef(A, 1, TxId("in another store, at which nobody looks"))}
 
 
-def found(places: Places, repo: Repository) -> str | None:
+def found(places: BlobLocations, repo: Repository) -> str | None:
     """The uploader."""
     ref = places.locate(list_commits(repo), WANTED).get(A)
     return None if ref is None else ref.uploader
 
 
 def test_only_what_lives_now_counts(repo: Repository) -> None:
-    places = Places(repo, {A})
+    places = BlobLocations(repo, {A})
     assert found(places, repo) is None
     commit = save(repo, texts=["a", "b"])
     assert found(places, repo) == commit.txid
@@ -38,7 +38,7 @@ def test_only_what_lives_now_counts(repo: Repository) -> None:
 @pytest.mark.parametrize("purged", [0, 1])
 def test_of_two_places_the_one_that_lives_counts(repo: Repository, purged: int) -> None:
     both = [save(repo, step=step, texts=["a"]) for step in (0, 1)]
-    places = Places(repo, {A})
+    places = BlobLocations(repo, {A})
     assert found(places, repo) in {one.txid for one in both}
     purge(repo, forget(repo, both[purged]))
     assert found(places, repo) == both[1 - purged].txid
@@ -47,7 +47,7 @@ def test_of_two_places_the_one_that_lives_counts(repo: Repository, purged: int) 
 @pytest.mark.parametrize("marked", [0, 1])
 def test_of_two_places_the_one_that_is_not_damaged_counts(repo: Repository, marked: int) -> None:
     both = [save(repo, step=step, texts=["a"]) for step in (0, 1)]
-    places = Places(repo, {A})
+    places = BlobLocations(repo, {A})
     assert found(places, repo)
     blobs.mark_damaged(repo, both[marked].txid, A, "for a test")
     assert found(places, repo) == both[1 - marked].txid
@@ -55,7 +55,7 @@ def test_of_two_places_the_one_that_is_not_damaged_counts(repo: Repository, mark
 
 def test_one_of_another_size_is_another_one(repo: Repository) -> None:
     commit = save(repo, texts=["a"])
-    assert Places(repo, {A}).locate(list_commits(repo), {A: BlobRef(A, 2, commit.txid)}) == {}
+    assert BlobLocations(repo, {A}).locate(list_commits(repo), {A: BlobRef(A, 2, commit.txid)}) == {}
 
 
 def test_a_copy_of_many_looks_at_each_manifest_of_the_target_once(

@@ -17,7 +17,7 @@ from casckpt.plan.retention import Policy
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc import forgetting
 from casckpt.upkeep.gc.gc import execute, plan_gc
-from casckpt.upkeep.gc.purge import GcPlan, retire_now
+from casckpt.upkeep.gc.purge import GcPlan, forget_and_purge
 from tests.support.faulty import FaultyStore, call_first, fail_before
 from tests.support.gcs import LAST, begin_elsewhere, collect, keys, run_gc, snapshot, steps, ticking
 from tests.support.repositories import (
@@ -354,7 +354,7 @@ def test_the_clock_is_read_before_tags_are_listed(repo: Repository, faults: Faul
 
 def test_who_rotates_leaves_what_is_held(repo: Repository) -> None:
     hold(repo, "eval", first(repo), HOUR)
-    assert retire_now(repo, [first(repo)]) == []
+    assert forget_and_purge(repo, [first(repo)]) == []
     assert first(repo).visible
 
 
@@ -500,7 +500,7 @@ def test_a_gc_that_does_not_know_a_demand_does_nothing(repo: Repository) -> None
         run_gc(repo, LAST)
     assert snapshot(repo) == before
     with pytest.raises(Unsupported):
-        retire_now(repo, [first(repo)])
+        forget_and_purge(repo, [first(repo)])
     assert snapshot(repo) == before
 
 

@@ -14,7 +14,7 @@ from casckpt.history.commits import list_commits
 from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc.gc import RESUME_NOTE, load_resume_state
-from casckpt.upkeep.gc.purge import Waiting
+from casckpt.upkeep.gc.purge import Deferred
 from tests.support.gcs import (
     LAST,
     bare_commit,
@@ -32,7 +32,7 @@ from tests.support.repositories import blob_hash, commit_draft, draft, memory, p
 def test_gc_waits_for_an_open_save_and_keeps_what_it_commits(repo: Repository) -> None:
     txid = begin_elsewhere(repo)
     put_blob(repo, txid, "slow")
-    told: list[Sequence[Waiting]] = []
+    told: list[Sequence[Deferred]] = []
     naps: list[float] = []
 
     def nap(seconds: float) -> None:

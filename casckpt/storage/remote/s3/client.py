@@ -43,7 +43,7 @@ class _Whole(NamedTuple):
         return self.data
 
 
-class Session(AIOHTTPSession):  # type: ignore[misc]  # it has no types
+class BoundedSession(AIOHTTPSession):  # type: ignore[misc]  # it has no types
     """The client's own way to send; its answers are of `MOST` bytes at the most, unless they are objects."""
 
     async def send(self, request: Any) -> Any:
@@ -75,7 +75,7 @@ _CONFIG: Mapping[str, Any] = {
     "max_pool_connections": 64,
     "connect_timeout": 10,
     "retries": {"total_max_attempts": 1},
-    "http_session_cls": Session,
+    "http_session_cls": BoundedSession,
 }
 _LATER = 5.0  # seconds
 _RENEWED_FOR = 10.0  # seconds in which others' failures are taken for those of the session before

@@ -13,7 +13,7 @@ from botocore.exceptions import ClientError, FlexibleChecksumError
 
 from casckpt.errors import StorageError
 from casckpt.storage.remote.patience import Backoff
-from casckpt.storage.remote.s3.client import S3Client, Session
+from casckpt.storage.remote.s3.client import BoundedSession, S3Client
 from casckpt.storage.remote.s3.errors import explain
 from casckpt.storage.remote.store import RemoteStore
 from casckpt.storage.remote.urls import RemoteLocation
@@ -45,7 +45,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Refuses], None]:
             status, *said = refusal
             return AioAWSResponse(request.url, status, {}, _Body(*said))
 
-        monkeypatch.setattr(Session, "send", send)
+        monkeypatch.setattr(BoundedSession, "send", send)
 
     return set_up
 
