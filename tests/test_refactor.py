@@ -251,3 +251,21 @@ def test_a_circle_of_imports_and_fixtures_that_no_longer_reach_are_reported(proj
     _, left = move(project, "casckpt.deep.wheels", "casckpt.rollers")
     assert "tests/deep/conftest.py: its fixtures do not reach tests/test_rollers.py" in left
     assert any(one.startswith("import casckpt.rollers: ImportError") for one in left)
+
+
+def test_one_function_moves_into_another_module(project: Project) -> None:
+    with pytest.raises(Refused, match="has another Wheel, which make_wheel needs"):
+        move(project, "casckpt.deep.wheels.make_wheel", "casckpt.other")
+    (project.root / "casckpt/more.py").write_text('"""More."""\n\nlog = 1\n')
+    done, left = move(Project(project.root), "casckpt.deep.wheels.make_wheel", "casckpt.more")
+    assert done[0] == "make_wheel: casckpt/deep/wheels.py -> casckpt/more.py"
+    assert "def make_wheel" not in text(project, "casckpt/deep/wheels.py")
+    assert "from casckpt.more import make_wheel\n" in text(project, "casckpt/using.py")
+    assert '"casckpt.more.make_wheel"' in text(project, "tests/deep/test_wheels.py")
+    assert left[:2] == [
+        "casckpt/more.py imports Wheel of casckpt.deep.wheels",
+        "casckpt/using.py: still has wheels.make_wheel",
+    ]
+    assert text(project, "casckpt/more.py").startswith(
+        '"""More."""\n\nfrom casckpt.deep.wheels import Wheel\n\nlog = 1\n\n\ndef'
+    )
