@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 
 from casckpt.checkpoint.arguments import renamer
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.loading.load_plan import LoadOptions, MatchArguments, Unread
-from casckpt.checkpoint.loading.unread import is_generator, is_within, tell, warn_moved
+from casckpt.checkpoint.loading.load_plan import LoadOptions, MatchArguments
+from casckpt.checkpoint.loading.unread import EVERYTHING, is_generator, tell, that_hold, warn_moved
 from casckpt.checkpoint.ranks import Ranks, on_each
 from casckpt.errors import InvalidInput, NotFound
+from casckpt.frontends.trainer.train_state import as_parts
 from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors
 from casckpt.frontends.training_state.objects import is_optimizer, load_objects, made_of
 from casckpt.frontends.training_state.optimizer import tensors_below
@@ -141,10 +142,10 @@ class Wanted:
     """What a load is asked for. None: if it is there. True: it must be. False: not.
 
     ``given``: for `Store.load`. ``pre_download``: into the cache of this host first. ``options``: those of the
-    optimizer's groups, of the checkpoint or as they are. ``is_train_state_set``: False: a train state is left unread,
-    which is told of. ``missing``: of a resume, which tells by itself of what is left; None for another load. "raise": a
-    train module must find all that it has. "warn": an optimizer that was saved by number is left out, rather than
-    refused, and so are tensors of another shape.
+    optimizer's groups, of the checkpoint or as they are. ``missing``: of a resume, which tells by itself of what is
+    left; None for another load. "raise": a train module must find all that it has. "warn": an optimizer that was saved
+    by number is left out, rather than refused, and so are tensors of another shape. ``train_state``: what a resume
+    sets; without one it reads none.
     """
 
     optim: bool | None
@@ -152,8 +153,8 @@ class Wanted:
     given: LoadOptions
     pre_download: bool
     options: GroupOptions
-    is_train_state_set: bool = True
     missing: Missing | None = None
+    train_state: Any = None
 
 
 class Restoring:
@@ -185,6 +186,7 @@ class Restoring:
                 allow_pickle=self._given.allow_pickle, lenient=wanted.missing == "warn",
             )  # fmt: skip
         train = self._train_template(stored)
+        self._given = replace(self._given, meant=self._meant(has_train=bool(train)))
         if isinstance(model, TrainModule):
             state, loaded = self._load_module(stored, model, train)
         elif isinstance(model, Mapping):
@@ -194,8 +196,8 @@ class Restoring:
             if self._ranks.rank == 0 and optims and groups[OPTIM] is None and wanted.missing is None:
                 log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
         if self._ranks.rank == 0 and self._given.unread == "warn":
-            if wanted.missing is None and (not says_itself or self._unread_of_module == "ignore"):
-                tell(loaded.run, loaded.step, self._left(loaded.unread_subtrees, has_train=bool(train)), _MEANT)
+            left = [key for key in loaded.unread_subtrees if not that_hold(self._given.meant, [key])]
+            tell(loaded.run, loaded.step, [] if says_itself else left, _MEANT)
             warn_moved(loaded.run, loaded.step, _parts_of(stored) if train else {}, self._ranks.size)
         return loaded, next(iter(state[TRAIN].values())) if train else None
 
@@ -204,11 +206,12 @@ class Restoring:
         leave_resized = self._wanted.missing == "warn" and not self._given.strict
         return {"keep_options": self._wanted.options == "keep", "leave_resized": leave_resized}
 
-    def _left(self, subtrees: Sequence[str], *, has_train: bool) -> list[str]:
-        """Of what was left unread, that of which the caller did not say so. Other ranks have had train states, too."""
+    def _meant(self, *, has_train: bool) -> list[str]:
+        """Below which keys nothing unread is named. Other ranks have had train states. A resume names all itself."""
+        if self._wanted.missing is not None:
+            return [EVERYTHING]
         meant = [OPTIM] if self._wanted.optim is False else []
-        meant += [TRAIN] if has_train or self._wanted.train is False else []
-        return [key for key in subtrees if not any(is_within(key, one) for one in meant)]
+        return [*meant, TRAIN] if has_train or self._wanted.train is False else meant
 
     def _check_there(self, stored: StoredTraining, has_optimizer: bool) -> None:
         """In an exchange: ranks may want other things each."""
@@ -221,13 +224,29 @@ class Restoring:
                     f"{stored.where} was saved without {what} that could be loaded; it has {stored.at_the_top()}. Pass "
                     f'{name}=None (to resume: missing="warn") to go on without, or choose another checkpoint'
                 )
+        self._check_train_state(stored)
 
     def _train_template(self, stored: StoredTraining) -> dict[str, Any]:
-        wanted = self._wanted.train is not False and self._wanted.is_train_state_set
-        ranks = _ranks_of(stored) if wanted else []
-        if not ranks:
-            return {}
-        return {TRAIN: {self._ranks.rank if self._ranks.rank in ranks else min(ranks): None}}
+        rank = self._rank_of_train_state(stored)
+        return {} if rank is None else {TRAIN: {rank: None}}
+
+    def _rank_of_train_state(self, stored: StoredTraining) -> int | None:
+        """The rank whose train state this one takes; None if it takes none."""
+        wanted, mine = self._wanted, self._ranks.rank
+        is_wanted = wanted.train is not False and (wanted.missing is None or wanted.train_state is not None)
+        ranks = _ranks_of(stored) if is_wanted else []
+        return mine if mine in ranks else min(ranks, default=None)
+
+    def _check_train_state(self, stored: StoredTraining) -> None:
+        """Raise what a resume would raise once the model is loaded."""
+        rank, given = self._rank_of_train_state(stored), self._wanted.train_state
+        parts = None if rank is None or given is None else as_parts(given)
+        if parts is not None:
+            at, pickle = f"{TRAIN}.{rank}", self._given.allow_pickle
+            strict = self._wanted.missing != "warn"
+            parts.check(
+                stored.below(at), strict=strict, read=lambda key: stored.value(f"{at}.{key}", allow_pickle=pickle)
+            )
 
     @normal_tensors()
     def _load_named(
@@ -289,13 +308,7 @@ class Restoring:
 
     @property
     def _given_for_all(self) -> LoadOptions:
-        return replace(self._given, rename=self._saved_key, unread=self._unread_of_module)
-
-    @property
-    def _unread_of_module(self) -> Unread:
-        """`Store.load` says what is left, unless the caller wants a part alone."""
-        meant = self._wanted.optim is False or self._wanted.train is False
-        return "ignore" if meant else self._given.unread
+        return replace(self._given, rename=self._saved_key)
 
     def _fill(self, stored: StoredTraining, state: dict[str, Any], given: LoadOptions) -> Checkpoint:
         ref = stored.checkpoint
@@ -304,10 +317,7 @@ class Restoring:
         }  # fmt: skip
         if self._wanted.pre_download:
             on_each(self._ranks, lambda: self._store.pre_download(ref, state, **match))
-        return self._store.load(
-            state, ref, unread=given.unread, cast=given.cast, allow_pickle=given.allow_pickle,
-            process_group=given.process_group, threads=given.threads, **match,
-        )  # fmt: skip
+        return self._store._load(state, ref, given)
 
 
 def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Mapping[str, Any]:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, TypeAlias, get_args
+
+import torch
 
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import everyone
 from casckpt.errors import InvalidInput
 from casckpt.format.tree import listed
-from casckpt.frontends.trainer.contents import OPTIM, TRAIN, Missing, Wanted
-from casckpt.frontends.trainer.train_state import RNG, TrainState
+from casckpt.frontends.trainer.contents import OPTIM, TRAIN, Missing, TrainModel, Wanted
+from casckpt.frontends.trainer.train_state import RNG, as_parts
+from casckpt.frontends.training_state.objects import is_optimizer
+from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
 from casckpt.frontends.training_state.stored import GROUPS
 from casckpt.plan.lots import grouped
 
@@ -27,6 +32,7 @@ _RESIZED = (
     "of another shape in the checkpoint, stays as it is; to keep what was saved, load into the old size, then resize"
 )
 _KEPT = 'options="keep": the learning rate and all other options stay as they are'
+_TO_KEEP = 'options="keep" keeps what is given'
 _RATES = "set to the base rates of the checkpoint, from which its next step may compute the learning rate"
 
 
@@ -36,33 +42,79 @@ class Resumed:
 
     ``checkpoint``: what was loaded. ``restored``: which of "model", "optim" and "train", as a whole or in part.
     ``left``: what was not restored, or not read, and why, by flat key ("optim.state.head.bias", "train.scheduler").
+    ``replaced``: the options of optimizers, as "optim.param_groups.0.weight_decay", for which the checkpoint had
+    another value than was given: (given, saved). Of a learning rate that a scheduler changes, its "initial_lr".
     """
 
     checkpoint: Checkpoint
     restored: tuple[str, ...]
     left: Mapping[str, str]
+    replaced: Mapping[str, tuple[Any, Any]]
 
     def __str__(self) -> str:
         by_reason = grouped(self.left, lambda key: self.left[key])
         saved = self.checkpoint
         head = f"resumed {', '.join(self.restored)} from {saved.run}@{saved.step} of {saved.repo.storage.url}"
-        return "\n  ".join([head, *(f"left: {listed(keys)} ({why})" for why, keys in by_reason.items())])
+        lines = [f"left: {listed(keys)} ({why})" for why, keys in by_reason.items()]
+        for (_, *values), keys in grouped(
+            self.replaced, lambda key: (key.rpartition(".")[2], *self.replaced[key])
+        ).items():
+            lines.append(
+                "replaced: {} ({} was given, the checkpoint has {}; {})".format(listed(keys), *values, _TO_KEEP)
+            )
+        return "\n  ".join([head, *lines])
 
     def log(self) -> None:
-        """Log it, as a warning if anything was left that was not asked to be."""
-        log.log(logging.WARNING if {*self.left.values()} - {_KEPT} else logging.INFO, "%s", self)
+        """Log it, as a warning if anything was left that was not asked to be, or an option was replaced.
+
+        A rate that is lower in the checkpoint, and that no scheduler of torch changes, is what loops leave that set the
+        rate themselves in each step.
+        """
+        changed = [key for key, (given, saved) in self.replaced.items() if not (key.endswith(".lr") and saved < given)]
+        log.log(logging.WARNING if {*self.left.values()} - {_KEPT} or changed else logging.INFO, "%s", self)
 
 
-Outcome: TypeAlias = tuple[tuple[str, ...], dict[str, str]]
-"""``restored`` and ``left`` of `Resumed`, on one rank or on all."""
+Outcome: TypeAlias = tuple[tuple[str, ...], dict[str, str], dict[str, tuple[Any, Any]]]
+"""``restored``, ``left`` and ``replaced`` of `Resumed`, on one rank or on all."""
 
 
 def of_all_ranks(found: Sequence[Outcome]) -> Sequence[Outcome]:
     """What the ranks did together: what any of them has left, but of the checkpoint only what all have left."""
-    everywhere = set(found[0][1]).intersection(*(left for _, left in found))
-    left = {k: why for _, mine in found for k, why in mine.items() if why != _NOT_HERE or k in everywhere}
-    restored = tuple(dict.fromkeys(name for names, _ in found for name in names))
-    return everyone((restored, left), len(found))
+    everywhere = set(found[0][1]).intersection(*(left for _, left, _ in found))
+    left = {k: why for _, mine, _ in found for k, why in mine.items() if why != _NOT_HERE or k in everywhere}
+    restored = tuple(dict.fromkeys(name for names, _, _ in found for name in names))
+    return everyone((restored, left, {k: v for _, _, replaced in found for k, v in replaced.items()}), len(found))
+
+
+def options_of(model: TrainModel, optim: AnyOptimizer | None) -> dict[str, Any]:
+    """The options of the optimizers by key, as "optim.param_groups.0.lr": those that their constructors take.
+
+    Of a learning rate that a scheduler changes, the one that it began with; what `OneCycleLR` changes beside that is
+    left out. Numbers are plain ones, of 7 digits: a tensor has no more. Raises InvalidInput.
+    """
+    optims = {key: (one,) for key, one in model.items() if is_optimizer(one)} if isinstance(model, Mapping) else {}
+    found = dict[str, Any]()
+    for at, several in (optims | {OPTIM: as_optimizers(optim)} if optim is not None else optims).items():
+        groups = [(one, group) for one in several for group in one.param_groups]
+        for number, (one, group) in enumerate(groups):
+            cycled = {"betas", "momentum"} if "max_momentum" in group else set[str]()
+            names = ({*signature(type(one)).parameters} & {*group}) - {"params", *cycled}
+            named = {"initial_lr" if name == "lr" and "initial_lr" in group else name for name in names}
+            found |= {f"{at}.param_groups.{number}.{name}": _plain(group[name]) for name in sorted(named)}
+    return found
+
+
+def _plain(value: Any) -> Any:
+    value = value.tolist() if isinstance(value, torch.Tensor) else value
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def replaced(given: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The `options_of` that a load set to another value: (given, now)."""
+    before = {key: given.get(key, given.get(key.replace(".initial_lr", ".lr"))) for key in now}
+    return {key: (before[key], value) for key, value in now.items() if before[key] != value}
 
 
 def check_given(train_state: Any, missing: Any) -> None:
@@ -75,9 +127,9 @@ def check_given(train_state: Any, missing: Any) -> None:
 
 
 def outcome_of(
-    loaded: Checkpoint, given: Collection[str], wanted: Wanted, train_state: Any, state: Mapping[str, Any] | None
-) -> Outcome:
-    """Set ``train_state``, if there is one, to the ``state`` that was loaded; say what this rank did with ``loaded``.
+    loaded: Checkpoint, given: Collection[str], wanted: Wanted, state: Mapping[str, Any] | None
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Set the train state, if there is one, to the ``state`` that was loaded; say what this rank did with ``loaded``.
 
     ``given``: the keys of what it is to fill. Raises what ``load_state_dict`` of the train state raises.
     """
@@ -92,11 +144,11 @@ def outcome_of(
         unread = (key for key in (*loaded.unread_subtrees, *loaded.unread_keys) if not key.startswith(inside))
         not_given = {OPTIM, TRAIN}.difference(given)
         left |= {key: _NOT_GIVEN if key in not_given else _NOT_HERE for key in unread if key not in left}
-    if train_state is not None and state is None:
+    if wanted.train_state is not None and state is None:
         left[TRAIN] = _NO_TRAIN
     elif state is not None:
         restored.append(TRAIN)
-        left |= {f"{TRAIN}.{name}": why for name, why in _set(train_state, state, wanted).items()}
+        left |= {f"{TRAIN}.{name}": why for name, why in _set(wanted.train_state, state, wanted).items()}
     return tuple(restored), left
 
 
@@ -105,18 +157,16 @@ def _set(train_state: Any, state: Mapping[str, Any], wanted: Wanted) -> dict[str
 
     A dict is filled in place, and gets what only the checkpoint has.
     """
-    if not hasattr(train_state, "load_state_dict"):
-        parts = TrainState(rng=False)
-        parts.data = train_state
-        left = {name: why for name, why in _set(parts, state, wanted).items() if name in train_state}
-        train_state.update({name: value for name, value in state.items() if name not in train_state})
-        return left
-    if not isinstance(train_state, TrainState):
+    parts = as_parts(train_state)
+    if parts is None:
         train_state.load_state_dict(state)
         return {}
-    left = dict.fromkeys(train_state.set_parts(state, strict=wanted.missing != "warn"), _NOT_THERE)
-    if wanted.given.unread == "warn":
-        left |= dict.fromkeys((name for name in state if name not in train_state and name != RNG), _NOT_HERE)
+    left = dict.fromkeys(parts.set_parts(state, strict=wanted.missing != "warn"), _NOT_THERE)
+    beside = [name for name in state if name not in parts]
+    if parts is not train_state:
+        train_state.update({name: state[name] for name in beside})
+    elif wanted.given.unread == "warn":
+        left |= dict.fromkeys((name for name in beside if name != RNG), _NOT_HERE)
     if wanted.options == "keep":
-        left |= {name: _RATES for name, part in train_state.items() if name in state and hasattr(part, "base_lrs")}
+        left |= {name: _RATES for name, part in parts.items() if name in state and hasattr(part, "base_lrs")}
     return left

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import random
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from casckpt.checkpoint.ranks import this_rank
-from casckpt.errors import InvalidInput, MissingKey
+from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.format.digest import hex_digest
+from casckpt.format.tree import OBJECT, TENSOR, Node
 from casckpt.frontends.training_state.plain_state import check_part, draws, fill, plain_state
+from casckpt.tensors.state import holds_object, is_object
 
 log = logging.getLogger("casckpt")
 
@@ -97,16 +99,67 @@ class TrainState(UserDict[str, Any]):
 
     def set_parts(self, state: Mapping[str, Any], *, strict: bool) -> list[str]:
         """Do what `load_state_dict` does, without the line in the log."""
-        missing = [name for name in (*self, *((RNG,) if self._rng else ())) if name not in state]
-        if missing and strict:
-            without = " (rng=False: without the random generators)" if RNG in missing else ""
-            raise MissingKey(
-                f"the saved train state has no {missing[0]!r}, but {', '.join(map(repr, state)) or 'nothing'}; leave "
-                f"that part out of the TrainState{without}, or load another checkpoint",
-                keys=tuple(missing),
-            )
+        missing = self._missing(state, strict=strict)
         for name in sorted((name for name in self if name not in missing), key=lambda name: draws(self[name])):
             self[name] = fill(self[name], state[name], name)
         if self._rng and RNG not in missing:
             restore_rng(state[RNG])
         return missing
+
+    def check(self, saved: Mapping[Any, Node], *, strict: bool, read: Callable[[str], Any]) -> None:
+        """Raise what `set_parts` would raise over the parts that are ``saved``, as far as their kinds show it.
+
+        ``read``: gives what is saved under some names, as "loaders.0": an object that the tree of a checkpoint does not
+        show from inside.
+        """
+        missing = self._missing(saved, strict=strict)
+        for name in (name for name in self if name not in missing):
+            _check_kind(self[name], saved[name], name, read)
+
+    def _missing(self, saved: Collection[str], *, strict: bool) -> list[str]:
+        missing = [name for name in (*self, *((RNG,) if self._rng else ())) if name not in saved]
+        if missing and strict:
+            without = " (rng=False: without the random generators)" if RNG in missing else ""
+            raise MissingKey(
+                f"the saved train state has no {missing[0]!r}, but {', '.join(map(repr, saved)) or 'nothing'}; leave "
+                f"that part out of the TrainState{without}, or load another checkpoint",
+                keys=tuple(missing),
+            )
+        return missing
+
+
+def as_parts(train_state: Any) -> TrainState | None:
+    """The parts of a train state: of a `TrainState` or a mapping. None for an object that sets itself."""
+    if isinstance(train_state, TrainState) or hasattr(train_state, "load_state_dict"):
+        return train_state if isinstance(train_state, TrainState) else None
+    parts = TrainState(rng=False)
+    parts.data = train_state
+    return parts
+
+
+def _check_kind(value: Any, saved: Any, key: str, read: Callable[[str], Any] | None) -> None:
+    """Raise Mismatch if ``value`` is an object, or holds one, and something else is ``saved`` in its place.
+
+    ``saved``: a node of the checkpoint's tree; without ``read`` the value itself.
+    """
+    if not is_object(value) and not holds_object(value):
+        return
+    found = saved
+    if read is not None and saved == OBJECT:
+        found, read = read(key), None
+    inside = {} if is_object(value) else dict(value if isinstance(value, Mapping) else enumerate(value))
+    if isinstance(value, torch.Generator):
+        fits = found is TENSOR or isinstance(found, torch.Tensor)
+    elif isinstance(value, random.Random) or (inside and not isinstance(value, Mapping)):
+        fits = isinstance(found, list | tuple) and len(found) == len(inside or found)
+    else:
+        fits = isinstance(found, Mapping) and all(name in found for name in inside if holds_object({0: inside[name]}))
+    if not fits:
+        what = "tensor" if found is TENSOR else type(found).__name__
+        raise Mismatch(
+            f"{key!r} is a {type(value).__name__} here, and the checkpoint has a {what} there, or one of other "
+            "entries; give what was saved, or leave that part out of the TrainState",
+            key=key,
+        )
+    for name in (name for name in inside if not isinstance(found, Mapping) or name in found):
+        _check_kind(inside[name], found[name], f"{key}.{name}", read)
