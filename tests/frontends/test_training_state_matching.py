@@ -385,12 +385,15 @@ def test_a_model_that_was_resized_is_refused_over_its_shapes_alone(store: casckp
         return nn.ModuleList([nn.Embedding(rows, 2), nn.Linear(2, rows, bias=False)])
 
     model = resized(6)
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model[1](model[0](torch.tensor(0))).sum().backward()
+    optimizer.step()
     save_model_and_optim_state(store, model, optimizer, run="a", step=1)
     for loaded, lacks in ((resized(8), False), (resized(8).append(nn.Linear(1, 1)), True)):
         new = optim.SGD(loaded.parameters(), lr=0.1)
         for load in (
             partial(load_model_and_optim_state, store, "a@1", loaded, new, strict=False),
+            partial(load_model_and_optim_state, store, "a@1", loaded, strict=False),
             partial(store.load, {"model": loaded, "optim": new}, "a@1", strict=False),
         ):
             with pytest.raises(Mismatch, match="2 keys do not fit a@1") as caught:

@@ -34,15 +34,7 @@ from casckpt.frontends.trainer.contents import (
 from casckpt.frontends.trainer.failures import Failures, HeardFuture, will_repeat
 from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.frontends.trainer.one_run import OneRun, newest_together
-from casckpt.frontends.trainer.resuming import (
-    Outcome,
-    Resumed,
-    check_given,
-    of_all_ranks,
-    options_of,
-    outcome_of,
-    replaced,
-)
+from casckpt.frontends.trainer.resuming import Resumed, check_given, of_all_ranks, outcome_of
 from casckpt.frontends.trainer.rotation import rotate, thin
 from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
 from casckpt.frontends.trainer.summary import SaveSummary
@@ -363,13 +355,10 @@ class Checkpointer(OneRun):
         training. If it finds nothing, but a run whose name is similar, the log warns. Raises as `load` and `check` do,
         and InvalidInput for a train state that is neither a dict nor has load_state_dict.
         """
-        self.resumed, set_to = None, dict[str, Any]()
-
-        def check() -> None:
-            check_given(train_state, missing)
-            set_to.update(options_of(model, optim))
-
-        found = self._find_together(None, check, healthy=healthy)
+        self.resumed, before = None, dict[str, Any]()
+        found = self._find_together(
+            None, lambda: before.update(check_given(train_state, missing, model, optim)), healthy=healthy
+        )
         if found is not None:
             given = [*model] if isinstance(model, Mapping) else [MODEL]
             given += [name for name, one in ((OPTIM, optim), (TRAIN, train_state)) if one is not None]
@@ -381,12 +370,8 @@ class Checkpointer(OneRun):
                 pre_download=self.config.pre_download, options=options, missing=missing, train_state=train_state,
             )  # fmt: skip
             found, state = self._restore(found, model, optim, wanted)
-            ranks, mine = open_ranks(self.process_group), (found, given, wanted, state)
-
-            def outcome() -> Outcome:
-                return *outcome_of(*mine), replaced(set_to, options_of(model, optim))
-
-            self.resumed = Resumed(found, *ranks.exchange(outcome, of_all_ranks))
+            ranks, mine = open_ranks(self.process_group), (found, given, wanted, state, before, model, optim)
+            self.resumed = Resumed(found, *ranks.exchange(lambda: outcome_of(*mine), of_all_ranks))
             if ranks.rank == 0:
                 self.resumed.log()
         self._check(model, optim, train_state, "off")  # not samples: ranks may be made equal later, as by DDP

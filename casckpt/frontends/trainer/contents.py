@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from torch import nn
@@ -185,7 +186,7 @@ class Restoring:
                 self._ranks, self._store, ref, optimizers=wanted_optimizers, required=False,
                 allow_pickle=self._given.allow_pickle, lenient=wanted.missing == "warn",
             )  # fmt: skip
-        train = self._train_template(stored)
+        train = self._train = self._train_template(stored)
         self._given = replace(self._given, meant=self._meant(has_train=bool(train)))
         if isinstance(model, TrainModule):
             state, loaded = self._load_module(stored, model, train)
@@ -227,26 +228,17 @@ class Restoring:
         self._check_train_state(stored)
 
     def _train_template(self, stored: StoredTraining) -> dict[str, Any]:
-        rank = self._rank_of_train_state(stored)
-        return {} if rank is None else {TRAIN: {rank: None}}
-
-    def _rank_of_train_state(self, stored: StoredTraining) -> int | None:
-        """The rank whose train state this one takes; None if it takes none."""
         wanted, mine = self._wanted, self._ranks.rank
-        is_wanted = wanted.train is not False and (wanted.missing is None or wanted.train_state is not None)
-        ranks = _ranks_of(stored) if is_wanted else []
-        return mine if mine in ranks else min(ranks, default=None)
+        is_set = wanted.missing is None or wanted.train_state is not None
+        ranks = _ranks_of(stored) if is_set and wanted.train is not False else []
+        return {TRAIN: {mine if mine in ranks else min(ranks): None}} if ranks else {}
 
     def _check_train_state(self, stored: StoredTraining) -> None:
         """Raise what a resume would raise once the model is loaded."""
-        rank, given = self._rank_of_train_state(stored), self._wanted.train_state
-        parts = None if rank is None or given is None else as_parts(given)
-        if parts is not None:
-            at, pickle = f"{TRAIN}.{rank}", self._given.allow_pickle
-            strict = self._wanted.missing != "warn"
-            parts.check(
-                stored.below(at), strict=strict, read=lambda key: stored.value(f"{at}.{key}", allow_pickle=pickle)
-            )
+        parts = as_parts(self._wanted.train_state)
+        for at in [f"{TRAIN}.{rank}" for rank in self._train.get(TRAIN, ())] if parts is not None else ():
+            read = partial(stored.value, allow_pickle=self._given.allow_pickle)
+            parts.check(stored.below(at), at, strict=self._wanted.missing != "warn", read=read)
 
     @normal_tensors()
     def _load_named(

@@ -81,16 +81,17 @@ def _similar_folders(path: Path) -> list[str]:
 
     Numbers are no typos.
     """
-    first = next((one for one in (*path.parents[::-1], path) if not one.exists()), path)
     with suppress(OSError):
+        first = next((one for one in (*path.parents[::-1], path) if not one.exists()), path)
         close = difflib.get_close_matches(first.name, os.listdir(first.parent), cutoff=0.85)
-        named = [path if name == first.name else first.parent / name / path.relative_to(first) for name in close]
-        return [str(one) for one in named if one != path and _digits(one) == _digits(path) and (one / MARKER).is_file()]
+        names = [name for name in close if name != first.name and _digits(name) == _digits(first.name)]
+        named = [first.parent / name / path.relative_to(first) for name in names]
+        return [str(one) for one in named if (one / MARKER).is_file()]
     return []
 
 
-def _digits(path: Path) -> list[str]:
-    return [letter for letter in str(path) if letter.isdigit()]
+def _digits(name: str) -> str:
+    return "".join(filter(str.isdigit, name))
 
 
 def _ref(run: str, step: int | None) -> str:

@@ -52,17 +52,12 @@ class Resumed:
     replaced: Mapping[str, tuple[Any, Any]]
 
     def __str__(self) -> str:
-        by_reason = grouped(self.left, lambda key: self.left[key])
-        saved = self.checkpoint
-        head = f"resumed {', '.join(self.restored)} from {saved.run}@{saved.step} of {saved.repo.storage.url}"
-        lines = [f"left: {listed(keys)} ({why})" for why, keys in by_reason.items()]
-        for (_, *values), keys in grouped(
-            self.replaced, lambda key: (key.rpartition(".")[2], *self.replaced[key])
-        ).items():
-            lines.append(
-                "replaced: {} ({} was given, the checkpoint has {}; {})".format(listed(keys), *values, _TO_KEEP)
-            )
-        return "\n  ".join([head, *lines])
+        saved, values = self.checkpoint, self.replaced.items()
+        replaced = {key: f"{one} was given, the checkpoint has {other}; {_TO_KEEP}" for key, (one, other) in values}
+        lines = [f"resumed {', '.join(self.restored)} from {saved.run}@{saved.step} of {saved.repo.storage.url}"]
+        for what, why in (("left", self.left), ("replaced", replaced)):
+            lines += [f"{what}: {listed(keys)} ({text})" for text, keys in grouped(why, why.__getitem__).items()]
+        return "\n  ".join(lines)
 
     def log(self) -> None:
         """Log it, as a warning if anything was left that was not asked to be, or an option was replaced.
@@ -111,27 +106,31 @@ def _plain(value: Any) -> Any:
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
-def replaced(given: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The `options_of` that a load set to another value: (given, now)."""
-    before = {key: given.get(key, given.get(key.replace(".initial_lr", ".lr"))) for key in now}
-    return {key: (before[key], value) for key, value in now.items() if before[key] != value}
+def check_given(train_state: Any, missing: Any, *optimized: Any) -> dict[str, Any]:
+    """Raise InvalidInput for a train state that cannot be set, and for another ``missing``.
 
-
-def check_given(train_state: Any, missing: Any) -> None:
-    """Raise InvalidInput for a train state that cannot be set, and for another ``missing``."""
+    ``optimized``: model and optimizer, of which it returns the `options_of`.
+    """
     if missing not in get_args(Missing):
         raise InvalidInput(f'missing={missing!r:.80} is not usable; give "raise" or "warn"')
     if not isinstance(train_state, MutableMapping | None) and not hasattr(train_state, "load_state_dict"):
         kind = type(train_state).__name__
         raise InvalidInput(f"a {kind} cannot be set: give resume a TrainState or a dict, or take what load gives")
+    return options_of(*optimized)
 
 
 def outcome_of(
-    loaded: Checkpoint, given: Collection[str], wanted: Wanted, state: Mapping[str, Any] | None
-) -> tuple[tuple[str, ...], dict[str, str]]:
+    loaded: Checkpoint,
+    given: Collection[str],
+    wanted: Wanted,
+    state: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+    *optimized: Any,
+) -> Outcome:
     """Set the train state, if there is one, to the ``state`` that was loaded; say what this rank did with ``loaded``.
 
-    ``given``: the keys of what it is to fill. Raises what ``load_state_dict`` of the train state raises.
+    ``given``: the keys of what it is to fill. ``options``: the `options_of` model and optimizer, ``optimized``, before
+    it. Raises what ``load_state_dict`` of the train state raises.
     """
     left = dict.fromkeys(loaded.missing_keys, _NOT_THERE) | dict.fromkeys(loaded.mismatched_keys, _RESIZED)
     absent = [name for name in given if f"{name}.param_groups" in left]
@@ -149,7 +148,9 @@ def outcome_of(
     elif state is not None:
         restored.append(TRAIN)
         left |= {f"{TRAIN}.{name}": why for name, why in _set(wanted.train_state, state, wanted).items()}
-    return tuple(restored), left
+    now = options_of(*optimized)
+    before = {key: options.get(key, options.get(key.replace(".initial_lr", ".lr"))) for key in now}
+    return tuple(restored), left, {key: (before[key], value) for key, value in now.items() if before[key] != value}
 
 
 def _set(train_state: Any, state: Mapping[str, Any], wanted: Wanted) -> dict[str, str]:

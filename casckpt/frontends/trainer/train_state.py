@@ -106,15 +106,15 @@ class TrainState(UserDict[str, Any]):
             restore_rng(state[RNG])
         return missing
 
-    def check(self, saved: Mapping[Any, Node], *, strict: bool, read: Callable[[str], Any]) -> None:
+    def check(self, saved: Mapping[Any, Node], at: str, *, strict: bool, read: Callable[[str], Any]) -> None:
         """Raise what `set_parts` would raise over the parts that are ``saved``, as far as their kinds show it.
 
-        ``read``: gives what is saved under some names, as "loaders.0": an object that the tree of a checkpoint does not
-        show from inside.
+        ``read``: gives the object at a key of the checkpoint, of which its tree does not show the inside. ``at``: the
+        key of the train state.
         """
         missing = self._missing(saved, strict=strict)
         for name in (name for name in self if name not in missing):
-            _check_kind(self[name], saved[name], name, read)
+            _check_kind(self[name], saved[name], f"{at}.{name}", read)
 
     def _missing(self, saved: Collection[str], *, strict: bool) -> list[str]:
         missing = [name for name in (*self, *((RNG,) if self._rng else ())) if name not in saved]
@@ -129,8 +129,8 @@ class TrainState(UserDict[str, Any]):
 
 
 def as_parts(train_state: Any) -> TrainState | None:
-    """The parts of a train state: of a `TrainState` or a mapping. None for an object that sets itself."""
-    if isinstance(train_state, TrainState) or hasattr(train_state, "load_state_dict"):
+    """The parts of a train state: of a `TrainState` or a mapping. None for an object that sets itself, and for None."""
+    if train_state is None or isinstance(train_state, TrainState) or hasattr(train_state, "load_state_dict"):
         return train_state if isinstance(train_state, TrainState) else None
     parts = TrainState(rng=False)
     parts.data = train_state

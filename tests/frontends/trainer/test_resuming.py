@@ -288,18 +288,19 @@ def resumed_with(
     store: Store, given: dict[str, Any], saved: dict[str, Any], schedule: Callable[[optim.Optimizer], Any] | None = None
 ) -> Checkpointer:
     """A resume into a new optimizer, with the options ``given``, of one that was saved after two steps with others."""
-    run = new_run()
-    for options in map(deepcopy, (saved, given)):  # a scheduler changes a rate that is a tensor in place
-        model, checkpointer = layers("head"), Checkpointer(store, run=run)
-        optimizer = optim.AdamW(model.parameters(), **options)
-        state = TrainState(rng=False, schedule=schedule(optimizer) if schedule else 0)
-        if store.runs().count(run) == 0:
-            for _ in range(2):
-                optimizer.step()
-                if schedule:
-                    state["schedule"].step()
-            checkpointer.save(2, model, optimizer, state)
-    assert checkpointer.resume(model, optimizer, state) is not None
+
+    def made_with(options: dict[str, Any]) -> tuple[nn.Module, optim.Optimizer, TrainState]:
+        model = layers("head")
+        optimizer = optim.AdamW(model.parameters(), **deepcopy(options))  # a scheduler changes a tensor in place
+        return model, optimizer, TrainState(rng=False, schedule=schedule(optimizer) if schedule else 0)
+
+    checkpointer, (model, optimizer, state) = Checkpointer(store, run=new_run()), made_with(saved)
+    for _ in range(2):
+        optimizer.step()
+        if schedule:
+            state["schedule"].step()
+    checkpointer.save(2, model, optimizer, state)
+    assert checkpointer.resume(*made_with(given)) is not None
     return checkpointer
 
 
