@@ -2180,8 +2180,8 @@ PLANTED = (
     Planted(
         "a rate that a loop has lowered is a warning",
         "casckpt/frontends/trainer/resuming.py",
-        'if not (key.endswith(".lr") and saved < given)]',
-        "if key]",
+        "self.replaced.keys() - lowered",
+        "self.replaced.keys()",
         "tests/frontends/trainer/test_resuming.py",
     ),
     Planted(
@@ -2201,8 +2201,8 @@ PLANTED = (
     Planted(
         "an object is checked against an object's tree alone",
         "casckpt/frontends/trainer/train_state.py",
-        "if read is not None and saved == OBJECT:",
-        "if read is not None and saved is None:",
+        "if read is not None and isinstance(saved, int):",
+        "if read is not None and saved is TENSOR:",
         "tests/frontends/trainer/test_train_state.py",
     ),
     Planted(
@@ -2215,8 +2215,8 @@ PLANTED = (
     Planted(
         "a resized model is told of the optimizer that is left",
         "casckpt/checkpoint/loading/template.py",
-        'if f"{start}param_groups" not in self.unread]',
-        "]",
+        'for start in below if f"{start}param_groups" not in self.unread)]',
+        "for start in below)]",
         "tests/frontends/test_training_state_matching.py",
     ),
 )

@@ -23,7 +23,7 @@ from casckpt.checkpoint.loading.load_plan import LoadOptions, MatchArguments
 from casckpt.checkpoint.loading.unread import EVERYTHING, is_generator, tell, that_hold, warn_moved
 from casckpt.checkpoint.ranks import Ranks, on_each
 from casckpt.errors import InvalidInput, NotFound
-from casckpt.frontends.trainer.train_state import as_parts
+from casckpt.frontends.trainer.train_state import check_parts
 from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors
 from casckpt.frontends.training_state.objects import is_optimizer, load_objects, made_of
 from casckpt.frontends.training_state.optimizer import tensors_below
@@ -235,10 +235,9 @@ class Restoring:
 
     def _check_train_state(self, stored: StoredTraining) -> None:
         """Raise what a resume would raise once the model is loaded."""
-        parts = as_parts(self._wanted.train_state)
-        for at in [f"{TRAIN}.{rank}" for rank in self._train.get(TRAIN, ())] if parts is not None else ():
-            read = partial(stored.value, allow_pickle=self._given.allow_pickle)
-            parts.check(stored.below(at), at, strict=self._wanted.missing != "warn", read=read)
+        read, wanted = partial(stored.value, allow_pickle=self._given.allow_pickle), self._wanted
+        for at in [f"{TRAIN}.{rank}" for rank in self._train.get(TRAIN, ())]:
+            check_parts(wanted.train_state, stored.below(at), at, strict=wanted.missing != "warn", read=read)
 
     @normal_tensors()
     def _load_named(
@@ -269,12 +268,11 @@ class Restoring:
             if not is_wanted and self._ranks.rank == 0 and wanted.missing is None:
                 log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
 
-        def load(template: Any, _: Checkpoint, given: LoadOptions) -> Checkpoint:
-            return self._fill(stored, template, given)
-
-        state, given = whole | train, self._given_for_all
-        about = (self._store, self._ranks, state, stored.checkpoint)
-        loaded = load_objects(*about, given=given, load=load, **self._keeps)
+        state = whole | train
+        loaded = load_objects(
+            self._store, self._ranks, state, stored.checkpoint, given=self._given_for_all,
+            load=lambda template, _, given: self._fill(stored, template, given), **self._keeps,
+        )  # fmt: skip
         return state, replace(loaded, missing_keys=(*loaded.missing_keys, *absent))
 
     def _saved_key(self, key: str) -> str:
@@ -286,10 +284,10 @@ class Restoring:
     ) -> tuple[dict[str, Any], Checkpoint]:
         optim = self._wanted.optim
         if optim is None:
-            optim = self._wanted.missing == "raise" or _has_optimizer(stored)
+            optim = self._wanted.missing == "raise" or bool(stored.keys_below(OPTIM))
 
         def make() -> dict[str, Any]:
-            self._check_there(stored, _has_optimizer(stored))
+            self._check_there(stored, bool(stored.keys_below(OPTIM)))
             return dict(_template_of(model, StoredKeys(stored.manifest.tensors), optim=optim))
 
         state = on_each(self._ranks, make) | train
@@ -319,10 +317,6 @@ def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Ma
     options = {"optim": optim} if "optim" in parameters else {}
     given = [metadata] if parameters.keys() - {"optim"} else []
     return method(*given, **options)
-
-
-def _has_optimizer(stored: StoredTraining) -> bool:
-    return bool(stored.keys_below(OPTIM))
 
 
 def _parts_of(stored: StoredTraining) -> dict[str, list[int]]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, TypeAlias, get_args
-
-import torch
 
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import everyone
@@ -65,8 +64,12 @@ class Resumed:
         A rate that is lower in the checkpoint, and that no scheduler of torch changes, is what loops leave that set the
         rate themselves in each step.
         """
-        changed = [key for key, (given, saved) in self.replaced.items() if not (key.endswith(".lr") and saved < given)]
-        log.log(logging.WARNING if {*self.left.values()} - {_KEPT} or changed else logging.INFO, "%s", self)
+        lowered = {
+            key for key, pair in self.replaced.items()
+            if key.endswith(".lr") and all(isinstance(rate, int | float) for rate in pair) and pair[1] < pair[0]
+        }  # fmt: skip
+        is_odd = {*self.left.values()} - {_KEPT} or self.replaced.keys() - lowered
+        log.log(logging.WARNING if is_odd else logging.INFO, "%s", self)
 
 
 Outcome: TypeAlias = tuple[tuple[str, ...], dict[str, str], dict[str, tuple[Any, Any]]]
@@ -93,14 +96,15 @@ def options_of(model: TrainModel, optim: AnyOptimizer | None) -> dict[str, Any]:
         groups = [(one, group) for one in several for group in one.param_groups]
         for number, (one, group) in enumerate(groups):
             cycled = {"betas", "momentum"} if "max_momentum" in group else set[str]()
-            names = ({*signature(type(one)).parameters} & {*group}) - {"params", *cycled}
-            named = {"initial_lr" if name == "lr" and "initial_lr" in group else name for name in names}
-            found |= {f"{at}.param_groups.{number}.{name}": _plain(group[name]) for name in sorted(named)}
+            with suppress(ValueError):  # of a class that does not say what it takes
+                names = ({*signature(type(one)).parameters} & {*group}) - {"params", *cycled}
+                named = ["initial_lr" if name == "lr" and "initial_lr" in group else name for name in sorted(names)]
+                found |= {f"{at}.param_groups.{number}.{name}": _plain(group[name]) for name in named}
     return found
 
 
 def _plain(value: Any) -> Any:
-    value = value.tolist() if isinstance(value, torch.Tensor) else value
+    value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
     return float(f"{value:.7g}") if isinstance(value, float) else value

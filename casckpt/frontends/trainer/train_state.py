@@ -14,9 +14,9 @@ import torch
 from casckpt.checkpoint.ranks import this_rank
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.format.digest import hex_digest
-from casckpt.format.tree import OBJECT, TENSOR, Node
+from casckpt.format.tree import TENSOR, Node
 from casckpt.frontends.training_state.plain_state import check_part, draws, fill, plain_state
-from casckpt.tensors.state import holds_object, is_object
+from casckpt.tensors.state import GENERATORS, holds_object, is_object
 
 log = logging.getLogger("casckpt")
 
@@ -106,16 +106,6 @@ class TrainState(UserDict[str, Any]):
             restore_rng(state[RNG])
         return missing
 
-    def check(self, saved: Mapping[Any, Node], at: str, *, strict: bool, read: Callable[[str], Any]) -> None:
-        """Raise what `set_parts` would raise over the parts that are ``saved``, as far as their kinds show it.
-
-        ``read``: gives the object at a key of the checkpoint, of which its tree does not show the inside. ``at``: the
-        key of the train state.
-        """
-        missing = self._missing(saved, strict=strict)
-        for name in (name for name in self if name not in missing):
-            _check_kind(self[name], saved[name], f"{at}.{name}", read)
-
     def _missing(self, saved: Collection[str], *, strict: bool) -> list[str]:
         missing = [name for name in (*self, *((RNG,) if self._rng else ())) if name not in saved]
         if missing and strict:
@@ -137,6 +127,20 @@ def as_parts(train_state: Any) -> TrainState | None:
     return parts
 
 
+def check_parts(
+    train_state: Any, saved: Mapping[Any, Node], at: str, *, strict: bool, read: Callable[[str], Any]
+) -> None:
+    """Raise what setting ``train_state`` would raise over the parts that are ``saved``, as far as kinds show it.
+
+    ``at``: its key in the checkpoint. ``read``: gives the object at a key, which the tree of a checkpoint does not show
+    from inside.
+    """
+    parts = as_parts(train_state)
+    if parts is not None:
+        for name in parts.keys() - parts._missing(saved, strict=strict):
+            _check_kind(parts[name], saved[name], f"{at}.{name}", read)
+
+
 def _check_kind(value: Any, saved: Any, key: str, read: Callable[[str], Any] | None) -> None:
     """Raise Mismatch if ``value`` is an object, or holds one, and something else is ``saved`` in its place.
 
@@ -144,22 +148,27 @@ def _check_kind(value: Any, saved: Any, key: str, read: Callable[[str], Any] | N
     """
     if not is_object(value) and not holds_object(value):
         return
-    found = saved
-    if read is not None and saved == OBJECT:
-        found, read = read(key), None
-    inside = {} if is_object(value) else dict(value if isinstance(value, Mapping) else enumerate(value))
-    if isinstance(value, torch.Generator):
-        fits = found is TENSOR or isinstance(found, torch.Tensor)
-    elif isinstance(value, random.Random) or (inside and not isinstance(value, Mapping)):
-        fits = isinstance(found, list | tuple) and len(found) == len(inside or found)
+    if read is not None and isinstance(saved, int):
+        saved, read = torch.empty(0) if saved == TENSOR else read(key), None
+    inside: dict[Any, Any] = {}
+    if is_object(value):
+        is_dict = isinstance(saved, Mapping) and not isinstance(value, GENERATORS)
+        fits = is_dict or _shape(saved) == _shape(plain_state(value, key))
     else:
-        fits = isinstance(found, Mapping) and all(name in found for name in inside if holds_object({0: inside[name]}))
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        inside = {name: child for name, child in pairs if holds_object([child])}
+        fits = isinstance(saved, Mapping) and inside.keys() <= saved.keys()
+        if not isinstance(value, Mapping):
+            fits = isinstance(saved, list | tuple) and len(saved) == len(value)
     if not fits:
-        what = "tensor" if found is TENSOR else type(found).__name__
         raise Mismatch(
-            f"{key!r} is a {type(value).__name__} here, and the checkpoint has a {what} there, or one of other "
-            "entries; give what was saved, or leave that part out of the TrainState",
+            f"{key!r} is a {type(value).__name__} here, and the checkpoint has a {type(saved).__name__} there, or one "
+            "of other entries; give what was saved, or leave that part out of the TrainState",
             key=key,
         )
-    for name in (name for name in inside if not isinstance(found, Mapping) or name in found):
-        _check_kind(inside[name], found[name], f"{key}.{name}", read)
+    for name, child in inside.items():
+        _check_kind(child, saved[name], f"{key}.{name}", read)
+
+
+def _shape(value: Any) -> list[bool]:
+    return [isinstance(value, kind) for kind in (Mapping, list | tuple, torch.Tensor)]
