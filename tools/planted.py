@@ -2194,8 +2194,8 @@ PLANTED = (
     Planted(
         "a train state is checked once the model is loaded",
         "casckpt/frontends/trainer/contents.py",
-        "        self._check_train_state(stored)\n",
-        "",
+        "for rank in self._train.get(TRAIN, ())]",
+        "for rank in ()]",
         "tests/frontends/trainer/test_train_state.py",
     ),
     Planted(

@@ -216,28 +216,24 @@ class Restoring:
 
     def _check_there(self, stored: StoredTraining, has_optimizer: bool) -> None:
         """In an exchange: ranks may want other things each."""
-        for what, name, wanted, there in (
+        for what, name, is_wanted, there in (
             ("an optimizer", "load_optim_state", self._wanted.optim, has_optimizer),
             ("a train state", "load_trainer_state", self._wanted.train, bool(_ranks_of(stored))),
         ):
-            if wanted and not there:
+            if is_wanted and not there:
                 raise NotFound(
                     f"{stored.where} was saved without {what} that could be loaded; it has {stored.at_the_top()}. Pass "
                     f'{name}=None (to resume: missing="warn") to go on without, or choose another checkpoint'
                 )
-        self._check_train_state(stored)
+        read, wanted = partial(stored.value, allow_pickle=self._given.allow_pickle), self._wanted
+        for at in [f"{TRAIN}.{rank}" for rank in self._train.get(TRAIN, ())]:
+            check_parts(wanted.train_state, stored.below(at), at, strict=wanted.missing != "warn", read=read)
 
     def _train_template(self, stored: StoredTraining) -> dict[str, Any]:
         wanted, mine = self._wanted, self._ranks.rank
         is_set = wanted.missing is None or wanted.train_state is not None
         ranks = _ranks_of(stored) if is_set and wanted.train is not False else []
         return {TRAIN: {mine if mine in ranks else min(ranks): None}} if ranks else {}
-
-    def _check_train_state(self, stored: StoredTraining) -> None:
-        """Raise what a resume would raise once the model is loaded."""
-        read, wanted = partial(stored.value, allow_pickle=self._given.allow_pickle), self._wanted
-        for at in [f"{TRAIN}.{rank}" for rank in self._train.get(TRAIN, ())]:
-            check_parts(wanted.train_state, stored.below(at), at, strict=wanted.missing != "warn", read=read)
 
     @normal_tensors()
     def _load_named(

@@ -137,7 +137,7 @@ def check_parts(
     """
     parts = as_parts(train_state)
     if parts is not None:
-        for name in parts.keys() - parts._missing(saved, strict=strict):
+        for name in sorted(parts.keys() - parts._missing(saved, strict=strict)):
             _check_kind(parts[name], saved[name], f"{at}.{name}", read)
 
 
