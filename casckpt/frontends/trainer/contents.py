@@ -297,13 +297,12 @@ class Restoring:
         return replace(self._given, rename=self._saved_key)
 
     def _fill(self, stored: StoredTraining, state: dict[str, Any], given: LoadOptions) -> Checkpoint:
-        ref = stored.checkpoint
         match: MatchArguments = {
             "rename": given.rename, "strict": given.strict, "ignore_mismatched": given.ignore_mismatched
         }  # fmt: skip
         if self._wanted.pre_download:
-            on_each(self._ranks, lambda: self._store.pre_download(ref, state, **match))
-        return self._store._load(state, ref, given)
+            on_each(self._ranks, lambda: self._store.pre_download(stored.checkpoint, state, **match))
+        return self._store._load(state, stored.checkpoint, given)
 
 
 def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Mapping[str, Any]:
