@@ -88,7 +88,8 @@ def options_of(model: TrainModel, optim: AnyOptimizer | None) -> dict[str, Any]:
     """The options of the optimizers by key, as "optim.param_groups.0.lr": those that their constructors take.
 
     Of a learning rate that a scheduler changes, the one that it began with; what `OneCycleLR` changes beside that is
-    left out. Numbers are plain ones, of 7 digits: a tensor has no more. Raises InvalidInput.
+    left out. Numbers are plain ones, of 7 digits: a tensor has no more. What is no plain data is its type. Raises
+    InvalidInput.
     """
     optims = {key: (one,) for key, one in model.items() if is_optimizer(one)} if isinstance(model, Mapping) else {}
     found = dict[str, Any]()
@@ -107,7 +108,9 @@ def _plain(value: Any) -> Any:
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
-    return float(f"{value:.7g}") if isinstance(value, float) else value
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
+    return value if isinstance(value, int | str | None) else type(value).__name__
 
 
 def check_given(train_state: Any, missing: Any, *optimized: Any) -> dict[str, Any]:
