@@ -201,7 +201,7 @@ def restore_checkpoint(
     *,
     force: bool = False,
     allow_pickle: bool = False,
-) -> Path | None:
+) -> str | None:
     """Write the folder ``output_dir/checkpoint-STEP`` as the trainer had written it; its path.
 
     None if ``ref`` is ``RUN@latest`` of a run that has no checkpoint yet: then a trainer starts from the beginning.
@@ -239,7 +239,7 @@ def restore_checkpoint(
             save_file(tensors, _within(folder, name), metadata=dict(file["metadata"]) or None)
         if stored.has_optimizer():
             torch.save(unshard_optim_state(opened, stored.checkpoint, allow_pickle=allow_pickle), folder / OPTIMIZER)
-    return target
+    return str(target)
 
 
 def _is_its_folder(store: Store, checkpoint: Checkpoint, folder: Path) -> bool:

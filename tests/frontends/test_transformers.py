@@ -103,7 +103,7 @@ def restored_folder(*arguments: Any, **options: Any) -> Path:
     """Of a checkpoint that is there."""
     found = restore_checkpoint(*arguments, **options)
     assert found is not None
-    return found
+    return Path(found)
 
 
 def test_ten_checkpoints_of_a_frozen_encoder_take_the_first_and_what_changed(tmp_path: Path, store: Store) -> None:
@@ -405,6 +405,15 @@ def test_several_files_and_files_below(tmp_path: Path, store: Store) -> None:
         restored_folder(store, "other@1", tmp_path)
 
 
+def test_a_restored_folder_has_a_type_that_the_trainer_takes() -> None:
+    """In the words of either: both may hold names that are not there when a program runs."""
+    given, taken = (
+        set(str(function.__annotations__[name]).replace("NoneType", "None").split(" | "))
+        for function, name in ((restore_checkpoint, "return"), (hub.Trainer.train, "resume_from_checkpoint"))
+    )
+    assert given <= taken
+
+
 def test_a_job_starts_from_the_beginning_where_nothing_is_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -412,7 +421,7 @@ def test_a_job_starts_from_the_beginning_where_nothing_is_saved(
     callback = CasCheckpointCallback(store, run="sft")
     for last in (1, 2):  # the same job, twice
         found = restore_checkpoint(store, "sft@latest", tmp_path / "out", force=True)
-        assert found == (None if last == 1 else tmp_path / "out" / "checkpoint-1")
+        assert found == (None if last == 1 else str(tmp_path / "out" / "checkpoint-1"))
         trainer(tmp_path / "out", tiny(), callback, most=last).train(resume_from_checkpoint=found)
     assert steps(store) == [("sft", 1), ("sft", 2)]
     assert not caplog.records

@@ -19,6 +19,7 @@ from casckpt.frontends.lightning.files import RunFiles
 from casckpt.frontends.lightning.pointer import AnyPath, Pointer
 from casckpt.frontends.new_files import new_file
 from casckpt.frontends.stores import AnyStore, as_store, check_foreign
+from casckpt.tensors.state import OfObjects
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class CasCheckpointIO(CheckpointIO):
         self._async = async_save
         self._allow_pickle, self._threads, self._compress, self._health = allow_pickle, threads, compress, health
         self._torch_io = TorchCheckpointIO()
+        self._is_checked = False
         self._queue: ThreadPoolExecutor | None = None
         self._waiting: list[Future[None]] = []
 
@@ -68,16 +70,22 @@ class CasCheckpointIO(CheckpointIO):
         run, overwrite = self._run_files.place(pointer, step)
         options = self._options(checkpoint)
         options["overwrite"] = overwrite
-        if not self._async:
-            self._run_files.saved(pointer, before, self.store.save(state, run=run, step=step, **options))
-            return
-        saving = self.store.save_async(state, run=run, step=step, **options)
+        try:
+            if not self._async:
+                self._run_files.saved(pointer, before, self.store.save(state, run=run, step=step, **options))
+                return
+            saving = self.store.save_async(state, run=run, step=step, **options)
+        except InvalidInput as error:
+            if not self._is_checked and "global_step" in checkpoint:  # of a Trainer, which has callbacks
+                error.add_note("Trainer(callbacks=[CasCheckpointCheck(), ...]) raises this before the first batch")
+            raise
         if before is None:
             pointer.write({"run": run, "step": step})  # so that Lightning gives the name to nobody else
         self._later(lambda: self._finish(pointer, before, saving))
 
     def check(self, checkpoint: dict[str, Any]) -> None:
         """Raise what `save_checkpoint` would raise for it before it writes anything. Rank 0 makes the call."""
+        self._is_checked = True
         self.store.check(to_state(checkpoint), run=self._run_files.run, **self._options(checkpoint))
 
     def _options(self, checkpoint: Mapping[str, Any]) -> SaveArguments:
@@ -193,7 +201,7 @@ def to_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Give what is saved of Lightning's dict."""
     rest = dict(checkpoint)
     weights = rest.pop("state_dict", None)
-    return {REST: rest} if weights is None else {WEIGHTS: weights, REST: rest}
+    return OfObjects({REST: rest} if weights is None else {WEIGHTS: weights, REST: rest})
 
 
 def monitored(checkpoint: Mapping[str, Any]) -> dict[str, float]:
