@@ -231,9 +231,9 @@ def restore_checkpoint(
     force = force or _is_its_folder(opened, stored.checkpoint, target)
     with new_folder(target, force=force, stale=lambda name: True, last=[STATE]) as folder:
         for name in opened.attachments(stored.checkpoint):
-            _write(folder, name, opened.read_attachment(stored.checkpoint, name))
+            _within(folder, name).write_bytes(opened.read_attachment(stored.checkpoint, name))
         for name, data in about.get("rng", {}).items():
-            _write(folder, name, data)
+            _within(folder, name).write_bytes(data)
         for name, file in about["files"].items():
             tensors = _read(opened, stored, name, file["names"])
             save_file(tensors, _within(folder, name), metadata=dict(file["metadata"]) or None)
@@ -299,7 +299,3 @@ def _within(folder: Path, name: str) -> Path:
     path = folder / check_attachment_name(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def _write(folder: Path, name: str, data: bytes) -> None:
-    _within(folder, name).write_bytes(data)

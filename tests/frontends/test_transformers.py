@@ -28,7 +28,7 @@ from casckpt.frontends.training_state import load_model_and_optim_state, save_mo
 from casckpt.frontends.transformers import CasCheckpointCallback, restore_checkpoint
 from casckpt.store.store import Store
 from tests.support.hub import check_loads, export, gpt2, trained
-from tests.support.ranks import outcome_of
+from tests.support.ranks import comes_last, outcome_of
 from tests.support.saves import steps
 from tests.support.together import line
 from tests.support.torchrun import as_accelerate_hears
@@ -351,14 +351,16 @@ def on_one_of_several(rank: int, size: int, folder: Path) -> None:
 
 
 def fails_on_rank_0(rank: int, size: int, folder: Path) -> str:
+    comes_last("save", rank, size, 0)
     state, args = SimpleNamespace(global_step=9, epoch=0.5), SimpleNamespace(output_dir=folder)
     return str(outcome_of(lambda: CasCheckpointCallback(folder / "store", run="sft").on_save(args, state, None)))
 
 
-def test_what_fails_on_rank_0_is_raised_on_all(tmp_path: Path, ranks: Pool) -> None:
-    found = ranks.run(2, fails_on_rank_0, tmp_path)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_what_fails_on_rank_0_is_raised_on_all(tmp_path: Path, ranks: Pool, size: int) -> None:
+    found = ranks.run(size, fails_on_rank_0, tmp_path)
     assert all("checkpoint-9 is not there" in text for text in found)
-    assert found[1].startswith("rank 0: ")
+    assert all(text.startswith("rank 0: ") for text in found[1:])
 
 
 def test_each_rank_brings_its_own_random_generators(tmp_path: Path, ranks: Pool) -> None:

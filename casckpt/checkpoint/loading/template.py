@@ -150,7 +150,8 @@ class Template:
         more = len(errors) - _SHOWN
         lines = [*map(str, errors[:_SHOWN]), *([f"and {more} more"] if more > 0 else [])]
         below = tuple(f"{key}." for key in self.subtrees if key != EVERYTHING)
-        alone = [key for key in self.unread if not key.startswith(below)]
+        read_before = ".param_groups"  # where an optimizer is to be filled, they are
+        alone = [key for key in self.unread if not key.startswith(below) and not key.endswith(read_before)]
         for what, keys in (
             ("only the template has", self.missing),
             ("only the checkpoint has", [*alone, *(f"{start}*" for start in below)]),

@@ -13,6 +13,7 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 
 from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.ranks import on_each, open_ranks
 from casckpt.checkpoint.saving.options import Compress, SaveArguments
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.frontends.lightning.files import RunFiles
@@ -108,8 +109,7 @@ class CasCheckpointIO(CheckpointIO):
         if pointer.is_foreign():
             check_foreign(self.store, path)
             more = {} if map_location is None else {"map_location": map_location}
-            loaded: dict[str, Any] = self._torch_io.load_checkpoint(Path(path), weights_only=weights_only, **more)
-            return loaded
+            return self._torch_io.load_checkpoint(Path(path), weights_only=weights_only, **more)
         device = map_location if isinstance(map_location, str | torch.device) else "cpu"
         ref, threads = self._run_files.named(pointer), self._threads
         return from_state(self.store.read(ref, device=device, allow_pickle=self._allow_pickle, threads=threads))
@@ -186,15 +186,9 @@ class CasCheckpointCheck(Callback):
 
     def _check(self, trainer: Trainer) -> None:
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        io, failed = trainer.strategy.checkpoint_io, None
-        try:
-            if trainer.is_global_zero and isinstance(io, CasCheckpointIO):
-                io.check(checkpoint)
-        except CasckptError as error:
-            failed = error
-        failed = trainer.strategy.broadcast(failed)
-        if failed is not None:
-            raise failed
+        io = trainer.strategy.checkpoint_io
+        if isinstance(io, CasCheckpointIO):
+            on_each(open_ranks(), lambda: io.check(checkpoint) if trainer.is_global_zero else None)
 
 
 def to_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,12 +200,9 @@ def to_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 def monitored(checkpoint: Mapping[str, Any]) -> dict[str, float]:
     """Give the figures that Lightning's callbacks choose checkpoints by, as they are now."""
-    found = {}
-    for one in (checkpoint.get("callbacks") or {}).values():
-        name, score = (one.get("monitor"), one.get("current_score")) if isinstance(one, Mapping) else (None, None)
-        if isinstance(name, str) and score is not None:
-            found[name] = float(score)
-    return found
+    states = (one for one in (checkpoint.get("callbacks") or {}).values() if isinstance(one, Mapping))
+    found = ((one.get("monitor"), one.get("current_score")) for one in states)
+    return {name: float(score) for name, score in found if isinstance(name, str) and score is not None}
 
 
 def from_state(state: Mapping[str, Any]) -> dict[str, Any]:
