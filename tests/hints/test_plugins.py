@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("lightning.pytorch", reason="needs casckpt[lightning]")
 pytest.importorskip("transformers", reason="needs casckpt[transformers]")
@@ -73,8 +73,8 @@ class Begins(LightningModule):
         self.save_hyperparameters()
         self.weight = nn.Parameter(torch.ones(1))
 
-    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        return (self.weight * batch).sum()
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        return (self.weight * batch[0]).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -88,7 +88,7 @@ def test_a_callback_raises_before_the_first_batch_what_a_save_would(store: Store
             logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
         )  # fmt: skip
         with pytest.raises(InvalidInput) as caught:
-            trainer.fit(Begins(torch.relu), DataLoader([torch.ones(1)]))
+            trainer.fit(Begins(torch.relu), DataLoader(TensorDataset(torch.ones(1))))
         return trainer.global_step, caught.value
 
     step, error = fit()
