@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from casckpt.errors import CasckptError, InvalidInput, RankFailed
+from casckpt.format.tree import listed
 
 FRAME: Final = 4096  # bytes of the first frame of a message: most need no second one
 _LENGTH: Final = 8
@@ -22,6 +24,14 @@ class Message:
     error: BaseException | None = None
     rank: int | None = None
     step: str = ""
+
+
+@dataclass(frozen=True)
+class OfObjects:
+    """A value of a call that ranks make where there are whole objects in their state. ``keys``: of these objects."""
+
+    value: Any
+    keys: Sequence[str]
 
 
 def pack(message: Message) -> bytes:
@@ -88,12 +98,25 @@ def from_frame(frame: torch.Tensor) -> tuple[bytes, int]:
     return held, length - len(held)
 
 
-def astray(rank: int, step: str, expected: str) -> InvalidInput:
-    """What to raise where a rank is elsewhere in the code than rank 0."""
+def astray(messages: Sequence[Message], step: str) -> InvalidInput | None:
+    """What to raise where a rank is elsewhere in the code than rank 0, which is at ``step``; None where none is.
+
+    ``messages``: of all ranks, in their order.
+    """
+    away = [message for message in messages if message.step != step]
+    if not away:
+        return None
+    said = f"rank {away[0].rank} is at {away[0].step}, rank 0 at {step}: all ranks must make the same calls of casckpt"
+    keys = {one.rank: tuple(one.value.keys) for one in messages if isinstance(one.value, OfObjects) and one.value.keys}
+    without = [one.rank for one in messages if one.rank not in keys]
+    if not keys or not without:
+        return InvalidInput(f"{said} in the same order", rank=away[0].rank)
+    rank, held = next(iter(keys.items()))
     return InvalidInput(
-        f"rank {rank} is at {step}, rank 0 at {expected}: all ranks must make the same calls of casckpt in the same "
-        "order; whole objects in the state of one rank, and none in that of another, are different calls",
-        rank=rank,
+        f"{said}. Rank {rank} has the whole objects {listed(held)} in its state, and rank {without[0]} has none: give "
+        "the objects on every rank, or the state_dict of each",
+        rank=away[0].rank,
+        keys=held,
     )
 
 

@@ -282,12 +282,8 @@ class GroupRanks:
 def _first_failure(messages: Sequence[Message], step: str) -> Message | None:
     """The first error of all ranks, else the first rank that is elsewhere in the code than at ``step``."""
     failed = [Message(error=message.error, rank=message.rank) for message in messages if message.error is not None]
-    strayed = (
-        Message(error=astray(rank, message.step, step), rank=rank)
-        for rank, message in enumerate(messages)
-        if message.step != step
-    )
-    return failed[0] if failed else next(strayed, None)
+    strayed = astray(messages, step)
+    return failed[0] if failed else strayed and Message(error=strayed, rank=strayed.rank)
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta:

@@ -363,12 +363,31 @@ def test_an_object_that_fails_on_one_rank_fails_on_all(tmp_path: Path, ranks: Po
         assert "raised in load_state_dict of 'z'; what was loaded before it stays loaded" in loaded
 
 
-def objects_on_one(rank: int, size: int, path: Path) -> str:
-    return str(outcome_of(lambda: casckpt.open(path).save({"z": nn.Linear(1, 1) if rank else 1}, step=1)))
+def objects_on_one(rank: int, size: int, path: Path) -> dict[str, list[str]]:
+    """What each call raises where rank 1 alone has objects: rank 0 has their state_dict, or nothing."""
+    store = casckpt.open(path)
+    model = nn.Linear(1, 1)
+    store.save({"model": model}, run="good", step=1, check_replicas="off")
+    found: dict[str, list[str]] = {}
+    for name, mine in (("dict", {"model": model.state_dict()}), ("nothing", {}), ("function", lambda: {"model": model})):
+        state: Any = {"model": model} if rank else mine
+        calls: list[Callable[[], Any]] = [
+            lambda: store.save(state, run="bad", step=1),  # noqa: B023 - called at once
+            lambda: store.save_async(state, run="bad", step=1),  # noqa: B023
+            lambda: store.save_async(state, run="bad", step=1, when_busy="refuse"),  # noqa: B023
+            lambda: store.check(state),  # noqa: B023
+            lambda: store.warm_up(state),  # noqa: B023
+            lambda: store.load(state, "good@1"),  # noqa: B023
+        ]
+        found[name] = [str(outcome_of(call)) for call in calls[: 5 if callable(mine) else 6]]
+    return found
 
 
-def test_objects_in_the_state_of_one_rank_alone_are_told(tmp_path: Path, ranks: Pool) -> None:
-    assert all("whole objects in the state of one rank" in text for text in ranks.run(2, objects_on_one, tmp_path))
+def test_objects_on_one_rank_alone_are_refused_at_once_on_all_ranks(tmp_path: Path, ranks: Pool) -> None:
+    for found in ranks.run(2, objects_on_one, tmp_path):
+        for text in (*found["dict"], *found["nothing"]):
+            assert "Rank 1 has the whole objects 'model' in its state, and rank 0 has none" in text
+        assert not any("same calls" in text for text in found["function"])  # it gives the same objects
 
 
 def save_averaged(rank: int, size: int, path: Path) -> tuple[list[torch.Tensor], str]:

@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 from casckpt.checkpoint.arguments import renamer
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.load_plan import LoadOptions
-from casckpt.checkpoint.ranks import Ranks, everyone, on_each, open_ranks
-from casckpt.checkpoint.saving.options import SaveArguments
+from casckpt.checkpoint.messages import OfObjects
+from casckpt.checkpoint.ranks import Ranks, everyone, on_each
+from casckpt.checkpoint.saving.options import SaveOptions
 from casckpt.errors import InvalidInput, Mismatch
 from casckpt.format.tree import listed
 from casckpt.frontends.training_state.hub_config import with_config
@@ -36,34 +37,26 @@ AnyRef: TypeAlias = str | Checkpoint
 Load: TypeAlias = Callable[[Any, Checkpoint, LoadOptions], Checkpoint]
 
 
-def save_objects(state: Any, options: SaveArguments) -> tuple[dict[str, Any], SaveArguments]:
-    """The arguments of `Store.save` without whole objects. Every rank makes the call.
+def save_objects(ranks: Ranks, state: Any, options: SaveOptions) -> tuple[dict[str, Any], SaveOptions]:
+    """The arguments of a save without whole objects. Every rank makes the call.
 
     ``state``: or a function that makes it. What goes wrong in the making is raised on all ranks.
     """
-    whole: list[Any] = []
+    whole, keys = list[Any](), list[str]()
 
     def make() -> Made:
         whole.append(state() if callable(state) else state)
-        return made_of(whole[0])
+        objects = Objects(whole[0])
+        keys.extend(objects.by_key)
+        return objects.made()
 
-    made = make_state(open_ranks(options.get("process_group"), no_dist=options.get("no_dist", False)), make)
-    return made, options | {"attachments": with_config(whole[0], options.get("attachments"))}
+    made = make_state(ranks, make, keys)
+    return made, replace(options, attachments=with_config(whole[0], options.attachments))
 
 
 def made_of(state: Any) -> Made:
     """What this rank saves of ``state``. Raises InvalidInput."""
-    objects = Objects(state)
-    values: dict[str, Any] = {}
-    for key, value in objects.by_key.items():
-        if key in objects.modules:
-            values[key] = model_to_save(value)
-        elif key in objects.optimizers:
-            values[key] = states_to_save(objects.modules[objects.owners[key]], [value])
-        else:
-            values[key] = plain_state(value, key)
-    named = [NamedState(key, values[key], values[owner]) for key, owner in objects.owners.items()]
-    return objects.nested(values), named
+    return Objects(state).made()
 
 
 def is_optimizer(value: Any) -> bool:
@@ -89,6 +82,19 @@ class Objects:
                 raise InvalidInput(f"{key!r} is in a PerRank; give modules and optimizers without it", key=key)
         parameters = {key: parameter_names(module).keys() for key, module in self.modules.items()}
         self.owners = {key: _owner(key, optim, parameters) for key, optim in self.optimizers.items()}
+
+    def made(self) -> Made:
+        """What this rank saves of the state. Raises InvalidInput."""
+        values: dict[str, Any] = {}
+        for key, value in self.by_key.items():
+            if key in self.modules:
+                values[key] = model_to_save(value)
+            elif key in self.optimizers:
+                values[key] = states_to_save(self.modules[self.owners[key]], [value])
+            else:
+                values[key] = plain_state(value, key)
+        named = [NamedState(key, values[key], values[owner]) for key, owner in self.owners.items()]
+        return self.nested(values), named
 
     def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The state with ``values`` in place of its objects, in new containers; without those that have none."""
@@ -158,12 +164,15 @@ def load_objects(
     """
     made: list[Objects] = []
 
-    def hello() -> list[str]:
+    def hello() -> OfObjects:
         made.append(Objects(state))
         check_replaceable(state, made[0].plain)
-        return list(made[0].modules)
+        return OfObjects(list(made[0].modules), list(made[0].by_key))
 
-    modules = ranks.exchange(hello, lambda found: everyone(sorted({key for keys in found for key in keys}), ranks.size))
+    def unite(found: Sequence[OfObjects]) -> Sequence[list[str]]:
+        return everyone(sorted({key for one in found for key in one.value}), ranks.size)
+
+    modules = ranks.exchange(hello, unite)
     objects, allow_pickle = made[0], given.allow_pickle
     stored, groups = find(
         ranks, store, ref, optimizers=lambda: objects.optimizers, required=given.strict, allow_pickle=allow_pickle

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from casckpt.checkpoint.agreement import check_same, named
 from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.messages import OfObjects
 from casckpt.checkpoint.ranks import Ranks, everyone
 from casckpt.checkpoint.saving.replicas import digest_of
 from casckpt.errors import InvalidInput, Mismatch
@@ -50,23 +51,24 @@ def made_by_name(state: dict[str, Any]) -> Made:
     return state, (NamedState(OPTIM, state[OPTIM], state.get(MODEL, {})),)
 
 
-def make_state(ranks: Ranks, make: Callable[[], Made]) -> dict[str, Any]:
+def make_state(ranks: Ranks, make: Callable[[], Made], objects: Sequence[str] = ()) -> dict[str, Any]:
     """This rank's state, in which the ``param_groups`` of each optimizer are those of all ranks that have it.
 
-    What goes wrong in the making is raised on all of them. Raises InvalidInput, too, where ranks have other values of
+    ``objects``: keys of the whole objects that it is made of, known once ``make`` was called. What goes wrong in the making is raised on all of them. Raises InvalidInput, too, where ranks have other values of
     an optimizer's state that is no shard of anything, for a parameter that is sharded.
     """
     made: list[Made] = []
 
-    def digest() -> tuple[dict[str, str], dict[str, bytes]]:
+    def digest() -> OfObjects:
         made.append(make())
         named = made[0][1]
         texts = {one.key: repr([group["params"] for group in one.state["param_groups"]]) for one in named}
-        return {key: hex_digest(text.encode()) for key, text in texts.items()}, _beside_shards(named, ranks.size)
+        digests = {key: hex_digest(text.encode()) for key, text in texts.items()}
+        return OfObjects((digests, _beside_shards(named, ranks.size)), objects)
 
-    def compare(found: Sequence[tuple[dict[str, str], Mapping[str, bytes]]]) -> Sequence[set[str]]:
-        _check_alike([beside for _, beside in found])
-        distinct = {pair for texts, _ in found for pair in texts.items()}
+    def compare(found: Sequence[OfObjects]) -> Sequence[set[str]]:
+        _check_alike([one.value[1] for one in found])
+        distinct = {pair for one in found for pair in one.value[0].items()}
         keys = [key for key, _ in distinct]
         return everyone({key for key in keys if keys.count(key) > 1}, ranks.size)
 
