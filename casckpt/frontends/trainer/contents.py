@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkabl
 from torch import nn
 from torch.optim import Optimizer
 
-from casckpt.checkpoint.arguments import renamer
+from casckpt.checkpoint.arguments import Renaming, renamer
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.load_plan import LoadOptions, MatchArguments, Unread
 from casckpt.checkpoint.loading.unread import is_generator, is_within, tell, warn_moved
@@ -240,7 +240,7 @@ class Restoring:
         loading = TrainingStateLoad(stored, groups, self._given, **self._keeps)
         loading.prepare(self._ranks, make, {OPTIM: optims})
         loading.state.update(train)
-        given = replace(self._given, rename=loading.saved_key, ignore_mismatched=loading.ignored, unread="ignore")
+        given = replace(self._given, rename=loading.rename, ignore_mismatched=loading.ignored, unread="ignore")
         return loading.state, loading.install(self._fill(stored, loading.state, given))
 
     def _load_objects(
@@ -289,7 +289,7 @@ class Restoring:
 
     @property
     def _given_for_all(self) -> LoadOptions:
-        return replace(self._given, rename=self._saved_key, unread=self._unread_of_module)
+        return replace(self._given, rename=Renaming(self._saved_key, self._given.rename), unread=self._unread_of_module)
 
     @property
     def _unread_of_module(self) -> Unread:

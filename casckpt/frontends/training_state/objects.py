@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, Unpack
 from torch import nn
 from torch.optim import Optimizer
 
-from casckpt.checkpoint.arguments import renamer
+from casckpt.checkpoint.arguments import Renaming, renamer
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.load_plan import LoadOptions
 from casckpt.checkpoint.messages import OfObjects
@@ -175,13 +175,15 @@ def load_objects(
     modules = ranks.exchange(hello, unite)
     objects, allow_pickle = made[0], given.allow_pickle
     stored, groups = find(
-        ranks, store, ref, optimizers=lambda: objects.optimizers, required=given.strict, allow_pickle=allow_pickle
-    )
+        ranks, store, ref, optimizers=lambda: objects.optimizers, required=given.strict, allow_pickle=allow_pickle,
+        rename=given.rename,
+    )  # fmt: skip
+    places = {key: stored.optimizer_at(key, given.rename) for key in objects.optimizers}
     silent = replace(given, unread="ignore")  # `Store.load` says what is left
-    loads = [TrainingStateLoad(stored, groups, silent, at=key, **keeps) for key in modules]
+    loads = [TrainingStateLoad(stored, groups, silent, at=key, places=places, **keeps) for key in modules]
     for one in loads:
         _prepare(ranks, one, objects)
-    template, options = on_each(ranks, lambda: _template(objects, stored, loads, given))
+    template, options = on_each(ranks, lambda: _template(objects, stored, loads, places, given))
     loaded = load(template, stored.checkpoint, options)
     for one in loads:
         loaded = one.install(loaded)
@@ -197,23 +199,30 @@ def _prepare(ranks: Ranks, load: TrainingStateLoad, objects: Objects) -> None:
 
 
 def _template(
-    objects: Objects, stored: StoredTraining, loads: Sequence[TrainingStateLoad], given: LoadOptions
+    objects: Objects,
+    stored: StoredTraining,
+    loads: Sequence[TrainingStateLoad],
+    places: Mapping[str, str],
+    given: LoadOptions,
 ) -> tuple[dict[str, Any], LoadOptions]:
     """What `Store.load` is to fill, and how."""
     values = {key: value for one in loads for key, value in one.state.items()}
-    for key in filter(stored.has_optimizer, objects.optimizers):
-        values[key] = {**values.get(key, {}), "param_groups": None}  # read once more, so that nothing is left unread
+    rename = renamer(given.rename)
+    for key, place in places.items():
+        if stored.has_optimizer(place):  # read once more, so that nothing is left unread
+            values[key] = {**values.get(key, {}), "param_groups": None}
     for key in objects.others:
-        has_tensors = any(name.startswith(f"{key}.") for name in stored.manifest.tensors)
+        has_tensors = any(name.startswith(f"{rename(key)}.") for name in stored.manifest.tensors)
         state = plain_state(objects.by_key[key], key) if has_tensors else None
         # None: all of it is made; but where it has shards, each rank fills its own
         values[key] = state if any(is_sharded(tensor) for _, tensor in tensors_below(state, key)) else None
-    rename = renamer(given.rename)
-    homes: dict[str, Callable[[str], str]] = {one.at: one.saved_key for one in loads}
-    homes |= dict.fromkeys(objects.optimizers, renamer(None))  # by the names that they were saved with
+    models = {one.at: one.saved_key for one in loads}
 
     def saved_key(key: str) -> str:
-        return next((place for at, place in homes.items() if key.startswith(f"{at}.")), rename)(key)
+        for at, place in places.items():
+            if key.startswith(f"{at}."):  # below it by the names that it was saved with
+                return place + key.removeprefix(at)
+        return next((place for at, place in models.items() if key.startswith(f"{at}.")), rename)(key)
 
     ignored = [pattern for one in loads for pattern in one.ignored] or given.ignore_mismatched
-    return objects.nested(values), replace(given, rename=saved_key, ignore_mismatched=ignored)
+    return objects.nested(values), replace(given, rename=Renaming(saved_key, given.rename), ignore_mismatched=ignored)

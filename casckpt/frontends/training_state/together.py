@@ -8,6 +8,7 @@ from math import prod
 from typing import Any, TypeAlias
 
 from casckpt.checkpoint.agreement import check_same, named
+from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.messages import OfObjects
 from casckpt.checkpoint.ranks import Ranks, everyone
@@ -54,8 +55,9 @@ def made_by_name(state: dict[str, Any]) -> Made:
 def make_state(ranks: Ranks, make: Callable[[], Made], objects: Sequence[str] = ()) -> dict[str, Any]:
     """This rank's state, in which the ``param_groups`` of each optimizer are those of all ranks that have it.
 
-    ``objects``: keys of the whole objects that it is made of, known once ``make`` was called. What goes wrong in the making is raised on all of them. Raises InvalidInput, too, where ranks have other values of
-    an optimizer's state that is no shard of anything, for a parameter that is sharded.
+    ``objects``: keys of the whole objects that it is made of, known once ``make`` was called. What goes wrong in
+    the making is raised on all of them. Raises InvalidInput, too, where ranks have other values of an optimizer's
+    state that is no shard of anything, for a parameter that is sharded.
     """
     made: list[Made] = []
 
@@ -128,12 +130,14 @@ def find(
     required: bool,
     allow_pickle: bool,
     lenient: bool = False,
+    rename: Rename = None,
 ) -> tuple[StoredTraining, Groups]:
     """The checkpoint that ``ref`` names, and the groups of the ``optimizers``, keys, that any rank wants; rank 0 reads.
 
     ``optimizers``: called once, where what it raises reaches all ranks. ``required``: they must be there; else those
-    that are not are None. ``lenient``: so are those that were saved by number. Raises Conflict if ranks name different
-    checkpoints, NotFound, MissingKey, Mismatch, Damaged, StorageError; on all ranks.
+    that are not are None. ``lenient``: so are those that were saved by number. ``rename``: see
+    `StoredTraining.optimizer_at`. Raises Conflict if ranks name different checkpoints, NotFound, MissingKey, Mismatch,
+    Damaged, StorageError; on all ranks.
     """
     opened: list[Store] = []
 
@@ -146,9 +150,10 @@ def find(
         stored = StoredTraining.read(opened[0], ref)
         groups: Groups = {}
         for key in sorted({key for _, wanted in told for key in wanted}):
-            is_read = required or stored.has_optimizer(key)
+            at = stored.optimizer_at(key, rename)
+            is_read = required or stored.has_optimizer(at)
             try:
-                groups[key] = stored.groups(key, allow_pickle=allow_pickle) if is_read else None
+                groups[key] = stored.groups(at, allow_pickle=allow_pickle) if is_read else None
             except Mismatch:
                 if not lenient:
                     raise
