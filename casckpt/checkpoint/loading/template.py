@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from casckpt.checkpoint.arguments import matches, renamer
 from casckpt.checkpoint.cycle_collector import collecting_later
@@ -21,6 +24,8 @@ from casckpt.lazy import cached_property
 from casckpt.repository.repository import Repository
 from casckpt.tensors.state import FlatState, LeafValue, check_replaceable, flatten, is_part, replace_leaves
 
+PACKED = ".quant_state.bitsandbytes__"
+"""In the key of what a Linear4bit of bitsandbytes packs anew whenever its state_dict is asked for."""
 _SHOWN = 10
 
 
@@ -69,6 +74,28 @@ class Template:
             raise self._lacks(needed)
         check_replaceable(state, self._plan.replaced)
         self._plan.check_shared(repo)
+        self._check_packed(repo)
+
+    def _check_packed(self, repo: Repository) -> None:
+        """Raise Mismatch where a module of bitsandbytes would get weights that do not go with what stays in it."""
+        left, kept = frozenset((*self.missing, *self.mismatched)), dict[str, torch.Tensor]()
+        plan = LoadPlan(self._plan.contents, replace(self._plan.options, updates=False, progress=None))
+        for key, leaf in self._flat.leaves.items():
+            if PACKED in key and isinstance(leaf.value, torch.Tensor) and key.partition(PACKED)[0] not in left:
+                kept[key] = leaf.value.cpu()
+                if key not in self.missing:
+                    plan.new(self._names[key], torch.device("cpu"))
+        saved = plan.run(repo) if kept else {}
+        differ = [key for key, value in kept.items() if not torch.equal(value, saved.get(self._names[key], value[:0]))]
+        if differ:
+            weight = differ[0].partition(PACKED)[0]
+            raise Mismatch(
+                f"{differ[0]!r} is a copy of what a module of bitsandbytes keeps, and {self._where} has another value, "
+                f"without which its weights mean something else. Leave {weight!r}, and all keys that begin with it, "
+                "out of the state; or get them by store.read, and make the weight of them, by "
+                "bitsandbytes.nn.Params4bit.from_prequantized",
+                keys=tuple(differ),
+            )
 
     def _is_ignored(self, key: str) -> bool:
         return matches(key, self._plan.options.ignore_mismatched or ())
