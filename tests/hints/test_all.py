@@ -46,6 +46,9 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/frontends/test_training_state_objects.py::"
         "test_objects_on_one_rank_alone_are_refused_at_once_on_all_ranks"
     ),
+    Case("checkpoint/loading/entries.py:no_entry", "Give the key of the mapping, as rename="): (
+        "tests/checkpoint/loading/test_entries.py::test_a_rename_of_single_entries_is_refused"
+    ),
     Case("checkpoint/loading/template.py:Template._check_packed", "Params4bit.from_prequantized"): (
         "tests/frontends/test_training_state_passed_by.py::"
         "test_a_state_dict_with_a_copy_of_what_its_module_keeps_is_filled_only_with_the_same"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +13,10 @@ from casckpt.checkpoint.arguments import matches, renamer
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.handle import Frames
 from casckpt.checkpoint.loading.contents import Contents
+from casckpt.checkpoint.loading.entries import no_entry
 from casckpt.checkpoint.loading.fit import Fit, check_fit, merged, missed_pairs, rename_hint, saved_shapes, shape_of
 from casckpt.checkpoint.loading.load_plan import LoadOptions, LoadPlan
-from casckpt.checkpoint.loading.unread import EVERYTHING, is_generator, left_unread
+from casckpt.checkpoint.loading.unread import EVERYTHING, is_generator, left_unread, prefixes
 from casckpt.errors import Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.blobs import BlobRef
@@ -58,7 +59,9 @@ class Template:
         self._names = {key: name_of(key) for key in flat.leaves}
         self._plan.contents.ready(self._names.values())
         errors, lacking = self._add()
-        entries = self._add_entries(lacking)
+        for leaf in lacking:
+            self._check_no_entry(leaf.key, self._names[leaf.key])
+        entries = self._add_entries(lacking, name_of)
         for key, of_optimizer in _empty_mappings(flat.tree, ()):
             self._look_below(key, name_of(key), of_optimizer=of_optimizer)
         self.missing = tuple(leaf.key for leaf in lacking if not self._plan.fills(leaf))
@@ -117,11 +120,17 @@ class Template:
         self.mismatched = tuple(left)
         return errors, lacking
 
-    def _add_entries(self, lacking: list[LeafValue]) -> tuple[str, ...]:
+    def _check_no_entry(self, key: str, name: str) -> None:
+        """Raise InvalidInput if ``name``, which is not there, is an entry, by ``rename``, of what is one object."""
+        above = next(filter(self._plan.contents.objects.__contains__, prefixes(name)), "") if name != key else ""
+        if above and self._plan.first_entry(above) is not None:
+            raise no_entry(key, name, key.rpartition(".")[0], above)
+
+    def _add_entries(self, lacking: list[LeafValue], name_of: Callable[[str], str]) -> tuple[str, ...]:
         """Add mappings that are one object of the checkpoint. Gives the entries that only that has."""
         unread: list[str] = []
         for key in self._flat.whole:
-            found = self._plan.add_entries(key, self._names[key], self._flat.leaves[key].value)
+            found = self._plan.add_entries(key, self._names[key], self._flat.leaves[key].value, name_of)
             unread += found.unread
             self._names.update({one: self._names[key] + one.removeprefix(key) for one in found.lacking})
             lacking += [LeafValue(one, (one,), None, False, False) for one in found.lacking]
