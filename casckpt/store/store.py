@@ -205,10 +205,11 @@ class Store:
         of in the log, once of a run, as are single keys of a container that was read, and values per rank that other
         ranks take, or none; ``unread``: "ignore" says that all this is meant ("warn" is the default). ``rename``: from
         a key of ``state`` to one of the checkpoint, a callable or a dict from regular expression (matched against the
-        whole key) to replacement. ``cast``: convert dtypes. ``verify`` (unless False): compare every cell read with its
-        digest. ``allow_pickle``: unpickle what only a pickle could hold. ``threads``, ``progress``: as for `save`.
-        ``lease``: rank 0 holds the checkpoint meanwhile, as `lease` does. Every rank of ``process_group`` makes the
-        call, with its own shards, whatever ranks and shards it was saved from; ``no_dist``: this process loads alone.
+        whole key) to replacement; the state of an optimizer among the objects goes with its module's names. ``cast``:
+        convert dtypes. ``verify`` (unless False): compare every cell read with its digest. ``allow_pickle``: unpickle
+        what only a pickle could hold. ``threads``, ``progress``: as for `save`. ``lease``: rank 0 holds the checkpoint
+        meanwhile, as `lease` does. Every rank of ``process_group`` makes the call, with its own shards, whatever ranks
+        and shards it was saved from; ``no_dist``: this process loads alone.
 
         Raises Conflict if ranks give different references, or stores; NotFound, MissingKey, Mismatch or InvalidInput;
         all before anything changes. Damaged (naming key, blob and checkpoints), Gone (a gc purged it meanwhile, which a
