@@ -151,19 +151,14 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         needed = True if own and not model_only else None
         try:
             loaded = self.checkpointer.load(
-                ref,
-                self.model_parts,
-                optims,
-                load_optim_state=needed if optims else None,
-                load_trainer_state=False if model_only else needed,
-                cast=self.config.cast,
-                options=self.config.options,
-                rename=None if own else self.config.rename,
-            )
+                ref, self.model_parts, optims, load_optim_state=needed if optims else None,
+                load_trainer_state=False if model_only else needed, cast=self.config.cast,
+                options=self.config.options, rename=None if own else self.config.rename,
+            )  # fmt: skip
         except MissingKey as error:
-            if isinstance(ref, Checkpoint):
-                raise MissingKey(_OWN_NAMES.format(error, ref.run, ref.step), **error.__dict__) from error
-            raise
+            if not isinstance(ref, Checkpoint):
+                raise
+            raise MissingKey(_OWN_NAMES.format(error, ref.run, ref.step), **error.__dict__) from error
         if loaded is not None:
             wanted = {name: part for name, part in self.states.items() if name not in excluded}
             TrainState(**wanted).load_state_dict(loaded)

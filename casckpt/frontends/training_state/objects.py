@@ -178,7 +178,7 @@ def load_objects(
         ranks, store, ref, optimizers=lambda: objects.optimizers, required=given.strict, allow_pickle=allow_pickle,
         rename=given.rename,
     )  # fmt: skip
-    places = {key: stored.optimizer_at(key, given.rename) for key in objects.optimizers}
+    places = on_each(ranks, lambda: {key: stored.optimizer_at(key, given.rename) for key in objects.optimizers})
     silent = replace(given, unread="ignore")  # `Store.load` says what is left
     loads = [TrainingStateLoad(stored, groups, silent, at=key, places=places, **keeps) for key in modules]
     for one in loads:
@@ -205,7 +205,7 @@ def _template(
     places: Mapping[str, str],
     given: LoadOptions,
 ) -> tuple[dict[str, Any], LoadOptions]:
-    """What `Store.load` is to fill, and how."""
+    """What `Store.load` is to fill, and how. ``places``: where the checkpoint has the optimizers."""
     values = {key: value for one in loads for key, value in one.state.items()}
     rename = renamer(given.rename)
     for key, place in places.items():
