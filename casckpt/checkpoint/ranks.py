@@ -283,7 +283,9 @@ def _first_failure(messages: Sequence[Message], step: str) -> Message | None:
     """The first error of all ranks, else the first rank that is elsewhere in the code than at ``step``."""
     failed = [Message(error=message.error, rank=message.rank) for message in messages if message.error is not None]
     strayed = astray(messages, step)
-    return failed[0] if failed else strayed and Message(error=strayed, rank=strayed.rank)
+    if strayed is not None:
+        failed.append(Message(error=strayed, rank=strayed.rank))
+    return failed[0] if failed else None
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta:

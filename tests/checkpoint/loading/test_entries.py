@@ -132,9 +132,10 @@ def test_a_rename_of_single_entries_is_refused(rename: dict[str, str], monkeypat
     store = small()
     store.save({"w": torch.ones(2), "train": {"seen": SEEN}}, step=1)
     into: dict[str, Any] = {"w": torch.zeros(2), "ids": {"a": 0, "deep": {"n": 0}}}
-    for strict in (True, False):
-        with pytest.raises(InvalidInput, match=r"rename gives 'train\.seen") as refused:
-            store.load(into, "latest", rename=rename, strict=strict, unread="ignore")
+    with pytest.raises(InvalidInput):
+        store.load(into, "latest", rename=rename, strict=False, unread="ignore")
+    with pytest.raises(InvalidInput, match=r"rename gives 'train\.seen") as refused:
+        store.load(into, "latest", rename=rename, unread="ignore")
     advice = Advice(str(refused.value))
     assert into["ids"] == {"a": 0, "deep": {"n": 0}}
     assert store.read("latest", **advice.argument("keys"))["train"]["seen"]["a"] == 1
