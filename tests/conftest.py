@@ -40,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its own options
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # while tests are collected: modules and tests are no garbage
     full = config.getoption("--full")
     if full and config.getoption("--quick"):
         raise pytest.UsageError("--quick and --full exclude each other")
@@ -82,6 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """What there is by now stays; to look at all of it for garbage takes half a second, as often as that comes due."""
     gc.freeze()
+    gc.enable()
 
 
 def _wanted(config: pytest.Config, item: pytest.Item) -> bool:
