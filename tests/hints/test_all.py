@@ -79,6 +79,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
 }
 """Hints that another test triggers and follows, and that test."""
 
+
 @cache
 def all_hints() -> tuple[Hint, ...]:
     """Those of casckpt: read when a test asks, not by each worker that only collects."""

@@ -39,12 +39,12 @@ from tests.support.servers import Server
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-RACERS, SAVERS, SAVES = 8, 4, 3
-NEW = 250  # cells of each save: its first blobs wait long for the commit, so a gc that takes them is found out
+RACERS, SAVERS, SAVES = 8, 4, 2
+NEW = 150  # cells of each save: its first blobs wait long for the commit, so a gc that takes them is found out
 MIB = 1 << 20
 
 
-@pytest.fixture(params=["straight", "in trouble"])
+@pytest.fixture(params=[pytest.param("straight", marks=pytest.mark.soak), "in trouble"])
 def endpoint(request: pytest.FixtureRequest, seaweed_server: Server) -> Iterator[str]:
     """Where a real server answers, once over a network that loses one of ten requests."""
     if request.param == "straight":

@@ -15,7 +15,7 @@ from tests.support.shared import made_once
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "tests.support.killed_saves"]
-POINTS = 10  # of each way
+POINTS = 6  # of each way
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_thinning_and_its_gc_killed_at_many_instants_lose_nothing(thinned: Path,
     assert states == {False, True}
 
 
-@pytest.mark.parametrize("saves", [12, pytest.param(60, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("saves", [8, pytest.param(60, marks=pytest.mark.soak)])
 def test_two_processes_save_while_a_gc_goes_on(tmp_path: Path, saves: int) -> None:
     subprocess.run([*COMMAND, "race", tmp_path, str(saves)], cwd=ROOT, check=True)
     store = open_folder(tmp_path)

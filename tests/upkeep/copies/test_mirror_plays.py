@@ -25,7 +25,7 @@ from tests.support.gcs import keys
 from tests.support.repositories import memory, repository
 from tests.upkeep.gc.play import Play, named, rewrite_some, thin_some
 
-ROUNDS = 16
+ROUNDS = 10
 
 
 class MirrorPlay(Play):
