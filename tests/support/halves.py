@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-def half_of(*choices: tuple[Any, Any] | list[Any]) -> list[Any]:
+def half_of(*choices: list[Any]) -> list[Any]:
     """What `pytest.mark.parametrize` takes: all combinations, every other one of them with --full only."""
     numbers = product((0, 1), repeat=len(choices))
     rows = [(sum(row) % 2, [pair[at] for pair, at in zip(choices, row, strict=True)]) for row in numbers]

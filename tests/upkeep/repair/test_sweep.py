@@ -115,6 +115,7 @@ def test_each_part_of_a_manifest(store: Store) -> None:
         assert readable(user) == set(KEYS), (section, position)
 
 
+@pytest.mark.parametrize("store", ["by range", pytest.param("whole", marks=pytest.mark.soak)], indirect=True)
 def test_each_part_of_a_blob(store: Store) -> None:
     other = copy_of(store)
     manifest = manifests.get(store.repository, store.get("a@1").commit)
