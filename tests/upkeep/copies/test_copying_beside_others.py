@@ -105,7 +105,7 @@ CASTS = [
 @pytest.mark.parametrize("cast", CASTS)
 def test_copies_beside_others(tmp_path: Path, seed: int, full: bool, cast: Cast) -> None:
     copied = 0
-    for round_ in range(ROUNDS * (20 if full else 1)):
+    for round_ in range(ROUNDS * (30 if full else 1)):
         play, copier = Play(tmp_path / str(round_), seed + round_), Copier(tmp_path / str(round_))
         cast(play, copier)
         play.run()

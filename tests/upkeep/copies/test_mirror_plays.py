@@ -111,7 +111,7 @@ def test_what_is_noted_is_whole_in_the_mirror(
 ) -> None:
     monkeypatch.setattr(mirror, "JOBS", 1)
     noted = 0
-    for round_ in range(ROUNDS * (15 if full else 1)):
+    for round_ in range(ROUNDS * (24 if full else 1)):
         play = MirrorPlay(tmp_path / str(round_), seed + round_, thinned=thinned)
         play.mirror("mirror")
         play.others()

@@ -90,7 +90,7 @@ def test_nothing_that_lives_is_lost_and_the_rest_goes(
     tmp_path: Path, seed: int, full: bool, cast: Callable[[Play], None]
 ) -> None:
     deleted = 0
-    for round_ in range(ROUNDS * (20 if full else 1)):
+    for round_ in range(ROUNDS * (33 if full else 1)):
         play = Play(tmp_path / str(round_), seed + round_)
         cast(play)
         play.run(*STYLES[round_ % 2])
