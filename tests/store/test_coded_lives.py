@@ -19,7 +19,7 @@ from casckpt.upkeep.copies import mirror
 from tests.support.dying import WAYS, Dying, Killed
 from tests.support.far import FarStore
 from tests.support.faulty import FaultyStore, fail_before
-from tests.support.repositories import memory
+from tests.support.repositories import again, memory, objects_of
 from tests.support.saves import cells, reopened, same_state, small, small_folder, steps, trained
 
 STEPS = 6
@@ -43,20 +43,12 @@ def check(store: Store, wanted: list[int]) -> None:
     assert not found.verify(decode=True).is_damaged
 
 
-def again(objects: dict[str, bytes]) -> ObjectStore:
-    storage = memory()
-    for key, data in objects.items():
-        storage.put(key, data)
-    return storage
-
-
 @pytest.fixture(scope="module")
 def objects() -> dict[str, bytes]:
     """Those of a store with a key and deltas."""
     store = saved(small(memory()))
     assert [ckpt.commit.committed.bytes_deltas > 0 for ckpt in store.checkpoints()] == [False] + [True] * (STEPS - 1)
-    storage = store.repository.storage
-    return {entry.key: storage.get(entry.key, limit=1 << 30) for entry in storage.list("")}
+    return objects_of(store.repository.storage)
 
 
 @pytest.mark.parametrize("way", WAYS)

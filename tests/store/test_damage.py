@@ -35,7 +35,7 @@ from tests.support.forging import (
     with_row,
     with_table,
 )
-from tests.support.repositories import memory
+from tests.support.repositories import again, memory, objects_of
 from tests.support.saves import (
     blob_keys,
     cells,
@@ -412,11 +412,9 @@ def test_random_damage_to_any_object(seed: int) -> None:
     made = small()
     made.save(state, step=1)
     made.save(state | {"more": 1}, step=2)
-    objects = {entry.key: content(made, entry.key) for entry in made.repository.storage.list("")}
+    objects = objects_of(made.repository.storage)
     for _ in range(150):
-        store = Store(type(made.repository)(memory(near=False)))
-        for key, whole in objects.items():
-            store.repository.storage.put(key, whole)
+        store = Store(type(made.repository)(again(objects, near=False)))
         key = rng.choice([key for key, whole in objects.items() if whole])
         data = bytearray(content(store, key))
         if rng.random() < 0.7:
@@ -424,10 +422,10 @@ def test_random_damage_to_any_object(seed: int) -> None:
         else:
             del data[rng.randrange(len(data)) :]
         overwrite(store, key, bytes(data))
-        again = reopened(store)
+        opened = reopened(store)
         for step, want in ((1, state), (2, state | {"more": 1})):
             with suppress(CasckptError):
-                assert same_state(again.read(f"default@{step}"), want)
+                assert same_state(opened.read(f"default@{step}"), want)
 
 
 @pytest.mark.parametrize("long", [False, True])

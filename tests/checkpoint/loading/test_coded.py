@@ -31,7 +31,7 @@ from tests.support.far import far
 from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before
 from tests.support.gcs import collect
 from tests.support.halves import half_of
-from tests.support.repositories import meanwhile, memory
+from tests.support.repositories import again, meanwhile, memory, objects_of
 from tests.support.rewrites import move
 from tests.support.saves import CELL, content, counted, flip, overwrite, same_state, small, small_folder
 from tests.support.servers import Server
@@ -246,8 +246,7 @@ def faults() -> FaultyStore:
 @pytest.fixture
 def store(faults: FaultyStore, objects: dict[str, bytes]) -> Store:
     """Each version of ``m`` is told from the one before, and the first from nothing; ``same`` lies as it is."""
-    for key, data in objects.items():
-        faults.inner.put(key, data)
+    faults.inner = again(objects, near=False)
     return Store(Repository(faults))
 
 
@@ -261,8 +260,7 @@ def objects() -> dict[str, bytes]:
     code(store, "default@0", keys=lambda key: key.startswith("m."), encode=lambda *given: encode_planes(*given[:2]))
     chain(store, [f"default@{step}" for step in range(STEPS)])
     collect(store.repository)
-    storage = store.repository.storage
-    return {entry.key: storage.get(entry.key, limit=1 << 30) for entry in storage.list("")}
+    return objects_of(store.repository.storage)
 
 
 def hit(store: Store, ref: str, link: int, harm: Callable[[Store, str, int], None]) -> str:
