@@ -22,6 +22,7 @@ from tests.support.faulty import FaultyStore, fail_before
 from tests.support.repositories import again, memory, objects_of
 from tests.support.saves import cells, reopened, same_state, small, small_folder, steps, trained
 
+pytestmark = pytest.mark.sweep
 STEPS = 6
 
 

@@ -110,6 +110,7 @@ class ThinPlay(Play):
         save_parts(self.watcher, weights(step), {name: array(100 + step) for name in OPTIM}, step=step)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("switches", [0.2, 0.05])
 def test_beside_rewriters_holders_and_gcs(tmp_path: Path, seed: int, full: bool, switches: float) -> None:
     thinned = 0
@@ -129,6 +130,7 @@ def test_beside_rewriters_holders_and_gcs(tmp_path: Path, seed: int, full: bool,
     assert thinned
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dies", ["gc", "thinner"])
 def test_what_is_tagged_is_visible_and_whole_in_the_end(tmp_path: Path, seed: int, full: bool, dies: str) -> None:
     """Beside a rule that forgets, and one who thins, one of whom is killed right behind its first change of a log."""
@@ -169,6 +171,7 @@ def tags_that_lie(repo: Repository) -> list[str]:
     return lying
 
 
+@pytest.mark.sweep
 def test_beside_writers_and_users(tmp_path: Path, seed: int, full: bool) -> None:
     for round_ in range(200 if full else 8):
         play = ThinPlay(tmp_path / str(round_), seed + round_)

@@ -19,6 +19,7 @@ from tests.support.gcs import collect
 from tests.support.repositories import repository
 from tests.upkeep.gc.play import Play
 
+pytestmark = pytest.mark.sweep
 ROUNDS = 10
 Cast = Callable[[Play, "Copier"], None]
 

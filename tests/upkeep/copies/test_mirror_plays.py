@@ -25,6 +25,7 @@ from tests.support.gcs import keys
 from tests.support.repositories import memory, repository
 from tests.upkeep.gc.play import Play, named, rewrite_some, thin_some
 
+pytestmark = pytest.mark.sweep
 ROUNDS = 10
 
 

@@ -23,6 +23,7 @@ from casckpt.upkeep.gc.waiting import Waited
 from tests.support.repositories import put_blob, save
 from tests.upkeep.gc.play import HOUR, ROUNDS, Lost, Play, draw_from_log, draw_known, finish, rewrite_some
 
+pytestmark = pytest.mark.sweep
 HELD_UP = (0.05, 0.2)  # few switches, but a fifth of all changes come late: what is wrong shows in a tenth of the plays
 
 # plays

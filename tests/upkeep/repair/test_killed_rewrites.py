@@ -29,6 +29,7 @@ from tests.support.dying import WAYS, Dying, Killed
 from tests.support.gcs import collect
 from tests.support.repositories import again, memory, objects_of, repository
 
+pytestmark = pytest.mark.sweep
 KEPT = {"a": array(1, 3), "new": array(7)}
 
 

@@ -18,6 +18,7 @@ from casckpt.store.store import Store
 from tests.support.repositories import memory
 from tests.support.saves import blob_keys, cells, content, flip, manifest_keys, reopened, same_state, small
 
+pytestmark = pytest.mark.sweep
 CELL = 64 << 10  # bytes: the large cells are leaves
 MANY = 400  # tensors: so that pieces are grouped
 KEYS = ("large", "short", "bytes", "text", *(f"many.{n}" for n in (0, 1, 99, MANY // 2, MANY - 1)))
