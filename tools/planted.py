@@ -1410,7 +1410,7 @@ PLANTED = (
     ),
     Planted(
         "what a user added proves another kind of optimizer",
-        "Kind.check",
+        "StateKind.check",
         'is_other = bool(kinds) and names != {"step"}',
         "is_other = not names <= self.keeps()",
         "tests/frontends/test_training_state_added.py",

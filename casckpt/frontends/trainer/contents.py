@@ -30,7 +30,7 @@ from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.frontends.training_state.together import Groups, Made, find, is_sharded, made_by_name, make_state
 from casckpt.loading.arguments import Renaming, renamer
 from casckpt.loading.load_plan import LoadOptions, MatchArguments
-from casckpt.loading.unread import EVERYTHING, is_generator, tell, that_hold, warn_moved
+from casckpt.loading.unread import EVERYTHING, is_generator, that_hold, warn_moved, warn_unread
 from casckpt.ranks.ranks import Ranks, on_each
 from casckpt.store.objects import is_of_optimizer
 from casckpt.store.store import Store
@@ -139,7 +139,7 @@ def _with(model: Mapping[str, Any], optim: AnyOptimizer | None) -> dict[str, Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class LoadRequest:
     """What a load is asked for. None: if it is there. True: it must be. False: not.
 
     ``given``: for `Store.load`. ``pre_download``: into the cache of this host first. ``options``: those of the
@@ -161,7 +161,7 @@ class Wanted:
 class Restoring:
     """One load, on one rank: the checkpoint that was found, and what goes where."""
 
-    def __init__(self, ranks: Ranks, store: Store, wanted: Wanted) -> None:
+    def __init__(self, ranks: Ranks, store: Store, wanted: LoadRequest) -> None:
         self._ranks, self._store, self._wanted, self._given = ranks, store, wanted, wanted.given
 
     def load(self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None) -> tuple[Checkpoint, Any]:
@@ -198,7 +198,7 @@ class Restoring:
                 log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
         if self._ranks.rank == 0 and self._given.unread == "warn":
             left = [key for key in loaded.unread_subtrees if not that_hold(self._given.meant, [key])]
-            tell(loaded.run, loaded.step, [] if says_itself else left, _MEANT)
+            warn_unread(loaded.run, loaded.step, [] if says_itself else left, _MEANT)
             warn_moved(loaded.run, loaded.step, _parts_of(stored) if train else {}, self._ranks.size)
         return loaded, next(iter(state[TRAIN].values())) if train else None
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, get_args
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput
 from casckpt.format.tree import listed
-from casckpt.frontends.trainer.contents import OPTIM, TRAIN, Missing, TrainModel, Wanted
+from casckpt.frontends.trainer.contents import OPTIM, TRAIN, LoadRequest, Missing, TrainModel
 from casckpt.frontends.trainer.train_state import RNG, as_parts
 from casckpt.frontends.training_state.objects import is_optimizer
 from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
@@ -108,7 +108,7 @@ def check_given(train_state: Any, missing: Any, *optimized: Any) -> dict[str, fl
 def outcome_of(
     loaded: Checkpoint,
     given: Collection[str],
-    wanted: Wanted,
+    wanted: LoadRequest,
     state: Mapping[str, Any] | None,
     rates: Mapping[str, float],
     *optimized: Any,
@@ -139,7 +139,7 @@ def outcome_of(
     return tuple(restored), left, {key: (before[key], value) for key, value in now.items() if before[key] != value}
 
 
-def _set(train_state: Any, state: Mapping[str, Any], wanted: Wanted) -> dict[str, str]:
+def _set(train_state: Any, state: Mapping[str, Any], wanted: LoadRequest) -> dict[str, str]:
     """Set a train state; its parts, and those of ``state``, that were left, or need a word, and why.
 
     A dict is filled in place, and gets what only the checkpoint has.

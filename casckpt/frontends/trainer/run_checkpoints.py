@@ -98,7 +98,7 @@ def _ref(run: str, step: int | None) -> str:
     return f"{run}@{'latest' if step is None else step}"
 
 
-class OneRun:
+class RunCheckpoints:
     """The checkpoints of a run, as one process finds them. What saves and loads them is a `Checkpointer`."""
 
     def __init__(self, store: Store, run: str) -> None:

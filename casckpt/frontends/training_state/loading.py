@@ -24,7 +24,7 @@ from casckpt.format.tree import Element, Node, children, listed
 from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.groups import Match, check, check_unused, match
 from casckpt.frontends.training_state.holding import Holding, apart, unwrapped
-from casckpt.frontends.training_state.kinds import Kind
+from casckpt.frontends.training_state.kinds import StateKind
 from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
 from casckpt.frontends.training_state.optimizer import install, local_optimizer, named_groups, tensors_below
 from casckpt.frontends.training_state.stored import (
@@ -388,7 +388,7 @@ class _OptimizerPlan:
         ``new``: names of parameters that are left as they are, and their state with them.
         """
         self._given, optim = optim, local_optimizer(optim)
-        self._optim, self._kind, self._stored, self._cast = optim, Kind.of(optim), stored, cast
+        self._optim, self._kind, self._stored, self._cast = optim, StateKind.of(optim), stored, cast
         self._kept, self._start = None if self._kind is None else self._kind.keeps(), start
         here = named_groups(model, optim)
         self.match: Match = match(
