@@ -2147,7 +2147,8 @@ PLANTED = (
         "objects are told of in another group than a save in the background",
         "Saver._looked_at",
         "        state, options = self._without_objects(ranks, state, options)\n\n        def look()",
-        "        state, options = self._without_objects(open_ranks(options.process_group), state, options)\n\n        def look()",
+        "        state, options = "
+        "self._without_objects(open_ranks(options.process_group), state, options)\n\n        def look()",
         "tests/frontends/test_training_state_objects.py",
     ),
     Planted(
