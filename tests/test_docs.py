@@ -7,6 +7,7 @@ import pkgutil
 import re
 from contextlib import chdir
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -296,6 +297,19 @@ def test_what_docstrings_refer_to_is_there() -> None:
         except (ImportError, AttributeError):
             broken.append(f"{path}: {name}")
     assert broken == []
+
+
+# docs/glossary.md
+
+
+def test_the_glossary_is_short_and_each_word_has_a_home() -> None:
+    rows = re.findall(
+        r"^\| \*\*([\w ]+)\*\* \| (.*) \| `([\w.]+)` \|$", (DOCS / "glossary.md").read_text(), re.MULTILINE
+    )
+    words = [word for word, _, _ in rows]
+    assert len(words) == len(set(words))
+    assert 30 < len(words) <= 40
+    assert [home for _, home in rows if find_spec(home) is None] == []
 
 
 # docs/decisions
