@@ -120,7 +120,7 @@ REQUIRE_SIGNATURE = click.Option(
     ["--require-signature"],
     metavar="KEY",
     multiple=True,
-    help="Accept only checkpoints that this public key signed: a file, or 64 hex digits. May be repeated; any key counts.",
+    help="Only checkpoints signed by this public key: its file, or 64 hex digits. May be repeated; any key counts.",
 )
 
 
