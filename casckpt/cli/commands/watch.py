@@ -52,7 +52,11 @@ def _line(row: dict[str, Any]) -> str:
 @click.option(
     "--keep", type=click.IntRange(min=0), default=1, show_default=True, help="How many older versions to keep."
 )
-@click.option("--reuse", is_flag=True, help="Keep one more, and reuse its files for the next version.")
+@click.option(
+    "--reuse",
+    is_flag=True,
+    help="Keep one more version, and write the next one into its files: not for engines that map them.",
+)
 @click.option("--poll", type=DURATION, default="1s", show_default=True, help="How often to ask.")
 def follow(
     session: Session, *, run: str, folder: Path, once: bool, poll: timedelta, **options: object
@@ -60,12 +64,10 @@ def follow(
     """Keep a folder at the newest checkpoint of a run.
 
     For from_pretrained, and for engines that map files. In the folder, the link current leads to a folder like one of
-    export. Each version is a new folder, and current switches atomically. Files that were ever current never change,
-    except with --reuse, which writes the next version into the files of an old one. If the store fails, follow retries.
-    CMD gets CASCKPT_FOLDER, CASCKPT_RUN, CASCKPT_STEP and CASCKPT_ID; after a kill it may run twice with the same id.
-    Once it has returned 0, older versions are removed, except --keep of them. With --once, the exit status is 1 if CMD
-    failed, and 3 if no version is current, because there is no store or no checkpoint of the run. Without --once,
-    follow waits for the first one.
+    export. Each version is a new folder, and current switches atomically. CMD gets CASCKPT_FOLDER, CASCKPT_RUN,
+    CASCKPT_STEP and CASCKPT_ID, and may run twice after a kill. Once it has returned 0, older versions are removed,
+    except --keep of them. If the store fails, follow retries. With --once, the exit status is 1 if CMD failed, and 3 if
+    there is no store or no checkpoint of the run. Without --once, follow waits for the first one.
     """
     from casckpt.frontends.follow import Follower
 
