@@ -10,6 +10,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE / "site")]
 
+import commands
 import pictures
 import reference
 from pygments.lexers.special import TextLexer
@@ -44,6 +45,8 @@ def _source_read(app: Sphinx, name: str, source: list[str]) -> None:
     text = pictures.inlined(source[0])
     if name == "examples/README":
         text += "".join(_listing(path.name) for path in sorted((HERE / "examples").glob("*.py")))
+    if name == "cli":
+        text += f"\n{commands.sections()}"
     if name == "decisions/README":
         text += "\n```{toctree}\n:hidden:\n:glob:\n\n0*\n```\n"
     for page in ("api/README.md", "README.md"):
