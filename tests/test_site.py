@@ -157,7 +157,9 @@ def test_the_arguments_of_open_are_those_of_the_code() -> None:
     assert settings("Options of open") == as_written({one.name: one.default for one in parameters})
 
 
-@pytest.mark.parametrize(("heading", "kind"), [("Options of save", SaveOptions), ("Options of Checkpointer", CheckpointerConfig)])
+@pytest.mark.parametrize(
+    ("heading", "kind"), [("Options of save", SaveOptions), ("Options of Checkpointer", CheckpointerConfig)]
+)
 def test_the_settings_of_what_saves_are_those_of_the_code(heading: str, kind: Any) -> None:
     assert settings(heading) == as_written({field.name: field.default for field in fields(kind)})
 
