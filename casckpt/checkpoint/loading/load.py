@@ -130,7 +130,8 @@ def _load(repo: Repository, ranks: Ranks, state: Any, found: _Found, mine: LoadO
     def finish(left: Sequence[list[bool]]) -> Sequence[tuple[str, ...]]:
         unread = on_all(asked, left)
         if mine.unread == "warn":
-            tell(commit.run, commit.step, unread, 'pass unread="ignore"')
+            told = [key for key in unread if not that_hold(mine.meant, [key])]
+            tell(commit.run, commit.step, told, 'pass unread="ignore"')
             log_once(commit.id, said, template.missing)
             left_here = frozenset(template.unread)
             read = {key: held for key, held in template.per_rank.items() if key not in left_here}

@@ -150,12 +150,13 @@ class Template:
         more = len(errors) - _SHOWN
         lines = [*map(str, errors[:_SHOWN]), *([f"and {more} more"] if more > 0 else [])]
         below = tuple(f"{key}." for key in self.subtrees if key != EVERYTHING)
-        alone = [key for key in self.unread if not key.startswith(below)]
-        for what, keys in (
-            ("only the template has", self.missing),
-            ("only the checkpoint has", [*alone, *(f"{start}*" for start in below)]),
-        ):
-            lines += [f"{what} {listed(keys)}"] if keys else []
+        alone = [
+            key for key in self.unread if key in self._plan.contents.manifest.tensors and not key.startswith(below)
+        ]
+        others = [*alone, *(f"{start}*" for start in below if f"{start}param_groups" not in self.unread)]
+        if self.missing:  # which may be among the others under another name
+            lines += [f"only the template has {listed(self.missing)}"]
+            lines += [f"only the checkpoint has {listed(others)}"] if others else []
         plural = "key does" if len(errors) == 1 else "keys do"
         return Mismatch(
             f"{len(errors)} {plural} not fit {self._where}:\n  " + "\n  ".join(lines) + "\n"

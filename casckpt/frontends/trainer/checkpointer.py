@@ -355,8 +355,10 @@ class Checkpointer(OneRun):
         training. If it finds nothing, but a run whose name is similar, the log warns. Raises as `load` and `check` do,
         and InvalidInput for a train state that is neither a dict nor has load_state_dict.
         """
-        self.resumed = None
-        found = self._find_together(None, lambda: check_given(train_state, missing), healthy=healthy)
+        self.resumed, before = None, dict[str, Any]()
+        found = self._find_together(
+            None, lambda: before.update(check_given(train_state, missing, model, optim)), healthy=healthy
+        )
         if found is not None:
             given = [*model] if isinstance(model, Mapping) else [MODEL]
             given += [name for name, one in ((OPTIM, optim), (TRAIN, train_state)) if one is not None]
@@ -365,11 +367,10 @@ class Checkpointer(OneRun):
             wanted = Wanted(
                 optim=demand if OPTIM in given else None, train=demand if TRAIN in given else None,
                 given=self._load_options(unread=unread, cast=cast, strict=strict, rename=rename),
-                pre_download=self.config.pre_download, options=options, is_train_state_set=TRAIN in given,
-                missing=missing,
+                pre_download=self.config.pre_download, options=options, missing=missing, train_state=train_state,
             )  # fmt: skip
             found, state = self._restore(found, model, optim, wanted)
-            ranks, mine = open_ranks(self.process_group), (found, given, wanted, train_state, state)
+            ranks, mine = open_ranks(self.process_group), (found, given, wanted, state, before, model, optim)
             self.resumed = Resumed(found, *ranks.exchange(lambda: outcome_of(*mine), of_all_ranks))
             if ranks.rank == 0:
                 self.resumed.log()

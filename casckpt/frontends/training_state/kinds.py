@@ -82,7 +82,8 @@ class Kind:
             found = f"it lacks {', '.join(map(repr, lacking))}" if lacking else f"it is that of {' or '.join(kinds)}"
             raise Mismatch(
                 f"the optimizer's state of {key!r} in {where} is not what {self.name} keeps: {found}. Make the same "
-                "optimizer as was saved, with the same options, or load the model alone (optim=None)",
+                "optimizer as was saved, with the same options, or load the model alone (optim=None; from a dict, "
+                "leave the optimizer out)",
                 key=key,
             )
 

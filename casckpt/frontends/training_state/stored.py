@@ -107,13 +107,12 @@ class StoredTraining:
         key = f"{at}.param_groups"
         if not self.has_optimizer(at):
             raise MissingKey(
-                f"{self.where} holds no optimizer ({key}), but {self.at_the_top()}; load the model without it "
-                "(optim=None), or choose another checkpoint. A whole object goes by the name that it was saved under",
+                f"{self.where} holds no optimizer ({key}), but {self.at_the_top()}; load the model alone "
+                "(optim=None; from a dict, leave the optimizer out), or choose another checkpoint. A whole object goes "
+                "by the name that it was saved under",
                 keys=(key,),
             )
-        made: dict[str, Any] = {key: None}
-        self.store.load(made, self.checkpoint, no_dist=True, unread="ignore", allow_pickle=allow_pickle)
-        found = made[key]
+        found = self.value(key, allow_pickle=allow_pickle)
         usable = isinstance(found, list) and all(isinstance(group, Mapping) and "params" in group for group in found)
         if not usable or not all(isinstance(name, str) for group in found for name in group["params"]):
             raise Mismatch(
@@ -123,6 +122,12 @@ class StoredTraining:
             )
         groups: StoredGroups = found
         return groups
+
+    def value(self, key: str, *, allow_pickle: bool) -> Any:
+        """What stands at a key; this process reads it alone."""
+        made: dict[str, Any] = {key: None}
+        self.store.load(made, self.checkpoint, no_dist=True, unread="ignore", allow_pickle=allow_pickle)
+        return made[key]
 
     def nodes(self, names: Mapping[str, Any], at: str = OPTIM) -> dict[Element, Node]:
         """The part of the tree for each of ``names`` that has state at ``at``, and for what else stands beside them."""

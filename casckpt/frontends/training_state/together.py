@@ -14,6 +14,7 @@ from casckpt.checkpoint.saving.replicas import digest_of
 from casckpt.errors import InvalidInput, Mismatch
 from casckpt.format.digest import hex_digest
 from casckpt.format.manifest import Manifest
+from casckpt.format.tree import listed
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.training_state.groups import merged
 from casckpt.frontends.training_state.optimizer import tensors_below
@@ -61,7 +62,8 @@ def make_state(ranks: Ranks, make: Callable[[], Made]) -> dict[str, Any]:
     def digest() -> tuple[dict[str, str], dict[str, bytes]]:
         made.append(make())
         named = made[0][1]
-        texts = {one.key: repr([group["params"] for group in one.state["param_groups"]]) for one in named}
+        groups = {one.key: one.state["param_groups"] for one in named}
+        texts = {key: repr([(sorted(group), group["params"]) for group in several]) for key, several in groups.items()}
         return {key: hex_digest(text.encode()) for key, text in texts.items()}, _beside_shards(named, ranks.size)
 
     def compare(found: Sequence[tuple[dict[str, str], Mapping[str, bytes]]]) -> Sequence[set[str]]:
@@ -71,6 +73,8 @@ def make_state(ranks: Ranks, make: Callable[[], Made]) -> dict[str, Any]:
         return everyone({key for key in keys if keys.count(key) > 1}, ranks.size)
 
     def merge(found: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        for key in differ:
+            _check_one_kind(key, {rank: one[key] for rank, one in enumerate(found) if key in one})
         return everyone({key: merged([one[key] for one in found if key in one]) for key in differ}, ranks.size)
 
     differ = ranks.exchange(digest, compare)
@@ -112,6 +116,23 @@ def _check_alike(found: Sequence[Mapping[str, bytes]]) -> None:
                     f"{key!r} differs between ranks {other} and {rank}, and its parameter is sharded: it may belong to "
                     "the shard of each rank, but does not say to which elements. Save it with Store.save, as "
                     "casckpt.Shard or casckpt.PerRank, or remove it from the optimizer's state",
+                    key=key,
+                    rank=rank,
+                )
+
+
+def _check_one_kind(key: str, groups_of: Mapping[int, StoredGroups]) -> None:
+    """Raise InvalidInput for a parameter of which two ranks have optimizers with other options each."""
+    first: dict[str, tuple[int, frozenset[str]]] = {}
+    for rank, group in ((rank, group) for rank, groups in groups_of.items() for group in groups):
+        mine = frozenset(group)
+        for name in group["params"]:
+            other, options = first.setdefault(name, (rank, mine))
+            if options - mine and mine - options:
+                raise InvalidInput(
+                    f"{key!r} is another kind of optimizer on rank {rank} than on rank {other}: for {name!r} it has "
+                    f"{listed(sorted(mine - options))}, and rank {other} {listed(sorted(options - mine))}. Make the "
+                    "same optimizer on all ranks",
                     key=key,
                     rank=rank,
                 )
