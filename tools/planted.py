@@ -2173,15 +2173,15 @@ PLANTED = (
     Planted(
         "a rate that a scheduler has changed is named as replaced",
         "casckpt/frontends/trainer/resuming.py",
-        '"initial_lr" if name == "lr" and "initial_lr" in group else name',
-        "name",
+        '"initial_lr" if "initial_lr" in group else "lr"',
+        '"lr"',
         "tests/frontends/trainer/test_resuming.py",
     ),
     Planted(
-        "a rate that a loop has lowered is a warning",
+        "a rate that a loop sets is a warning",
         "casckpt/frontends/trainer/resuming.py",
-        "self.replaced.keys() - lowered",
-        "self.replaced.keys()",
+        'any(key.endswith(".initial_lr") for key in self.replaced)',
+        "self.replaced",
         "tests/frontends/trainer/test_resuming.py",
     ),
     Planted(

@@ -12,6 +12,7 @@ import torch
 from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.optim.lr_scheduler import StepLR
 
 import casckpt
 from casckpt import load_model_and_optim_state, save_model_and_optim_state
@@ -543,12 +544,16 @@ def test_what_is_not_passed_to_a_resume_is_passed_or_meant(store: Store, model: 
 @follows("frontends/trainer/resuming.py:", 'options="keep" keeps what is given')
 def test_a_rate_that_is_given_stays_with_keep(store: Store, model: Two, told: Told) -> None:
     made = checkpointer(store)
-    made.save(1, model, stepped(model))
+    first = stepped(model)
+    StepLR(first, 100)
+    made.save(1, model, first)
     lower = SGD(model.parameters(), lr=1e-9)
+    StepLR(lower, 100)
     with told.log() as advice:
         made.resume(model, lower)
     assert lower.param_groups[0]["lr"] > 1e-9
     lower = SGD(model.parameters(), lr=1e-9)
+    StepLR(lower, 100)
     with heard() as texts:
         made.resume(model, lower, **advice.argument("options"))
     assert (lower.param_groups[0]["lr"], texts) == (1e-9, [])

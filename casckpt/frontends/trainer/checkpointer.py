@@ -355,7 +355,7 @@ class Checkpointer(OneRun):
         training. If it finds nothing, but a run whose name is similar, the log warns. Raises as `load` and `check` do,
         and InvalidInput for a train state that is neither a dict nor has load_state_dict.
         """
-        self.resumed, before = None, dict[str, Any]()
+        self.resumed, before = None, dict[str, float]()
         found = self._find_together(
             None, lambda: before.update(check_given(train_state, missing, model, optim)), healthy=healthy
         )

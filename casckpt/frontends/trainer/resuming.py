@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any, TypeAlias, get_args
 
 from casckpt.checkpoint.handle import Checkpoint
@@ -41,14 +39,14 @@ class Resumed:
 
     ``checkpoint``: what was loaded. ``restored``: which of "model", "optim" and "train", as a whole or in part.
     ``left``: what was not restored, or not read, and why, by flat key ("optim.state.head.bias", "train.scheduler").
-    ``replaced``: the options of optimizers, as "optim.param_groups.0.weight_decay", for which the checkpoint had
-    another value than was given: (given, saved). Of a learning rate that a scheduler changes, its "initial_lr".
+    ``replaced``: the learning rates that differ from those of the checkpoint, as (given, saved) by key
+    ("optim.param_groups.0.lr"; "initial_lr" where a scheduler changes the rate).
     """
 
     checkpoint: Checkpoint
     restored: tuple[str, ...]
     left: Mapping[str, str]
-    replaced: Mapping[str, tuple[Any, Any]]
+    replaced: Mapping[str, tuple[float, float]]
 
     def __str__(self) -> str:
         saved, values = self.checkpoint, self.replaced.items()
@@ -59,20 +57,15 @@ class Resumed:
         return "\n  ".join(lines)
 
     def log(self) -> None:
-        """Log it, as a warning if anything was left that was not asked to be, or an option was replaced.
+        """Log it, as a warning if anything was left that was not asked to be, or a scheduler began with another rate.
 
-        A rate that is lower in the checkpoint, and that no scheduler of torch changes, is what loops leave that set the
-        rate themselves in each step.
+        A rate without a scheduler is no warning: loops that set it in each step restart with another one.
         """
-        lowered = {
-            key for key, pair in self.replaced.items()
-            if key.endswith(".lr") and all(isinstance(rate, int | float) for rate in pair) and pair[1] < pair[0]
-        }  # fmt: skip
-        is_odd = {*self.left.values()} - {_KEPT} or self.replaced.keys() - lowered
+        is_odd = {*self.left.values()} - {_KEPT} or any(key.endswith(".initial_lr") for key in self.replaced)
         log.log(logging.WARNING if is_odd else logging.INFO, "%s", self)
 
 
-Outcome: TypeAlias = tuple[tuple[str, ...], dict[str, str], dict[str, tuple[Any, Any]]]
+Outcome: TypeAlias = tuple[tuple[str, ...], dict[str, str], dict[str, tuple[float, float]]]
 """``restored``, ``left`` and ``replaced`` of `Resumed`, on one rank or on all."""
 
 
@@ -84,46 +77,32 @@ def of_all_ranks(found: Sequence[Outcome]) -> Sequence[Outcome]:
     return everyone((restored, left, {k: v for _, _, replaced in found for k, v in replaced.items()}), len(found))
 
 
-def options_of(model: TrainModel, optim: AnyOptimizer | None) -> dict[str, Any]:
-    """The options of the optimizers by key, as "optim.param_groups.0.lr": those that their constructors take.
+def rates_of(model: TrainModel, optim: AnyOptimizer | None) -> dict[str, float]:
+    """The learning rates of the optimizers by key, as "optim.param_groups.0.lr". Raises InvalidInput.
 
-    Of a learning rate that a scheduler changes, the one that it began with; what `OneCycleLR` changes beside that is
-    left out. Numbers are plain ones, of 7 digits: a tensor has no more. What is no plain data is its type. Raises
-    InvalidInput.
+    A rate that a scheduler changes counts as "initial_lr", the rate with which the scheduler began.
     """
     optims = {key: (one,) for key, one in model.items() if is_optimizer(one)} if isinstance(model, Mapping) else {}
-    found = dict[str, Any]()
+    rates = dict[str, float]()
     for at, several in (optims | {OPTIM: as_optimizers(optim)} if optim is not None else optims).items():
-        groups = [(one, group) for one in several for group in one.param_groups]
-        for number, (one, group) in enumerate(groups):
-            cycled = {"betas", "momentum"} if "max_momentum" in group else set[str]()
-            with suppress(ValueError):  # of a class that does not say what it takes
-                names = ({*signature(type(one)).parameters} & {*group}) - {"params", *cycled}
-                named = ["initial_lr" if name == "lr" and "initial_lr" in group else name for name in sorted(names)]
-                found |= {f"{at}.param_groups.{number}.{name}": _plain(group[name]) for name in named}
-    return found
+        for number, group in enumerate(group for one in several for group in one.param_groups):
+            name = "initial_lr" if "initial_lr" in group else "lr"
+            if name in group:
+                rates[f"{at}.param_groups.{number}.{name}"] = float(f"{float(group[name]):.7g}")  # as a float32 has it
+    return rates
 
 
-def _plain(value: Any) -> Any:
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, list | tuple):
-        return tuple(map(_plain, value))
-    if isinstance(value, float):
-        return float(f"{value:.7g}")
-    return value if isinstance(value, int | str | None) else type(value).__name__
-
-
-def check_given(train_state: Any, missing: Any, *optimized: Any) -> dict[str, Any]:
+def check_given(train_state: Any, missing: Any, *optimized: Any) -> dict[str, float]:
     """Raise InvalidInput for a train state that cannot be set, and for another ``missing``.
 
-    ``optimized``: model and optimizer, of which it returns the `options_of`.
+    ``optimized``: model and optimizer, of which it returns the `rates_of`.
     """
     if missing not in get_args(Missing):
         raise InvalidInput(f'missing={missing!r:.80} is not usable; give "raise" or "warn"')
     if not isinstance(train_state, MutableMapping | None) and not hasattr(train_state, "load_state_dict"):
         kind = type(train_state).__name__
         raise InvalidInput(f"a {kind} cannot be set: give resume a TrainState or a dict, or take what load gives")
-    return options_of(*optimized)
+    return rates_of(*optimized)
 
 
 def outcome_of(
@@ -131,12 +110,12 @@ def outcome_of(
     given: Collection[str],
     wanted: Wanted,
     state: Mapping[str, Any] | None,
-    options: Mapping[str, Any],
+    rates: Mapping[str, float],
     *optimized: Any,
 ) -> Outcome:
     """Set the train state, if there is one, to the ``state`` that was loaded; say what this rank did with ``loaded``.
 
-    ``given``: the keys of what it is to fill. ``options``: the `options_of` model and optimizer, ``optimized``, before
+    ``given``: the keys of what it is to fill. ``rates``: the `rates_of` model and optimizer, ``optimized``, before
     it. Raises what ``load_state_dict`` of the train state raises.
     """
     left = dict.fromkeys(loaded.missing_keys, _NOT_THERE) | dict.fromkeys(loaded.mismatched_keys, _RESIZED)
@@ -155,8 +134,8 @@ def outcome_of(
     elif state is not None:
         restored.append(TRAIN)
         left |= {f"{TRAIN}.{name}": why for name, why in _set(wanted.train_state, state, wanted).items()}
-    now = options_of(*optimized)
-    before = {key: options.get(key, options.get(key.replace(".initial_lr", ".lr"))) for key in now}
+    now = rates_of(*optimized)
+    before = {key: rates.get(key, rates.get(key.replace(".initial_lr", ".lr"), rate)) for key, rate in now.items()}
     return tuple(restored), left, {key: (before[key], value) for key, value in now.items() if before[key] != value}
 
 
