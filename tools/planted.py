@@ -2219,4 +2219,25 @@ PLANTED = (
         "for start in below)]",
         "tests/frontends/test_training_state_matching.py",
     ),
+    Planted(
+        "an object in what a state_dict gives is taken apart, too",
+        "casckpt/frontends/training_state/together.py",
+        "    return OfObjects(made[0][0])\n",
+        "    return made[0][0]\n",
+        "tests/frontends/test_training_state_objects.py",
+    ),
+    Planted(
+        "ranks that make different calls hear of what runs inside these",
+        "casckpt/checkpoint/ranks.py",
+        "error=astray(rank, message.call, mine.call)",
+        "error=astray(rank, message.step, mine.step)",
+        "tests/checkpoint/test_ranks.py",
+    ),
+    Planted(
+        "a save of Lightning's that fails late does not name the callback",
+        "casckpt/frontends/lightning/io.py",
+        "        self._is_checked = False\n",
+        "        self._is_checked = True\n",
+        "tests/frontends/test_lightning.py",
+    ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -16,12 +17,16 @@ _LENGTH: Final = 8
 
 @dataclass
 class Message:
-    """What goes through the wire: a value or an error. ``step``: where in the code its sender is."""
+    """What goes through the wire: a value or an error.
+
+    ``step``: where in the code its sender is; ``call``: the function of casckpt that its user has called.
+    """
 
     value: Any = None
     error: BaseException | None = None
     rank: int | None = None
     step: str = ""
+    call: str = ""
 
 
 def pack(message: Message) -> bytes:
@@ -88,13 +93,26 @@ def from_frame(frame: torch.Tensor) -> tuple[bytes, int]:
     return held, length - len(held)
 
 
-def astray(rank: int, step: str, expected: str) -> InvalidInput:
+def astray(rank: int, call: str, expected: str) -> InvalidInput:
     """What to raise where a rank is elsewhere in the code than rank 0."""
+    where = f"in {call}, rank 0 in {expected}" if call != expected else f"at another point of {call} than rank 0"
     return InvalidInput(
-        f"rank {rank} is at {step}, rank 0 at {expected}: all ranks must make the same calls of casckpt in the same "
-        "order; whole objects in the state of one rank, and none in that of another, are different calls",
+        f"rank {rank} is {where}: all ranks must make the same calls of casckpt in the same order, from one thread or "
+        "with a process_group for each; whole objects in the state of one rank, and none in that of another, are "
+        "different calls",
         rank=rank,
     )
+
+
+def public_call(frame: FrameType | None) -> str:
+    """Return the outermost public function of casckpt that ``frame`` runs in, by name; "casckpt" if there is none."""
+    found = "casckpt"
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("casckpt."):
+            name = frame.f_code.co_qualname.partition(".<locals>")[0]
+            found = found if name.startswith(("_", "<")) or "._" in name else name
+        frame = frame.f_back
+    return found
 
 
 def portable(error: Exception) -> Exception:

@@ -270,6 +270,12 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def test_an_object_in_a_file_of_torch_save_stays_one(store: Store, tmp_path: Path) -> None:
+    torch.save({"net": torch.nn.Linear(1, 1), "w": torch.ones(2)}, tmp_path / "x.pt")
+    torch_save_to_casckpt(tmp_path / "x.pt", store, run="a", step=1, allow_pickle=True)
+    assert type(store.read("a@1", allow_pickle=True)["net"]) is torch.nn.Linear
+
+
 @pytest.mark.parametrize("call", [casckpt_to_torch_save, casckpt_to_dcp])
 def test_a_full_disk_is_told_of(store: Store, tmp_path: Path, call: Callable[..., Any]) -> None:
     store.save({"a": numbers("a", 3000), "b": numbers("b", 100_000)}, step=1)

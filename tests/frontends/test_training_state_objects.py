@@ -296,6 +296,64 @@ def test_a_filled_state_dict_of_an_optimizer_that_nobody_holds_draws_a_warning(
     assert 'store.save({"model": model, "adam": optim}, step=step)' in warnings(caplog)
 
 
+class Holder:
+    """Its state_dict, its extra state or its optimizer's state has an object in it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["x"]
+
+
+class Extra(nn.Linear):
+    def __init__(self, value: Any) -> None:
+        super().__init__(1, 1)
+        self.held = [value]
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"x": self.held[0]}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.held[0] = state["x"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [nn.Linear(1, 1), torch.Generator(), optim.lr_scheduler.StepLR(optim.SGD([nn.Parameter(torch.ones(1))]), 1)],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_object_in_what_another_object_gives_is_stored_as_it_is_or_refused(value: Any) -> None:
+    """Else it would come back as its state_dict, which its owner did not ask for."""
+    model, holder, extra = nn.Linear(1, 1), Holder(value), Extra(value)
+    sgd = optim.SGD(model.parameters())
+    sgd.state[model.weight]["x"] = value
+    saves: dict[str, Callable[..., Any]] = {
+        "train.0.holder.x": lambda run: run.save(1, nn.Linear(1, 1), None, {"holder": holder}),
+        "train.0.x": lambda run: run.save(2, nn.Linear(1, 1), None, holder),
+        "model._extra_state.x": lambda run: run.save(3, extra),
+        "optim.state.weight.x": lambda run: run.save(4, model, sgd),
+    }
+    store = small()
+    for key, save in saves.items():
+        with pytest.raises(InvalidInput, match=f"{key}: a .* cannot be stored as plain data"):
+            save(Checkpointer(store, run="plain"))
+    with pytest.raises(InvalidInput, match=r"optim\.state\.weight\.x: a "):
+        save_model_and_optim_state(store, model, sgd, run="smo", step=1)
+    run = Checkpointer(store, run="pickled", allow_pickle=True)
+    for save in saves.values():
+        save(run)
+    extra.held[0] = sgd.state[model.weight]["x"] = None
+    parts, whole = (run.load(f"pickled@{step}", nn.Linear(1, 1)) for step in (1, 2))
+    run.load("pickled@3", extra)
+    run.load("pickled@4", model, sgd)
+    found = (parts["holder"]["x"], whole["x"], extra.held[0], sgd.state[model.weight]["x"])
+    assert [type(one) for one in found] == [type(value)] * 4
+
+
 def test_a_model_by_itself_is_given_by_name() -> None:
     with pytest.raises(InvalidInput, match=r'\{"model": model\}'):
         small().save(made()[0], run="a", step=1)

@@ -8,6 +8,7 @@ import shutil
 import warnings
 from collections import UserDict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -472,6 +473,35 @@ def test_who_need_not_wait_for_the_others_says_so(ranks: Pool, store_path: Path,
     advice = told.text(waiting.late([1], 30.0))
     ranks.run(2, alone_of_two, str(store_path), advice.argument("no_dist"))
     assert casckpt.open(store_path).read("a@1") == {"x": 1}
+
+
+def otherwise(rank: int, size: int, path: str) -> str:
+    store, module = casckpt.open(path), nn.Linear(2, 2)
+    nn.init.constant_(module.weight, 3.0)
+    nn.init.constant_(module.bias, 3.0)
+    state = module.state_dict() if rank else module
+    advice = Advice(str(outcome_of(lambda: store.save({"m": state}, run="a", step=1))))
+    advice.says("whole objects in the state of one rank, and none in that of another, are different calls")
+    store.save({"m": module}, run="whole", step=1)
+    store.save({"m": module.state_dict()}, run="none", step=1)
+    advice.says("with a process_group for each")
+    groups = [dist.new_group(backend="gloo") for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:  # in each rank's order
+        both = [
+            threads.submit(store.save, {"m": n}, run=f"thread{n}", step=1, process_group=groups[n])
+            for n in ((0, 1) if rank else (1, 0))
+        ]
+        for saving in both:
+            saving.result()
+    return advice.message
+
+
+@follows("checkpoint/messages.py:astray", "all ranks must make the same calls of casckpt in the same order")
+def test_ranks_make_the_same_calls_or_have_groups_for_threads(ranks: Pool, store_path: Path, told: Told) -> None:
+    for message in ranks.run(2, otherwise, str(store_path)):
+        told.text(message).says("in the same order, from one thread")
+    found = {one.run for one in casckpt.open(store_path).checkpoints()}
+    assert found == {"whole", "none", "thread0", "thread1"}
 
 
 # saves

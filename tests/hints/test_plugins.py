@@ -11,13 +11,21 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("lightning.pytorch", reason="needs casckpt[lightning]")
 pytest.importorskip("transformers", reason="needs casckpt[transformers]")
 
+from lightning.pytorch import Callback, LightningModule, Trainer
+
 import casckpt
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsigned, Unsupported
-from casckpt.frontends.lightning import CasCheckpointIO, CasModelParallelStrategy, restore_checkpoint
+from casckpt.frontends.lightning import (
+    CasCheckpointCheck,
+    CasCheckpointIO,
+    CasModelParallelStrategy,
+    restore_checkpoint,
+)
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.frontends.transformers import CasCheckpointCallback
 from casckpt.frontends.transformers import restore_checkpoint as restore_folder
@@ -55,6 +63,39 @@ def test_options_of_a_storage_are_given_where_it_is_opened(store_path: Path, tmp
     store = casckpt.open(store_path, storage_options=options)
     CasCheckpointIO(store, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt")
     assert store.get("sft@3").step == 3
+
+
+class Begins(LightningModule):
+    """Trains one batch, with a hyperparameter that is no plain data."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        return (self.weight * batch[0]).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@follows("frontends/lightning/io.py:CasCheckpointIO.save_checkpoint", "CasCheckpointCheck(), ...]) raises this before")
+def test_a_callback_raises_before_the_first_batch_what_a_save_would(store: Store, tmp_path: Path, told: Told) -> None:
+    def fit(*callbacks: Callback) -> tuple[int, InvalidInput]:
+        trainer = Trainer(
+            plugins=[CasCheckpointIO(store, run="sft")], callbacks=[*callbacks], accelerator="cpu", max_epochs=1,
+            logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        with pytest.raises(InvalidInput) as caught:
+            trainer.fit(Begins(torch.relu), DataLoader(TensorDataset(torch.ones(1))))
+        return trainer.global_step, caught.value
+
+    step, error = fit()
+    assert step == 1
+    told.text("".join(error.__notes__)).says("callbacks=[CasCheckpointCheck()")
+    step, error = fit(CasCheckpointCheck())
+    assert step == 0
 
 
 @follows(

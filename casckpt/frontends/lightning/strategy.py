@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from casckpt.checkpoint.agreement import check_same
-from casckpt.checkpoint.ranks import everyone, open_ranks
+from casckpt.checkpoint.ranks import everyone, on_each, open_ranks
 from casckpt.checkpoint.saving.options import CheckReplicas
 from casckpt.checkpoint.saving.prepare import Owners
 from casckpt.errors import InvalidInput
@@ -96,12 +96,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         saved = self._checkpointer(run).save(
             step, self._models(), optims or None, rest, overwrite=overwrite, metrics=monitored(checkpoint)
         )
-
-        def name(_: list[None]) -> list[None]:
-            self._book.saved(Pointer(path), before, saved)
-            return [None] * ranks.size
-
-        ranks.exchange(lambda: None, name)
+        on_each(ranks, lambda: self._book.saved(Pointer(path), before, saved) if ranks.rank == 0 else None)
 
     def load_checkpoint(self, checkpoint_path: AnyPath, weights_only: bool | None = None) -> dict[str, Any]:
         """Load into model and optimizers; what else there is. A path, or a reference into the store.

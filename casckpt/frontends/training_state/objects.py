@@ -29,7 +29,7 @@ from casckpt.frontends.training_state.plain_state import draws, fill, plain_stat
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.frontends.training_state.together import Made, NamedState, find, is_sharded, make_state
 from casckpt.store.store import Store
-from casckpt.tensors.state import check_replaceable, flatten, inflate, is_object, replace_leaves
+from casckpt.tensors.state import OfObjects, check_replaceable, flatten, inflate, is_object, replace_leaves
 from casckpt.tensors.values import PerRank
 
 AnyRef: TypeAlias = str | Checkpoint
@@ -53,6 +53,8 @@ def save_objects(state: Any, options: SaveArguments) -> tuple[dict[str, Any], Sa
 
 def made_of(state: Any) -> Made:
     """What this rank saves of ``state``. Raises InvalidInput."""
+    if isinstance(state, OfObjects):
+        return state, ()
     objects = Objects(state)
     values: dict[str, Any] = {}
     for key, value in objects.by_key.items():

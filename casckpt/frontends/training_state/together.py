@@ -24,6 +24,7 @@ from casckpt.repository.commits import Commit
 from casckpt.store.store import Store
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.shards import check_storable
+from casckpt.tensors.state import OfObjects
 from casckpt.tensors.values import Shard
 
 
@@ -83,7 +84,7 @@ def make_state(ranks: Ranks, make: Callable[[], Made]) -> dict[str, Any]:
         every = ranks.exchange(lambda: {key: state["param_groups"] for key, state in mine.items()}, merge)
         for key, state in mine.items():
             state["param_groups"] = every[key]
-    return made[0][0]
+    return OfObjects(made[0][0])
 
 
 def _beside_shards(named: Sequence[NamedState], size: int) -> dict[str, bytes]:
