@@ -2150,6 +2150,59 @@ PLANTED = (
         "tests/checkpoint/loading/test_entries.py",
     ),
     Planted(
+        "objects are told of in another group than a save in the background",
+        "casckpt/checkpoint/saving/saver.py",
+        """        state, options = self._without_objects(ranks, state, options)
+
+        def look()""",
+        """        state, options = self._without_objects(open_ranks(options.process_group), state, options)
+
+        def look()""",
+        "tests/frontends/test_training_state_objects.py",
+    ),
+    Planted(
+        "the state of an optimizer stays where its module was not renamed to",
+        "casckpt/frontends/training_state/loading.py",
+        "else saved.removeprefix(self._saved_start)",
+        "else saved.removeprefix(self._start)",
+        "tests/frontends/test_training_state_objects.py",
+    ),
+    Planted(
+        "an optimizer is looked for under its own key alone",
+        "casckpt/frontends/training_state/stored.py",
+        "return renamed if self.has_optimizer(renamed) else key",
+        "return key",
+        "tests/frontends/test_training_state_objects.py",
+    ),
+    Planted(
+        "an error speaks of a function that nobody gave",
+        "casckpt/checkpoint/loading/fit.py",
+        "    while isinstance(rename, Renaming):\n",
+        "    while False and isinstance(rename, Renaming):\n",
+        "tests/frontends/test_training_state_objects.py",
+    ),
+    Planted(
+        "4-bit weights are put under another offset",
+        "casckpt/checkpoint/loading/template.py",
+        "if not torch.equal(value, saved.get(",
+        "if False and not torch.equal(value, saved.get(",
+        "tests/frontends/test_training_state_passed_by.py",
+    ),
+    Planted(
+        "a rename of an entry of what is one object is ignored",
+        "casckpt/checkpoint/loading/entries.py",
+        "not in (here, there)",
+        "not in (here, there, self.rename(here))",
+        "tests/checkpoint/loading/test_entries.py",
+    ),
+    Planted(
+        "torchtitan renames what the run saved itself",
+        "casckpt/frontends/torchtitan.py",
+        "rename=None if own else self.config.rename",
+        "rename=self.config.rename",
+        "tests/hints/test_plugins.py",
+    ),
+    Planted(
         "a tensor of which only some chunks are flat is cut as if all were",
         "casckpt/frontends/dcp/unflattened.py",
         "any(not set(chunk.sizes[:-1]) <= {1}",
@@ -2228,9 +2281,9 @@ PLANTED = (
     ),
     Planted(
         "ranks that make different calls hear of what runs inside these",
-        "casckpt/checkpoint/ranks.py",
-        "error=astray(rank, message.call, mine.call)",
-        "error=astray(rank, message.step, mine.step)",
+        "casckpt/checkpoint/messages.py",
+        "call, rank = away[0].call, away[0].rank",
+        "call, rank = away[0].step, away[0].rank",
         "tests/checkpoint/test_ranks.py",
     ),
     Planted(

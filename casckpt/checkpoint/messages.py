@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
@@ -10,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from casckpt.errors import CasckptError, InvalidInput, RankFailed
+from casckpt.format.tree import listed
 
 FRAME: Final = 4096  # bytes of the first frame of a message: most need no second one
 _LENGTH: Final = 8
@@ -27,6 +29,14 @@ class Message:
     rank: int | None = None
     step: str = ""
     call: str = ""
+
+
+@dataclass(frozen=True)
+class WithObjects:
+    """A value of a call that ranks make where there are whole objects in their state. ``keys``: of these objects."""
+
+    value: Any
+    keys: Sequence[str]
 
 
 def pack(message: Message) -> bytes:
@@ -93,14 +103,27 @@ def from_frame(frame: torch.Tensor) -> tuple[bytes, int]:
     return held, length - len(held)
 
 
-def astray(rank: int, call: str, expected: str) -> InvalidInput:
-    """What to raise where a rank is elsewhere in the code than rank 0."""
-    where = f"in {call}, rank 0 in {expected}" if call != expected else f"at another point of {call} than rank 0"
+def astray(messages: Sequence[Message], mine: Message) -> InvalidInput | None:
+    """What to raise where a rank is elsewhere in the code than rank 0, which sends ``mine``; None where none is.
+
+    ``messages``: of all ranks, in their order.
+    """
+    away = [message for message in messages if message.step != mine.step]
+    if not away:
+        return None
+    call, rank = away[0].call, away[0].rank
+    where = f"in {call}, rank 0 in {mine.call}" if call != mine.call else f"at another point of {call} than rank 0"
+    said = f"rank {rank} is {where}: all ranks must make the same calls of casckpt"
+    keys = {one.rank: one.value.keys for one in messages if isinstance(one.value, WithObjects) and one.value.keys}
+    without = [one.rank for one in messages if one.rank not in keys]
+    if not keys or not without:
+        return InvalidInput(f"{said} in the same order, from one thread or with a process_group for each", rank=rank)
+    holder, held = next(iter(keys.items()))
     return InvalidInput(
-        f"rank {rank} is {where}: all ranks must make the same calls of casckpt in the same order, from one thread or "
-        "with a process_group for each; whole objects in the state of one rank, and none in that of another, are "
-        "different calls",
+        f"{said}. Rank {holder} has the whole objects {listed(held)} in its state, and rank {without[0]} has none: "
+        "give the objects on every rank, or the state_dict of each",
         rank=rank,
+        keys=tuple(held),
     )
 
 

@@ -284,12 +284,10 @@ class GroupRanks:
 def _first_failure(messages: Sequence[Message], mine: Message) -> Message | None:
     """The first error of all ranks, else the first rank that is elsewhere in the code than this one."""
     failed = [Message(error=message.error, rank=message.rank) for message in messages if message.error is not None]
-    strayed = (
-        Message(error=astray(rank, message.call, mine.call), rank=rank)
-        for rank, message in enumerate(messages)
-        if message.step != mine.step
-    )
-    return failed[0] if failed else next(strayed, None)
+    strayed = astray(messages, mine)
+    if strayed is not None:
+        failed.append(Message(error=strayed, rank=strayed.rank))
+    return failed[0] if failed else None
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta:

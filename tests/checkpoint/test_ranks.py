@@ -349,7 +349,7 @@ def test_the_same_call_with_objects_on_one_rank_alone_is_said_to_be_at_another_p
 ) -> None:
     for text in ranks.run(2, with_objects_on_one_rank, str(tmp_path / "store")):
         assert "rank 1 is at another point of Store.save than rank 0" in text
-        assert "whole objects in the state of one rank" in text
+        assert "Rank 1 has the whole objects 'm' in its state, and rank 0 has none" in text
 
 
 # deaths

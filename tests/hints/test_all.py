@@ -42,6 +42,17 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("checkpoint/ranks.py:_gloo", "Set GLOO_SOCKET_IFNAME to the network interface"): (
         "tests/checkpoint/test_waiting.py::test_a_gloo_that_cannot_start_is_reported_on_all_ranks"
     ),
+    Case("checkpoint/messages.py:astray", "give the objects on every rank, or the state_dict of each"): (
+        "tests/frontends/test_training_state_objects.py::"
+        "test_objects_on_one_rank_alone_are_refused_at_once_on_all_ranks"
+    ),
+    Case("checkpoint/loading/entries.py:no_entry", "Give the key of the mapping, as rename="): (
+        "tests/checkpoint/loading/test_entries.py::test_a_rename_of_single_entries_is_refused"
+    ),
+    Case("checkpoint/loading/template.py:Template._check_packed", "Params4bit.from_prequantized"): (
+        "tests/frontends/test_training_state_passed_by.py::"
+        "test_a_state_dict_with_a_copy_of_what_its_module_keeps_is_filled_only_with_the_same"
+    ),
     Case("frontends/trainer/contents.py:_with", "is the state_dict of an optimizer"): (
         "tests/frontends/trainer/test_resuming.py::test_the_state_dict_of_an_optimizer_is_refused_before_it_is_saved"
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +20,14 @@ pytest.importorskip("transformers", reason="needs casckpt[transformers]")
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 import casckpt
-from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsigned, Unsupported
+from casckpt.errors import InvalidInput, Mismatch, MissingKey, NotFound, Unsigned, Unsupported
 from casckpt.frontends.lightning import (
     CasCheckpointCheck,
     CasCheckpointIO,
     CasModelParallelStrategy,
     restore_checkpoint,
 )
-from casckpt.frontends.trainer import Checkpointer
+from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.transformers import CasCheckpointCallback
 from casckpt.frontends.transformers import restore_checkpoint as restore_folder
 from tests.hints.conftest import Run
@@ -199,6 +200,37 @@ def test_folders_of_a_hub_go_through_commands(store: Store, tmp_path: Path, told
     fresh = nn.Linear(2, 2)
     manager.checkpointer.load(CasCheckpointManager._ref(manager, -1), fresh)
     assert identical(dict(fresh.state_dict()), dict(model.state_dict()))
+
+
+@follows("frontends/torchtitan.py:", "Under torchtitan, rename is for initial_load_ref")
+def test_a_model_that_was_renamed_goes_on_as_another_run(store: Store, told: Told) -> None:
+    pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
+    from casckpt.frontends.torchtitan import CasCheckpointManager
+
+    def manager_of(model: nn.Module, run: str = "titan", **settings: Any) -> tuple[Any, torch.optim.Optimizer]:
+        adam = torch.optim.AdamW(model.parameters())
+        config = CasCheckpointManager.Config(enable=True, store=store.url, run=run, interval=1, **settings)
+        parts: Any = {"model_parts": [model], "optimizers": [adam], "states": {"step": TrainState(value=0)}}
+        return CasCheckpointManager(config, dataloader=None, lr_schedulers=None, sd_adapter=None, **parts), adam
+
+    model, fresh = nn.Linear(2, 2), nn.Linear(2, 2)
+    saving, adam = manager_of(model)
+    model(torch.ones(1, 2)).sum().backward()
+    adam.step()
+    saving.save(2)
+    saving.close()
+    inside = nn.Sequential(OrderedDict(net=fresh))
+    with told.error(MissingKey) as advice:
+        manager_of(inside)[0].load()
+    rename = advice.argument("rename", after="other names there: give")
+    begun = {**advice.argument("initial_load_ref"), **advice.argument("initial_load_model_only")}
+    loading, fresh_adam = manager_of(inside, "next", **begun, **rename)
+    assert loading.load()
+    assert identical(dict(fresh.state_dict()), dict(model.state_dict()))
+    assert identical(fresh_adam.state_dict()["state"], adam.state_dict()["state"])
+    loading.save(3)
+    loading.maybe_wait_for_saving()
+    assert manager_of(inside, "next", **begun, **rename)[0].load()  # its own names are not renamed
 
 
 # Transformers

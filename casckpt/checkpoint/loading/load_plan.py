@@ -245,14 +245,15 @@ class LoadPlan:
         else:
             raise lacking(self.contents.manifest, key)
 
-    def add_entries(self, key: str, name: str, target: Mapping[Any, Any]) -> Entries:
+    def add_entries(self, key: str, name: str, target: Mapping[Any, Any], rename: Callable[[str], str]) -> Entries:
         """A mapping of the template, whose entries are to be filled from those of one object, ``name``."""
         self.named.add(name)
         stored = self.contents.objects[name]
         if stored.pickled and stored.parts:
             raise Mismatch(f"{key!r} is a mapping here, but a pickle in the checkpoint; put None in its place", key=key)
         self._add_object(key, stored)
-        entries = self._entries[key] = Entries(target, partial(self._decoded, key, *self._objects.pop(key)))
+        decode = partial(self._decoded, key, *self._objects.pop(key))
+        entries = self._entries[key] = Entries(key, name, target, decode, rename)
         entries.compare(key, name, target, entries.decode())  # its buffers are not read yet, but its keys are there
         return entries
 

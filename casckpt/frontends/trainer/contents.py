@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkabl
 from torch import nn
 from torch.optim import Optimizer
 
-from casckpt.checkpoint.arguments import renamer
+from casckpt.checkpoint.arguments import Renaming, renamer
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.load_plan import LoadOptions, MatchArguments
 from casckpt.checkpoint.loading.unread import EVERYTHING, is_generator, tell, that_hold, warn_moved
@@ -246,7 +246,7 @@ class Restoring:
         loading = TrainingStateLoad(stored, groups, self._given, **self._keeps)
         loading.prepare(self._ranks, make, {OPTIM: optims})
         loading.state.update(train)
-        given = replace(self._given, rename=loading.saved_key, ignore_mismatched=loading.ignored, unread="ignore")
+        given = replace(self._given, rename=loading.rename, ignore_mismatched=loading.ignored, unread="ignore")
         return loading.state, loading.install(self._fill(stored, loading.state, given))
 
     def _load_objects(
@@ -294,7 +294,7 @@ class Restoring:
 
     @property
     def _given_for_all(self) -> LoadOptions:
-        return replace(self._given, rename=self._saved_key)
+        return replace(self._given, rename=Renaming(self._saved_key, self._given.rename))
 
     def _fill(self, stored: StoredTraining, state: dict[str, Any], given: LoadOptions) -> Checkpoint:
         match: MatchArguments = {

@@ -113,7 +113,7 @@ def load_model_and_optim_state(
     )  # fmt: skip
     loading = TrainingStateLoad(stored, groups, given)
     loading.prepare(ranks, lambda: as_model(model), {OPTIM: as_optimizers(optim)})
-    options |= {"ignore_mismatched": loading.ignored, "unread": "ignore", "rename": loading.saved_key}
+    options |= {"ignore_mismatched": loading.ignored, "unread": "ignore", "rename": loading.rename}
     loaded = loading.install(stored.store.load(loading.state, stored.checkpoint, **options))
     if ranks.rank == 0 and given.unread == "warn":
         left = [key for key in loaded.unread_subtrees if optim is not None or not is_within(key, OPTIM)]

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from torch.optim import ASGD, Optimizer
 
+from casckpt.checkpoint.arguments import Rename, renamer
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.fit import saved_shapes
 from casckpt.errors import Damaged, Mismatch, MissingKey
@@ -98,6 +99,11 @@ class StoredTraining:
     def has_optimizer(self, at: str = OPTIM) -> bool:
         """Whether an optimizer was saved along, under the key ``at``."""
         return find(self._tree, f"{at}.param_groups") is not None
+
+    def optimizer_at(self, key: str, rename: Rename) -> str:
+        """Where it has the optimizer ``key``: where ``rename`` puts its ``param_groups``, if one is there."""
+        renamed = renamer(rename)(f"{key}.param_groups").removesuffix(".param_groups")
+        return renamed if self.has_optimizer(renamed) else key
 
     def groups(self, at: str = OPTIM, *, allow_pickle: bool = False) -> StoredGroups:
         """The groups of the optimizer at ``at``, with their parameters by name.

@@ -8,7 +8,9 @@ from math import prod
 from typing import Any, TypeAlias
 
 from casckpt.checkpoint.agreement import check_same, named
+from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.messages import WithObjects
 from casckpt.checkpoint.ranks import Ranks, everyone
 from casckpt.checkpoint.saving.replicas import digest_of
 from casckpt.errors import InvalidInput, Mismatch
@@ -52,24 +54,26 @@ def made_by_name(state: dict[str, Any]) -> Made:
     return state, (NamedState(OPTIM, state[OPTIM], state.get(MODEL, {})),)
 
 
-def make_state(ranks: Ranks, make: Callable[[], Made]) -> dict[str, Any]:
+def make_state(ranks: Ranks, make: Callable[[], Made], objects: Sequence[str] = ()) -> dict[str, Any]:
     """This rank's state, in which the ``param_groups`` of each optimizer are those of all ranks that have it.
 
-    What goes wrong in the making is raised on all of them. Raises InvalidInput, too, where ranks have other values of
-    an optimizer's state that is no shard of anything, for a parameter that is sharded.
+    ``objects``: keys of the whole objects that it is made of, known once ``make`` was called. What goes wrong in
+    the making is raised on all of them. Raises InvalidInput, too, where ranks have other values of an optimizer's
+    state that is no shard of anything, for a parameter that is sharded.
     """
     made: list[Made] = []
 
-    def digest() -> tuple[dict[str, str], dict[str, bytes]]:
+    def digest() -> WithObjects:
         made.append(make())
         named = made[0][1]
         groups = {one.key: one.state["param_groups"] for one in named}
         texts = {key: repr([(sorted(group), group["params"]) for group in several]) for key, several in groups.items()}
-        return {key: hex_digest(text.encode()) for key, text in texts.items()}, _beside_shards(named, ranks.size)
+        digests = {key: hex_digest(text.encode()) for key, text in texts.items()}
+        return WithObjects((digests, _beside_shards(named, ranks.size)), objects)
 
-    def compare(found: Sequence[tuple[dict[str, str], Mapping[str, bytes]]]) -> Sequence[set[str]]:
-        _check_alike([beside for _, beside in found])
-        distinct = {pair for texts, _ in found for pair in texts.items()}
+    def compare(found: Sequence[WithObjects]) -> Sequence[set[str]]:
+        _check_alike([one.value[1] for one in found])
+        distinct = {pair for one in found for pair in one.value[0].items()}
         keys = [key for key, _ in distinct]
         return everyone({key for key in keys if keys.count(key) > 1}, ranks.size)
 
@@ -148,12 +152,14 @@ def find(
     required: bool,
     allow_pickle: bool,
     lenient: bool = False,
+    rename: Rename = None,
 ) -> tuple[StoredTraining, Groups]:
     """The checkpoint that ``ref`` names, and the groups of the ``optimizers``, keys, that any rank wants; rank 0 reads.
 
     ``optimizers``: called once, where what it raises reaches all ranks. ``required``: they must be there; else those
-    that are not are None. ``lenient``: so are those that were saved by number. Raises Conflict if ranks name different
-    checkpoints, NotFound, MissingKey, Mismatch, Damaged, StorageError; on all ranks.
+    that are not are None. ``lenient``: so are those that were saved by number. ``rename``: see
+    `StoredTraining.optimizer_at`. Raises Conflict if ranks name different checkpoints, NotFound, MissingKey, Mismatch,
+    Damaged, StorageError; on all ranks.
     """
     opened: list[Store] = []
 
@@ -166,9 +172,10 @@ def find(
         stored = StoredTraining.read(opened[0], ref)
         groups: Groups = {}
         for key in sorted({key for _, wanted in told for key in wanted}):
-            is_read = required or stored.has_optimizer(key)
+            at = stored.optimizer_at(key, rename)
+            is_read = required or stored.has_optimizer(at)
             try:
-                groups[key] = stored.groups(key, allow_pickle=allow_pickle) if is_read else None
+                groups[key] = stored.groups(at, allow_pickle=allow_pickle) if is_read else None
             except Mismatch:
                 if not lenient:
                     raise
