@@ -113,11 +113,11 @@ def astray(messages: Sequence[Message], mine: Message) -> InvalidInput | None:
         return None
     call, rank = away[0].call, away[0].rank
     where = f"in {call}, rank 0 in {mine.call}" if call != mine.call else f"at another point of {call} than rank 0"
-    said = f"rank {rank} is {where}: all ranks must make the same calls of casckpt"
+    said = f"rank {rank} is {where}: all ranks must make the same calls of casckpt in the same order"
     keys = {one.rank: one.value.keys for one in messages if isinstance(one.value, WithObjects) and one.value.keys}
     without = [one.rank for one in messages if one.rank not in keys]
     if not keys or not without:
-        return InvalidInput(f"{said} in the same order, from one thread or with a process_group for each", rank=rank)
+        return InvalidInput(f"{said}, from one thread or with a process_group for each", rank=rank)
     holder, held = next(iter(keys.items()))
     return InvalidInput(
         f"{said}. Rank {holder} has the whole objects {listed(held)} in its state, and rank {without[0]} has none: "

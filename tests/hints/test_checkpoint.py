@@ -494,7 +494,7 @@ def otherwise(rank: int, size: int, path: str) -> str:
     return advice.message
 
 
-@follows("checkpoint/messages.py:astray", "in the same order, from one thread or with a process_group for each")
+@follows("checkpoint/messages.py:astray", "all ranks must make the same calls of casckpt in the same order")
 def test_ranks_make_the_same_calls_or_have_groups_for_threads(ranks: Pool, store_path: Path, told: Told) -> None:
     for message in ranks.run(2, otherwise, str(store_path)):
         told.text(message).says("in the same order, from one thread")
