@@ -10,6 +10,7 @@ import builtins
 import pkgutil
 import re
 from contextlib import chdir
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -136,12 +137,12 @@ def test_limits_are_those_of_the_code() -> None:
 # all pages
 
 
-@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.stem))
-def test_links_lead_somewhere(page: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", page.read_text()):
-        other = page.parent / target if target else page
-        assert other.exists(), f"{page.name} links to {target}"
-        assert not anchor or anchor in anchors(other), f"{page.name} links to {target}#{anchor}"
+def test_links_lead_somewhere() -> None:
+    for page in EVERY_PAGE:
+        for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+            other = page.parent / target if target else page
+            assert other.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors(other), f"{page.name} links to {target}#{anchor}"
 
 
 OUTSIDE = {
@@ -156,23 +157,24 @@ def test_links_to_other_sites_are_listed() -> None:
     assert all(re.fullmatch(r"https://[\w-]+(\.[\w-]+)+(/\S*)?", link) for link in OUTSIDE)
 
 
+@cache
 def anchors(page: Path) -> set[str]:
     """What links may name in a page: its headings, as GitHub names them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.stem))
-def test_headings_go_down_level_by_level(page: Path) -> None:
+def test_headings_go_down_level_by_level() -> None:
     """Else the site is not built: a warning there is an error."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    levels = [len(found) for found in re.findall(r"^(#+) ", text, re.MULTILINE)]
-    assert all(after <= before + 1 for before, after in pairwise([0, *levels]))
+    for page in EVERY_PAGE:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        levels = [len(found) for found in re.findall(r"^(#+) ", text, re.MULTILINE)]
+        assert all(after <= before + 1 for before, after in pairwise([0, *levels])), page
 
 
-@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.stem))
-def test_a_page_with_examples_is_run(page: Path) -> None:
-    assert page in (*PAGES, REMOTE, HUB, SERVING) or not blocks(page), f"{page.name} has examples: add it to PAGES"
+def test_a_page_with_examples_is_run() -> None:
+    for page in EVERY_PAGE:
+        assert page in (*PAGES, REMOTE, HUB, SERVING) or not blocks(page), f"{page.name} has examples: add it to PAGES"
 
 
 # README.md
@@ -287,11 +289,10 @@ def test_every_module_is_listed() -> None:
     assert DESIGN.read_text() == design(), "run: python -m tests.test_docs"
 
 
-@pytest.mark.parametrize("page", [DESIGN, *sorted((DOCS / "decisions").glob("0*.md"))], ids=lambda page: str(page.stem))
-def test_files_that_are_named_are_there(page: Path) -> None:
-    text = page.read_text()
-    for name in re.findall(r"`((?:[\w.]+/)*\w+\.(?:py|md))`", text):
-        assert any((folder / name).exists() for folder in (ROOT, PACKAGE, DOCS)), f"{page.name} names {name}"
+def test_files_that_are_named_are_there() -> None:
+    for page in (DESIGN, *sorted((DOCS / "decisions").glob("0*.md"))):
+        for name in re.findall(r"`((?:[\w.]+/)*\w+\.(?:py|md))`", page.read_text()):
+            assert any((folder / name).exists() for folder in (ROOT, PACKAGE, DOCS)), f"{page.name} names {name}"
 
 
 def named_in_the_code() -> dict[str, Path]:

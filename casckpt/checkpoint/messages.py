@@ -117,7 +117,7 @@ def astray(messages: Sequence[Message], mine: Message) -> InvalidInput | None:
     keys = {one.rank: one.value.keys for one in messages if isinstance(one.value, WithObjects) and one.value.keys}
     without = [one.rank for one in messages if one.rank not in keys]
     if not keys or not without:
-        return InvalidInput(f"{said}, from one thread or with a process_group for each", rank=rank)
+        return InvalidInput(f"{said}, from one thread or with process_group=... for each", rank=rank)
     holder, held = next(iter(keys.items()))
     return InvalidInput(
         f"{said}. Rank {holder} has the whole objects {listed(held)} in its state, and rank {without[0]} has none: "

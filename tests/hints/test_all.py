@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -89,25 +90,27 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
 }
 """Hints that another test triggers and follows, and that test."""
 
-ALL = tuple(hints())
+
+@cache
+def all_hints() -> tuple[Hint, ...]:
+    """Those of casckpt: read when a test asks, not by each worker that only collects."""
+    return tuple(hints())
 
 
-def cases() -> list[Case]:
-    """Those of all tests beside this one, read from their source: some need packages that may be missing."""
+@cache
+def cases() -> tuple[Case, ...]:
+    """Those of all tests, the ones beside this one read from their source: some need packages that may be missing."""
     nodes = [node for path in sorted(HERE.glob("test_*.py")) for node in ast.walk(ast.parse(path.read_text()))]
     marks = [mark for node in nodes if isinstance(node, ast.FunctionDef) for mark in node.decorator_list]
     calls = [mark for mark in marks if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "follows"]
-    return [Case(*map(ast.literal_eval, call.args)) for call in calls]
-
-
-CASES = (*cases(), *FOLLOWED_ELSEWHERE)
+    return (*(Case(*map(ast.literal_eval, call.args)) for call in calls), *FOLLOWED_ELSEWHERE)
 
 
 def test_every_hint_has_a_test_that_follows_it() -> None:
     missing = [
         str(hint)
-        for hint in ALL
-        if not any(case.covers(hint) for case in CASES)
+        for hint in all_hints()
+        if not any(case.covers(hint) for case in cases())
         and not any(text in hint.text for text in NOT_HERE)
         and not any(case.covers(hint) for case in NO_HINTS)
     ]
@@ -115,9 +118,9 @@ def test_every_hint_has_a_test_that_follows_it() -> None:
 
 
 def test_every_case_has_a_hint() -> None:
-    stale = [case for case in (*CASES, *NO_HINTS) if not any(case.covers(hint) for hint in ALL)]
+    stale = [case for case in (*cases(), *NO_HINTS) if not any(case.covers(hint) for hint in all_hints())]
     assert not stale, "\n".join(map(str, stale))
-    assert all(any(text in hint.text for hint in ALL) for text in NOT_HERE)
+    assert all(any(text in hint.text for hint in all_hints()) for text in NOT_HERE)
 
 
 def test_every_test_elsewhere_is_there() -> None:
@@ -131,7 +134,7 @@ def test_every_test_elsewhere_is_there() -> None:
 
 def test_every_extra_that_a_hint_names_exists() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = [hint.text.partition("'casckpt[")[2].partition("]")[0] for hint in ALL if "'casckpt[" in hint.text]
+    named = [hint.text.partition("'casckpt[")[2].partition("]")[0] for hint in all_hints() if "'casckpt[" in hint.text]
     assert named
     assert {name for name in named if name != "…"} <= set(extras)
 

@@ -480,9 +480,9 @@ def otherwise(rank: int, size: int, path: str) -> str:
     store.save(state, run="first", step=1)
     other = outcome_of(lambda: store.load(state, "first@1") if rank else store.save(state, run="a", step=1))
     advice = Advice(str(other))
-    advice.says("all ranks must make the same calls of casckpt in the same order")
+    advice.says("with process_group=... for each")
     store.save(state, run="same", step=1)
-    advice.says("with a process_group for each")
+    advice.says("with process_group=... for each")
     groups = [dist.new_group(backend="gloo") for _ in range(2)]
     with ThreadPoolExecutor(2) as threads:  # in each rank's order
         both = [
@@ -494,7 +494,7 @@ def otherwise(rank: int, size: int, path: str) -> str:
     return advice.message
 
 
-@follows("checkpoint/messages.py:astray", "all ranks must make the same calls of casckpt in the same order")
+@follows("checkpoint/messages.py:astray", "with process_group=... for each")
 def test_ranks_make_the_same_calls_or_have_groups_for_threads(ranks: Pool, store_path: Path, told: Told) -> None:
     for message in ranks.run(2, otherwise, str(store_path)):
         told.text(message).says("in the same order, from one thread")
