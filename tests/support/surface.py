@@ -1,14 +1,12 @@
-"""What others rely on: stored fields and tags, keys of JSON and of keywords, kinds of errors, names of front ends.
+"""What others rely on: stored fields and tags, keys of JSON and of keywords, kinds of errors.
 
-Read from the source, so that it can be asked of any version: `python -m tests.support.surface CHECKOUT` prints it.
+It is read from the source of a checkout, so that versions can be compared.
 """
 
 from __future__ import annotations
 
 import ast
-import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,8 +26,6 @@ def surface(root: Path) -> Surface:
         "keywords": sorted({f"{name}: {key}" for name in typed for key in _keywords(name, typed)}),
         "errors": sorted(_error_kinds(trees[root / "casckpt" / "errors.py"])),
         "json": sorted(_json_keys((root / "docs" / "cli.md").read_text())),
-        "options": sorted(_options((root / "docs" / "cli.md").read_text())),
-        "imports": sorted(_imports(root)),
     }
 
 
@@ -63,26 +59,5 @@ def _error_kinds(tree: ast.Module) -> Iterator[str]:
 
 
 def _json_keys(page: str) -> Iterator[str]:
-    """Of the table of docs/cli.md, which a test compares with what the commands print."""
-    table = page[page.index("| `") : page.index("The shell completes")]
-    for row in re.findall(r"^\| `([\w-]+)`[^|]* \| (.*) \|$", table, re.MULTILINE):
-        yield from (f"{row[0]}: {key}" for key in set(re.findall(r"`(\w+)`", row[1])))
-
-
-def _options(page: str) -> Iterator[str]:
-    command = ""
-    for line in page.splitlines():
-        command = line.removeprefix("## ") if line.startswith("## ") else command
-        for option in re.findall(r"^\s+(?:-\w, +)?(--[a-z-]+)", line):
-            yield f"{command}: {option}"
-
-
-def _imports(root: Path) -> Iterator[str]:
-    for page in sorted((root / "docs" / "api").glob("*.md")):
-        for module, names in re.findall(r"^from (casckpt[\w.]*) import ([\w, ]+)$", page.read_text(), re.MULTILINE):
-            yield from (f"{module}: {name.strip()}" for name in names.split(","))
-        yield from (f"{page.stem}: {name}" for name in re.findall(r"^#+ `?(\w+)`?$", page.read_text(), re.MULTILINE))
-
-
-if __name__ == "__main__":
-    json.dump(surface(Path(sys.argv[1])), sys.stdout, indent=0)
+    """The keys that docs/cli.md names; a test compares its table with what the commands print."""
+    yield from set(re.findall(r"`(\w+)`", page[page.index("## JSON output") : page.index("## Shell completion")]))
