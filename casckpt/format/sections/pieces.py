@@ -54,7 +54,7 @@ class PieceReader:
         if ends[-1] != section.length or len(table.hashes) != _HASH * (len(self._bounds) - 1):
             raise Refused(f"the pieces of its section {section.name!r} do not add up to it, or have other hashes")
         self._held: dict[int, memoryview | None] = {}  # None: it does not have its hash
-        self.is_spoilt = False
+        self.is_damaged = False
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -109,7 +109,7 @@ class PieceReader:
                 part = view[bounds[group] - begin : bounds[group + 1] - begin]
                 right = self._has_hash(group, part)
                 self._held[group] = part if right else None
-                self.is_spoilt |= not right
+                self.is_damaged |= not right
 
     def prove(self, data: Buffer) -> bool:
         """Tell whether all pieces have their hashes, of which ``data``, the section, is made."""
