@@ -588,8 +588,8 @@ PLANTED = (
     Planted(
         "a manifest that is held is that of any id",
         "_read",
-        "    if held is not None and held.id == record.manifest and not held.is_spoilt:\n",
-        "    if held is not None and not held.is_spoilt:\n",
+        "    if held is not None and held.id == record.manifest and not held.is_damaged:\n",
+        "    if held is not None and not held.is_damaged:\n",
         "tests/store/test_forged.py",
     ),
     Planted(

@@ -282,7 +282,7 @@ class Manifest:
         return [self._rows.get(number) for number in range(len(self._rows))]
 
     @property
-    def is_spoilt(self) -> bool:
+    def is_damaged(self) -> bool:
         """Did something that was read of it not have its hash? It may have been put right since, in the store."""
         readers = map(vars(self).get, _READERS.values())
         return any(one is not None and one.is_spoilt for one in readers)
