@@ -14,7 +14,7 @@ _was_on = False
 
 
 @contextmanager
-def collecting_later() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """No collection of cycles meanwhile, in any thread of the process; for work of well under a second.
 
     Half of the time of a plan for 10,000 tensors went into collections that found nothing: plans hold no cycles.

@@ -24,7 +24,7 @@ from random import Random
 from threading import BoundedSemaphore, Event, Lock
 from time import perf_counter
 
-from casckpt.base.cycle_collector import collecting_later
+from casckpt.base.cycle_collector import collector_paused
 from casckpt.base.lazy import cached_property
 from casckpt.base.parallel import run_all, usable_cores, useful_threads
 from casckpt.base.progress import Progress, silent
@@ -151,7 +151,7 @@ class Upload:
         placed: dict[int, PlacedCell] = {}
         every = [cell for cells in work for cell in cells]
         many_small = useful_threads(2, sum(cell.nbytes for cell in every), len(every)) == 1
-        with collecting_later() if many_small else nullcontext():
+        with collector_paused() if many_small else nullcontext():
             unknown = self._compare(work, placed) if self.known.any else every
             if unknown:
                 self._pack(unknown, placed)
