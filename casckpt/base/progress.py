@@ -44,7 +44,7 @@ class Progress:
         self._is_whole = True
         return self
 
-    def telling(self, also: Callable[[], None]) -> Progress:
+    def with_callback(self, also: Callable[[], None]) -> Progress:
         """Return one that shows the same from the start, and calls ``also`` each time."""
         return Progress(self._shown, also)
 
