@@ -113,7 +113,7 @@ class Span(NamedTuple):
         return [(extent.blob, at, nbytes) for at, nbytes in zip(offsets[numbers], lengths[numbers], strict=True)]
 
 
-class Way(NamedTuple):
+class ExtentRoute(NamedTuple):
     """The extents whose frames are ``undone``, and then those whose frames are ``decoded``, of all cells of a span."""
 
     undone: Sequence[Extent]
@@ -138,15 +138,15 @@ def common(held: Iterable[Extent], wanted: Extent, span: Span) -> Iterator[tuple
             yield one, span._replace(lo=lo, hi=hi)
 
 
-def find_way(held: Extent, wanted: Extent, span: Span, kept: Container[Link] = ()) -> Way | None:
+def find_way(held: Extent, wanted: Extent, span: Span, kept: Container[Link] = ()) -> ExtentRoute | None:
     """Find the way that `find_route` does, where it is the same one for all cells of a span; else None."""
     up, down = list(held.chain), list(wanted.chain)
     places = {span.digests(one): number for number, one in reversed(list(enumerate(down)))}
     first = places.get(span.digests(held))
     if first is not None:  # nothing is undone, so all others are longer
-        return Way((), down[:first][::-1])
+        return ExtentRoute((), down[:first][::-1])
     meetings = [(number, places[span.digests(one)]) for number, one in enumerate(up) if span.digests(one) in places]
-    ways = [Way(up[:behind], down[:ahead][::-1]) for behind, ahead in meetings]
+    ways = [ExtentRoute(up[:behind], down[:ahead][::-1]) for behind, ahead in meetings]
     costs = [sum(_cost(one, span, kept) for one in (*way.undone, *way.decoded)) for way in ways]
     alone = sum(nbytes for one in down for _, _, nbytes in span.places(one))
     return ways[costs.index(min(costs))] if costs and min(costs) < alone else None
