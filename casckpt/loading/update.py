@@ -39,7 +39,7 @@ from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.planned_reads import Consumer, FilledRange, part, place
 from casckpt.plan.lots import lots
 from casckpt.plan.reads import Batch, affordable_gap, plan_batches, plan_units
-from casckpt.plan.routes import Link, Route, Span, common, find_route, find_way, links, within
+from casckpt.plan.routes import Link, Route, Span, common, find_extent_route, find_route, links, within
 from casckpt.storage.base import ShortObject
 from casckpt.tensors.gpu import wait_for_copies
 from casckpt.tensors.memory import Destination, note_writes
@@ -216,7 +216,7 @@ class _Update:
 
     def _compare_span(self, at: _Place, held: Extent, wanted: Extent, span: Span) -> None:
         """The same for cells of two extents, together if they go the same way."""
-        way = find_way(held, wanted, span, at.kept)
+        way = find_extent_route(held, wanted, span, at.kept)
         if way is None:
             for one in span.apart() if span.size > 1 else ():
                 self._compare_span(at, held, wanted, one)

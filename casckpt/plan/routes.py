@@ -138,7 +138,7 @@ def common(held: Iterable[Extent], wanted: Extent, span: Span) -> Iterator[tuple
             yield one, span._replace(lo=lo, hi=hi)
 
 
-def find_way(held: Extent, wanted: Extent, span: Span, kept: Container[Link] = ()) -> ExtentRoute | None:
+def find_extent_route(held: Extent, wanted: Extent, span: Span, kept: Container[Link] = ()) -> ExtentRoute | None:
     """Find the way that `find_route` does, where it is the same one for all cells of a span; else None."""
     up, down = list(held.chain), list(wanted.chain)
     places = {span.digests(one): number for number, one in reversed(list(enumerate(down)))}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from casckpt.format.digest import cell_digest
 from casckpt.format.extents import ExtentTable, Frame, StoredCell, build
 from casckpt.format.regions import full_box
-from casckpt.plan.routes import ExtentRoute, Link, Route, Span, common, find_route, find_way, links, within
+from casckpt.plan.routes import ExtentRoute, Link, Route, Span, common, find_extent_route, find_route, links, within
 
 BOX = full_box((1000,))
 NBYTES = 1000
@@ -134,7 +134,7 @@ def test_a_way_of_extents_is_a_route_of_each_cell(found: list[ExtentTable], data
         for other, span in common(held.extents, extent, within(wanted, extent, 0, wanted.shape[0])):
             compared += list(span.bounds)
             for one in (span, *span.apart()):
-                check_way(find_way(other, extent, one, kept), one, mine, theirs, kept)
+                check_way(find_extent_route(other, extent, one, kept), one, mine, theirs, kept)
     assert sorted(compared) == sorted(mine.keys() & theirs.keys())
 
 
