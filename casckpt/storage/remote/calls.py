@@ -18,7 +18,7 @@ from typing_extensions import override
 from casckpt.errors import Refused
 from casckpt.storage.remote.bodies import read_whole
 from casckpt.storage.remote.loop import Loop
-from casckpt.storage.remote.patience import Patience, PatientRequest, asking, moved
+from casckpt.storage.remote.patience import Patience, PatientRequest, begin_request, moved
 
 WEB: Final = frozenset({"http", "https"})
 _ON_AIOHTTP: Final = WEB | {"gs", "gcs"}  # Azure's client has timeouts of its own
@@ -59,7 +59,7 @@ class Calls:
         """Call a method. ``nbytes``: that it moves; they may take their time. Raises TimeoutError."""
         if self._loop is not None:
             return self._loop.run(getattr(self.fs, f"_{method}")(*arguments, **options), nbytes)
-        with asking(self._patience, nbytes) as one:
+        with begin_request(self._patience, nbytes) as one:
             return _in_thread(lambda: getattr(self.fs, method)(*arguments, **options), one)
 
     def read(self, path: str, size: int) -> bytes:

@@ -41,7 +41,7 @@ class Page(NamedTuple):
 class Client(Protocol):
     """Objects of one bucket, by their keys. Nothing is tried twice here.
 
-    Each request ends when ``patience`` does, whatever the server does (see `patience.asking`). Calls raise
+    Each request ends when ``patience`` does, whatever the server does (see `patience.begin_request`). Calls raise
     `casckpt.errors.NotFound`, `AlreadyExists` or `ShortObject` where these say all; whatever else they raise is one of
     ``failures``, and `explain` says what it means.
     """

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from casckpt.errors import Unsupported
-from casckpt.storage.remote.patience import Patience, PatientRequest, asking, reporting_to
+from casckpt.storage.remote.patience import Patience, PatientRequest, begin_request, reporting_to
 
 T = TypeVar("T")
 _GRACE = 1.0  # seconds in which a client has to end what was given up
@@ -33,7 +33,7 @@ class Loop:
         if threading.get_ident() == self._thread:
             call.close()
             raise Unsupported("casckpt was called in the thread of fsspec's event loop, which would wait for itself")
-        with asking(self._patience, nbytes) as one:
+        with begin_request(self._patience, nbytes) as one:
             future = asyncio.run_coroutine_threadsafe(_bounded(call, one), self._loop)
             try:
                 return _result(future, one)

@@ -149,7 +149,7 @@ _request: ContextVar[PatientRequest] = ContextVar("request")
 
 
 @contextmanager
-def asking(patience: Patience, nbytes: int = 0) -> Iterator[PatientRequest]:
+def begin_request(patience: Patience, nbytes: int = 0) -> Iterator[PatientRequest]:
     """Begin a request of the call that this thread is in, else of a new call. ``nbytes``: see `PatientRequest`."""
     call = _call.get(None) or Call(patience)
     one = PatientRequest(call, patience.request, nbytes)

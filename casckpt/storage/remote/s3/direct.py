@@ -27,7 +27,7 @@ from botocore.httpsession import get_cert_path
 from botocore.utils import get_environ_proxies
 
 from casckpt.base.lazy import cached_property
-from casckpt.storage.remote.patience import Patience, PatientRequest, asking
+from casckpt.storage.remote.patience import Patience, PatientRequest, begin_request
 
 _HOOK = "before-send.s3.GetObject"
 _REST = 10.0  # seconds: servers, and what lies before them, forget connections that rest for longer
@@ -91,7 +91,7 @@ class DirectReads:
 
         Raises the errors of `casckpt.storage.remote.s3.errors.FAILURES` for what may go better the next time.
         """
-        with asking(self._patience) as one:
+        with begin_request(self._patience) as one:
             return self._read(request, one, buffers, check)
 
     def _read(
