@@ -37,7 +37,7 @@ from casckpt.loading.blob_readers import BlobReaders
 from casckpt.loading.contents import Contents
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.planned_reads import Consumer, FilledRange, part, place
-from casckpt.plan.lots import lots
+from casckpt.plan.lots import in_batches
 from casckpt.plan.reads import Batch, affordable_gap, plan_batches, plan_units
 from casckpt.plan.routes import Link, Route, Span, common, find_extent_route, find_route, links, within
 from casckpt.storage.base import ShortObject
@@ -283,7 +283,7 @@ class _Update:
         in_order = sorted(steps, key=lambda step: step.moves[-1].where if step.moves else (-1, 0, 0))
         weighed = [(step.work, step) for step in in_order]
         most = min(_LOT_BYTES, max(_LEAST_BYTES, sum(work for work, _ in weighed) // (2 * threads)))
-        each = ([step for _, step in lot] for lot in lots(weighed, itemgetter(0), most))
+        each = ([step for _, step in lot] for lot in in_batches(weighed, itemgetter(0), most))
         planned = [(lot, self._batches(lot)) for lot in each]
         batches = [batch for _, batches in planned for batch in batches]
         download.progress.expect(plain)

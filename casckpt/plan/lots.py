@@ -9,7 +9,7 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 
-def lots(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+def in_batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
     """Group items, in order, into lists of at most ``most`` in total; a larger item is alone. No list is empty."""
     lot: list[T] = []
     room = most

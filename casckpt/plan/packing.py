@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from casckpt.format.blob_writer import LEAF_BYTES, place_behind
 from casckpt.format.sections.index import ATTACHMENT
-from casckpt.plan.lots import lots
+from casckpt.plan.lots import in_batches
 
 _MAX_BRANCHES = 16
 _MIXED = 1 << 20  # bytes: branches that have no more together share a blob
@@ -48,7 +48,7 @@ def by_branch(cells: Sequence[C], branch: Callable[[C], str], branches: Collecti
         nbytes[branch(cell)] += cell.nbytes
     parts: list[list[C]] = []
     part_of: dict[str, list[C]] = {}
-    for lot in lots(sorted(nbytes, key=nbytes.__getitem__), nbytes.__getitem__, _MIXED):
+    for lot in in_batches(sorted(nbytes, key=nbytes.__getitem__), nbytes.__getitem__, _MIXED):
         parts.append([])
         part_of.update((name, parts[-1]) for name in lot)
     for cell in cells:

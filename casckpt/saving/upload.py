@@ -34,7 +34,7 @@ from casckpt.format.digest import cell_digest
 from casckpt.format.extents import Frame, StoredCell
 from casckpt.format.names import CellDigest, TxId
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.plan.lots import lots
+from casckpt.plan.lots import in_batches
 from casckpt.plan.packing import Queue, branches_of, by_branch
 from casckpt.plan.reuse import ReusableCells
 from casckpt.repository.repository import Repository
@@ -329,7 +329,7 @@ class Upload:
 
     def _put_frames(self, frames: Sequence[tuple[PlacedCell, bytes]], packing: _Packing, buffer: memoryview) -> None:
         """Put frames into blobs of their own: of how many bytes they are is known late."""
-        for lot in lots(frames, lambda one: len(one[1]), packing.capacity):
+        for lot in in_batches(frames, lambda one: len(one[1]), packing.capacity):
             with packing.turns:
                 writer, number = BlobWriter(buffer), self._next_number()
                 for place, frame in lot:
@@ -404,4 +404,4 @@ class _Packing:
 
 def _tasks(cells: Sequence[Cell]) -> Iterable[Sequence[Cell]]:
     """Cells in lots worth a task of their own."""
-    return lots(cells, lambda cell: max(cell.nbytes, _TASK_BYTES // _TASK_CELLS), _TASK_BYTES)
+    return in_batches(cells, lambda cell: max(cell.nbytes, _TASK_BYTES // _TASK_CELLS), _TASK_BYTES)
