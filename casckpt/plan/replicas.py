@@ -42,17 +42,17 @@ def _mixed(words: Words) -> Words:
     return words ^ (words >> np.uint64(31))
 
 
-def to_read_again(held: HeldRegions, duty: WriteRanges, turn: int) -> Iterator[tuple[int, int, int]]:
+def to_read_again(held: HeldRegions, ranges: WriteRanges, turn: int) -> Iterator[tuple[int, int, int]]:
     """Choose (row, lo, hi) of the cells that others write, and that this rank reads in save number ``turn``.
 
     A cell of a row that h ranks share out is chosen once in `SLICES` * (h - 1) turns.
     """
     first, end = held.lo // held.cell, -(-held.hi // held.cell)
-    idle = duty.lo == duty.hi
-    before = np.where(idle, end, duty.lo // held.cell) - first
-    after = np.where(idle, end, -(-duty.hi // held.cell))
-    for count in np.unique(duty.sharing[duty.sharing > 1]).tolist():
-        cells = np.where(duty.sharing == count, before + end - after, 0)
+    idle = ranges.lo == ranges.hi
+    before = np.where(idle, end, ranges.lo // held.cell) - first
+    after = np.where(idle, end, -(-ranges.hi // held.cell))
+    for count in np.unique(ranges.sharing[ranges.sharing > 1]).tolist():
+        cells = np.where(ranges.sharing == count, before + end - after, 0)
         ends, period = np.cumsum(cells), SLICES * (count - 1)
         numbers = np.arange(turn % period, int(ends[-1]), period)
         rows = np.searchsorted(ends, numbers, side="right")
