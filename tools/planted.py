@@ -857,15 +857,15 @@ PLANTED = (
     Planted(
         "the newest of a run goes with a rule",
         "_forget_of_run",
-        "    keep = {one.txid for one in newest_of(current)} | {one.txid",
-        "    keep = {one.txid",
+        "(*newest_of(current), *_kept_by_rules",
+        "(*_kept_by_rules",
         "tests/plan/test_retention.py",
     ),
     Planted(
         "tagged ones go with a rule",
         "plan_forget",
-        "if one.txid in chosen and one.txid not in tagged]",
-        "if one.txid in chosen]",
+        "if saved.txid in chosen and saved.txid not in tagged]",
+        "if saved.txid in chosen]",
         "tests/plan/test_retention.py",
     ),
     Planted(
@@ -1039,7 +1039,7 @@ PLANTED = (
     Planted(
         "a cell that begins elsewhere is taken for one that is held",
         "common",
-        "        if one.lo != wanted.lo:  # a cell that begins elsewhere is another one\n",
+        "        if extent.lo != wanted.lo:  # a cell that begins elsewhere is a different cell\n",
         "        if False:\n",
         "tests/plan/test_routes.py",
     ),
@@ -1285,8 +1285,8 @@ PLANTED = (
     Planted(
         "what only bases use of a blob is not counted",
         "used_bytes",
-        "for one in ((extent,) if extent.coding is None else extent.chain)",
-        "for one in (extent,)",
+        "for link in ((extent,) if extent.coding is None else extent.chain)",
+        "for link in (extent,)",
         "tests/plan/test_reuse.py",
     ),
     Planted(
