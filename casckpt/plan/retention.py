@@ -43,14 +43,14 @@ class Best:
             raise InvalidInput(f'keep-best {text!r:.120}: give a metric and a number, as "loss:3" or "acc:max:1"')
         return cls(metric, int(number), way == "max")
 
-    def of(self, current: Iterable[VisibleCheckpoint]) -> list[VisibleCheckpoint]:
+    def of(self, current: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:
         """Return the best of ``current``, which is oldest first; all of them if none has the metric."""
         known = [saved for saved in current if self.is_known_of(saved)]
         if not known:
             return list(current)
         return sorted(known, key=lambda saved: saved.metrics[self.metric] * (-1 if self.is_max else 1))[: self.count]
 
-    def is_known_of(self, checkpoint: VisibleCheckpoint) -> bool:
+    def is_known_of(self, checkpoint: SavedCheckpoint) -> bool:
         """Tell whether a checkpoint has a number for the metric."""
         return not isnan(checkpoint.metrics.get(self.metric, nan))
 
@@ -151,7 +151,7 @@ def patterns_of(drop: Any) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class VisibleCheckpoint:
+class SavedCheckpoint:
     """A visible checkpoint as a policy sees it. ``created_at``: microseconds since the epoch.
 
     ``metrics``: numbers by name. ``healthy``: as its save says; None if it does not say.
@@ -166,13 +166,13 @@ class VisibleCheckpoint:
 
 
 def plan_forget(
-    visible: Iterable[VisibleCheckpoint],
+    visible: Iterable[SavedCheckpoint],
     policy: Policy,
     now: int,
     *,
     tagged: Container[TxId] = (),
     run: str | None = None,
-) -> list[VisibleCheckpoint]:
+) -> list[SavedCheckpoint]:
     """Choose what ``policy`` forgets of the ``visible`` checkpoints of a store at ``now`` (microseconds).
 
     Both are in the order of the saves. If a run has a step twice, every policy forgets the earlier one, and no rule
@@ -186,9 +186,7 @@ def plan_forget(
     return [saved for saved in wanted if saved.txid in chosen and saved.txid not in tagged]
 
 
-def runs_without(
-    visible: Iterable[VisibleCheckpoint], policy: Policy, *, run: str | None = None
-) -> dict[str, list[str]]:
+def runs_without(visible: Iterable[SavedCheckpoint], policy: Policy, *, run: str | None = None) -> dict[str, list[str]]:
     """Return, for each metric of ``keep_best``, the runs without a number for it. Of these it keeps all checkpoints.
 
     Raises InvalidInput if no checkpoint has the metric: its name may be mistyped. ``run`` limits it to that run.
@@ -210,7 +208,7 @@ def runs_without(
     }
 
 
-def _forget_of_run(group: list[VisibleCheckpoint], policy: Policy, now: int) -> list[VisibleCheckpoint]:
+def _forget_of_run(group: list[SavedCheckpoint], policy: Policy, now: int) -> list[SavedCheckpoint]:
     """Choose what is forgotten of one run. ``group``: its checkpoints, oldest first."""
     newest = {saved.step: saved.txid for saved in group}  # the last one of each step
     current = [saved for saved in group if newest[saved.step] == saved.txid]
@@ -218,13 +216,13 @@ def _forget_of_run(group: list[VisibleCheckpoint], policy: Policy, now: int) -> 
     return [saved for saved in group if saved.txid not in keep]
 
 
-def newest_of(current: Sequence[VisibleCheckpoint]) -> list[VisibleCheckpoint]:
+def newest_of(current: Sequence[SavedCheckpoint]) -> list[SavedCheckpoint]:
     """Return the last checkpoint, and the last one that is not marked unhealthy. Every policy keeps these."""
     healthy = next((saved for saved in reversed(current) if saved.healthy is not False), None)
     return [*current[-1:], *([] if healthy is None else [healthy])]
 
 
-def _kept_by_rules(current: list[VisibleCheckpoint], policy: Policy, now: int) -> Iterator[VisibleCheckpoint]:
+def _kept_by_rules(current: list[SavedCheckpoint], policy: Policy, now: int) -> Iterator[SavedCheckpoint]:
     """Choose what the rules keep of one run. ``current``: its checkpoints, one for each step, oldest first."""
     if policy.keep_last:
         yield from current[-policy.keep_last :]
@@ -243,5 +241,5 @@ def _kept_by_rules(current: list[VisibleCheckpoint], policy: Policy, now: int) -
             yield from list(newest.values())[-periods:]
 
 
-def _moment(checkpoint: VisibleCheckpoint) -> datetime:
+def _moment(checkpoint: SavedCheckpoint) -> datetime:
     return datetime.fromtimestamp(checkpoint.created_at / 1e6, UTC)
