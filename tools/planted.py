@@ -727,7 +727,7 @@ PLANTED = (
     Planted(
         "a part of a tensor on a GPU is taken for its begin",
         "_Tensors._together",
-        "return self._flat[region.lo - mine.lo : region.hi - mine.lo]",
+        "return self._flat[region.lo - held.lo : region.hi - held.lo]",
         "return self._flat[: region.hi - region.lo]",
         "tests/test_devices.py",
     ),
@@ -1670,7 +1670,7 @@ PLANTED = (
     Planted(
         "chunks that overlap are taken",
         "described_shards",
-        "            if not any(one.box.intersect(other.box) for one, other in combinations(shards, 2)):\n",
+        "            if not any(a.box.intersect(b.box) for a, b in combinations(shards, 2)):\n",
         "            if shards is not None:\n",
         "tests/tensors/test_described.py",
     ),

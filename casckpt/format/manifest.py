@@ -285,7 +285,7 @@ class Manifest:
     def is_damaged(self) -> bool:
         """Did something that was read of it not have its hash? It may have been put right since, in the store."""
         readers = map(vars(self).get, _READERS.values())
-        return any(one is not None and one.is_spoilt for one in readers)
+        return any(reader is not None and reader.is_damaged for reader in readers)
 
     def data(self, one: StoredObject) -> bytes:
         """Return the data of an object or attachment. Raises Damaged, and what reading does."""
