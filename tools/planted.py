@@ -799,9 +799,9 @@ PLANTED = (
         "MemoryStore.put",
         """            if key in self._objects:
                 raise AlreadyExists(key)
-            self._objects[key] = kept
+            self._objects[key] = content
 """,
-        """            self._objects[key] = kept
+        """            self._objects[key] = content
 """,
         "tests/storage/test_memory.py",
     ),
@@ -1175,7 +1175,7 @@ PLANTED = (
     ),
     Planted(
         "a reader in a bucket mixes objects of one size",
-        "S3Object._is_the_same",
+        "S3Object._check_version",
         "        if (self._etag, self._size) != (etag, size):",
         "        if self._size != size:",
         "tests/storage/remote/test_store.py",
@@ -2097,8 +2097,8 @@ PLANTED = (
     Planted(
         "a server that does not know checksums is told like any other",
         "_explain_answer",
-        "if _CHECKSUM.search(said):",
-        "if _CHECKSUM.match(said):",
+        "if _CHECKSUM.search(text):",
+        "if _CHECKSUM.match(text):",
         "tests/storage/remote/s3/test_errors.py",
     ),
     Planted(

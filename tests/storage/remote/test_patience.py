@@ -91,8 +91,8 @@ def test_a_failed_request_takes_its_time_from_the_call() -> None:
 def test_after_a_silent_call_the_next_one_is_short() -> None:
     whole = Call(PATIENCE, hopeless=True)
     assert whole.left == 15
-    assert "silent before, so it was waited for 15 s only (by request_timeout in storage_options)" in whole.why
-    assert "20 s only (by call_timeout in storage_options)" in Call(Patience(600, 20), hopeless=True).why
+    assert "after an earlier timeout this call had only 15 s (by request_timeout in storage_options)" in whole.why
+    assert "20 s (by call_timeout in storage_options)" in Call(Patience(600, 20), hopeless=True).why
 
 
 @pytest.mark.parametrize("value", [0, -1, True, "60", float("inf"), float("nan"), None])
