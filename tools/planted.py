@@ -1081,7 +1081,7 @@ PLANTED = (
     Planted(
         "a manifest's hash is not compared",
         "decode_front",
-        "        if found[INDEX].digest.hex() != id:",
+        "        if decoded[INDEX].digest.hex() != id:",
         "        if False:",
         "tests/format/test_manifest.py",
     ),

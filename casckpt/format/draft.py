@@ -91,7 +91,7 @@ def encode(draft: Draft) -> Encoded:
     tables = [table for _, table in draft.streams.values()]
     cells, cell_bytes = cut([encode_cells(table) for table in tables])
     rows, row_bytes = cut([encode_rows(table) for table in tables])
-    data, data_bytes = cut([stored.data for stored in (*draft.objects, *draft.attachments)])
+    data, data_bytes = cut([*(stored.data for stored in draft.objects), *(item.data for item in draft.attachments)])
     body = ManifestBody(
         **{name: getattr(draft, name) for name in Description.__struct_fields__},
         entry_columns=entry_columns(draft.streams, draft.unhashed),

@@ -25,7 +25,7 @@ from casckpt.contents import manifests
 from casckpt.contents.checkpoint import Checkpoint, Frames
 from casckpt.errors import CasckptError, Damaged, InvalidInput, MissingKey, NotFound, Refused, StorageError
 from casckpt.format.digest import cell_digest
-from casckpt.format.encodings import decode, undo
+from casckpt.format.encodings.frames import decode, undo
 from casckpt.format.encodings.scratch import scratch
 from casckpt.format.extents import Extent, ExtentTable, StoredCell
 from casckpt.format.manifest import Manifest

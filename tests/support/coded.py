@@ -10,7 +10,7 @@ from casckpt.contents import blobs, manifests
 from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
 from casckpt.format.digest import cell_digest
 from casckpt.format.draft import placed
-from casckpt.format.encodings import decode, encode
+from casckpt.format.encodings.frames import decode, encode
 from casckpt.format.extents import ExtentTable, Frame, StoredCell, build
 from casckpt.format.keys import blob_key
 from casckpt.format.names import CellDigest, TxId

@@ -1,7 +1,7 @@
-"""Pieces of a section that are read apart: each belongs to an entry or object, and is proved without the others.
+"""Pieces of a section that are read and verified separately. Each belongs to one entry or object.
 
-Consecutive pieces form groups, each with a hash: one piece a group in a small manifest, so that damage hits one alone;
-some KiB a group in a large one, so that the hashes, which every reader needs, stay a small part of it.
+Consecutive pieces form groups, each with a hash. In a small manifest a group is one piece, so that damage affects only
+that. In a large one a group has some KiB, so that the hashes, which every reader needs, stay small.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def cut(pieces: Sequence[Buffer]) -> tuple[Pieces, bytes]:
 
 
 class PieceReader:
-    """The ``count`` pieces of a section, each read and proved when asked for. Thread-safe.
+    """The ``count`` pieces of a section, each read and verified on use. Safe for use by several threads.
 
     Raises Refused if the table does not fit the section.
     """
