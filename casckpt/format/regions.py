@@ -203,15 +203,15 @@ def _pieces(shape: Shape, lo: int, hi: int) -> Iterator[tuple[Shape, Shape, int]
             yield (last, *offset), (1, *piece), last * inner + start
 
 
-def intersect(one: Region, other: Region) -> list[Box]:
+def intersect(region: Region, other: Region) -> list[Box]:
     """Return the common elements of two regions of a tensor, as disjoint boxes."""
-    if one.box == other.box:
-        lo, hi = max(one.lo, other.lo), min(one.hi, other.hi)
-        return [box for box, _ in flat_boxes(Region(one.box, lo, hi))] if lo < hi else []
-    if one.box.intersect(other.box) is None:
+    if region.box == other.box:
+        lo, hi = max(region.lo, other.lo), min(region.hi, other.hi)
+        return [box for box, _ in flat_boxes(Region(region.box, lo, hi))] if lo < hi else []
+    if region.box.intersect(other.box) is None:
         return []
     theirs = [box for box, _ in flat_boxes(other)]
-    overlaps = (a.intersect(b) for a, _ in flat_boxes(one) for b in theirs)
+    overlaps = (a.intersect(b) for a, _ in flat_boxes(region) for b in theirs)
     return [box for box in overlaps if box is not None]
 
 
