@@ -1,27 +1,27 @@
-"""The error tree of casckpt.
+"""The errors of casckpt and the warning about forgotten checkpoints.
 
 ::
 
     CasckptError                        kind            exit status
     |-- NotFound       FileNotFoundError  not-found       3   store, checkpoint, tag, attachment or object is absent
     |   `-- Gone                          gone            3   the checkpoint was purged, perhaps while it was read
-    |-- Conflict       FileExistsError    conflict        5   exists already, or was changed by someone else
-    |   `-- Revoked                       revoked         5   this save was given up on by a gc
+    |-- Conflict       FileExistsError    conflict        5   it exists already, or somebody else changed it
+    |   `-- Revoked                       revoked         5   a gc revoked this save
     |-- MissingKey     KeyError           missing-key     3   the checkpoint lacks a key that was asked for
     |-- Mismatch       ValueError         mismatch        1   shape, dtype or kind differs
-    |-- Damaged        OSError            damaged         4   stored bytes are not what was written, or are gone
-    |-- InvalidInput   ValueError         invalid-input   1   an argument or a state that cannot be used
-    |   |-- Unsupported                   unsupported     1   this store or storage needs what is not here
-    |   `-- Refused                       refused         1   stored data that is hostile, or of the future
-    |       `-- Unsigned                  unsigned        1   no signature of a key that is trusted
+    |-- Damaged        OSError            damaged         4   stored bytes are missing, or are not what was written
+    |-- InvalidInput   ValueError         invalid-input   1   an argument or a state cannot be used
+    |   |-- Unsupported                   unsupported     1   the store or storage needs something that is missing
+    |   `-- Refused                       refused         1   stored data is hostile, or of a later version
+    |       `-- Unsigned                  unsigned        1   no trusted key has signed the checkpoint
     |-- StorageError   OSError            storage         1   the storage failed; trying again may help
     `-- RankFailed     RuntimeError       rank-failed     1   another rank of the process group failed or died
 
 Every error takes one message and keyword attributes (``key``, ``blob``, ``rank``, ...), which survive pickling. The
 last line of a message says what to do next. Code that retries catches `StorageError`, never OSError: `Damaged` and
-`NotFound` are OSErrors too, and trying again does not mend them.
+`NotFound` are OSErrors too, and trying again does not help there.
 
-`ForgottenWarning` is a warning, for `warnings`: what was loaded may be gone tomorrow.
+`ForgottenWarning` is for `warnings`: the next gc may purge the checkpoint that was loaded.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from typing import Any, ClassVar
 
 
 class CasckptError(Exception):
-    """Root of the tree. ``kind`` is a stable name for programs, ``exit_status`` what the command line returns.
+    """Base of all errors. ``kind``: a stable name for programs. ``exit_status``: of the command line.
 
-    ``done``: of a gc, the `GcResult` of what it had done by then.
+    ``done``: the `GcResult` of what a gc had done before the error.
     """
 
     kind: ClassVar[str] = "error"
@@ -54,27 +54,27 @@ class CasckptError(Exception):
 
 
 class NotFound(CasckptError, FileNotFoundError):
-    """The store, checkpoint, tag, attachment or object that was named is not there."""
+    """The store, checkpoint, tag, attachment or object does not exist."""
 
     kind = "not-found"
     exit_status = 3
 
 
 class Gone(NotFound):
-    """The checkpoint was purged, before it was read or meanwhile. Load another one; a lease keeps what is read."""
+    """The checkpoint was purged before or during the read. Load another one. A lease keeps a checkpoint."""
 
     kind = "gone"
 
 
 class Conflict(CasckptError, FileExistsError):
-    """What was to be created exists already, or somebody else changed it first."""
+    """The thing to create exists already, or somebody else changed it first."""
 
     kind = "conflict"
     exit_status = 5
 
 
 class Revoked(Conflict):
-    """This save was given up on by a gc, which took it for dead; nothing of it is visible. Save again."""
+    """A gc revoked this save because it showed no sign of life. Nothing of it is visible. Save again."""
 
     kind = "revoked"
 
@@ -93,14 +93,14 @@ class Mismatch(CasckptError, ValueError):
 
 
 class Damaged(CasckptError, OSError):
-    """Stored bytes are missing or are not what was written. ``blob``, ``keys`` and ``checkpoints`` say what is hit."""
+    """Stored bytes are missing or are not what was written. See ``blob``, ``keys`` and ``checkpoints``."""
 
     kind = "damaged"
     exit_status = 4
 
 
 class InvalidInput(CasckptError, ValueError):
-    """An argument or a state that cannot be used as it is."""
+    """An argument or a state cannot be used as it is."""
 
     kind = "invalid-input"
 
@@ -112,13 +112,13 @@ class Unsupported(InvalidInput):
 
 
 class Refused(InvalidInput):
-    """Stored data that breaks the rules of the format: of a later version, or hostile."""
+    """Stored data breaks the rules of the format: it is of a later version, or hostile."""
 
     kind = "refused"
 
 
 class Unsigned(Refused):
-    """A checkpoint that none of the keys has signed whose signature was demanded. ``checkpoints`` has its id."""
+    """None of the required keys has signed the checkpoint. ``checkpoints`` has its id."""
 
     kind = "unsigned"
 
@@ -130,7 +130,7 @@ class StorageError(CasckptError, OSError):
 
 
 class RankFailed(CasckptError, RuntimeError):
-    """Another rank of the process group failed or died. ``rank`` says which; ``lost``: "died", "late" or None."""
+    """Another rank of the process group failed or died: ``rank``. ``lost``: "died", "late" or None."""
 
     lost: str | None = None
 
@@ -138,4 +138,4 @@ class RankFailed(CasckptError, RuntimeError):
 
 
 class ForgottenWarning(UserWarning):
-    """A checkpoint was loaded that was forgotten: the next gc may purge it. `Store.restore` keeps it."""
+    """A forgotten checkpoint was loaded. The next gc may purge it. `Store.restore` keeps it."""

@@ -14,7 +14,7 @@ import torch
 import casckpt
 from casckpt.contents import manifests
 from casckpt.errors import Damaged
-from casckpt.format.encodings import Form, form_of
+from casckpt.format.encodings.frames import Form, form_of
 from casckpt.upkeep.repair.cell_sources import locate
 from tests.format.test_plain_reader import assert_same
 from tests.support import frozen_store

@@ -588,8 +588,8 @@ PLANTED = (
     Planted(
         "a manifest that is held is that of any id",
         "_read",
-        "    if held is not None and held.id == record.manifest and not held.is_spoilt:\n",
-        "    if held is not None and not held.is_spoilt:\n",
+        "    if held is not None and held.id == record.manifest and not held.is_damaged:\n",
+        "    if held is not None and not held.is_damaged:\n",
         "tests/store/test_forged.py",
     ),
     Planted(
@@ -727,7 +727,7 @@ PLANTED = (
     Planted(
         "a part of a tensor on a GPU is taken for its begin",
         "_Tensors._together",
-        "return self._flat[region.lo - mine.lo : region.hi - mine.lo]",
+        "return self._flat[region.lo - held.lo : region.hi - held.lo]",
         "return self._flat[: region.hi - region.lo]",
         "tests/test_devices.py",
     ),
@@ -799,9 +799,9 @@ PLANTED = (
         "MemoryStore.put",
         """            if key in self._objects:
                 raise AlreadyExists(key)
-            self._objects[key] = kept
+            self._objects[key] = content
 """,
-        """            self._objects[key] = kept
+        """            self._objects[key] = content
 """,
         "tests/storage/test_memory.py",
     ),
@@ -857,15 +857,15 @@ PLANTED = (
     Planted(
         "the newest of a run goes with a rule",
         "_forget_of_run",
-        "    keep = {one.txid for one in newest_of(current)} | {one.txid",
-        "    keep = {one.txid",
+        "(*newest_of(current), *_kept_by_rules",
+        "(*_kept_by_rules",
         "tests/plan/test_retention.py",
     ),
     Planted(
         "tagged ones go with a rule",
         "plan_forget",
-        "if one.txid in chosen and one.txid not in tagged]",
-        "if one.txid in chosen]",
+        "if saved.txid in chosen and saved.txid not in tagged]",
+        "if saved.txid in chosen]",
         "tests/plan/test_retention.py",
     ),
     Planted(
@@ -1039,7 +1039,7 @@ PLANTED = (
     Planted(
         "a cell that begins elsewhere is taken for one that is held",
         "common",
-        "        if one.lo != wanted.lo:  # a cell that begins elsewhere is another one\n",
+        "        if extent.lo != wanted.lo:  # a cell that begins elsewhere is a different cell\n",
         "        if False:\n",
         "tests/plan/test_routes.py",
     ),
@@ -1081,7 +1081,7 @@ PLANTED = (
     Planted(
         "a manifest's hash is not compared",
         "decode_front",
-        "        if found[INDEX].digest.hex() != id:",
+        "        if decoded[INDEX].digest.hex() != id:",
         "        if False:",
         "tests/format/test_manifest.py",
     ),
@@ -1175,7 +1175,7 @@ PLANTED = (
     ),
     Planted(
         "a reader in a bucket mixes objects of one size",
-        "S3Object._is_the_same",
+        "S3Object._check_version",
         "        if (self._etag, self._size) != (etag, size):",
         "        if self._size != size:",
         "tests/storage/remote/test_store.py",
@@ -1285,8 +1285,8 @@ PLANTED = (
     Planted(
         "what only bases use of a blob is not counted",
         "used_bytes",
-        "for one in ((extent,) if extent.coding is None else extent.chain)",
-        "for one in (extent,)",
+        "for link in ((extent,) if extent.coding is None else extent.chain)",
+        "for link in (extent,)",
         "tests/plan/test_reuse.py",
     ),
     Planted(
@@ -1670,7 +1670,7 @@ PLANTED = (
     Planted(
         "chunks that overlap are taken",
         "described_shards",
-        "            if not any(one.box.intersect(other.box) for one, other in combinations(shards, 2)):\n",
+        "            if not any(a.box.intersect(b.box) for a, b in combinations(shards, 2)):\n",
         "            if shards is not None:\n",
         "tests/tensors/test_described.py",
     ),
@@ -2097,8 +2097,8 @@ PLANTED = (
     Planted(
         "a server that does not know checksums is told like any other",
         "_explain_answer",
-        "if _CHECKSUM.search(said):",
-        "if _CHECKSUM.match(said):",
+        "if _CHECKSUM.search(text):",
+        "if _CHECKSUM.match(text):",
         "tests/storage/remote/s3/test_errors.py",
     ),
     Planted(

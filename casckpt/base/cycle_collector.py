@@ -1,4 +1,4 @@
-"""Planning without pauses: Python's cycle collector looks at every object there is each time many new ones are made."""
+"""Pauses Python's cycle collector while a plan is made: it would scan all objects each time many new ones appear."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _was_on = False
 
 
 @contextmanager
-def collecting_later() -> Iterator[None]:
-    """No collection of cycles meanwhile, in any thread of the process; for work of well under a second.
+def collector_paused() -> Iterator[None]:
+    """Pause the collection of cycles in all threads of the process. Use it for work of well under a second.
 
-    Half of the time of a plan for 10,000 tensors went into collections that found nothing: plans hold no cycles.
+    Plans hold no cycles. A plan for 10,000 tensors takes half the time without collections.
     """
     global _holders, _was_on  # noqa: PLW0603 - the collector is one for the process
     with _lock:
@@ -29,13 +29,13 @@ def collecting_later() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _holders = max(0, _holders - 1)  # of a thread that forked inside, the child has forgotten
+            _holders = max(0, _holders - 1)  # 0 in a child that forked inside
             if not _holders and _was_on:
                 gc.enable()
 
 
-def _begin_anew() -> None:
-    """In a forked child: the threads that hold the collector up are not there, and would never let it go on."""
+def _reset_in_child() -> None:
+    """Resume collection in a forked child: it lacks the threads that paused it."""
     global _holders  # noqa: PLW0603 - the collector is one for the process
     if _holders and _was_on:
         gc.enable()
@@ -44,4 +44,4 @@ def _begin_anew() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_begin_anew)
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_reset_in_child)

@@ -1,4 +1,4 @@
-"""Durations: a number never stands without its unit, so that nobody's days are read as seconds."""
+"""Durations with a unit. A bare number is refused, because it could mean days or seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Duration: TypeAlias = timedelta | str | Literal[0]
 """A `timedelta`, a number and a unit as text ("90s", "15m", "12h", "7d", "2w"), or 0."""
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_MOST = 36500 * 86400  # a moment so long ago can still be reckoned with, and nobody means more
+_MOST = 36500 * 86400  # 100 years: dates that far back are still valid
 _DURATION_RE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smhdw])")
 
 
@@ -32,7 +32,7 @@ def seconds_of(duration: Duration, what: str = "") -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """Write seconds as `seconds_of` reads them, in the largest unit that divides them: 7200 is ``2h``."""
+    """Format seconds for `seconds_of`, in the largest unit that divides them: 7200 is ``2h``."""
     if not seconds:
         return "0"
     unit = next((unit for unit in "dhm" if seconds % _SECONDS[unit] == 0), "s")
@@ -47,13 +47,13 @@ def _seconds(duration: Any) -> float | None:
         return 0.0
     if not isinstance(duration, str):
         return None
-    found = _DURATION_RE.fullmatch(duration.strip())
-    if found is not None:
-        return float(found[1]) * _SECONDS[found[2]]
+    match = _DURATION_RE.fullmatch(duration.strip())
+    if match is not None:
+        return float(match[1]) * _SECONDS[match[2]]
     return 0.0 if duration.strip() == "0" else None
 
 
 def _bare(duration: Any) -> str:
-    """Suggest what a number without a unit may have meant; "" for anything else."""
+    """Return the text of a number without a unit; "" for anything else."""
     text = str(duration).strip()
     return text if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text) else ""

@@ -1,4 +1,4 @@
-"""Attributes that are computed when they are first asked for."""
+"""Attributes that are computed on first use."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any, Generic, TypeVar, overload
 T = TypeVar("T")
 
 
-class cached_property(Generic[T]):  # noqa: N801 - it stands for the one of functools
-    """As that of functools, in Python 3.12 and later: without a lock.
+class cached_property(Generic[T]):  # noqa: N801 - named as in functools
+    """`functools.cached_property` as in Python 3.12 and later: without a lock.
 
-    In Python 3.11 all instances of a class share one. So threads computed one after the other, and a child that was
-    forked meanwhile waited for ever for a thread that it does not have. Of threads that compute at once the first one's
-    value stays.
+    In Python 3.11 all instances of a class share a lock: threads wait for each other, and a child that is forked
+    meanwhile waits for ever. If several threads compute at once, the value of the first one stays.
     """
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
@@ -33,5 +32,5 @@ class cached_property(Generic[T]):  # noqa: N801 - it stands for the one of func
     def __get__(self, instance: object | None, owner: type) -> cached_property[T] | T:
         if instance is None:
             return self
-        found: T = instance.__dict__.setdefault(self._name, self._compute(instance))
-        return found
+        value: T = instance.__dict__.setdefault(self._name, self._compute(instance))
+        return value

@@ -1,4 +1,4 @@
-"""HTML tables for notebooks, in which nothing from a store is taken for markup."""
+"""HTML tables for notebooks, with all text escaped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several threads: over many items, a bounded number of them in flight; or over all tasks, the caller helping."""
+"""Work in several threads: `in_parallel` yields results in order, and `run_all` runs all tasks with the caller."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _Task: TypeAlias = "tuple[Future[B], Callable[[A], B], A]"
 
 
 def useful_threads(threads: int, nbytes: int, pieces: int) -> int:
-    """``threads``, or 1 where the pieces are so small that the interpreter is what all threads would wait for."""
+    """Return ``threads``, or 1 if the pieces are so small that all threads would wait for the interpreter."""
     return threads if nbytes >= pieces * _WORTH_A_THREAD else 1
 
 
 def usable_cores(ranks: int = 1) -> int:
-    """How many cores each of ``ranks`` processes on this host has for itself: 1 or more."""
+    """Return the number of cores for each of ``ranks`` processes on this host: 1 or more."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // ranks)
 
 
 def usable_threads(threads: int | None) -> int:
-    """How many threads to use; by default as many as there are cores, 2 to 8. Raises InvalidInput."""
+    """Return the number of threads to use; by default the number of cores, 2 to 8. Raises InvalidInput."""
     if threads is None:
         return max(2, min(8, usable_cores()))
     if type(threads) is not int or threads < 1:
@@ -42,10 +42,10 @@ def usable_threads(threads: int | None) -> int:
 
 
 def in_parallel(threads: int, function: Callable[[A], B], items: Iterable[A], *, name: str = "read") -> Iterator[B]:
-    """Call ``function`` with every item; its results, in order. With one thread the caller does it as it goes on.
+    """Call ``function`` with every item, and yield the results in order. With one thread the caller does the work.
 
-    The first error is raised, and what has not begun then is left out. ``name``: of the threads, which start as there
-    are items for them. They are daemons, so that a program which ends does not wait for what goes on behind it.
+    Raises the first error; items that have not begun are then skipped. ``name``: of the threads. A thread starts when
+    there is an item for it. The threads are daemons, so that a program can end without waiting for them.
     """
     if threads <= 1:
         yield from map(function, items)
@@ -86,15 +86,15 @@ def _work(tasks: SimpleQueue[_Task[B, A] | None]) -> None:
             continue
         try:
             future.set_result(function(item))
-        except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
+        except BaseException as error:  # noqa: BLE001 - the future raises it
             future.set_exception(error)
-        del future, item, task  # or they would stay until the next one comes
+        del future, item, task  # else they live until the next task
 
 
 def run_all(call: Callable[[T], None], tasks: Iterable[T], threads: int) -> None:
-    """Call all; the caller is one of the threads. The first error is raised once all have ended.
+    """Call ``call`` with all tasks; the caller is one of the threads. Raises the first error when all have ended.
 
-    Where no thread can be started, as in a save that still runs while the interpreter ends, the caller runs all.
+    If no thread can be started, as in a save that runs while the interpreter exits, the caller runs all tasks.
     """
     todo = list(tasks)
     if threads == 1 or len(todo) <= 1:
@@ -112,12 +112,12 @@ def run_all(call: Callable[[T], None], tasks: Iterable[T], threads: int) -> None
 
 
 def _rank(error: BaseException) -> int:
-    """An interrupt goes first; of errors, ours say more."""
+    """Order errors: interrupts first, then errors of casckpt, then others."""
     return 0 if not isinstance(error, Exception) else 1 if isinstance(error, CasckptError) else 2
 
 
 class _Team(Generic[T]):
-    """Threads that take tasks from one queue; whoever calls `work` is one of them. ``errors``: of all tasks."""
+    """Threads that take tasks from one queue. The caller of `work` takes some too. ``errors``: of all tasks."""
 
     def __init__(self, call: Callable[[T], None], tasks: Iterable[T]) -> None:
         self.errors: list[BaseException] = []
@@ -129,12 +129,12 @@ class _Team(Generic[T]):
         self._over = False
 
     def start(self, helpers: int) -> None:
-        """Start so many helpers, or fewer."""
+        """Start ``helpers`` threads, or as many as can be started."""
         for _ in range(helpers):
             helper = Thread(target=self._help, name="casckpt")
             try:
                 helper.start()
-            except RuntimeError:  # no thread is to be had
+            except RuntimeError:  # no thread can be started
                 return
             self._helpers.append(helper)
 
@@ -162,16 +162,16 @@ class _Team(Generic[T]):
     def _run(self, task: T) -> None:
         try:
             self._call(task)
-        except BaseException as error:  # noqa: BLE001 - `run_all` raises it, when all have ended
+        except BaseException as error:  # noqa: BLE001 - `run_all` raises it
             self.errors.append(error)
-            if not isinstance(error, Exception):  # somebody wants to leave
+            if not isinstance(error, Exception):  # an interrupt
                 self._tasks.clear()
 
     def join(self) -> None:
-        """Wait for the helpers, which begin nothing more.
+        """Wait for the helpers, which begin no more tasks.
 
-        An interrupt meanwhile is raised once they have ended: one that was left behind would write on into tensors that
-        somebody fills anew. (`Thread.join` does not tell: interrupted, it takes a thread for ended in Python 3.11.)
+        An interrupt is raised after they have ended: a helper that still runs would write into tensors that the caller
+        fills again. (An interrupted `Thread.join` of Python 3.11 reports a running thread as ended.)
         """
         while True:
             try:

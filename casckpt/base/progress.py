@@ -1,4 +1,4 @@
-"""Progress of long work, as reported to whoever waits for it."""
+"""Progress of long work."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from threading import Lock
 from typing import Final, TypeAlias
 
 Shown: TypeAlias = Callable[[int, int | None], object]
-"""Called with what is done so far, and with all there is to do, None where that is not known yet: bytes or objects.
+"""Called with the bytes or objects done so far, and with the total (None if it is not known yet).
 
-By any thread, by one at a time.
+Any thread may call it, one at a time.
 """
 
 
 class Progress:
-    """Counts what is done, and tells ``shown``. ``also``: called each time something was done, told or not."""
+    """Counts what is done, and reports it to ``shown``. ``also``: called each time something is done."""
 
     def __init__(self, shown: Shown | None = None, also: Callable[[], None] | None = None) -> None:
         self._shown, self._also = shown, also
@@ -31,23 +31,23 @@ class Progress:
                 self._shown(self._done, self._total or None)
 
     def expect(self, more: int) -> None:
-        """Add bytes that are yet to be done."""
+        """Add bytes to do."""
         if self._shown is not None and not self._is_whole:
             with self._lock:
                 self._total += more
                 self._shown(self._done, self._total or None)
 
     def of(self, total: int | None) -> Progress:
-        """Set the total (None if unknown), and return itself: what its parts expect is no longer added."""
+        """Set the total (None if unknown), and return itself. Further calls of `expect` do not add to it."""
         self._is_whole = False
         self.expect(total or 0)
         self._is_whole = True
         return self
 
-    def telling(self, also: Callable[[], None]) -> Progress:
-        """Return one that shows the same from the start, and calls ``also`` each time."""
+    def with_callback(self, also: Callable[[], None]) -> Progress:
+        """Return a new Progress with the same ``shown``, which calls ``also`` each time something is done."""
         return Progress(self._shown, also)
 
 
 silent: Final = Progress()
-"""For nobody."""
+"""Reports to nobody."""

@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes in bytes as text: 4096, 512KiB, 1.5 MiB."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def format_size(nbytes: int) -> str:
 
 def parse_size(text: str) -> int:
     """Parse ``4096``, ``512KiB``, ``1.5MiB`` or ``5GB`` (10**9, as Hugging Face counts). Raises InvalidInput."""
-    found = _SIZE.fullmatch(text.strip())
-    unit = _UNITS.get(found[3].lower()) if found else None
-    if found is None or unit is None:
+    match = _SIZE.fullmatch(text.strip())
+    unit = _UNITS.get(match[3].lower()) if match else None
+    if match is None or unit is None:
         raise InvalidInput(f"{text[:40]!r} is not a size: give a number and a unit, as 4096, 512KiB, 1MiB or 5GB")
-    fraction = found[2] or ""
-    return int(found[1] + fraction) * unit // int(10 ** len(fraction))
+    fraction = match[2] or ""
+    return int(match[1] + fraction) * unit // int(10 ** len(fraction))

@@ -128,7 +128,7 @@ def _unless_purged(repo: Repository, commit: Commit, act: Callable[[], T]) -> T:
 def _read(repo: Repository, commit: Commit) -> Manifest:
     record = commit.committed
     held = repo.manifests.get(commit.txid, record.head)
-    if held is not None and held.id == record.manifest and not held.is_spoilt:
+    if held is not None and held.id == record.manifest and not held.is_damaged:
         return held
     with _telling(commit):
         if record.manifest_bytes <= WHOLE_BYTES:

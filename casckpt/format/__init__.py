@@ -1,4 +1,4 @@
-"""What the bytes of a store mean, as pure functions of values. docs/format.md is the specification.
+"""The stored format, as pure functions of values. docs/format.md is the specification.
 
 - A **manifest** (`manifest`) maps the entries of a checkpoint to **extents** (`extents`): consecutive cells in one
   blob. `draft` builds manifests, and `sections` holds their parts.

@@ -1,4 +1,4 @@
-"""The header of a blob: a valid safetensors file whose data starts at byte 4096, and whose last tensor is its proof.
+"""The header of a blob: a safetensors file whose data starts at byte 4096, and whose last tensor is its proof.
 
 ::
 
@@ -8,8 +8,7 @@
     proof       see `casckpt.format.proof`; in the header it is the tensor "proof"
 
 The header is canonical: the same dtypes and lengths give the same bytes. It holds no key, step or time, so that equal
-cells make equal blobs. What a reader needs to know of a blob stands in the manifest; the header is there for every
-other reader of safetensors files, and for the eyes.
+cells make equal blobs. casckpt reads blobs by the manifest; the header is for other readers of safetensors files.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ DATA_OFFSET = 4096
 """Bytes from the start of a blob to its data: a block of direct I/O."""
 
 MAX_RUNS = 40
-"""So many runs fit into the header whatever their lengths are. Sorted by `order`, a blob has one for each dtype."""
+"""The runs that fit into the header, whatever their lengths. Sorted by `order`, a blob has one for each dtype."""
 
 RECORD_BYTES = 36
 """Bytes of a record of the proof, one for each leaf: its length and its digest."""
 
 MIN_LEAVES, MAX_LEAVES = 2, 1 << 16
-"""Leaves of a blob: the header, and at least one of data."""
+"""Leaves of a blob: the header, and at least one leaf of data."""
 
 _LENGTH = DATA_OFFSET - 8
 _PROOF = "proof"
@@ -59,16 +58,16 @@ def order(dtype: str) -> tuple[int, str]:
 
 
 def most_data(size: int) -> int:
-    """Return the most bytes of data that a blob file of ``size`` bytes may hold: its proof has two records or more."""
+    """Return the most bytes of data in a blob file of ``size`` bytes, whose proof has at least two records."""
     return size - DATA_OFFSET - MIN_LEAVES * RECORD_BYTES
 
 
 def encode_header(runs: Sequence[tuple[str, int]], leaves: int) -> bytes:
     """Encode the first `DATA_OFFSET` bytes of a blob that holds ``runs``: (torch's name of the dtype, bytes), in order.
 
-    ``leaves``: records of its proof. Neighbours that are stored under one name become one tensor; runs of no bytes are
-    left out. Raises InvalidInput for a length that is no multiple of the element size, a run that would not be aligned,
-    too many runs or leaves.
+    ``leaves``: records of its proof. Adjacent runs with the same stored name become one tensor; empty runs are skipped.
+    Raises InvalidInput for a length that is no multiple of the element size, an unaligned run, and too many runs or
+    leaves.
     """
     return _encode(((stored_name(dtype), nbytes) for dtype, nbytes in runs), leaves)
 
@@ -76,7 +75,7 @@ def encode_header(runs: Sequence[tuple[str, int]], leaves: int) -> bytes:
 def decode_header(header: bytes | memoryview, size: int) -> list[tuple[str, int]]:
     """Decode the runs of a blob file of ``size`` bytes from its ``header``: (dtype as stored, bytes), in order.
 
-    The proof follows them, up to the end of the file. Raises Refused for anything that `encode_header` does not make.
+    The proof follows them, up to the end of the file. Raises Refused for any header that `encode_header` cannot make.
     """
     head = bytes(header[:DATA_OFFSET])
     if len(head) < DATA_OFFSET or int.from_bytes(head[:8], "little") != _LENGTH:

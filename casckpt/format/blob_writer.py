@@ -1,8 +1,8 @@
-"""The one writer of blobs: cells are put into its buffer, and header and proof around them.
+"""The writer of blobs: it puts cells into a buffer, and adds the header and the proof.
 
-A cell of `LEAF_BYTES` or more is a leaf of the proof, with the digest that it has anyway, and begins at a page; smaller
-neighbours, and the zeros before a page, join until they have as many bytes or the next large one comes. So no byte of
-a large cell is hashed twice. Digests are those of the bytes in the buffer, which is what is stored.
+A cell of `LEAF_BYTES` or more begins at a page and is a leaf of the proof, which uses the digest of the cell. So no
+byte of a large cell is hashed twice. Smaller neighbours and the zeros before a page form leaves of at least
+`LEAF_BYTES`, or up to the next large cell. Digests are computed from the buffer that is stored.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _FRAMES = "uint8"
 
 
 def place_behind(end: int, nbytes: int) -> int:
-    """Return where a cell of ``nbytes`` bytes begins in a blob whose last cell ends at byte ``end`` of the file."""
+    """Return the first byte of a cell of ``nbytes`` bytes in a blob whose last cell ends at byte ``end``."""
     return end if nbytes < LEAF_BYTES else -(-end // _PAGE) * _PAGE
 
 
 def padded(nbytes: int) -> int:
-    """Return the most bytes of data that cells of ``nbytes`` bytes together take, in any order."""
+    """Return the most bytes of data for cells of ``nbytes`` bytes in total, in any order."""
     return nbytes + _PAGE * (nbytes // LEAF_BYTES)
 
 
@@ -33,10 +33,10 @@ def buffer_bytes(data: int) -> int:
 
 
 class BlobWriter:
-    """Makes one blob in ``buffer``, of `buffer_bytes`. ``end``: the byte of the file behind its last cell.
+    """Makes one blob in ``buffer``, of `buffer_bytes`. ``end``: the byte of the file after its last cell.
 
-    For each cell, in the order of `casckpt.format.blob.order`: put its bytes at `place`, and then `add` it, or not;
-    then for each frame of a coded cell: put it at `end`, and `add_frame`.
+    For each cell, in the order of `casckpt.format.blob.order`, put its bytes at `place` and call `add`, or skip it.
+    Then put each frame of a coded cell at `end` and call `add_frame`.
     """
 
     def __init__(self, buffer: memoryview) -> None:
@@ -44,20 +44,20 @@ class BlobWriter:
         self.end = DATA_OFFSET
         self._runs: list[tuple[str, int]] = []
         self._leaves: list[tuple[int, CellDigest]] = []
-        self._joined = DATA_OFFSET  # begin of what is in no leaf yet
+        self._joined = DATA_OFFSET  # begin of the bytes that are in no leaf yet
         self._dtype = ""
 
     @property
     def is_empty(self) -> bool:
-        """Are there no cells?"""
+        """Whether there are no cells."""
         return self.end == DATA_OFFSET
 
     def place(self, nbytes: int) -> int:
-        """Return the byte of the file, and of the buffer, at which the next cell begins, if it has ``nbytes`` bytes."""
+        """Return the first byte, in the file and the buffer, of the next cell, if it has ``nbytes`` bytes."""
         return self.end if nbytes < LEAF_BYTES else place_behind(self.end, nbytes)
 
     def add(self, dtype: str, nbytes: int, digest: CellDigest) -> None:
-        """Take up the cell at its `place`, of torch's ``dtype``. ``digest``: of the bytes that are there."""
+        """Add the cell whose bytes are at `place`, of torch's ``dtype``. ``digest``: of these bytes."""
         at = self.end
         if nbytes >= LEAF_BYTES:
             at = place_behind(at, nbytes)
@@ -68,13 +68,13 @@ class BlobWriter:
         self._extend(dtype, at, nbytes)
 
     def add_frame(self, nbytes: int) -> None:
-        """Take up the frame of a coded cell, put at `end`. Behind it there are only frames."""
+        """Add the frame of a coded cell, whose bytes are at `end`. Only frames may follow it."""
         if nbytes >= LEAF_BYTES:
             self._join(self.end)
         self._extend(_FRAMES, self.end, nbytes)
 
     def finish(self) -> tuple[BlobHash, int]:
-        """Put header and proof, and return name and size: so many bytes of the buffer are the blob.
+        """Write header and proof, and return (name, size): the blob is the first ``size`` bytes of the buffer.
 
         Raises InvalidInput if there are no cells, or they are not in order.
         """
@@ -96,7 +96,7 @@ class BlobWriter:
             self._join(self.end)
 
     def _join(self, stop: int) -> None:
-        """Make a leaf of what is in none, up to byte ``stop``."""
+        """Make a leaf of the bytes that are in no leaf, up to byte ``stop``."""
         if stop > self._joined:
             self._leaves.append((stop - self._joined, cell_digest(self._buffer[self._joined : stop])))
             self._joined = stop

@@ -11,7 +11,7 @@ from casckpt.errors import Refused
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 _WIDTHS = (1, 2, 4, 8)
-_SHORT = 64  # items: so few are not worth an array
+_SHORT = 64  # items: fewer are not worth an array
 
 
 def pack(values: npt.ArrayLike) -> bytes:
@@ -25,11 +25,11 @@ def pack(values: npt.ArrayLike) -> bytes:
 
 
 def unpack(data: bytes) -> list[int]:
-    """Decode the items of a column. Raises Refused for anything that `pack` does not make."""
+    """Decode the items of a column. Raises Refused for bytes that `pack` cannot make."""
     width = data[0] if data else 0
     if width not in _WIDTHS or (len(data) - 1) % width:
         raise Refused("a column of the manifest has no valid width or length")
-    found: list[int] = np.frombuffer(data, dtype=f"<u{width}", offset=1).tolist() if width > 1 else list(data[1:])
-    if width == 8 and max(found, default=0) > 2**62:
+    items: list[int] = np.frombuffer(data, dtype=f"<u{width}", offset=1).tolist() if width > 1 else list(data[1:])
+    if width == 8 and max(items, default=0) > 2**62:
         raise Refused("a column of the manifest holds a number beyond 2**62")
-    return found
+    return items

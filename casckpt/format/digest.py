@@ -11,7 +11,7 @@ from casckpt.format.names import BlobHash, CellDigest
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 PROOF_CONTEXT = "casckpt 2026-11-23 the proof of a blob"
-"""Of derive-key mode: the bytes of a cell may be somebody's proof, and must not have the hash that it has."""
+"""The context of the derive-key mode. So a cell with the bytes of a proof has another hash than the proof."""
 
 
 def cell_digest(data: Buffer) -> CellDigest:
@@ -30,7 +30,7 @@ def proof_name(proof: Buffer) -> BlobHash:
 
 
 class Hasher:
-    """Digest of bytes that arrive in pieces; feed it 256 KiB or more at a time."""
+    """Digest of bytes in pieces. It is fast for pieces of 256 KiB or more."""
 
     def __init__(self) -> None:
         self._state = blake3()

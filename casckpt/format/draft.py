@@ -1,4 +1,4 @@
-"""Manifests that are made: of what a save stored, or of another one whose cells lie elsewhere now."""
+"""Encoding of manifests: from what a save stored, or from another manifest whose cells have moved."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class Attachment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Draft(Description, frozen=True, kw_only=True):
-    """What a manifest is made of. ``streams``: dtype and extents of each, which count ``blobs``.
+    """The content of a manifest. ``streams``: dtype and extents of each, with positions in ``blobs`` as blob numbers.
 
-    ``unhashed``: those that were not looked at, or not all of them, since they were declared frozen. ``health``: of the
-    cells of streams, by their numbers; None if it was not asked for.
+    ``unhashed``: streams that were not hashed completely, because they were declared frozen. ``health``: of the cells
+    of streams, by number of the stream; None if it was not requested.
     """
 
     blobs: Sequence[BlobRef]
@@ -82,26 +82,26 @@ class Encoded(NamedTuple):
         return self.decoded_head.digest
 
     def manifest(self) -> Manifest:
-        """Return it as if it had been read."""
+        """Return the manifest, as if it had been read."""
         return of_bytes(self.decoded_head, self.data)
 
 
 def encode(draft: Draft) -> Encoded:
-    """Encode a manifest. Raises InvalidInput or Refused for what no reader would take."""
+    """Encode a manifest. Raises InvalidInput or Refused for content that no reader accepts."""
     tables = [table for _, table in draft.streams.values()]
     cells, cell_bytes = cut([encode_cells(table) for table in tables])
     rows, row_bytes = cut([encode_rows(table) for table in tables])
-    data, data_bytes = cut([*(one.data for one in draft.objects), *(one.data for one in draft.attachments)])
+    data, data_bytes = cut([*(stored.data for stored in draft.objects), *(item.data for item in draft.attachments)])
     body = ManifestBody(
         **{name: getattr(draft, name) for name in Description.__struct_fields__},
         entry_columns=entry_columns(draft.streams, draft.unhashed),
         object_columns=ObjectColumns(
-            keys=[one.key for one in draft.objects],
-            rank=pack_ranks(one.rank for one in draft.objects),
-            parts=pack([one.parts for one in draft.objects]),
-            pickled=pack([one.pickled for one in draft.objects]),
+            keys=[stored.key for stored in draft.objects],
+            rank=pack_ranks(stored.rank for stored in draft.objects),
+            parts=pack([stored.parts for stored in draft.objects]),
+            pickled=pack([stored.pickled for stored in draft.objects]),
         ),
-        attachment_names=[one.name for one in draft.attachments],
+        attachment_names=[attachment.name for attachment in draft.attachments],
         cells=cells,
         data=data,
     )
@@ -115,10 +115,10 @@ def encode(draft: Draft) -> Encoded:
 
 
 def placed(manifest: Manifest, blobs: Buffer, moved: Mapping[int, ExtentTable] | None = None) -> Encoded:
-    """Encode the same checkpoint at other places: ``blobs`` is the section of blobs, in the order of before.
+    """Encode the same checkpoint with a new section ``blobs``, whose blobs have the same order.
 
-    ``moved``: the new extents of entries, by number, whose cells moved inside of them. What was saved keeps every byte,
-    and so do all places where nothing moved. Raises Damaged, and what reading does.
+    ``moved``: new extents of entries, by number, if their cells moved inside the blobs. All sections that describe what
+    was saved keep their bytes. Raises Damaged, and the errors of a read.
     """
     parts = {name: manifest.section(name) for name in (INDEX, PLACES, OBJECTS, CELLS, ROWS)} | {BLOBS: blobs}
     if moved:
@@ -130,20 +130,16 @@ def placed(manifest: Manifest, blobs: Buffer, moved: Mapping[int, ExtentTable] |
 
 
 def thinned(manifest: Manifest, drop: Container[int]) -> Encoded:
-    """Encode the same checkpoint without the bytes of some entries, by number, and the blobs that only they use.
+    """Encode the same checkpoint without the bytes of the entries ``drop`` (numbers) and the blobs that only they use.
 
-    Raises Damaged, Refused, and what reading does.
+    Raises Damaged, Refused, and the errors of a read.
     """
     tables = {entry.number: manifest.extents(entry) for entry in manifest.held}
     kept = [table for number, table in tables.items() if number not in drop]
-    used = sorted({one.blob for table in kept for extent in table.extents for one in extent.chain})
+    used = sorted({link.blob for table in kept for extent in table.extents for link in extent.chain})
     numbers = {old: new for new, old in enumerate(used)}
-    moved = {n: renumbered(table, numbers) if n not in drop else _emptied(table) for n, table in tables.items()}
+    moved = {n: changed(table, extents=()) if n in drop else renumbered(table, numbers) for n, table in tables.items()}
     return placed(manifest, encode_blobs(manifest.blob(number) for number in used), moved)
-
-
-def _emptied(table: ExtentTable) -> ExtentTable:
-    return changed(table, extents=())
 
 
 def _assembled(parts: Mapping[str, Buffer], foreign: Sequence[tuple[Section, Buffer]] = ()) -> Encoded:

@@ -1,7 +1,7 @@
-"""Every dtype that can be stored: its name (torch's), its size, and what a safetensors file calls it.
+"""The dtypes that can be stored: torch's name, size, and name in safetensors files.
 
-To add one, add a line. What safetensors lacks, or does not round-trip, is stored as U8; the true dtype stands in the
-manifest.
+To add one, add a line. A dtype that safetensors lacks, or does not keep exactly, is stored as U8; the manifest has the
+true dtype.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DTYPES: dict[str, tuple[int, str]] = {
 
 
 FLOATS = frozenset({"bfloat16", "float16", "float32", "float64", "complex32", "complex64"})
-"""Those whose bytes, by their places in an element, have distributions of their own."""
+"""Dtypes whose elements have a different distribution of values at each byte position."""
 
 
 def itemsize(dtype: str) -> int:
@@ -62,10 +62,10 @@ def stored_name(dtype: str) -> str:
 
 
 def stored_itemsize(dtype: str) -> int:
-    """Return the bytes of an element as the header of a blob counts them: 1 for what is stored as U8."""
+    """Return the bytes of an element in the header of a blob: 1 for dtypes stored as U8."""
     return 1 if stored_name(dtype) == _RAW else itemsize(dtype)
 
 
 def coded_width(dtype: str) -> int:
-    """Return the bytes of what a frame takes for an element: of a complex number each part is one."""
+    """Return the bytes of an element in a frame. Each part of a complex number is an element."""
     return itemsize(dtype) // 2 if dtype.startswith("complex") else itemsize(dtype)

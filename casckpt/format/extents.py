@@ -1,12 +1,12 @@
-"""Extents: which elements of a tensor lie in which blob at which byte, with the digest of each cell.
+"""Extents: the blob and byte position of the elements of a tensor, with the digest of each cell.
 
-An extent is consecutive cells of one tensor that lie consecutively in one blob. Cells are cut at the multiples of the
-cell size in the row-major order of the extent's box, so their ends need not be stored: a boundary elsewhere begins a
-new extent. How they are stored is said in `casckpt.format.sections.tables`.
+An extent is consecutive cells of one tensor that lie consecutively in one blob. Cells end at the multiples of the cell
+size in the row-major order of the extent's box, so their ends are not stored. A boundary elsewhere begins a new extent.
+`casckpt.format.sections.tables` has the stored form.
 
-A cell lies in its blob as it is, or **coded**: as a frame (`casckpt.format.encodings`), which may tell only what
-differs from another cell, its base. A base has as many bytes, and may be coded itself. It is told here with its cell,
-never among those that cover the tensor.
+A cell lies in its blob unchanged, or **coded** as a frame (`casckpt.format.encodings`). A frame may hold only the
+differences to another cell, its base. A base has as many bytes, and may be coded itself. It belongs to its cell, and is
+not among the extents that cover the tensor.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from casckpt.format.regions import Box, Region, Shape, full_box
 
 DIGEST_BYTES = 32
 MAX_LINKS = 16
-"""Of a coded cell at most so many bases stand one behind the other."""
+"""The most bases in the chain of a coded cell."""
 
 
 class Frame(NamedTuple):
-    """How a coded cell lies in its blob: as ``nbytes`` bytes, that tell it from ``base``, if there is one."""
+    """The stored form of a coded cell: ``nbytes`` bytes, decoded against ``base`` if there is one."""
 
     nbytes: int
     base: StoredCell | None = None
 
 
 class StoredCell(NamedTuple):
-    """One cell: the elements [lo, hi) in the row-major order of ``box``, where they lie, and their digest.
+    """One cell: the elements [lo, hi) in the row-major order of ``box``, their place in a blob, and their digest.
 
-    ``nbytes`` = (hi - lo) * itemsize. ``frame``: None where it lies in the blob as it is.
+    ``nbytes`` = (hi - lo) * itemsize. ``frame``: None if the cell is not coded.
     """
 
     blob: int
@@ -51,24 +51,24 @@ class StoredCell(NamedTuple):
 
     @property
     def stored(self) -> int:
-        """Bytes that it takes in its blob."""
+        """Its bytes in the blob."""
         return self.nbytes if self.frame is None else self.frame.nbytes
 
     @property
     def base(self) -> StoredCell | None:
-        """The cell that must be at hand to decode it."""
+        """The cell against which it is decoded."""
         return None if self.frame is None else self.frame.base
 
     @property
     def chain(self) -> Iterator[StoredCell]:
         """Itself, its base, the base of that, ..."""
-        one: StoredCell | None = self
-        while one is not None:
-            yield one
-            one = one.base
+        cell: StoredCell | None = self
+        while cell is not None:
+            yield cell
+            cell = cell.base
 
     def moved(self, place: Callable[[StoredCell], tuple[int, int]]) -> StoredCell:
-        """Return the same, with blob and offset of itself and of each base as ``place`` gives them."""
+        """Return the cell with new places: ``place`` returns (blob, offset) of the cell and of each base."""
         frame = None if self.frame is None else Frame(self.frame.nbytes, self.base and self.base.moved(place))
         blob, offset = place(self)
         return self._replace(blob=blob, offset=offset, frame=frame)
@@ -88,14 +88,14 @@ class Coding(msgspec.Struct, frozen=True, gc=False):
     @property
     def lengths(self) -> list[int]:
         """Bytes of each frame."""
-        found: list[int] = np.frombuffer(self.frames, "<u4").tolist()
-        return found
+        lengths: list[int] = np.frombuffer(self.frames, "<u4").tolist()
+        return lengths
 
 
 class Extent(msgspec.Struct, frozen=True, gc=False):
-    """One extent: the elements [lo, hi) of a box, by its number, at ``offset`` of a blob, by its number.
+    """One extent: the elements [lo, hi) of box number ``box``, at ``offset`` of blob number ``blob``.
 
-    ``digests``: 32 bytes for each of its cells. ``coding``: None where they lie in the blob as they are.
+    ``digests``: 32 bytes for each of its cells. ``coding``: None if they are not coded.
     """
 
     box: int
@@ -109,10 +109,10 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
     @property
     def chain(self) -> Iterator[Extent]:
         """Itself, the extent of its bases, of their bases, ..."""
-        one: Extent | None = self
-        while one is not None:
-            yield one
-            one = None if one.coding is None else one.coding.base
+        extent: Extent | None = self
+        while extent is not None:
+            yield extent
+            extent = None if extent.coding is None else extent.coding.base
 
 
 class ExtentTable(msgspec.Struct, frozen=True, gc=False):
@@ -129,7 +129,7 @@ class ExtentTable(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_whole(self) -> bool:
-        """Is a single extent the whole tensor?"""
+        """Whether a single extent is the whole tensor."""
         if len(self.extents) != 1:
             return False
         (only,) = self.extents
@@ -137,7 +137,7 @@ class ExtentTable(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def only_cell(self) -> StoredCell | None:
-        """The cell that is the whole tensor; None where it has several, none, or one that is coded."""
+        """The cell that is the whole tensor; None if there are several, none, or a coded one."""
         if len(self.extents) != 1:
             return None
         (only,), full = self.extents, self.boxes[0]
@@ -160,16 +160,16 @@ class ExtentTable(msgspec.Struct, frozen=True, gc=False):
             yield from self._cells(extent, lo, hi)
 
     def cells_within(self, blobs: Container[int]) -> Iterator[StoredCell]:
-        """Iterate over the cells that lie in these blobs, by number; over those that are but bases, too."""
+        """Iterate over the cells in these blobs (numbers), including cells that are only bases."""
         for extent in self.extents:
-            for one in extent.chain:
-                if one.blob in blobs:
-                    yield from self._cells(one, one.lo, one.hi)
+            for link in extent.chain:
+                if link.blob in blobs:
+                    yield from self._cells(link, link.lo, link.hi)
 
     def extents_in(self, box: int, lo: int, hi: int) -> Sequence[Extent]:
         """Find the extents that hold any of the elements [lo, hi) of a box (by its number), in order."""
         every = self.extents if lo < hi else ()
-        if len(every) == 1:  # as in most tensors
+        if len(every) == 1:  # a fast path for most tensors
             (only,) = every
             return every if only.box == box and only.lo < hi and lo < only.hi else ()
         first = bisect_right(every, (box, lo), key=_end)
@@ -181,12 +181,12 @@ class ExtentTable(msgspec.Struct, frozen=True, gc=False):
         return next(self._cells(extent, lo, lo + 1))
 
     def stored_bytes(self, extent: Extent) -> int:
-        """Compute the bytes that an extent takes in its blob."""
+        """Compute the bytes of an extent in its blob."""
         return (extent.hi - extent.lo) * self.itemsize if extent.coding is None else sum(extent.coding.lengths)
 
     def _cells(self, extent: Extent, lo: int, hi: int) -> Iterator[StoredCell]:
         """Iterate over the cells of one extent that hold any of the elements [lo, hi)."""
-        cells = self._as_they_are(extent, lo, hi)
+        cells = self._plain(extent, lo, hi)
         return cells if extent.coding is None else self._coded(extent, extent.coding, lo, hi, cells)
 
     def _coded(
@@ -199,12 +199,15 @@ class ExtentTable(msgspec.Struct, frozen=True, gc=False):
         for cell, base, (offset, nbytes) in zip(cells, bases, places, strict=False):
             yield cell._replace(offset=offset, frame=Frame(nbytes, base))
 
-    def _as_they_are(self, extent: Extent, lo: int, hi: int) -> Iterator[StoredCell]:
+    def _plain(self, extent: Extent, lo: int, hi: int) -> Iterator[StoredCell]:
         box, size, step, begin, end = self.boxes[extent.box], self.itemsize, self.cell, extent.lo, extent.hi
         first = begin // step
         for number in range((begin if lo < begin else lo) // step, -(-(end if hi > end else hi) // step)):
             start, stop = number * step, (number + 1) * step
-            start, stop = begin if start < begin else start, end if stop > end else stop  # as `min`, in half the time
+            start, stop = (
+                begin if start < begin else start,
+                end if stop > end else stop,
+            )  # like `min`, but twice as fast
             place, at = extent.offset + (start - begin) * size, (number - first) * DIGEST_BYTES
             digest = CellDigest(extent.digests[at : at + DIGEST_BYTES])
             yield StoredCell(extent.blob, place, (stop - start) * size, box, start, stop, digest)
@@ -221,63 +224,60 @@ def _end(extent: Extent) -> tuple[int, int]:
 def build(shape: Shape, itemsize: int, cell: int, cells: Sequence[StoredCell]) -> ExtentTable:
     """Build a table from cells in any order; cells that follow each other become one extent."""
     full = full_box(shape)
-    others = {one.box for one in cells if one.box is not full} - {full}
+    others = {stored.box for stored in cells if stored.box is not full} - {full}
     boxes = _boxes(full, others)
     numbers = {box: number for number, box in enumerate(boxes)} if others else {}
 
-    def number(one: StoredCell) -> int:
-        return numbers[one.box] if others else 0  # a box takes long to hash, and most tensors have no others
+    def place(stored: StoredCell) -> tuple[int, int]:
+        return numbers[stored.box] if others else 0, stored.lo  # without others no box is hashed, which is slow
 
-    runs: list[list[StoredCell]] = []
-    for one in sorted(cells, key=lambda one: (number(one), one.lo)):
-        if runs and _follows(one, runs[-1][-1], cell):
-            runs[-1].append(one)
-        else:
-            runs.append([one])
-    extents = tuple([_extent(number(run[0]), run[0].lo, run[-1].hi, run) for run in runs])
-    return ExtentTable(shape, itemsize, cell, boxes, extents)
+    ordered = ((place(stored)[0], stored) for stored in sorted(cells, key=place))
+    return ExtentTable(shape, itemsize, cell, boxes, _joined(ordered, cell))
 
 
 def moved(table: ExtentTable, place: Callable[[StoredCell], tuple[int, int]]) -> ExtentTable:
-    """Return a table of the same cells at other places: ``place`` tells blob and offset of each, and of their bases."""
+    """Return a table of the same cells at other places: ``place`` returns (blob, offset) of each cell and base."""
+    cells = ((extent.box, cell.moved(place)) for extent in table.extents for cell in table.stored_cells([extent]))
+    return msgspec.structs.replace(table, extents=_joined(cells, table.cell))
+
+
+def _joined(cells: Iterable[tuple[int, StoredCell]], cell: int) -> tuple[Extent, ...]:
+    """Join cells, each with the number of its box, into extents."""
     runs: list[tuple[int, list[StoredCell]]] = []
-    for extent in table.extents:
-        for cell in table.stored_cells([extent]):
-            one = cell.moved(place)
-            if runs and runs[-1][0] == extent.box and _follows(one, runs[-1][1][-1], table.cell):
-                runs[-1][1].append(one)
-            else:
-                runs.append((extent.box, [one]))
-    extents = tuple(_extent(box, run[0].lo, run[-1].hi, run) for box, run in runs)
-    return msgspec.structs.replace(table, extents=extents)
+    for box, stored in cells:
+        if runs and runs[-1][0] == box and _follows(stored, runs[-1][1][-1], cell):
+            runs[-1][1].append(stored)
+        else:
+            runs.append((box, [stored]))
+    return tuple([_extent(box, run[0].lo, run[-1].hi, run) for box, run in runs])
 
 
 def _extent(box: int, lo: int, hi: int, run: Sequence[StoredCell]) -> Extent:
-    first, digests = run[0], b"".join([one.digest for one in run])
+    first, digests = run[0], b"".join([stored.digest for stored in run])
     if first.frame is None:
         return Extent(box, lo, hi, first.blob, first.offset, digests)
-    bases = [one.base for one in run if one.base is not None]
-    frames = np.array([one.stored for one in run], "<u4").tobytes()
+    bases = [stored.base for stored in run if stored.base is not None]
+    frames = np.array([stored.stored for stored in run], "<u4").tobytes()
     coding = Coding(frames, _extent(box, lo, hi, bases) if bases else None)
     return Extent(box, lo, hi, first.blob, first.offset, digests, coding)
 
 
-def _follows(one: StoredCell, last: StoredCell, cell: int) -> bool:
-    return _lies_behind(one, last) and last.hi == one.lo and not one.lo % cell and last.box == one.box
+def _follows(stored: StoredCell, last: StoredCell, cell: int) -> bool:
+    return _is_next(stored, last) and last.hi == stored.lo and not stored.lo % cell and last.box == stored.box
 
 
-def _lies_behind(one: StoredCell | None, last: StoredCell | None) -> bool:
-    """Do two cells follow each other in a blob, both coded or not, and do their bases?"""
-    if one is None or last is None:
-        return one is last
-    if last.blob != one.blob or last.offset + last.stored != one.offset:
+def _is_next(stored: StoredCell | None, last: StoredCell | None) -> bool:
+    """Tell whether two cells are adjacent in a blob, both coded or not, and their bases are too."""
+    if stored is None or last is None:
+        return stored is last
+    if last.blob != stored.blob or last.offset + last.stored != stored.offset:
         return False
-    raw = one.frame is None
-    return raw == (last.frame is None) and (raw or _lies_behind(one.base, last.base))
+    raw = stored.frame is None
+    return raw == (last.frame is None) and (raw or _is_next(stored.base, last.base))
 
 
 def join(parts: Sequence[tuple[ExtentTable, Sequence[int]]]) -> ExtentTable:
-    """Join the extents of tables of one tensor, with ``numbers[i]`` of each in place of its blob i, whoever has which.
+    """Join the extents of several tables of one tensor. In each table blob i gets the number ``numbers[i]``.
 
     Overlaps are not checked here.
     """
@@ -287,24 +287,27 @@ def join(parts: Sequence[tuple[ExtentTable, Sequence[int]]]) -> ExtentTable:
     extents: list[Extent] = []
     for table, numbers in parts:
         places = [number_of[box] for box in table.boxes]
-        extents += [_renumbered(one, places[one.box], numbers) for one in table.extents]
+        extents += [_renumbered(extent, places[extent.box], numbers) for extent in table.extents]
     extents.sort(key=_begin)
     return ExtentTable(first.shape, first.itemsize, first.cell, boxes, tuple(extents))
 
 
 def renumbered(table: ExtentTable, blobs: Mapping[int, int]) -> ExtentTable:
-    """Return the same table where blobs have other numbers."""
-    extents = tuple([_renumbered(one, one.box, blobs) for one in table.extents])
+    """Return the table with other numbers of blobs."""
+    extents = tuple([_renumbered(extent, extent.box, blobs) for extent in table.extents])
     return msgspec.structs.replace(table, extents=extents)
 
 
-def _renumbered(one: Extent, box: int, blobs: Sequence[int] | Mapping[int, int]) -> Extent:
-    coding = one.coding
+def _renumbered(extent: Extent, box: int, blobs: Sequence[int] | Mapping[int, int]) -> Extent:
+    coding = extent.coding
     if coding is not None and coding.base is not None:
         coding = Coding(coding.frames, _renumbered(coding.base, box, blobs))
-    return Extent(box, one.lo, one.hi, blobs[one.blob], one.offset, one.digests, coding)
+    return Extent(box, extent.lo, extent.hi, blobs[extent.blob], extent.offset, extent.digests, coding)
 
 
 def _boxes(full: Box, others: Set[Box]) -> tuple[Box, ...]:
-    """Return the boxes of a table in the order of their numbers: equal cells are to have equal tables."""
+    """Return the boxes of a table in the order of their numbers.
+
+    The order is fixed, so equal cells have equal tables.
+    """
     return (full, *sorted(others, key=lambda box: (box.offset, box.shape)))

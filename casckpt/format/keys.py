@@ -1,4 +1,4 @@
-"""The keys of a store: made here, and matched against one strict pattern here before any of them is used.
+"""The keys of a store: made here, and matched against strict patterns before use.
 
 ::
 
@@ -25,11 +25,11 @@ from casckpt.format.names import BlobHash, ManifestId, TxId
 MARKER = "casckpt.json"
 MAX_STEP = 2**63 - 1
 MAX_NUMBER = 999_999_999
-"""Of what is numbered."""
+"""The largest number of a record, a generation or an announcement."""
 _MAX_ATTACHMENT_NAME = 1024
 
 _DATE = r"[0-9]{4}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])T(?:[01][0-9]|2[0-3])[0-5][0-9][0-5][0-9][0-9]{6}Z"
-_TXID = rf"{_DATE}-[0-9a-f]{{16}}-[0-9a-f]{{16}}-(?:0|[1-9][0-9]{{0,18}})"  # \d would take any digit of Unicode
+_TXID = rf"{_DATE}-[0-9a-f]{{16}}-[0-9a-f]{{16}}-(?:0|[1-9][0-9]{{0,18}})"  # \d would match all digits of Unicode
 _HEX64 = r"[0-9a-f]{64}"
 _NUMBER = r"(?:0|[1-9][0-9]{0,8})"
 _TAG = r"[a-z0-9][a-z0-9._-]{0,99}"
@@ -62,7 +62,7 @@ def make_txid(time: datetime, entropy: bytes, run: str, step: int) -> TxId:
 
 @dataclass(frozen=True, slots=True)
 class TxName:
-    """What a txid says: when it began, the hash of its run, its step."""
+    """The parts of a txid: its time, the hash of its run, its step."""
 
     time: datetime
     run_hash: str
@@ -70,18 +70,18 @@ class TxName:
 
 
 def parse_txid(txid: TxId) -> TxName:
-    """Take a txid apart. Raises `Refused`."""
+    """Parse a txid. Raises `Refused`."""
     time, _, run, step = check_txid(txid).split("-")
-    try:  # not by `strptime`, which has a lock: a child that was forked meanwhile would wait for it for ever
+    try:  # `strptime` has a lock, for which a child forked meanwhile would wait for ever
         return TxName(datetime.fromisoformat(f"{time[:15]}.{time[15:]}"), run, int(step))
     except ValueError as error:
         raise Refused(f"not a transaction id: {txid!r} holds no date") from error
 
 
 def copied_txid(txid: TxId, attempt: int) -> TxId:
-    """Return the id of a copy of transaction ``txid`` in another store: the same one if ``attempt`` is 0.
+    """Return the txid of a copy of ``txid`` in another store: the same one for ``attempt`` 0.
 
-    Further attempts, after that one has ended, sort right after it. All who copy it compute the same ids.
+    Later attempts sort directly after it. All copiers compute the same txids.
     """
     if attempt == 0:
         return check_txid(txid)
@@ -91,7 +91,7 @@ def copied_txid(txid: TxId, attempt: int) -> TxId:
 
 
 def later_than(time: datetime, others: list[TxId]) -> datetime:
-    """Return ``time``, or one microsecond after the latest of ``others``: a new txid sorts after all it has seen."""
+    """Return ``time``, or a microsecond after the latest of ``others``, so that a new txid sorts after them."""
     latest = max((parse_txid(other).time for other in others), default=time)
     return max(time, latest + timedelta(microseconds=1)) if others else time
 
@@ -123,7 +123,7 @@ def check_step(step: Any) -> int:
     """Return a step as an int. Raises `InvalidInput` for anything else."""
     if isinstance(step, bool) or not isinstance(step, Integral) or not 0 <= int(step) <= MAX_STEP:
         raise InvalidInput(f"step {step!r} is not usable: give an int from 0 to 2**63 - 1")
-    return int(step)  # it may be numpy's
+    return int(step)  # it may be a numpy integer
 
 
 def check_tag(name: str) -> str:
@@ -136,14 +136,14 @@ def check_tag(name: str) -> str:
 
 
 def check_attachment_name(name: str) -> str:
-    """Return ``name`` if an export can make a file of it: a relative path without "..". Else raises `InvalidInput`."""
+    """Return ``name`` if it is a relative path without "..". Raises `InvalidInput` if not."""
     if not is_attachment_name(name):
         raise InvalidInput(f"attachment name {name!r} is not usable: give a relative path without '..', in UTF-8")
     return name
 
 
 def is_attachment_name(name: Any) -> bool:
-    """Tell whether it is a relative path without ".." whose characters a file and a manifest allow in a name."""
+    """Tell whether ``name`` is a relative path without "..", with characters that files and manifests allow."""
     if type(name) is not str or len(name) > _MAX_ATTACHMENT_NAME or _UNFIT_RE.search(name):
         return False
     return not any(part in ("", ".", "..") for part in name.split("/"))
@@ -166,7 +166,7 @@ def uploader_folder(uploader: TxId) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ObjectName:
-    """A key under objects/, taken apart. ``kind`` is "safetensors" or "manifest"."""
+    """The parts of a key under objects/. ``kind``: "safetensors" or "manifest"."""
 
     uploader: TxId
     hash: str
@@ -175,8 +175,8 @@ class ObjectName:
 
 def parse_object(key: str) -> ObjectName | None:
     """Parse a key under objects/. Returns None for any other key."""
-    found = _OBJECT_RE.fullmatch(key)
-    return ObjectName(TxId(found[1]), found[2], found[3]) if found else None
+    match = _OBJECT_RE.fullmatch(key)
+    return ObjectName(TxId(match[1]), match[2], match[3]) if match else None
 
 
 def commit_key(txid: TxId, number: int = 0) -> str:
@@ -191,8 +191,8 @@ def transaction_key(txid: TxId, number: int = 0) -> str:
 
 def parse_log(key: str) -> tuple[TxId, int] | None:
     """Parse (txid, number) of a key under commits/ or transactions/. Returns None for any other key."""
-    found = _LOG_RE.fullmatch(key)
-    return (TxId(found[1]), int(found[2] or 0)) if found else None
+    match = _LOG_RE.fullmatch(key)
+    return (TxId(match[1]), int(match[2] or 0)) if match else None
 
 
 def tag_key(name: str, number: int) -> str:
@@ -202,8 +202,8 @@ def tag_key(name: str, number: int) -> str:
 
 def parse_tag(key: str) -> tuple[str, int] | None:
     """Parse (name, generation) of a key under tags/. Returns None for any other key."""
-    found = _TAG_KEY_RE.fullmatch(key)
-    return (found[1], int(found[2])) if found else None
+    match = _TAG_KEY_RE.fullmatch(key)
+    return (match[1], int(match[2])) if match else None
 
 
 def damaged_key(uploader: TxId, blob: BlobHash, number: int) -> str:
@@ -213,8 +213,8 @@ def damaged_key(uploader: TxId, blob: BlobHash, number: int) -> str:
 
 def parse_damaged(key: str) -> tuple[TxId, BlobHash, int] | None:
     """Parse (uploader, blob, number) of a key under damaged/. Returns None for any other key."""
-    found = _DAMAGED_RE.fullmatch(key)
-    return (TxId(found[1]), BlobHash(found[2]), int(found[3])) if found else None
+    match = _DAMAGED_RE.fullmatch(key)
+    return (TxId(match[1]), BlobHash(match[2]), int(match[3])) if match else None
 
 
 def settings_key(number: int) -> str:
@@ -224,8 +224,8 @@ def settings_key(number: int) -> str:
 
 def parse_settings(key: str) -> int | None:
     """Parse the generation of a key under settings/. Returns None for any other key."""
-    found = _SETTINGS_RE.fullmatch(key)
-    return int(found[1]) if found else None
+    match = _SETTINGS_RE.fullmatch(key)
+    return int(match[1]) if match else None
 
 
 def announcement_key(run: str, number: int) -> str:
@@ -241,19 +241,19 @@ def run_folder(run: str) -> str:
 
 def parse_announcement(key: str) -> tuple[str, int] | None:
     """Parse (hash of the run, number) of a key under runs/. Returns None for any other key."""
-    found = _ANNOUNCEMENT_RE.fullmatch(key)
-    return (found[1], MAX_NUMBER - int(found[2] + found[3])) if found else None
+    match = _ANNOUNCEMENT_RE.fullmatch(key)
+    return (match[1], MAX_NUMBER - int(match[2] + match[3])) if match else None
 
 
 def mirrored_key(txid: TxId, restored: int = 0) -> str:
-    """Return the key of the note that a commit is safe in the mirror, since record ``restored`` of its log."""
+    """Return the key of the note that the mirror has a commit, since record ``restored`` of its log."""
     return f"mirrored/{txid}.{restored}" if restored else f"mirrored/{txid}"
 
 
 def parse_mirrored(key: str) -> tuple[TxId, int] | None:
     """Parse (txid, number of the record that restored it, 0 for none) of a key under mirrored/. Else returns None."""
-    found = _MIRRORED_RE.fullmatch(key)
-    return (TxId(found[1]), int(found[2] or 0)) if found else None
+    match = _MIRRORED_RE.fullmatch(key)
+    return (TxId(match[1]), int(match[2] or 0)) if match else None
 
 
 def signature_key(id: ManifestId, key: str) -> str:
@@ -263,5 +263,5 @@ def signature_key(id: ManifestId, key: str) -> str:
 
 def parse_signature(key: str) -> ManifestId | None:
     """Parse the id of a key under signatures/, signatures/<id>/<key id>. Returns None for any other key."""
-    found = _SIGNATURE_RE.fullmatch(key)
-    return ManifestId(found[1]) if found else None
+    match = _SIGNATURE_RE.fullmatch(key)
+    return ManifestId(match[1]) if match else None

@@ -1,4 +1,4 @@
-"""The manifest: the immutable description of one checkpoint, in sections that are read and proved apart.
+"""The manifest: the immutable description of one checkpoint, in sections that are read and verified separately.
 
 =======  ==========================================================================================================
 head     where the sections lie, and their hashes (`casckpt.format.sections`); the commit record names its hash
@@ -48,33 +48,33 @@ from casckpt.format.sections.tables import decode_cells, decode_table
 from casckpt.format.tree import listed
 
 FRONT = (INDEX, PLACES, BLOBS)
-"""What every load reads."""
+"""The sections that every load reads."""
 
 
 class Places(msgspec.Struct, frozen=True, kw_only=True):
-    """The section of places. ``rows``: those of the entries."""
+    """The section of places. ``rows``: hashes of the rows of the entries."""
 
     rows: Pieces
 
 
 _BODY: Decoder[ManifestBody] = Decoder(ManifestBody)
 _READERS = {CELLS: "_cells", ROWS: "_rows", OBJECTS: "_objects"}
-"""Of the sections that consist of pieces: the attributes that read them."""
+"""The attributes that read the sections made of pieces."""
 
 _PLACES: Decoder[Places] = Decoder(Places)
 _METADATA: Decoder[dict[str, Any]] = Decoder(dict[str, Any])
-"""Made here, and not by the first who decodes: see `casckpt.format.records.DECODERS`."""
+"""Made at import: see `casckpt.format.records.DECODERS`."""
 
 
 class Manifest:
-    """A manifest, of which a part may still lie in its store. What was decoded was checked against the limits.
+    """A manifest. Parts of it may not have been read yet. Decoded parts were checked against the limits.
 
-    ``front``: its sections of `FRONT`. ``read``: how to get the others, whose pieces are proved when asked for.
-    ``data``: all of its bytes, where they are at hand. It pickles, for other ranks, without ``read``: see `attach`.
-    ``left_out``: of a checkpoint that was thinned, by what and when; None for others.
+    ``front``: its sections of `FRONT`. ``read``: reads the others, whose pieces are verified on use. ``data``: all of
+    its bytes, if they were read. A pickle for other ranks has no ``read``: see `attach`. ``left_out``: for a thinned
+    checkpoint, the rule and the time; None for others.
 
-    The id is the hash of the index, and only what the index proves is what was saved (and signed): pieces are compared
-    with the hashes there, also where they have those of the head, which anybody can write who writes the commit record.
+    The id is the hash of the index, and only the index proves what was saved (and signed). So pieces are compared with
+    the hashes in the index, even if the head has their hashes: whoever writes the commit record can write any head.
     """
 
     left_out: str | None = None
@@ -92,7 +92,7 @@ class Manifest:
         self._front, self._read, self._data = front, read, data
 
     def check(self) -> Self:
-        """Prove and decode what is in front; the manifest itself. Raises Damaged, or Refused where it is unusable."""
+        """Verify and decode the sections of `FRONT`, and return the manifest. Raises Damaged or Refused."""
         try:
             for name in FRONT:
                 check_section(self.head[name], self._front[name])
@@ -110,21 +110,21 @@ class Manifest:
 
     @cached_property
     def places(self) -> Places:
-        """What proves the rows."""
+        """The hashes of the rows."""
         return _PLACES.decode(self._front[PLACES])
 
     @cached_property
     def blob_list(self) -> BlobList:
-        """The blobs that hold them."""
+        """The list of blobs."""
         return BlobList(self._front[BLOBS])
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._data is not None:
             return decode, (bytes(self._data), self.id)
-        return _told, (self.head, zlib.compress(b"".join(self._front[name] for name in FRONT), 1))
+        return _from_rank, (self.head, zlib.compress(b"".join(self._front[name] for name in FRONT), 1))
 
     def attach(self, read: Read) -> None:
-        """Say how to get what is not at hand."""
+        """Set how to read the parts that were not read yet."""
         self._read = read
 
     @property
@@ -159,11 +159,11 @@ class Manifest:
 
     @property
     def held(self) -> Sequence[Entry]:
-        """All streams but those whose bytes were left out. Raises Refused if they are not usable."""
-        return self.entries if self.left_out is None else [one for one in self.entries if not self.lacks(one)]
+        """All streams except those that a thinned checkpoint lacks. Raises Refused if they are not usable."""
+        return self.entries if self.left_out is None else [entry for entry in self.entries if not self.lacks(entry)]
 
     def lacks(self, entry: Entry) -> bool:
-        """Tell whether a thinned checkpoint leaves the bytes of an entry out."""
+        """Tell whether a thinned checkpoint lacks the bytes of an entry."""
         return self.left_out is not None and bool(entry.nbytes) and not self._rows.length(entry.number)
 
     def check_entries(self) -> None:
@@ -172,7 +172,7 @@ class Manifest:
 
     @cached_property
     def objects(self) -> Sequence[StoredObject]:
-        """All leaves that are no tensors. Raises Refused if they are not usable."""
+        """All leaves that are not tensors. Raises Refused if they are not usable."""
         try:
             return self.body.objects
         except InvalidInput as error:
@@ -180,12 +180,12 @@ class Manifest:
 
     @cached_property
     def tensors(self) -> dict[str, Entry]:
-        """Tensors by key; of values that each rank has for itself, that of the lowest rank."""
-        found: dict[str, Entry] = {}
+        """Tensors by key; of a `PerRank` value, that of the lowest rank."""
+        by_key: dict[str, Entry] = {}
         for entry in self.entries:
             if entry.kind == TENSOR:
-                found.setdefault(entry.key, entry)
-        return found
+                by_key.setdefault(entry.key, entry)
+        return by_key
 
     @cached_property
     def _cells(self) -> PieceReader:
@@ -207,7 +207,7 @@ class Manifest:
             raise _unfit(self.id, error) from error
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Sequence[Buffer]:
-        """Read ranges (offset, length) of it. Raises what reading does."""
+        """Read ranges (offset, length) of the manifest. Raises the errors of a read."""
         if self._data is not None:
             view = memoryview(self._data)
             return [view[offset : offset + length] for offset, length in ranges]
@@ -216,9 +216,9 @@ class Manifest:
         return self._read(ranges)
 
     def ready(self, entries: Iterable[int] | None = None, objects: Iterable[int] | None = None) -> None:
-        """Fetch what `extents` and `data` give for these numbers, in few reads; None: for all.
+        """Fetch what `extents` and `data` need for these numbers, in few reads; None: for all.
 
-        Raises what reading does; what is damaged is told by those two.
+        Raises the errors of a read. `extents` and `data` report damage.
         """
         if self._data is None:
             numbers = range(len(self._cells)) if entries is None else list(entries)
@@ -227,9 +227,9 @@ class Manifest:
             self._objects.ready(range(len(self._objects)) if objects is None else objects)
 
     def extents(self, entry: Entry) -> ExtentTable:
-        """Decode and check the extents of an entry. Raises Refused, or Damaged, and what reading does.
+        """Decode and check the extents of an entry. Raises Refused, Damaged, and the errors of a read.
 
-        MissingKey, which says why, for what a thinned checkpoint leaves out.
+        Raises MissingKey, with the reason, for an entry that a thinned checkpoint lacks.
         """
         if self.lacks(entry):
             where = f"{self.body.run}@{self.body.step}"
@@ -243,9 +243,9 @@ class Manifest:
             raise _unfit(self.id, error, entry.key) from error
 
     def cells(self, entry: Entry) -> ExtentTable:
-        """Decode what the cells of an entry are, also where its bytes were left out; its places mean nothing.
+        """Decode the cells of an entry, also if a thinned checkpoint lacks their bytes. The places are meaningless.
 
-        Raises Refused, or Damaged, and what reading does.
+        Raises Refused, Damaged, and the errors of a read.
         """
         try:
             cell = self.body.cell_bytes // entry.itemsize
@@ -254,9 +254,9 @@ class Manifest:
             raise _unfit(self.id, error, entry.key) from error
 
     def raw_cells(self, entry: Entry) -> memoryview:
-        """Return the table of an entry's cells as it is stored: it tells its bytes, and not where they lie.
+        """Return the stored table of an entry's cells. It has their digests, but not their places.
 
-        Raises Damaged, and what reading does.
+        Raises Damaged, and the errors of a read.
         """
         try:
             return self._cells.get(entry.number)
@@ -265,9 +265,9 @@ class Manifest:
 
     @property
     def health(self) -> dict[int, Rows] | None:
-        """What was found out of the cells of its tensors, by number of the entry; None if nobody looked.
+        """The health of the cells of its tensors, by number of the entry; None if the save did not scan them.
 
-        Raises Damaged, Refused, and what reading does.
+        Raises Damaged, Refused, and the errors of a read.
         """
         if HEALTH not in self.head:
             return None
@@ -277,48 +277,48 @@ class Manifest:
             raise _unfit(self.id, error) from error
 
     def raw_rows(self) -> list[memoryview]:
-        """Return the rows of all entries as they are stored. Raises Damaged, and what reading does."""
+        """Return the stored rows of all entries. Raises Damaged, and the errors of a read."""
         self.ready()
         return [self._rows.get(number) for number in range(len(self._rows))]
 
     @property
-    def is_spoilt(self) -> bool:
-        """Did something that was read of it not have its hash? It may have been put right since, in the store."""
+    def is_damaged(self) -> bool:
+        """Whether a part did not have its hash when it was read. The store may have been repaired since."""
         readers = map(vars(self).get, _READERS.values())
-        return any(one is not None and one.is_spoilt for one in readers)
+        return any(reader is not None and reader.is_damaged for reader in readers)
 
-    def data(self, one: StoredObject) -> bytes:
-        """Return the data of an object or attachment. Raises Damaged, and what reading does."""
+    def data(self, stored: StoredObject) -> bytes:
+        """Return the data of an object or attachment. Raises Damaged, and the errors of a read."""
         try:
-            return bytes(self._objects.get(one.number))
+            return bytes(self._objects.get(stored.number))
         except Damaged as error:
-            raise _unfit(self.id, error, one.key) from error
+            raise _unfit(self.id, error, stored.key) from error
 
-    def size(self, one: StoredObject) -> int:
+    def size(self, stored: StoredObject) -> int:
         """Return the bytes of a short attachment."""
-        return self._objects.length(one.number)
+        return self._objects.length(stored.number)
 
     def faults(self) -> list[str]:
-        """Tell of all that does not have its hash, where, in words. Raises what reading does, and Refused."""
+        """Return a message for each part that does not have its hash. Raises Refused, and the errors of a read."""
         self.ready()
         keys = [entry.key for entry in self.entries]
-        others = [*(one.key for one in self.objects), *self.body.attachment_names]
-        found = []
+        others = [*(stored.key for stored in self.objects), *self.body.attachment_names]
+        messages = []
         parts = (CELLS, self._cells, keys), (ROWS, self._rows, keys), (OBJECTS, self._objects, others)
         for name, pieces, owners in parts:
             hit = dict.fromkeys(owner for number, owner in enumerate(owners) if not pieces.is_right(number))
             if hit:
-                found.append(f"its section {name!r} does not have its hash, which hits {listed(list(hit))}")
+                messages.append(f"its section {name!r} does not have its hash, which hits {listed(list(hit))}")
         for section in self.head.foreign:
             (data,) = self.read([(section.offset, section.length)])
             try:
                 check_section(section, data)
             except Damaged as error:
-                found.append(str(error))
-        return found
+                messages.append(str(error))
+        return messages
 
     def section(self, name: str) -> Buffer:
-        """Read a whole section, and prove it, by its pieces too. Raises Damaged, Refused, and what reading does."""
+        """Read a whole section, and verify it and its pieces. Raises Damaged, Refused, and the errors of a read."""
         section = self.head[name]
         data = self._front.get(name) or self.read([(section.offset, section.length)])[0]
         try:
@@ -331,45 +331,44 @@ class Manifest:
 
     @property
     def is_sound(self) -> bool:
-        """Has each of its sections, all of which are at hand, its hash?"""
+        """Whether each of its sections has its hash."""
         sections = self.head.sections
-        found = self.read([(one.offset, one.length) for one in sections])
-        return all(cell_digest(data) == one.digest for one, data in zip(sections, found, strict=True))
+        parts = self.read([(section.offset, section.length) for section in sections])
+        return all(cell_digest(data) == section.digest for section, data in zip(sections, parts, strict=True))
 
     def encoded(self) -> bytes:
-        """Return all of its bytes, each proved. Raises Damaged, and what reading does."""
+        """Return all of its bytes, verified. Raises Damaged, and the errors of a read."""
         return b"".join((self.head.data, *(self.section(section.name) for section in self.head.sections)))
 
     @property
     def nbytes(self) -> int:
-        """About how much memory it takes, in bytes, without what is made of it when it is asked for."""
+        """About the bytes of memory that it takes, without attributes that are computed on first use."""
         return sum(map(len, self._front.values())) if self._data is None else len(self._data)
 
 
-def _told(head: Head, packed: bytes) -> Manifest:
-    """Return what another rank has told of a manifest."""
+def _from_rank(head: Head, packed: bytes) -> Manifest:
+    """Return a manifest that another rank has pickled."""
     front, parts = memoryview(zlib.decompress(packed)), {}
-    for name in FRONT:  # one after the other, whatever else lies between them in the manifest
+    for name in FRONT:  # consecutive here, without what lies between them in the manifest
         parts[name], front = front[: head[name].length], front[head[name].length :]
     return Manifest(head, parts).check()
 
 
 def decode(data: Buffer, id: ManifestId, head: str | None = None) -> Manifest:
-    """Decode the manifest with this id, of which all bytes are at hand; ``head``: as the commit record names it.
+    """Decode the manifest with this id from all of its bytes. ``head``: its hash in the commit record.
 
-    Raises Damaged if it is not what was written, Refused if it is unusable. What is damaged in a piece shows when that
-    is asked for.
+    Raises Damaged if it is not what was written, Refused if it is unusable. Damage of a piece is reported on its use.
     """
-    found = decode_front(data, id, head)
+    decoded = decode_front(data, id, head)
     try:
-        check_size(found, len(data))
+        check_size(decoded, len(data))
     except Damaged as error:
         raise _unfit(id, error) from error
-    return of_bytes(found, data).check()
+    return of_bytes(decoded, data).check()
 
 
 def of_bytes(head: Head, data: Buffer) -> Manifest:
-    """Return a manifest of all of its bytes, of which nothing is proved yet."""
+    """Return the manifest with these bytes, which are not verified yet."""
     view = memoryview(data)
     return Manifest(head, {name: view[head[name].offset : head[name].end] for name in FRONT}, data=data)
 
@@ -377,10 +376,10 @@ def of_bytes(head: Head, data: Buffer) -> Manifest:
 def decode_front(data: Buffer, id: ManifestId, head: str | None) -> Head:
     """Decode the head of the manifest with this id. Raises Damaged, Refused."""
     try:
-        found = decode_head(data, head)
-        if found[INDEX].digest.hex() != id:
+        decoded = decode_head(data, head)
+        if decoded[INDEX].digest.hex() != id:
             raise Damaged("it is the manifest of another checkpoint")
-        return found
+        return decoded
     except (Damaged, InvalidInput) as error:
         raise _unfit(id, error) from error
 

@@ -1,4 +1,4 @@
-"""Figures of a checkpoint that stand in its commit record, where listings find them without a manifest."""
+"""Metrics of a checkpoint in its commit record, where a listing finds them without the manifest."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _TEXTS = ("nan", "inf", "-inf")  # JSON has no numbers for these
 _UNFIT_RE = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
 
 Stored: TypeAlias = int | float | str
-"""A number as a record has it: finite, or one of three texts."""
+"""A number in a record: finite, or one of three texts."""
 
 
 def stored_metrics(given: Mapping[str, Any] | None) -> dict[str, Stored]:
-    """Convert what a caller gives: names to real numbers, also of numpy, and to tensors of no dimensions.
+    """Convert metrics of a caller: names with real numbers, also of numpy, or with 0-d tensors.
 
-    Raises `InvalidInput`, which names the metric.
+    Raises `InvalidInput`, naming the metric.
     """
     if given is None:
         return {}
@@ -40,7 +40,7 @@ def stored_metrics(given: Mapping[str, Any] | None) -> dict[str, Stored]:
 
 
 def metric_values(stored: Mapping[str, Stored]) -> dict[str, float]:
-    """Convert what a record has back to numbers."""
+    """Convert the metrics of a record to numbers."""
     return {name: float(value) if isinstance(value, str) else value for name, value in stored.items()}
 
 

@@ -1,4 +1,4 @@
-"""Types of names and digests, so that one kind is never taken for another."""
+"""Types of names and digests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notes: what a host keeps for the next run in its catalogue, as JSON of a known type."""
+"""Notes: JSON values of known types that a host keeps in its catalogue for later runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 FolderRow: TypeAlias = tuple[TxId, int, int, int, int]
 """The guard of a folder, and the sums of what it guards."""
 BlobShares: TypeAlias = dict[str, dict[str, int]]
-"""Of blobs, as uploader/hash, the bytes that each branch of the state has in them."""
+"""For each blob (uploader/hash), the bytes of each branch of the state."""
 SignsRow: TypeAlias = tuple[int, int]
 """Signs of life of a transaction, and when the last new one was seen."""
 
@@ -43,7 +43,7 @@ def encode(note: PausedGc | Mapping[TxId, Any] | BlobShares | Sequence[str]) -> 
 
 
 def decode(data: bytes | None, kind: Decoder[T]) -> T | None:
-    """Decode a note; None where there is none, or where another version wrote it."""
+    """Decode a note; None if there is none, or if another version wrote it."""
     try:
         return None if data is None else kind.decode(data)
     except msgspec.DecodeError:

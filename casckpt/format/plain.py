@@ -1,13 +1,13 @@
-"""Plain data: values without tensors as tagged msgpack, which loads without pickle and comes back exactly.
+"""Plain data: values without tensors as tagged msgpack. It needs no pickle, and values are restored exactly.
 
 None, bool, float, text, bytes and ints of 64 bits are msgpack's own. Everything else is an array whose first item is a
 tag: ``["list", item, ...]``, ``["dict", key, value, key, value, ...]``, ``["complex", real, imaginary]``. No msgpack
-maps and no extension types. Long buffers are handed to ``spill`` and leave ``["part", number, bytes]`` in their place.
+maps and no extension types. Long buffers go to ``spill`` and leave ``["part", number, bytes]`` in their place.
 The same input gives the same bytes: dicts keep their order, sets are sorted by their encoded items.
 
-Kept: types, order, NaN payloads, lone surrogates. Not kept: that two places held one and the same object. Which types
-there are: `casckpt.format.plain_codecs` and `casckpt.format.plain_numpy`; `Extension` adds more. No class is ever
-looked up by a name from the data.
+Kept: types, order, NaN payloads, lone surrogates. Not kept: that two places held the same object. The types are in
+`casckpt.format.plain_codecs` and `casckpt.format.plain_numpy`, and `Extension` adds more. No class is looked up by a
+name from the data.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from casckpt.format.plain_numpy import NUMPY
 MAX_DEPTH = 200
 """Containers within containers."""
 SPILL_FROM = 4096
-"""Bytes from which a buffer goes to a part of its own."""
+"""Bytes of the smallest buffer that becomes a part."""
 _PART = "part"
 
 Spill: TypeAlias = Callable[[memoryview], int]
-"""Takes a buffer (flat, one byte an item; valid during the call only), gives a number not given before."""
+"""Takes a flat buffer of bytes, valid during the call only, and returns a new number."""
 Load: TypeAlias = Callable[[int], bytes | bytearray | memoryview]
-"""Gives the buffer of a number."""
+"""Returns the buffer of a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Extension:
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """A decoded value whose tag is not known here, to be shown. ``payload``: its one child, or a tuple of them."""
+    """A decoded value with an unknown tag, for display. ``payload``: its only child, or a tuple of children."""
 
     tag: str
     payload: Any
@@ -85,7 +85,7 @@ def decode(
 ) -> Any:
     """Decode what `encode` made. Raises Refused for any other bytes, and what ``load`` raises.
 
-    An unknown tag gives a `Tagged`, or is refused if ``strict``.
+    A value with an unknown tag becomes a `Tagged`; with ``strict`` it raises Refused.
     """
     try:
         return _Decoder(_by_tag(extensions), load, strict).unpack(msgspec.msgpack.decode(data), 0)
@@ -137,7 +137,7 @@ class _Encoder:
         self.sets = 0
 
     def pack(self, value: Any) -> Any:
-        """Convert a value to what msgpack writes for it."""
+        """Convert a value to one that msgpack can encode."""
         kind = type(value)
         if kind is NoneType or kind is bool or kind is float:
             return value
@@ -239,7 +239,7 @@ class _Decoder:
         self.loaded: set[int] = set()
 
     def unpack(self, wire: Any, depth: int) -> Any:
-        """Convert what msgpack read back to a value."""
+        """Convert a decoded msgpack value to the value."""
         kind = type(wire)
         if kind in _ATOMS:
             return wire
@@ -266,7 +266,7 @@ class _Decoder:
         number, size = numbers
         if self.load is None:
             raise Refused(f"plain data is not usable alone: part {number} of it ({size} bytes) lies elsewhere")
-        self.loaded.add(number)  # else a few bytes could ask for one large part any number of times
+        self.loaded.add(number)  # else a few bytes could load a large part many times
         data = bytes(self.load(number))
         if len(data) != size:
             raise Refused(f"plain data is not usable: part {number} has {len(data)} bytes, not {size}")

@@ -1,8 +1,8 @@
 """Codecs for the types of the standard library: into plain children and back.
 
-A `Codec` names one kind of value by its tag. ``split`` gives children that are plain data themselves; ``join`` gets the
-children as they were decoded, from bytes that nobody vouches for: it checks types first, and raises one of
-`JOIN_ERRORS` for what does not fit. Types are compared exactly: a subclass may hold more than its base shows.
+A `Codec` has the tag of one kind of value. ``split`` returns children that are plain data. ``join`` gets decoded
+children from untrusted bytes: it checks their types first, and raises one of `JOIN_ERRORS` if they do not fit. Types
+are compared exactly, because a subclass may hold more data than its base class.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 JOIN_ERRORS = (TypeError, ValueError, KeyError, IndexError, OverflowError, AttributeError)
-"""What a join raises, by itself or from a constructor, for children that make no value."""
+"""The errors of a join, or of a constructor that it calls, for unusable children."""
 
 
 class Unfit(Exception):
-    """A value that is not plain data. ``what`` it is; ``hint``: what to store in its place."""
+    """A value is not plain data. ``what``: its description. ``hint``: what to store in its place."""
 
     def __init__(self, what: str, hint: str = "store what it is made of") -> None:
         super().__init__(what)
@@ -82,17 +82,17 @@ def _pairs(mapping: dict[Any, Any]) -> list[Any]:
 def _mapping(children: Sequence[Any]) -> dict[Any, Any]:
     if len(children) % 2:
         raise ValueError("a key has no value")
-    found = dict(zip(children[::2], children[1::2], strict=True))
-    if 2 * len(found) != len(children):
+    mapping = dict(zip(children[::2], children[1::2], strict=True))
+    if 2 * len(mapping) != len(children):
         raise ValueError("a key stands in it twice")
-    return found
+    return mapping
 
 
 def _text_mapping(children: Sequence[Any]) -> dict[str, Any]:
-    found = _mapping(children)
-    if any(type(name) is not str for name in found):
+    mapping = _mapping(children)
+    if any(type(name) is not str for name in mapping):
         raise TypeError("an attribute's name is no text")
-    return found
+    return mapping
 
 
 def _index_step(value: Any, index: int) -> str:
@@ -120,10 +120,10 @@ def _split_ordered(value: OrderedDict[Any, Any]) -> list[Any]:
 
 
 def _join_ordered(children: list[Any]) -> OrderedDict[Any, Any]:
-    found = OrderedDict(_mapping(children[1:]))
+    joined = OrderedDict(_mapping(children[1:]))
     if children[0] is not None:
-        vars(found)["_metadata"] = children[0]
-    return found
+        vars(joined)["_metadata"] = children[0]
+    return joined
 
 
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
@@ -145,17 +145,17 @@ def _join_default(children: list[Any]) -> defaultdict[Any, Any]:
 
 
 def _join_counter(children: list[Any]) -> Counter[Any]:
-    found: Counter[Any] = Counter()
-    dict.update(found, _mapping(children))
-    return found
+    joined: Counter[Any] = Counter()
+    dict.update(joined, _mapping(children))
+    return joined
 
 
 def _join_deque(children: list[Any]) -> deque[Any]:
     (maxlen,) = expect(children[:1], (int, NoneType))
-    found = deque(children[1:], maxlen)
-    if len(found) != len(children) - 1:
+    joined = deque(children[1:], maxlen)
+    if len(joined) != len(children) - 1:
         raise ValueError("it is longer than its maxlen")
-    return found
+    return joined
 
 
 def _set_of(kind: type) -> Callable[[list[Any]], Any]:
@@ -169,9 +169,9 @@ def _set_of(kind: type) -> Callable[[list[Any]], Any]:
 
 
 def _join_namespace(children: list[Any]) -> argparse.Namespace:
-    found = argparse.Namespace()
-    vars(found).update(_text_mapping(children))
-    return found
+    joined = argparse.Namespace()
+    vars(joined).update(_text_mapping(children))
+    return joined
 
 
 CONTAINERS = (

@@ -1,12 +1,12 @@
-"""The proof of a blob: lengths and digests of its leaves, which are all other bytes of the file, in order.
+"""The proof of a blob: lengths and digests of its leaves. The leaves are all other bytes of the file, in order.
 
 ::
 
     n records of 36 bytes: length of the leaf (4 bytes, little-endian), its BLAKE3
 
-It lies behind the data, up to the end of the file, and its hash is the name of the blob (`digest.proof_name`). So
-whoever knows the name can prove each leaf by itself, without a manifest. Leaf 0 is the header; how the rest is cut is
-the writer's choice (`casckpt.format.blob_writer`), and any cut is read.
+It follows the data, up to the end of the file, and its hash is the name of the blob (`digest.proof_name`). So a reader
+with the name can verify each leaf alone, without a manifest. Leaf 0 is the header. The writer
+(`casckpt.format.blob_writer`) chooses how to cut the rest, and readers accept any cut.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Leaf(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The byte behind it."""
+        """The first byte after it."""
         return self.offset + self.nbytes
 
 
@@ -47,7 +47,7 @@ def encode_proof(leaves: Iterable[tuple[int, CellDigest]]) -> bytes:
 
 
 def decode_proof(data: Buffer) -> list[Leaf]:
-    """Decode the leaves of a proof. Raises Refused for one that no blob has."""
+    """Decode the leaves of a proof. Raises Refused for an invalid proof."""
     count, rest = divmod(len(data), RECORD_BYTES)
     if rest or not MIN_LEAVES <= count <= MAX_LEAVES:
         raise Refused(f"a proof of {len(data)} bytes: it has {MIN_LEAVES} to {MAX_LEAVES} records of {RECORD_BYTES}")
@@ -58,16 +58,16 @@ def decode_proof(data: Buffer) -> list[Leaf]:
 
 
 def as_leaves(data: Buffer) -> list[Leaf]:
-    """Split records, whatever they say, into leaves."""
+    """Split records into leaves, without any check."""
     records = list(_RECORD.iter_unpack(data))
     offsets = accumulate((nbytes for nbytes, _ in records), initial=0)
     return [Leaf(at, nbytes, CellDigest(digest)) for at, (nbytes, digest) in zip(offsets, records, strict=False)]
 
 
 def find_proof(tail: Buffer, size: int) -> bytes | None:
-    """Find the proof at the end of ``tail``, the last bytes of a file of ``size`` bytes; None if it has not all of it.
+    """Find the proof at the end of ``tail``, the last bytes of a file of ``size`` bytes; None if it is not complete.
 
-    There is at most one number of records that, with the leaves that they tell of, are the whole file.
+    At most one number of records, together with their leaves, has the size of the file.
     """
     count = min(len(tail) // RECORD_BYTES, MAX_LEAVES)
     if not count:
@@ -81,10 +81,10 @@ def find_proof(tail: Buffer, size: int) -> bytes | None:
 
 
 def read_proof(read: Callable[[int, int], Buffer], size: int, name: BlobHash) -> bytes:
-    """Read the proof of the blob ``name``, a file of ``size`` bytes; it has the hash in that name.
+    """Read and verify the proof of the blob ``name``, a file of ``size`` bytes.
 
-    ``read``: called with offset and bytes, of one part of the file's end after the other, each longer. Raises Refused
-    where there is no such proof, and what ``read`` raises.
+    ``read``: called with (offset, bytes) for longer and longer parts at the end of the file. Raises Refused if there is
+    no proof with that hash, and the errors of ``read``.
     """
     most = min(size - DATA_OFFSET, MAX_LEAVES * RECORD_BYTES)
     wanted, proof = min(_FIRST_TAIL, most), None
@@ -97,7 +97,7 @@ def read_proof(read: Callable[[int, int], Buffer], size: int, name: BlobHash) ->
 
 
 class LeafCheck:
-    """Compares the bytes of a blob, which arrive in order, with its leaves. ``wrong``: those that differ, so far."""
+    """Compares the bytes of a blob, given in order, with its leaves. ``wrong``: the leaves that differ so far."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self.wrong: list[Leaf] = []
@@ -107,7 +107,7 @@ class LeafCheck:
         self._at = 0
 
     def update(self, data: memoryview) -> None:
-        """Take the next bytes; what lies behind the last leaf is passed by."""
+        """Take the next bytes. Bytes after the last leaf are ignored."""
         while len(data) and self._leaf is not None:
             part = data[: self._leaf.end - self._at]
             data = data[len(part) :]

@@ -1,7 +1,7 @@
-"""The small records of a store: frozen structs, and the one way they are written.
+"""The records of a store: frozen structs and their encoding.
 
-A record is two lines of text: its JSON, and the BLAKE3 of that line in hex. So ``head -1`` shows it to a person, and
-one that was torn or flipped is told from one that is of a later version.
+A record is two lines of text: its JSON, and the BLAKE3 of that line in hex. So ``head -1`` shows it to people, and a
+damaged record is distinguished from one of a later version.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def time_of(microseconds: int) -> datetime:
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base of all records. Unknown fields are ignored: what must not be ignored is a required feature of the marker.
+    """Base of all records. Readers ignore unknown fields. A change that they must not ignore is a marker feature.
 
-    Fields that become part of a key, or a date, are checked on creation, also by decoding.
+    Fields that become part of a key, and times, are checked on creation and on decoding.
     """
 
     def __post_init__(self) -> None:
@@ -150,7 +150,7 @@ class Dropped(Record, frozen=True, kw_only=True):
 
 
 class Health(Record, frozen=True, kw_only=True):
-    """What a save has found in all tensors: elements that are NaN, that are infinite; the first keys that have any."""
+    """Counts over all tensors: elements that are NaN or infinite, and the first keys with any."""
 
     nan: int
     inf: int
@@ -207,9 +207,9 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
 
 
 def _check_older(older: TxId, txid: TxId) -> None:
-    """Raise `Refused` if what was saved first, or is replaced, is not of the same run and step, and older."""
-    one, other = parse_txid(older), parse_txid(txid)
-    if older >= txid or (one.run_hash, one.step) != (other.run_hash, other.step):
+    """Raise `Refused` unless ``older`` is of the same run and step as ``txid``, and older."""
+    before, after = parse_txid(older), parse_txid(txid)
+    if older >= txid or (before.run_hash, before.step) != (after.run_hash, after.step):
         raise Refused(f"{txid} says that it is a rewrite of {older}, which is not possible")
 
 
@@ -236,7 +236,7 @@ class Restored(Record, tag="restored", frozen=True, kw_only=True):
 
 
 class Purged(Record, tag="purged", frozen=True, kw_only=True):
-    """commits/<txid>.<N>: the end; its bytes may be deleted."""
+    """commits/<txid>.<N>: the checkpoint is final. gc may delete its bytes."""
 
     txid: TxId
     time: int
@@ -255,7 +255,7 @@ class Replaced(Record, tag="replaced", frozen=True, kw_only=True):
 
 
 class Kept(Record, tag="kept", frozen=True, kw_only=True):
-    """commits/<txid>.<N>: nothing. Whoever announced this number never came, and nobody waits for him any more."""
+    """commits/<txid>.<N>: no change. It takes a number that was announced and never written."""
 
     txid: TxId
     time: int
@@ -313,13 +313,13 @@ class DamageRecord(Record, tag="damage", frozen=True, kw_only=True):
 DECODERS: Mapping[Any, Decoder[Any]] = {
     kind: Decoder(kind) for kind in (*Record.__subclasses__(), FirstRecord, LaterRecord)
 }
-"""By kind. Made while this module is imported, by one thread: msgspec 0.22 takes what it knows of a struct for ready
-while another thread still finds it out, so that of two threads that decode the first struct of a kind one crashes the
-process. `tests/format/test_decoders.py` holds that nobody decodes into a type without such a decoder."""
+"""By kind. Made at import, by a single thread: in msgspec 0.22 a thread may use the type information of a struct while
+another thread still builds it, so that two threads that decode the first struct of a kind can crash the process.
+`tests/format/test_decoders.py` checks that every type is decoded with such a decoder."""
 
 R = TypeVar("R")
 changed = msgspec.structs.replace
-"""``changed(record, field=value)``: the record, or what a manifest holds, with other values in some fields."""
+"""``changed(struct, field=value)``: a copy of a struct with other values in some fields."""
 
 
 def encode(record: Record) -> bytes:

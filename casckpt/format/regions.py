@@ -1,4 +1,4 @@
-"""The one geometry of casckpt: which elements of a global tensor a piece of data is.
+"""Boxes and regions: which elements of a global tensor a piece of data holds.
 
 A `Region` is an n-dimensional box of the global tensor, and a sub-range of that box in its row-major order. It covers a
 plain tensor (the full box), a shard of a DTensor (a box), a flat shard of FSDP1 or ZeRO (the full box with a sub-range)
@@ -54,7 +54,7 @@ class Box:
 
     @property
     def end(self) -> Shape:
-        """First index behind the box, in each dimension."""
+        """First index after the box, in each dimension."""
         return tuple(start + extent for start, extent in zip(self.offset, self.shape, strict=True))
 
     def inside(self, outer: Box) -> bool:
@@ -122,7 +122,7 @@ class Region:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the whole of its box."""
+        """Whether it is its whole box."""
         return self.lo == 0 and self.hi == self.box.numel
 
     def __str__(self) -> str:
@@ -156,7 +156,7 @@ def is_contiguous(box: Box, shape: Shape) -> bool:
 def normalise(region: Region, shape: Shape) -> Region:
     """Return the same elements as a flat range of the whole tensor if they are one, else the region as it is.
 
-    This gives the same elements one name, whichever front end describes them.
+    So equal elements have equal regions, whichever front end describes them.
     """
     if region.box.shape == shape or not is_contiguous(region.box, shape):
         return region
@@ -203,26 +203,26 @@ def _pieces(shape: Shape, lo: int, hi: int) -> Iterator[tuple[Shape, Shape, int]
             yield (last, *offset), (1, *piece), last * inner + start
 
 
-def intersect(one: Region, other: Region) -> list[Box]:
-    """Return the common elements of two regions of one tensor, as disjoint boxes."""
-    if one.box == other.box:
-        lo, hi = max(one.lo, other.lo), min(one.hi, other.hi)
-        return [box for box, _ in flat_boxes(Region(one.box, lo, hi))] if lo < hi else []
-    if one.box.intersect(other.box) is None:
+def intersect(region: Region, other: Region) -> list[Box]:
+    """Return the common elements of two regions of a tensor, as disjoint boxes."""
+    if region.box == other.box:
+        lo, hi = max(region.lo, other.lo), min(region.hi, other.hi)
+        return [box for box, _ in flat_boxes(Region(region.box, lo, hi))] if lo < hi else []
+    if region.box.intersect(other.box) is None:
         return []
     theirs = [box for box, _ in flat_boxes(other)]
-    overlaps = (a.intersect(b) for a, _ in flat_boxes(one) for b in theirs)
+    overlaps = (a.intersect(b) for a, _ in flat_boxes(region) for b in theirs)
     return [box for box in overlaps if box is not None]
 
 
 def holes(ranges: Iterable[tuple[int, int]], end: int) -> list[tuple[int, int]]:
     """Find the parts of [0, end) that are in none of ``ranges``."""
-    found, position = [], 0
+    gaps, position = [], 0
     for lo, hi in [*sorted(ranges), (end, end)]:
         if lo > position:
-            found.append((position, lo))
+            gaps.append((position, lo))
         position = max(position, hi)
-    return found
+    return gaps
 
 
 def cut(lo: int, hi: int, cell: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Values without dimensions, as numpy and torch have them, as the Python values that records hold."""
+"""Conversion of numpy scalars and 0-d tensors to Python values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from casckpt.errors import InvalidInput
 
 
 def python_value(value: Any, name: str) -> Any:
-    """The bool, number or text of a numpy scalar, or of a tensor or array of no dimensions; other values as they are.
+    """Return the Python value of a numpy scalar, or of a 0-d tensor or array; other values unchanged.
 
     A tensor may be on any device; its graph is not kept. ``name``: for the error. Raises InvalidInput for a tensor
     that has no value here.

@@ -1,10 +1,10 @@
-"""The tree of a checkpoint: its nested state with a mark in place of each leaf.
+"""The tree of a checkpoint: its nested state with `TENSOR` or `OBJECT` in place of each leaf.
 
 A leaf stands for a tensor or an object that the manifest holds under the leaf's flat key: the elements of its path,
 joined by ".". The tree keeps what a flat key cannot: int and str keys apart, order, kinds of containers, empty ones.
 
-It is a value of dicts, OrderedDicts, defaultdicts, lists and tuples with `TENSOR` and `OBJECT` in them, and is stored
-as plain data. Nobody changes one: what is made of it are new containers.
+It consists of dicts, OrderedDicts, defaultdicts, lists and tuples, and is stored as plain data. Trees are never
+changed: `rebuild` and `merge` make new containers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def children(node: Node) -> Iterable[tuple[Element, Node]]:
 
 
 def container(kind: type, items: Mapping[Element, Any], like: Any) -> Any:
-    """Make a container of ``kind``; ``like`` has what the items do not show: a ``_metadata``, a default factory."""
+    """Make a container of ``kind`` with the ``_metadata`` or the default factory of ``like``."""
     if kind in _SEQUENCES:
         return kind(items.values())
     if kind is defaultdict:
@@ -132,11 +132,10 @@ def _is_element(element: Any) -> bool:
 
 
 def merge(trees: Sequence[Node]) -> Node:
-    """Merge ``trees`` into one with every child: those of the first in its order, then the new ones of each.
+    """Merge ``trees`` into one with all children: those of the first tree in its order, then new ones of each.
 
-    Of a ``_metadata`` the entries of all are kept; what else a container has is the first one's. Raises InvalidInput,
-    naming the key, if a path is one kind of node here and another there, or if two paths of different trees have one
-    flat key.
+    The entries of all ``_metadata`` are kept; other properties of a container come from the first tree. Raises
+    InvalidInput, naming the key, if a path has different kinds of nodes, or if two paths have the same flat key.
     """
     if not trees:
         raise InvalidInput("there is no tree to merge")
@@ -191,9 +190,9 @@ _DROPPED: Any = object()
 def rebuild(node: Node, leaf: Callable[[str, Leaf], Any], keep: Callable[[str], bool]) -> Any:
     """Build the nested value of a tree. ``leaf(flat key, leaf)`` gives the value of each leaf that ``keep`` selects.
 
-    A container that was saved empty is asked for by its own flat key. One that loses all its children is dropped
-    with them (the root never). A list or tuple that loses some comes back as a dict of the rest by index: closing the
-    gaps would give items the place of others.
+    ``keep`` gets the flat key of a container that was saved empty. A container that loses all its children is dropped
+    (never the root). A list or tuple that loses some children becomes a dict of the rest by index, so that no item
+    takes the place of another.
     """
     value = _rebuilt(node, (), leaf, keep)
     return {} if value is _DROPPED else value
@@ -203,22 +202,22 @@ def _rebuilt(node: Node, path: Path, leaf: Callable[[str, Leaf], Any], keep: Cal
     if isinstance(node, int):
         key = join(path)
         return leaf(key, node) if keep(key) else _DROPPED
-    found: dict[Element, Any] = {}
+    kept: dict[Element, Any] = {}
     for element, child in children(node):
         value = _rebuilt(child, (*path, element), leaf, keep)
         if value is not _DROPPED:
-            found[element] = value
-    if path and not found and (node or not keep(join(path))):
+            kept[element] = value
+    if path and not kept and (node or not keep(join(path))):
         return _DROPPED
-    if isinstance(node, list | tuple) and len(found) < len(node):
-        return found
-    made = container(type(node), found, node)
+    if isinstance(node, list | tuple) and len(kept) < len(node):
+        return kept
+    made = container(type(node), kept, node)
     if isinstance(made, OrderedDict):
-        vars(made).update(deepcopy(vars(made)))  # torch changes it, and the tree may be used again
+        vars(made).update(deepcopy(vars(made)))  # torch changes it, and the tree may be reused
     return made
 
 
 def listed(names: Sequence[object], most: int = 5) -> str:
-    """Return the first few of some names or numbers, for a message."""
+    """Format the first few names or numbers for a message."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(repr(name) for name in names[:most]) + more

@@ -24,7 +24,7 @@ from casckpt.format.sections.index import Entry
 from casckpt.history.commits import Commit
 from casckpt.loading.contents import Contents
 from casckpt.loading.regions import Part, RegionReader
-from casckpt.plan.lots import grouped, lots
+from casckpt.plan.lots import grouped, in_batches
 from casckpt.plan.reuse import ManifestCells, ReusableCells
 from casckpt.ranks.agreement import StoreIdentity, check_same, named
 from casckpt.ranks.ranks import Ranks, everyone, telling
@@ -142,7 +142,7 @@ def _doubtful(cells: Sequence[Cell], progress: Progress) -> list[Cell]:
 
     nbytes = sum(cell.nbytes for cell in cells)
     threads = useful_threads(usable_threads(None), nbytes, len(cells))
-    run_all(look, lots(enumerate(cells), lambda one: one[1].nbytes, _LOOK_BYTES), threads)
+    run_all(look, in_batches(enumerate(cells), lambda one: one[1].nbytes, _LOOK_BYTES), threads)
     return [cells[number] for number in sorted(found)]
 
 

@@ -15,7 +15,7 @@ from itertools import groupby
 from threading import BoundedSemaphore
 from typing import NamedTuple
 
-from casckpt.base.cycle_collector import collecting_later
+from casckpt.base.cycle_collector import collector_paused
 from casckpt.base.lazy import cached_property
 from casckpt.base.parallel import run_all, usable_cores, useful_threads
 from casckpt.base.progress import Progress, silent
@@ -154,7 +154,7 @@ class EntryReader:
         with closing(slots), pool as scratches:
             transfer = Transfer(self.repo, self.manifest, slots, scratches, turns, self.progress, finished, self.verify)
             try:
-                with collecting_later() if threads == 1 else nullcontext():
+                with collector_paused() if threads == 1 else nullcontext():
                     run_all(transfer.run_all, tasks, threads)
             finally:  # after a failure, too: no copy may come behind what the caller does then
                 gpu.wait_for_copies(tensor for want in wants for tensor in want.sink.written)
@@ -196,7 +196,7 @@ class EntryReader:
         """The blobs that `run` would read."""
         return [self.manifest.blob(number) for number in sorted({batch.blob for batch in self._reads(wants).every})]
 
-    @collecting_later()
+    @collector_paused()
     def _reads(self, wants: Sequence[RegionRequest], done: Set[FilledRange] = frozenset()) -> Reads:
         """All reads."""
         items = list(self._items(wants, done))

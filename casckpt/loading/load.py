@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from casckpt.base.cycle_collector import collecting_later
+from casckpt.base.cycle_collector import collector_paused
 from casckpt.contents import manifests
 from casckpt.contents.checkpoint import Checkpoint, Frames
 from casckpt.contents.signatures import check_verified
@@ -89,7 +89,7 @@ def load_together(
     What is wrong on any rank is raised on all of them, before anything changes on one.
     """
     found, mine = _find(repo, ranks, ref, options, resolve)
-    with collecting_later() if found.commit.committed.bytes_total < _QUICK_BYTES else nullcontext():
+    with collector_paused() if found.commit.committed.bytes_total < _QUICK_BYTES else nullcontext():
         return _load(repo, ranks, state, found, mine)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from casckpt.format.extents import StoredCell
 from casckpt.format.regions import Box, Region
-from casckpt.plan.lots import lots
+from casckpt.plan.lots import in_batches
 from casckpt.plan.reads import Batch, Unit, affordable_gap, plan_batches
 from casckpt.storage.base import BLOCK, Traits
 from casckpt.tensors.memory import Destination, copy_bytes
@@ -158,7 +158,7 @@ def plan_lots(items: Sequence[PlannedRead], traits: Traits, *, most: int, scratc
     if not any(item.frames for item in items):
         return Reads([((), batches(items))] if items else [], most, room)
     in_order = sorted(items, key=lambda item: item.row[:3])
-    together = lots(in_order, lambda item: sum(cell.stored for cell in item.frames), _FRAME_BYTES)
+    together = in_batches(in_order, lambda item: sum(cell.stored for cell in item.frames), _FRAME_BYTES)
     return Reads(
         [(plan_batches(_frames(lot), gap=gap, most=_FRAME_BYTES), batches(lot)) for lot in together], most, room
     )

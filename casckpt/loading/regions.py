@@ -15,7 +15,7 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Region, full_box
 from casckpt.format.sections.index import Entry
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
-from casckpt.plan.lots import lots
+from casckpt.plan.lots import in_batches
 from casckpt.repository.repository import Repository
 from casckpt.storage.buffers import AlignedBuffer
 from casckpt.tensors.dtypes import torch_dtype
@@ -56,7 +56,7 @@ class RegionReader:
 
     def read(self, parts: Iterable[Part]) -> Iterator[tuple[Part, memoryview]]:
         """Give each part with its bytes, in order. What is given holds until the next is asked for."""
-        for lot in lots(parts, lambda part: part.nbytes, LOT_BYTES):
+        for lot in in_batches(parts, lambda part: part.nbytes, LOT_BYTES):
             ends = list(accumulate(-(-part.nbytes // _ALIGNED) * _ALIGNED for part in lot))
             if self._buffer.nbytes < ends[-1]:
                 self._buffer = AlignedBuffer(ends[-1])

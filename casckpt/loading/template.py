@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from casckpt.base.cycle_collector import collecting_later
+from casckpt.base.cycle_collector import collector_paused
 from casckpt.base.lazy import cached_property
 from casckpt.contents.checkpoint import Frames
 from casckpt.errors import Mismatch, MissingKey
@@ -50,7 +50,7 @@ class Template:
         self.empties: dict[str, str] = {}
         self._flat, self._names = FlatState({}, {}), dict[str, str]()
 
-    @collecting_later()
+    @collector_paused()
     def plan(self, repo: Repository, state: Any) -> None:
         """Check all of it. Raises MissingKey, Mismatch or InvalidInput; Damaged, StorageError if it has to read."""
         name_of = renamer(self._plan.options.rename)

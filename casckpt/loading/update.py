@@ -25,7 +25,7 @@ from casckpt.contents import manifests
 from casckpt.contents.checkpoint import Checkpoint, Frames
 from casckpt.errors import CasckptError, Damaged, InvalidInput, MissingKey, NotFound, Refused, StorageError
 from casckpt.format.digest import cell_digest
-from casckpt.format.encodings import decode, undo
+from casckpt.format.encodings.frames import decode, undo
 from casckpt.format.encodings.scratch import scratch
 from casckpt.format.extents import Extent, ExtentTable, StoredCell
 from casckpt.format.manifest import Manifest
@@ -37,9 +37,9 @@ from casckpt.loading.blob_readers import BlobReaders
 from casckpt.loading.contents import Contents
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.planned_reads import Consumer, FilledRange, part, place
-from casckpt.plan.lots import lots
+from casckpt.plan.lots import in_batches
 from casckpt.plan.reads import Batch, affordable_gap, plan_batches, plan_units
-from casckpt.plan.routes import Link, Route, Span, common, find_route, find_way, links, within
+from casckpt.plan.routes import Link, Route, Span, common, find_extent_route, find_route, links, within
 from casckpt.storage.base import ShortObject
 from casckpt.tensors.gpu import wait_for_copies
 from casckpt.tensors.memory import Destination, note_writes
@@ -216,7 +216,7 @@ class _Update:
 
     def _compare_span(self, at: _Place, held: Extent, wanted: Extent, span: Span) -> None:
         """The same for cells of two extents, together if they go the same way."""
-        way = find_way(held, wanted, span, at.kept)
+        way = find_extent_route(held, wanted, span, at.kept)
         if way is None:
             for one in span.apart() if span.size > 1 else ():
                 self._compare_span(at, held, wanted, one)
@@ -283,7 +283,7 @@ class _Update:
         in_order = sorted(steps, key=lambda step: step.moves[-1].where if step.moves else (-1, 0, 0))
         weighed = [(step.work, step) for step in in_order]
         most = min(_LOT_BYTES, max(_LEAST_BYTES, sum(work for work, _ in weighed) // (2 * threads)))
-        each = ([step for _, step in lot] for lot in lots(weighed, itemgetter(0), most))
+        each = ([step for _, step in lot] for lot in in_batches(weighed, itemgetter(0), most))
         planned = [(lot, self._batches(lot)) for lot in each]
         batches = [batch for _, batches in planned for batch in batches]
         download.progress.expect(plain)

@@ -1,8 +1,9 @@
-"""Bases: since which earlier version of some cells their next one is stored as a difference. Pure.
+"""Choice of the base against which the next version of some cells is stored. Pure.
 
-The cells are those of one row of a manifest: they lie together and have their bases in common. All that is known of
-them is what that manifest says: how many bytes each delta has that leads from their key to the parent's version. So
-every rank decides alike, and a run that was killed decides as if it had not been.
+A delta is a frame with a base. A key is a version of the cells that has no base. The cells are those of one row of a
+manifest: they lie together and share their bases. The choice depends only on that manifest, which has the bytes of each
+delta between the key and the parent's version. So all ranks choose alike, and a killed run chooses alike when it
+resumes.
 """
 
 from __future__ import annotations
@@ -11,28 +12,28 @@ from collections.abc import Sequence
 from zlib import crc32
 
 MAX_DELTAS = 4
-"""From a key to any version. The format allows more; each is one more pass over the cell in a load."""
+"""Most deltas between a key and a version. The format allows more, but each costs a load a pass over the cell."""
 
-_SHARE = 1 / 6  # of the plain bytes, for all deltas: a quarter of what bfloat16 weights have in planes
-_SPREAD = 1 / 4  # of that, more or less, so that rows which change alike do not have new keys in one save
+_SHARE = 1 / 6  # most bytes of all deltas, as a part of the plain bytes
+_SPREAD = 1 / 4  # variation of that limit, so that rows which change alike get new keys in different saves
 
 
 def choose_base(deltas: Sequence[int], nbytes: int, place: str) -> int | None:
     """Choose how many deltas lie between the parent's version and the base of the next one.
 
-    While there are fewer than `MAX_DELTAS`, the base is the parent's version. Then the newest are left behind, as long
-    as the next is not larger than all of these and the next version's own change: so each delta that stays is about as
-    large as all behind it, and what is stored anew grows with the logarithm of the versions, not with their number
-    (the merges of a log-structured tree; O'Neil et al. 1996).
+    While there are fewer than `MAX_DELTAS`, the base is the parent's version. From then on the newest deltas are
+    skipped, as long as the next one is not larger than their sum and the change of the next version. So each remaining
+    delta is about as large as all newer ones together, and the bytes to store grow with the logarithm of the number of
+    versions (as the merges of a log-structured tree do; O'Neil et al. 1996).
 
     Args:
-        deltas: stored bytes of each, the parent's own first; none where the parent's version is stored by itself.
+        deltas: stored bytes of each, the parent's own first; empty if the parent's version is a key.
         nbytes: plain bytes of the cells.
-        place: tells these cells from others, in any save of them: the key of the tensor and where they begin.
+        place: identifies these cells in all saves: the key of the tensor and their first element.
 
     Returns:
-        0 for the parent's version; 1 for the base of that, whose bytes are had by undoing its delta; and so on, up to
-        ``len(deltas)`` for the key. None where the next version is to be a new key.
+        0 for the parent's version; 1 for its base, which results from undoing its delta; and so on, up to
+        ``len(deltas)`` for the key. None if the next version is to be a new key.
     """
     if sum(deltas) > _limit(nbytes, place):
         return None
@@ -46,6 +47,6 @@ def choose_base(deltas: Sequence[int], nbytes: int, place: str) -> int | None:
 
 
 def _limit(nbytes: int, place: str) -> float:
-    """Bytes of deltas beyond which a load costs too much."""
+    """Return the most bytes of deltas that a load may have to read."""
     where = crc32(place.encode()) / (1 << 32)
     return nbytes * _SHARE * (1 + _SPREAD * (2 * where - 1))

@@ -1,7 +1,7 @@
 """Cuts of a shard into cells: along the cells of the parent checkpoint where possible, else at fixed multiples.
 
-A cell is the unit of comparison. Cutting along the parent's cells is what makes a save share bytes with the one
-before, also when the topology changed in between. Pure; units are elements.
+A cell is the unit of comparison. A cut along the parent's cells lets a save reuse them, also after a change of
+topology. Pure; units are elements.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ import numpy as np
 from casckpt.format.extents import ExtentTable, StoredCell
 from casckpt.format.regions import Box, Region, Shape, cut, normalise, whole
 
-_MAX_REST = 64  # boxes that may be left of a shard beside the parent's; beyond it, sharing is not worth the fragments
+_MAX_REST = 64  # boxes that remain of a shard beside the parent's; with more, reuse is not worth the fragments
 _LONG_RUN = 4  # cells: a run of a non-contiguous shard that is this long is cut like a flat range of the whole tensor
 
 
 class NewCell(NamedTuple):
-    """A cell that the parent does not have: the elements [lo, hi) in the row-major order of its group's box."""
+    """A cell that the parent lacks: the elements [lo, hi) in the row-major order of its group's box."""
 
     lo: int
     hi: int
 
 
 Cut: TypeAlias = StoredCell | NewCell
-"""One cell of a group; a cell of the parent where that has just these elements."""
+"""One cell of a group: a cell of the parent if that has exactly these elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Cells that follow each other in the row-major order of ``box``, from ``lo`` to ``hi``.
+    """Consecutive cells in the row-major order of ``box``, from ``lo`` to ``hi``.
 
-    ``part``: the box of the tensor whose local data, in row-major order, is what the cells are cut from; None for the
-    shard's data as it is. Element ``lo`` of the group is element 0 of that data.
+    ``part``: the box of the tensor whose local data, in row-major order, is cut; None for the shard's data as it is.
+    Element ``lo`` of the group is element 0 of that data.
     """
 
     box: Box
@@ -54,7 +54,7 @@ def plan_cells(region: Region, shape: Shape, cell: int, parent: ExtentTable | No
     if not region.numel:
         return []
     if parent is not None and parent.cell != cell:
-        parent = None  # it comes from a store that cuts otherwise
+        parent = None  # from a store with another cell size
     if parent is not None and parent.is_whole and region == whole(shape):
         return [Group(region.box, 0, region.hi, None, list(parent.cells_in(0, 0, region.hi)))]
     if region.is_whole:
@@ -78,21 +78,21 @@ def _plain_cuts(lo: int, hi: int, cell: int) -> list[NewCell]:
 
 
 def _cuts_along(region: Region, cell: int, parent: ExtentTable) -> list[Cut]:
-    """Cut a region along the parent's cells that lie wholly inside it."""
+    """Cut a region along those of the parent's cells that lie completely inside it."""
     cuts: list[Cut] = []
     position = region.lo
-    for known in _known_cells(region, parent):
-        if position < known.lo:
-            cuts += _plain_cuts(position, known.lo, cell)
-        cuts.append(known)
-        position = known.hi
+    for stored in _known_cells(region, parent):
+        if position < stored.lo:
+            cuts += _plain_cuts(position, stored.lo, cell)
+        cuts.append(stored)
+        position = stored.hi
     if position < region.hi:
         cuts += _plain_cuts(position, region.hi, cell)
     return cuts
 
 
 def _known_cells(region: Region, parent: ExtentTable) -> Iterator[StoredCell]:
-    """Iterate over the parent's cells wholly inside a region and of the same box, in order."""
+    """Iterate over the parent's cells of the same box that lie completely inside a region, in order."""
     if region.box not in parent.boxes:
         return iter(())
     cells = parent.cells_in(parent.boxes.index(region.box), region.lo, region.hi)
@@ -100,7 +100,7 @@ def _known_cells(region: Region, parent: ExtentTable) -> Iterator[StoredCell]:
 
 
 def _parts(box: Box, shape: Shape, cell: int, parent: ExtentTable | None) -> list[Box] | None:
-    """Return the boxes to cut a shard into first; None if it is best left whole."""
+    """Return the boxes into which a shard is cut first; None to leave it whole."""
     inner = (
         [other for other in _filled_boxes(parent) if other != box and other.inside(box)] if parent is not None else []
     )
@@ -113,7 +113,7 @@ def _parts(box: Box, shape: Shape, cell: int, parent: ExtentTable | None) -> lis
 
 
 def _filled_boxes(parent: ExtentTable) -> list[Box]:
-    """Return the boxes that the parent's extents fill, which are therefore disjoint; others may overlap each other."""
+    """Return the boxes that the parent's extents fill. These are disjoint; other boxes may overlap."""
     held = [0] * len(parent.boxes)
     for extent in parent.extents:
         held[extent.box] += extent.hi - extent.lo
@@ -121,7 +121,7 @@ def _filled_boxes(parent: ExtentTable) -> list[Box]:
 
 
 def _rest(box: Box, inner: Sequence[Box]) -> list[Box] | None:
-    """Subtract disjoint ``inner`` boxes from ``box``; None if too many pieces are left."""
+    """Subtract disjoint ``inner`` boxes from ``box``; None if too many pieces remain."""
     if sum(other.numel for other in inner) == box.numel:
         return []
     rest = [box]

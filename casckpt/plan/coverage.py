@@ -1,4 +1,4 @@
-"""Proof that the regions to be stored make up a whole tensor: no hole, no overlap. Pure."""
+"""Proof that the regions to store make up a whole tensor: no hole, no overlap. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from casckpt.format.regions import Box, Region, Shape, flat_boxes, full_box, hol
 
 
 def holes_and_overlaps(shape: Shape, regions: Sequence[Region]) -> tuple[list[Region], list[tuple[int, int]]]:
-    """Find (regions that nobody holds, index pairs of regions that overlap): the first few of each, to be named."""
+    """Find (regions that nobody holds, index pairs of regions that overlap): the first few of each, for a message."""
     regions = [normalise(region, shape) for region in regions]
     flat = [i for i, region in enumerate(regions) if region.box == full_box(shape) and region.numel]
     overlaps = _flat_overlaps(regions, flat)
@@ -27,37 +27,37 @@ def holes_and_overlaps(shape: Shape, regions: Sequence[Region]) -> tuple[list[Re
 
 def _flat_overlaps(regions: Sequence[Region], flat: list[int]) -> list[tuple[int, int]]:
     order = sorted(flat, key=lambda i: (regions[i].lo, regions[i].hi))
-    found, reach = [], -1
+    overlaps, reach = [], -1
     for i in order:
         if reach >= 0 and regions[i].lo < regions[reach].hi:
-            found.append((reach, i))
+            overlaps.append((reach, i))
         if reach < 0 or regions[i].hi > regions[reach].hi:
             reach = i
-    return found[:4]
+    return overlaps[:4]
 
 
 def _box_overlaps(regions: Sequence[Region]) -> list[tuple[int, int]]:
-    """Sweep along one dimension over the boxes that make up regions: each may meet those that begin before its end."""
+    """Sweep along one dimension over the boxes of regions: a box can overlap only boxes that begin before its end."""
     parts = [(i, box) for i, region in enumerate(regions) for box, _ in flat_boxes(region)]
     starts = np.array([box.offset for _, box in parts], dtype=np.int64)
     ends = np.array([box.end for _, box in parts], dtype=np.int64)
 
     def sweep(dim: int) -> tuple[Ints, Ints]:
-        """The order in which they begin, and for each in it the first that begins behind its end."""
+        """Return the order of their starts, and for each the first box that begins after its end."""
         order = np.argsort(starts[:, dim], kind="stable")
         return order, np.searchsorted(starts[order, dim], ends[order, dim])
 
     order, stops = sweep(min(range(starts.shape[1]), key=lambda dim: int(sweep(dim)[1].sum())))
     starts, ends = starts[order], ends[order]
-    found: dict[tuple[int, int], None] = {}
-    for one, stop in enumerate(stops.tolist()):
-        later = slice(one + 1, stop)
-        meets = ((starts[later] < ends[one]) & (ends[later] > starts[one])).all(axis=1)
+    overlaps: dict[tuple[int, int], None] = {}
+    for first, stop in enumerate(stops.tolist()):
+        later = slice(first + 1, stop)
+        meets = ((starts[later] < ends[first]) & (ends[later] > starts[first])).all(axis=1)
         for other in np.flatnonzero(meets)[:4].tolist():
-            found[parts[order[one]][0], parts[order[one + 1 + other]][0]] = None
-        if len(found) >= 4:
+            overlaps[parts[order[first]][0], parts[order[first + 1 + other]][0]] = None
+        if len(overlaps) >= 4:
             break
-    return list(found)[:4]
+    return list(overlaps)[:4]
 
 
 def _holes(shape: Shape, regions: Sequence[Region]) -> list[Region]:

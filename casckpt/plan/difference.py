@@ -1,4 +1,4 @@
-"""Differences between two checkpoints, from their manifests alone. Pure; no tensor byte is read."""
+"""Differences between two checkpoints, computed from their manifests. Pure; no tensor data is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from casckpt.format.sections.tables import encode_cells
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A tensor of both that differs. ``what``: "dtype", "shape" or "bytes"; ``bytes``: how many changed."""
+    """A tensor that differs. ``what``: "dtype", "shape" or "bytes"; ``bytes``: the number of changed bytes."""
 
     key: str
     what: str
@@ -22,10 +22,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Difference:
-    """Keys of tensors that only the new, only the old, or both have; of these, which changed.
+    """Keys of tensors that were added, removed, changed or not changed.
 
-    Bytes are compared cell by cell, by digest. Where two saves cut a tensor into other cells (another topology, and
-    no bytes in common), all of it counts as changed.
+    Bytes are compared cell by cell, by digest. If two saves cut a tensor into different cells (another topology, and
+    no bytes in common), the whole tensor counts as changed.
     """
 
     added: tuple[str, ...]
@@ -38,12 +38,12 @@ class Difference:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """Keys of tensors that both have and that differ."""
+        """Keys of the tensors that are in both and differ."""
         return tuple(change.key for change in self.changes)
 
     @property
     def bytes_changed(self) -> int:
-        """Bytes of changed cells, of tensors that both have."""
+        """Bytes of changed cells, of tensors that are in both."""
         return sum(change.bytes for change in self.changes)
 
     def _repr_html_(self) -> str:
@@ -83,9 +83,9 @@ def _change(old: Manifest, before: Entry, new: Manifest, after: Entry) -> Change
         return Change(after.key, "shape", after.nbytes)
     if before.dtype != after.dtype:
         return Change(after.key, "dtype", after.nbytes)
-    one, other = old.cells(before), new.cells(after)
-    if one.cell == other.cell and encode_cells(one) == encode_cells(other):
-        return None  # as most are: this is the quick way to know
-    known = {(cell.region, cell.digest) for cell in one.stored_cells()}
-    nbytes = sum(cell.nbytes for cell in other.stored_cells() if (cell.region, cell.digest) not in known)
+    old_cells, new_cells = old.cells(before), new.cells(after)
+    if old_cells.cell == new_cells.cell and encode_cells(old_cells) == encode_cells(new_cells):
+        return None  # as most tensors are; this comparison is fast
+    old_digests = {(cell.region, cell.digest) for cell in old_cells.stored_cells()}
+    nbytes = sum(cell.nbytes for cell in new_cells.stored_cells() if (cell.region, cell.digest) not in old_digests)
     return Change(after.key, "bytes", nbytes) if nbytes else None

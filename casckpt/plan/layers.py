@@ -1,4 +1,4 @@
-"""Tensors grouped by layer, so that a model with thousands of them can be looked at. Pure."""
+"""Tensors grouped by layer, for reports on models with thousands of tensors. Pure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 MOST: Final = 40
-"""Groups that are told apart at a glance."""
+"""Most groups that a report shows."""
 
 
 def layer_of(key: str, width: int = 1) -> str:
-    """Give the group of a key: up to its first number, as "model.layers.3", else without its last element.
+    """Return the group of a key: the key up to its first number ("model.layers.3"), else without its last element.
 
-    ``width``: so many numbers make one group, "model.layers.0-3".
+    ``width``: how many numbers make one group ("model.layers.0-3").
     """
     elements = key.split(".")
     for place, element in enumerate(elements):
@@ -27,22 +27,22 @@ def _span(number: int, width: int) -> str:
 
 
 def group(keys: Iterable[str], most: int = MOST) -> dict[str, str]:
-    """Give the group of each key, at most ``most`` groups in all, in the order of the keys.
+    """Return the group of each key, at most ``most`` groups in all, in the order of the keys.
 
-    Where there are more layers, neighbours share a group; where that does not help, keys with the same first two
-    elements do, then those with the same first one, and the last groups become "...".
+    If there are more layers, neighbours share a group. If there are still too many groups, keys with the same first two
+    elements share one, then those with the same first element. At last the last groups become "...".
     """
-    keys, found = list(keys), dict[str, str]()
+    keys, groups = list(keys), dict[str, str]()
     for width in (1, 2, 4, 8, 16, 32, 64):
-        found = {key: layer_of(key, width) for key in keys}
-        if len(set(found.values())) <= most:
-            return found
+        groups = {key: layer_of(key, width) for key in keys}
+        if len(set(groups.values())) <= most:
+            return groups
     for elements in (2, 1):
-        found = {key: ".".join(key.split(".")[:elements]) for key in keys}
-        if len(set(found.values())) <= most:
-            return found
-    kept = list(dict.fromkeys(found.values()))[: most - 1]
-    return {key: name if name in kept else "..." for key, name in found.items()}
+        groups = {key: ".".join(key.split(".")[:elements]) for key in keys}
+        if len(set(groups.values())) <= most:
+            return groups
+    kept = list(dict.fromkeys(groups.values()))[: most - 1]
+    return {key: name if name in kept else "..." for key, name in groups.items()}
 
 
 def summed(nbytes: Mapping[str, int], groups: Mapping[str, str]) -> dict[str, int]:

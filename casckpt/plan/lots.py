@@ -1,4 +1,4 @@
-"""Work in lots: consecutive items that are worth doing, or that fit into memory, together; items by a key. Pure."""
+"""Groups of items: consecutive items up to a size, and items by key. Pure."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 
-def lots(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Group items, in order, into lists of at most ``most`` in total; a larger item is alone. No list is empty."""
-    lot: list[T] = []
+def in_batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Group items, in order, into lists of a total ``size`` of at most ``most``. A larger item is alone in its list."""
+    batch: list[T] = []
     room = most
     for item in items:
-        if lot and size(item) > room:
-            yield lot
-            lot, room = [], most
-        lot.append(item)
+        if batch and size(item) > room:
+            yield batch
+            batch, room = [], most
+        batch.append(item)
         room -= size(item)
-    if lot:
-        yield lot
+    if batch:
+        yield batch
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:

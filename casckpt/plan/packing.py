@@ -1,4 +1,4 @@
-"""Which cells lie together in a blob: those of one branch of the state, in order, as many as have room. Pure."""
+"""Choice of the cells that share a blob: cells of one branch of the state, in order, up to its size. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Generic, Protocol, TypeVar
 
 from casckpt.format.blob_writer import LEAF_BYTES, place_behind
 from casckpt.format.sections.index import ATTACHMENT
-from casckpt.plan.lots import lots
+from casckpt.plan.lots import in_batches
 
 _MAX_BRANCHES = 16
-_MIXED = 1 << 20  # bytes: branches that have no more together share a blob
+_MIXED = 1 << 20  # bytes: branches up to this size together share a blob
 
 
 class _Sized(Protocol):
@@ -25,22 +25,22 @@ C = TypeVar("C", bound=_Sized)
 
 
 def branch_of(kind: str, key: str) -> str:
-    """Return the child of the state's root that a stream belongs to, as far as a key tells; attachments are one."""
+    """Return the branch of a stream: its key up to the first dot. All attachments are one branch."""
     return "" if kind == ATTACHMENT else key.partition(".")[0]
 
 
 def branches_of(branches: Iterable[str]) -> frozenset[str]:
-    """Return all branches of a state; where they are many, they count as one."""
-    found: set[str] = set()
+    """Return all branches of a state; more than 16 count as one."""
+    names: set[str] = set()
     for branch in branches:
-        found.add(branch)
-        if len(found) > _MAX_BRANCHES:
+        names.add(branch)
+        if len(names) > _MAX_BRANCHES:
             return frozenset({""})
-    return frozenset(found)
+    return frozenset(names)
 
 
 def by_branch(cells: Sequence[C], branch: Callable[[C], str], branches: Collection[str]) -> list[Sequence[C]]:
-    """Keep the branches of the state apart, for who wants one of them alone; small ones lie together."""
+    """Separate the branches of the state, so that one of them can be read alone. Small ones stay together."""
     if not cells or len(branches) == 1:
         return [cells] if cells else []
     nbytes: dict[str, int] = defaultdict(int)
@@ -48,16 +48,16 @@ def by_branch(cells: Sequence[C], branch: Callable[[C], str], branches: Collecti
         nbytes[branch(cell)] += cell.nbytes
     parts: list[list[C]] = []
     part_of: dict[str, list[C]] = {}
-    for lot in lots(sorted(nbytes, key=nbytes.__getitem__), nbytes.__getitem__, _MIXED):
+    for names in in_batches(sorted(nbytes, key=nbytes.__getitem__), nbytes.__getitem__, _MIXED):
         parts.append([])
-        part_of.update((name, parts[-1]) for name in lot)
+        part_of.update((name, parts[-1]) for name in names)
     for cell in cells:
         part_of[branch(cell)].append(cell)
     return list(parts)
 
 
 class Queue(Generic[C]):
-    """Cells in order, handed out by the buffer. Safe for use by several threads."""
+    """Cells in order, taken as many as fit into a buffer. Safe for use by several threads."""
 
     def __init__(self, cells: Sequence[C]) -> None:
         self._cells = cells
@@ -66,11 +66,11 @@ class Queue(Generic[C]):
 
     @property
     def is_empty(self) -> bool:
-        """Are all cells handed out?"""
+        """Whether all cells were taken."""
         return self._next == len(self._cells)
 
     def take(self, begin: int, end: int) -> tuple[int, Sequence[C]]:
-        """Take the next cells that have room in a blob from byte ``begin`` to byte ``end``; the number of the first."""
+        """Take the next cells that fit between bytes ``begin`` and ``end`` of a blob: (number of the first, cells)."""
         with self._lock:
             first = last = self._next
             while last < len(self._cells):

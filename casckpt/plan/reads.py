@@ -1,7 +1,7 @@
-"""Reads of a load: the bytes of each blob that it needs, merged into few requests. Pure; nothing here reads.
+"""Reads of a load: the ranges of each blob that it needs, merged into few requests. Pure; nothing here reads.
 
-The unit of a verified read is the cell: what is wanted is rounded out to whole cells. Unverified, it is the wanted
-bytes themselves, in pieces of a few cells. Where any of a tensor is coded, it is the cell, too.
+A verified read reads whole cells. An unverified read reads only the wanted bytes, in pieces of a few cells; but whole
+cells of a tensor that has any coded cell.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from casckpt.plan.coverage import holes_and_overlaps
 
 T = TypeVar("T")
 _PIECE_BYTES = 2 << 20
-_SMALL_GAP = 64 << 10  # bytes: an unverified read does not take runs apart that are nearer to each other
+_SMALL_GAP = 64 << 10  # bytes: an unverified read merges runs with smaller gaps
 
 
 class ReadPiece(NamedTuple):
@@ -46,7 +46,7 @@ class ReadPiece(NamedTuple):
 
 
 Unit: TypeAlias = StoredCell | ReadPiece
-"""What is read at once: a cell, or a piece of an extent if the read is not verified."""
+"""One unit of a read: a cell, or a piece of an extent if the read is not verified."""
 
 
 def plan_units(table: ExtentTable, wanted: Region, *, verify: bool) -> Iterator[Unit]:
@@ -58,7 +58,7 @@ def plan_units(table: ExtentTable, wanted: Region, *, verify: bool) -> Iterator[
     if wanted.lo == wanted.hi:
         return
     only = table.only_cell if verify else None
-    if only is not None and wanted.box == only.box:  # as of most tensors, in a fraction of the time
+    if only is not None and wanted.box == only.box:  # a fast path for most tensors
         yield only
         return
     by_cell = verify or any(extent.coding is not None for extent in table.extents)
@@ -70,12 +70,12 @@ def plan_units(table: ExtentTable, wanted: Region, *, verify: bool) -> Iterator[
             worth = table.cell if by_cell else max(1, _SMALL_GAP // table.itemsize)
             for lo, hi in _spans(box, wanted, worth):
                 units = find(number, lo, hi)
-                # what is as long as the longest gap within a span holds some of what is wanted
+                # a unit as long as the longest gap within a span holds some wanted element
                 yield from (unit for unit in units if unit.hi - unit.lo >= worth or intersect(unit.region, wanted))
 
 
 def _spans(box: Box, wanted: Region, worth: int) -> list[tuple[int, int]]:
-    """Find the ranges, in the row-major order of ``box``, of ``wanted``: sorted, ``worth`` elements apart or more."""
+    """Find the ranges of ``wanted`` in the row-major order of ``box``: sorted, ``worth`` elements apart or more."""
     commons = (common.relative_to(box) for common in intersect(Region(box, 0, box.numel), wanted))
     return _united([span for common in commons for span in _runs(common, box.shape, worth)], worth)
 
@@ -117,9 +117,9 @@ def _pieces(table: ExtentTable, box: int, lo: int, hi: int) -> Iterator[ReadPiec
 
 @dataclass(frozen=True, slots=True)
 class Batch(Generic[T]):
-    """One read: ``nbytes`` from ``offset`` of a blob, and the items that lie in it, sorted by offset.
+    """One read: ``nbytes`` at ``offset`` of a blob, and the items in it, sorted by offset.
 
-    Between two items there may be a gap of unwanted bytes; items that begin inside the one before overlap it.
+    There may be a gap of unwanted bytes between two items, and items may overlap.
     """
 
     blob: int
@@ -129,9 +129,9 @@ class Batch(Generic[T]):
 
 
 def plan_batches(items: Iterable[tuple[int, int, int, T]], *, gap: int, most: int) -> list[Batch[T]]:
-    """Merge (blob, offset, nbytes, item) into reads of about ``most`` bytes, bridging gaps of up to ``gap`` bytes.
+    """Merge (blob, offset, nbytes, item) into reads of about ``most`` bytes, across gaps of up to ``gap`` bytes.
 
-    No byte of a blob lies in two batches.
+    No byte of a blob is in two batches.
     """
     batches: list[Batch[T]] = []
     current: list[tuple[int, int, T]] = []
@@ -155,9 +155,9 @@ def plan_batches(items: Iterable[tuple[int, int, int, T]], *, gap: int, most: in
 
 
 def affordable_gap(items: Iterable[tuple[int, int, int]], *, most: int, spare: int) -> int:
-    """Return the widest gap, up to ``most`` bytes, that merging may bridge while wasting at most ``spare`` bytes.
+    """Return the widest gap, up to ``most`` bytes, across which reads may be merged for at most ``spare`` extra bytes.
 
-    ``items``: (blob, offset, nbytes). All gaps up to that one are bridged, by `plan_batches`.
+    ``items``: (blob, offset, nbytes). `plan_batches` reads all gaps up to that width.
     """
     gaps: list[int] = []
     blob, end = -1, 0
@@ -176,19 +176,19 @@ def affordable_gap(items: Iterable[tuple[int, int, int]], *, most: int, spare: i
 
 
 def covers(table: ExtentTable, wanted: Region) -> bool:
-    """Tell whether the extents hold every element of ``wanted``: never if they overlap, which no save allows."""
+    """Tell whether the extents hold every element of ``wanted``. False if they overlap, which no save allows."""
     if table.is_whole:
         return True
     region = normalise(wanted, table.shape)
-    found = 0
+    count = 0
     for number, box in enumerate(table.boxes):
         if box == region.box:
             for extent in table.extents_in(number, region.lo, region.hi):
-                found += min(extent.hi, region.hi) - max(extent.lo, region.lo)
+                count += min(extent.hi, region.hi) - max(extent.lo, region.lo)
         elif box.intersect(region.box) is not None:
             for extent in table.extents_in(number, 0, box.numel):
-                found += sum(part.numel for part in intersect(table.region(extent), region))
-    if found < region.numel or len(table.boxes) == 1:
-        return found >= region.numel
+                count += sum(part.numel for part in intersect(table.region(extent), region))
+    if count < region.numel or len(table.boxes) == 1:
+        return count >= region.numel
     _, overlaps = holes_and_overlaps(table.shape, list(map(table.region, table.extents)))
-    return not overlaps  # of a hostile table: it could hide holes, which would show what was in memory before
+    return not overlaps  # overlaps could hide holes, and a load would leave those unfilled

@@ -1,8 +1,8 @@
 """Retention: which checkpoints a policy forgets. Pure: no storage, no clock.
 
-A policy is a union of rules, applied to each run by itself; a checkpoint that any rule keeps is kept. Whatever the
-rules say, the newest checkpoint of a run stays, the newest that nobody called unhealthy, and every tagged one. "Newest"
-is by time of the save, not by step: a run that was rolled back goes on from its latest save.
+A policy is a union of rules, applied to each run alone: it keeps a checkpoint that any rule keeps. It always keeps the
+newest checkpoint of a run, the newest one that is not marked unhealthy, and every tagged one. "Newest" means by time of
+the save, not by step: a run that was rolled back goes on from its latest save.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CALENDAR = {"keep_daily": "%Y-%m-%d", "keep_weekly": "%G-%V", "keep_monthly": "
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The ``count`` best by ``metric``: those with the least of it, or with the most."""
+    """The ``count`` checkpoints with the lowest ``metric``, or with the highest."""
 
     metric: str
     count: int
@@ -34,7 +34,7 @@ class Best:
 
     @classmethod
     def parse(cls, text: Any) -> Self:
-        """Return what NAME:N, NAME:min:N or NAME:max:N means. Raises InvalidInput."""
+        """Parse NAME:N, NAME:min:N or NAME:max:N. Raises InvalidInput."""
         name, _, number = text.rpartition(":") if isinstance(text, str) else ("", "", "")
         metric, _, way = name.rpartition(":")
         if way not in ("min", "max") or not metric:
@@ -43,28 +43,28 @@ class Best:
             raise InvalidInput(f'keep-best {text!r:.120}: give a metric and a number, as "loss:3" or "acc:max:1"')
         return cls(metric, int(number), way == "max")
 
-    def of(self, current: Iterable[RetentionCandidate]) -> list[RetentionCandidate]:
-        """Return the best of these, which are oldest first; all of them if none has the metric: any may be the best."""
-        known = [one for one in current if self.is_known_of(one)]
+    def of(self, current: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:
+        """Return the best of ``current``, which is oldest first; all of them if none has the metric."""
+        known = [saved for saved in current if self.is_known_of(saved)]
         if not known:
             return list(current)
-        return sorted(known, key=lambda one: one.metrics[self.metric] * (-1 if self.is_max else 1))[: self.count]
+        return sorted(known, key=lambda saved: saved.metrics[self.metric] * (-1 if self.is_max else 1))[: self.count]
 
-    def is_known_of(self, one: RetentionCandidate) -> bool:
+    def is_known_of(self, checkpoint: SavedCheckpoint) -> bool:
         """Tell whether a checkpoint has a number for the metric."""
-        return not isnan(one.metrics.get(self.metric, nan))
+        return not isnan(checkpoint.metrics.get(self.metric, nan))
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What to keep of each run: any of its rules is enough. Nothing set forgets nothing.
+    """What to keep of each run: one rule is enough. Without any rule nothing is forgotten.
 
     ``keep_last``: that many of the newest. ``keep_every``: those whose step is a multiple of it. ``keep_within``: those
     created at most that long ago ("7d", or a timedelta). ``keep_daily``, ``keep_weekly``, ``keep_monthly``: the newest
-    of each of so many last days, weeks (from Monday) and months, in UTC, in which any was created. ``keep_best``:
-    "loss:3", the three with the least of this metric, "acc:max:1", the one with the most; or several of these. Of equal
-    ones those saved first; none without the metric, or where it is NaN, but all as long as the whole run is without it.
-    Raises InvalidInput for what makes no sense.
+    of each of the last N days, weeks (from Monday) and months, in UTC, in which any was created. ``keep_best``: one or
+    several of "loss:3", the three with the lowest loss, and "acc:max:1", the one with the highest. Of equal ones it
+    keeps those saved first; none without the metric or with NaN, but all if no checkpoint of the run has the metric.
+    Raises InvalidInput for unusable values.
     """
 
     keep_last: int | None = None
@@ -84,7 +84,7 @@ class Policy:
                 raise InvalidInput(f"{rule.replace('_', '-')} {number!r}: give a number, 1 or more")
         if self.keep_within is not None:
             seconds_of(self.keep_within, "keep-within")
-        if not self.best:  # as of an option that may be repeated
+        if not self.best:  # an empty list, as of a repeatable option
             object.__setattr__(self, "keep_best", None)
         if self.keep_last == 0 and replace(self, keep_last=None).is_empty:
             raise InvalidInput(
@@ -93,18 +93,18 @@ class Policy:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it says nothing at all, and so forgets nothing."""
+        """Whether it has no rule, and so forgets nothing."""
         return all(getattr(self, rule.name) is None for rule in fields(self))
 
     @property
     def best(self) -> list[Best]:
-        """``keep_best`` as it is meant. Raises InvalidInput."""
+        """``keep_best``, parsed. Raises InvalidInput."""
         given = self.keep_best if isinstance(self.keep_best, list | tuple) else [self.keep_best]
-        return [Best.parse(one) for one in given if one is not None]
+        return [Best.parse(text) for text in given if text is not None]
 
     @property
     def within_seconds(self) -> float | None:
-        """``keep_within`` as a number."""
+        """``keep_within`` in seconds."""
         return None if self.keep_within is None else seconds_of(self.keep_within, "keep-within")
 
 
@@ -122,14 +122,14 @@ class KeepRules(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Thinning:
-    """Leave out the tensors that match ``drop`` (fnmatch patterns on keys) of all that ``keep`` does not keep whole."""
+    """Drop the tensors that match ``drop`` (fnmatch patterns on keys) from checkpoints that ``keep`` does not keep."""
 
     drop: tuple[str, ...]
     keep: Policy
 
 
 def thinning_of(rule: Any) -> Thinning | None:
-    """Return what ``{"drop": ["optim.*"], "keep_last": 2}`` means. Raises InvalidInput."""
+    """Parse ``{"drop": ["optim.*"], "keep_last": 2}``. Raises InvalidInput."""
     if rule is None:
         return None
     if not isinstance(rule, Mapping) or not {"drop"} <= rule.keys() <= {"drop", *KeepRules.__annotations__}:
@@ -141,9 +141,9 @@ def thinning_of(rule: Any) -> Thinning | None:
 
 
 def patterns_of(drop: Any) -> frozenset[str]:
-    """Return patterns of keys, checked; one text is one. Raises InvalidInput."""
+    """Check patterns of keys, and return them; a text is one pattern. Raises InvalidInput."""
     given: Any = [drop] if isinstance(drop, str) else drop
-    if not isinstance(given, list | tuple | Set) or not given or not all(isinstance(one, str) and one for one in given):
+    if not isinstance(given, list | tuple | Set) or not given or not all(isinstance(key, str) and key for key in given):
         raise InvalidInput(f"drop={drop!r:.80} is not usable; give patterns of keys, as ['optim.*']")
     if sum(map(len, given)) > MAX_PATTERNS:
         raise InvalidInput(f"what to drop has more than {MAX_PATTERNS} characters; give fewer patterns, or shorter")
@@ -151,10 +151,10 @@ def patterns_of(drop: Any) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class RetentionCandidate:
+class SavedCheckpoint:
     """A visible checkpoint as a policy sees it. ``created_at``: microseconds since the epoch.
 
-    ``metrics``: numbers by name. ``healthy``: the word of whoever saved it, None for none.
+    ``metrics``: numbers by name. ``healthy``: as its save says; None if it does not say.
     """
 
     txid: TxId
@@ -166,35 +166,33 @@ class RetentionCandidate:
 
 
 def plan_forget(
-    visible: Iterable[RetentionCandidate],
+    visible: Iterable[SavedCheckpoint],
     policy: Policy,
     now: int,
     *,
     tagged: Container[TxId] = (),
     run: str | None = None,
-) -> list[RetentionCandidate]:
+) -> list[SavedCheckpoint]:
     """Choose what ``policy`` forgets of the ``visible`` checkpoints of a store at ``now`` (microseconds).
 
-    Both are in the order of the saves. Twins (the same run and step, twice) that a later save superseded are forgotten
-    by every policy and count for no rule. ``tagged`` ones are never chosen. ``run`` limits it to that run.
+    Both are in the order of the saves. If a run has a step twice, every policy forgets the earlier one, and no rule
+    counts it. ``tagged`` ones are never chosen. ``run`` limits the choice to that run.
     """
     if policy.is_empty:
         return []
-    wanted = [one for one in visible if run is None or one.run == run]
-    by_run = grouped(wanted, lambda one: one.run)
-    chosen = {one.txid for group in by_run.values() for one in _forget_of_run(group, policy, now)}
-    return [one for one in wanted if one.txid in chosen and one.txid not in tagged]
+    wanted = [saved for saved in visible if run is None or saved.run == run]
+    by_run = grouped(wanted, lambda saved: saved.run)
+    chosen = {saved.txid for group in by_run.values() for saved in _forget_of_run(group, policy, now)}
+    return [saved for saved in wanted if saved.txid in chosen and saved.txid not in tagged]
 
 
-def runs_without(
-    visible: Iterable[RetentionCandidate], policy: Policy, *, run: str | None = None
-) -> dict[str, list[str]]:
-    """Return by metric of ``keep_best`` the runs of which no checkpoint has a number for it, and so all stay.
+def runs_without(visible: Iterable[SavedCheckpoint], policy: Policy, *, run: str | None = None) -> dict[str, list[str]]:
+    """Return, for each metric of ``keep_best``, the runs without a number for it. Of these it keeps all checkpoints.
 
-    Raises InvalidInput if no checkpoint has it at all, as its name may be mistyped. ``run`` limits it to that run.
+    Raises InvalidInput if no checkpoint has the metric: its name may be mistyped. ``run`` limits it to that run.
     """
-    by_run = grouped((one for one in visible if run is None or one.run == run), lambda one: one.run)
-    there = {name for group in by_run.values() for one in group for name in one.metrics}
+    by_run = grouped((saved for saved in visible if run is None or saved.run == run), lambda saved: saved.run)
+    there = {name for group in by_run.values() for saved in group for name in saved.metrics}
     for best in policy.best if by_run else ():
         if best.metric not in there:
             known = (
@@ -210,37 +208,38 @@ def runs_without(
     }
 
 
-def _forget_of_run(group: list[RetentionCandidate], policy: Policy, now: int) -> list[RetentionCandidate]:
+def _forget_of_run(group: list[SavedCheckpoint], policy: Policy, now: int) -> list[SavedCheckpoint]:
     """Choose what is forgotten of one run. ``group``: its checkpoints, oldest first."""
-    answers = {one.step: one.txid for one in group}  # of twins, the last one
-    current = [one for one in group if answers[one.step] == one.txid]
-    keep = {one.txid for one in newest_of(current)} | {one.txid for one in _kept_by_rules(current, policy, now)}
-    return [one for one in group if one.txid not in keep]
+    newest = {saved.step: saved.txid for saved in group}  # the last one of each step
+    current = [saved for saved in group if newest[saved.step] == saved.txid]
+    keep = {saved.txid for saved in (*newest_of(current), *_kept_by_rules(current, policy, now))}
+    return [saved for saved in group if saved.txid not in keep]
 
 
-def newest_of(current: Sequence[RetentionCandidate]) -> list[RetentionCandidate]:
-    """Return the last one, and the last one that nobody called unhealthy: whatever the rules say, these stay."""
-    healthy = next((one for one in reversed(current) if one.healthy is not False), None)
+def newest_of(current: Sequence[SavedCheckpoint]) -> list[SavedCheckpoint]:
+    """Return the last checkpoint, and the last one that is not marked unhealthy. Every policy keeps these."""
+    healthy = next((saved for saved in reversed(current) if saved.healthy is not False), None)
     return [*current[-1:], *([] if healthy is None else [healthy])]
 
 
-def _kept_by_rules(current: list[RetentionCandidate], policy: Policy, now: int) -> Iterator[RetentionCandidate]:
-    """Choose what the rules keep of one run. ``current``: all of its checkpoints that count, oldest first."""
+def _kept_by_rules(current: list[SavedCheckpoint], policy: Policy, now: int) -> Iterator[SavedCheckpoint]:
+    """Choose what the rules keep of one run. ``current``: its checkpoints, one for each step, oldest first."""
     if policy.keep_last:
         yield from current[-policy.keep_last :]
     if policy.keep_every is not None:
-        yield from (one for one in current if one.step % policy.keep_every == 0)
+        yield from (saved for saved in current if saved.step % policy.keep_every == 0)
     if policy.within_seconds is not None:
         most = policy.within_seconds * 1_000_000
-        yield from (one for one in current if now - one.created_at <= most)
+        yield from (saved for saved in current if now - saved.created_at <= most)
     for best in policy.best:
         yield from best.of(current)
     for rule, form in _CALENDAR.items():
         periods = getattr(policy, rule)
         if periods is not None:
-            newest = {_moment(one).strftime(form): one for one in sorted(current, key=lambda kept: kept.created_at)}
+            by_time = sorted(current, key=lambda saved: saved.created_at)
+            newest = {_moment(saved).strftime(form): saved for saved in by_time}
             yield from list(newest.values())[-periods:]
 
 
-def _moment(one: RetentionCandidate) -> datetime:
-    return datetime.fromtimestamp(one.created_at / 1e6, UTC)
+def _moment(checkpoint: SavedCheckpoint) -> datetime:
+    return datetime.fromtimestamp(checkpoint.created_at / 1e6, UTC)

@@ -1,4 +1,4 @@
-"""Known cells of a save: those of a few live manifests, found by key and region or by digest. Pure."""
+"""Cells of live manifests that a save may reuse, found by key and region or by digest. Pure."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 
 class CellSource(Protocol):
-    """A source of known cells: a manifest, or what a rank remembers of its last save."""
+    """A source of stored cells: a manifest, or the last save of this rank."""
 
     @property
     def refs(self) -> Sequence[BlobRef]:
-        """Its blobs; tables count these."""
+        """Its blobs. The blob numbers in tables are positions in this list."""
 
     def table(self, name: Name, dtype: str, shape: Shape) -> ExtentTable | None:
         """Return the extents of one stream, if the source has it with this dtype and shape."""
@@ -39,7 +39,7 @@ class CellSource(Protocol):
 
 
 class ManifestCells:
-    """The cells of a manifest. Unusable entries are left out with a warning: a save cannot reuse them."""
+    """The cells of a manifest. It skips unusable entries with a warning."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -74,9 +74,9 @@ class ManifestCells:
 class ReusableCells:
     """Cells of the parent and of the bases, in blobs that may be reused.
 
-    Blobs have one numbering over all sources; the parent's come first and keep their own numbers. ``excluded`` tells
-    which blobs must not be reused: damaged ones, worn ones, those whose bytes turned out to be gone. ``newest``: the
-    last save that wrote any blob of the parent.
+    Blobs are numbered over all sources; those of the parent come first and keep their numbers. ``excluded`` says which
+    blobs must not be reused: damaged ones, worn ones, and those that are gone. ``newest``: the last save that wrote any
+    blob of the parent.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ReusableCells:
 
     @property
     def any(self) -> bool:
-        """Whether there is anything that could be reused."""
+        """Whether any blob may be reused."""
         return bool(self._usable.any())
 
     def usable(self, blob: int) -> bool:
@@ -100,11 +100,11 @@ class ReusableCells:
         return bool(self._usable[blob])
 
     def exclude(self, blob: int) -> None:
-        """Stop reusing a blob whose bytes turned out to be gone."""
+        """Stop reusing a blob, because its bytes are gone."""
         self._usable[blob] = False
 
     def parent_table(self, name: Name, dtype: str, shape: Shape) -> ExtentTable | None:
-        """Return the parent's extents of a stream, if dtype and shape are the same too."""
+        """Return the parent's extents of a stream, if it has this dtype and shape."""
         return None if self._parent is None else self._parent.table(name, dtype, shape)
 
     def usable_cell(self, cell: StoredCell) -> bool:
@@ -112,7 +112,7 @@ class ReusableCells:
         return bool(self._usable[cell.blob]) and (cell.frame is None or all(self._usable[c.blob] for c in cell.chain))
 
     def find(self, digest: CellDigest) -> StoredCell | None:
-        """Find a usable cell with this digest. Only its digest and its place are those that are asked for."""
+        """Find a usable cell with this digest. It may belong to another tensor or region."""
         with self._lock:
             if self._index is None:
                 self._index = _DigestIndex(self._sources)
@@ -123,7 +123,7 @@ class _DigestIndex:
     """All cells of some sources, sorted by the first eight bytes of their digests."""
 
     def __init__(self, sources: Sequence[CellSource]) -> None:
-        self._extents: list[tuple[int, ExtentTable, Extent]] = []  # behind the number of their source's first blob
+        self._extents: list[tuple[int, ExtentTable, Extent]] = []  # (number of the source's first blob, ...)
         base = 0
         for source in sources:
             self._extents += [(base, table, extent) for table in source.tables() for extent in table.extents]
@@ -143,26 +143,26 @@ class _DigestIndex:
             base, table, extent = self._extents[number]
             if self._digests.startswith(digest, at):
                 begin = self._ends[number] - len(extent.digests)
-                found = _shifted(table.cell_at(extent, (at - begin) // DIGEST_BYTES), base)
-                if usable(found):
-                    return found
+                cell = _shifted(table.cell_at(extent, (at - begin) // DIGEST_BYTES), base)
+                if usable(cell):
+                    return cell
             row += 1
         return None
 
 
 def _shifted(cell: StoredCell, blobs: int) -> StoredCell:
-    """Return a cell whose blobs have numbers that are so much higher."""
-    return cell.moved(lambda one: (one.blob + blobs, one.offset)) if blobs else cell
+    """Return the cell with ``blobs`` added to the numbers of its blobs."""
+    return cell.moved(lambda stored: (stored.blob + blobs, stored.offset)) if blobs else cell
 
 
 def used_bytes(tables: Iterable[ExtentTable], blob_count: int) -> list[int]:
     """Count the bytes of each blob that the extents of one manifest use; shared cells count once."""
     used, reached = [0] * blob_count, [0] * blob_count
     for blob, start, stop in sorted(
-        (one.blob, one.offset, one.offset + table.stored_bytes(one))
+        (link.blob, link.offset, link.offset + table.stored_bytes(link))
         for table in tables
         for extent in table.extents
-        for one in ((extent,) if extent.coding is None else extent.chain)
+        for link in ((extent,) if extent.coding is None else extent.chain)
     ):
         used[blob] += max(0, stop - max(start, reached[blob]))
         reached[blob] = max(stop, reached[blob])
@@ -170,7 +170,7 @@ def used_bytes(tables: Iterable[ExtentTable], blob_count: int) -> list[int]:
 
 
 class CodedBytes(NamedTuple):
-    """Cells that are coded: their bytes, those of their frames, and of these the ones that are told from bases."""
+    """Bytes of coded cells, of their frames, and of the frames that have a base."""
 
     bytes_coded: int
     bytes_frames: int
@@ -178,45 +178,46 @@ class CodedBytes(NamedTuple):
 
 
 def coded_bytes(tables: Iterable[ExtentTable]) -> CodedBytes:
-    """Count what of these tables is coded, each cell where it stands; bases do not count for what is told from them."""
-    coded = [(table, one, one.coding) for table in tables for one in table.extents if one.coding is not None]
-    plain = sum((one.hi - one.lo) * table.itemsize for table, one, _ in coded)
-    frames = sum(table.stored_bytes(one) for table, one, _ in coded)
-    return CodedBytes(plain, frames, sum(table.stored_bytes(one) for table, one, how in coded if how.base is not None))
+    """Count the coded cells of these tables. Cells that only serve as bases do not count."""
+    coded = [(table, part, part.coding) for table in tables for part in table.extents if part.coding is not None]
+    plain = sum((part.hi - part.lo) * table.itemsize for table, part, _ in coded)
+    frames = sum(table.stored_bytes(part) for table, part, _ in coded)
+    deltas = sum(table.stored_bytes(part) for table, part, coding in coded if coding.base is not None)
+    return CodedBytes(plain, frames, deltas)
 
 
 def bytes_in(tables: Iterable[ExtentTable], blobs: Container[int]) -> int:
-    """Count the bytes of the cells that lie in ``blobs``, as held in memory; those of one place count once."""
-    found = {
-        (one.blob, one.offset): (one.hi - one.lo) * table.itemsize
+    """Count the bytes in memory of the cells that lie in ``blobs``; each place counts once."""
+    places = {
+        (extent.blob, extent.offset): (extent.hi - extent.lo) * table.itemsize
         for table in tables
-        for one in table.extents
-        if one.blob in blobs
+        for extent in table.extents
+        if extent.blob in blobs
     }
-    return sum(found.values())
+    return sum(places.values())
 
 
 def frames_in(tables: Iterable[ExtentTable]) -> set[int]:
     """Return the numbers of the blobs that hold frames."""
     coded = (extent for table in tables for extent in table.extents if extent.coding)
-    return {one.blob for extent in coded for one in extent.chain if one.coding}
+    return {link.blob for extent in coded for link in extent.chain if link.coding}
 
 
 def mark_worn(
     tables: Iterable[ExtentTable], refs: Sequence[BlobRef], run: str, lives: Callable[[TxId], bool]
 ) -> list[BlobRef]:
-    """Return ``refs``, which ``tables`` count, with those marked that the next save of the run is to leave behind.
+    """Return ``refs``, the blobs of ``tables``, with the worn ones marked: the next save of the run stores their cells.
 
-    Worn is a blob of the run itself, or of a checkpoint that no longer ``lives``, of which less than half is used. One
-    of frames is not: to leave it takes the cells whole.
+    A blob is worn if less than half of it is used, and it belongs to the run itself or to a checkpoint that no longer
+    ``lives``. A blob of frames is never worn: its cells would have to be stored whole.
     """
     every = list(tables)
     used, framed = used_bytes(every, len(refs)), frames_in(every)
-    mine, ours = run_hash(run), dict[TxId, bool]()
+    own_hash, is_own = run_hash(run), dict[TxId, bool]()
     marked = []
     for number, (ref, nbytes) in enumerate(zip(refs, used, strict=True)):
         half_empty = 2 * nbytes < most_data(ref.size) and number not in framed
-        if half_empty and ref.uploader not in ours:
-            ours[ref.uploader] = parse_txid(ref.uploader).run_hash == mine or not lives(ref.uploader)
-        marked.append(BlobRef(ref.hash, ref.size, ref.uploader, half_empty and ours[ref.uploader]))
+        if half_empty and ref.uploader not in is_own:
+            is_own[ref.uploader] = parse_txid(ref.uploader).run_hash == own_hash or not lives(ref.uploader)
+        marked.append(BlobRef(ref.hash, ref.size, ref.uploader, half_empty and is_own[ref.uploader]))
     return marked

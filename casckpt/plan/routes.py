@@ -1,9 +1,10 @@
-"""Routes between two versions of a cell, by the frames that tell one from the other. Pure; nothing here reads.
+"""Routes between two versions of a cell, by way of their frames. Pure; nothing here reads.
 
-A cell stands on a chain of bases. Where the chains of two versions meet, one becomes the other: its own frames are
-undone down to where they meet, and the frames of the other are decoded from there. No key is read for that.
+A coded cell has a chain of bases. If the chains of two versions meet, one version can be turned into the other: undo
+its frames down to the common base, and decode the frames of the other version from there. This reads no cell without a
+base.
 
-Cells that were saved together mostly go the same way. So ways are looked for by extents, all cells of one at a time.
+Cells that were saved together mostly have the same route. So routes are searched for all cells of an extent at once.
 """
 
 from __future__ import annotations
@@ -16,32 +17,32 @@ from casckpt.format.extents import DIGEST_BYTES, Extent, ExtentTable, StoredCell
 from casckpt.format.names import CellDigest
 
 Link: TypeAlias = tuple[CellDigest, CellDigest]
-"""What a frame tells, and from what: the digests of a cell and of its base. Wherever it lies, it does the same."""
+"""The digests of a cell and of its base. They identify a frame, wherever it is stored."""
 
 
 class Route(NamedTuple):
-    """The cells whose frames are ``undone``, and then those whose frames are ``decoded``, in this order."""
+    """The cells whose frames are undone, and then those whose frames are decoded, in this order."""
 
     undone: Sequence[StoredCell]
     decoded: Sequence[StoredCell]
 
     def cost(self, kept: Container[Link] = ()) -> int:
-        """Add up the bytes that are read; the frames ``kept`` are at hand."""
+        """Sum the bytes to read. The frames ``kept`` are in memory."""
         every = (*self.undone, *self.decoded)
         return sum(cell.stored for cell in every if cell.base is None or (cell.digest, cell.base.digest) not in kept)
 
 
 def links(cell: StoredCell) -> Iterator[Link]:
-    """Iterate over the frames that tell a cell from the last of its bases."""
-    for one in cell.chain:
-        if one.base is not None:
-            yield one.digest, one.base.digest
+    """Iterate over the links between a cell and the last of its bases."""
+    for version in cell.chain:
+        if version.base is not None:
+            yield version.digest, version.base.digest
 
 
 def find_route(held: StoredCell, wanted: StoredCell, kept: Container[Link] = ()) -> Route | None:
-    """Find the way from one cell to another of as many bytes that reads the least; the frames ``kept`` are at hand.
+    """Find the route from one cell to another of equal size that reads least. The frames ``kept`` are in memory.
 
-    None where the chains do not meet, or where reading ``wanted`` by itself, with all of its bases, is not more.
+    None if the chains do not meet, or if reading ``wanted`` with all of its bases is not more.
     """
     up, down = list(held.chain), list(wanted.chain)
     places = {cell.digest: number for number, cell in enumerate(down)}
@@ -52,7 +53,7 @@ def find_route(held: StoredCell, wanted: StoredCell, kept: Container[Link] = ())
 
 
 class Span(NamedTuple):
-    """Cells of one box that several extents have: the elements [lo, hi), cut at the multiples of ``cell``.
+    """Cells of one box that are in several extents: the elements [lo, hi), cut at the multiples of ``cell``.
 
     ``itemsize``: bytes of an element.
     """
@@ -64,11 +65,11 @@ class Span(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many cells they are."""
+        """The number of cells."""
         return -(-self.hi // self.cell) - self.lo // self.cell
 
     def apart(self) -> Iterator[Span]:
-        """Iterate over the cells, each by itself."""
+        """Iterate over the cells, as a span each."""
         return (self._replace(lo=lo, hi=hi) for lo, hi in self.bounds)
 
     @property
@@ -78,32 +79,32 @@ class Span(NamedTuple):
         return ((max(n * self.cell, self.lo), min((n + 1) * self.cell, self.hi)) for n in range(first, last))
 
     def _numbers(self, extent: Extent) -> slice:
-        """Which cells of an extent they are."""
+        """Return the positions of these cells in an extent."""
         first = extent.lo // self.cell
         return slice(self.lo // self.cell - first, -(-self.hi // self.cell) - first)
 
     def digests(self, extent: Extent) -> bytes:
-        """Return what an extent has as their digests, one behind the other."""
+        """Return their digests in an extent, one after the other."""
         numbers = self._numbers(extent)
         return extent.digests[numbers.start * DIGEST_BYTES : numbers.stop * DIGEST_BYTES]
 
     def each_digest(self, extent: Extent) -> list[CellDigest]:
-        """Return their digests."""
+        """Return their digests in an extent, as a list."""
         every = self.digests(extent)
         return [CellDigest(every[at : at + DIGEST_BYTES]) for at in range(0, len(every), DIGEST_BYTES)]
 
     def links(self, extent: Extent) -> list[Link]:
-        """Return what their frames in a coded extent tell, and from what."""
+        """Return the links of these cells to their bases; none if the extent has no bases."""
         base = None if extent.coding is None else extent.coding.base
         return [] if base is None else list(zip(self.each_digest(extent), self.each_digest(base), strict=True))
 
     def all_links(self, extent: Extent) -> Iterator[Link]:
-        """Iterate over the frames that tell them from the last of their bases."""
-        for one in extent.chain:
-            yield from self.links(one)
+        """Iterate over the links between these cells and the last of their bases."""
+        for version in extent.chain:
+            yield from self.links(version)
 
     def places(self, extent: Extent) -> list[tuple[int, int, int]]:
-        """Return the blob, offset and bytes of what is stored of each."""
+        """Return (blob, offset, stored bytes) of each."""
         numbers, size = self._numbers(extent), self.itemsize
         if extent.coding is None:
             at = extent.offset - extent.lo * size
@@ -113,46 +114,47 @@ class Span(NamedTuple):
         return [(extent.blob, at, nbytes) for at, nbytes in zip(offsets[numbers], lengths[numbers], strict=True)]
 
 
-class Way(NamedTuple):
-    """The extents whose frames are ``undone``, and then those whose frames are ``decoded``, of all cells of a span."""
+class ExtentRoute(NamedTuple):
+    """The route of all cells of a span: the extents whose frames are undone, then those whose frames are decoded."""
 
     undone: Sequence[Extent]
     decoded: Sequence[Extent]
 
 
 def within(table: ExtentTable, extent: Extent, lo: int, hi: int) -> Span:
-    """Return the cells of an extent that hold any of the elements [lo, hi)."""
+    """Return the span of the cells of an extent that hold any of the elements [lo, hi)."""
     begin, end = lo // table.cell * table.cell, -(-hi // table.cell) * table.cell
     return Span(max(extent.lo, begin), min(extent.hi, end), table.cell, table.itemsize)
 
 
 def common(held: Iterable[Extent], wanted: Extent, span: Span) -> Iterator[tuple[Extent, Span]]:
-    """Iterate over the cells of a span of ``wanted`` that one of ``held``, extents of its box, has too."""
-    for one in held:
-        lo, hi = max(one.lo, span.lo), min(one.hi, span.hi)
-        if one.lo != wanted.lo:  # a cell that begins elsewhere is another one
+    """Iterate over the cells of a span of ``wanted`` that are also in one of ``held``, extents of the same box."""
+    for extent in held:
+        lo, hi = max(extent.lo, span.lo), min(extent.hi, span.hi)
+        if extent.lo != wanted.lo:  # a cell that begins elsewhere is a different cell
             lo = -(-lo // span.cell) * span.cell
-        if one.hi != wanted.hi:
+        if extent.hi != wanted.hi:
             hi = hi // span.cell * span.cell
         if lo < hi:
-            yield one, span._replace(lo=lo, hi=hi)
+            yield extent, span._replace(lo=lo, hi=hi)
 
 
-def find_way(held: Extent, wanted: Extent, span: Span, kept: Container[Link] = ()) -> Way | None:
-    """Find the way that `find_route` does, where it is the same one for all cells of a span; else None."""
+def find_extent_route(held: Extent, wanted: Extent, span: Span, kept: Container[Link] = ()) -> ExtentRoute | None:
+    """Find what `find_route` finds, if it is the same route for all cells of a span; else None."""
     up, down = list(held.chain), list(wanted.chain)
-    places = {span.digests(one): number for number, one in reversed(list(enumerate(down)))}
+    places = {span.digests(base): number for number, base in reversed(list(enumerate(down)))}
     first = places.get(span.digests(held))
-    if first is not None:  # nothing is undone, so all others are longer
-        return Way((), down[:first][::-1])
-    meetings = [(number, places[span.digests(one)]) for number, one in enumerate(up) if span.digests(one) in places]
-    ways = [Way(up[:behind], down[:ahead][::-1]) for behind, ahead in meetings]
-    costs = [sum(_cost(one, span, kept) for one in (*way.undone, *way.decoded)) for way in ways]
-    alone = sum(nbytes for one in down for _, _, nbytes in span.places(one))
-    return ways[costs.index(min(costs))] if costs and min(costs) < alone else None
+    if first is not None:  # nothing to undo: all other routes are longer
+        return ExtentRoute((), down[:first][::-1])
+    above = [span.digests(base) for base in up]
+    meetings = [(number, places[digests]) for number, digests in enumerate(above) if digests in places]
+    routes = [ExtentRoute(up[:behind], down[:ahead][::-1]) for behind, ahead in meetings]
+    costs = [sum(_cost(extent, span, kept) for extent in (*route.undone, *route.decoded)) for route in routes]
+    alone = sum(nbytes for extent in down for _, _, nbytes in span.places(extent))
+    return routes[costs.index(min(costs))] if costs and min(costs) < alone else None
 
 
 def _cost(extent: Extent, span: Span, kept: Container[Link]) -> int:
-    """Add up the bytes that are read of frames; those ``kept`` are at hand."""
+    """Sum the bytes of frames to read. Those ``kept`` are in memory."""
     pairs = zip(span.links(extent), span.places(extent), strict=True)
     return sum(nbytes for link, (_, _, nbytes) in pairs if link not in kept)

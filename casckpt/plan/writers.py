@@ -1,11 +1,11 @@
-"""Division of work: of every region that several ranks hold, the part that each of them writes. Pure.
+"""Division of the writes of a save among the ranks that hold the same regions. Pure.
 
-A region that one rank holds, that rank writes. What is the same on all of its holders (a replica) is shared out among
-them, balanced by the bytes that each has to write altogether, and split at the fixed multiples of the cell size, so
-that one huge replica does not land on one rank. Anything else that several ranks hold is written by the lowest of them.
+A region that only one rank holds is written by that rank. A replica, which is the same on all of its holders, is
+divided among them. The division balances the total bytes of the ranks, and cuts only at multiples of the cell size. Any
+other region that several ranks hold is written by the lowest of them.
 
-Ranks describe what they hold in columns of numbers, and the plan works on columns: 4,096 ranks of 1,000 tensors are
-four million rows.
+Ranks describe what they hold as columns of numbers, and the plan works on columns: 4,096 ranks with 1,000 tensors each
+have four million rows.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Words: TypeAlias = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class HeldRegions:
-    """What one rank holds, a row a region. All columns are of equal length.
+    """The regions that one rank holds, one in a row. All columns have equal length.
 
     ``name``, ``region``: hashes that are equal where stream and region are. ``lo``, ``hi``: the region's elements, in
-    the row-major order of its box. ``cell``: elements of a cell. ``itemsize``: bytes of an element. ``shared``: is it
-    the same on all holders?
+    the row-major order of its box. ``cell``: elements of a cell. ``itemsize``: bytes of an element. ``shared``: whether
+    it is the same on all holders.
     """
 
     name: npt.NDArray[np.uint64]
@@ -46,9 +46,9 @@ class HeldRegions:
 
 @dataclass(frozen=True)
 class WriteRanges:
-    """What one rank writes of its rows: the elements [lo, hi) of each; lo == hi for none.
+    """The elements [lo, hi) of each row that one rank writes; lo == hi for none.
 
-    ``sharing``: how many ranks share out the writing of each row; 0 where they do not.
+    ``sharing``: the number of ranks that write each row together; 0 for none.
     """
 
     lo: Ints
@@ -57,7 +57,7 @@ class WriteRanges:
 
     @property
     def elements(self) -> Ints:
-        """How many elements of each row."""
+        """The number of elements of each row."""
         return self.hi - self.lo
 
 
@@ -65,12 +65,12 @@ class Holders:
     """The rows of all ranks, by region."""
 
     def __init__(self, held: Sequence[HeldRegions]) -> None:
-        lengths = [len(one) for one in held]
+        lengths = [len(regions) for regions in held]
         self._first = np.cumsum([0, *lengths])
         self.rank = np.repeat(np.arange(len(held)), lengths)
         name, region, shared = (_joined(held, what) for what in ("name", "region", "shared"))
         self.order = np.lexsort((self.rank, region, name))
-        self.new = np.ones(len(self.order), dtype=bool)  # of each sorted row: does a region begin with it?
+        self.new = np.ones(len(self.order), dtype=bool)  # for each sorted row: whether a region begins with it
         same_name = name[self.order][1:] == name[self.order][:-1]
         self.new[1:] = ~(same_name & (region[self.order][1:] == region[self.order][:-1]))
         self.starts = np.flatnonzero(self.new)
@@ -78,35 +78,35 @@ class Holders:
         weights = np.random.default_rng(0).integers(1, 2**62, size=len(held) + 1, dtype=np.uint64)
         some = len(self.starts) > 0
         self.sums = np.add.reduceat(weights[self.rank[self.order]], self.starts) if some else weights[:0]
-        """Of each region, a number for the set of ranks that hold it."""
+        """For each region, a number that identifies the set of ranks that hold it."""
         every = np.logical_and.reduceat(shared[self.order], self.starts) if some else shared
         self.pooled = (self.counts > 1) & every
-        """Of each region, whether its holders share out the writing of it."""
+        """For each region, whether its holders write it together."""
 
     def sets(self) -> list[Words]:
-        """Of each row of each rank, a number for the set of ranks that hold it; 0 where that is one rank alone."""
+        """Return, for each row of each rank, a number for the set of ranks that hold it; 0 if only one rank does."""
         return self.by_row(np.where(self.counts > 1, self.sums, np.uint64(0)))
 
     def differing(self, digests: Sequence[Words]) -> list[list[tuple[int, int]]]:
-        """The regions of which holders have different digests: (rank, row) of each holder, by rank."""
-        found = np.concatenate(digests)[self.order]
-        odd = np.cumsum(self.new)[found != np.repeat(found[self.starts], self.counts)] - 1
-        rows = [self.order[self.starts[one] :][: self.counts[one]].tolist() for one in np.unique(odd).tolist()]
+        """Return the regions of which holders have different digests: (rank, row) of each holder, by rank."""
+        sorted_digests = np.concatenate(digests)[self.order]
+        odd = np.cumsum(self.new)[sorted_digests != np.repeat(sorted_digests[self.starts], self.counts)] - 1
+        rows = [self.order[self.starts[number] :][: self.counts[number]].tolist() for number in np.unique(odd).tolist()]
         return [[(int(self.rank[row]), row - int(self._first[self.rank[row]])) for row in region] for region in rows]
 
     def by_row(self, values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
         """Spread a value of each region over its rows, rank by rank."""
-        found = np.zeros(len(self.order), values.dtype)
-        found[self.order] = np.repeat(values, self.counts)
-        return np.split(found, self._first[1:-1])
+        spread = np.zeros(len(self.order), values.dtype)
+        spread[self.order] = np.repeat(values, self.counts)
+        return np.split(spread, self._first[1:-1])
 
 
 def _joined(held: Sequence[HeldRegions], what: str) -> npt.NDArray[Any]:
-    return np.concatenate([getattr(one, what) for one in held])
+    return np.concatenate([getattr(regions, what) for regions in held])
 
 
 class _Rows:
-    """The rows of all ranks in one table, and how many elements of each are to be written."""
+    """The rows of all ranks in one table, and the range of elements to write of each."""
 
     def __init__(self, held: Sequence[HeldRegions]) -> None:
         self.lo, self.hi, self.cell, self.size = (_joined(held, what) for what in ("lo", "hi", "cell", "itemsize"))
@@ -115,26 +115,26 @@ class _Rows:
 
 
 def plan_writers(held: Sequence[HeldRegions], holders: Holders | None = None) -> list[WriteRanges]:
-    """Assign to each rank what it writes. Every element of every distinct region is assigned to exactly one rank."""
+    """Assign to each rank what it writes. Each element of each distinct region is assigned to exactly one rank."""
     rows, holders = _Rows(held), Holders(held) if holders is None else holders
     order, pooled = holders.order, holders.pooled
-    alone = ~pooled[np.cumsum(holders.new) - 1]  # of each sorted row: is its region not shared out?
+    alone = ~pooled[np.cumsum(holders.new) - 1]  # for each sorted row: whether one rank writes its region
 
-    later = order[~holders.new & alone]  # whole to the lowest rank, nothing to the others
+    later = order[~holders.new & alone]  # the lowest rank writes all, the others nothing
     rows.to[later] = rows.from_[later]
     fixed = order[alone]
     load = np.zeros(len(held))
     np.add.at(load, holders.rank[fixed], ((rows.to - rows.from_) * rows.size)[fixed])
     for members, pools in _by_holders(holders):
         _share_out(rows, order[holders.starts[pools][:, None] + np.arange(len(members))], members, load)
-    ends = np.cumsum([len(one) for one in held])[:-1]
+    ends = np.cumsum([len(regions) for regions in held])[:-1]
     sharing = holders.by_row(np.where(pooled, holders.counts, 0))
     parts = zip(np.split(rows.from_, ends), np.split(rows.to, ends), sharing, strict=True)
     return [WriteRanges(lo, hi, counts) for lo, hi, counts in parts]
 
 
 def _by_holders(holders: Holders) -> list[tuple[Ints, Ints]]:
-    """Yield (ranks, pools that only these ranks hold), small sets first: they have fewer ways to balance."""
+    """Return (ranks, pools that exactly these ranks hold), small sets first: they have fewer ways to balance."""
     pools = np.flatnonzero(holders.pooled)
     _, first, which = np.unique(holders.sums[pools], return_index=True, return_inverse=True)
     rank, sets = holders.rank[holders.order], []
@@ -145,37 +145,37 @@ def _by_holders(holders: Holders) -> list[tuple[Ints, Ints]]:
 
 
 def _share_out(rows: _Rows, pools: Ints, members: Ints, load: npt.NDArray[np.float64]) -> None:
-    """Cut pools ([pool, member]), as one sequence of bytes, into one stretch for each member; adds to their loads."""
-    one = pools[:, 0]
-    ends = np.cumsum(rows.nbytes[one])
+    """Cut pools ([pool, member]), as one sequence of bytes, into one range for each member; add to their loads."""
+    firsts = pools[:, 0]
+    ends = np.cumsum(rows.nbytes[firsts])
     bounds = np.cumsum(_quotas(load[members], float(ends[-1])))
-    cuts = [rows.lo[one], *(_cut_points(rows, one, ends, bound) for bound in bounds[:-1]), rows.hi[one]]
+    cuts = [rows.lo[firsts], *(_cut_points(rows, firsts, ends, bound) for bound in bounds[:-1]), rows.hi[firsts]]
     for member, (begin, end) in enumerate(pairwise(cuts)):
         stop = np.maximum(begin, end)
         rows.from_[pools[:, member]] = begin
         rows.to[pools[:, member]] = stop
-        load[members[member]] += float(((stop - begin) * rows.size[one]).sum())
+        load[members[member]] += float(((stop - begin) * rows.size[firsts]).sum())
 
 
 def _quotas(load: npt.NDArray[np.float64], total: float) -> npt.NDArray[np.float64]:
-    """Compute how many bytes each gets so that ``total`` bytes even out the loads as far as possible."""
+    """Compute the bytes for each rank so that ``total`` bytes balance the loads as far as possible."""
     level = np.sort(load)
     heights = (total + np.cumsum(level)) / np.arange(1, len(level) + 1)
     reached = np.append(heights[:-1] <= level[1:], True)
     return np.asarray(np.maximum(heights[np.argmax(reached)] - load, 0.0))
 
 
-def _cut_points(rows: _Rows, one: Ints, ends: Ints, bound: float) -> Ints:
-    """Find the element of each pool at which to cut the sequence: where cells of the pool meet, or an end of it.
+def _cut_points(rows: _Rows, firsts: Ints, ends: Ints, bound: float) -> Ints:
+    """Find the element of each pool at which to cut the sequence: a cell boundary or an end of the pool.
 
-    That is the place nearest to byte ``bound``, at most half a cell away.
+    It is the place nearest to byte ``bound``, at most half a cell away. ``firsts``: the first row of each pool.
     """
-    at = rows.lo[one].copy()
+    at = rows.lo[firsts].copy()
     whole = ends <= bound
-    at[whole] = rows.hi[one][whole]
+    at[whole] = rows.hi[firsts][whole]
     inside = int(np.searchsorted(ends, bound, side="right"))
-    if inside < len(one):
-        row = one[inside]
+    if inside < len(firsts):
+        row = firsts[inside]
         lo, hi, step = int(rows.lo[row]), int(rows.hi[row]), int(rows.cell[row])
         wanted = hi - float(ends[inside] - bound) / int(rows.size[row])
         at[inside] = min((lo, hi, round(wanted / step) * step), key=lambda cut: abs(cut - wanted))

@@ -67,7 +67,7 @@ def on_each(ranks: Ranks, call: Callable[[], Up]) -> Up:
 
 def telling(ranks: Ranks, progress: Progress) -> Progress:
     """``progress``, which is also taken as a sign of life."""
-    return progress if ranks.size == 1 else progress.telling(ranks.alive)
+    return progress if ranks.size == 1 else progress.with_callback(ranks.alive)
 
 
 class Solo:

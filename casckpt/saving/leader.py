@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from casckpt._version import __version__
-from casckpt.base.cycle_collector import collecting_later
+from casckpt.base.cycle_collector import collector_paused
 from casckpt.contents import manifests
 from casckpt.contents.signatures import sign_save
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
@@ -324,7 +324,7 @@ class Leader:
             notes=notes,
             health=self._health(described, stored),
         )
-        with collecting_later():
+        with collector_paused():
             made = manifests.put(self.repo, txid, draft)
         return self._record(txid, draft, made, short), {(ref.uploader, ref.hash) for ref in refs if ref.worn}
 

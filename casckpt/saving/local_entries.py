@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import torch
 
-from casckpt.base.cycle_collector import collecting_later
+from casckpt.base.cycle_collector import collector_paused
 from casckpt.format import blob, dtypes
 from casckpt.format.blob_writer import LEAF_BYTES
 from casckpt.format.extents import StoredCell
@@ -120,7 +120,7 @@ class Cell:
         return view
 
 
-@collecting_later()
+@collector_paused()
 def plan_work(sources: Sequence[LocalEntry], cell_bytes: int, known: ReusableCells) -> list[list[Cell]]:
     """The cells of all sources, group by group, in the order in which they are to lie in blobs.
 

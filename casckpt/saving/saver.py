@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, NoReturn, TypeAlias, get_args
 
-from casckpt.base.cycle_collector import collecting_later
+from casckpt.base.cycle_collector import collector_paused
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput
 from casckpt.ranks.ranks import Ranks, everyone, on_each, open_ranks
@@ -210,7 +210,7 @@ class Saver:
 
 def _prepare(state: Any, options: SaveOptions, ranks: Ranks) -> Prepared:
     """Look at every leaf; see `casckpt.saving.prepare.prepare`."""
-    with collecting_later():
+    with collector_paused():
         return prepare(
             state, options.attachments, rank=ranks.rank, size=ranks.size, allow_pickle=options.allow_pickle,
             frozen=options.frozen, owners=options.owners,

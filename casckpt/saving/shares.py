@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from casckpt.base.cycle_collector import collecting_later
+from casckpt.base.cycle_collector import collector_paused
 from casckpt.errors import InvalidInput
 from casckpt.format import dtypes
 from casckpt.format.extents import ExtentTable, Frame, StoredCell, build, join
@@ -44,7 +44,7 @@ class Share:
         return (table for _, table in self.extents.values())
 
 
-@collecting_later()
+@collector_paused()
 def share_of(
     sources: Sequence[LocalEntry],
     work: Sequence[Sequence[Cell]],
@@ -100,7 +100,7 @@ def joined(shares: Sequence[Share]) -> Share:
     return Share(extents, list(numbers), frozenset[Name]().union(*(share.unhashed for share in shares)))
 
 
-@collecting_later()
+@collector_paused()
 def merge(shares: Sequence[Share], streams: Streams, cell_bytes: int) -> Share:
     """All ranks' shares as one. Raises InvalidInput, naming key, ranks and region, unless each tensor is whole."""
     every = joined(shares)

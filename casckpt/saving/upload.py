@@ -24,7 +24,7 @@ from random import Random
 from threading import BoundedSemaphore, Event, Lock
 from time import perf_counter
 
-from casckpt.base.cycle_collector import collecting_later
+from casckpt.base.cycle_collector import collector_paused
 from casckpt.base.lazy import cached_property
 from casckpt.base.parallel import run_all, usable_cores, useful_threads
 from casckpt.base.progress import Progress, silent
@@ -34,7 +34,7 @@ from casckpt.format.digest import cell_digest
 from casckpt.format.extents import Frame, StoredCell
 from casckpt.format.names import CellDigest, TxId
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.plan.lots import lots
+from casckpt.plan.lots import in_batches
 from casckpt.plan.packing import Queue, branches_of, by_branch
 from casckpt.plan.reuse import ReusableCells
 from casckpt.repository.repository import Repository
@@ -151,7 +151,7 @@ class Upload:
         placed: dict[int, PlacedCell] = {}
         every = [cell for cells in work for cell in cells]
         many_small = useful_threads(2, sum(cell.nbytes for cell in every), len(every)) == 1
-        with collecting_later() if many_small else nullcontext():
+        with collector_paused() if many_small else nullcontext():
             unknown = self._compare(work, placed) if self.known.any else every
             if unknown:
                 self._pack(unknown, placed)
@@ -329,7 +329,7 @@ class Upload:
 
     def _put_frames(self, frames: Sequence[tuple[PlacedCell, bytes]], packing: _Packing, buffer: memoryview) -> None:
         """Put frames into blobs of their own: of how many bytes they are is known late."""
-        for lot in lots(frames, lambda one: len(one[1]), packing.capacity):
+        for lot in in_batches(frames, lambda one: len(one[1]), packing.capacity):
             with packing.turns:
                 writer, number = BlobWriter(buffer), self._next_number()
                 for place, frame in lot:
@@ -404,4 +404,4 @@ class _Packing:
 
 def _tasks(cells: Sequence[Cell]) -> Iterable[Sequence[Cell]]:
     """Cells in lots worth a task of their own."""
-    return lots(cells, lambda cell: max(cell.nbytes, _TASK_BYTES // _TASK_CELLS), _TASK_BYTES)
+    return in_batches(cells, lambda cell: max(cell.nbytes, _TASK_BYTES // _TASK_CELLS), _TASK_BYTES)

@@ -2,7 +2,7 @@
 
 A storage puts, reads, lists and deletes objects. The store relies on three promises: a key is created once, an object
 never changes, and a listing shows every object that was put before it began. `local` is a folder, `memory` is for
-tests, and `remote` is S3 and whatever else fsspec knows.
+tests, and `remote` is S3 and every other storage that fsspec knows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["LocalStore", "MemoryStore", "ObjectStore", "open_storage"]
 
 Options = Mapping[str, Any]
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_NORMALISED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/[^/]")  # "s3:/bucket", as pathlib makes it of "s3://bucket"
+_NORMALISED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/[^/]")  # "s3:/bucket", which pathlib makes of "s3://bucket"
 
 
 def open_storage(
@@ -32,19 +32,19 @@ def open_storage(
     single_writer: bool = False,
     page_cache: bool | None = None,
 ) -> ObjectStore:
-    """Open a path, ``file:///path``, ``memory://name``, ``s3://bucket/prefix`` or another URL of fsspec's.
+    """Open a path, ``file:///path``, ``memory://name``, ``s3://bucket/prefix`` or another URL that fsspec knows.
 
-    Makes and reads nothing. Relative paths are made absolute, and ``~`` is expanded. ``single_writer``: see
-    `casckpt.storage.remote.store.RemoteStore`. ``page_cache``: see `LocalStore`; of no use elsewhere. Raises
-    `InvalidInput` for what is no such name, `Unsupported` for storages that nothing here can open.
+    Creates and reads nothing. Relative paths are made absolute, and ``~`` is expanded. ``single_writer``: see
+    `casckpt.storage.remote.store.RemoteStore`. ``page_cache``: see `LocalStore`; other storages ignore it. Raises
+    `InvalidInput` for an unusable name, `Unsupported` for a storage that cannot be opened here.
     """
     text: Any = os.fspath(url) if hasattr(url, "__fspath__") else url
     if not isinstance(text, str) or not text or "\0" in text:
         raise InvalidInput(f"{url!r} does not name a store: give a path or a URL")
     if storage_options is not None and not isinstance(storage_options, Mapping):
-        raise InvalidInput("storage_options are names and values: give a dict")  # which are not shown, some are secrets
-    found = _SCHEME.fullmatch(text) if isinstance(url, str) else None
-    scheme, rest = (found[1].lower(), found[2]) if found else ("", text)
+        raise InvalidInput("storage_options are names and values: give a dict")  # not shown: some are secrets
+    match = _SCHEME.fullmatch(text) if isinstance(url, str) else None
+    scheme, rest = (match[1].lower(), match[2]) if match else ("", text)
     opener = _OPENERS.get(scheme)
     if opener is None:
         return _open_remote(scheme, rest, storage_options or {}, single_writer=single_writer)
@@ -58,10 +58,10 @@ def open_storage(
 
 
 def _open_path(rest: str) -> ObjectStore:
-    found = _NORMALISED.match(rest)
-    if found and (found[1] in _OPENERS or _is_known(found[1])):
+    match = _NORMALISED.match(rest)
+    if match and (match[1] in _OPENERS or _is_known(match[1])):
         raise InvalidInput(
-            f"{rest!r} is a URL that has lost a slash, as in a pathlib.Path: give {found[1]}:// as text, "
+            f"{rest!r} is a URL that has lost a slash, as in a pathlib.Path: give {match[1]}:// as text, "
             "or ./ before the name of a folder"
         )
     return LocalStore(os.path.expanduser(rest))
@@ -89,7 +89,7 @@ def _is_known(scheme: str) -> bool:
     return is_known(scheme)
 
 
-# One line for each kind that is here; all others are fsspec's. What a function gets is the URL after "scheme://".
+# One line for each storage in this package; fsspec opens all others. A function gets the URL after "scheme://".
 _OPENERS: dict[str, Callable[[str], ObjectStore]] = {
     "": _open_path,
     "file": _open_file_url,

@@ -1,6 +1,6 @@
-"""Bytes by key: what a storage must promise. Everything above stands on these promises alone.
+"""The contract of a storage: bytes by key. All other packages rely on these promises alone.
 
-Keys are slash-separated paths that `casckpt.format.keys` made or checked; a storage never sees another one.
+Keys are slash-separated paths that `casckpt.format.keys` made or checked. A storage gets no others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 BLOCK = 4096  # bytes; buffers and blob data that are aligned to it can be read and written around the page cache
 Known: TypeAlias = Callable[[str], object]
-"""Something else than None for the keys of objects, as the parsers of `casckpt.format.keys` give."""
+"""Returns something else than None for the keys of objects, as the parsers of `casckpt.format.keys` do."""
 _REQUESTS = 16
 
 
@@ -21,8 +21,8 @@ _REQUESTS = 16
 class ListedObject:
     """One object of a listing: its key and its size in bytes.
 
-    ``version``: what the storage says of the content, so that other content under the same key has another one: an
-    ETag, or the time of the last change of a file; "" where it says nothing.
+    ``version``: a text that differs for other content under the same key, such as an ETag or the time of the last
+    change of a file; "" if the storage reports none.
     """
 
     key: str
@@ -32,15 +32,15 @@ class ListedObject:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What the layers above may want to know about a storage, to plan well and to refuse what is not safe.
+    """Properties of a storage, for planning and for safety checks.
 
-    ``remote`` is True where a request costs a round trip. ``read_gap`` is the number of unwanted bytes worth reading
-    to merge two ranges; ``parallel`` the number of requests worth having in flight; ``exclusive`` tells whether the
-    storage refuses a second create of a key (None: not known, to be probed). ``stale``: why its listings may lag behind
-    what others wrote, and what to do about it; "" where they do not. Then nothing may be deleted on their word.
+    ``remote``: whether a request costs a round trip. ``read_gap``: the number of unwanted bytes worth reading to merge
+    two ranges. ``parallel``: the number of requests worth having in flight. ``exclusive``: whether the storage refuses
+    a second create of a key (None: unknown, to be probed). ``stale``: why its listings may lag behind the writes of
+    others, and what to do about it; "" if they do not lag. A stale listing must not decide what is deleted.
     ``uploads``: the number of puts of blobs worth having in flight, each with a buffer of its own. ``page_cache``:
-    whether what is read goes through the page cache of this host, for whoever reads it next; None: where memory is
-    plenty, since that costs no more than to go around it.
+    whether reads go through the page cache of this host, for later readers; None: if there is enough memory, because it
+    costs no more.
     """
 
     remote: bool
@@ -54,15 +54,15 @@ class Traits:
 
     @property
     def requests(self) -> int:
-        """The number of small requests worth having in flight: 1 where none costs a round trip."""
+        """The number of small requests worth having in flight: 1 if they cost no round trip."""
         return min(self.parallel, _REQUESTS) if self.remote else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found out about a storage. ``ok``: None where it says nothing about being safe. ``advice``: what to do.
+    """One fact about a storage. ``ok``: whether it is safe; None if that is unknown. ``advice``: what to do.
 
-    ``name``: a stable word for programs; ``found``: for people.
+    ``name``: a stable name for programs. ``found``: the fact, for people.
     """
 
     name: str
@@ -73,10 +73,10 @@ class Finding:
 
 @runtime_checkable
 class Examinable(Protocol):
-    """A storage with settings that can be looked at."""
+    """A storage with settings that `casckpt doctor` can check."""
 
     def examine(self) -> Iterator[Finding]:
-        """Yield what they say. Writes nothing. Raises `casckpt.errors.StorageError`."""
+        """Yield facts about the settings. Writes nothing. Raises `casckpt.errors.StorageError`."""
 
 
 class Reader(Protocol):
@@ -98,20 +98,20 @@ class Reader(Protocol):
 class ObjectStore(Protocol):
     """A flat map from keys to immutable bytes.
 
-    - **Atomic**: an object is visible whole or not at all, whatever is killed at whatever instant.
+    - **Atomic**: an object is visible completely or not at all, whichever process is killed at whatever time.
     - **Create-only**: `put` never replaces. Of several concurrent puts of one key exactly one succeeds, the others
-      raise `AlreadyExists`. (`replace` is for repair alone.)
+      raise `AlreadyExists`. (Only repair uses `replace`.)
     - **Durable**: when `put` returns, the bytes survive a power failure. With ``settle=False`` their name may not,
       until `settle` has returned for its folder.
-    - **Read after write, list after write**: what was put by anyone is seen by every later read and listing.
-    - **Safe to repeat**: after a `StorageError` every call may be made again. A put whose answer got lost may have
-      happened: the caller that must know reads the object back.
-    - Thread-safe. Instances pickle, and the copy opens what it needs anew.
+    - **Read after write, list after write**: every later read and listing sees what anyone has put.
+    - **Safe to repeat**: every call may be repeated after a `StorageError`. A put whose answer was lost may have
+      succeeded: a caller that needs to know reads the object back.
+    - **Thread-safe**. Instances can be pickled. The copy opens its own connections and files.
     """
 
     @property
     def url(self) -> str:
-        """How to name this storage to a person: never with credentials."""
+        """The name of this storage for people, without credentials."""
 
     @property
     def traits(self) -> Traits:
@@ -121,7 +121,7 @@ class ObjectStore(Protocol):
         """Create the object. Raises `AlreadyExists`, `casckpt.errors.StorageError`, `casckpt.errors.Unsupported`."""
 
     def settle(self, folder: str) -> None:
-        """Make the names durable that were put into ``folder`` ("objects/x", no slash at the end) unsettled."""
+        """Make names durable that were put with ``settle=False`` into ``folder`` ("objects/x", no trailing slash)."""
 
     def get(self, key: str, *, limit: int) -> bytes:
         """Read an object. Raises `casckpt.errors.NotFound`, and `Refused` for one of more than ``limit`` bytes."""
@@ -129,43 +129,43 @@ class ObjectStore(Protocol):
     def open(self, key: str, *, shared: bool = False) -> AbstractContextManager[Reader]:
         """Open for ranged reads. Raises `casckpt.errors.NotFound` (here or at the first read, for remote ones).
 
-        ``shared``: others on this host are about to read the same bytes, so that a cache for all of them pays.
+        ``shared``: other processes of this host will read the same bytes soon, so caching them pays.
         """
 
     def size(self, key: str) -> int | None:
-        """Return the size in bytes, None if there is no such object."""
+        """Return the size in bytes; None if the object does not exist."""
 
     def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
         """List all objects whose key starts with ``prefix`` ("commits/", with its slash; "" for all), in any order.
 
-        Objects put or deleted while the listing runs may or may not be in it; all others are. What a crashed put
-        left behind is never in it. What is there and is no object (a pipe, a symlink, a folder under a key that is
-        ``known`` to be an object's, a file where a folder belongs) is `casckpt.errors.Refused`, by its name: passed
-        by, it would look as if the object had never been.
+        Objects that are put or deleted while the listing runs may or may not be in it; all others are. Leftovers of
+        crashed puts are never in it. Raises `casckpt.errors.Refused`, naming it, for anything that is no object: a
+        pipe, a symlink, a folder under a key that is ``known`` to be an object's, a file in place of a folder. If the
+        listing skipped it, the object would seem to have never existed.
         """
 
     def list_folder(self, folder: str) -> tuple[builtins.list[ListedObject], builtins.list[str]]:
-        """List the objects right in ``folder`` ("objects", no slash at the end), and the folders in it ("objects/x").
+        """List the objects directly in ``folder`` ("objects", no trailing slash), and its folders ("objects/x").
 
-        In any order. As for `list`, what is put or deleted meanwhile may or may not be there. A folder may be empty.
+        In any order. As with `list`, objects put or deleted meanwhile may or may not be there. A folder may be empty.
         """
 
     def delete(self, key: str) -> None:
-        """Remove the object. No error if there is none."""
+        """Remove the object. No error if it does not exist."""
 
     def replace(self, key: str, data: memoryview | bytes) -> None:
-        """Put, over whatever is there: only for `repair`, of bytes whose hash is in the key."""
+        """Put, and replace an existing object: only for `repair`, with bytes whose hash is in the key."""
 
     def sweep(self, folder: str, *, below: bool = False) -> int:
-        """Remove what crashed puts left in ``folder``, and the folder itself if it is empty; bytes freed.
+        """Remove leftovers of crashed puts from ``folder``, and the folder itself if it is empty. Returns bytes freed.
 
-        A put that is under way there begins anew, so this is for folders into which nobody puts much any more.
-        ``below``: in all folders in it, too. That of the whole storage ("") goes only if this object made it.
+        A put that is in progress there starts again, so use it for folders with few new puts. ``below``: also in all
+        folders in it. The folder of the whole storage ("") is removed only if this instance created it.
         """
 
 
 class AlreadyExists(Exception):
-    """A create-only put found the key taken. Caught by the layer above, which knows what it means."""
+    """A create-only put found the key taken. The caller handles it."""
 
     def __init__(self, key: str) -> None:
         super().__init__(key)
@@ -173,7 +173,7 @@ class AlreadyExists(Exception):
 
 
 class ShortObject(Exception):
-    """A ranged read went past the end of an object: it was truncated. Caught by the layer above."""
+    """A ranged read went past the end of an object, which was truncated. The caller handles it."""
 
     def __init__(self, key: str, size: int) -> None:
         super().__init__(key, size)

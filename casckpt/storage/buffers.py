@@ -1,4 +1,4 @@
-"""Memory for transfers: page-aligned buffers, which direct I/O needs, and a bounded pool of them."""
+"""Memory for transfers: page-aligned buffers for direct I/O, and bounded pools of them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import TypeAlias
 from casckpt.errors import InvalidInput
 from casckpt.storage.forking import PerProcess
 
-_WIPE_ON_FORK = 18  # Linux's MADV_WIPEONFORK, which the module lacks
+_WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux, which the module mmap lacks
 
 
 def address(view: memoryview) -> int:
-    """Return where the bytes of a contiguous ``view`` lie in memory; 0 if it has none."""
+    """Return the address of a contiguous ``view``; 0 if it is empty."""
     import numpy as np
 
     return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
@@ -29,25 +29,25 @@ def plain_bytes(data: memoryview | bytes | bytearray) -> memoryview:
     view = memoryview(data)
     if not view.c_contiguous:
         raise InvalidInput("the data of an object must be contiguous: copy it into one buffer first")
-    return view.cast("B") if view.nbytes else memoryview(b"")  # cast refuses a shape that has a zero in it
+    return view.cast("B") if view.nbytes else memoryview(b"")  # cast refuses shapes with a zero
 
 
 class AlignedBuffer:
-    """``nbytes`` bytes of zeroed memory that start at a page. Private to the process: a fork copies it."""
+    """``nbytes`` bytes of zeroed memory that begin at a page. Private to the process: a fork copies it."""
 
     def __init__(self, nbytes: int) -> None:
         if nbytes < 1:
             raise InvalidInput(f"a buffer of {nbytes} bytes cannot be made: give at least 1")
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without huge pages: only slower
+            with suppress(OSError):  # a kernel without huge pages is only slower
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self._view = memoryview(self._map)
         self._ending: weakref.finalize[..., AlignedBuffer] | None = None
 
     @property
     def view(self) -> memoryview:
-        """All of it, writable, of format "B". Raises ValueError once closed."""
+        """A writable view of all bytes, of format "B". Raises ValueError once closed."""
         return self._view[:]
 
     @property
@@ -56,18 +56,18 @@ class AlignedBuffer:
         return self._view.nbytes
 
     def wipe_in_forks(self) -> None:
-        """Let children that are forked find zeros in it, and not share its pages."""
-        with suppress(OSError):  # another kernel: then they do
+        """Give forked children zeroed memory instead of a share of its pages."""
+        with suppress(OSError):  # other kernels share the pages
             self._map.madvise(_WIPE_ON_FORK)
 
     def at_end(self, call: Callable[[], object]) -> None:
-        """Call it once, before the memory goes, unless the whole process does. Not in a forked child."""
+        """Call ``call`` once before the memory is freed; not at the end of the process or in a forked child."""
         made_by = os.getpid()
         self._ending = weakref.finalize(self, lambda: call() if os.getpid() == made_by else None)
         self._ending.atexit = False
 
     def close(self) -> None:
-        """Give the memory back; where views or arrays of it are still about, when the last of them goes."""
+        """Free the memory, once the last view or array of it is gone."""
         if self._ending is not None:
             self._ending()
         self._view.release()
@@ -82,13 +82,13 @@ class AlignedBuffer:
 
 
 Ready: TypeAlias = Callable[[AlignedBuffer], object]
-"""What is done with each new buffer of a pool."""
+"""Called with each new buffer of a pool."""
 
 
 class BufferPool:
-    """At most ``count`` buffers of ``nbytes`` bytes, made when first needed and used again.
+    """At most ``count`` buffers of ``nbytes`` bytes, made on demand and reused.
 
-    Safe for use by several threads. Its buffers are not for a forked child. ``ready``: called with each new one.
+    Safe for use by several threads. A forked child must not use its buffers. ``ready``: called with each new buffer.
     """
 
     def __init__(self, count: int, nbytes: int, ready: Ready | None = None) -> None:
@@ -104,7 +104,7 @@ class BufferPool:
 
     @contextmanager
     def borrow(self) -> Iterator[AlignedBuffer]:
-        """Take a buffer, its bytes undefined. Waits while all are out; raises `InvalidInput` if the pool is closed."""
+        """Borrow a buffer with undefined content. Waits for a free one. Raises `InvalidInput` if the pool is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._lent < self.count)
             if self._closed:
@@ -126,12 +126,12 @@ class BufferPool:
             self._lent -= 1
             if buffer is not None and self._closed:
                 buffer.close()
-            elif buffer is not None:  # else it could not be made
+            elif buffer is not None:  # it is None if making it failed
                 self._free.append(buffer)
             self._changed.notify()
 
     def close(self) -> None:
-        """Give back the memory of the idle buffers now, of the others when they come back; wake who waits."""
+        """Free the idle buffers now, and the others when they are returned. Wakes waiting threads."""
         with self._changed:
             self._closed = True
             while self._free:
@@ -140,10 +140,10 @@ class BufferPool:
 
 
 class KeptBuffers:
-    """The buffers of the last transfer, for the next: memory that was never touched is three times as slow to fill.
+    """Keeps the buffers of the last transfer for the next, because new memory is three times as slow to fill.
 
-    Who asks while they are out gets others; those of who ends last are kept, if they have at most ``most`` bytes
-    together. A forked child begins with none. ``ready``: called with each new buffer.
+    A transfer that begins while they are in use gets new ones. The buffers of the transfer that ends last are kept, if
+    they have at most ``most`` bytes together. A forked child begins with none. ``ready``: called with each new buffer.
     """
 
     def __init__(self, most: int = 256 << 20, ready: Ready | None = None) -> None:
@@ -153,12 +153,12 @@ class KeptBuffers:
 
     @contextmanager
     def pool(self, count: int, nbytes: int) -> Iterator[BufferPool]:
-        """Take a pool of at least ``count`` buffers of at least ``nbytes`` bytes each, for one transfer."""
+        """Return a pool of at least ``count`` buffers of at least ``nbytes`` bytes each, for one transfer."""
         pool: BufferPool | None = None
         with suppress(IndexError):
             pool = self._kept.get().pop()
         if pool is None or pool.count < count or pool.nbytes < nbytes:
-            pool = None  # before the new one takes memory
+            pool = None  # free it before the new one is made
             pool = BufferPool(count, nbytes, self._ready)
         try:
             yield pool

@@ -1,4 +1,4 @@
-"""Counts of what a storage has done: tests read exact numbers instead of timing anything."""
+"""Counters of the work of a storage, which tests compare with exact numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 
 _LOCK = threading.Lock()
-if hasattr(os, "register_at_fork"):  # a fork while another thread counts would leave the child a lock that stays shut
+if hasattr(os, "register_at_fork"):  # else a child that is forked while another thread counts would have a locked lock
     os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
@@ -15,9 +15,9 @@ if hasattr(os, "register_at_fork"):  # a fork while another thread counts would 
 class IoCounts:
     """Counters of one storage instance; a pickled copy of the instance starts at zero.
 
-    ``puts``: objects created or replaced. ``bytes_written``: bytes of objects that were written, whether or not they
-    got their name. ``fsyncs``: of files and folders. ``reads``: calls of ``get`` and ``read_into``. ``bytes_read``:
-    bytes they delivered. ``requests``: calls of the storage's methods, and of ``read_into``.
+    ``puts``: objects created or replaced. ``bytes_written``: bytes of objects that were written, even if the object did
+    not get its name. ``fsyncs``: of files and folders. ``reads``: calls of ``get`` and ``read_into``. ``bytes_read``:
+    bytes they returned. ``requests``: calls of the storage's methods and of ``read_into``.
     """
 
     puts: int = 0
@@ -28,7 +28,7 @@ class IoCounts:
     requests: int = 0
 
     def add(self, **more: int) -> None:
-        """Count, safely from any thread: more of the counters of these names."""
+        """Add to counters, by name. Safe for use by several threads."""
         with _LOCK:
             for name, number in more.items():
                 setattr(self, name, getattr(self, name) + number)

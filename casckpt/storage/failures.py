@@ -1,4 +1,4 @@
-"""Errors of the operating system, in words that say what to do."""
+"""Messages with advice for errors of the operating system."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _ADVICE = {
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the kind of an error of somebody else's, and what it says."""
+    """Return the type and the message of a foreign error in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 @contextmanager
 def reporting(verb: str, path: Path) -> Iterator[None]:
-    """Turn what the operating system says into a `StorageError` that says what to do."""
+    """Turn errors of the operating system into a `StorageError` with advice."""
     try:
         yield
     except CasckptError:
-        raise  # some of these are OSErrors too
+        raise  # some of them are OSErrors too
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, f"{error.strerror or error}: check the disk and try again")
         raise StorageError(f"cannot {verb} {path}: {advice}", path=str(path)) from error

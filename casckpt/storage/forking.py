@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 class PerProcess(Generic[T]):
-    """A value that each process makes anew: a lock may be held, a connection may be in use, at the instant of a fork.
+    """A value that each process makes for itself, because a lock or a connection may be in use at the time of a fork.
 
-    What a fork copied stays referenced in the child, and so is never closed there: closing it could disturb the parent.
+    The child keeps a reference to the parent's value, so that it never closes it. That could disturb the parent.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -20,7 +20,7 @@ class PerProcess(Generic[T]):
         self._values: dict[int, T] = {}
 
     def get(self) -> T:
-        """Return the value of this process; threads that ask at once get the same one."""
+        """Return the value of this process. All threads get the same one."""
         pid = os.getpid()
-        found = self._values.get(pid)
-        return self._values.setdefault(pid, self._make()) if found is None else found
+        value = self._values.get(pid)
+        return self._values.setdefault(pid, self._make()) if value is None else value

@@ -16,14 +16,14 @@ from casckpt.storage.counts import IoCounts
 from casckpt.storage.names import split_folder, split_key
 
 _SPACES: dict[str, dict[str, bytes]] = {}  # name -> objects; one per name, so that every opener sees the same
-_HOME = os.urandom(16)  # of this process, and of those that are forked from it, which have a copy
+_HOME = os.urandom(16)  # of this process and its forked children, which have a copy
 _LOCK = threading.Lock()
-if hasattr(os, "register_at_fork"):  # a fork while another thread holds the lock would leave it shut in the child
+if hasattr(os, "register_at_fork"):  # else a child forked while another thread holds the lock would find it locked
     os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
 class MemoryReader(Reader):
-    """An object of a `MemoryStore`; it stays readable after a delete, as an open file does."""
+    """An open object of a `MemoryStore`. It stays readable after a delete, as an open file does."""
 
     def __init__(self, key: str, data: bytes, counts: IoCounts) -> None:
         self._key = key
@@ -54,9 +54,9 @@ class MemoryReader(Reader):
 
 
 class MemoryStore(ObjectStore):
-    """`casckpt.storage.base.ObjectStore` in a dict: all stores of one name in this process share their objects.
+    """`casckpt.storage.base.ObjectStore` in a dict. All stores of one name in this process share their objects.
 
-    Durable as long as the process. A copy that was pickled to another process refuses everything there.
+    It lasts as long as the process. A copy that was pickled to another process raises Unsupported there.
     """
 
     def __init__(self, name: str, home: bytes = _HOME) -> None:
@@ -71,7 +71,7 @@ class MemoryStore(ObjectStore):
 
     @property
     def _objects(self) -> dict[str, bytes]:
-        """Raises Unsupported where they are in another process, lest that store be taken for an empty one."""
+        """The objects. Raises Unsupported in another process, where the store would seem empty."""
         if self._home != _HOME:
             raise Unsupported(
                 f"{self.url} is in the memory of another process: nothing of it can be read here, and what is saved "
@@ -89,19 +89,19 @@ class MemoryStore(ObjectStore):
 
     @property
     def traits(self) -> Traits:
-        """Merging ranges gains nothing here."""
+        """No gaps between reads, because merging them gains nothing."""
         return Traits(remote=False, read_gap=0, parallel=4, exclusive=True)
 
     @override
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         split_key(key)
-        kept = bytes(plain_bytes(data))
+        content = bytes(plain_bytes(data))
         self.counts.add(requests=1)
         with _LOCK:
             if key in self._objects:
                 raise AlreadyExists(key)
-            self._objects[key] = kept
-        self.counts.add(puts=1, bytes_written=len(kept))
+            self._objects[key] = content
+        self.counts.add(puts=1, bytes_written=len(content))
 
     def settle(self, folder: str) -> None:
         """Do nothing: names are as durable as bytes."""
@@ -131,12 +131,12 @@ class MemoryStore(ObjectStore):
     def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
         self.counts.add(requests=1)
         with _LOCK:
-            found = [
+            entries = [
                 ListedObject(key, len(data), f"{hash(data):x}")
                 for key, data in self._objects.items()
                 if key.startswith(prefix)
             ]
-        return iter(found)
+        return iter(entries)
 
     @override
     def list_folder(self, folder: str) -> tuple[builtins.list[ListedObject], builtins.list[str]]:
@@ -156,13 +156,13 @@ class MemoryStore(ObjectStore):
     @override
     def replace(self, key: str, data: memoryview | bytes) -> None:
         split_key(key)
-        kept = bytes(plain_bytes(data))
-        self.counts.add(requests=1, puts=1, bytes_written=len(kept))
+        content = bytes(plain_bytes(data))
+        self.counts.add(requests=1, puts=1, bytes_written=len(content))
         with _LOCK:
-            self._objects[key] = kept
+            self._objects[key] = content
 
     def sweep(self, folder: str, *, below: bool = False) -> int:
-        """Do nothing: nothing is ever left over here."""
+        """Do nothing: there are never leftovers."""
         split_folder(folder)
         self.counts.add(requests=1)
         return 0

@@ -1,4 +1,4 @@
-"""The shape of a key, checked once more where it becomes a path: no key may lead out of the store."""
+"""Check of keys before they become paths: no key may lead out of the store."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from casckpt.errors import Refused
 
 
 def split_folder(folder: str) -> list[str]:
-    """Return the parts of a folder ("" is the store itself), else `Refused`."""
+    """Return the parts of a folder ("" is the store itself). Raises `Refused` for an unusable name."""
     parts = folder.split("/") if folder else []
     if any(not part or part.startswith(".") or "\0" in part for part in parts):
         raise Refused(f"not a key of a store: {folder[:300]!r}; only names without a leading dot are used")
@@ -14,7 +14,7 @@ def split_folder(folder: str) -> list[str]:
 
 
 def split_key(key: str) -> tuple[str, str]:
-    """Return (folder, name) of an object, else `Refused`."""
+    """Return (folder, name) of an object. Raises `Refused` for an unusable key."""
     parts = split_folder(key)
     if not parts:
         raise Refused("the empty string is not a key of a store")

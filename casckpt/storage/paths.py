@@ -1,4 +1,4 @@
-"""Paths and URLs of files that other programs wrote: which of the two is given, and the files that are there."""
+"""Paths and URLs of files that other programs wrote."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Tell whether it names files behind a URL, other than file://."""
-    found = _SCHEME.match(path) if isinstance(path, str) else None
-    return found is not None and found[1].lower() != "file"
+    """Tell whether ``path`` is a URL other than file://."""
+    match = _SCHEME.match(path) if isinstance(path, str) else None
+    return match is not None and match[1].lower() != "file"
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a local file or folder, also of a file:// URL. Raises InvalidInput for an empty one."""
+    """Return the path of a local file or folder, given as a path or a file:// URL. Raises InvalidInput for ""."""
     text = os.fspath(path)
     if not text:
         raise InvalidInput("'' names no file or folder; give a path or a URL")
@@ -29,7 +29,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def open_files(path: str | os.PathLike[str]) -> Files:
-    """Return the files of a folder, or below a URL that fsspec knows. Raises Unsupported for another one."""
+    """Return the files of a folder or below a URL. Raises Unsupported for a URL that fsspec does not know."""
     if not is_url(path):
         return LocalFiles(local_path(path))
     from casckpt.storage.remote.files import RemoteFiles  # fsspec takes a while to import

@@ -1,12 +1,12 @@
-"""Regions of a DTensor's local tensor in the whole, for every mesh and placement.
+"""Regions of the global tensor that a DTensor's local tensor holds, for every mesh and placement.
 
-Computed per dimension as the list of indices that this rank holds: each mesh dimension that shards it takes its chunk
-of what the ones before it left. A strided shard (FSDP2 over tensor parallelism) comes after the mesh dimensions to its
-right that its split factor counts, which is how FSDP2 really cuts, uneven sizes included. Such indices are no single
-range, so a local tensor is a list of boxes. (torch's own offset helper gives one box, and a wrong one there.)
+For each tensor dimension this module computes the indices that this rank holds: each mesh dimension that shards it
+takes its chunk of the rest. A strided shard (FSDP2 over tensor parallelism) comes after the mesh dimensions to its
+right that its split factor counts. FSDP2 cuts in this order, also for uneven sizes. The indices may have gaps, so a
+local tensor is a list of boxes. (torch's own offset helper returns a single box, which is wrong then.)
 
-A tensor may instead describe the chunks it holds by a method ``__create_chunk_list__``, its own or that of a DTensor's
-local tensor. Then mesh and placements do not count. The one that torch gives every DTensor is not a description.
+A tensor, or a DTensor's local tensor, may describe its chunks by a method ``__create_chunk_list__``. Then mesh and
+placements are ignored. The method that torch gives every DTensor is not such a description.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
-    """Tell whether it is a DTensor, without importing torch.distributed: if that is not loaded, there are none."""
+    """Tell whether ``value`` is a DTensor, without an import of torch.distributed."""
     module = _dtensors()
     return module is not None and isinstance(value, module.DTensor)
 
@@ -40,16 +40,16 @@ def _dtensors() -> Any:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor; any other tensor as it is."""
+    """Return the local tensor of a DTensor, or any other tensor unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 CHUNK_LIST = "__create_chunk_list__"
-"""The method by which a tensor describes what it holds. Torch's checkpoints follow it, too."""
+"""The method by which a tensor describes its chunks. torch.distributed.checkpoint uses it too."""
 
 
 def _description(tensor: torch.Tensor) -> Any:
-    """Return the method by which a tensor, or a DTensor's local tensor, describes itself, if it does."""
+    """Return the method by which a tensor, or a DTensor's local tensor, describes its chunks; None if it has none."""
     method = getattr(tensor, CHUNK_LIST, None)
     if not is_dtensor(tensor) or getattr(method, "__func__", None) is not vars(_dtensors().DTensor).get(CHUNK_LIST):
         return method
@@ -57,9 +57,9 @@ def _description(tensor: torch.Tensor) -> Any:
 
 
 def described_shards(key: str, tensor: torch.Tensor) -> list[Shard] | None:
-    """List the parts that a tensor says it holds, with their data in place; None if it says nothing.
+    """List the parts that a tensor describes, with their data in place; None if it has no description.
 
-    Raises InvalidInput if these lie outside of the tensor, overlap, or are not what its local tensor holds.
+    Raises InvalidInput if the parts lie outside the tensor, overlap, or do not match its local tensor.
     """
     describe = _description(tensor)
     if describe is None:
@@ -74,7 +74,7 @@ def described_shards(key: str, tensor: torch.Tensor) -> list[Shard] | None:
         with suppress(InvalidInput):
             shape = tuple(tensor.shape)
             shards = [Shard(part, shape, at, replicated=replicated) for (at, _), part in zip(chunks, data, strict=True)]
-            if not any(one.box.intersect(other.box) for one, other in combinations(shards, 2)):
+            if not any(a.box.intersect(b.box) for a, b in combinations(shards, 2)):
                 return shards
     where = ", ".join(f"{list(sizes)} at {list(at)}" for at, sizes in chunks) or "empty"
     raise InvalidInput(
@@ -86,7 +86,7 @@ def described_shards(key: str, tensor: torch.Tensor) -> list[Shard] | None:
 
 
 def _parts_of_local(local: Any, sizes: Sequence[Shape]) -> Sequence[torch.Tensor]:
-    """View the parts of a local tensor: shards of torch's LocalShardsWrapper, else what lies one after the other."""
+    """View the parts of a local tensor: the shards of torch's LocalShardsWrapper, else consecutive parts."""
     if callable(getattr(local, "local_shards", None)):
         return [shard for shard in local.local_shards() if shard.numel()]
     for dim, extent in enumerate(local.shape if len(sizes) > 1 else ()):
@@ -97,21 +97,21 @@ def _parts_of_local(local: Any, sizes: Sequence[Shape]) -> Sequence[torch.Tensor
 
 
 def described_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """View a DTensor, cut alike, as described by what describes ``other``; if nothing does, the tensor as it is."""
+    """Return a view of a DTensor with the chunk description of ``other``, if that has one and the same sharding."""
     if not is_dtensor(tensor) or not is_dtensor(other) or _description(tensor) is not None:
         return tensor
     describe = _description(other)
     if describe is None or (tensor.shape, tensor.placements) != (other.shape, other.placements):
         return tensor
     view = tensor.detach()
-    setattr(view._local_tensor, CHUNK_LIST, describe)  # type: ignore[attr-defined] # it is a DTensor, too
+    setattr(view._local_tensor, CHUNK_LIST, describe)  # type: ignore[attr-defined] # a DTensor too
     return view
 
 
 def local_boxes(key: str, tensor: DTensor) -> list[tuple[Box, Box]]:
-    """List (box of the whole tensor, box of the local one) of each piece that this rank holds, if any.
+    """List (box of the global tensor, box of the local one) of each piece that this rank holds, if any.
 
-    Raises InvalidInput for placements that are no plain parts of a whole (Partial).
+    Raises InvalidInput for Partial placements, and for a local tensor of an unexpected shape.
     """
     check_added_up(key, tensor)
     mesh = tensor.device_mesh
@@ -128,7 +128,7 @@ def local_boxes(key: str, tensor: DTensor) -> list[tuple[Box, Box]]:
     shape, local = tuple(tensor.shape), tuple(tensor.to_local().shape)
     indices = [_held(extent, shards.get(dim, [])) for dim, extent in enumerate(shape)]
     if not all(map(len, indices)) and 0 in local:
-        return []  # where nothing is held, FSDP2 leaves other extents than those of the placements
+        return []  # an empty local tensor of FSDP2 may have another shape than its placements give
     if tuple(len(held) for held in indices) != local:
         raise InvalidInput(
             f"{key!r}: a DTensor of shape {list(shape)} with placements {tensor.placements} holds a local tensor of "
@@ -140,7 +140,7 @@ def local_boxes(key: str, tensor: DTensor) -> list[tuple[Box, Box]]:
 
 
 def check_added_up(key: str, tensor: DTensor) -> None:
-    """Raise InvalidInput for placements that are no plain parts of a whole (Partial)."""
+    """Raise InvalidInput for a Partial placement."""
     for placement in tensor.placements:
         if getattr(placement, "dim", None) is None and not placement.is_replicate():
             raise InvalidInput(
@@ -151,9 +151,9 @@ def check_added_up(key: str, tensor: DTensor) -> None:
 
 
 def _mesh_order(key: str, tensor: DTensor) -> Sequence[int]:
-    """Return the mesh dimensions in the order in which they shard: from left to right unless the spec says otherwise.
+    """Return the mesh dimensions in the order in which they shard: from left to right, unless the spec has an order.
 
-    Raises InvalidInput on a mesh of Megatron-FSDP, which cuts in another order than the spec says.
+    Raises InvalidInput on a mesh of Megatron-FSDP, which shards in another order than its spec says.
     """
     dims = [dim for placement in tensor.placements if (dim := getattr(placement, "dim", None)) is not None]
     if len(set(dims)) < len(dims) and hasattr(tensor.device_mesh, "_shard_order"):
@@ -168,14 +168,14 @@ def _mesh_order(key: str, tensor: DTensor) -> Sequence[int]:
 
 
 def boxes_of(indices: Sequence[Ints]) -> list[tuple[Box, Box]]:
-    """Yield (global box, local box) for every combination of consecutive runs of the indices held in each dimension."""
+    """Return (global box, local box) for every combination of runs of consecutive indices in each dimension."""
     runs = [_runs(held) for held in indices]
-    found = []
+    boxes = []
     for combination in product(*runs):
         shape: Shape = tuple(count for _, _, count in combination)
         offset = tuple(start for start, _, _ in combination)
-        found.append((Box(offset, shape), Box(tuple(at for _, at, _ in combination), shape)))
-    return found
+        boxes.append((Box(offset, shape), Box(tuple(at for _, at, _ in combination), shape)))
+    return boxes
 
 
 def _held(extent: int, shards: Sequence[tuple[int, int, int]]) -> Ints:
@@ -188,7 +188,7 @@ def _held(extent: int, shards: Sequence[tuple[int, int, int]]) -> Ints:
 
 
 def _in_order(shards: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Order mesh dimensions as they really split: a strided shard after those that its split factor counts."""
+    """Order mesh dimensions as FSDP2 splits: a strided shard after the dimensions that its split factor counts."""
     order: list[tuple[int, int, int]] = []
     for shard in reversed(shards):
         at, counted = 0, 1
@@ -202,7 +202,7 @@ def _in_order(shards: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, in
 
 
 def _runs(held: Ints) -> list[tuple[int, int, int]]:
-    """Yield (first index, position, count) of each run of consecutive indices."""
+    """Return (first index, position, count) of each run of consecutive indices."""
     if not len(held):
         return []
     starts = np.concatenate([[0], np.flatnonzero(np.diff(held) != 1) + 1])

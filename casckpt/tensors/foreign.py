@@ -1,12 +1,12 @@
-"""Sharded tensors of other libraries, recognised by their attributes without an import, and the elements they hold.
+"""Sharded tensors of other libraries, recognised by their attributes without an import.
 
-Megatron style: ``data`` of ``local_shape``, at ``global_offset`` in ``global_shape``, behind ``prepend_axis_num`` axes
-of extent 1 that the data lacks; with a ``flattened_range``, only that slice of the flattened part, as 1-d data.
-
-torch's ShardedTensor: several boxes of ``size()``, whose data may be a ShardedTensor again (FSDP over tensor parallel).
-
-OLMo-core's ShardedFlatTensor: ``sharded_data``, which holds the ranges ``unsharded_flattened_offsets`` of the flattened
-tensor of ``unsharded_shape``, one after the other.
+- Megatron's ShardedTensor: ``data`` of ``local_shape``, at ``global_offset`` in ``global_shape``. The data lacks the
+  first ``prepend_axis_num`` axes, of extent 1. With a ``flattened_range``, ``data`` is that slice of the flattened
+  part.
+- torch's ShardedTensor: several boxes of ``size()``. Their data may be a ShardedTensor again (FSDP over tensor
+parallel). - OLMo-core's ShardedFlatTensor: ``sharded_data`` holds the ranges ``unsharded_flattened_offsets`` of the
+flattened tensor
+  of ``unsharded_shape``, one after the other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MEGATRON = ("key", "data", "replica_id", "local_shape", "global_shape", "global
 
 
 def is_megatron_tensor(value: Any) -> bool:
-    """Tell whether it is a Megatron-style ShardedTensor: ours, or Megatron-core's own."""
+    """Tell whether ``value`` is a Megatron-style ShardedTensor: Megatron-core's own, or one of casckpt."""
     return not isinstance(value, torch.Tensor | type) and all(hasattr(value, name) for name in _MEGATRON)
 
 
@@ -41,14 +41,14 @@ class LocalParts(NamedTuple):
 def parts_of(key: str, value: torch.Tensor) -> LocalParts | None:
     """Return the parts of a ShardedTensor or a ShardedFlatTensor; None for any other tensor.
 
-    Raises InvalidInput if its sharding is not yet known, or if its numbers do not fit its data.
+    Raises InvalidInput if its sharding is not known yet, or if its numbers do not fit its data.
     """
     if type(value) in (torch.Tensor, torch.nn.Parameter) or hasattr(value, CHUNK_LIST):
         return None
     try:
         if callable(getattr(value, "local_shards", None)):
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # all of it is deprecated, which the caller knows
+                warnings.simplefilter("ignore")  # ShardedTensor is deprecated
                 return LocalParts(tuple(value.size()), value.dtype, _boxes_of(value))
         if not hasattr(type(value), "unsharded_flattened_offsets"):
             return None
@@ -63,25 +63,25 @@ def parts_of(key: str, value: torch.Tensor) -> LocalParts | None:
 
 
 def _boxes_of(sharded: Any) -> list[Shard]:
-    found = []
-    for one in sharded.local_shards():
-        offset, shape = tuple(one.metadata.shard_offsets), tuple(one.metadata.shard_sizes)
-        inner = _boxes_of(one.tensor) if callable(getattr(one.tensor, "local_shards", None)) else None
-        parts = [Shard(one.tensor, shape)] if inner is None else inner
+    shards = []
+    for shard in sharded.local_shards():
+        offset, shape = tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)
+        inner = _boxes_of(shard.tensor) if callable(getattr(shard.tensor, "local_shards", None)) else None
+        parts = [Shard(shard.tensor, shape)] if inner is None else inner
         for part in parts:
             begin = [a + b for a, b in zip(offset, part.offset, strict=True)]
-            found.append(Shard(part.data, tuple(sharded.size()), begin, part.shape))
-    return found
+            shards.append(Shard(part.data, tuple(sharded.size()), begin, part.shape))
+    return shards
 
 
 def flat_range(tensor: Any) -> range | None:
-    """Return the flat range of its part that a Megatron-style tensor holds; None for all of it, in its shape."""
+    """Return the flat range of its part that a Megatron-style tensor holds; None if it holds the whole part."""
     flat = getattr(tensor, "flattened_range", None)
     return None if flat is None else range(prod(tensor.local_shape))[flat]
 
 
 def megatron_region(tensor: Any) -> Region:
-    """Return the region of a Megatron-style tensor. Raises InvalidInput if it does not lie in its global shape."""
+    """Return the region of a Megatron-style tensor. Raises InvalidInput if it lies outside the global shape."""
     box = Box(tuple(tensor.global_offset), (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape))
     if not box.inside(full_box(tuple(tensor.global_shape))):
         raise InvalidInput(
@@ -94,21 +94,21 @@ def megatron_region(tensor: Any) -> Region:
 
 
 def megatron_data(tensor: Any, data: Any) -> torch.Tensor:
-    """View ``data`` of a Megatron-style tensor without a copy: in the shape of its box, or flat."""
+    """Return a view of ``data`` of a Megatron-style tensor, in the shape of its box or flat."""
     local = local_of(data).detach()
     as_it_is = flat_range(tensor) is not None or not tensor.prepend_axis_num
     return local if as_it_is else local[(None,) * tensor.prepend_axis_num]
 
 
 def megatron_shard(tensor: Any, data: Any = None, *, replicated: bool = False) -> Shard:
-    """Convert to a `Shard`, of its own data or of other data of that shape. Raises InvalidInput if there is no data."""
-    found = tensor.data if data is None else data
-    if found is None:
+    """Convert to a `Shard` of ``data``, by default its own. Raises InvalidInput if there is no data."""
+    data = tensor.data if data is None else data
+    if data is None:
         raise InvalidInput(f"{tensor.key!r} has no data (None); give its tensor", key=tensor.key)
     region, flat = megatron_region(tensor), flat_range(tensor)
     try:
         return Shard(
-            megatron_data(tensor, found),
+            megatron_data(tensor, data),
             tuple(tensor.global_shape),
             region.box.offset,
             region.box.shape,
@@ -122,7 +122,7 @@ def megatron_shard(tensor: Any, data: Any = None, *, replicated: bool = False) -
 def part_shape(shape: Shape, stored: Shape) -> Shape | None:
     """Return the shape of the parts of a tensor of ``shape`` stored as ``stored``; None if it is not stored in parts.
 
-    Megatron-core up to 0.15 stores flat tensors of shape [X, Y], in parts of [x, y], as [X/x, Y/y, x*y].
+    Megatron-core up to 0.15 stores a flat tensor of shape [X, Y], in parts of [x, y], as [X/x, Y/y, x*y].
     """
     if len(stored) != len(shape) + 1 or not prod(stored):
         return None

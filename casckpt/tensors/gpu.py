@@ -1,7 +1,7 @@
-"""Tensors in a GPU's memory: what it is still told to do with them, and host memory that it copies to and from itself.
+"""Synchronization with GPUs, and pinned host memory for copies to and from them.
 
-Whatever copies them here runs in threads of its own, and so in the GPU's default stream: what was queued in another one
-is not before it.
+casckpt copies in threads of its own, and so in the GPU's default stream. That stream does not wait for work that was
+queued in other streams.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs of this process
 
 
 def on_gpu(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether one of them is in a GPU's memory."""
+    """Tell whether one of them is in a GPU's memory."""
     return any(data.is_cuda for data in tensors)
 
 
 def wait_for_gpus(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for what was queued so far in this thread's streams of the GPUs that have ``tensors``."""
+    """Wait for the work queued in this thread's streams of the GPUs that hold ``tensors``."""
     for device in {data.device for data in tensors if data.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
 
 def wait_for_copies(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for what threads of casckpt have queued for ``tensors``: a copy into strides ends on the GPU."""
+    """Wait for the copies that casckpt's threads have queued for ``tensors``."""
     for device in {data.device for data in tensors if data.is_cuda}:
         torch.cuda.default_stream(device).synchronize()
 
 
 def pin(buffer: AlignedBuffer) -> None:
-    """Let GPUs copy to and from a buffer without the driver's own buffers between, until it is closed.
+    """Pin a buffer until it is closed: GPUs copy to and from it directly.
 
-    Where the driver refuses, as it may with little memory that can be locked, copies are slower.
+    If the driver refuses, for instance because too little memory can be locked, copies are slower.
     """
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's own
     at = address(buffer.view)
     buffer.wipe_in_forks()
-    found = int(runtime.cudaHostRegister(at, buffer.nbytes, _PORTABLE))
-    if found:
-        log.info("%d bytes of memory cannot be pinned: CUDA error %d", buffer.nbytes, found)
-        with suppress(RuntimeError):  # the error stays until it is asked for, and would be that of what comes next
+    status = int(runtime.cudaHostRegister(at, buffer.nbytes, _PORTABLE))
+    if status:
+        log.info("%d bytes of memory cannot be pinned: CUDA error %d", buffer.nbytes, status)
+        with suppress(RuntimeError):  # clear the error, else the next call would raise it
             torch.zeros(1, device="cuda")
     else:
         buffer.at_end(lambda: runtime.cudaHostUnregister(at))
 
 
 PINNED = KeptBuffers(ready=pin)
-"""Pinned buffers of this process for copies to and from GPUs, kept because pinning is slow: about 2 ms for 8 MiB."""
+"""Pinned buffers of this process, kept because pinning is slow: about 2 ms for 8 MiB."""

@@ -1,7 +1,7 @@
-"""The bytes of a tensor, without a copy where that is possible.
+"""Access to the bytes of a tensor, without a copy where possible.
 
-A `Memory` is a flat sequence of elements in row-major order. `view` gives the bytes in place (contiguous CPU tensors);
-where that cannot be, `copy_out` and `copy_in` move them piece by piece, so that no whole copy is ever made.
+A `Memory` is a flat sequence of elements in row-major order. `view` returns the bytes of a contiguous CPU tensor in
+place. For other tensors `copy_out` and `copy_in` move the bytes in pieces, so that no complete copy is made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T", npt.NDArray[Any], torch.Tensor)
 
 
 class BufferMemory:
-    """Bytes that are in host memory anyway: attachments and the large buffers of objects."""
+    """Bytes in host memory: attachments and the large buffers of objects."""
 
     itemsize = 1
 
@@ -94,11 +94,11 @@ class TensorMemory:
 
 
 Memory: TypeAlias = BufferMemory | TensorMemory
-"""Elements that can be saved from. Positions are elements of the row-major order, buffers have just their bytes."""
+"""A source of elements. Positions count elements in row-major order. Buffers have exactly the size of the elements."""
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy between buffers of equal size without the GIL, which assignment between memoryviews would hold."""
+    """Copy between buffers of equal size without the GIL, which assignment between memoryviews holds."""
     if len(source) < 1 << 14:
         target[:] = source
     else:
@@ -106,9 +106,9 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 def tensor_bytes(data: torch.Tensor) -> memoryview | None:
-    """View the bytes of a tensor in place, writable; the tensor must outlive it. None if they are not contiguous.
+    """Return a writable view of the bytes of a tensor, which must outlive it; None if they are not contiguous.
 
-    By address, since not every dtype can be viewed as bytes by torch.
+    The view is made from the address, because torch cannot view every dtype as bytes.
     """
     in_place = data.is_cpu and data.is_contiguous() and not data.is_conj() and not data.is_neg()
     if not in_place:
@@ -116,27 +116,28 @@ def tensor_bytes(data: torch.Tensor) -> memoryview | None:
     nbytes, address = data.nbytes, data.data_ptr()
     if not nbytes:
         return memoryview(bytearray())
-    if not address:  # nothing may be read or written there
+    if not address:  # no memory that could be read or written
         raise InvalidInput("a tensor has no memory of its own, as in a FakeTensorMode: call casckpt outside of it")
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
 def has_memory(data: torch.Tensor) -> bool:
-    """Tell whether it has memory of its own: a wrapper of other tensors has none, nor one whose storage was freed.
+    """Tell whether a tensor has memory of its own. A wrapper of other tensors has none, nor one with a freed storage.
 
-    Only then its address tells what it is.
+    Only with memory of its own does its address identify it.
     """
     try:
         storage = data.untyped_storage()
-        return storage.device.type != "meta" and storage.data_ptr() != 0  # of a FakeTensor it is meta
-    except RuntimeError:  # what torch raises for a wrapper: there is no storage
+        return storage.device.type != "meta" and storage.data_ptr() != 0  # a FakeTensor has meta storage
+    except RuntimeError:  # torch: a wrapper has no storage
         return False
 
 
 def _is_aligned(raw: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Tell whether it begins at an address where elements of ``dtype`` may lie.
+    """Tell whether ``raw`` begins at a multiple of the size of ``dtype``.
 
-    What is stored as bytes may lie anywhere in a blob, and torch's copies of 16 bytes at once crash elsewhere.
+    Elements stored as bytes may begin at any byte of a blob, and torch's vectorized copies crash at unaligned
+    addresses.
     """
     return raw.data_ptr() % dtype.itemsize == 0
 
@@ -146,29 +147,28 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_bits(data: torch.Tensor) -> torch.Tensor:
-    """View the elements as integers of their size: torch can copy these, and they keep every bit of a NaN."""
+    """View the elements as integers of their size. A copy of integers keeps every bit of a NaN."""
     return data.view(BITS.get(data.element_size(), data.dtype))
 
 
 def host_array(data: torch.Tensor) -> npt.NDArray[Any] | None:
-    """View the elements in place like `as_bits`; None if they are not in host memory, or not as they are read.
+    """View the elements in place like `as_bits`; None if they are not in host memory, or are conjugated or negated.
 
-    For copies by one thread, whose turn it is: torch shares each small copy among threads of its own, beside those
-    that load or save others.
+    numpy copies the array with the calling thread alone. torch would use more threads, beside those of casckpt.
     """
     as_is = data.device.type == "cpu" and not data.is_conj() and not data.is_neg()
     return as_bits(data.detach()).numpy() if as_is else None
 
 
 def note_writes(tensors: Iterable[torch.Tensor]) -> None:
-    """Tell autograd of writes that bypass torch, so that it refuses to use values that it saved before.
+    """Report writes that bypass torch to autograd, so that it refuses to use values that it saved before.
 
-    All views and detached forms of a tensor hear of it; a DTensor does not hear of its local tensor. What a GPU was
-    told to do with them before ends first.
+    This covers all views and detached forms of a tensor, but not the DTensor of a local tensor. Work that was queued on
+    a GPU ends first.
     """
     tensors = list(tensors)
     wait_for_gpus(tensors)
-    counting = [data for data in tensors if not data.is_inference()]  # the others are in no graph
+    counting = [data for data in tensors if not data.is_inference()]  # inference tensors are in no graph
     torch.autograd.graph.increment_version(counting)
 
 
@@ -183,8 +183,8 @@ def narrow(data: torch.Tensor, box: Box) -> torch.Tensor:
 class Destination:
     """The target of a load: the local data of one region of a tensor.
 
-    ``box``, ``lo``, ``hi``: the region. ``data``: a tensor of the box's shape, or flat if it is a part of it. Another
-    dtype than the stored one converts. ``part_of``: a DTensor whose local data it is.
+    ``data``: a tensor of the shape of the region's box, or flat if the region is a part of it. A load converts to its
+    dtype. ``part_of``: the DTensor whose local data it is.
     """
 
     def __init__(
@@ -202,11 +202,11 @@ class Destination:
         return None if self._bytes is None else self._bytes[lo * self.itemsize : hi * self.itemsize]
 
     def holds(self, region: Region) -> bool:
-        """Whether all of a region is here, as it is stored: it can be copied out."""
+        """Tell whether the whole region is here in its stored dtype, so that it can be copied out."""
         if self.data.dtype != self._stored:
             return False
         here = region.box == self.region.box and self.region.lo <= region.lo and region.hi <= self.region.hi
-        return here or sum(one.numel for one in intersect(region, self.region)) == region.numel
+        return here or sum(common.numel for common in intersect(region, self.region)) == region.numel
 
     @property
     def on_gpu(self) -> bool:
@@ -215,15 +215,15 @@ class Destination:
 
     @property
     def written(self) -> Sequence[torch.Tensor]:
-        """The tensors that a write to it changes; see `note_writes`."""
+        """The tensors that a write changes; see `note_writes`."""
         return (self.data,) if self._part_of is None else (self.data, self._part_of)
 
     def copy_in(self, region: Region, buffer: memoryview) -> None:
-        """Copy the elements of this piece from ``buffer``, which holds those of ``region``."""
+        """Copy the elements that are in both from ``buffer``, which holds those of ``region``."""
         self._target.copy_in(region, buffer)
 
     def copy_out(self, region: Region, buffer: memoryview) -> None:
-        """Copy the elements of ``region``, which is here, into ``buffer``."""
+        """Copy the elements of ``region``, which this destination holds, into ``buffer``."""
         self._target.copy_out(region, buffer)
 
     @cached_property
@@ -236,7 +236,7 @@ class Destination:
 
 
 class _Tensors:
-    """Where elements go that torch must move, or convert. ``stored``: as which they are read."""
+    """A target for copies by torch, which move or convert elements. ``stored``: their dtype in the buffer."""
 
     def __init__(self, region: Region, data: torch.Tensor, stored: torch.dtype) -> None:
         self._targets = _pieces(region, data)
@@ -246,17 +246,17 @@ class _Tensors:
     def copy_in(self, region: Region, buffer: memoryview) -> None:
         raw = torch.frombuffer(buffer, dtype=torch.uint8)
         elements = (raw if _is_aligned(raw, self._stored) else raw.clone()).view(self._stored)
-        with torch.inference_mode():  # in whatever thread: tensors that were made in it can only be written in it
+        with torch.inference_mode():  # inference tensors can only be written in this mode
             whole = self._together(region)
             for target, source in _pairs(region, elements, self._targets) if whole is None else [(whole, elements)]:
                 target.copy_(source)
 
     def _together(self, region: Region) -> torch.Tensor | None:
-        """View the elements of ``region``, if they lie one after the other: then one copy does."""
-        mine = self._region
-        if self._flat is None or region.box != mine.box or region.lo < mine.lo or region.hi > mine.hi:
+        """View the elements of ``region`` if they are contiguous, so that a single copy suffices."""
+        held = self._region
+        if self._flat is None or region.box != held.box or region.lo < held.lo or region.hi > held.hi:
             return None
-        return self._flat[region.lo - mine.lo : region.hi - mine.lo]
+        return self._flat[region.lo - held.lo : region.hi - held.lo]
 
     def copy_out(self, region: Region, buffer: memoryview) -> None:
         raw = torch.frombuffer(buffer, dtype=torch.uint8)
@@ -268,7 +268,7 @@ class _Tensors:
 
 
 class _Arrays:
-    """Where elements go that are bits for the processor, whose thread copies them; see `host_array`."""
+    """A target in host memory for copies of unchanged bits by numpy; see `host_array`."""
 
     def __init__(self, region: Region, data: torch.Tensor, stored: torch.dtype) -> None:
         self._targets = [(box, piece.numpy()) for box, piece in _pieces(region, data)]
@@ -284,16 +284,16 @@ class _Arrays:
 
 
 def _pieces(region: Region, data: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-    """Yield the boxes that make up a region, and their elements in ``data``."""
+    """Return the boxes of a region, each with its elements in ``data``."""
     if region.is_whole and tuple(data.shape) == region.box.shape:
         return [(region.box, data)]
-    flat = data.view(-1)  # a part of a box is held flat; the front end made sure of it
+    flat = data.view(-1)  # a part of a box is flat data; the front end checks this
     spans = [(box, start - region.lo) for box, start in flat_boxes(region)]
     return [(box, flat[start : start + box.numel].view(box.shape)) for box, start in spans]
 
 
 def _pairs(region: Region, held: T, targets: Sequence[tuple[Box, T]]) -> Iterator[tuple[T, T]]:
-    """Yield (target, source) views of the elements that are in both. ``held``: those of ``region``, flat."""
+    """Yield (target, source) views of the elements that are in both. ``held``: the elements of ``region``, flat."""
     for box, start in flat_boxes(region):
         source = held[start - region.lo : start - region.lo + box.numel].reshape(box.shape)
         for target_box, target in targets:

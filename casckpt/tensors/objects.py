@@ -1,4 +1,4 @@
-"""Leaves that are not tensors, to bytes and back: plain data, or a pickle where the user allows it."""
+"""Encoding of leaves that are not tensors: as plain data, or as a pickle if the user allows it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RECORD: Final = re.compile(
 
 @dataclass(frozen=True)
 class Archived:
-    """A tensor that consists of other tensors, as a leaf. If pickles are allowed, it is stored as torch.save has it."""
+    """A leaf tensor that consists of other tensors. If pickles are allowed, it is stored as torch.save writes it."""
 
     tensor: torch.Tensor
 
@@ -34,8 +34,8 @@ class Archived:
 def encode_object(key: str, value: Any, allow_pickle: bool, spill: plain.Spill | None = None) -> tuple[bytes, bool]:
     """Encode the leaf ``key``: (bytes, pickled).
 
-    Plain data is never pickled. What is not plain is pickled if ``allow_pickle``, else InvalidInput names the place
-    inside the value. Long buffers, that of a pickle too, go to ``spill``.
+    Plain data is never pickled. Other data is pickled if ``allow_pickle``, else InvalidInput names the place inside the
+    value. Long buffers, also that of a pickle, go to ``spill``.
     """
     if isinstance(value, Archived):
         if not allow_pickle:
@@ -56,7 +56,7 @@ def encode_object(key: str, value: Any, allow_pickle: bool, spill: plain.Spill |
 
 
 def _is_plain(key: str, value: Any) -> bool:
-    """Check before anything is spilled: parts of a value that turned out not to be plain would be left over."""
+    """Tell whether a value is plain data, before any part of it is spilled."""
     try:
         plain.encode(value, extensions=TORCH_EXTENSIONS, spill=lambda _: 0, where=key)
     except InvalidInput:
@@ -67,7 +67,7 @@ def _is_plain(key: str, value: Any) -> bool:
 def decode_object(key: str, data: bytes, pickled: bool, allow_pickle: bool, load: plain.Load | None = None) -> Any:
     """Decode the leaf ``key``. Raises InvalidInput for a pickle without ``allow_pickle``, Refused for unusable bytes.
 
-    An archive of torch.save that names nothing but tensors and plain data is read without ``allow_pickle`` too.
+    An archive of torch.save with only tensors and plain data is read without ``allow_pickle`` too.
     """
     try:
         value = plain.decode(data, extensions=TORCH_EXTENSIONS, load=load, strict=True)
@@ -77,12 +77,12 @@ def decode_object(key: str, data: bytes, pickled: bool, allow_pickle: bool, load
 
 
 def is_archive(data: bytes | memoryview) -> bool:
-    """Tell whether it is an archive as torch.save writes it."""
+    """Tell whether ``data`` is an archive as torch.save writes it."""
     return bytes(data[:4]) == b"PK\x03\x04"
 
 
 def read_archive(data: bytes | memoryview) -> Any:
-    """Read what torch.save wrote with torch's restricted unpickler. Raises pickle.UnpicklingError if it refuses.
+    """Read an archive of torch.save with torch's restricted unpickler. Raises pickle.UnpicklingError if that refuses.
 
     Unusable bytes raise any of `casckpt.tensors.untrusted.MISREAD`.
     """
@@ -97,7 +97,7 @@ def write_archive(value: Any) -> bytes:
 
 
 def is_only_torchs(archive: bytes) -> bool:
-    """Tell whether all records are those of torch.save, of any version, with no byte after them."""
+    """Tell whether all records are those of torch.save, of any version, and no byte follows them."""
     try:
         with ZipFile(io.BytesIO(archive)) as opened:
             names = opened.namelist()
@@ -107,9 +107,9 @@ def is_only_torchs(archive: bytes) -> bool:
 
 
 def refused_name(error: pickle.UnpicklingError) -> str:
-    """Extract the name that torch's restricted unpickler refused from its long message."""
-    found = re.search(r"GLOBAL (\S+) was not", str(error))
-    return f"it holds {found[1]}" if found else str(error).partition("\n")[0][:200]
+    """Extract the refused name from the long message of torch's restricted unpickler."""
+    match = re.search(r"GLOBAL (\S+) was not", str(error))
+    return f"it holds {match[1]}" if match else str(error).partition("\n")[0][:200]
 
 
 def _unpickle(key: str, data: Any, allow_pickle: bool) -> Any:
@@ -123,17 +123,17 @@ def _unpickle(key: str, data: Any, allow_pickle: bool) -> Any:
     except MISREAD as error:
         if allow_pickle or not isinstance(error, pickle.UnpicklingError):
             raise Refused(f"key {key!r}: its pickle cannot be loaded here: {error!r}", key=key) from error
-    raise _needs_leave(key)
+    raise _not_allowed(key)
 
 
 def refuse_pickle(key: str, data: bytes, parts: int) -> None:
-    """Raise InvalidInput for a pickle that needs ``allow_pickle``; one with its bytes elsewhere always does."""
+    """Raise InvalidInput for a pickle that needs ``allow_pickle``. A pickle with parts always does."""
     if parts:
-        raise _needs_leave(key)
+        raise _not_allowed(key)
     decode_object(key, data, True, allow_pickle=False)
 
 
-def _needs_leave(key: str) -> InvalidInput:
+def _not_allowed(key: str) -> InvalidInput:
     return InvalidInput(
         f"{key} is stored as a pickle, and loading one runs code from the store; "
         "pass allow_pickle=True if you trust whoever wrote it",

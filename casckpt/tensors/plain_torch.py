@@ -1,8 +1,7 @@
-"""The types of torch that are plain data: dtype, Size and device. No tensors."""
+"""The types of torch that are plain data: dtype, Size and device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +11,7 @@ from casckpt.format.plain import Extension
 from casckpt.format.plain_codecs import Unfit
 
 _DTYPES: dict[str, torch.dtype] = {
-    str(found).removeprefix("torch."): found for found in vars(torch).values() if isinstance(found, torch.dtype)
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
 
 
@@ -41,7 +40,7 @@ def _device(payload: Any) -> torch.device:
 
 
 def _refusing(kind: type, what: str, hint: str) -> Extension:
-    """Make a codec for a type that is never stored, with its own hint."""
+    """Make an extension that refuses a type, with a hint."""
 
     def to_plain(value: Any) -> NoReturn:
         raise Unfit(what, hint)
@@ -52,16 +51,12 @@ def _refusing(kind: type, what: str, hint: str) -> Extension:
     return Extension(f"torch.{kind.__name__}", kind, to_plain, from_plain)
 
 
-def _known(tag: str, kind: type, to_plain: Callable[[Any], Any], from_plain: Callable[[Any], Any]) -> Extension:
-    return Extension(f"torch.{tag}", kind, to_plain, from_plain)
-
-
 _HOLDERS = "tensors may stand in dicts, lists and tuples only: move it into one"
 
 TORCH_EXTENSIONS: tuple[Extension, ...] = (
-    _known("dtype", torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), _dtype),
-    _known("Size", torch.Size, lambda size: tuple(int(n) for n in size), _size),
-    _known("device", torch.device, lambda device: (device.type, device.index), _device),
+    Extension("torch.dtype", torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), _dtype),
+    Extension("torch.Size", torch.Size, lambda size: tuple(int(n) for n in size), _size),
+    Extension("torch.device", torch.device, lambda device: (device.type, device.index), _device),
     _refusing(torch.Generator, "a torch.Generator", "store its get_state()"),
     _refusing(torch.Tensor, "a tensor", _HOLDERS),
     _refusing(torch.nn.Parameter, "a parameter", _HOLDERS),

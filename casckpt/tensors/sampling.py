@@ -1,4 +1,4 @@
-"""Samples of tensors: a few runs of bytes of each, read without a torch operation a tensor where that is possible."""
+"""Samples of tensors: a few runs of bytes of each. For CPU tensors there is no torch operation for each tensor."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ RUN = 16
 
 
 def sampled(tensors: Sequence[torch.Tensor], starts: Ints, count: Ints, size: Ints) -> npt.NDArray[np.uint64]:
-    """Read runs of each tensor, in its row-major order: 2 words a run, in a row a tensor.
+    """Read runs of each tensor, in its row-major order. Returns a row for each tensor, with 2 words for each run.
 
-    ``starts``: the element at which each run begins, a column a run. ``count``, ``size``: elements of each tensor, and
+    ``starts``: the first element of each run, a column for each run. ``count``, ``size``: elements of each tensor, and
     bytes of an element. A tensor with too few elements repeats its last one. The words of an empty tensor are 0.
     """
-    found = np.zeros((len(tensors), starts.shape[1] * 2), np.uint64)
+    words = np.zeros((len(tensors), starts.shape[1] * 2), np.uint64)
     addresses = np.array([_address(data) for data in tensors], np.int64)
     here, is_long = (addresses != 0) & (count > 0), count * size >= RUN
     rows = np.flatnonzero(here & is_long)
     if len(rows):
-        found[rows] = _at(addresses[rows, None] + (starts * size[:, None])[rows], RUN).view(np.uint64)
+        words[rows] = _at(addresses[rows, None] + (starts * size[:, None])[rows], RUN).view(np.uint64)
     rows = np.flatnonzero(here & ~is_long)
     if len(rows):
         byte, wide = np.tile(np.arange(RUN), starts.shape[1]), size[rows, None]
         element = np.minimum(byte // wide, count[rows, None] - 1)
-        found[rows] = _at(addresses[rows, None] + element * wide + byte % wide, 1).view(np.uint64)
+        words[rows] = _at(addresses[rows, None] + element * wide + byte % wide, 1).view(np.uint64)
     others: list[int] = np.flatnonzero(~here & (count > 0)).tolist()
     for device in {tensors[row].device for row in others}:
-        mine = [row for row in others if tensors[row].device == device]
+        chosen = [row for row in others if tensors[row].device == device]
         wanted = [
-            np.minimum(starts[row][:, None] + np.arange(RUN // size[row]), count[row] - 1).reshape(-1) for row in mine
+            np.minimum(starts[row][:, None] + np.arange(RUN // size[row]), count[row] - 1).ravel() for row in chosen
         ]
-        places = torch.split(torch.from_numpy(np.concatenate(wanted)).to(device), [len(one) for one in wanted])
-        runs = [_bits(tensors[row]).take(at).view(torch.uint8) for row, at in zip(mine, places, strict=True)]
-        found[mine] = torch.cat(runs).cpu().numpy().view(np.uint64).reshape(len(mine), -1)
-    return found
+        places = torch.split(torch.from_numpy(np.concatenate(wanted)).to(device), list(map(len, wanted)))
+        runs = [_bits(tensors[row]).take(at).view(torch.uint8) for row, at in zip(chosen, places, strict=True)]
+        words[chosen] = torch.cat(runs).cpu().numpy().view(np.uint64).reshape(len(chosen), -1)
+    return words
 
 
 def _bits(data: torch.Tensor) -> torch.Tensor:
@@ -50,13 +50,13 @@ def _bits(data: torch.Tensor) -> torch.Tensor:
 
 
 def _address(data: torch.Tensor) -> int:
-    """Where its bytes lie one after the other in host memory, else 0."""
+    """Return the address of its bytes if they are contiguous in host memory, else 0."""
     plain = data.is_cpu and data.is_contiguous() and not data.is_conj() and not data.is_neg()
     return data.data_ptr() if plain else 0
 
 
 class _HostMemory:
-    """Host memory from an address on, as an array of items of ``width`` bytes, of which one begins at every byte."""
+    """Host memory at an address, as an array of overlapping items of ``width`` bytes: one begins at every byte."""
 
     def __init__(self, first: int, count: int, width: int) -> None:
         self.__array_interface__ = {

@@ -1,4 +1,4 @@
-"""Leaves of a state as pieces: the regions of each global tensor that this process holds, and their data."""
+"""The pieces of a leaf: the regions of a global tensor that this process holds, and their data."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Types of what is neither sharded nor lazy, nor a wrapper. Their subclasses may be anything."""
+"""Types of tensors that are neither sharded, lazy nor wrappers. Their subclasses may be."""
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
-"""Buffers of torch's own norms."""
+"""Buffers of torch's norm modules."""
 _EXTRA_STATE = "_extra_state"
 
 
@@ -36,9 +36,9 @@ class Piece(NamedTuple):
 
 
 class LocalTensor(NamedTuple):
-    """The part of one tensor that this process holds. ``shape``: of the whole. ``pieces`` may be none.
+    """The part of one tensor that this process holds. ``shape``: of the global tensor. ``pieces`` may be empty.
 
-    ``replicated``: meant to be the same on all of its holders, which share the writing if it is.
+    ``replicated``: expected to be equal on all of its holders. If it is, they divide the writing.
     """
 
     key: str
@@ -68,11 +68,11 @@ def local_tensor(key: str, leaf: Any) -> LocalTensor:
 
 
 def may_differ(leaf: Any, local: LocalTensor) -> bool:
-    """Tell whether ranks may hold different values of a leaf, so that a save keeps one rank's and never refuses.
+    """Tell whether ranks may hold different values of a leaf. A save then stores those of one rank, without an error.
 
-    That is so for single numbers, extra state, buffers (`torch.nn.Buffer`, and the statistics of norms by their
-    names), and for what is neither a parameter nor made of floats. Anything else is a parameter or its optimizer's
-    state: in the state_dict of a module nothing tells its other buffers from parameters.
+    They may for single numbers, extra state, buffers (`torch.nn.Buffer`, and the statistics of norms by their names),
+    and tensors of other than float or complex dtype that are no parameters. Any other leaf counts as a parameter or its
+    optimizer state, because a module's state_dict does not distinguish other buffers from parameters.
     """
     *_, last = names = local.key.split(".")
     is_buffer = isinstance(leaf, torch.nn.Buffer) or last in _STATISTICS or _EXTRA_STATE in names
@@ -90,7 +90,7 @@ def _shards(key: str, leaf: Any) -> list[Shard]:
     if isinstance(leaf, torch.Tensor):
         parts = None if is_dtensor(leaf) else parts_of(key, leaf)
         return [] if parts is None else parts.shards
-    if is_megatron_tensor(leaf):  # its replicas hold the same: that is what it says of them
+    if is_megatron_tensor(leaf):  # Megatron's replicas are equal by definition
         return [megatron_shard(leaf, replicated=True)]
     return [leaf] if isinstance(leaf, Shard) else list(leaf)
 
@@ -135,14 +135,14 @@ def _shard_pieces(shard: Shard) -> list[Piece]:
 
 
 def check_storable(key: str, data: torch.Tensor) -> None:
-    """Raise InvalidInput, saying what to do, for a tensor whose bytes cannot be stored as they are."""
+    """Raise InvalidInput, with advice, for a tensor whose bytes cannot be stored as they are."""
     problem = _problem(data)
     if problem:
         raise InvalidInput(f"{key!r}: {problem}", key=key)
 
 
 def inner_names(data: Any) -> list[str]:
-    """The names of the tensors that a tensor of a class of its own consists of; none for any other, or a nested one."""
+    """Return the names of the tensors inside a wrapper tensor; none for any other, or for a nested tensor."""
     if type(data) in _PLAIN or data.is_nested or not hasattr(data, "__tensor_flatten__"):
         return []
     return list(map(str, data.__tensor_flatten__()[0]))
@@ -176,17 +176,17 @@ def _problem(data: Any) -> str | None:
     if data.is_quantized:
         return "a quantized tensor cannot be stored as it is; store int_repr() with its scale and zero point"
     dtype_name(data.dtype)
-    has_address = is_plain and not data.storage_offset() and data.data_ptr()  # as most have: no more need be asked
+    has_address = is_plain and not data.storage_offset() and data.data_ptr()  # a fast path for most tensors
     is_fine = has_address or not data.numel() or has_memory(data)
     return None if is_fine else f"a {type(data).__name__} has no memory of its own; store the tensors that it wraps"
 
 
 def check_in_place(key: str, leaf: Any) -> None:
-    """Raise InvalidInput for a flat `Shard` whose data cannot be viewed flat: a load would fill a copy."""
+    """Raise InvalidInput for a flat `Shard` whose data has no flat view, because a load would fill a copy."""
     if type(leaf) in _PLAIN:
         return
     for shard in _shards(key, leaf):
-        if shard.data.is_contiguous():  # any view of it is one in place
+        if shard.data.is_contiguous():  # every reshape of it is a view
             continue
         memory = shard.data.untyped_storage().data_ptr()
         if any(piece.data.untyped_storage().data_ptr() != memory for piece in _shard_pieces(shard)):
@@ -198,7 +198,7 @@ def check_in_place(key: str, leaf: Any) -> None:
 
 
 def check_destination(key: str, data: torch.Tensor) -> None:
-    """Raise InvalidInput for a tensor that cannot be loaded into."""
+    """Raise InvalidInput for a tensor that cannot be the target of a load."""
     check_storable(key, data)
     check_apart(key, data)
 

@@ -1,7 +1,7 @@
-"""Nested states: into flat leaves and a tree, and back.
+"""Conversion of nested states into flat leaves and a tree, and back.
 
-Mappings are always descended, lists and tuples only where a tensor (or a `PerRank`) stands below them; every other
-value is one leaf. A Counter or a defaultdict without tensors is one leaf too, so that it comes back as what it is.
+Mappings are always split up, lists and tuples only if they contain a tensor (or a `PerRank`). Every other value is one
+leaf. A Counter or a defaultdict without tensors is one leaf too, so that its type is kept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IsWhole: TypeAlias = Callable[[str, Mapping[Any, Any]], bool]
 
 
 class LeafValue(NamedTuple):
-    """One leaf of a state. ``value``: unwrapped from `PerRank`; ``per_rank``: it stood in one."""
+    """One leaf of a state. ``value``: unwrapped from its `PerRank`. ``per_rank``: whether it had one."""
 
     key: str
     path: Path
@@ -42,23 +42,23 @@ class LeafValue(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatState:
-    """The leaves by flat key, in the order of the state, and the tree that nests them again."""
+    """The leaves by flat key, in the order of the state, and the tree that holds their nesting."""
 
     leaves: dict[str, LeafValue]
     tree: Node
     unkept: dict[type, Path] = field(default_factory=dict)
-    """Classes of mappings that the tree does not keep, each with one place."""
+    """Classes of mappings that the tree does not keep, each with one path."""
     whole: Sequence[str] = ()
-    """Leaves that are mappings because ``is_whole`` says so."""
+    """Keys of the leaves that are mappings, as chosen by ``is_whole``."""
 
 
 def flatten(state: Any, *, objects: bool = False, is_whole: IsWhole = lambda key, value: False) -> FlatState:
     """Flatten ``state``, a mapping (or a `PerRank` of one), into leaves and a tree.
 
-    Tensors are torch.Tensor (DTensor too), `Shard`, a list of `Shard` and Megatron-style sharded tensors; with
-    ``objects``, whole objects too. ``is_whole``: which mappings without tensors, by flat key, are one leaf. Nothing is
-    copied. Raises InvalidInput, naming the path, for a state that is no mapping, contains itself or is too deep, for
-    keys that cannot be stored and for two paths with one flat key.
+    Tensors are torch.Tensor (also DTensor), `Shard`, a list of `Shard` and Megatron-style sharded tensors; with
+    ``objects`` also whole objects. ``is_whole`` chooses mappings without tensors, by flat key, that are one leaf.
+    Nothing is copied. Raises InvalidInput, naming the path, for a state that is no mapping, contains itself or is too
+    deep, for keys that cannot be stored, and for two paths with one flat key.
     """
     _check_state(state)
     flattener = _Flattener(is_whole, objects=objects)
@@ -67,9 +67,9 @@ def flatten(state: Any, *, objects: bool = False, is_whole: IsWhole = lambda key
 
 
 def is_object(value: Any) -> bool:
-    """Tell whether it is a whole object, whose state is saved in its place: with a state_dict, or a generator.
+    """Tell whether ``value`` is a whole object, whose state is saved in its place: with a state_dict, or a generator.
 
-    A DataLoader without a state_dict counts, as it is refused where the others are asked for their state.
+    A DataLoader without a state_dict counts too. It is refused when its state is needed.
     """
     return isinstance(value, (*GENERATORS, DataLoader)) or (
         hasattr(value, "state_dict") and not isinstance(value, torch.Tensor | type)
@@ -87,7 +87,7 @@ def holds_object(state: Any) -> bool:
 
 
 def is_part(value: Any) -> bool:
-    """Tell whether a tensor leaf says which part of a global tensor it is, or may be."""
+    """Tell whether a tensor leaf may be a part of a global tensor."""
     return is_dtensor(value) or not isinstance(value, torch.Tensor)
 
 
@@ -99,16 +99,15 @@ decode_tree = partial(tree.decode_tree, extensions=TORCH_EXTENSIONS)
 def replace_leaves(state: Any, values: Mapping[str, Any]) -> None:
     """Put ``values`` (by flat key, of leaves or of whole containers) into ``state``, in place.
 
-    Dicts and lists are changed, tuples are replaced in what holds them, a value in a `PerRank` stays in one. Raises
-    InvalidInput, before anything changes, for a key that the state does not have or that stands in a mapping that
-    cannot be changed.
+    Dicts and lists are changed, tuples are replaced in their container, and a value in a `PerRank` stays in one. Raises
+    InvalidInput, before anything changes, for a key that the state lacks or that is in an immutable mapping.
     """
     for write in _writes(state, values):
         write()
 
 
 def check_replaceable(state: Any, keys: Iterable[str]) -> None:
-    """Raise InvalidInput where `replace_leaves` would, for new values under these keys. Nothing changes."""
+    """Raise InvalidInput if `replace_leaves` would for these keys. Changes nothing."""
     _writes(state, {key: object() for key in keys})
 
 
@@ -118,7 +117,7 @@ def _writes(state: Any, values: Mapping[str, Any]) -> list[Callable[[], None]]:
         return []
     writer = _Writer(values)
     writer.replaced(state, ())
-    missing = [key for key in values if key not in writer.found]
+    missing = [key for key in values if key not in writer.replaced_keys]
     if missing:
         raise InvalidInput(f"the state has no key {missing[0]!r} to put a value in", keys=tuple(missing))
     return writer.writes
@@ -132,16 +131,16 @@ def _check_state(state: Any) -> None:
 
 
 def check_nesting(value: Any, name: str) -> None:
-    """Raise InvalidInput for containers that hold themselves or are too deep, with the place inside ``name``.
+    """Raise InvalidInput for containers that contain themselves or are too deep, with the place inside ``name``.
 
-    For values whose walkers check neither. Visits mappings, lists and tuples, each of them once.
+    Visits mappings, lists and tuples, each of them once.
     """
     if isinstance(value, _CONTAINERS):
         _check_nesting(value, name, (), set(), {})
 
 
 _CONTAINERS = (Mapping, list, tuple)
-_TENSORS = (torch.Tensor, Shard)  # no union, which would be made anew for each leaf
+_TENSORS = (torch.Tensor, Shard)  # a tuple, because a union would be built for each leaf
 
 
 def _check_nesting(value: Any, name: str, path: Path, above: set[int], seen: dict[int, Any]) -> None:
@@ -154,7 +153,7 @@ def _check_nesting(value: Any, name: str, path: Path, above: set[int], seen: dic
         if isinstance(child, _CONTAINERS):
             _check_nesting(child, name, (*path, element), above, seen)
     above.remove(id(value))
-    seen[id(value)] = value  # held, so that no id is given twice
+    seen[id(value)] = value  # keeps the value alive, so that its id is not reused
 
 
 def _endless(place: str, key: str) -> InvalidInput:
@@ -173,8 +172,8 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def _within(value: Any) -> Iterator[Any]:
-    """Yield ``value``, and all that lies in it, each container once; without the simplest values."""
-    seen: dict[int, Any] = {}  # holds what it names, so that no id is given twice
+    """Yield ``value`` and all values in it, each container once; without values of `_ATOMS`."""
+    seen: dict[int, Any] = {}  # keeps the values alive, so that ids are not reused
     waiting = [value]
     while waiting:
         item = waiting.pop()
@@ -189,7 +188,7 @@ def _within(value: Any) -> Iterator[Any]:
 
 
 def _kind(value: Any, path: Path) -> type | None:
-    """Return the type that a container to descend into has in the tree; None for a leaf."""
+    """Return the type of a container in the tree; None for a leaf."""
     if isinstance(value, Mapping):
         return _mapping_kind(value, path)
     if not isinstance(value, list | tuple) or not _holds_tensor(value):
@@ -287,7 +286,7 @@ _UNFIT = re.compile("[\0\ud800-\udfff]")
 
 
 def check_key(key: str) -> str:
-    """Return ``key``. Raises InvalidInput if a manifest cannot hold it as the flat key of a leaf."""
+    """Return ``key``. Raises InvalidInput if a manifest cannot hold it as a flat key."""
     if len(key) > MAX_KEY_CHARACTERS:
         raise InvalidInput(f"key {key[:80]!r}... has {len(key)} characters, more than {MAX_KEY_CHARACTERS}", key=key)
     if _UNFIT.search(key):
@@ -296,21 +295,21 @@ def check_key(key: str) -> str:
 
 
 class _Writer:
-    """One call of `replace_leaves`: collects the writes, so that all of them or none are made."""
+    """One call of `replace_leaves`. It collects the writes, so that all of them or none are made."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
-        self.found: set[str] = set()
+        self.replaced_keys: set[str] = set()
         self.writes: list[Callable[[], None]] = []
 
     def replaced(self, value: Any, path: Path) -> Any:
-        """Return the value for ``path``: another one, or the same one with its writes collected."""
+        """Return the value for ``path``: a new one, or the same one with its writes collected."""
         if isinstance(value, PerRank):
             inner = self.replaced(value.value, path)
             return value if inner is value.value else PerRank(inner)
         key = join(path)
         if path and key in self.values:
-            self.found.add(key)
+            self.replaced_keys.add(key)
             return self.values[key]
         kind = None if _is_tensor(value) else _kind(value, path)
         if kind is None:

@@ -1,4 +1,4 @@
-"""Pickles of other programs, read without running code or exhausting memory, and all that a reader may raise."""
+"""Readers for pickles of other programs that run no code and do not exhaust memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MISREAD: Final[tuple[type[Exception], ...]] = (
     pickle.PickleError, struct.error, ArithmeticError, AssertionError, AttributeError, BufferError, EOFError,
     ImportError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError, Warning,
 )  # fmt: skip
-"""What unpickling, torch's restricted one too, raises for bytes that are not what they are taken for.
+"""What an unpickler, also torch's restricted one, raises for unusable bytes.
 
-Warnings too: torch warns of a protocol that it does not expect, and for some users warnings are errors.
+Warning is included: torch warns about an unexpected protocol, and some users turn warnings into errors.
 """
 
 _KEY_PARTS: Final = 64
@@ -31,7 +31,7 @@ _MORE_VALUES, _MOST_VALUES, _MORE_BYTES = 1 << 20, 1 << 26, 4 << 30
 
 @contextmanager
 def misread(refusal: Callable[[str], CasckptError]) -> Iterator[None]:
-    """Turn what a reader of foreign bytes raises for unusable bytes into ``refusal(why)``; wrap nothing else in it."""
+    """Turn the errors of a reader of foreign bytes into ``refusal(why)``. Wrap only the reader in it."""
     try:
         yield
     except CasckptError:  # some are OSErrors or ValueErrors too
@@ -47,11 +47,11 @@ _KEYS: Final = {
     pickle.SETITEM: slice(-2, -1), pickle.SETITEMS: slice(None, None, 2),
     pickle.ADDITEMS: slice(None), pickle.FROZENSET: slice(None),
 }  # fmt: skip
-"""Opcodes that put keys into a dict, or values into a set, and where these are on the stack."""
+"""Opcodes that put keys into a dict or values into a set, and the place of these on the stack."""
 
 
 def _checking_keys(code: int, keys: slice) -> Callable[[BoundedUnpickler], None]:
-    """The opcode ``code``, after a look at its keys."""
+    """Return the implementation of opcode ``code``, preceded by a check of its keys."""
 
     def run(unpickler: BoundedUnpickler) -> None:
         unpickler.check_keys(unpickler.stack[keys])
@@ -61,11 +61,12 @@ def _checking_keys(code: int, keys: slice) -> Callable[[BoundedUnpickler], None]
 
 
 class BoundedUnpickler(pickle._Unpickler):
-    """Finds the names that it is given, and nothing else; ``anything``: whatever a pickle names, which runs code.
+    """Resolves only the given names. ``anything``: resolves every name, which can run code.
 
-    The one of Python, whose memo is a dict: that of C takes 8 bytes for each number up to the largest one, which nine
-    bytes can make 32 GiB. A pickle may set attributes of instances of the dataclasses among the names, and of nothing
-    else: of a class they would be those of all its instances. Raises one of `MISREAD` for bytes of no use.
+    It is the unpickler in Python, whose memo is a dict. The one in C allocates 8 bytes for each number up to the
+    largest one, so that nine bytes can cost 32 GiB. A pickle may set attributes only of instances of the dataclasses
+    among the names. (Attributes of a class would apply to all its instances.) Raises one of `MISREAD` for unusable
+    bytes.
     """
 
     stack: list[Any]
@@ -77,15 +78,15 @@ class BoundedUnpickler(pickle._Unpickler):
         super().__init__(io.BytesIO(data))
         self._names, self._anything = names or {}, anything
         self._built = frozenset(
-            found for found in self._names.values() if isinstance(found, type) and is_dataclass(found)
+            value for value in self._names.values() if isinstance(value, type) and is_dataclass(value)
         )
 
     def find_class(self, module: str, name: str) -> Any:
         """Resolve a name of a pickle. Raises UnpicklingError for an unknown one."""
-        found = self._names.get((module, name))
-        if found is None and not self._anything:
+        value = self._names.get((module, name))
+        if value is None and not self._anything:
             raise pickle.UnpicklingError(f"it holds {module}.{name}")
-        return super().find_class(module, name) if found is None else found
+        return super().find_class(module, name) if value is None else value
 
     def _build(self) -> None:
         if not self._anything and type(self.stack[-2]) not in self._built:
@@ -93,12 +94,12 @@ class BoundedUnpickler(pickle._Unpickler):
         _AS_PYTHON[pickle.BUILD[0]](self)
 
     def _bytearray(self) -> None:
-        if not self._anything:  # its memory is taken before its bytes are looked for
+        if not self._anything:  # it is allocated before its bytes are read
             raise pickle.UnpicklingError("it holds a bytearray")
         _AS_PYTHON[pickle.BYTEARRAY8[0]](self)
 
     def check_keys(self, keys: Sequence[Any]) -> None:
-        """Check keys: nested tuples may take for ever to hash, or overflow the stack."""
+        """Refuse keys with many parts: nested tuples may take for ever to hash, or overflow the stack."""
         for key in keys:
             waiting, seen = ([] if type(key) is str else [key]), 0
             while waiting:
@@ -117,11 +118,11 @@ class BoundedUnpickler(pickle._Unpickler):
 
 
 def check_expansion(value: Any, nbytes: int, where: str) -> None:
-    """Raise Refused for a value that ``nbytes`` of a file made far larger than that, if written out.
+    """Raise Refused for a value that would be far larger than the ``nbytes`` of its file if it were written out.
 
-    A list that holds another one twice, which does the same, and so on, is small in memory, and endless for whoever
-    walks it; so is one that holds itself, or a tensor whose elements are one and the same. Also for a mapping or a
-    tensor that was given attributes in place of its methods.
+    A list that holds another one twice, which holds a third one twice, and so on, is small in memory but very long to
+    walk. So is a list that holds itself, or a tensor whose elements share memory. Raises Refused also for a mapping or
+    a tensor with attributes that hide its methods.
     """
     most, room = min(_MOST_VALUES, _MORE_VALUES + 4 * nbytes), _MORE_BYTES + 16 * nbytes
     waiting, seen = [value], 0
@@ -144,7 +145,7 @@ def check_expansion(value: Any, nbytes: int, where: str) -> None:
 
 def _check_methods(item: torch.Tensor | Mapping[Any, Any], where: str) -> None:
     if not isinstance(item, torch.Tensor | OrderedDict):
-        return  # the others cannot have any
+        return  # other types have no attributes
     hidden = [name for name in vars(item) if hasattr(type(item), name)]
     if hidden:
         raise Refused(f"{where} is damaged or hostile: in it stands another {type(item).__name__}.{hidden[0]}")

@@ -1,4 +1,4 @@
-"""Wrappers with which a user says how ranks hold a value: `Shard` and `PerRank`."""
+"""`Shard` and `PerRank`: wrappers by which a user describes how ranks hold a value."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Range: TypeAlias = tuple[int, int]
 class Shard:
     """A part of a global tensor that this rank holds. All numbers are elements, not bytes.
 
-    ``offset`` and ``shape``: a box of the global tensor; the whole of it if ``offset`` is None, and ``shape`` is that
-    of ``data`` if it is None. ``flat``: a range ``(lo, hi)``, or a list of them in the order in which ``data`` holds
-    them, in the row-major order of that box; then ``data`` may have any shape with as many elements. ``replicated``:
-    where several ranks hold these elements, they hold the same, so that they may share the writing; else the lowest
-    rank writes all of them. Raises InvalidInput where the numbers do not fit each other.
+    ``offset`` and ``shape``: a box of the global tensor. Without ``offset`` it is the whole tensor, and without
+    ``shape`` it has the shape of ``data``. ``flat``: a range ``(lo, hi)`` in the row-major order of that box, or a list
+    of ranges in the order of ``data``; then ``data`` may have any shape with as many elements. ``replicated``: all
+    ranks that hold these elements hold the same values, and divide the writing. Otherwise the lowest rank writes them.
+    Raises InvalidInput if the numbers do not fit each other.
     """
 
     data: torch.Tensor
@@ -61,11 +61,11 @@ class Shard:
 
     @property
     def box(self) -> Box:
-        """The box; the whole tensor where none was given."""
+        """The box; the whole tensor if none was given."""
         return Box(self.offset, self.shape)
 
     def regions(self) -> list[Region]:
-        """The regions whose elements follow each other in ``data``. Empty ones are left out."""
+        """Return the regions in the order of ``data``, without empty ones."""
         box = self.box
         ranges = ((0, box.numel),) if self.flat is None else self.flat
         return [Region(box, lo, hi) for lo, hi in ranges if lo < hi]
@@ -77,7 +77,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class PerRank:
-    """A value that each rank stores for itself; a rank beyond the stored ones gets that of rank 0."""
+    """A value that each rank stores for itself. If a load has more ranks, the further ones get the value of rank 0."""
 
     value: Any
 
@@ -106,7 +106,7 @@ def _box(whole: Shape, offset: Sequence[int] | None, shape: Shape) -> Box:
 
 
 def _ranges(flat: Any) -> tuple[Range, ...]:
-    """Return one range or several as pairs."""
+    """Return one or several ranges as pairs."""
     items = list(flat) if isinstance(flat, Iterable) else [flat]
     if len(items) == 2 and not any(isinstance(item, Sequence) for item in items):
         items = [tuple(items)]
@@ -128,7 +128,7 @@ def _check_data(data: torch.Tensor, box: Box, ranges: tuple[Range, ...] | None) 
 
 def _check_ranges(ranges: tuple[Range, ...], box: Box, numel: int) -> None:
     for lo, hi in ranges:
-        Region(box, lo, hi)  # refuses what does not lie in the box
+        Region(box, lo, hi)  # raises if it lies outside the box
     for (_, end), (start, _) in pairwise(sorted(pair for pair in ranges if pair[0] < pair[1])):
         if start < end:
             raise InvalidInput(f"flat ranges of a Shard overlap: one ends at {end}, the next starts at {start}")

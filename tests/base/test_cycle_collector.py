@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from casckpt.base.cycle_collector import collecting_later
+from casckpt.base.cycle_collector import collector_paused
 from tests.support.forks import forked
 
 
@@ -27,7 +27,7 @@ class Planning(threading.Thread):
         self._inside, self._leave = threading.Event(), threading.Event()
 
     def run(self) -> None:
-        with collecting_later():
+        with collector_paused():
             self._inside.set()
             self._leave.wait(60)
 
@@ -43,13 +43,13 @@ class Planning(threading.Thread):
 @pytest.mark.parametrize("was_on", [True, False])
 def test_it_rests_and_is_as_before(was_on: bool) -> None:
     (gc.enable if was_on else gc.disable)()
-    with collecting_later():
+    with collector_paused():
         assert not gc.isenabled()
-        with collecting_later():
+        with collector_paused():
             pass
         assert not gc.isenabled()
     assert gc.isenabled() is was_on
-    with pytest.raises(KeyError), collecting_later():
+    with pytest.raises(KeyError), collector_paused():
         raise KeyError
     assert gc.isenabled() is was_on
 
@@ -57,7 +57,7 @@ def test_it_rests_and_is_as_before(was_on: bool) -> None:
 def test_it_rests_until_the_last_of_several_threads_is_done() -> None:
     gc.enable()
     thread = Planning()
-    with collecting_later():
+    with collector_paused():
         thread.begin()
     assert not gc.isenabled()
     thread.let_go()
@@ -71,7 +71,7 @@ def test_it_goes_on_in_a_child_that_was_forked_meanwhile() -> None:
 
     def child() -> None:
         assert gc.isenabled()
-        with collecting_later():
+        with collector_paused():
             assert not gc.isenabled()
         assert gc.isenabled()
 
@@ -86,10 +86,10 @@ def test_it_goes_on_in_a_child_that_was_forked_meanwhile() -> None:
 
 def test_it_is_as_before_in_a_child_whose_parent_forked_inside() -> None:
     gc.enable()
-    with collecting_later():
+    with collector_paused():
 
         def child() -> None:
-            with collecting_later():
+            with collector_paused():
                 assert not gc.isenabled()
             assert gc.isenabled()
 

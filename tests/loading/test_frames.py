@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 import casckpt
 from casckpt.errors import Damaged, StorageError
 from casckpt.format.digest import cell_digest
-from casckpt.format.encodings import encode_planes
+from casckpt.format.encodings.frames import encode_planes
 from casckpt.format.extents import MAX_LINKS, StoredCell
 from casckpt.format.keys import blob_key
 from casckpt.frontends.dcp import StorageReader

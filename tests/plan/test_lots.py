@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casckpt.plan.lots import lots
+from casckpt.plan.lots import in_batches
 
 
 @given(st.lists(st.integers(0, 20)), st.integers(1, 30))
 def test_lots_hold_all_items_in_order_and_no_more_than_fits(sizes: list[int], most: int) -> None:
-    found = list(lots(sizes, lambda size: size, most))
+    found = list(in_batches(sizes, lambda size: size, most))
     assert [size for lot in found for size in lot] == sizes
     assert all(lot and (sum(lot) <= most or len(lot) == 1) for lot in found)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from casckpt.format.digest import cell_digest
 from casckpt.format.extents import ExtentTable, Frame, StoredCell, build
 from casckpt.format.regions import full_box
-from casckpt.plan.routes import Link, Route, Span, Way, common, find_route, find_way, links, within
+from casckpt.plan.routes import ExtentRoute, Link, Route, Span, common, find_extent_route, find_route, links, within
 
 BOX = full_box((1000,))
 NBYTES = 1000
@@ -134,14 +134,14 @@ def test_a_way_of_extents_is_a_route_of_each_cell(found: list[ExtentTable], data
         for other, span in common(held.extents, extent, within(wanted, extent, 0, wanted.shape[0])):
             compared += list(span.bounds)
             for one in (span, *span.apart()):
-                check_way(find_way(other, extent, one, kept), one, mine, theirs, kept)
+                check_way(find_extent_route(other, extent, one, kept), one, mine, theirs, kept)
     assert sorted(compared) == sorted(mine.keys() & theirs.keys())
 
 
 Cells: TypeAlias = Mapping[tuple[int, int], StoredCell]
 
 
-def check_way(way: Way | None, span: Span, mine: Cells, theirs: Cells, kept: set[Link]) -> None:
+def check_way(way: ExtentRoute | None, span: Span, mine: Cells, theirs: Cells, kept: set[Link]) -> None:
     """It leads each cell to where it is to go; by itself a cell goes the way that reads the least."""
     routes = [find_route(mine[place], theirs[place], kept) for place in span.bounds]
     if way is None:

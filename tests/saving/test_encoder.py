@@ -17,7 +17,7 @@ from casckpt.contents import manifests
 from casckpt.errors import InvalidInput
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.digest import cell_digest
-from casckpt.format.encodings import decode, encode_delta
+from casckpt.format.encodings.frames import decode, encode_delta
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
 from casckpt.format.regions import full_box

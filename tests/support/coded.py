@@ -10,7 +10,7 @@ from casckpt.contents import blobs, manifests
 from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
 from casckpt.format.digest import cell_digest
 from casckpt.format.draft import placed
-from casckpt.format.encodings import decode, encode
+from casckpt.format.encodings.frames import decode, encode
 from casckpt.format.extents import ExtentTable, Frame, StoredCell, build
 from casckpt.format.keys import blob_key
 from casckpt.format.names import CellDigest, TxId
@@ -19,7 +19,7 @@ from casckpt.format.regions import Region
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.format.sections.index import Entry, Name
 from casckpt.history.commits import Commit
-from casckpt.plan.lots import lots
+from casckpt.plan.lots import in_batches
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from casckpt.upkeep.rewrite import record_of, rewrite
@@ -147,7 +147,7 @@ class _Coding:
     def _put(self, txid: TxId) -> dict[tuple[CellDigest, CellDigest | None], Place]:
         """Put all frames, and tell where each lies."""
         places = dict[tuple[CellDigest, CellDigest | None], Place]()
-        for lot in lots(self._frames.items(), lambda item: len(item[1]), self.repo.marker.blob_bytes):
+        for lot in in_batches(self._frames.items(), lambda item: len(item[1]), self.repo.marker.blob_bytes):
             buffer = memoryview(bytearray(buffer_bytes(padded(sum(len(frame) for _, frame in lot)))))
             writer, offsets = BlobWriter(buffer), list[int]()
             for _, frame in lot:

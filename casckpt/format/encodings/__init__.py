@@ -4,29 +4,3 @@
 positions and values of changed elements (`gaps`). Every part of a frame is raw, constant or compressed with zstd
 (`parts`). `chains` decodes a cell whose base is a frame itself.
 """
-
-from casckpt.format.encodings.frames import (
-    MIN_CELL,
-    WORTH,
-    Form,
-    decode,
-    encode,
-    encode_delta,
-    encode_planes,
-    form_of,
-    needs_base,
-    undo,
-)
-
-__all__ = [
-    "MIN_CELL",
-    "WORTH",
-    "Form",
-    "decode",
-    "encode",
-    "encode_delta",
-    "encode_planes",
-    "form_of",
-    "needs_base",
-    "undo",
-]

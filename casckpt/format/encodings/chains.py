@@ -1,4 +1,4 @@
-"""Cells that are told from others: decoded from the first of these on, each link compared with its digest."""
+"""Decoding of cells with a chain of bases. Every cell is compared with its digest."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from casckpt.format.extents import StoredCell
 
 
 def decoded(cell: StoredCell, stored: bytearray, base: bytearray | None) -> bytearray:
-    """Return the bytes of a cell. ``stored``: what lies in its blob; ``base``: the bytes of its base, which are lost.
+    """Return the bytes of a cell. ``stored``: its bytes in the blob. ``base``: the bytes of its base, overwritten.
 
-    Raises Refused for bytes that are not those of the cell.
+    Raises Refused if the result does not have the digest of the cell.
     """
     plain = stored if cell.frame is None else bytearray(cell.nbytes) if base is None else base
     try:
@@ -27,9 +27,9 @@ def decoded(cell: StoredCell, stored: bytearray, base: bytearray | None) -> byte
 
 
 def decode_chain(cell: StoredCell, read: Callable[[StoredCell], bytearray]) -> bytearray:
-    """Return the bytes of a cell. ``read`` gives what lies in a blob, of the cell and of each base.
+    """Return the bytes of a cell. ``read`` returns the stored bytes of the cell and of each base.
 
-    Raises Refused where that is not what it should be, and what reading does.
+    Raises Refused if a cell does not have its digest, and the errors of ``read``.
     """
     base = None if cell.base is None else decode_chain(cell.base, read)
     return decoded(cell, read(cell), base)

@@ -1,4 +1,4 @@
-"""Frames: what is stored of a cell that is not stored as it is (docs/format.md, "Frames").
+"""Frames: the stored form of coded cells (docs/format.md, "Frames").
 
 ::
 
@@ -33,7 +33,7 @@ _LINE = 8
 
 
 class Changes(NamedTuple):
-    """Elements that changed: which, in order; what they are, and what they were."""
+    """Changed elements: their indices, in order, and their new and old values."""
 
     indices: Indices
     new: Unsigned
@@ -41,20 +41,20 @@ class Changes(NamedTuple):
 
 
 def changed(elements: Unsigned, base: Unsigned, most: float) -> Changes | None:
-    """Find the elements that differ from those of ``base``; None if that is a share of more than ``most``."""
+    """Find the elements that differ from those of ``base``; None if their share is more than ``most``."""
     words = _changed_words(elements, base)
     if words is None:
         return _changed_singly(elements, base, most)
     shift = 4 - elements.itemsize.bit_length()  # a word has 1 << shift elements
-    mine, theirs = (some.view(np.uint64)[words].view(some.dtype) for some in (elements, base))
-    found = np.flatnonzero(mine != theirs)
-    if found.size > most * elements.size:
+    new, old = (side.view(np.uint64)[words].view(side.dtype) for side in (elements, base))
+    differing = np.flatnonzero(new != old)
+    if differing.size > most * elements.size:
         return None
-    return Changes(_among(words, shift, found), mine[found], theirs[found])
+    return Changes(_among(words, shift, differing), new[differing], old[differing])
 
 
 def _changed_singly(elements: Unsigned, base: Unsigned, most: float) -> Changes | None:
-    """Look at each element, unless so many of a sample changed that this is in vain."""
+    """Compare each element, unless too many elements of a sample changed."""
     sampled = some_of(elements) != some_of(base)
     if 2 * np.count_nonzero(sampled) > (1 + most) * sampled.size:
         return None
@@ -66,9 +66,9 @@ def _changed_singly(elements: Unsigned, base: Unsigned, most: float) -> Changes 
 
 
 def _changed_words(elements: Unsigned, base: Unsigned) -> Indices | None:
-    """The words of 8 bytes that differ, where that spares work: where they are few.
+    """Return the words of 8 bytes that differ; None if there are too many to save work.
 
-    Where they are very few, only the lines of `_LINE` words that differ are looked at word by word.
+    If there are very few, only the lines of `_LINE` words that differ are compared word by word.
     """
     if elements.nbytes % 8:
         return None
@@ -80,12 +80,12 @@ def _changed_words(elements: Unsigned, base: Unsigned) -> Indices | None:
     if count > differ.size // 16 or differ.size % _LINE:
         return np.flatnonzero(differ)
     of_lines = differ.view(np.uint64)
-    lines = np.flatnonzero(of_lines != 0)  # of bools it takes a fifth of the time that other types take
+    lines = np.flatnonzero(of_lines != 0)  # for bools it takes a fifth of the time of other types
     return _among(lines, 3, np.flatnonzero(of_lines[lines].view(bool)))
 
 
 def _among(groups: Indices, shift: int, found: Indices) -> Indices:
-    """Which ones they are that were ``found`` in some groups of 1 << shift."""
+    """Convert indices into the concatenation of some groups of 1 << shift items to indices into all items."""
     indices: Indices = groups[found >> shift]
     indices <<= shift
     indices += found & (1 << shift) - 1
@@ -117,7 +117,7 @@ def check_gaps(gaps: Bytes, changes: int, count: int) -> None:
 
 
 def decode_gaps(gaps: Bytes) -> Iterator[Indices]:
-    """Decode the indices, some at a time."""
+    """Yield the decoded indices in blocks."""
     behind = 0
     for begin in range(0, gaps.size, BLOCK):
         block = gaps[begin : begin + BLOCK]
@@ -125,14 +125,14 @@ def decode_gaps(gaps: Bytes) -> Iterator[Indices]:
         steps = block.astype(np.int64)
         steps += is_end
         np.cumsum(steps, out=steps)
-        found = steps[is_end]
-        found += behind - 1
+        indices = steps[is_end]
+        indices += behind - 1
         behind += int(steps[-1])
-        yield found
+        yield indices
 
 
 def zigzag(elements: Unsigned, base: Unsigned, out: Unsigned) -> None:
-    """Write the differences of ``elements`` to ``base`` into ``out``, another array, modulo 2 to the power of the bits.
+    """Write the differences of ``elements`` to ``base``, with wrap-around, into ``out``, another array.
 
     They are zigzag encoded: 0, -1, 1, -2, 2 become 0, 1, 2, 3, 4. So small differences have zeros in their high bytes.
     """
@@ -144,7 +144,7 @@ def zigzag(elements: Unsigned, base: Unsigned, out: Unsigned) -> None:
 
 
 def unzigzag(differences: Unsigned) -> None:
-    """Make numbers of zigzag differences, in place."""
+    """Decode zigzag differences in place."""
     signs = scratch("other", differences.nbytes).view(differences.dtype)
     np.bitwise_and(differences, 1, out=signs)
     np.negative(signs, out=signs)
@@ -153,9 +153,9 @@ def unzigzag(differences: Unsigned) -> None:
 
 
 MIN_CELL = 4096
-"""Bytes of the smallest cell that is worth a frame."""
+"""Bytes of the smallest cell that gets a frame."""
 WORTH = 0.97
-"""A frame with a larger share of the cell's bytes is not worth it."""
+"""The largest size of a frame, as a share of the cell's bytes."""
 
 WIDTHS = (1, 2, 4, 8)
 _DENSE = 3 / 8  # of the elements changed: then differences of all of them are smaller than gaps
@@ -173,23 +173,22 @@ class Form(IntEnum):
 
 
 def needs_base(form: Form) -> bool:
-    """Is a cell of this form stored as what changed since another one?"""
+    """Tell whether a frame of this form is decoded against a base."""
     return form in {Form.SPARSE, Form.DIFF}
 
 
 def encode(plain: memoryview, width: int, base: memoryview | None) -> bytes | None:
-    """Encode a cell of elements of ``width`` bytes; with a ``base`` of as many bytes, as what changed since.
+    """Encode a cell of elements of ``width`` bytes, as the changes since ``base`` if there is one of equal length.
 
-    None where that is not worth it: the frame has more than `WORTH` of the bytes, the cell fewer than `MIN_CELL`, or no
-    whole elements. Where nearly all changed a lot, it is encoded by itself. Raises InvalidInput for a base of another
-    length.
+    None if the frame has more than `WORTH` of the bytes, or the cell fewer than `MIN_CELL` or no whole elements. If
+    nearly all elements changed a lot, the frame has no base. Raises InvalidInput for a base of another length.
     """
     frame = None if base is None else _encode_delta(plain, width, base, or_planes=True)
     return frame or encode_planes(plain, width)
 
 
 def encode_planes(plain: memoryview, width: int) -> bytes | None:
-    """Encode a cell by itself; None where that is not worth it."""
+    """Encode a cell without a base; None if the frame would be too large."""
     if not _is_fit(plain, width):
         return None
     elements = _elements(plain, width)
@@ -202,12 +201,15 @@ def encode_planes(plain: memoryview, width: int) -> bytes | None:
 
 
 def encode_delta(plain: memoryview, width: int, base: memoryview) -> bytes | None:
-    """Encode what changed since ``base``; None where that is not worth it. Raises InvalidInput for another length."""
+    """Encode the changes since ``base``; None if the frame would be too large.
+
+    Raises InvalidInput for another length.
+    """
     return _encode_delta(plain, width, base, or_planes=False)
 
 
 def _encode_delta(plain: memoryview, width: int, base: memoryview, *, or_planes: bool) -> bytes | None:
-    """``or_planes``: leave alone what planes may encode better."""
+    """Encode the changes. ``or_planes``: return None if planes may be smaller."""
     if base.nbytes != plain.nbytes:
         raise InvalidInput(f"a cell of {plain.nbytes} bytes has a base of {base.nbytes}; give one of the same length")
     if not _is_fit(plain, width):
@@ -238,7 +240,7 @@ def _elements(data: memoryview, width: int) -> Unsigned:
 
 
 def _signs_vary(elements: Unsigned) -> bool:
-    """Are there both signs among some of the elements? Of single bytes the sign has no other place."""
+    """Tell whether a sample of the elements has both signs. Single bytes are never rotated."""
     signs = elements[:: max(1, elements.size >> 12)] >> (8 * elements.itemsize - 1)
     return bool(elements.itemsize > 1 and signs.min() != signs.max())
 
@@ -260,7 +262,7 @@ def _worthwhile(plain: memoryview, frame: list[Buffer] | None) -> bytes | None:
 
 
 class ParsedFrame(NamedTuple):
-    """A frame that was read whole. ``gaps``: of the form sparse."""
+    """A parsed frame. ``gaps``: of the form sparse."""
 
     form: Form
     width: int
@@ -270,7 +272,7 @@ class ParsedFrame(NamedTuple):
 
 
 def form_of(frame: memoryview) -> Form:
-    """Tell the form of a frame. Raises Refused for what begins like none."""
+    """Return the form of a frame. Raises Refused for an invalid header."""
     return Form(_read_head(PartReader(frame))[0])
 
 
@@ -284,7 +286,7 @@ def _read_head(reader: PartReader) -> tuple[int, ...]:
 
 
 def read_frame(data: memoryview, nbytes: int) -> ParsedFrame:
-    """Read the frame of a cell of ``nbytes`` bytes, and take no more memory than that. Raises Refused."""
+    """Parse the frame of a cell of ``nbytes`` bytes, with no more memory than that. Raises Refused."""
     reader = PartReader(data)
     form, width, rotated, stored = _read_head(reader)
     if stored != nbytes:
@@ -298,7 +300,7 @@ def read_frame(data: memoryview, nbytes: int) -> ParsedFrame:
 
 
 def _read_gaps(reader: PartReader, count: int) -> tuple[int, Bytes]:
-    """How many of ``count`` elements changed, and their gaps."""
+    """Return how many of ``count`` elements changed, and their gaps."""
     changes, nbytes = reader.unpack(_SPARSE)
     if changes > count or nbytes > changes + (count - changes) // 255:
         raise Refused(f"a frame tells of {changes} changes in {count} elements, and of {nbytes} bytes of gaps")
@@ -312,10 +314,10 @@ def decode(frame: memoryview, into: memoryview, base: memoryview | None) -> None
     """Decode a cell. ``into`` has as many bytes as the cell.
 
     Args:
-        frame: what is stored.
-        into: where the bytes go; as it was where the frame is refused.
-        base: the cell that the frame was encoded against; it may be ``into`` itself, or not touch it. Passed by where
-            the form needs none.
+        frame: the stored bytes.
+        into: the target; unchanged if the frame is refused.
+        base: the cell that the frame was encoded against. It may be ``into`` itself, but must not overlap it otherwise.
+            Ignored if the form needs none.
 
     Raises:
         Refused: This is no frame of as many bytes.
@@ -334,7 +336,7 @@ def decode(frame: memoryview, into: memoryview, base: memoryview | None) -> None
 
 
 def undo(frame: memoryview, into: memoryview) -> None:
-    """Make the base again of the cell in ``into``, in place.
+    """Turn the cell in ``into`` back into its base, in place.
 
     Raises:
         Refused: This is no frame of as many bytes, or one of a form that has no base.
@@ -364,7 +366,7 @@ def _change(frame: ParsedFrame, into: Unsigned, base: Unsigned, operation: np.uf
 
 
 def _places(frame: ParsedFrame, count: int) -> Iterator[slice | Indices]:
-    """Which elements the planes are of, at most `BLOCK` at a time."""
+    """Yield the elements that the planes hold, at most `BLOCK` at a time."""
     if frame.form == Form.SPARSE:
         yield from decode_gaps(frame.gaps)
         return

@@ -1,4 +1,4 @@
-"""Parts of a frame: bytes that are stored as they are, as one byte that all of them are, or as one zstd frame.
+"""Parts of a frame: bytes stored raw, as one constant byte, or as one zstd frame.
 
 ::
 
@@ -34,7 +34,7 @@ _LIMITS = {int(zstd.DecompressionParameter.window_log_max): MAX_WINDOW_LOG}
 
 
 class _Coder(local):
-    """The compressor of a thread: a new one for each plane costs more than a short plane."""
+    """The compressor of a thread. A new one for each plane would cost more than a short plane."""
 
     def __init__(self) -> None:
         self.compressor = zstd.ZstdCompressor(
@@ -69,7 +69,7 @@ def decompress(data: Buffer, nbytes: int) -> bytes:
 
 
 Part: TypeAlias = "Bytes | int"
-"""The bytes, or the one value that all of them have."""
+"""The bytes, or the value of all of them."""
 
 _HEAD = Struct("<BI")
 
@@ -83,7 +83,7 @@ class PartKind(IntEnum):
 
 
 def encode_part(data: Bytes, *, noise: bool = False) -> list[Buffer]:
-    """Encode as what is smallest; of ``noise`` nothing is tried. The buffers may be of ``data`` itself."""
+    """Encode in the smallest form; ``noise`` is not compressed. The buffers may be views of ``data``."""
     if data.size and data[0] == data[-1] and not (data != data[0]).any():
         return [_HEAD.pack(PartKind.CONSTANT, 1), bytes(data[:1])]
     coded = compress(data.data) if data.size and not noise else data.data

@@ -1,7 +1,7 @@
-"""Byte planes: the lowest bytes of all elements, then the next ones; in float data each has a distribution of its own.
+"""Byte planes: the lowest bytes of all elements, then the next ones. In float data the planes compress differently.
 
-Of floats the top byte mixes the sign, which is noise, with the exponent, which is not. So elements may be **rotated**:
-to the left by one bit, which puts the sign below the mantissa.
+The top byte of a float mixes the sign, which is noise, with the exponent, which is not. So elements may be **rotated**
+to the left by one bit, which moves the sign below the mantissa.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def join(planes: Sequence[Part], begin: int, out: Unsigned, *, rotated: bool) ->
 
 
 class Outlook(NamedTuple):
-    """What a sample says of elements. ``share``: of the bytes, in parts; ``noise``: planes to leave raw."""
+    """An estimate from a sample. ``share``: encoded bytes per byte. ``noise``: planes to leave raw."""
 
     share: float
     noise: list[bool]
 
 
 def foresee(some: Unsigned, *, rotated: bool = False) -> Outlook:
-    """Look at a sample of elements, before anything is done with all of them."""
+    """Estimate the size of the encoded elements from a sample."""
     bits = entropy(split(some, rotated=rotated))
     noise = bits > NOISE
     return Outlook(float(np.where(noise, 8.0, bits).mean()) / 8, noise.tolist())

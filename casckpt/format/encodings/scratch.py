@@ -1,4 +1,4 @@
-"""Memory that a thread uses again for each cell, so that no page of it is touched for the first time twice."""
+"""Memory that a thread reuses for each cell, because new pages are slow."""
 
 from __future__ import annotations
 

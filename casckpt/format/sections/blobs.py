@@ -1,4 +1,4 @@
-"""The list of the blobs of a manifest: all that gc, copies, mirrors and statistics read of one."""
+"""The list of blobs of a manifest, the only section that gc, copies, mirrors and statistics read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from casckpt.format.names import BlobHash, TxId
 
 MAX_BLOB_BYTES = (1 << 30) + DATA_OFFSET + MAX_LEAVES * RECORD_BYTES
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that nobody vouches for."""
+"""What msgspec raises for untrusted bytes."""
 
 
 class BlobColumns(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
-"""Rows of a tensor of which some cells are coded: frames, and the bases that they are told from.
+"""Rows of a tensor with coded cells: their frames and the bases of these.
 
-Behind the rows that cover the tensor stand those of the bases, in the order of the rows that have them. So each base
-has one row that it is the base of, and no chain comes back to where it began.
+The rows of the tensor come first, then those of the bases, in the order of the rows that have bases. So each base
+belongs to one row, and no chain is circular.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from casckpt.format.digest import Buffer
 from casckpt.format.extents import DIGEST_BYTES, MAX_LINKS, Coding, Extent
 
 ROW = Struct("<IIIB")
-"""As in `casckpt.format.sections.tables`, and how the cells lie there."""
+"""As in `casckpt.format.sections.tables`, and the form of the cells."""
 AS_THEY_ARE, FRAMES, FRAMES_WITH_BASES = range(3)
 
 
@@ -43,20 +43,20 @@ class _Row(NamedTuple):
 
 
 Cut = Callable[[Iterator[tuple[int, int, int]]], Iterator[Extent]]
-"""Cuts the cells of a tensor where rows end, all of which it needs."""
+"""Cuts the cells of a tensor where rows end. It uses all rows."""
 
 
 def encode_coded(extents: Sequence[Extent]) -> bytes:
     """Encode where the cells lie."""
     every, rows, lengths = list(extents), list[bytes](), list[bytes]()
-    for one in every:  # which grows by their bases
+    for extent in every:  # the loop appends their bases
         kind = AS_THEY_ARE
-        if one.coding is not None:
-            kind = FRAMES if one.coding.base is None else FRAMES_WITH_BASES
-            lengths.append(one.coding.frames)
-            every += [] if one.coding.base is None else [one.coding.base]
-        rows.append(ROW.pack(len(one.digests) // DIGEST_BYTES, one.blob, one.offset, kind))
-    digests = [one.digests for one in every[len(extents) :]]
+        if extent.coding is not None:
+            kind = FRAMES if extent.coding.base is None else FRAMES_WITH_BASES
+            lengths.append(extent.coding.frames)
+            every += [] if extent.coding.base is None else [extent.coding.base]
+        rows.append(ROW.pack(len(extent.digests) // DIGEST_BYTES, extent.blob, extent.offset, kind))
+    digests = [extent.digests for extent in every[len(extents) :]]
     return msgspec.msgpack.encode(CodedRows(b"".join(rows), b"".join(lengths), b"".join(digests)))
 
 
@@ -71,7 +71,7 @@ def decode_coded(
     extents = list(cut(row[:3] for row in rows[: _covering(rows, cells)]))
     first, bases = len(extents), _add_bases(extents, rows, stored.digests)
     lengths = _lengths(rows, stored.lengths, cell_bytes)
-    for number in reversed(range(len(rows))):  # bases before what is told from them
+    for number in reversed(range(len(rows))):  # bases before the rows that need them
         one, frames = extents[number], lengths[number]
         nbytes = (one.hi - one.lo) * itemsize if frames is None else int(frames.sum())
         _check(one, nbytes, blob_sizes)

@@ -1,4 +1,4 @@
-"""The sections of a manifest, as its head lists them: where each lies, and the hash that proves it.
+"""The head of a manifest: the place and the hash of each section.
 
 ::
 
@@ -25,9 +25,9 @@ HEAD_BYTES = 4096
 MAX_MANIFEST_BYTES = 4 << 30
 INDEX, PLACES, BLOBS, OBJECTS, CELLS, ROWS = "index", "places", "blobs", "objects", "cells", "rows"
 KNOWN = (INDEX, PLACES, BLOBS, OBJECTS, CELLS, ROWS)
-"""In the order in which they lie: what every reader wants comes first, and is read at once."""
+"""In stored order. The sections that every reader needs come first, so that one read gets them."""
 NEEDED, COPIED = 1, 2
-"""Flags: who does not know the section must not use the manifest; copies of the checkpoint have it too."""
+"""Flags: a reader that does not know the section must refuse the manifest; copies of the checkpoint keep it."""
 _OF_COPIES = {INDEX, OBJECTS, CELLS}
 
 _RECORD = Struct("<16sQQQ32s")
@@ -78,11 +78,11 @@ class Head:
 
     @property
     def foreign(self) -> list[Section]:
-        """Those that this version does not know."""
+        """The sections that this version does not know."""
         return [section for section in self.sections if section.name not in KNOWN]
 
     def check_known(self) -> None:
-        """Raise Refused where something is needed that this version does not know."""
+        """Raise Refused if an unknown section is needed."""
         needed = [section.name for section in self.foreign if section.flags & NEEDED]
         if needed:
             raise Refused(f"it needs the section {needed[0]!r}, which this version does not know; upgrade casckpt")

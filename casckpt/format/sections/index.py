@@ -23,10 +23,10 @@ MAX_KEY_CHARACTERS = 4096
 MAX_ITEMSIZE = 4096
 TENSOR, PART, ATTACHMENT = "tensor", "part", "attachment"
 REPLICAS_NOTE: Final = "replicas"
-"""The note of what ranks did not hold alike: a list of keys, as plain data."""
+"""The note of replicas that differed between ranks: a list of keys, as plain data."""
 
 Name: TypeAlias = tuple[str, str, int, int | None]
-"""What tells the streams of a checkpoint apart: kind, key, index, rank; see `Entry`."""
+"""The identity of a stream in a checkpoint: kind, key, index, rank; see `Entry`."""
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):

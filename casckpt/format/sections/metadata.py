@@ -27,7 +27,7 @@ def encode_metadata(metadata: Mapping[str, Any]) -> tuple[msgspec.Raw, dict[str,
 
 
 def plain_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the user's metadata: None, bool, int, float, str, and lists and str-keyed dicts of them.
+    """Return a copy of the user's metadata: None, bool, int, float, str, and lists and str-keyed dicts of them.
 
     Scalars of numpy and tensors of no dimensions become numbers, and paths become text. Raises InvalidInput for
     anything else.

@@ -1,7 +1,7 @@
-"""Pieces of a section that are read apart: each belongs to an entry or object, and is proved without the others.
+"""Pieces of a section that are read and verified separately. Each belongs to one entry or object.
 
-Consecutive pieces form groups, each with a hash: one piece a group in a small manifest, so that damage hits one alone;
-some KiB a group in a large one, so that the hashes, which every reader needs, stay a small part of it.
+Consecutive pieces form groups, each with a hash. In a small manifest a group is one piece, so that damage affects only
+that. In a large one a group has some KiB, so that the hashes, which every reader needs, stay small.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def cut(pieces: Sequence[Buffer]) -> tuple[Pieces, bytes]:
 
 
 class PieceReader:
-    """The ``count`` pieces of a section, each read and proved when asked for. Thread-safe.
+    """The ``count`` pieces of a section, each read and verified on use. Safe for use by several threads.
 
     Raises Refused if the table does not fit the section.
     """
@@ -54,7 +54,7 @@ class PieceReader:
         if ends[-1] != section.length or len(table.hashes) != _HASH * (len(self._bounds) - 1):
             raise Refused(f"the pieces of its section {section.name!r} do not add up to it, or have other hashes")
         self._held: dict[int, memoryview | None] = {}  # None: it does not have its hash
-        self.is_spoilt = False
+        self.is_damaged = False
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -109,7 +109,7 @@ class PieceReader:
                 part = view[bounds[group] - begin : bounds[group + 1] - begin]
                 right = self._has_hash(group, part)
                 self._held[group] = part if right else None
-                self.is_spoilt |= not right
+                self.is_damaged |= not right
 
     def prove(self, data: Buffer) -> bool:
         """Tell whether all pieces have their hashes, of which ``data``, the section, is made."""

@@ -1,7 +1,7 @@
-"""The extents of a tensor as they are stored: apart what its cells are, and where they lie.
+"""The stored form of the extents of a tensor: a table of its cells, and rows with their places.
 
-Of the first part is the id of a checkpoint, so it says nothing of blobs; the second part may be another one in each
-store that holds it. Each begins with a byte that tells its form.
+The table of cells is part of the id of a checkpoint, so it does not mention blobs. The rows may differ between stores.
+Each begins with a byte for its form.
 """
 
 from __future__ import annotations

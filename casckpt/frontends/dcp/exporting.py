@@ -35,7 +35,7 @@ from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.views.view import check_whole
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.load_plan import LoadOptions
-from casckpt.plan.lots import grouped, lots
+from casckpt.plan.lots import grouped, in_batches
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import Destination
 
@@ -113,8 +113,8 @@ class _Writer:
         check_whole(self._opened.manifest, [self._opened.tensor(dcp.MetadataIndex(key))[0] for key in tensors])
         chunks = [chunk for key in tensors for chunk in self._chunks(key)]
         values = self._opened.archives(list(self._opened.schema.values), boxed=self._boxed)
-        windows = list(lots(chunks, lambda chunk: chunk.nbytes, WINDOW_BYTES))
-        files = list(lots(windows, lambda window: sum(chunk.nbytes for chunk in window), FILE_BYTES)) or [[]]
+        windows = list(in_batches(chunks, lambda chunk: chunk.nbytes, WINDOW_BYTES))
+        files = list(in_batches(windows, lambda window: sum(chunk.nbytes for chunk in window), FILE_BYTES)) or [[]]
         for number, content in enumerate(files):
             name = f"__0_{number}.distcp"
             with synced_file(self._folder / name) as file:

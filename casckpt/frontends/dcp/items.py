@@ -20,7 +20,7 @@ from casckpt.format.tree import Leaf, find
 from casckpt.frontends.dcp.note import Chunk
 from casckpt.frontends.dcp.planners import ValueStream, has_methods_of
 from casckpt.frontends.dcp.schema import is_one_value
-from casckpt.plan.lots import lots
+from casckpt.plan.lots import in_batches
 from casckpt.saving.local_entries import LocalEntry
 from casckpt.saving.prepare import Prepared, prepare, stored_object
 from casckpt.tensors.dtensors import is_dtensor
@@ -217,7 +217,7 @@ class Tensors:
         if has_methods_of(planner, DefaultSavePlanner, *_HANDING_OVER, "lookup_object"):
             yield self.parts
             return
-        yield from lots(self.parts, lambda part: part.nbytes, WINDOW_BYTES) if self.parts else iter([[]])
+        yield from in_batches(self.parts, lambda part: part.nbytes, WINDOW_BYTES) if self.parts else iter([[]])
 
 
 def tensors_of(items: Iterable[WriteItem], *, alone: bool) -> Tensors:

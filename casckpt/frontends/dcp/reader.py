@@ -33,7 +33,7 @@ from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.fit import Fit, check_fit, log_once, saved_shapes, shape_of
 from casckpt.loading.load_plan import LoadOptions, Unread, check_cast
 from casckpt.loading.tied_tensors import Content, TiedTensors
-from casckpt.plan.lots import lots
+from casckpt.plan.lots import in_batches
 from casckpt.plan.reads import covers
 from casckpt.ranks.ranks import this_rank
 from casckpt.tensors.dtensors import is_dtensor
@@ -282,4 +282,4 @@ def _windows(items: Sequence[ReadItem], planner: LoadPlanner) -> Iterator[list[R
     in_place = ("resolve_tensor", "transform_tensor", "lookup_tensor", "commit_tensor")
     if has_methods_of(planner, DefaultLoadPlanner, *in_place):
         return iter([tensors])
-    return lots(tensors, lambda item: item.lengths.numel() * 8, WINDOW_BYTES)  # at most, of what is usual
+    return in_batches(tensors, lambda item: item.lengths.numel() * 8, WINDOW_BYTES)  # at most, of what is usual

@@ -27,13 +27,13 @@ class LocalFiles(Files):
 
     @override
     def names(self) -> Sequence[str]:
-        found = (Path(place, name) for place, _, names in os.walk(self.path) for name in names)
-        return sorted(path.relative_to(self.path).as_posix() for path in found)
+        paths = (Path(folder, name) for folder, _, names in os.walk(self.path) for name in names)
+        return sorted(path.relative_to(self.path).as_posix() for path in paths)
 
     def _open(self, name: str) -> BinaryIO:
         path = self.path / checked(name)
         try:
-            if not path.is_file():  # to open a pipe is to wait for whoever writes to it
+            if not path.is_file():  # opening a pipe would wait for a writer
                 raise FileNotFoundError
             return path.open("rb")
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -53,7 +53,7 @@ class LocalFiles(Files):
     @override
     def part(self, name: str, offset: int, nbytes: int) -> BinaryIO:
         file: Any = _Part(self._open(name), offset, nbytes)
-        return file  # type: ignore[no-any-return] # it has what a binary file has
+        return file  # type: ignore[no-any-return] # it acts as a binary file
 
     @override
     def below(self, folder: str) -> LocalFiles:
@@ -82,7 +82,7 @@ class _Part(io.RawIOBase):
     def readinto(self, buffer: Any, /) -> int:
         wanted = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._at)]
         self._file.seek(self._offset + self._at)
-        count: int = self._file.readinto(wanted)  # type: ignore[attr-defined] # of files that are opened for bytes
+        count: int = self._file.readinto(wanted)  # type: ignore[attr-defined] # binary files have it
         self._at += count
         return count
 

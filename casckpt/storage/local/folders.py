@@ -1,4 +1,4 @@
-"""The folders of a local store: opened part by part, so that no symlink leads out of it, and made durable."""
+"""The folders of a local store: opened part by part, so that no symlink leads out of it, and synced."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from casckpt.storage.local import syscalls
 from casckpt.storage.names import split_folder
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # file systems where names are durable by themselves
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # file systems that need no sync of folders
 _REMEMBERED = 4096  # folders
 _PUT_BACK = "put back what was there, from a copy of the store, or move this out of the store"
 
 
 class Folders:
-    """The folders below ``root``, which itself may be, or lie behind, a symlink."""
+    """The folders below ``root``. The path of ``root`` itself may contain symlinks."""
 
     def __init__(self, root: Path, counts: IoCounts) -> None:
         self.root = root
         self._counts = counts
-        self._anchored: set[str] = set()  # folders whose own names were made durable by this instance
-        self._made: list[Path] = []  # the root and those above it, as far as this instance made them
+        self._anchored: set[str] = set()  # folders whose own names this instance made durable
+        self._made: list[Path] = []  # the root and folders above it that this instance made
 
     @contextmanager
     def open(self, folder: str, *, create: bool = False) -> Iterator[int]:
-        """Open a folder. Raises FileNotFoundError, other OSErrors; `Refused` for a symlink on the way."""
+        """Open a folder. Raises FileNotFoundError, other OSErrors, and `Refused` for a symlink in the path."""
         fd = self._open_root(create)
         try:
             path = ""
@@ -45,7 +45,7 @@ class Folders:
             os.close(fd)
 
     def settle(self, fd: int, folder: str) -> None:
-        """Make the names in the open ``folder`` durable, and those of itself and of the folders above it."""
+        """Make the names in the open ``folder`` durable, and the names of the folder and of those above it."""
         self._sync(fd)
         if len(self._anchored) > _REMEMBERED:
             self._anchored.clear()
@@ -60,7 +60,7 @@ class Folders:
             self._anchored.add("")
 
     def remove(self, folder: str) -> None:
-        """Remove a folder if it is there and empty; the root, and those above, only if this instance made them."""
+        """Remove an empty folder; the root and those above it only if this instance made them."""
         parent, _, name = folder.rpartition("/")
         self._anchored.discard(folder)
         with _unless_needed():
@@ -90,7 +90,7 @@ class Folders:
             missing.append(missing[-1].parent)
         for path in reversed(missing):
             if path.is_symlink():
-                raise InvalidInput(f"{path} is a link to {os.readlink(path)}, which is not there: make it first")
+                raise InvalidInput(f"{path} is a link to {os.readlink(path)}, which does not exist: make it first")
             with suppress(FileExistsError):
                 path.mkdir()
                 self._made.append(path)
@@ -119,7 +119,7 @@ class Folders:
     def _sync_outside(self, path: Path) -> None:
         try:
             fd = os.open(path, _FOLDER)
-        except PermissionError:  # one may make folders where one may not look; then its owner answers for it
+        except PermissionError:  # a folder may be writable but not readable; then its owner syncs it
             return
         try:
             self._sync(fd)
@@ -129,7 +129,7 @@ class Folders:
 
 @contextmanager
 def _unless_needed() -> Iterator[None]:
-    """Suppress errors for a folder that is not empty, or not there."""
+    """Suppress errors for a folder that is not empty or does not exist."""
     try:
         yield
     except OSError as error:
@@ -140,14 +140,14 @@ def _unless_needed() -> Iterator[None]:
 def _open_inside(above: int, name: str, path: Path) -> int:
     try:
         return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=above)
-    except NotADirectoryError as error:  # what Linux says of a symlink too
+    except NotADirectoryError as error:  # Linux raises it for a symlink too
         raise misplaced(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode, path) from error
 
 
 def misplaced(mode: int, path: Path) -> Refused:
-    """Return the error for what is no file, or a file where a folder belongs.
+    """Return the error for something that is no file, or for a file in place of a folder.
 
-    Passing it by could hide a commit from gc; following a symlink could leave the store.
+    Skipping it could hide a commit from gc, and following a symlink could lead out of the store.
     """
     if stat.S_ISLNK(mode):
         return Refused(f"{path} is a symlink, which a store does not follow: put the file itself there, or remove it")

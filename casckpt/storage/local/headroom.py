@@ -1,4 +1,4 @@
-"""Memory that this process may fill with what it reads: what the host could give, within the limits of its cgroup."""
+"""Memory that this process can still use: what the host has available, within the limits of its cgroup."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Of cgroup v2 and v1: limit, use, and the part of the use that the kernel takes back first, in memory.stat."""
+"""For cgroup v2 and v1: the files of limit and use, and the field of memory.stat that the kernel reclaims first."""
 
 
 def headroom(meminfo: Path = _MEMINFO, mine: Path = _MINE, groups: Path = _GROUPS) -> int:
-    """Bytes that could be had without swapping, or taking what others use; 0 where the system does not say."""
+    """Return the bytes that are available without swapping; 0 if the system does not report it."""
     try:
         available = _number("MemAvailable:", meminfo.read_text()) << 10
         return max(0, min([available, *_left(mine.read_text(), groups)]))
@@ -25,13 +25,13 @@ def headroom(meminfo: Path = _MEMINFO, mine: Path = _MINE, groups: Path = _GROUP
 
 
 def _left(mine: str, groups: Path) -> Iterator[int]:
-    """Yield what each limit of memory leaves: of the own group, and of those around it."""
+    """Yield what each memory limit leaves, of this process's group and of those above it."""
     for line in mine.splitlines():
         _, kinds, path = line.split(":", 2)
         if kinds and "memory" not in kinds.split(","):
             continue
         root = groups / "memory" if kinds else groups
-        inside = root.joinpath(*Path(path).parts[1:])  # not there in a container that sees its group as the root
+        inside = root.joinpath(*Path(path).parts[1:])  # missing in a container that sees its group as the root
         for folder in (inside, *inside.parents):
             if folder.is_relative_to(root):
                 yield from _left_in(folder)
@@ -47,7 +47,7 @@ def _left_in(folder: Path) -> Iterator[int]:
 
 
 def _number(name: str, text: str) -> int:
-    found = re.search(rf"^{name}\s+(\d+)", text, re.MULTILINE)
-    if found is None:
+    match = re.search(rf"^{name}\s+(\d+)", text, re.MULTILINE)
+    if match is None:
         raise ValueError(f"{name} is not there")
-    return int(found[1])
+    return int(match[1])

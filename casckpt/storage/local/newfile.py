@@ -1,12 +1,12 @@
-"""New files: written whole, made durable, and only then given a name that nobody has.
+"""Creation of files: written completely, made durable, and then given a name that does not exist yet.
 
-Three ways to the exclusive name, best first; a store takes the next one where its file system cannot do the first:
+There are three ways to get the exclusive name. A store uses the first one that its file system supports:
 
 1. unnamed file (O_TMPFILE), then link: a killed writer leaves nothing
 2. named temporary file, then link: a killed writer leaves a ``.name.random.tmp``, which `list` never shows
 3. named temporary file, then renameat2(RENAME_NOREPLACE)
 
-A plain rename would replace: where none of the three works, nothing can be created safely, and `Unsupported` says so.
+A plain rename could replace a file. So if none of the three works, `Unsupported` is raised.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from casckpt.storage.buffers import address
 from casckpt.storage.counts import IoCounts
 from casckpt.storage.local import syscalls
 
-PIECE = 8 << 20  # bytes for one write: long enough for the disk, short enough to notice an error early
-LARGE = 1 << 20  # bytes from which direct I/O and preallocation pay
+PIECE = 8 << 20  # bytes of one write: large enough for speed, small enough to notice errors early
+LARGE = 1 << 20  # bytes: from this size on direct I/O and preallocation pay
 
 
 class Naming(IntEnum):
@@ -39,23 +39,23 @@ class Naming(IntEnum):
 
 
 class SyncFailed(OSError):
-    """fsync failed: the kernel may have dropped the pages and say nothing the next time."""
+    """fsync failed. The kernel may have dropped the pages, and the next fsync may report success."""
 
 
 def temporary_name(name: str) -> str:
-    """Return a name for an unfinished ``name``, which no key can have."""
+    """Return a name for the unfinished file ``name``. No key can have it."""
     return f".{name}.{secrets.token_hex(8)}.tmp"
 
 
 def is_temporary(name: str) -> bool:
-    """Tell whether a file of this name was left by a crashed put."""
+    """Tell whether a file of this name is a leftover of a crashed put."""
     return name.startswith(".") and name.endswith(".tmp")
 
 
 class FileMaker:
-    """Makes files on one file system, and remembers what that lacks. Safe for use by several threads.
+    """Makes files on one file system, and remembers which calls that lacks. Safe for use by several threads.
 
-    ``direct``: write what is large around the page cache, where that can be done.
+    ``direct``: write large files around the page cache where possible.
     """
 
     def __init__(self, counts: IoCounts, *, direct: bool = True) -> None:
@@ -81,14 +81,14 @@ class FileMaker:
                 self.way = max(self.way, Naming(way + 1))
 
     def replace(self, folder: int, name: str, data: memoryview) -> None:
-        """Do as `create`, but over whatever file has the name."""
+        """Do as `create`, but replace an existing file."""
         self._twice(partial(self._replace, folder, name, data))
 
     def _twice(self, make: Callable[[], None]) -> None:
         try:
             make()
         except SyncFailed:
-            make()  # a second fsync of the same file would prove nothing, a new file does
+            make()  # a second fsync of the same file proves nothing, so write a new file
 
     def _create(self, folder: int, name: str, data: memoryview, way: Naming) -> None:
         if way is Naming.UNNAMED:
@@ -138,7 +138,7 @@ class FileMaker:
             raise SyncFailed(error.errno, error.strerror) from error
 
     def _write_direct(self, fd: int, data: memoryview) -> None:
-        """Write whole blocks around the page cache; the last one is padded, and cut off again."""
+        """Write whole blocks around the page cache. The last one is padded, and then truncated."""
         whole = data.nbytes - data.nbytes % BLOCK
         padded = data.nbytes if whole == data.nbytes else whole + BLOCK
         syscalls.allocate(fd, padded)
@@ -149,14 +149,14 @@ class FileMaker:
         except OSError as error:
             if error.errno != errno.EINVAL or not syscalls.set_direct(fd, False):
                 raise
-            self.direct = False  # the file system wants another alignment, or accepts the flag alone
+            self.direct = False  # the file system needs another alignment, or ignores the flag
             write_all(fd, data, 0)
         if padded > data.nbytes:
             os.ftruncate(fd, data.nbytes)
 
 
 def _link(folder: int, temporary: str, name: str) -> None:
-    """Link; an answer that NFS lost and asked for again looks like a name that is taken."""
+    """Link. If NFS lost the answer and repeated the call, FileExistsError may mean success."""
     try:
         syscalls.link_named(folder, temporary, name)
     except FileExistsError:
@@ -172,7 +172,7 @@ def _write_padded(fd: int, tail: memoryview, offset: int) -> None:
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
-    """Write ``data`` at ``offset``, in pieces, however short the writes are."""
+    """Write all of ``data`` at ``offset``, in pieces."""
     position = 0
     while position < data.nbytes:
         written = os.pwrite(fd, data[position : position + PIECE], offset + position)

@@ -1,9 +1,8 @@
-"""Reading a local file: from the page cache straight into place, from the disk around the cache.
+"""Reader of local files: cached bytes come from the page cache, others from the disk around the cache.
 
-A file of which the cache lacks a good part is read directly (O_DIRECT) into an aligned buffer and copied from there.
-That is faster than to have the kernel fill its cache first, and leaves the cache to others. What is cached is told by
-cachestat or mincore: a read with RWF_NOWAIT would tell too, but it makes the kernel read ahead, and the disk read
-everything twice.
+A file that is mostly not cached is read directly (O_DIRECT) into an aligned buffer and copied from there. This is
+faster than a read through the cache, and does not evict other pages. cachestat or mincore tells what is cached. (A read
+with RWF_NOWAIT would tell too, but it makes the kernel read ahead, so that the disk reads everything twice.)
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ _MAX_BUFFERS = 1024  # IOV_MAX of Linux
 _LARGE = 512 << 10  # bytes: below it, a read is not worth a second system call
 _WORTH_A_CALL = 256 << 10  # bytes
 _BOUNCE = 2 << 20
-_FIRST = 64 << 10  # bytes; after a smaller read the pieces become so large that memory for them may be dear to get
+_FIRST = 64 << 10  # bytes; after a smaller read the kernel's pieces become so large that allocating them may be slow
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_MOST = 0.75  # of a file's pages: with so many in the cache, it is read from there
+_MOST = 0.75  # part of a file's pages in the cache from which on it is read from there
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _thread = threading.local()
 
@@ -38,7 +37,7 @@ _thread = threading.local()
 class LocalReader(Reader):
     """One open file, read at any offset by any number of threads.
 
-    ``shared``: others read it too, so it goes through the page cache, whatever that holds.
+    ``shared``: others read it too, so reads always go through the page cache.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class LocalReader(Reader):
         self._key = key
         self._path = path
         self._counts = counts
-        # the same file opened around the cache; -1 where that cannot or shall not be, None where it is not known yet
+        # descriptor for direct I/O; -1 if that is not possible or not wanted, None if not known yet
         self._direct: int | None = -1 if shared else None
         self._cached: bool | None = None
         self._is_begun = not shared
@@ -62,7 +61,7 @@ class LocalReader(Reader):
 
     @property
     def is_cached(self) -> bool:
-        """Whether the page cache holds most of it; looked up once."""
+        """Whether the page cache holds most of it. Looked up once."""
         if self._cached is None:
             self._cached = is_cached(self._fd, 0, self._size)
         return self._cached
@@ -75,10 +74,10 @@ class LocalReader(Reader):
     def fill(
         self, offset: int, buffers: Sequence[memoryview], turns: AbstractContextManager[object]
     ) -> Generator[int, None, None]:
-        """Do what `read_into` does, and yield how many of ``buffers``, none of them empty, are full by now.
+        """Do what `read_into` does, and yield how many of ``buffers`` are full so far. No buffer may be empty.
 
-        One of ``turns`` is held while there is work for a core: here, and where that was yielded to. What was read is
-        still in that core's cache then. Close it (`contextlib.closing`), or an error might keep the turn.
+        One of ``turns`` is held while there is work for a core: here, and in the caller after a yield, where the bytes
+        are still in that core's cache. Close the generator (`contextlib.closing`), else an error might keep the turn.
         """
         total = sum(buffer.nbytes for buffer in buffers)
         self._counts.add(requests=1, reads=1)
@@ -90,7 +89,7 @@ class LocalReader(Reader):
         self._counts.add(bytes_read=total)
 
     def read_all(self) -> bytes:
-        """Read the whole file, not counted as a request of its own."""
+        """Read the whole file, without counting a request."""
         data = bytearray(self._size)
         with reporting("read", self._path):
             if data:
@@ -98,23 +97,23 @@ class LocalReader(Reader):
         return bytes(data)
 
     def _direct_fd(self, offset: int, nbytes: int) -> int:
-        """Open the file around the cache, once for each file; -1 if it cannot be opened so, or is cached.
+        """Open the file for direct I/O, once for each file; -1 if that is not possible, or if the file is cached.
 
-        Of the whole file that takes a while to tell; if it is not known, what is read first decides.
+        A look-up for the whole file takes a while. If it was not made, the range of the first read decides.
         """
         with self._lock:
             if self._direct is None:
                 self._direct = -1
                 cached = is_cached(self._fd, offset, nbytes) if self._cached is None else self._cached
                 if _DIRECT and not cached:
-                    with suppress(OSError):  # the file system, or the platform, has no such thing
+                    with suppress(OSError):  # the file system or the platform does not support it
                         self._direct = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | _DIRECT)
             return self._direct
 
     def _fill_directly(
         self, offset: int, buffers: Sequence[memoryview], turns: AbstractContextManager[object]
     ) -> Iterator[int]:
-        """Read around the cache as much at a time as the bounce buffer holds."""
+        """Read around the cache, as many bytes at a time as fit into the bounce buffer."""
         bounce, direct = _bounce_buffer(), self._direct_fd(offset, 0)
         left, full, at = sum(buffer.nbytes for buffer in buffers), 0, 0
         while left:
@@ -137,31 +136,31 @@ class LocalReader(Reader):
     def _fill_from_cache(
         self, offset: int, buffers: Sequence[memoryview], turns: AbstractContextManager[object]
     ) -> Iterator[int]:
-        """Read some buffers at a time: so much that the call is worth it, so little that a core's cache holds it."""
+        """Read some buffers at a time: enough to be worth a system call, and few enough for a core's cache."""
         self._begin()
         full = 0
         while full < len(buffers):
             first, nbytes = full, 0
             while nbytes < _WORTH_A_CALL and full < min(len(buffers), first + _MAX_BUFFERS):
                 nbytes, full = nbytes + buffers[full].nbytes, full + 1
-            self._fill(offset, buffers[first:full], nbytes)  # without a turn: what the cache lacks, it waits for
+            self._fill(offset, buffers[first:full], nbytes)  # without a turn, because it may wait for the disk
             offset += nbytes
             with turns:
                 yield full
 
     def _begin(self) -> None:
-        """Read a little of a file that may have to come from the disk through the cache, before all else.
+        """Read a few bytes of a shared file before all others.
 
-        Linux reads ahead in steps, and fills the cache in larger pieces from one step to the next. After a first read
-        of a whole cell the first step is as long as may be, some MiB, all in single pages: dear to fill, and to read.
+        Linux reads ahead in steps, and fills the cache in larger pieces with each step. After a first read of a whole
+        cell the first step is of maximal length, some MiB, all in single pages, which are slow to fill and to read.
         """
         if not self._is_begun:
             self._is_begun = True
-            with suppress(OSError):  # nobody wants these bytes; whoever does is told
+            with suppress(OSError):  # these bytes are not used; a later read reports the error
                 os.pread(self._fd, _FIRST, 0)
 
     def _fill(self, offset: int, buffers: Sequence[memoryview], nbytes: int) -> None:
-        """Fill all of ``buffers``, which have ``nbytes`` bytes, however short the reads are."""
+        """Fill all of ``buffers``, which have ``nbytes`` bytes."""
         while (count := os.preadv(self._fd, buffers, offset)) < nbytes:
             if count == 0:
                 raise ShortObject(self._key, os.fstat(self._fd).st_size)
@@ -183,7 +182,7 @@ class LocalReader(Reader):
 
 
 def is_cached(fd: int, offset: int, nbytes: int) -> bool:
-    """Tell whether the page cache holds most of these bytes of a file; True also where the system does not say."""
+    """Tell whether the page cache holds most of these bytes of a file. True if the system does not report it."""
     if nbytes == 0:
         return True
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
@@ -194,7 +193,7 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
 
 
 def _is_resident(fd: int, start: int, size: int) -> bool:
-    """Tell the same by a map of the file, which takes ten times as long."""
+    """Do as `is_cached` with mincore and a map of the file, which takes ten times as long."""
     import numpy as np
 
     if not hasattr(_LIBC, "mincore"):
@@ -206,29 +205,29 @@ def _is_resident(fd: int, start: int, size: int) -> bool:
             failed = _LIBC.mincore(
                 ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)
             )
-            del view  # or the map could not be closed
+            del view  # else the map could not be closed
     except OSError:
         return True
     return bool(failed) or float((pages & 1).mean()) >= _MOST
 
 
 def _bounce_buffer() -> memoryview:
-    """Return this thread's own aligned buffer; it goes with the thread."""
-    found: AlignedBuffer | None = getattr(_thread, "buffer", None)
-    if found is None:
-        found = _thread.buffer = AlignedBuffer(_BOUNCE + BLOCK)
-    return found.view
+    """Return this thread's own aligned buffer, which ends with the thread."""
+    buffer: AlignedBuffer | None = getattr(_thread, "buffer", None)
+    if buffer is None:
+        buffer = _thread.buffer = AlignedBuffer(_BOUNCE + BLOCK)
+    return buffer.view
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
-    """Copy bytes without holding up other threads."""
+    """Copy bytes without the GIL."""
     import numpy as np
 
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _rest(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:
-    """Return what is left to fill of ``buffers`` after ``count`` bytes."""
+    """Return the rest of ``buffers`` after ``count`` bytes."""
     for index, buffer in enumerate(buffers):
         if count < buffer.nbytes:
             return [buffer[count:], *buffers[index + 1 :]]

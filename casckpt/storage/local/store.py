@@ -1,7 +1,7 @@
 """A storage in a local folder: one read-only file for each object, named by its key.
 
-What a key names is written whole and made durable before it gets its name (`casckpt.storage.local.newfile`), so a
-process or a machine that dies at any instant leaves an object or none.
+A file is written completely and made durable before it gets its name (`casckpt.storage.local.newfile`). So a process or
+a machine that dies leaves a complete object or none.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from casckpt.storage.names import split_folder, split_key
 _MOUNTS = Path("/proc/self/mounts")
 _SURE = {"noac", "actimeo=0", "acdirmax=0"}
 _LARGE_FOLIOS = {"ext4": (6, 16)}
-"""The kernel from which a file system fills its cache in large pieces, at a fraction of the processor time."""
+"""By file system, the first kernel that fills the cache in large pieces, with a fraction of the processor time."""
 
 
 def stale_listings(path: Path, mounts: Path = _MOUNTS) -> str:
-    """Return why listings of ``path`` may lag behind, and what to do; "" where they do not, or nothing is known."""
+    """Return why listings of ``path`` may lag behind, and what to do; "" if they do not, or if that is unknown."""
     kind, options = _mount_of(path, mounts)
     if not re.fullmatch(r"nfs\d?", kind) or _SURE & set(options.split(",")):
         return ""
@@ -48,7 +48,7 @@ def stale_listings(path: Path, mounts: Path = _MOUNTS) -> str:
 
 
 def caches_well(path: Path, mounts: Path = _MOUNTS, release: str | None = None) -> bool:
-    """Tell whether files of ``path`` are known to be read through the page cache no slower than around it."""
+    """Tell whether reads of ``path`` through the page cache are known to be as fast as direct I/O."""
     kind, options = _mount_of(path, mounts)
     kernel = re.match(r"(\d+)\.(\d+)", platform.release() if release is None else release)
     if kind not in _LARGE_FOLIOS or kernel is None or "data=journal" in options.split(","):
@@ -57,7 +57,7 @@ def caches_well(path: Path, mounts: Path = _MOUNTS, release: str | None = None) 
 
 
 def _mount_of(folder: Path, mounts: Path) -> tuple[str, str]:
-    """Return (type, options) of the deepest mount that holds ``folder``; nothing where that is not known."""
+    """Return (type, options) of the deepest mount that holds ``folder``; empty texts if that is unknown."""
     path, best = os.path.realpath(folder), ("", "", "")
     try:
         lines = mounts.read_text(errors="replace").splitlines()
@@ -72,20 +72,20 @@ def _mount_of(folder: Path, mounts: Path) -> tuple[str, str]:
     return best[1], best[2]
 
 
-_ATTEMPTS = 16  # to put into a folder that somebody else keeps removing
-# Non-blocking, or opening a fifo that somebody left in the store would wait for ever.
+_ATTEMPTS = 16  # of a put into a folder that another process keeps removing
+# Non-blocking, else opening a fifo in the store would wait for ever.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
-UPLOADS = 4  # while some wait for the disk, others copy and hash
+UPLOADS = 4  # some wait for the disk while others copy and hash
 
 
 class LocalStore(ObjectStore):
     """`casckpt.storage.base.ObjectStore` in the folder ``path``, which the first put makes.
 
-    ``page_cache``: whether what is read, and what is written, stays in the page cache. None: what is read, where memory
-    is plenty and the file system is one that reads no slower so.
+    ``page_cache``: whether the bytes read and written stay in the page cache. None: only the bytes read, and only if
+    there is enough memory and the file system reads as fast through the cache.
 
-    Every failure of the file system is a `StorageError` that names the path and says what to do.
+    Every failure of the file system is a `StorageError` with the path and advice.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, page_cache: bool | None = None) -> None:
@@ -125,13 +125,13 @@ class LocalStore(ObjectStore):
         self.counts.add(requests=1)
 
         def create(fd: int) -> None:
-            taken = _exists(fd, name)  # saves writing in vain; what decides is the exclusive name
+            taken = _exists(fd, name)  # avoids a useless write; the exclusive name decides
             if not taken:
                 try:
                     self._files.create(fd, name, view)
                 except FileExistsError:
                     taken = True
-            if settle:  # also where it is taken: it may be ours, by a put that failed right before this
+            if settle:  # also if the key is taken: a failed put of this process may have created it
                 self._folders.settle(fd, folder)
             if taken:
                 raise AlreadyExists(key)
@@ -185,15 +185,15 @@ class LocalStore(ObjectStore):
         with reporting("look at", path):
             try:
                 with self._folders.open(folder) as above:
-                    found = os.stat(name, dir_fd=above, follow_symlinks=False)
+                    status = os.stat(name, dir_fd=above, follow_symlinks=False)
             except FileNotFoundError:
                 return None
-        if not stat.S_ISREG(found.st_mode):
-            raise misplaced(found.st_mode, path)
-        return found.st_size
+        if not stat.S_ISREG(status.st_mode):
+            raise misplaced(status.st_mode, path)
+        return status.st_size
 
     def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
-        """See `casckpt.storage.base.ObjectStore`. Each folder is read at once, when the listing comes to it."""
+        """See `casckpt.storage.base.ObjectStore`. Each folder is read at once, when the listing reaches it."""
         self.counts.add(requests=1)
         start = prefix.rpartition("/")[0]
         pending = [start]
@@ -226,7 +226,7 @@ class LocalStore(ObjectStore):
     def sweep(self, folder: str, *, below: bool = False) -> int:
         self.counts.add(requests=1)
         deeper = _scan(self._folders, folder)[1] if below else []
-        freed = sum(self.sweep(one, below=True) for one in deeper)
+        freed = sum(self.sweep(inner, below=True) for inner in deeper)
         with reporting("sweep", self.path / folder):
             with suppress(FileNotFoundError), self._folders.open(folder) as fd:
                 freed = sum(_remove(fd, name) for name in os.listdir(fd) if is_temporary(name))
@@ -234,7 +234,7 @@ class LocalStore(ObjectStore):
         return freed
 
     def examine(self) -> Iterator[Finding]:
-        """Return what the mount says of listings."""
+        """Yield whether listings are reliable on this mount."""
         stale = self.traits.stale
         found = stale or "no attributes of files are cached that other hosts may have changed"
         yield Finding("mount", not stale, found, "gc is refused here until then" if stale else "")
@@ -251,28 +251,28 @@ class LocalStore(ObjectStore):
         return LocalReader(fd, os.fstat(fd).st_size, key, path, self.counts, shared=shared)
 
     def _in_folder(self, folder: str, key: str, act: Callable[[int], None]) -> None:
-        """Call ``act`` with the folder open; again where somebody sweeps the folder meanwhile."""
+        """Call ``act`` with the folder open. Repeats it if another process removes the folder meanwhile."""
         path = self.path / key
         with reporting("write", path):
             for _ in range(_ATTEMPTS):
                 with suppress(FileNotFoundError), self._folders.open(folder, create=True) as fd:
                     return act(fd)
         raise StorageError(
-            f"cannot write {path}: its folder cannot be made, or was removed again and again; see why, and try again"
+            f"cannot write {path}: its folder cannot be made, or is removed repeatedly; find the cause, and try again"
         )
 
 
 def _scan(folders: Folders, folder: str) -> tuple[list[ListedObject], list[str]]:
-    """List the objects in a folder, and the keys of the folders in it; nothing if it is not there."""
+    """List the objects in a folder and the keys of its folders; nothing if it does not exist."""
     files: list[ListedObject] = []
     deeper: list[str] = []
     with (
         reporting("list", folders.root / folder),
         suppress(FileNotFoundError),
         folders.open(folder) as fd,
-        os.scandir(fd) as found,
+        os.scandir(fd) as items,
     ):
-        for item in found:
+        for item in items:
             key = f"{folder}/{item.name}" if folder else item.name
             if item.name.startswith("."):
                 continue
@@ -284,7 +284,7 @@ def _scan(folders: Folders, folder: str) -> tuple[list[ListedObject], list[str]]
 
 
 def _entry(item: os.DirEntry[str], key: str, root: Path) -> ListedObject | None:
-    """Return an object of a listing; None for what was deleted meanwhile."""
+    """Return an object of a listing; None if it was deleted meanwhile."""
     try:
         status = item.stat(follow_symlinks=False)
     except FileNotFoundError:
@@ -319,7 +319,7 @@ def _open_file(folder: int, name: str, path: Path) -> int:
 
 
 def _remove(folder: int, name: str) -> int:
-    """Remove a leftover; bytes freed."""
+    """Remove a leftover, and return the bytes freed."""
     with suppress(FileNotFoundError):
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         os.unlink(name, dir_fd=folder)

@@ -1,7 +1,7 @@
-"""System calls that not every file system has, behind the local storage; `Lacking` tells that one has not.
+"""System calls that not every file system has. `Lacking` is raised if one is missing.
 
-Everything here is relative to the descriptor of an open folder, so that a folder which is removed and made again
-meanwhile is noticed, never mixed up.
+All paths are relative to the descriptor of an open folder. So a folder that is removed and created again meanwhile is
+noticed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-FILE_MODE = 0o444  # objects never change; the umask of the process takes away what it wants to keep private
+FILE_MODE = 0o444  # objects never change; the umask of the process applies
 _RENAME_NOREPLACE = 1
 _CACHESTAT = 451  # on every architecture
 _O_TMPFILE = getattr(os, "O_TMPFILE", 0)
@@ -36,29 +36,29 @@ def _lacking(*codes: int) -> Iterator[None]:
 
 
 def open_unnamed(folder: int) -> int:
-    """Open a new file for writing that has no name yet and vanishes with its descriptor.
+    """Open a new file for writing that has no name, and that is gone when its descriptor is closed.
 
     Raises FileNotFoundError if the folder is gone.
     """
     if not _O_TMPFILE:
         raise Lacking
-    with _lacking(errno.EISDIR):  # what kernels without O_TMPFILE say
+    with _lacking(errno.EISDIR):  # from kernels without O_TMPFILE
         try:
             return os.open(".", _O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE, dir_fd=folder)
         except PermissionError as error:
-            if os.fstat(folder).st_nlink == 0:  # ext4 says EPERM of a folder that was removed
+            if os.fstat(folder).st_nlink == 0:  # ext4 raises EPERM for a removed folder
                 raise FileNotFoundError(errno.ENOENT, "the folder was removed") from error
             raise
 
 
 def open_named(folder: int, name: str) -> int:
-    """Open a new file for writing under a name that nobody has."""
+    """Open a new file for writing under a name that does not exist."""
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(name, flags, FILE_MODE, dir_fd=folder)
 
 
 def link_unnamed(fd: int, folder: int, name: str) -> None:
-    """Name the file that ``fd`` has open. Raises FileExistsError; FileNotFoundError if the folder is gone."""
+    """Give the open file ``fd`` a name. Raises FileExistsError, and FileNotFoundError if the folder is gone."""
     path = f"/proc/self/fd/{fd}"
     with _lacking(errno.EPERM, errno.EXDEV):
         try:
@@ -67,17 +67,17 @@ def link_unnamed(fd: int, folder: int, name: str) -> None:
         except FileNotFoundError as error:
             if os.path.lexists(path):
                 raise
-            raise Lacking from error  # there is no /proc here
+            raise Lacking from error  # there is no /proc
 
 
 def link_named(folder: int, old: str, new: str) -> None:
     """Give a file a second name. Raises FileExistsError."""
-    with _lacking(errno.EPERM, errno.EXDEV):  # EPERM: what vfat says
+    with _lacking(errno.EPERM, errno.EXDEV):  # EPERM: from vfat
         os.link(old, new, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
 
 
 def rename_new(folder: int, old: str, new: str) -> None:
-    """Rename, but never over another file. Raises FileExistsError."""
+    """Rename without replacing. Raises FileExistsError."""
     try:
         call = _LIBC.renameat2
     except AttributeError as error:
@@ -89,7 +89,7 @@ def rename_new(folder: int, old: str, new: str) -> None:
 
 
 def set_direct(fd: int, on: bool) -> bool:
-    """Turn direct I/O of an open file on or off; tell whether it is as was wanted."""
+    """Turn direct I/O of an open file on or off. Returns whether that succeeded."""
     if not _O_DIRECT:
         return not on
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
@@ -101,10 +101,10 @@ def set_direct(fd: int, on: bool) -> bool:
 
 
 def allocate(fd: int, size: int) -> None:
-    """Reserve ``size`` bytes for a file and make it that long, where that can be done without writing them.
+    """Reserve ``size`` bytes for a file and make it that long, if that is possible without writing them.
 
-    Not os.posix_fallocate: where the file system cannot reserve, glibc writes one byte to each block instead.
-    Raises OSError if the space is not there.
+    It does not use os.posix_fallocate: if the file system cannot reserve, glibc writes a byte to each block instead.
+    Raises OSError if there is not enough space.
     """
     try:
         call = _LIBC.fallocate
@@ -117,15 +117,15 @@ def allocate(fd: int, size: int) -> None:
 
 
 def sync(fd: int) -> None:
-    """Call fsync: fdatasync may leave a new size behind."""
+    """Call fsync, because fdatasync may not write a new size."""
     os.fsync(fd)
 
 
 def cached_pages(fd: int, start: int, nbytes: int) -> int:
-    """Count how many pages of ``nbytes`` of a file the page cache holds (cachestat, Linux 6.5)."""
+    """Count the pages of a range of a file that are in the page cache (cachestat, Linux 6.5)."""
     if not hasattr(_LIBC, "syscall"):
         raise Lacking
-    span, found = (ctypes.c_uint64 * 2)(start, nbytes), (ctypes.c_uint64 * 5)()  # found: cached, dirty, and so on
-    if _LIBC.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_uint(fd), span, found, ctypes.c_uint(0)):
-        raise Lacking  # an older kernel, one that does not tell this user, or a sandbox
-    return int(found[0])
+    span, counts = (ctypes.c_uint64 * 2)(start, nbytes), (ctypes.c_uint64 * 5)()  # counts: cached, dirty, and so on
+    if _LIBC.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_uint(fd), span, counts, ctypes.c_uint(0)):
+        raise Lacking  # an older kernel, missing permission, or a sandbox
+    return int(counts[0])

@@ -1,4 +1,4 @@
-"""Bodies of requests and answers: never a copy of all that is put, never more of an answer than is expected."""
+"""Bodies of requests and answers: a put copies its data in pieces, and an answer has a size limit."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Protocol
 from casckpt.errors import Refused
 from casckpt.storage.remote.patience import moved
 
-MOST = 16 << 20  # bytes of an answer that is no object: ten times what a thousand long names take
+MOST = 16 << 20  # bytes of an answer that is no object: ten times a listing of a thousand long names
 _CHUNK = 1 << 20
-_PIECE = 256 << 10  # bytes: what the socket does not take at once is copied, and no more than that
+_PIECE = 256 << 10  # bytes: the most that is copied if the socket does not take it at once
 
 
 class AnswerBody(Protocol):
-    """What arrives of an answer."""
+    """The body of an answer."""
 
     async def read(self, size: int, /) -> bytes:
-        """Read some bytes, at most ``size``; none at the end."""
+        """Read at most ``size`` bytes; b"" at the end."""
 
 
 async def read_whole(body: AnswerBody, limit: int, whose: str) -> bytes:
-    """Read all of it; Refused, naming ``whose`` it is, if that is more than ``limit`` bytes."""
+    """Read the whole body. Raises Refused, naming ``whose`` it is, for more than ``limit`` bytes."""
     data = bytearray()
     while chunk := await body.read(_CHUNK):
         data += chunk
@@ -32,10 +32,10 @@ async def read_whole(body: AnswerBody, limit: int, whose: str) -> bytes:
 
 
 class PutBody:
-    """Looks like a file to botocore, which reads it for checksums and signatures, and begins again where it redirects.
+    """The body of a put. botocore reads it as a file for checksums, signatures and redirects; aiohttp iterates over it.
 
-    aiohttp sends what is iterated. (A real file it would read in small pieces, and ``bytes`` it would copy whole.)
-    The memory must not change until the put has its answer. Each piece that is taken is progress of the request.
+    (aiohttp would read a real file in small pieces, and would copy ``bytes`` as a whole.) The memory must not change
+    before the put has its answer. Each piece counts as progress of the request.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -46,7 +46,7 @@ class PutBody:
         return len(self._data)
 
     def tell(self) -> int:
-        """Tell where the next read begins."""
+        """Return the position of the next read."""
         return self._at
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -55,7 +55,7 @@ class PutBody:
         return self._at
 
     def read(self, size: int | None = None) -> memoryview:
-        """Read at most so many bytes, by default all that are left; they are the caller's memory."""
+        """Return a view of at most ``size`` bytes, by default of all that are left."""
         end = len(self) if size is None or size < 0 else self._at + size
         piece = self._data[self._at : end]
         self._at += len(piece)
@@ -63,7 +63,7 @@ class PutBody:
         return piece
 
     async def __aiter__(self) -> AsyncIterator[memoryview]:
-        """Yield all of it, whatever was read: aiohttp may repeat a request that found its connection closed."""
+        """Yield all bytes from the start: aiohttp may repeat a request if its connection was closed."""
         for start in range(0, len(self), _PIECE):
             yield (piece := self._data[start : start + _PIECE])
             moved(len(piece))

@@ -1,4 +1,4 @@
-"""Methods of fsspec's file systems that all end, whatever a server does, and read no more of it than was wanted."""
+"""Calls of fsspec's file systems with a time limit and a limit on the bytes of an answer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from typing_extensions import override
 from casckpt.errors import Refused
 from casckpt.storage.remote.bodies import read_whole
 from casckpt.storage.remote.loop import Loop
-from casckpt.storage.remote.patience import Patience, PatientRequest, asking, moved
+from casckpt.storage.remote.patience import Patience, PatientRequest, begin_request, moved
 
 WEB: Final = frozenset({"http", "https"})
-_ON_AIOHTTP: Final = WEB | {"gs", "gcs"}  # Azure's client has timeouts of its own
-_CONNECT, _LATER = 10.0, 5.0  # seconds; the client's own timeout comes after ours, which knows what to say
+_ON_AIOHTTP: Final = WEB | {"gs", "gcs"}  # Azure's client has its own timeouts
+_CONNECT, _LATER = 10.0, 5.0  # seconds; the client's timeout comes after ours, whose message has advice
 _PAGE: Final = 64 << 20  # bytes of a page that lists a folder
 _DEEPEST = 16  # folders in folders
 _CHUNK = 1 << 20
@@ -30,17 +30,17 @@ _LINK: Final = re.compile(r"""href\s{0,9}=\s{0,9}["']?([^"'<>\s]{1,4096})""", re
 
 
 def calls_of(fs: Any, scheme: str, patience: Patience) -> Calls:
-    """Return the calls of a file system of this kind of URL."""
+    """Return the calls of a file system with URLs of this scheme."""
     return WebCalls(fs, patience) if scheme in WEB else Calls(fs, patience)
 
 
 def with_timeouts(scheme: str, options: Mapping[str, Any], patience: Patience) -> Mapping[str, Any]:
-    """Return the options of a file system whose client would wait for longer than we do, and go on behind our back."""
+    """Return the options of a file system, with timeouts for a client that would wait longer than casckpt."""
     if scheme not in _ON_AIOHTTP:
         return options
     from aiohttp import ClientTimeout
 
-    if scheme not in WEB:  # it tries again by itself, so what it waits for is a request
+    if scheme not in WEB:  # this client retries by itself, and the timeout is for each of its requests
         timeout = ClientTimeout(total=None, sock_connect=_CONNECT, sock_read=patience.request)
         return {"requests_timeout": timeout, **options}
     timeout = ClientTimeout(total=None, sock_connect=_CONNECT, sock_read=patience.request + _LATER)
@@ -48,19 +48,19 @@ def with_timeouts(scheme: str, options: Mapping[str, Any], patience: Patience) -
 
 
 class Calls:
-    """Of a file system that tries again by itself: what it is asked may take as long as a call."""
+    """Calls of a file system that retries by itself, so that a request may take as long as a call."""
 
     def __init__(self, fs: Any, patience: Patience) -> None:
         self.fs = fs
         self._patience = replace(patience, request=patience.call)
         self._loop = Loop(fs.loop, self._patience) if fs.async_impl else None
 
-    def __call__(self, method: str, *arguments: Any, nbytes: int = 0, **options: Any) -> Any:  # as fsspec's take them
-        """Call a method. ``nbytes``: that it moves; they may take their time. Raises TimeoutError."""
+    def __call__(self, method: str, *arguments: Any, nbytes: int = 0, **options: Any) -> Any:  # as in fsspec
+        """Call a method. ``nbytes``: the bytes that it moves, for which there is more time. Raises TimeoutError."""
         if self._loop is not None:
             return self._loop.run(getattr(self.fs, f"_{method}")(*arguments, **options), nbytes)
-        with asking(self._patience, nbytes) as one:
-            return _in_thread(lambda: getattr(self.fs, method)(*arguments, **options), one)
+        with begin_request(self._patience, nbytes) as request:
+            return _in_thread(lambda: getattr(self.fs, method)(*arguments, **options), request)
 
     def read(self, path: str, size: int) -> bytes:
         """Read a whole file of this size."""
@@ -77,19 +77,19 @@ class Calls:
         self("get_file", path, str(target), nbytes=size)
 
     def find(self, folder: str) -> Mapping[str, Mapping[str, Any]]:
-        """Find all files in a folder and below, and what is known of each."""
-        found = self("find", folder, detail=True)
-        if found and not isinstance(found, dict):  # adlfs: an object of that name hides what is below it
+        """Find all files in a folder and below, each with its properties."""
+        files = self("find", folder, detail=True)
+        if files and not isinstance(files, dict):  # adlfs: an object of that name hides the objects below it
             raise Refused(f"{folder} is an object where a folder of the store belongs: move it out of the store")
-        return found or {}
+        return files or {}
 
 
 class WebCalls(Calls):
-    """Of a web server: fsspec's session, but answers are read here, as they arrive, and no more than is wanted."""
+    """Calls of a web server: by fsspec's session, but answers are read here, with a size limit."""
 
     def __init__(self, fs: Any, patience: Patience) -> None:
         super().__init__(fs, patience)
-        self._web = self._loop = Loop(fs.loop, patience)  # nothing is tried again by itself here
+        self._web = self._loop = Loop(fs.loop, patience)  # this client does not retry
 
     @override
     def read(self, path: str, size: int) -> bytes:
@@ -105,25 +105,25 @@ class WebCalls(Calls):
             self._web.run(self._fetch(path, file, size))
 
     def find(self, folder: str) -> Mapping[str, Mapping[str, Any]]:
-        """See `Calls`: what pages link to, from that of the folder down. Their sizes are not known."""
-        found: dict[str, Mapping[str, Any]] = {}
+        """See `Calls`. It follows the links of pages, from that of the folder on. Sizes are unknown."""
+        files: dict[str, Mapping[str, Any]] = {}
         pending = [f"{folder.rstrip('/')}/"]
         while pending:
             page = pending.pop()
             for link in self._links(page):
                 if not link.endswith("/"):
-                    found[link] = {"name": link, "size": None, "type": "file"}
+                    files[link] = {"name": link, "size": None, "type": "file"}
                 elif link.count("/") <= folder.count("/") + _DEEPEST:
                     pending.append(link)
-        return found
+        return files
 
     def _links(self, page: str) -> set[str]:
-        """Return the files and folders right below a page."""
+        """Return the files and folders directly below a page."""
         try:
             html = self._web.run(self._page(page))
         except FileNotFoundError:
             return set()
-        links = {urljoin(page, unescape(found[1])) for found in _LINK.finditer(html.decode(errors="replace"))}
+        links = {urljoin(page, unescape(match[1])) for match in _LINK.finditer(html.decode(errors="replace"))}
         return {link for link in links if _is_below(page, link)}
 
     async def _page(self, url: str) -> bytes:
@@ -137,7 +137,7 @@ class WebCalls(Calls):
 
     async def _part(self, url: str, start: int, end: int) -> bytes:
         async with self._answer(url, Range=f"bytes={start}-{end - 1}") as answer:
-            skip, data = (start if answer.status == 200 else 0), bytearray()  # some servers know no ranges
+            skip, data = (start if answer.status == 200 else 0), bytearray()  # some servers ignore ranges
             while len(data) < end - start and (chunk := await answer.content.read(_CHUNK)):
                 moved(len(chunk))
                 data += chunk[skip:]
@@ -149,7 +149,7 @@ class WebCalls(Calls):
             while chunk := await answer.content.read(_CHUNK):
                 moved(len(chunk))
                 if file.tell() + len(chunk) > size:
-                    raise Refused(f"{url} is longer than the {size} bytes that the server has told; try again")
+                    raise Refused(f"{url} is longer than the {size} bytes that the server reported; try again")
                 file.write(chunk)
 
     @asynccontextmanager
@@ -168,20 +168,20 @@ def _is_below(page: str, link: str) -> bool:
     return link.startswith(page) and name not in ("", ".", "..") and not set("/?#") & set(name)
 
 
-def _in_thread(call: Callable[[], Any], one: PatientRequest) -> Any:
-    """Call in a thread. What is given up goes on there, for there is no way to end it; nobody hears of it any more."""
-    found: Future[Any] = Future()
+def _in_thread(call: Callable[[], Any], request: PatientRequest) -> Any:
+    """Call in a thread. After a timeout the call goes on there, because it cannot be stopped; its result is ignored."""
+    future: Future[Any] = Future()
 
     def work() -> None:
         try:
-            found.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
-            found.set_exception(error)
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - the future raises it
+            future.set_exception(error)
 
     threading.Thread(target=work, name="casckpt-fsspec", daemon=True).start()
     try:
-        return found.result(max(one.left, 0.0))
+        return future.result(max(request.left, 0.0))
     except TimeoutError as error:
-        if found.done():
+        if future.done():
             raise
-        raise TimeoutError(one.why) from error
+        raise TimeoutError(request.why) from error

@@ -1,4 +1,4 @@
-"""The protocol of a client of remote objects, as `casckpt.storage.remote.store` needs it, and its words of failure."""
+"""The protocol of a client of remote objects, as `casckpt.storage.remote.store` needs it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from casckpt.storage.remote.patience import Patience
 
 @dataclass(frozen=True)
 class ExplainedFailure:
-    """What went wrong, for people. ``again``: trying again may help. ``kind``: what to raise if it did not."""
+    """The cause of a failure, for people. ``again``: trying again may help. ``kind``: the error to raise."""
 
     why: str
     again: bool = False
@@ -21,17 +21,17 @@ class ExplainedFailure:
 
 
 class Ranged(Protocol):
-    """One object, for ranged reads. Where the storage tells versions apart, all answers are of one, or are errors."""
+    """One object, for ranged reads. If the storage has versions, all reads are of one version, or raise."""
 
     def size(self) -> int:
         """Return the size in bytes."""
 
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers, which hold a byte at least. Raises `ShortObject` if the object ends before."""
+        """Fill the buffers, which are not empty. Raises `ShortObject` if the object is too short."""
 
 
 class Page(NamedTuple):
-    """A part of a listing. ``folders``: by their keys. ``after``: what to ask the next page with; None: no more."""
+    """A part of a listing. ``folders``: their keys. ``after``: the argument for the next page; None: no more pages."""
 
     objects: list[ListedObject]
     folders: list[str]
@@ -39,54 +39,54 @@ class Page(NamedTuple):
 
 
 class Client(Protocol):
-    """Objects of one bucket, by their keys. Nothing is tried twice here.
+    """Objects of one bucket, by key. A client does not retry.
 
-    Each request ends when ``patience`` does, whatever the server does (see `patience.asking`). Calls raise
-    `casckpt.errors.NotFound`, `AlreadyExists` or `ShortObject` where these say all; whatever else they raise is one of
-    ``failures``, and `explain` says what it means.
+    Each request ends within the limits of ``patience`` (see `patience.begin_request`). Calls raise
+    `casckpt.errors.NotFound`, `AlreadyExists`, `ShortObject`, or one of ``failures``, which `explain` explains.
     """
 
     patience: Patience
-    """How long the server is waited for."""
+    """The time limits."""
     exclusive: bool | None
-    """Whether `create` refuses a key that is taken, also when several come at once; None: to be probed."""
+    """Whether `create` refuses a taken key, also among concurrent calls; None: unknown, to be probed."""
     read_only: bool
-    """Whether nothing can be written here."""
+    """Whether it cannot write."""
     failures: tuple[type[Exception], ...]
-    """What calls may raise."""
+    """The errors that calls may raise."""
 
     def explain(self, error: Exception) -> ExplainedFailure:
-        """Say what an error of these means."""
+        """Explain one of ``failures``."""
 
     def renew(self, error: Exception) -> bool:
-        """Look for credentials again, if such an error says that they ended. True: the call is worth another try."""
+        """Look up credentials again if the error says that they expired. True: repeat the call."""
 
     def create(self, key: str, data: memoryview, put_id: str) -> None:
-        """Put, unless the key is taken: `AlreadyExists`. ``put_id``: to be kept beside the object."""
+        """Put. Raises `AlreadyExists` if the key is taken. ``put_id``: stored with the object if possible."""
 
     def put(self, key: str, data: memoryview, put_id: str) -> None:
-        """Put, over whatever is there."""
+        """Put, and replace an existing object."""
 
     def put_id(self, key: str) -> str | None:
-        """Return the id that was put beside an object; None where there is no such object, or ids are not kept."""
+        """Return the id that was stored with an object; None if there is no object or no id."""
 
     def get(self, key: str, limit: int) -> bytes:
-        """Read the object; `casckpt.errors.Refused` if it is longer than ``limit``."""
+        """Read the object. Raises `casckpt.errors.Refused` if it is longer than ``limit``."""
 
     def open(self, key: str) -> Ranged:
-        """Open an object for ranged reads; asks nothing yet."""
+        """Open an object for ranged reads. Sends no request yet."""
 
     def size(self, key: str) -> int | None:
-        """Return the size in bytes, None if there is none."""
+        """Return the size in bytes; None if the object does not exist."""
 
     def page(self, prefix: str, after: str | None, *, deep: bool) -> Page:
-        """List some objects whose keys start so; not ``deep``: only those right in that folder, and the folders in it.
+        """List some objects whose keys start with ``prefix``.
 
-        ``after``: of the page before; None for the first.
+        Not ``deep``: only objects directly in that folder, and its folders. ``after``: from the previous page; None for
+        the first page.
         """
 
     def delete(self, key: str) -> None:
-        """Remove it, if it is there."""
+        """Remove the object. No error if it does not exist."""
 
     def examine(self) -> Iterator[Finding]:
-        """Yield what the settings of the bucket say, for `casckpt doctor`."""
+        """Yield facts about the settings of the bucket, for `casckpt doctor`."""

@@ -1,4 +1,4 @@
-"""Files of other programs behind a URL, through fsspec; and folders of files put there."""
+"""Files of other programs behind a URL, read and written through fsspec."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from casckpt.storage.remote.patience import Patience
 
 
 class RemoteFiles:
-    """`casckpt.storage.files.Files` below a URL. Credentials come from where fsspec's client finds them."""
+    """`casckpt.storage.files.Files` below a URL. fsspec's client finds the credentials."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -37,7 +37,7 @@ class RemoteFiles:
             raise
         except (FileNotFoundError, NotADirectoryError) as error:
             raise NotFound(f"there is no {name} at {self.url}; get the whole folder") from error
-        except Exception as error:  # each implementation of fsspec has errors of its own
+        except Exception as error:  # each implementation of fsspec has its own errors
             raise StorageError(f"{self.url}: {name}: {type(error).__name__}: {error}; try again") from error
 
     def names(self) -> Sequence[str]:
@@ -67,7 +67,7 @@ class RemoteFiles:
         return RemoteFiles(f"{self.url}/{checked(folder)}")
 
     def fetch(self, folder: Path) -> Path:
-        """Copy all of it below ``folder``: the path of the file, or of a folder, that is a copy of the URL."""
+        """Copy the file or folder at the URL into ``folder``, and return the path of the copy."""
         target = folder / checked(self._root.rpartition("/")[2])
         with self._reporting(target.name):
             if self._ask("isfile", self._root):
@@ -84,7 +84,7 @@ class RemoteFiles:
         return target
 
     def check_free(self, *, force: bool) -> None:
-        """Raise Conflict if something is there, unless ``force``: then files of the same name are replaced."""
+        """Raise Conflict if the URL exists, unless ``force``: then `put` replaces files of the same name."""
         with self._reporting("folder"):
             taken = self._ask("exists", self._root) and bool(self._ask.find(self._root))
         if taken and not force:

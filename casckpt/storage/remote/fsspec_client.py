@@ -1,4 +1,4 @@
-"""Objects of any storage that fsspec knows, through its plain methods."""
+"""The client for all storages that fsspec knows, through fsspec's methods."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from casckpt.storage.remote.calls import WEB, calls_of, with_timeouts
 from casckpt.storage.remote.client import ExplainedFailure, Page
 from casckpt.storage.remote.patience import Patience
 
-_LONGEST = 300  # characters of what an error says: some hold whole answers
+_LONGEST = 300  # characters of an error message: some contain whole answers
 _TRANSIENT: Final = frozenset({408, 409, 425, 429})
 _MISSING = "there is no such bucket or container: create it first, or correct the URL"
 _DENIED = "check the credentials in storage_options, and what they allow"
-# Those whose pipe_file(mode="create") is one request that the server refuses, and whose clients try again themselves.
-# fsspec's own looks first and writes then, so that two can win; with these a probe decides.
+# Schemes whose pipe_file(mode="create") is one conditional request, and whose clients retry; a probe decides for these.
+# fsspec's default looks first and then writes, so that two writers can both win.
 _ATOMIC: Final = frozenset({"gs", "gcs", "az", "abfs", "abfss"})
-_KEY: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")  # all that stands in a store
+_KEY: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")  # every key of a store
 
 
 class FsspecClient:
-    """`casckpt.storage.remote.client.Client` of the folder that ``url`` names."""
+    """`casckpt.storage.remote.client.Client` of the folder ``url``."""
 
     failures: tuple[type[Exception], ...] = (Exception,)  # each implementation has its own
 
@@ -44,18 +44,18 @@ class FsspecClient:
     def explain(self, error: Exception) -> ExplainedFailure:
         """See `casckpt.storage.remote.client.Client`."""
         line, status = in_one_line(error)[:_LONGEST], _status(error)
-        if isinstance(error, FileNotFoundError) or status == 404:  # that an object is not there is told before
+        if isinstance(error, FileNotFoundError) or status == 404:  # a missing object was handled before
             return ExplainedFailure(f"{line}; {_MISSING}", kind=NotFound)
         if isinstance(error, PermissionError) or status in (401, 403):
             return ExplainedFailure(f"{line}; {_DENIED}")
         if isinstance(error, NotImplementedError | ImportError | TypeError):
             return ExplainedFailure(f"{line}; this kind of storage cannot do that", kind=Unsupported)
-        # those clients have tried it again themselves, with long pauses
+        # clients of `_ATOMIC` have retried, with long pauses
         again = self._scheme not in _ATOMIC and (not 400 <= status < 500 or status in _TRANSIENT)
         return ExplainedFailure(f"{line}; check the network and the storage_options, and try again", again=again)
 
     def renew(self, error: Exception) -> bool:
-        """See `casckpt.storage.remote.client.Client`: other clients do so themselves."""
+        """See `casckpt.storage.remote.client.Client`. These clients renew credentials by themselves."""
         return False
 
     def create(self, key: str, data: memoryview, put_id: str) -> None:
@@ -98,49 +98,49 @@ class FsspecClient:
         """See `casckpt.storage.remote.client.Client`."""
         self._fs.invalidate_cache()
         try:
-            found = self._ask("info", self._path(key))
+            info = self._ask("info", self._path(key))
         except (FileNotFoundError, NotADirectoryError) as error:
             if isinstance(why := error.__cause__, Exception) and not _is_absence(why):
-                raise why from None  # of a web server fsspec says so whatever went wrong
+                raise why from None  # fsspec reports every failure of a web server as a missing file
             return None
-        if found["type"] != "file":
+        if info["type"] != "file":
             return None
-        if found["size"] is None:
+        if info["size"] is None:
             raise Unsupported(f"the server does not say how long {self._path(key)} is: it cannot be used")
-        return int(found["size"])
+        return int(info["size"])
 
     def read(self, key: str, offset: int, end: int) -> bytes:
         """Read bytes of an object. Raises FileNotFoundError."""
         return self._ask.part(self._path(key), offset, end)
 
     def page(self, prefix: str, after: str | None, *, deep: bool) -> Page:
-        """See `casckpt.storage.remote.client.Client`: all at once."""
+        """See `casckpt.storage.remote.client.Client`. There is one page."""
         return Page(self._all(prefix), []) if deep else self._right_in(prefix.removesuffix("/"))
 
     def _all(self, prefix: str) -> list[ListedObject]:
         folder = prefix.rpartition("/")[0]
-        with self._listing:  # the cache is of the whole file system
+        with self._listing:  # the file system has one cache for all listings
             self._fs.invalidate_cache()
             path = self._path(folder) if folder else self._root
-            found = self._ask.find(path)
-        entries = [self._entry(path, about) for path, about in found.items()]
+            files = self._ask.find(path)
+        entries = [self._entry(path, about) for path, about in files.items()]
         return [entry for entry in entries if entry is not None and entry.key.startswith(prefix)]
 
     def _right_in(self, folder: str) -> Page:
         if self.read_only:
             entries = self._all(f"{folder}/")
             depth = folder.count("/") + 1
-            deeper = {"/".join(one.key.split("/")[: depth + 1]) for one in entries if one.key.count("/") > depth}
-            return Page([one for one in entries if one.key.count("/") == depth], sorted(deeper))
+            deeper = {"/".join(entry.key.split("/")[: depth + 1]) for entry in entries if entry.key.count("/") > depth}
+            return Page([entry for entry in entries if entry.key.count("/") == depth], sorted(deeper))
         with self._listing:
             self._fs.invalidate_cache()
             try:
-                found = self._ask("ls", self._path(folder), detail=True)
+                items = self._ask("ls", self._path(folder), detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return Page([], [])
-        below = {one["name"].rstrip("/"): one for one in found if one["name"].startswith(f"{self._path(folder)}/")}
-        files = [self._entry(name, one) for name, one in below.items() if one["type"] == "file"]
-        names = [name.removeprefix(f"{self._root}/") for name, one in below.items() if one["type"] == "directory"]
+        below = {item["name"].rstrip("/"): item for item in items if item["name"].startswith(f"{self._path(folder)}/")}
+        files = [self._entry(name, item) for name, item in below.items() if item["type"] == "file"]
+        names = [name.removeprefix(f"{self._root}/") for name, item in below.items() if item["type"] == "directory"]
         return Page([entry for entry in files if entry is not None], names)
 
     def _entry(self, path: str, about: Mapping[str, Any]) -> ListedObject | None:
@@ -148,7 +148,7 @@ class FsspecClient:
         if about.get("type") == "directory" or not _KEY.fullmatch(key):
             return None
         size = about.get("size")
-        if size is None:  # a listing of links
+        if size is None:  # a listing of links has no sizes
             size = self.size(key)
         return None if size is None else ListedObject(key, int(size), _version(about))
 
@@ -162,7 +162,7 @@ class FsspecClient:
             return
 
     def examine(self) -> Iterator[Finding]:
-        """Yield nothing: the settings are known of few storages."""
+        """Yield nothing: fsspec does not report settings."""
         return iter(())
 
     def _path(self, key: str) -> str:
@@ -202,8 +202,8 @@ class FsspecObject:
 
 def _version(about: Mapping[str, Any]) -> str:
     """Return the version of an object in a listing; see `casckpt.storage.base.ListedObject`."""
-    told = (about.get(name) for name in ("ETag", "etag", "generation", "md5Hash", "mtime", "last_modified"))
-    return " ".join(str(one) for one in told if one is not None)
+    values = (about.get(name) for name in ("ETag", "etag", "generation", "md5Hash", "mtime", "last_modified"))
+    return " ".join(str(value) for value in values if value is not None)
 
 
 def _is_absence(error: Exception) -> bool:
@@ -211,7 +211,7 @@ def _is_absence(error: Exception) -> bool:
 
 
 def _status(error: Exception) -> int:
-    """Return the HTTP status that an error of some client tells, 0 if none."""
+    """Return the HTTP status in an error of any client, 0 if it has none."""
     for name in ("status_code", "status", "code"):  # of Azure, aiohttp, gcsfs
         value = getattr(error, name, None)
         if isinstance(value, int):

@@ -1,8 +1,8 @@
-"""Limits of waiting for servers: for each request, and for each call of a storage with all that it tries again.
+"""Time limits for servers: for each request, and for each call of a storage including its retries.
 
-Only time in which nothing comes or goes counts; a slow server that makes progress is waited for. The bound is kept by a
-leaky bucket: waiting fills it, and each byte that moves lets out the time that it takes at `SLOWEST`. So one that is
-silent is given up on as soon as one that sends a byte a second, and one that is faster than `SLOWEST` never is.
+Only time without progress counts. The limit is a leaky bucket: waiting fills it, and each byte that moves removes the
+time that it takes at the speed `SLOWEST`. So a server that sends a byte a second times out as soon as a silent one, and
+a server that is faster than `SLOWEST` never does.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from typing import Any
 
 from casckpt.errors import InvalidInput
 
-SLOWEST = 64 << 10  # bytes a second: who is slower, by each request, counts as silent
-_UNHEARD = 8 * SLOWEST  # where a client does not tell how far it is: with a call's own time, twice `SLOWEST` for 32 MiB
-_ANSWER = 1.0  # seconds: a request that was answered within them takes nothing from its call
-_HOPELESS = 4  # a server that was silent for a whole call is asked once more for this part of a request's time
+SLOWEST = 64 << 10  # bytes a second of a request: a slower server counts as silent
+_UNHEARD = 8 * SLOWEST  # for clients that report no progress: with a call's own time, twice `SLOWEST` for 32 MiB
+_ANSWER = 1.0  # seconds: an answer within this time does not count for its call
+_HOPELESS = 4  # after a call without any answer, the next call gets a request's time divided by this
 _OPTIONS = {"request": "request_timeout", "call": "call_timeout"}
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds without progress until a ``request`` is given up, and until a ``call`` is, with all its attempts."""
+    """Seconds without progress until a ``request`` times out, and until a ``call`` with all its attempts does."""
 
     request: float = 60.0
     call: float = 180.0
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> tuple[Patience, dict[str, Any]]:
-        """Read storage_options; return the options that are left, too. Raises InvalidInput."""
+        """Return the Patience in storage_options, and the other options. Raises InvalidInput."""
         given = {field: _seconds(name, options[name]) for field, name in _OPTIONS.items() if name in options}
         return cls(**given), {name: value for name, value in options.items() if name not in _OPTIONS.values()}
 
@@ -49,7 +49,7 @@ def _seconds(name: str, value: Any) -> float:
 class Backoff:
     """Pauses that double from ``first`` to ``most`` seconds between ``attempts`` attempts.
 
-    Each is shortened by up to half at random, so that many clients that failed together do not come back together.
+    Each is shortened by up to half at random, so that clients that failed together do not retry together.
     """
 
     attempts: int = 8
@@ -65,9 +65,10 @@ class Backoff:
 
 
 class Call:
-    """One call of a storage: its attempts, one after the other, and the pauses between them.
+    """One call of a storage: its consecutive attempts and the pauses between them.
 
-    ``hopeless``: the call before was given up a moment ago. A save that fails still has some to make, to clear up.
+    ``hopeless``: the previous call has just timed out. Then this one, for instance a cleanup after a failed save, gets
+    less time.
     """
 
     def __init__(self, patience: Patience, *, hopeless: bool = False) -> None:
@@ -79,24 +80,24 @@ class Call:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds until it times out."""
         return self._seconds - self._spent
 
     def spend(self, seconds: float) -> None:
-        """Take them off what is left."""
+        """Subtract seconds from the time left."""
         self._spent += seconds
 
     @property
     def why(self) -> str:
-        """Why it is given up."""
+        """The reason of its timeout."""
         if self._hopeless:
-            before = "the server was silent before, so it was waited for"
-            return f"{before} {self._seconds:g} s only (by {self._option} in storage_options)"
+            before = "after an earlier timeout this call had only"
+            return f"{before} {self._seconds:g} s (by {self._option} in storage_options)"
         return f"no call waits for more than {self._seconds:g} s in all ({self._option} in storage_options)"
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Make requests of this thread part of it, inside."""
+        """Make requests of this thread part of this call, inside the context."""
         token = _call.set(self)
         try:
             yield
@@ -105,12 +106,12 @@ class Call:
 
 
 class PatientRequest:
-    """One request of a call, from its beginning; used by one thread at a time."""
+    """One request of a call. Used by one thread at a time."""
 
     def __init__(
         self, call: Call, seconds: float, nbytes: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begin. ``nbytes``: that move without a word of it, for which there is more time."""
+        """Begin. ``nbytes``: bytes that move without a report of progress, for which there is more time."""
         self._call, self._seconds, self._clock = call, seconds, clock
         self._unheard = nbytes / _UNHEARD
         self._waited, self._last = 0.0, clock()
@@ -118,12 +119,12 @@ class PatientRequest:
 
     @property
     def waited(self) -> float:
-        """Seconds that count."""
+        """Seconds that count against the limit."""
         return max(0.0, self._all_waited - self._unheard)
 
     @property
     def left(self) -> float:
-        """Seconds until it is given up, if nothing moves."""
+        """Seconds until it times out, if nothing moves."""
         return min(self._seconds, self._call.left) + self._unheard - self._all_waited
 
     @property
@@ -131,13 +132,13 @@ class PatientRequest:
         return self._waited + self._clock() - self._last
 
     def moved(self, nbytes: int) -> None:
-        """Note that so many bytes came or went."""
+        """Note that bytes arrived or were sent."""
         self._waited, self._last = max(0.0, self._all_waited - nbytes / SLOWEST), self._clock()
         self.at_move()
 
     @property
     def why(self) -> str:
-        """Why it is given up."""
+        """The reason of its timeout."""
         if self._call.left <= self._seconds:
             return self._call.why
         seconds = f"{self._seconds:g} s (request_timeout in storage_options)"
@@ -149,22 +150,22 @@ _request: ContextVar[PatientRequest] = ContextVar("request")
 
 
 @contextmanager
-def asking(patience: Patience, nbytes: int = 0) -> Iterator[PatientRequest]:
-    """Begin a request of the call that this thread is in, else of a new call. ``nbytes``: see `PatientRequest`."""
+def begin_request(patience: Patience, nbytes: int = 0) -> Iterator[PatientRequest]:
+    """Begin a request of this thread's current call, else of a new one. ``nbytes``: see `PatientRequest`."""
     call = _call.get(None) or Call(patience)
-    one = PatientRequest(call, patience.request, nbytes)
+    request = PatientRequest(call, patience.request, nbytes)
     done = False
     try:
-        yield one
+        yield request
         done = True
     finally:
-        call.spend(max(0.0, one.waited - _ANSWER * done))
+        call.spend(max(0.0, request.waited - _ANSWER * done))
 
 
 @contextmanager
-def reporting_to(one: PatientRequest) -> Iterator[None]:
-    """Let `moved` speak of this request inside."""
-    token = _request.set(one)
+def reporting_to(request: PatientRequest) -> Iterator[None]:
+    """Make `moved` report to this request, inside the context."""
+    token = _request.set(request)
     try:
         yield
     finally:
@@ -172,7 +173,7 @@ def reporting_to(one: PatientRequest) -> Iterator[None]:
 
 
 def moved(nbytes: int) -> None:
-    """Note how far the request of this task or thread has got."""
-    one = _request.get(None)
-    if one is not None:
-        one.moved(nbytes)
+    """Note progress of the request of this task or thread."""
+    request = _request.get(None)
+    if request is not None:
+        request.moved(nbytes)

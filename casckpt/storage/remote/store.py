@@ -1,8 +1,8 @@
-"""Storages that are reached over a network: buckets of S3 and of its look-alikes, and whatever else fsspec knows.
+"""Storages over a network: S3 and compatible servers, and all other storages that fsspec knows.
 
 A `casckpt.storage.remote.client.Client` makes single requests: `casckpt.storage.remote.s3.client` to S3,
-`casckpt.storage.remote.fsspec_client` to all others. Here they become an `ObjectStore`: keys are checked, what fails is
-tried again, errors are ours, and each process has a client of its own.
+`casckpt.storage.remote.fsspec_client` to all others. `RemoteStore` makes an `ObjectStore` of it: it checks keys,
+retries, converts errors, and gives each process its own client.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from casckpt.storage.remote.patience import Backoff, Call
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-GAP = 1 << 20  # bytes: about what a connection moves in the time of one more request
+GAP = 1 << 20  # bytes: about as many as a connection moves in the time of a request
 REQUESTS = 32
-UPLOADS = 4  # at the least: a save has as many as it has threads
+UPLOADS = 4  # at least: a save has one for each of its threads
 
 
 class Connect(Protocol):
-    """How a client is made of what a store was opened with; `Place` is one that pickles."""
+    """Makes a client. `casckpt.storage.remote.urls.RemoteLocation` is one that can be pickled."""
 
     @property
     def url(self) -> str:
         """The place, without credentials."""
 
     def __call__(self) -> Client:
-        """Make a client, for this process."""
+        """Make a client for this process."""
 
 
 class RemoteStore(ObjectStore):
     """`casckpt.storage.base.ObjectStore` over a network.
 
-    ``single_writer``: the caller's word that nobody else writes. Then a put looks whether the key is taken, and
+    ``single_writer``: the caller promises that nobody else writes. Then a put checks whether the key is taken, and
     storages that do not refuse a second create can be used.
     """
 
@@ -59,7 +59,7 @@ class RemoteStore(ObjectStore):
         self._single_writer = single_writer
         self._backoff = backoff
         self._clients = PerProcess(connect)
-        self._given_up = -math.inf  # when a call was that waited for a silent server; nothing has come since
+        self._given_up = -math.inf  # time of the last call that timed out, unless there was an answer since
 
     def __reduce__(self) -> tuple[Callable[..., RemoteStore], tuple[Any, ...]]:
         again = partial(RemoteStore, single_writer=self._single_writer, backoff=self._backoff)
@@ -70,12 +70,12 @@ class RemoteStore(ObjectStore):
 
     @property
     def url(self) -> str:
-        """As it was opened; it holds no credentials."""
+        """The URL as given. It holds no credentials."""
         return self._connect.url
 
     @property
     def traits(self) -> Traits:
-        """Whether it refuses a second create is known of few; the others are probed."""
+        """``exclusive`` is known of few clients; the others are probed."""
         client = self._clients.get()
         return Traits(
             remote=True, read_gap=GAP, parallel=REQUESTS, exclusive=client.exclusive, uploads=UPLOADS,
@@ -83,10 +83,10 @@ class RemoteStore(ObjectStore):
         )  # fmt: skip
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
-        """See `casckpt.storage.base.ObjectStore`. An object is one request, whatever its size.
+        """See `casckpt.storage.base.ObjectStore`. An object of any size is one request.
 
-        A refusal may be our own doing: the answer to an earlier attempt was lost, perhaps one that the client made by
-        itself. So the object carries the id of the put that made it.
+        This put may have created the object in an earlier attempt whose answer was lost. So each object carries the id
+        of its put.
         """
         split_key(key)
         view, put_id = plain_bytes(data), uuid.uuid4().hex
@@ -109,7 +109,7 @@ class RemoteStore(ObjectStore):
     def _put_id(self, key: str) -> str | None:
         try:
             return self.again("look at", key, lambda: self._clients.get().put_id(key))
-        except CasckptError:  # then it stays a refusal, and the layer above reads the object back
+        except CasckptError:  # then the refusal stays, and the caller reads the object back
             return None
 
     @override
@@ -120,7 +120,7 @@ class RemoteStore(ObjectStore):
         self.counts.add(puts=1, bytes_written=view.nbytes)
 
     def settle(self, folder: str) -> None:
-        """Do nothing: what was acknowledged has its name."""
+        """Do nothing: an acknowledged object has its name."""
         split_folder(folder)
 
     @override
@@ -132,7 +132,7 @@ class RemoteStore(ObjectStore):
         return data
 
     def open(self, key: str, *, shared: bool = False) -> RemoteReader:
-        """See `casckpt.storage.base.ObjectStore`. Asks nothing: what is not there shows at the first read."""
+        """See `casckpt.storage.base.ObjectStore`. Sends no request: the first read reports a missing object."""
         split_key(key)
         return RemoteReader(self, key, self._clients.get().open(key))
 
@@ -142,7 +142,7 @@ class RemoteStore(ObjectStore):
         return self._ask("look at", key, lambda client: client.size(key))
 
     def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
-        """See `casckpt.storage.base.ObjectStore`. Page by page, as they are wanted. All that has a key is an object."""
+        """See `casckpt.storage.base.ObjectStore`. Requests pages on demand. Everything with a key is an object."""
         for page in self._pages(prefix, deep=True):
             yield from page.objects
 
@@ -150,7 +150,7 @@ class RemoteStore(ObjectStore):
     def list_folder(self, folder: str) -> tuple[builtins.list[ListedObject], builtins.list[str]]:
         split_folder(folder)
         pages = [*self._pages(f"{folder}/", deep=False)]
-        return [one for page in pages for one in page.objects], [key for page in pages for key in page.folders]
+        return [entry for page in pages for entry in page.objects], [key for page in pages for key in page.folders]
 
     def _pages(self, prefix: str, *, deep: bool) -> Iterator[Page]:
         after: str | None = None
@@ -171,12 +171,12 @@ class RemoteStore(ObjectStore):
         self._ask("delete", key, lambda client: client.delete(key))
 
     def sweep(self, folder: str, *, below: bool = False) -> int:
-        """Do nothing: what is left over has no name; see `examine` for uploads in parts, which are never ours."""
+        """Do nothing: a failed put leaves no object. casckpt makes no multipart uploads; see `examine` for those."""
         split_folder(folder)
         return 0
 
     def examine(self) -> Iterator[Finding]:
-        """Yield what the settings of the bucket say. Nothing is asked twice."""
+        """Yield facts about the settings of the bucket. Does not retry."""
         client = self._clients.get()
         try:
             yield from client.examine()
@@ -184,23 +184,23 @@ class RemoteStore(ObjectStore):
             raise StorageError(f"cannot look at the settings of {self.url}: {client.explain(error).why}") from error
 
     def _ask(self, verb: str, key: str, call: Callable[[Client], T]) -> T:
-        """Make one request of its own: a call of one of the methods above, or a page of a listing."""
+        """Make one request, and count it: one of the methods above, or a page of a listing."""
         self.counts.add(requests=1)
         client = self._clients.get()
         return self.again(verb, key, lambda: call(client))
 
     def again(self, verb: str, key: str, call: Callable[[], T]) -> T:
-        """Call ``call`` again and again while that may help. Raises what the last failure means."""
+        """Call ``call``, and repeat it while that may help. Raises the error of the last failure."""
         client, pauses, attempts, renewed = self._clients.get(), self._backoff.pauses(), 0, False
         whole = Call(client.patience, hopeless=time.monotonic() - self._given_up < client.patience.call)
         while True:
             attempts += 1
             try:
                 with whole.running():
-                    found = call()
+                    answer = call()
                 self._given_up = -math.inf
-                return found
-            except (CasckptError, AlreadyExists, ShortObject):  # some of these are OSErrors
+                return answer
+            except (CasckptError, AlreadyExists, ShortObject):  # some of them are OSErrors
                 self._given_up = -math.inf
                 raise
             except client.failures as error:
@@ -221,7 +221,7 @@ class RemoteStore(ObjectStore):
 
 
 class RemoteReader(Reader):
-    """An object of a `RemoteStore`. A read is one request; all reads see one version of the object."""
+    """An object of a `RemoteStore`. A read is one request. All reads see one version of the object."""
 
     def __init__(self, store: RemoteStore, key: str, ranged: Ranged) -> None:
         self._store = store
@@ -230,7 +230,7 @@ class RemoteReader(Reader):
 
     @property
     def size(self) -> int:
-        """Size in bytes: a request, unless something was read before."""
+        """Size in bytes. It takes a request, unless there was a read before."""
         self._store.counts.add(requests=1)
         return self._store.again("look at", self._key, self._ranged.size)
 

@@ -1,4 +1,4 @@
-"""From a URL and storage_options to a storage over a network. Makes and reads nothing."""
+"""Parsing of URLs and storage_options of remote storages. Creates and reads nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHORTEST = {"s3": 3, "gs": 3, "gcs": 3}  # names of buckets
 
 @dataclass(frozen=True)
 class RemoteLocation:
-    """Where a remote store lies, and how to get there. ``options`` hold secrets, so they are never shown."""
+    """The URL and the options of a remote store. ``options`` may hold secrets, so they are never shown."""
 
     scheme: str
     rest: str
@@ -32,7 +32,7 @@ class RemoteLocation:
 
     @property
     def url(self) -> str:
-        """As given, without a slash at the end."""
+        """The URL without a trailing slash."""
         return f"{self.scheme}://{self.rest}"
 
     def __call__(self) -> Client:
@@ -40,7 +40,7 @@ class RemoteLocation:
         try:
             return self._client()
         except CasckptError:
-            raise  # some of these are ValueErrors or OSErrors
+            raise  # some of them are ValueErrors or OSErrors
         except ImportError as error:
             raise Unsupported(_missing(self.scheme)) from error
         except OSError as error:
@@ -62,7 +62,7 @@ class RemoteLocation:
 
 
 def open_remote(scheme: str, rest: str, options: Mapping[str, Any], *, single_writer: bool = False) -> RemoteStore:
-    """Open the store at ``scheme://rest``. Raises `InvalidInput`, `Unsupported` for what cannot be opened at all."""
+    """Open the store at ``scheme://rest``. Raises `InvalidInput`, and `Unsupported` if a package is missing."""
     rest = rest.rstrip("/")
     host, *parts = rest.split("/")
     if "@" in host:
@@ -72,7 +72,7 @@ def open_remote(scheme: str, rest: str, options: Mapping[str, Any], *, single_wr
             f"a {scheme}:// URL of a store has no query and no other part: give {scheme}://bucket/prefix"
         )
     if not rest.isprintable():
-        raise InvalidInput(f"{rest[:200]!r} has characters that cannot be seen: correct the {scheme}:// URL")
+        raise InvalidInput(f"{rest[:200]!r} has invisible characters: correct the {scheme}:// URL")
     if host and len(host) < _SHORTEST.get(scheme, 0):
         raise InvalidInput(
             f"{scheme}://{rest[:200]}: the bucket's name {host!r} is too short, it has {_SHORTEST[scheme]} characters "

@@ -14,7 +14,7 @@ from casckpt.format.blob import DATA_OFFSET, decode_header, encode_header, order
 from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
 from casckpt.format.digest import Buffer, cell_digest, proof_name
 from casckpt.format.dtypes import coded_width, stored_name
-from casckpt.format.encodings import decode, encode_delta, encode_planes
+from casckpt.format.encodings.frames import decode, encode_delta, encode_planes
 from casckpt.format.keys import blob_key
 from casckpt.format.names import CellDigest
 from casckpt.format.proof import Leaf, LeafCheck, as_leaves, decode_proof, encode_proof, read_proof

@@ -25,7 +25,7 @@ from casckpt.format.names import TxId
 from casckpt.format.records import Committed, changed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.history.commits import Commit, CommitList
-from casckpt.plan.lots import lots
+from casckpt.plan.lots import in_batches
 from casckpt.plan.reuse import coded_bytes
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.repair.blob_rebuild import CellSupply, put
@@ -152,7 +152,7 @@ class Relocation:
         """Put cells, of which ``data`` gives the bytes, into new blobs; return where each lies."""
         places = dict[K, tuple[BlobRef, int]]()
         ordered = sorted(cells.items(), key=lambda one: _order(one[1]))
-        for lot in lots(ordered, lambda one: one[1].nbytes, self.repo.marker.blob_bytes):
+        for lot in in_batches(ordered, lambda one: one[1].nbytes, self.repo.marker.blob_bytes):
             buffer = memoryview(bytearray(buffer_bytes(padded(sum(cell.nbytes for _, cell in lot)))))
             writer, at = BlobWriter(buffer), dict[K, int]()
             for old, cell in lot:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from casckpt.errors import Refused
 from casckpt.format.digest import cell_digest
-from casckpt.format.encodings import encode, encode_planes
 from casckpt.format.encodings.chains import decode_chain
+from casckpt.format.encodings.frames import encode, encode_planes
 from casckpt.format.extents import MAX_LINKS, Frame, StoredCell
 from casckpt.format.regions import full_box
 

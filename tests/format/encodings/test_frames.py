@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.errors import InvalidInput, Refused
-from casckpt.format.encodings import (
+from casckpt.format.encodings.frames import (
     MIN_CELL,
     WORTH,
     Form,

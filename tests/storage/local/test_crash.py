@@ -14,7 +14,7 @@ from casckpt.storage.local.store import LocalStore
 from tests.support import crash
 from tests.support.shared import made_once
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 COMMAND = [sys.executable, "-m", "tests.support.crash"]
 
 

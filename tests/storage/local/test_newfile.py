@@ -100,7 +100,7 @@ class TestEachWay:
     ) -> None:
         name = {Naming.UNNAMED: "link_unnamed", Naming.LINK: "open_named", Naming.RENAME: "open_named"}[way]
         monkeypatch.setattr(syscalls, name, sweeping(getattr(syscalls, name), store, times=10**6))
-        with pytest.raises(StorageError, match="again and again"):
+        with pytest.raises(StorageError, match="is removed repeatedly"):
             store.put(KEY, b"1")
         assert files(store) == []
 

@@ -198,7 +198,7 @@ def test_the_store_itself_may_be_a_symlink(store: LocalStore, tmp_path: Path) ->
 @pytest.mark.parametrize("below", ["", "store"])
 def test_a_link_to_nowhere_is_told_of(tmp_path: Path, below: str) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "unmounted")
-    with pytest.raises(InvalidInput, match=r"link is a link to .*unmounted, which is not there"):
+    with pytest.raises(InvalidInput, match=r"link is a link to .*unmounted, which does not exist"):
         LocalStore(tmp_path / "link" / below).put(KEY, b"1")
 
 

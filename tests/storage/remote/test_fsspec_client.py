@@ -131,7 +131,7 @@ def test_a_pause_for_which_a_call_has_no_time_is_not_made(tmp_path: Path) -> Non
     with pytest.raises(StorageError, match=r"cannot read .*/a, tried 6 times: .*no call waits for more than 180 s"):
         storage.again("read", "a", fail)
     assert naps == [3, 6, 12, 24, 48]
-    with pytest.raises(StorageError, match=r"silent before, so it was waited for 15 s only"):
+    with pytest.raises(StorageError, match=r"after an earlier timeout this call had only 15 s"):
         storage.again("read", "a", fail)
     assert naps[5:] == [3, 6]
     assert storage.again("read", "a", lambda: 1) == 1

@@ -28,7 +28,7 @@ class Held(Future[None]):
 def test_a_call_has_its_time_and_a_client_a_second_more_to_let_go_of_it() -> None:
     held, patience = Held(), Patience(request=60, call=180)
     one = PatientRequest(Call(patience), patience.request, clock=lambda: held.now)
-    with pytest.raises(TimeoutError, match=r"does not let go of what was given up: the server was silent.* for 60 s"):
+    with pytest.raises(TimeoutError, match=r"did not end a request in time: the server was silent.* for 60 s"):
         _result(held, one)
     assert held.waited == [61, 1]
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.errors import InvalidInput
-from casckpt.storage.remote.patience import SLOWEST, Call, Patience, PatientRequest, asking
+from casckpt.storage.remote.patience import SLOWEST, Call, Patience, PatientRequest, begin_request
 
 PATIENCE = Patience(request=60, call=180)
 
@@ -76,14 +76,14 @@ def test_answers_that_come_at_once_take_nothing_from_their_call() -> None:
     whole = Call(Patience(request=1, call=1e-9))
     with whole.running():
         for _ in range(100):
-            with asking(PATIENCE):
+            with begin_request(PATIENCE):
                 pass
     assert whole.left == 1e-9
 
 
 def test_a_failed_request_takes_its_time_from_the_call() -> None:
     whole = Call(PATIENCE)
-    with whole.running(), pytest.raises(TimeoutError), asking(PATIENCE):
+    with whole.running(), pytest.raises(TimeoutError), begin_request(PATIENCE):
         raise TimeoutError
     assert whole.left < 180
 
@@ -91,8 +91,8 @@ def test_a_failed_request_takes_its_time_from_the_call() -> None:
 def test_after_a_silent_call_the_next_one_is_short() -> None:
     whole = Call(PATIENCE, hopeless=True)
     assert whole.left == 15
-    assert "silent before, so it was waited for 15 s only (by request_timeout in storage_options)" in whole.why
-    assert "20 s only (by call_timeout in storage_options)" in Call(Patience(600, 20), hopeless=True).why
+    assert "after an earlier timeout this call had only 15 s (by request_timeout in storage_options)" in whole.why
+    assert "20 s (by call_timeout in storage_options)" in Call(Patience(600, 20), hopeless=True).why
 
 
 @pytest.mark.parametrize("value", [0, -1, True, "60", float("inf"), float("nan"), None])

@@ -14,7 +14,7 @@ import torch
 from casckpt.contents import manifests
 from casckpt.contents.refs import resolve
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput
-from casckpt.format.encodings import encode_planes
+from casckpt.format.encodings.frames import encode_planes
 from casckpt.format.names import ManifestId
 from casckpt.history import commits
 from casckpt.history.commits import list_commits

@@ -12,7 +12,7 @@ import torch
 from casckpt.contents import blobs, manifests
 from casckpt.errors import Damaged, InvalidInput
 from casckpt.format.digest import cell_digest
-from casckpt.format.encodings import encode
+from casckpt.format.encodings.frames import encode
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key, manifest_key
 from casckpt.repository.repository import Repository

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.tasks.storing import Skipped
 from benchmarks.traces import Flat
-from casckpt.format.encodings import decode, encode
+from casckpt.format.encodings.frames import decode, encode
 
 
 class Coder(Protocol):

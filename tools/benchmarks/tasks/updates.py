@@ -161,7 +161,7 @@ def _check(wanted: dict[str, torch.Tensor], *found: dict[str, torch.Tensor]) -> 
 def _least(before: torch.Tensor, after: torch.Tensor, copies: int) -> _Moves:
     """The cost of hashing and decoding alone, measured on one of the copies, for all of them."""
     from casckpt.format.digest import cell_digest
-    from casckpt.format.encodings import decode, encode
+    from casckpt.format.encodings.frames import decode, encode
 
     old, new = (values.as_bytes(one).numpy() for one in (before, after))
     places = [slice(start, start + CELL) for start in range(0, len(new), CELL)]

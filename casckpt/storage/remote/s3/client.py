@@ -1,8 +1,8 @@
-"""Objects in a bucket of S3, or of a server that speaks its protocol, through the client of s3fs.
+"""The client for S3 and servers with the same protocol, through the client of s3fs.
 
-s3fs finds credentials and regions, and keeps the connections; what is sent is decided here, because its own methods
-switch to uploads in parts by themselves (of which several may win the race for one name) and drop parameters that an
-old client does not know (such as the condition that makes a put create only).
+s3fs finds credentials and regions, and keeps the connections. The requests are made here, because methods of s3fs
+switch to multipart uploads (of which several can win the race for one name), and drop parameters that an old client
+does not know (such as the condition of a create-only put).
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from casckpt.storage.remote.s3.facts import examine
 
 
 class _Whole(NamedTuple):
-    """An answer that has arrived."""
+    """An answer that was read completely."""
 
     data: bytes
 
     async def read(self) -> bytes:
-        """Read all of it."""
+        """Return all bytes."""
         return self.data
 
 
-class BoundedSession(AIOHTTPSession):  # type: ignore[misc]  # it has no types
-    """The client's own way to send; its answers are of `MOST` bytes at the most, unless they are objects."""
+class BoundedSession(AIOHTTPSession):  # type: ignore[misc]  # untyped
+    """The session of the client, with a limit of `MOST` bytes for answers other than objects."""
 
     async def send(self, request: Any) -> Any:
-        """See `AIOHTTPSession`, which would read what does not stream whole."""
+        """Send a request. `AIOHTTPSession` would read an answer that is not streamed without a limit."""
         streams, request.stream_output = request.stream_output, True
         try:
             answer = await super().send(request)
@@ -68,9 +68,9 @@ async def _read(raw: Any, url: str) -> bytes:
 
 log = logging.getLogger(__name__)
 _CHUNK = 1 << 20
-PAGE = 1000  # as many as a server gives
-# The client would try again by itself, and a put that it repeats is refused because of the first one. So it is told
-# not to, and `RemoteStore`, which knows that, repeats.
+PAGE = 1000  # the most that a server returns
+# No retries by the client: if it repeats a put, the server may refuse it because of the first attempt. `RemoteStore`
+# retries, and handles this.
 _CONFIG: Mapping[str, Any] = {
     "max_pool_connections": 64,
     "connect_timeout": 10,
@@ -78,18 +78,18 @@ _CONFIG: Mapping[str, Any] = {
     "http_session_cls": BoundedSession,
 }
 _LATER = 5.0  # seconds
-_RENEWED_FOR = 10.0  # seconds in which others' failures are taken for those of the session before
+_RENEWED_FOR = 10.0  # seconds in which a failure of another thread is attributed to the previous session
 _PUT_ID = "casckpt-put"
-_TEXTS = ("key", "secret", "token")  # the command line takes one that is all digits for a number
+_TEXTS = ("key", "secret", "token")  # the command line parses a value of digits as a number
 
 
 class S3Client:
-    """`casckpt.storage.remote.client.Client` of one bucket; keys lie under ``prefix`` ("" or ending in a slash).
+    """`casckpt.storage.remote.client.Client` of one bucket, with keys under ``prefix`` ("" or with a trailing slash).
 
-    Raises TypeError or ValueError for ``options`` that cannot be used.
+    Raises TypeError or ValueError for unusable ``options``.
     """
 
-    exclusive: bool | None = None  # some servers ignore the condition without a word
+    exclusive: bool | None = None  # some servers silently ignore the condition
     read_only = False
     failures = FAILURES
 
@@ -102,27 +102,27 @@ class S3Client:
     ) -> None:
         given = options.get("config_kwargs", {})
         self.patience = replace(patience, request=float(given.get("read_timeout", patience.request)))
-        # the client's own timeout comes after ours, which knows what to say
+        # the client's timeout comes after ours, whose message has advice
         config = {**_CONFIG, **given, "read_timeout": self.patience.request + _LATER}
         secrets = {name: str(options[name]) for name in _TEXTS if options.get(name) is not None}
         self.bucket, self.prefix = bucket, prefix
-        self._given = bool(secrets)  # a new session would have the same
+        self._given = bool(secrets)  # a new session would have the same credentials
         self._renewing, self._renewed = threading.Lock(), -math.inf
-        # one of our own: an instance that s3fs made earlier has the credentials and the endpoint of that time
+        # a new instance: one that s3fs cached may have other credentials and another endpoint
         ours = {"config_kwargs": config, "use_listings_cache": False, "skip_instance_cache": True}
         self._fs = S3FileSystem(**{**options, **secrets, **ours})
         self.run = Loop(self._fs.loop, self.patience).run
-        try:  # what is wrong with the options shows here; nothing is asked yet, but it may take a while to begin
+        try:  # this fails for wrong options; it sends no request, but may take a while
             client = Loop(self._fs.loop, Patience()).run(self._fs.set_session())
             self.direct = self._direct(client.meta.endpoint_url, given, options.get("client_kwargs") or {})
         except BotoCoreError as error:
             raise ValueError(explain(error).why) from error
 
     def _direct(self, endpoint: str, config: Mapping[str, Any], client: Mapping[str, Any]) -> DirectReads | None:
-        """Prepare ranged reads past the client, where that reaches the same server in the same way."""
+        """Prepare ranged reads without the client, if they reach the same server in the same way."""
         if not can_reach(endpoint, config):
             return None
-        # the client's own rule, in which the environment has a say; nobody promised that it stays
+        # the client's private rule, which also reads the environment
         rule = getattr(EndpointCreator(None), "_get_verify_value", None)
         if rule is None:
             return None
@@ -138,7 +138,7 @@ class S3Client:
         return explain(error)
 
     def renew(self, error: Exception) -> bool:
-        """See `casckpt.storage.remote.client.Client`: a new session, which looks wherever the first one looked."""
+        """See `casckpt.storage.remote.client.Client`. It opens a new session, which looks up credentials again."""
         if not is_about_credentials(error) or self._given:
             return False
         with self._renewing:  # one session for all threads whose requests failed
@@ -166,8 +166,8 @@ class S3Client:
 
     def put_id(self, key: str) -> str | None:
         """See `casckpt.storage.remote.client.Client`."""
-        found: str | None = (self._head(key) or {}).get("Metadata", {}).get(_PUT_ID)
-        return found
+        put_id: str | None = (self._head(key) or {}).get("Metadata", {}).get(_PUT_ID)
+        return put_id
 
     def get(self, key: str, limit: int) -> bytes:
         """See `casckpt.storage.remote.client.Client`."""
@@ -177,7 +177,7 @@ class S3Client:
     async def _get(self, key: str, limit: int) -> bytes:
         answer = await self.send("get_object", Key=self.prefix + key)
         body = answer["Body"]
-        async with body:  # before aiobotocore 3 that gave another, which reads in another way
+        async with body:  # the value of `with` differs in aiobotocore 2
             size = answer.get("ContentLength", 0)
             if size > limit:
                 raise Refused(f"object {key} in {self._place} has {size} bytes where at most {limit} are allowed")
@@ -189,38 +189,38 @@ class S3Client:
 
     def size(self, key: str) -> int | None:
         """See `casckpt.storage.remote.client.Client`."""
-        found = self._head(key)
-        return None if found is None else _length(found)
+        answer = self._head(key)
+        return None if answer is None else _length(answer)
 
     def _head(self, key: str) -> Mapping[str, Any] | None:
         try:
-            found: Mapping[str, Any] = self.call("head_object", Key=self.prefix + key)
+            answer: Mapping[str, Any] = self.call("head_object", Key=self.prefix + key)
         except ClientError as error:
             if status_of(error) == 404:
                 return None
             if status_of(error) in (400, 403):
-                self.call("list_objects_v2", MaxKeys=1)  # its refusal says why; that of a HEAD has no text
+                self.call("list_objects_v2", MaxKeys=1)  # its error has a reason; that of a HEAD has no text
             raise
-        return found
+        return answer
 
     def page(self, prefix: str, after: str | None, *, deep: bool) -> Page:
         """See `casckpt.storage.remote.client.Client`."""
         options = {} if deep else {"Delimiter": "/"}
         options |= {} if after is None else {"ContinuationToken": after}
-        found = self.call("list_objects_v2", Prefix=self.prefix + prefix, MaxKeys=PAGE, **options)
+        answer = self.call("list_objects_v2", Prefix=self.prefix + prefix, MaxKeys=PAGE, **options)
         skip = len(self.prefix)
         entries = [
-            ListedObject(one["Key"][skip:], one["Size"], one.get("ETag", "")) for one in found.get("Contents", ())
+            ListedObject(item["Key"][skip:], item["Size"], item.get("ETag", "")) for item in answer.get("Contents", ())
         ]
         files = [entry for entry in entries if entry.key and not entry.key.endswith("/")]  # no "folders" of others
-        folders = [one["Prefix"][skip:].removesuffix("/") for one in found.get("CommonPrefixes", ())]
-        more = found.get("NextContinuationToken") if found.get("IsTruncated") else None
-        if found.get("IsTruncated") and not more:  # the rest would look as if it had never been
+        folders = [item["Prefix"][skip:].removesuffix("/") for item in answer.get("CommonPrefixes", ())]
+        more = answer.get("NextContinuationToken") if answer.get("IsTruncated") else None
+        if answer.get("IsTruncated") and not more:  # else the rest would seem to have never existed
             raise StorageError(f"the server ends the listing of {prefix!r} early, and does not say how to go on")
         return Page(files, folders, more)
 
     def delete(self, key: str) -> None:
-        """See `casckpt.storage.remote.client.Client`. In a bucket with versions these too, where that is allowed."""
+        """See `casckpt.storage.remote.client.Client`. In a versioned bucket it deletes all versions, if allowed."""
         try:
             answer = self.call("delete_object", Key=self.prefix + key)
         except ClientError as error:
@@ -231,12 +231,13 @@ class S3Client:
             self._delete_versions(key)
 
     def _delete_versions(self, key: str) -> None:
-        """Delete all that a delete only hid. Where it may not be seen or deleted it stays: `examine` says so."""
+        """Delete all versions of an object. Without the permission they stay, and `examine` reports them."""
         try:
-            found = self.call("list_object_versions", Prefix=self.prefix + key)
-            for one in [*found.get("Versions", ()), *found.get("DeleteMarkers", ())]:  # markers last, or it shows again
-                if one["Key"] == self.prefix + key:
-                    self.call("delete_object", Key=one["Key"], VersionId=one["VersionId"])
+            listing = self.call("list_object_versions", Prefix=self.prefix + key)
+            # markers last, else the object is visible again
+            for version in [*listing.get("Versions", ()), *listing.get("DeleteMarkers", ())]:
+                if version["Key"] == self.prefix + key:
+                    self.call("delete_object", Key=version["Key"], VersionId=version["VersionId"])
         except ClientError as error:
             if status_of(error) not in (400, 403, 405, 501):
                 raise
@@ -249,7 +250,7 @@ class S3Client:
 
     @contextmanager
     def absence(self, key: str) -> Iterator[None]:
-        """Say so where the object is not there."""
+        """Raise NotFound if the object does not exist."""
         try:
             yield
         except ClientError as error:
@@ -262,17 +263,17 @@ class S3Client:
     def _place(self) -> str:
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
-    def call(self, operation: str, **arguments: Any) -> Any:  # botocore's, which say what each operation takes
-        """Send one request; return the answer."""
+    def call(self, operation: str, **arguments: Any) -> Any:  # as in botocore
+        """Send one request, and return the answer."""
         return self.run(self.send(operation, **arguments))
 
     async def send(self, operation: str, **arguments: Any) -> Any:  # see `call`
-        """Send one request, with what the options say about all requests. No parameter is dropped in silence."""
+        """Send one request, with the parameters in the options. It drops none of ``arguments``."""
         client = await self._fs.set_session()
         return await getattr(client, operation)(**self._arguments(client, operation, arguments))
 
     async def sign_read(self, **arguments: str) -> Signed:
-        """Return what `send` would send as ``get_object``. It may have to ask for credentials before."""
+        """Return the request that `send` would send as ``get_object``. It may look up credentials first."""
         client = await self._fs.set_session()
         return await sign(client, self._arguments(client, "get_object", arguments))
 
@@ -288,14 +289,14 @@ class S3Client:
         return {"Bucket": self.bucket, **sent}
 
     def only_by_client(self) -> None:
-        """Note that a ranged read worked through the client. If none ever did past it, no other is tried there."""
+        """Note that a ranged read worked through the client. Stop direct reads if none ever worked."""
         if self.direct is not None and not self.direct.works:
-            log.info("ranges of %s are read through the S3 client: past it they cannot be", self._place)
+            log.info("ranges of %s are read through the S3 client, because direct reads do not work", self._place)
             self.direct = None
 
 
 class S3Object:
-    """`casckpt.storage.remote.client.Ranged`: bytes go from the connection's buffer straight into place."""
+    """`casckpt.storage.remote.client.Ranged`. Bytes go from the connection's buffer directly into place."""
 
     def __init__(self, client: S3Client, key: str) -> None:
         self._client, self._key = client, key
@@ -308,7 +309,7 @@ class S3Object:
         if self._size is None:
             with self._client.absence(self._key):
                 answer = self._client.call("head_object", Key=self._client.prefix + self._key)
-            self._is_the_same(answer.get("ETag"), _length(answer))
+            self._check_version(answer.get("ETag"), _length(answer))
         return self._size or 0
 
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -329,18 +330,18 @@ class S3Object:
         return {"Key": self._client.prefix + self._key, "Range": f"bytes={offset}-{end - 1}"}
 
     def _read_directly(self, offset: int, end: int, buffers: Sequence[memoryview]) -> bool:
-        """Read past the client. False: the client has to ask."""
+        """Read without the client. False: use the client."""
         direct = self._client.direct
         if direct is None:
             return False
 
         def check(headers: HTTPMessage) -> None:
-            said = headers.get("Content-Range", "")
-            size = size_from(said)
+            content_range = headers.get("Content-Range", "")
+            size = size_from(content_range)
             if size is None:
                 raise Unsupported("this server does not say which range it answers: it cannot be used")
-            _is_from(offset, said)
-            self._is_the_same(headers.get("ETag"), size)
+            _check_offset(offset, content_range)
+            self._check_version(headers.get("ETag"), size)
             if size < end:
                 raise ShortObject(self._key, size)
 
@@ -354,14 +355,14 @@ class S3Object:
             if size is None and offset:
                 raise Unsupported("this server answers a ranged read with the whole object: it cannot be used")
             if size is not None:
-                _is_from(offset, answer["ContentRange"])
-            self._is_the_same(answer.get("ETag"), _length(answer) if size is None else size)
+                _check_offset(offset, answer["ContentRange"])
+            self._check_version(answer.get("ETag"), _length(answer) if size is None else size)
             if self.size() < end:
                 raise ShortObject(self._key, self.size())
             await _fill(body, buffers)
 
-    def _is_the_same(self, etag: str | None, size: int) -> None:
-        """Note which version of the object answers; an error if it is not the one that answered before."""
+    def _check_version(self, etag: str | None, size: int) -> None:
+        """Remember the version of the object. Raises StorageError if another version answered before."""
         with self._noting:
             if self._size is None:
                 self._etag, self._size = etag, size
@@ -370,18 +371,18 @@ class S3Object:
             raise StorageError(message, key=self._key)
 
 
-def _is_from(offset: int, content_range: str) -> None:
-    """Raise an error if the answer is another range: what keeps answers on the way may mistake one for another."""
+def _check_offset(offset: int, content_range: str) -> None:
+    """Raise Unsupported if the answer is another range. A cache between client and server may mix up ranges."""
     if not content_range.startswith(f"bytes {offset}-"):
         raise Unsupported(f"the server answers {content_range!r} to a read from byte {offset}: it cannot be used")
 
 
 def _length(answer: Mapping[str, Any]) -> int:
-    """Return the size of an object, as the server tells it."""
-    found = answer.get("ContentLength")
-    if found is None:
+    """Return the size of an object, as the server reports it."""
+    length = answer.get("ContentLength")
+    if length is None:
         raise Unsupported("this server does not say how long an object is: it cannot be used")
-    return int(found)
+    return int(length)
 
 
 async def _fill(body: Any, buffers: Sequence[memoryview]) -> None:

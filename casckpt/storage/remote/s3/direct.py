@@ -1,7 +1,7 @@
-"""Ranged reads of S3 objects past the client's event loop: bytes go from the socket straight into place.
+"""Ranged reads of S3 objects without the client's event loop: bytes go from the socket directly into place.
 
-The client has one thread for the answers to all requests, and copies each several times. So it only signs a request
-here; the thread that wants the bytes sends it over a connection of our own, and receives them.
+The client handles all answers in one thread, and copies each several times. Here it only signs a request. The thread
+that needs the bytes sends the request over its own connection, and receives them.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from botocore.httpsession import get_cert_path
 from botocore.utils import get_environ_proxies
 
 from casckpt.base.lazy import cached_property
-from casckpt.storage.remote.patience import Patience, PatientRequest, asking
+from casckpt.storage.remote.patience import Patience, PatientRequest, begin_request
 
 _HOOK = "before-send.s3.GetObject"
-_REST = 10.0  # seconds: servers, and what lies before them, forget connections that rest for longer
+_REST = 10.0  # seconds: servers and proxies close connections that are idle for longer
 _BUSY = frozenset({429, 500, 502, 503, 504})
 _UNKNOWN_WAYS = frozenset({"client_cert", "connector_args", "http_session_cls", "proxies", "proxies_config"})
 _signing: ContextVar[bool] = ContextVar("signing", default=False)
 
 
 class _Ready(Exception):
-    """A request, the only argument, is signed, and must not be sent by the client."""
+    """The request, the only argument, is signed. The client must not send it."""
 
 
 class _Unreached(Exception):
-    """No connection could be made."""
+    """No connection to the server was possible."""
 
 
 @dataclass(frozen=True)
 class Signed:
-    """A request to get a range of an object."""
+    """A signed request for a range of an object."""
 
     url: str
     headers: Mapping[str, str | bytes]
 
 
 async def sign(client: Any, arguments: Mapping[str, Any]) -> Signed:
-    """Return what ``client`` (of aiobotocore) would send as ``get_object(**arguments)``."""
+    """Return the request that ``client`` (of aiobotocore) would send as ``get_object(**arguments)``."""
     client.meta.events.register(_HOOK, _hand_over, unique_id="casckpt")
     _signing.set(True)  # in the task that runs this
     try:
         await client.get_object(**arguments)
     except _Ready as ready:
         return Signed(ready.args[0].url, dict(ready.args[0].headers.items()))
-    raise RuntimeError("the S3 client has sent a request that it was to sign only")
+    raise RuntimeError("the S3 client sent a request that it should only sign")
 
 
 def _hand_over(request: Any, **_: object) -> None:
@@ -69,15 +69,15 @@ def _hand_over(request: Any, **_: object) -> None:
 
 
 def can_reach(url: str, config: Mapping[str, Any]) -> bool:
-    """Tell whether plain connections reach the server. ``config``: the client's, to which proxies, say, are left."""
+    """Tell whether direct connections reach the server. ``config``: of the client; proxies, for instance, need it."""
     return not (_UNKNOWN_WAYS & config.keys() or get_environ_proxies(url))
 
 
 class DirectReads:
-    """Connections to a server. A thread that reads has one for itself; afterwards it waits for the next.
+    """Connections to a server. Each read uses a connection alone, and keeps it for the next read.
 
-    ``connect``: seconds to wait for a connection. ``verify``: whether the server must prove who it is, or by which file
-    of certificates. ``works``: something was read.
+    ``connect``: timeout of a connection in seconds. ``verify``: whether to verify the server's certificate, or the file
+    of certificates to use. ``works``: whether a read has succeeded.
     """
 
     def __init__(self, connect: float, patience: Patience, verify: bool | str) -> None:
@@ -87,41 +87,36 @@ class DirectReads:
         weakref.finalize(self, _close_all, self._waiting)
 
     def read(self, request: Signed, buffers: Sequence[memoryview], check: Callable[[HTTPMessage], None]) -> bool:
-        """Fill the buffers; ``check`` sees the headers first. False: the client has to ask, and to explain the answer.
+        """Fill the buffers, after ``check`` of the headers. False: use the client, which also explains the failure.
 
-        Raises the errors of `casckpt.storage.remote.s3.errors.FAILURES` for what may go better the next time.
+        Raises an error of `casckpt.storage.remote.s3.errors.FAILURES` if trying again may help.
         """
-        with asking(self._patience) as one:
-            return self._read(request, one, buffers, check)
-
-    def _read(
-        self, request: Signed, one: PatientRequest, buffers: Sequence[memoryview], check: Callable[[HTTPMessage], None]
-    ) -> bool:
-        try:
-            with self._ask(request, one) as answer:
-                if answer.status in _BUSY:
-                    raise _busy(answer)
-                if answer.status != 206:
+        with begin_request(self._patience) as timer:
+            try:
+                with self._ask(request, timer) as answer:
+                    if answer.status in _BUSY:
+                        raise _busy(answer)
+                    if answer.status != 206:
+                        return False
+                    check(answer.headers)
+                    for buffer in buffers:
+                        _fill(answer, buffer)
+            except _Unreached as error:
+                if not self.works:
                     return False
-                check(answer.headers)
-                for buffer in buffers:
-                    _fill(answer, buffer)
-        except _Unreached as error:
-            if not self.works:
-                return False
-            raise error.args[0] from None
-        except TimeoutError as error:
-            raise TimeoutError(one.why) from error
-        except HTTPException as error:
-            raise ResponseStreamingError(error=f"{type(error).__name__}: {error}") from error
+                raise error.args[0] from None
+            except TimeoutError as error:
+                raise TimeoutError(timer.why) from error
+            except HTTPException as error:
+                raise ResponseStreamingError(error=f"{type(error).__name__}: {error}") from error
         self.works = True
         return True
 
     @contextmanager
-    def _ask(self, request: Signed, one: PatientRequest) -> Iterator[HTTPResponse]:
-        """Ask, and return the answer. A connection is kept if all of the answer was read."""
+    def _ask(self, request: Signed, timer: PatientRequest) -> Iterator[HTTPResponse]:
+        """Send the request, and yield the answer. The connection is kept if the whole answer was read."""
         where = urlsplit(request.url)
-        connection, answer = self._send(request, one, where)
+        connection, answer = self._send(request, timer, where)
         done = False
         try:
             yield answer
@@ -133,19 +128,19 @@ class DirectReads:
             else:
                 connection.close()
 
-    def _send(self, request: Signed, one: PatientRequest, where: SplitResult) -> tuple[HTTPConnection, HTTPResponse]:
+    def _send(self, request: Signed, timer: PatientRequest, where: SplitResult) -> tuple[HTTPConnection, HTTPResponse]:
         while (used := self._rested(where.netloc)) is not None:
-            with suppress(ConnectionError, HTTPException, ssl.SSLError):  # the server has ended it meanwhile
-                return used, _exchange(used, request, one, where)
+            with suppress(ConnectionError, HTTPException, ssl.SSLError):  # the server has closed it meanwhile
+                return used, _exchange(used, request, timer, where)
         fresh = self._open(where)
-        return fresh, _exchange(fresh, request, one, where)
+        return fresh, _exchange(fresh, request, timer, where)
 
     def _rested(self, place: str) -> HTTPConnection | None:
-        """Return the connection that rested for the shortest time, if it may still be used."""
+        """Return the most recently used connection that is still usable."""
         with suppress(IndexError):
             while True:
-                since, whither, connection = self._waiting.pop()
-                if whither == place and time.monotonic() - since < _REST and _is_silent(connection.sock):
+                since, host, connection = self._waiting.pop()
+                if host == place and time.monotonic() - since < _REST and _is_silent(connection.sock):
                     return connection
                 connection.close()
         return None
@@ -172,20 +167,20 @@ class DirectReads:
 
 
 def _is_silent(connection: socket.socket) -> bool:
-    """Tell whether there is nothing to read: no end, and no answer that nobody asked for, to be taken for the next."""
-    look = select.poll()
-    look.register(connection, select.POLLIN)
-    return not (look.poll(0) or (isinstance(connection, ssl.SSLSocket) and connection.pending()))
+    """Tell whether there is nothing to read: neither an end nor an unexpected answer."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return not (poll.poll(0) or (isinstance(connection, ssl.SSLSocket) and connection.pending()))
 
 
 class _Answer(HTTPResponse):
-    """An answer that is waited for as long as the request may take; only bytes of its body are progress."""
+    """An answer within the time limit of its request. Only bytes of its body count as progress."""
 
     def __init__(
-        self, one: PatientRequest, connection: socket.socket, debuglevel: int = 0, method: str | None = None
+        self, timer: PatientRequest, connection: socket.socket, debuglevel: int = 0, method: str | None = None
     ) -> None:
         super().__init__(connection, debuglevel, method)
-        self._arriving = _Arriving(self.fp.detach(), connection, one)
+        self._arriving = _Arriving(self.fp.detach(), connection, timer)
         self.fp = io.BufferedReader(self._arriving)
 
     def begin(self) -> None:
@@ -194,20 +189,20 @@ class _Answer(HTTPResponse):
 
 
 class _Arriving(io.RawIOBase):
-    """What a connection receives, read by one request."""
+    """The bytes that a connection receives for one request."""
 
-    def __init__(self, raw: io.RawIOBase, connection: socket.socket, one: PatientRequest) -> None:
-        self._raw, self._connection, self._one = raw, connection, one
+    def __init__(self, raw: io.RawIOBase, connection: socket.socket, timer: PatientRequest) -> None:
+        self._raw, self._connection, self._timer = raw, connection, timer
         self.is_body = False
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any, /) -> int | None:
-        _wait_for(self._connection, self._one)
+        _wait_for(self._connection, self._timer)
         received: int | None = self._raw.readinto(buffer)
         if received and self.is_body:
-            self._one.moved(received)
+            self._timer.moved(received)
         return received
 
     def close(self) -> None:
@@ -215,18 +210,18 @@ class _Arriving(io.RawIOBase):
         super().close()
 
 
-def _wait_for(connection: socket.socket, one: PatientRequest) -> None:
-    """Let the next call of the connection take what is left; TimeoutError if nothing is, though bytes may come."""
-    if (left := one.left) <= 0:
-        raise TimeoutError(one.why)
+def _wait_for(connection: socket.socket, timer: PatientRequest) -> None:
+    """Set the timeout of the connection to the time left. Raises TimeoutError if none is left."""
+    if (left := timer.left) <= 0:
+        raise TimeoutError(timer.why)
     connection.settimeout(left)
 
 
-def _exchange(connection: HTTPConnection, request: Signed, one: PatientRequest, where: SplitResult) -> HTTPResponse:
+def _exchange(connection: HTTPConnection, request: Signed, timer: PatientRequest, where: SplitResult) -> HTTPResponse:
     target = where.path + (f"?{where.query}" if where.query else "")
-    connection.response_class = partial(_Answer, one)  # type: ignore[assignment]  # all that is wanted of it is a call
+    connection.response_class = partial(_Answer, timer)  # type: ignore[assignment]  # a callable suffices
     try:
-        _wait_for(connection.sock, one)
+        _wait_for(connection.sock, timer)
         connection.putrequest("GET", target, skip_accept_encoding=True, skip_host="Host" in request.headers)
         for name, value in request.headers.items():
             connection.putheader(name, value)
@@ -247,8 +242,8 @@ def _fill(answer: HTTPResponse, buffer: memoryview) -> None:
 
 
 def _busy(answer: HTTPResponse) -> ClientError:
-    said = {"Code": answer.reason, "Message": "to a ranged read"}
-    return ClientError({"Error": said, "ResponseMetadata": {"HTTPStatusCode": answer.status}}, "GetObject")
+    error = {"Code": answer.reason, "Message": "to a ranged read"}
+    return ClientError({"Error": error, "ResponseMetadata": {"HTTPStatusCode": answer.status}}, "GetObject")
 
 
 def _close_all(waiting: deque[tuple[float, str, HTTPConnection]]) -> None:

@@ -1,4 +1,4 @@
-"""Errors of S3 clients and servers, in words that say what to do."""
+"""Messages with advice for errors of S3 clients and servers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LOST = (
 _NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError, CredentialRetrievalError)
 _RANGE = re.compile(r"bytes (?:\d+-\d+|\*)/(\d+)")
 _BUSY = frozenset({408, 409, 429, 500, 502, 503, 504})
-# NoSuchKey: what some servers answer to a conditional put that races another; reads never come here with it
+# NoSuchKey: some servers answer it to concurrent conditional puts; reads handle it before
 _BUSY_CODES = frozenset({"NoSuchKey", "RequestTimeout", "BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody"})
 _GIVE = "give other ones with storage_options (--storage-option) or in the usual AWS environment"
 _ADVICE = {
@@ -68,7 +68,7 @@ _NO_CONDITION = (
 
 
 def explain(error: Exception) -> ExplainedFailure:
-    """Say what one of `FAILURES` means."""
+    """Explain one of `FAILURES`."""
     if isinstance(error, ClientError):
         return _explain_answer(error)
     if isinstance(error, _NO_CREDENTIALS):
@@ -86,22 +86,22 @@ def _explain_answer(error: ClientError) -> ExplainedFailure:
     code, status = str(error.response["Error"].get("Code", "")), status_of(error)
     if code == "NoSuchBucket":
         return ExplainedFailure(_NO_BUCKET, kind=NotFound)
-    said = f"{status} {code} {error.response['Error'].get('Message', '')}".strip()
-    if _CHECKSUM.search(said):
+    text = f"{status} {code} {error.response['Error'].get('Message', '')}".strip()
+    if _CHECKSUM.search(text):
         again = status in _BUSY or code in _BUSY_CODES
-        return ExplainedFailure(f"the server answers {said}; {_WITHOUT}", again=again)
+        return ExplainedFailure(f"the server answers {text}; {_WITHOUT}", again=again)
     if status == 501 or code == "NotImplemented":
-        return ExplainedFailure(f"the server answers {said}; {_NO_CONDITION}. But {_WITHOUT}", kind=Unsupported)
+        return ExplainedFailure(f"the server answers {text}; {_NO_CONDITION}. But {_WITHOUT}", kind=Unsupported)
     if status in _BUSY or code in _BUSY_CODES:
-        return ExplainedFailure(f"the server answers {said}; try again when it is well", again=True)
+        return ExplainedFailure(f"the server answers {text}; try again later", again=True)
     if code in _ADVICE or status == 403:
         return ExplainedFailure(_ADVICE.get(code, _ADVICE["AccessDenied"]))
     kind = NotFound if status == 404 else StorageError
-    return ExplainedFailure(f"the server answers {said}; check the bucket and the storage_options", kind=kind)
+    return ExplainedFailure(f"the server answers {text}; check the bucket and the storage_options", kind=kind)
 
 
 def is_about_credentials(error: Exception) -> bool:
-    """Tell whether the server says that the credentials are no longer valid, so that others may be."""
+    """Tell whether the server says that the credentials are no longer valid."""
     return isinstance(error, ClientError) and error.response["Error"].get("Code") in _ENDED
 
 
@@ -112,6 +112,6 @@ def status_of(error: ClientError) -> int:
 
 
 def size_from(content_range: str | None) -> int | None:
-    """Return the size of the whole object, as the answer to a ranged read says it."""
-    found = _RANGE.fullmatch(content_range or "")
-    return int(found[1]) if found else None
+    """Return the size of the whole object, from the answer to a ranged read."""
+    match = _RANGE.fullmatch(content_range or "")
+    return int(match[1]) if match else None

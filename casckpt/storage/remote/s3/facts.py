@@ -1,4 +1,4 @@
-"""Settings of a bucket, and what they mean for a store in it: versions, locks, rules that delete, leftover uploads."""
+"""Facts about a bucket that matter to a store: versions, locks, lifecycle rules, unfinished multipart uploads."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from casckpt.storage.base import Finding
 from casckpt.storage.remote.s3.errors import status_of
 
 Call: TypeAlias = Callable[..., Any]
-"""One request: the name of the operation and its arguments, but for the bucket."""
+"""Sends one request: the name of the operation and its arguments, without the bucket."""
 
-_PAGES = 10  # of 1,000 versions: enough to tell that there are many
+_PAGES = 10  # of 1,000 versions: enough to see that there are many
 _SKEW = 300.0  # seconds; S3 refuses requests at 900
 _FROZEN = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 _EXPIRE_OLD = "set a lifecycle rule with NoncurrentVersionExpiration and ExpiredObjectDeleteMarker"
 
 
 def examine(call: Call, prefix: str) -> Iterator[Finding]:
-    """Yield what `casckpt doctor` is told. Reads only."""
+    """Yield the facts for `casckpt doctor`. Writes nothing."""
     yield _ask("clock", lambda: _clock(call))
     yield _ask("versions", lambda: _versions(call, prefix))
     yield _ask("lock", lambda: _lock(call))
@@ -31,7 +31,7 @@ def examine(call: Call, prefix: str) -> Iterator[Finding]:
 
 
 def _ask(name: str, look: Callable[[], Finding]) -> Finding:
-    """Call ``look``, or say that it was not allowed."""
+    """Call ``look``, and report an error of the server as an unknown fact."""
     try:
         return look()
     except ClientError as error:
@@ -42,7 +42,7 @@ def _ask(name: str, look: Callable[[], Finding]) -> Finding:
 def _clock(call: Call) -> Finding:
     try:
         meta = call("list_objects_v2", MaxKeys=1)["ResponseMetadata"]
-    except ClientError as error:  # a refusal, for the clock's sake perhaps, tells the time too
+    except ClientError as error:  # a refusal, perhaps because of the clock, has the time too
         meta = error.response["ResponseMetadata"]
     date = meta.get("HTTPHeaders", {}).get("date")
     if not date:
@@ -67,12 +67,12 @@ def _versions(call: Call, prefix: str) -> Finding:
 
 
 def _hidden(call: Call, prefix: str) -> tuple[int, int, bool]:
-    """Return (versions that nobody sees, their bytes, were there more to list)."""
+    """Return (number of old versions, their bytes, whether there are more)."""
     count = nbytes = 0
     at: Mapping[str, str] = {}
     for _ in range(_PAGES):
         page = call("list_object_versions", Prefix=prefix, **at)
-        old = [one["Size"] for one in page.get("Versions", ()) if not one["IsLatest"]]
+        old = [version["Size"] for version in page.get("Versions", ()) if not version["IsLatest"]]
         count, nbytes = count + len(old), nbytes + sum(old)
         if not page.get("IsTruncated"):
             return count, nbytes, False
@@ -82,17 +82,17 @@ def _hidden(call: Call, prefix: str) -> tuple[int, int, bool]:
 
 def _lock(call: Call) -> Finding:
     try:
-        found = call("get_object_lock_configuration").get("ObjectLockConfiguration", {})
+        lock = call("get_object_lock_configuration").get("ObjectLockConfiguration", {})
     except ClientError as error:
         if status_of(error) != 404:
             raise
-        found = {}
-    if found.get("ObjectLockEnabled") != "Enabled":
+        lock = {}
+    if lock.get("ObjectLockEnabled") != "Enabled":
         return Finding("lock", True, "objects are not locked")
-    kept = found.get("Rule", {}).get("DefaultRetention")
-    if not kept:
+    retention = lock.get("Rule", {}).get("DefaultRetention")
+    if not retention:
         return Finding("lock", True, "objects can be locked, but are not by default")
-    span = f"{kept['Days']} days" if "Days" in kept else f"{kept.get('Years')} years"
+    span = f"{retention['Days']} days" if "Days" in retention else f"{retention.get('Years')} years"
     return Finding(
         "lock", None, f"new objects are locked for {span}: gc hides them, and frees nothing before", _EXPIRE_OLD
     )
@@ -133,9 +133,9 @@ def _concerns(rule: Mapping[str, Any], prefix: str) -> bool:
 
 
 def _multipart(call: Call, prefix: str) -> Finding:
-    found = call("list_multipart_uploads", Prefix=prefix).get("Uploads", ())
-    if not found:
+    uploads = call("list_multipart_uploads", Prefix=prefix).get("Uploads", ())
+    if not uploads:
         return Finding("multipart", True, "no unfinished uploads in parts")
-    oldest = min(one["Initiated"] for one in found)
-    what = f"{len(found)} unfinished uploads in parts, the oldest of {oldest:%Y-%m-%d}: not by casckpt, but they cost"
+    oldest = min(upload["Initiated"] for upload in uploads)
+    what = f"{len(uploads)} unfinished uploads in parts, the oldest of {oldest:%Y-%m-%d}: not by casckpt, but they cost"
     return Finding("multipart", None, what, "set a lifecycle rule with AbortIncompleteMultipartUpload")

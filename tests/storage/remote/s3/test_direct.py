@@ -190,7 +190,7 @@ def test_two_first_reads_of_two_versions(moto_server: Server) -> None:
 
     def note(etag: str) -> bool:
         try:
-            one._is_the_same(etag, 10)
+            one._check_version(etag, 10)
         except StorageError:
             return False
         return True
