@@ -70,6 +70,13 @@ def get(repo: Repository, commit: Commit) -> Manifest:
     return found
 
 
+def get_with_extents(repo: Repository, commit: Commit) -> Manifest:
+    """Return the manifest with the extents of all its entries read. Raises as `get`."""
+    manifest = get(repo, commit)
+    manifest.ready(objects=())
+    return manifest
+
+
 def left_out(commit: Commit) -> str | None:
     """Return by what and when some of a checkpoint was left out, and what to do, for people; None if all is there.
 

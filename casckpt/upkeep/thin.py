@@ -157,8 +157,7 @@ def _beyond(listed: CommitList, keep: Policy, now: int, tagged: set[TxId], run: 
 
 def _plan_one(repo: Repository, rule: frozenset[str], commit: Commit) -> Thin | CasckptError:
     try:
-        manifest = manifests.get(repo, commit)
-        manifest.ready(objects=())
+        manifest = manifests.get_with_extents(repo, commit)
         goes = list(_matching(manifest, rule))
         numbers = frozenset(entry.number for entry in goes)
         stays = [entry for entry in manifest.held if entry.number not in numbers]

@@ -95,7 +95,7 @@ def test_a_record_that_cannot_be_read_is_put_back_before_a_copy(
 
 
 @follows("upkeep/saves.py:give_up", "whose record cannot be read; `casckpt verify STORE` names them")
-@follows("upkeep/saves.py:give_up", "`casckpt forget` takes its checkpoint out of sight")
+@follows("upkeep/saves.py:give_up", "`casckpt forget` hides its checkpoint")
 def test_what_is_given_up_is_named_by_verify_and_what_can_be_read_is_forgotten(
     trained: Store, store_path: Path, told: Told, run: Run
 ) -> None:

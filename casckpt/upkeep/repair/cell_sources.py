@@ -198,12 +198,10 @@ class Cells:
 
 
 def readable(repo: Repository, commits: Iterable[Commit]) -> Iterator[tuple[Commit, Manifest]]:
-    """Yield those of ``commits`` whose manifest can be read, with it. Raises `StorageError`."""
+    """Yield those of ``commits`` whose manifest can be read, with the manifest. Raises `StorageError`."""
     for commit in commits:
         try:
-            found = manifests.get(repo, commit)
-            found.ready(objects=())
-            yield commit, found
+            yield commit, manifests.get_with_extents(repo, commit)
         except (Damaged, Gone, Refused):
             continue
 

@@ -89,8 +89,7 @@ class Frames:
 def _coded(repo: Repository, commit: Commit, right: Container[str]) -> Iterator[Located]:
     """Yield the place of each coded cell of a checkpoint of which all bytes are ``right``."""
     try:
-        manifest = manifests.get(repo, commit)
-        manifest.ready(objects=())
+        manifest = manifests.get_with_extents(repo, commit)
         known = [blob_key(ref.uploader, ref.hash) in right for ref in manifest.blobs]
         for entry in manifest.held:
             table = manifest.extents(entry)
