@@ -106,8 +106,8 @@ PLANTED = (
     Planted(
         "a rewriter without an answer gives up with its number free",
         "_replace",
-        "        keep(repo, base.txid, number)\n    now = refresh(repo, made)\n    if now.standing == VOID:\n",
-        "    now = refresh(repo, made)\n    if now.standing != 'stands':\n",
+        "        keep(repo, base.txid, number)\n    now = refresh(repo, made)\n    if now.standing != VOID:\n",
+        "    now = refresh(repo, made)\n    if now.standing == 'stands':\n",
         REWRITING,
     ),
     Planted(
@@ -211,7 +211,7 @@ PLANTED = (
     Planted(
         "a copy names the base of a rewrite",
         "_Copy._record",
-        "            replaces=None,  # that is not there, or is another commit there\n",
+        "            replaces=None,  # the target lacks what this one replaces, or has it as another commit\n",
         "",
         "tests/upkeep/copies/test_copy.py",
     ),
@@ -481,8 +481,8 @@ PLANTED = (
     Planted(
         "a note in mirrored/ counts although another store is there now",
         "_says",
-        "    return (record.txid, record.mirror) == (commit.txid, mirror) and record.time >= made",
-        "    return (record.txid, record.mirror) == (commit.txid, mirror)",
+        "    return is_same and record.time >= made",
+        "    return is_same",
         "tests/store/test_mirror.py",
     ),
     Planted(
@@ -550,8 +550,8 @@ PLANTED = (
     Planted(
         "who thins undoes what somebody forgot by name",
         "_but_tagged",
-        "restore(repo, _replaced(before[commit.id], commit), as_read=True)",
-        "restore(repo, before[commit.id])",
+        "restore(repo, replaced, as_read=True)",
+        "restore(repo, base)",
         "tests/upkeep/test_thin.py",
     ),
     Planted(
@@ -775,7 +775,7 @@ PLANTED = (
     ),
     Planted(
         "another's manifest in a joined copy is not looked at",
-        "_Copy._found_manifest",
+        "_Copy._existing_manifest",
         "        if blobs.check(self.target, there.blobs):",
         "        if False:",
         "tests/upkeep/copies/test_replication.py",
@@ -1264,8 +1264,8 @@ PLANTED = (
     Planted(
         "a copy takes frames as they come",
         "_frame_of",
-        "        if cell_digest(found) != cell.digest:\n",
-        "        if not found:\n",
+        "    if cell_digest(decoded) == cell.digest:\n",
+        "    if decoded is not None:\n",
         "tests/upkeep/copies/test_recoded.py",
     ),
     Planted(
@@ -1376,8 +1376,8 @@ PLANTED = (
     Planted(
         "a blob in which a visible checkpoint has cells counts as bases",
         "_only_bases",
-        "if use.names[number] not in told] if told else mine] = True",
-        "if use.names[number] not in told and told] if told else mine[:0]] = True",
+        "if use.names[number] not in only_bases] if only_bases else own] = True",
+        "if use.names[number] not in only_bases and only_bases] if only_bases else own[:0]] = True",
         "tests/upkeep/test_footprint.py",
     ),
     Planted(

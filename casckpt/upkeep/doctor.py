@@ -16,7 +16,7 @@ from casckpt.base.parallel import in_parallel
 from casckpt.errors import CasckptError, NotFound, StorageError
 from casckpt.repository.exclusive import PREFIX, probe
 from casckpt.repository.repository import Repository
-from casckpt.storage.base import AlreadyExists, Examinable, Finding, ObjectStore, ShortObject
+from casckpt.storage.base import AlreadyExists, Examinable, Finding, ShortObject
 
 T = TypeVar("T")
 RACERS = 8

@@ -117,19 +117,19 @@ def footprint(
     check_metrics(repo, policy or Policy(), run)
     commits = list_commits(repo)
     live = sorted(commits.live(), key=lambda commit: commit.order)
-    use, found = BlobUse(repo, live), tags(repo)
+    use, named = BlobUse(repo, live), tags(repo)
     wanted = [commit for commit in use.readable if run is None or commit.run == run]
     ids = {commit.id for commit in wanted}
     return Footprint(
-        steps=_steps(wanted, use, plan_of(repo, commits, Policy()), found),
-        tags=[_tag_usage(tag, use, commits) for tag in found.values() if tag.manifest in ids],
+        steps=_steps(wanted, use, plan_of(repo, commits, Policy()), named),
+        tags=[_tag_usage(tag, use, commits) for tag in named.values() if tag.manifest in ids],
         branches=_branches(repo, wanted, use) if branches else (),
         rules=[_rule_usage(repo, commits, use, rule, run) for rule in _each_rule(policy or Policy())],
         unreadable=[commit.id for commit in live if commit.txid not in use.blobs],
     )
 
 
-def _steps(wanted: Sequence[Commit], use: BlobUse, plan: GcPlan, found: Mapping[str, Tag]) -> list[StepUsage]:
+def _steps(wanted: Sequence[Commit], use: BlobUse, plan: GcPlan, named: Mapping[str, Tag]) -> list[StepUsage]:
     waiting = {deferred.txid: deferred for deferred in plan.waiting}
     first, steps = use.bytes_new(), []
     for commit in wanted:
@@ -137,7 +137,7 @@ def _steps(wanted: Sequence[Commit], use: BlobUse, plan: GcPlan, found: Mapping[
         made = StepUsage(
             commit.run, commit.step, commit.id, _state(commit), commit.dropped is not None, commit.bytes_held, used,
             first[commit.txid], use.alone([commit.txid]).blob_bytes, None if waits is None else waits.until,
-            None if waits is None or waits.reason not in _NO_TIME else waits.reason, tuple(tags_of(found, commit.id)),
+            None if waits is None or waits.reason not in _NO_TIME else waits.reason, tuple(tags_of(named, commit.id)),
         )  # fmt: skip
         steps.append(made)
     return steps
@@ -159,13 +159,13 @@ def _tag_usage(tag: Tag, use: BlobUse, commits: CommitList) -> TagUsage:
 def _each_rule(policy: Policy) -> list[tuple[str, Policy]]:
     """Return each rule of a policy: its text, and a policy that has this rule alone."""
     given = {field.name: getattr(policy, field.name) for field in fields(policy)}
-    found = []
+    rules = []
     for name, value in given.items():
         for each in value if isinstance(value, list | tuple) else [value]:
             if each is not None:
                 alone: dict[str, Any] = dict.fromkeys(given) | {name: each}
-                found.append((f"{name.replace('_', '-')} {each}", replace(policy, **alone)))
-    return found
+                rules.append((f"{name.replace('_', '-')} {each}", replace(policy, **alone)))
+    return rules
 
 
 def _rule_usage(

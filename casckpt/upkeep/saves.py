@@ -39,19 +39,21 @@ def saves_in_progress(repo: Repository) -> list[SaveInProgress]:
     repo.check_exists()  # no store is not the same as no saves
     opened = open_transactions(repo, list_names(repo))
     ended = list_names(repo) if opened else set()
-    return [_described(repo, one) for one in opened if one.txid not in ended]
+    return [_described(repo, transaction) for transaction in opened if transaction.txid not in ended]
 
 
-def _described(repo: Repository, one: OpenTransaction) -> SaveInProgress:
-    name = parse_txid(one.txid)
-    if one.began is None:
-        return SaveInProgress(one.txid, None, name.step, name.time, one.signs)
-    process = one.began.process
+def _described(repo: Repository, transaction: OpenTransaction) -> SaveInProgress:
+    name = parse_txid(transaction.txid)
+    if transaction.began is None:
+        return SaveInProgress(transaction.txid, None, name.step, name.time, transaction.signs)
+    process = transaction.began.process
     alive = _alive(process)
-    if alive is False and not has_died(repo, one):
+    if alive is False and not has_died(repo, transaction):
         alive = None  # another process has joined the copy, and continues it
-    since = time_of(one.began.time)
-    return SaveInProgress(one.txid, one.began.run, name.step, since, one.signs, process.host, process.pid, alive)
+    since = time_of(transaction.began.time)
+    return SaveInProgress(
+        transaction.txid, transaction.began.run, name.step, since, transaction.signs, process.host, process.pid, alive
+    )
 
 
 def _alive(process: Process) -> bool | None:

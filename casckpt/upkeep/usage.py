@@ -26,8 +26,8 @@ _Blob = tuple[TxId, BlobHash]
 class RunUsage:
     """One run. Bytes are those of blob files, except ``bytes_logical``: of the tensors of its visible checkpoints.
 
-    ``bytes_used``: of all blobs that its live checkpoints name. ``bytes_alone``: of the blobs that no other run names; a
-    gc frees them if the run is purged. ``bytes_newest``: of the blobs that its newest checkpoint names.
+    ``bytes_used``: of all blobs that its live checkpoints name. ``bytes_alone``: of the blobs that no other run names;
+    a gc frees them if the run is purged. ``bytes_newest``: of the blobs that its newest checkpoint names.
     """
 
     run: str

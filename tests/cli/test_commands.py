@@ -972,7 +972,7 @@ def test_gc_thins_by_a_rule(saved: Path, store: casckpt.Store, as_json: AsJson, 
 def test_a_pattern_that_matches_nothing_stops_a_gc_before_it_forgets(saved: Path, as_json: AsJson, run: Run) -> None:
     for more in ((), ("--dry-run",)):
         told = run("gc", saved, "--keep-last", 2, "--thin", "nix.*", *more, status=3)
-        assert "no tensor of what was chosen matches 'nix.*'" in told.stderr
+        assert "no tensor of the chosen checkpoints matches 'nix.*'" in told.stderr
     assert named(as_json("list", saved)) == ["a@1", "a@2", "a@3", "b@1"]
     assert as_json("gc", saved, "--thin", "nix.*", "--thin-keep-last", 3)["thin"]["thinned"] == [], "all stay whole"
 

@@ -218,7 +218,9 @@ def test_a_gc_where_creates_replace_is_for_a_single_writer(tmp_path: Path, told:
 # copies
 
 
-@follows("upkeep/copies/replication.py:_gone", "Run `casckpt verify` and `casckpt repair` on that store, then copy")
+@follows(
+    "upkeep/copies/replication.py:_damaged_blob", "Run `casckpt verify` and `casckpt repair` on that store, then copy"
+)
 def test_a_damaged_source_is_repaired_before_it_is_copied(
     trained: Store, store_path: Path, tmp_path: Path, told: Told, run: Run
 ) -> None:
