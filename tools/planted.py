@@ -1249,7 +1249,7 @@ PLANTED = (
     ),
     Planted(
         "a right leaf takes away the mark on a wrong frame",
-        "_write_marks",
+        "_update_marks",
         "        healed -= blobs.frame_marks(repo)\n",
         "        healed -= set()\n",
         "tests/upkeep/repair/test_coded.py",

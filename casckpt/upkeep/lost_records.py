@@ -42,10 +42,10 @@ def check_recorded(repo: Repository, keys: Iterable[str], ended: Container[TxId]
     """Raise `Damaged` if a gc would delete a manifest whose record is lost. Arguments as in `lost_records`."""
     lost = lost_records(repo, keys, ended)
     if lost:
-        named = ", ".join(commit_key(txid) for txid in lost[:_NAMED_AT_MOST])
+        shown = ", ".join(commit_key(txid) for txid in lost[:_NAMED_AT_MOST])
         more = f" and {len(lost) - _NAMED_AT_MOST} more" if lost[_NAMED_AT_MOST:] else ""
         raise Damaged(
-            f"gc deletes nothing, because records are missing from {repo.storage.url}: {named}{more}; there are "
+            f"gc deletes nothing, because records are missing from {repo.storage.url}: {shown}{more}; there are "
             f"manifests under objects/ that nothing else knows of. {ADVICE}",
             key=commit_key(lost[0]),
         )

@@ -106,7 +106,7 @@ def replicate(source: Repository, target: Repository, commit: Commit, work: Work
         except Revoked:
             transaction.close()
     raise Conflict(
-        f"the copy of {commit} was revoked {_TRIES} times, by gcs or by other processes that failed in it; copy it again"
+        f"the copy of {commit} was revoked {_TRIES} times, by gcs or because other processes failed; copy it again"
     )
 
 

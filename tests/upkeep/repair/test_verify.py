@@ -215,13 +215,6 @@ def test_a_blob_that_is_no_safetensors_file_is_damaged(repo: Repository) -> None
     assert "proof" in damaged.why
 
 
-def test_marks_can_be_left_out(repo: Repository) -> None:
-    commit = save_arrays(repo, {"a": array(1)})
-    repo.storage.delete(only_blob(repo, commit))
-    assert len(verify(repo, mark=False).damaged) == 1
-    assert marks(repo) == set()
-
-
 def test_a_marked_blob_that_is_right_is_unmarked_by_a_full_check(repo: Repository) -> None:
     commit = save_arrays(repo, {"a": array(1)})
     key = only_blob(repo, commit)
