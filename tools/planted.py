@@ -99,7 +99,7 @@ PLANTED = (
     Planted(
         "a gc never takes the number that a dead rewriter wants",
         "_settle_rewrites",
-        "            keep(repo, *one.replaces)\n",
+        "            keep(repo, *commit.replaces)\n",
         "            pass\n",
         REWRITING,
     ),
@@ -183,8 +183,8 @@ PLANTED = (
     Planted(
         "tags bar rewrites that are void",
         "_free",
-        "one in seen or one.standing == VOID or",
-        "one in seen or",
+        "commit in seen or commit.standing == VOID or",
+        "commit in seen or",
         "tests/upkeep/gc/test_purge.py",
     ),
     Planted(
@@ -299,9 +299,9 @@ PLANTED = (
     ),
     Planted(
         "forgotten checkpoints are no roots of a gc",
-        "_is_root",
-        "return commit.live or (commit.txid not in ended",
-        "return commit.visible or (not commit.live and commit.txid not in ended",
+        "spare_roots",
+        "if one.live or (one.txid not in pending.ended",
+        "if one.visible or (not one.live and one.txid not in pending.ended",
         "tests/upkeep/gc/test_wait.py",
     ),
     Planted(
@@ -342,8 +342,8 @@ PLANTED = (
     Planted(
         "a gc undoes at once what was thinned beside a tag that is about to move",
         "thinned_though_claimed",
-        ' if one.last == "replaced" and one.changed_at <= since)',
-        ' if one.last == "replaced")',
+        ' if commit.last == "replaced" and commit.changed_at <= since)',
+        ' if commit.last == "replaced")',
         "tests/upkeep/test_thin.py",
     ),
     Planted(
@@ -371,7 +371,7 @@ PLANTED = (
         "tags are listed before a gc forgets",
         "retire",
         """    _each_unless_changed(repo, forget, chosen, done.forgotten)
-    # again: a tag that was set meanwhile counts, and one set later sees what is done here
+    # list tags again: a tag that was set meanwhile counts, and whoever sets one later sees what is done here
     tagged = _barred(repo, [*plan.purge, *done.forgotten])
 """,
         """    tagged = _barred(repo, [*plan.purge, *plan.forget])
@@ -481,8 +481,8 @@ PLANTED = (
     Planted(
         "a note in mirrored/ counts although another store is there now",
         "_says",
-        "    return is_same and record.time >= made",
-        "    return is_same",
+        "    return (record.txid, record.mirror) == (commit.txid, mirror) and record.time >= made",
+        "    return (record.txid, record.mirror) == (commit.txid, mirror)",
         "tests/store/test_mirror.py",
     ),
     Planted(

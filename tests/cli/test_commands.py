@@ -989,6 +989,6 @@ def test_a_metric_that_no_checkpoint_has_forgets_and_thins_nothing(
     assert "no checkpoint of run c has a metric 'los'; there are loss" in told
     for command in (("gc",), ("thin", "--drop", key), ("stats",)):
         told = run(*command, saved, "--keep-best", "loss:3").stderr
-        assert told.count("no checkpoint of run a, b has a number for 'loss', so all of these stay") == 1
+        assert told.count("no checkpoint of run a, b has a number for 'loss', so all of them stay") == 1
     assert named(as_json("list", saved)) == ["a@1", "a@2", "a@3", "b@1", "c@1"]
     assert not any(row["dropped"] for row in as_json("list", saved))

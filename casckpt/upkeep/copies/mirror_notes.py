@@ -175,5 +175,6 @@ def _is_noted(repo: Repository, commit: Commit, mirror: str, made: float = 0) ->
 
 
 def _says(record: Read, commit: Commit, mirror: str, made: float) -> bool:
-    is_same = isinstance(record, Mirrored) and (record.txid, record.mirror) == (commit.txid, mirror)
-    return is_same and record.time >= made
+    if not isinstance(record, Mirrored):
+        return False
+    return (record.txid, record.mirror) == (commit.txid, mirror) and record.time >= made

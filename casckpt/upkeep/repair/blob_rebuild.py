@@ -305,8 +305,8 @@ def _prove_anew(rebuilt: RebuiltBlob) -> None:
     lengths = [leaf.nbytes for leaf in leaves]
     excess = sum(lengths) - place
     if excess:
-        wrong = next((number for number, leaf in enumerate(leaves) if leaf.end > place or not rebuilt.is_right(leaf)), 0)
-        lengths[wrong] -= excess
+        wrong = (number for number, leaf in enumerate(leaves) if leaf.end > place or not rebuilt.is_right(leaf))
+        lengths[next(wrong, 0)] -= excess
     if min(lengths) < 1:
         return
     made, start = [], 0

@@ -42,7 +42,7 @@ def test_if_one_cannot_be_restored_nothing_is(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="purged"):
         plan_restore(repo, [gone[0].id, gone[2].id])
     forget(repo, twin)
-    with pytest.raises(Conflict, match="are of the same run and step"):
+    with pytest.raises(Conflict, match="have the same run and step"):
         plan_restore(repo, [gone[0].id, gone[1].id, twin.id])
     assert visible(repo) == []
 
