@@ -197,8 +197,8 @@ PLANTED = (
     Planted(
         "a load whose bytes are gone looks at rewrites alone",
         "others",
-        "list_commits(repo).standing() if one.id == id)",
-        "list_commits(repo).standing() if one.id == id and one.replaces)",
+        "list_commits(repo).standing() if commit.id == id)",
+        "list_commits(repo).standing() if commit.id == id and commit.replaces)",
         REWRITTEN,
     ),
     Planted(
@@ -609,7 +609,7 @@ PLANTED = (
     Planted(
         "a record that is false is read by another commit of the id that it names",
         "use",
-        "left = [one for one in others(repo, commit.id, tried) if _said(one.committed) == said]",
+        "left = [one for one in others(repo, commit.id, tried) if _shared_fields(one.committed) == shared]",
         "left = others(repo, commit.id, tried)",
         "tests/store/test_signatures.py",
     ),
@@ -648,7 +648,7 @@ PLANTED = (
     Planted(
         "a gc deletes signatures of what lives",
         "remove_signatures",
-        "    gone = purged - {one.id for one in commits.live()} - copied",
+        "    gone = purged - {commit.id for commit in commits.live()} - copied",
         "    gone = purged",
         "tests/store/test_signatures.py",
     ),
@@ -1101,9 +1101,9 @@ PLANTED = (
     ),
     Planted(
         "a record may say other than its manifest",
-        "_check_record",
-        "    if _said(record) != _said(body):",
-        "    if False:",
+        "_read",
+        "        if _shared_fields(record) != _shared_fields(body):",
+        "        if False:",
         "tests/contents/test_manifests.py",
     ),
     Planted(

@@ -560,14 +560,14 @@ def test_what_is_not_there_is_asked_for_at_longer_intervals() -> None:
     assert expected.due() == [txid], "it was announced again"
     commit = bare(txid)
     assert expected.judge(txid, commit, commit) == commit
-    assert expected.tell(txid, commit) == Notice(commit, late=False)
+    assert expected.take(txid, commit) == Notice(commit, late=False)
     assert expected.due() == []
 
 
 def test_of_what_was_told_no_record_is_looked_at() -> None:
     expected, txid = Expected(), make_txid(time_of(START), bytes(8), "run", 1)
     expected.note(txid)
-    expected.tell(txid, bare(txid))
+    expected.take(txid, bare(txid))
     expected.note(txid, 1)
     expected.note(make_txid(time_of(START), bytes(8), "run", 2), 3)
     assert expected.due() == []

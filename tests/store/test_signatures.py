@@ -326,7 +326,7 @@ def test_a_handle_that_a_false_record_gave_is_not_taken_for_another_checkpoint(
     found = reader.get("run@2")
     forged = casckpt.open(store.url).get("run@2").commit
     purge(store.repository, forget(store.repository, forged))
-    with pytest.raises(Refused, match="name one id: one of them is false"):
+    with pytest.raises(Refused, match="name the same id: one of them is false"):
         reader.load(state(0), found)
 
 
