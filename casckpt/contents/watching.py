@@ -18,7 +18,7 @@ from casckpt.format.keys import announcement_key, check_run, commit_key, parse_l
 from casckpt.format.names import ManifestId, TxId
 from casckpt.history.announcements import look, read_back
 from casckpt.history.commits import Commit, follow, list_commits, read_log
-from casckpt.history.following import hidden_from, is_visible, newest, told_by
+from casckpt.history.following import announced_by, hidden_from, is_visible, newest
 from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
 
@@ -186,7 +186,7 @@ class Watcher:
         while low > 0:
             low, count = max(0, low - count), 2 * count
             known = read_back(self._repo, self._hash, low)
-            numbers = [number for number in range(low, known.head + 1) if (txid, 0) in told_by(known, number)]
+            numbers = [number for number in range(low, known.head + 1) if (txid, 0) in announced_by(known, number)]
             if numbers:
                 return numbers[0]
         return -1
@@ -224,7 +224,7 @@ class Watcher:
         with known.lock.get():  # otherwise another thread could raise the head meanwhile
             self._known = read_back(self._repo, self._hash, self._next)
             head = known.head
-            announced = [record for number in range(self._next, head + 1) for record in told_by(known, number)]
+            announced = [record for number in range(self._next, head + 1) for record in announced_by(known, number)]
         for txid, of_log in announced:
             self._expected.note(txid, of_log)
         for txid in sorted(hidden_from(self._repo, self._hash, known, self._next)):

@@ -157,7 +157,7 @@ def test_the_newest_live_one_of_a_run_may_be_forgotten_but_not_purged(repo: Repo
 def test_a_commit_of_a_revoked_transaction_is_refused(repo: Repository) -> None:
     record = committed(repo, "a", 4)
     assert revoke(repo, record.txid, "no sign of life")
-    with pytest.raises(Revoked, match=r"save of a@4 was given up on.*no sign of life.*save again"):
+    with pytest.raises(Revoked, match=r"save of a@4 was revoked.*no sign of life.*save again"):
         commit(repo, record)
     found = list_commits(repo)
     assert (found.live(), found.visible()) == ([], [])

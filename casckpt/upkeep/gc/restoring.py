@@ -82,7 +82,7 @@ def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
 
     def attempt(commit: Commit) -> None:
         try:
-            restored[commit.txid] = commits.restore(repo, commit, found=plan.listed)
+            restored[commit.txid] = commits.restore(repo, commit, listed=plan.listed)
         except CasckptError as error:
             failed.append(RestoreFailure(commit, error))
             if isinstance(error, StorageError):  # the others would fail in the same way

@@ -1,11 +1,13 @@
 """The repair command: replaces damaged bytes by bytes from any source that can be verified.
 
-1. Manifests are restored from another store that holds the same checkpoint. 2. Blobs are rebuilt leaf by leaf, from
-their remains and from copies: under another uploader, in the cache of this host, or in another store. Damaged copies
-complete each other. 3. Blobs are rebuilt cell by cell, from equal cells of other blobs. Encoded cells are encoded
-again, and header, padding and proof are made anew. 4. If a blob cannot be rebuilt, because it also held cells of purged
-checkpoints or this version encodes its frames differently, the checkpoint is rewritten with the live cells in new
-blobs. So is a checkpoint whose cells have a lost base, if these cells are available elsewhere.
+1. Manifests are restored from another store that holds the same checkpoint.
+2. Blobs are rebuilt leaf by leaf, from their remains and from copies: under another uploader, in the cache of this
+   host, or in another store. Damaged copies complete each other.
+3. Blobs are rebuilt cell by cell, from equal cells of other blobs. Encoded cells are encoded again, and header, padding
+   and proof are made anew.
+4. If a blob cannot be rebuilt, because it also held cells of purged checkpoints or this version encodes its frames
+   differently, the checkpoint is rewritten with the live cells in new blobs. So is a checkpoint whose cells have a lost
+   base, if these cells are available elsewhere.
 
 `repair` checks the blobs that `verify` or a save has marked, and those that are gone or have another size. A blob that
 was marked only for a wrong frame cannot be made right, so step 4 replaces it.
