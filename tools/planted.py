@@ -239,8 +239,8 @@ PLANTED = (
     Planted(
         "a number without an answer is skipped",
         "_announce",
-        "            except Conflict:\n                (found,)",
-        "            except CasckptError:\n                (found,)",
+        "            except Conflict:\n                (taken,)",
+        "            except CasckptError:\n                (taken,)",
         "tests/history/test_announcements.py",
     ),
     Planted(
@@ -427,8 +427,8 @@ PLANTED = (
     Planted(
         "a lease is granted on what is forgotten",
         "_granted",
-        "    if not found.visible:\n        take_back",
-        "    if not found.live:\n        take_back",
+        "    if not now.visible:\n        take_back",
+        "    if not now.live:\n        take_back",
         "tests/history/test_leases.py",
     ),
     Planted(
@@ -557,7 +557,7 @@ PLANTED = (
     Planted(
         "a tag that is not granted stays",
         "set_tag",
-        """            take_back(repo, tag, found.tags.get(name))
+        """            take_back(repo, tag, before.tags.get(name))
             raise
     elif""",
         """            raise
@@ -1018,7 +1018,7 @@ PLANTED = (
     Planted(
         "a save fails where it may not remove the files of its transaction",
         "Transaction._remove_files",
-        "        except CasckptError as error:  # as where writers may not delete\n",
+        "        except CasckptError as error:  # for example if writers may not delete\n",
         "        except Conflict as error:\n",
         "tests/store/test_least_rights.py",
     ),
@@ -1208,8 +1208,8 @@ PLANTED = (
     Planted(
         "whatever was committed under a transaction's name counts as its checkpoint",
         "Transaction._committed",
-        "        if isinstance(found, Committed) and found.manifest == wanted.manifest:",
-        "        if isinstance(found, Committed):",
+        "        if isinstance(record, Committed) and record.manifest == wanted.manifest:",
+        "        if isinstance(record, Committed):",
         "tests/history/test_transactions.py",
     ),
     Planted(

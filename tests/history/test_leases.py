@@ -65,7 +65,7 @@ def test_what_has_ended_can_be_set_anew_moved_and_deleted(repo: Repository) -> N
 
 @pytest.mark.parametrize("seconds", [0, -1.0])
 def test_a_tag_without_a_time_is_refused(repo: Repository, seconds: float) -> None:
-    with pytest.raises(InvalidInput, match="expired at once"):
+    with pytest.raises(InvalidInput, match="expires at once"):
         hold(repo, "eval", commit_bare(repo), seconds)
     with pytest.raises(InvalidInput, match="not a usable name"):
         hold(repo, "Eval", commit_bare(repo), HOUR)
@@ -92,7 +92,7 @@ def test_what_goes_while_it_is_set_is_not_held(
     if had_one:
         set_tag(repo, "eval", other)
     faults.inject(call_first("put", meanwhile(ends(repo, commit)), key="tags/*"))
-    with pytest.raises(NotFound, match=r"a@1 .* was (forgotten|purged), and only what is visible can be held"):
+    with pytest.raises(NotFound, match=r"a@1 .* was (forgotten|purged), and only a visible checkpoint can be held"):
         hold(repo, "eval", commit, HOUR)
     assert {name: tag.txid for name, tag in tags(repo).items()} == ({"eval": other.txid} if had_one else {})
 
@@ -163,7 +163,7 @@ def test_what_somebody_else_ended_or_moved_is_not_renewed(repo: Repository, ende
         delete_tag(repo, "eval")
     else:
         set_tag(repo, "eval", commit_bare(repo, "a", 2))
-    with pytest.raises(Conflict, match="ended or moved by somebody else"):
+    with pytest.raises(Conflict, match="ended or moved by another process"):
         renew(repo, tag, commit, HOUR)
     assert generations(repo, "eval") == 2
 

@@ -116,7 +116,7 @@ def test_an_abort_never_hides_the_error_before_it(
     faults.inject(fail_before("put"))
     with caplog.at_level(logging.WARNING):
         assert not one.abort("x")
-    assert "a later gc will do that" in caplog.text
+    assert "a later gc revokes it" in caplog.text
     assert [found.txid for found in open_transactions(repo, list_names(repo))] == [one.txid]
     assert threads() == []
 

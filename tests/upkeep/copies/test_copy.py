@@ -208,7 +208,7 @@ def test_a_tag_that_another_moves_elsewhere_while_it_is_copied(tmp_path: Path, s
         tags.set_tag(target, "best", resolve(target, "run@2"))
 
     storage = FaultyStore(inner, [call_first("put", meanwhile(other), key="tags/*")])
-    with pytest.raises(Conflict, match="moved by somebody else"):
+    with pytest.raises(Conflict, match="moved by another process"):
         copy(source, elsewhere(tmp_path, storage), with_tags=True)
 
 
