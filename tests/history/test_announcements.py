@@ -255,7 +255,7 @@ def test_a_store_that_was_put_back_is_looked_at_anew(tmp_path: Path, caplog: pyt
         storage.inner.delete(announcement_key(RUN, number))
     with caplog.at_level(logging.WARNING):
         assert look(repo, RUN).head == 0
-    assert "not what it was" in caplog.text
+    assert "put back from a copy" in caplog.text
     commit_bare(repo, step=3)
     assert [number for number, _ in told(repo)] == [0, 1]
 
