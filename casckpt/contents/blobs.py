@@ -93,15 +93,19 @@ def _unseen_and_sample(repo: Repository, refs: Sequence[BlobRef]) -> list[BlobRe
 
 def marks(repo: Repository) -> list[DamageMark]:
     """Return the latest mark of each blob that has one. An unreadable mark counts as damaged. Raises `StorageError`."""
+    return _marks_under(repo, PREFIX)
+
+
+def _marks_under(repo: Repository, prefix: str) -> list[DamageMark]:
     newest: dict[tuple[TxId, BlobHash], tuple[int, ListedObject]] = {}
-    for entry in repo.storage.list(PREFIX, known=parse_damaged):
+    for entry in repo.storage.list(prefix, known=parse_damaged):
         name = parse_damaged(entry.key)
         if name is None:
             check_no_file(repo.storage.url, entry, parse_damaged)
         elif name[2] >= newest.get(name[:2], (-1, entry))[0]:
             newest[name[:2]] = (name[2], entry)
     entries = [entry for _, entry in newest.values()]
-    records = read_records(repo, PREFIX, entries, lambda _: DamageRecord)
+    records = read_records(repo, prefix, entries, lambda _: DamageRecord)
     return [_mark(blob, number, records[entry.key]) for blob, (number, entry) in newest.items()]
 
 
@@ -139,7 +143,8 @@ def remove_marks(repo: Repository, deleted: Collection[str]) -> None:
 
 def _mark_as(repo: Repository, uploader: TxId, blob: BlobHash, state: str, why: str) -> None:
     while True:
-        number, present = _present(repo, uploader, blob)
+        latest = _marks_under(repo, f"{PREFIX}{uploader}/{blob}/")
+        number, present = (latest[0].number, latest[0].state) if latest else (-1, REPAIRED)
         if present == state:
             return
         record = DamageRecord(
@@ -155,18 +160,6 @@ def _mark_as(repo: Repository, uploader: TxId, blob: BlobHash, state: str, why: 
         except Conflict:
             continue  # another process added a mark just now: read it, and add ours behind it if it still differs
         return
-
-
-def _present(repo: Repository, uploader: TxId, blob: BlobHash) -> tuple[int, str]:
-    """Return (number, state) of the latest mark of one blob."""
-    entries = repo.storage.list(f"{PREFIX}{uploader}/{blob}/", known=parse_damaged)
-    names = {entry: name for entry in entries if (name := parse_damaged(entry.key))}
-    if not names:
-        return -1, REPAIRED
-    newest = max(names, key=lambda entry: names[entry][2])
-    found = read_records(repo, newest.key, [newest], lambda _: DamageRecord)[newest.key]
-    mark = _mark((uploader, blob), names[newest][2], found)
-    return mark.number, mark.state
 
 
 def _mark(name: tuple[TxId, BlobHash], number: int, record: Read) -> DamageMark:

@@ -144,19 +144,16 @@ def _read(repo: Repository, commit: Commit) -> Manifest:
         else:
             with repo.storage.open(_key(record)) as reader:
                 head = _head(reader, record)
-                front = _range(reader, head[FRONT[0]].offset, head[FRONT[-1]].end - head[FRONT[0]].offset)
-            manifest = Manifest(head, _cut(head, front), partial(_read_later, repo, commit)).check()
+                first = head[FRONT[0]].offset
+                front = _range(reader, first, head[FRONT[-1]].end - first)
+            sections = {name: front[head[name].offset - first : head[name].end - first] for name in FRONT}
+            manifest = Manifest(head, sections, partial(_read_later, repo, commit)).check()
         body = manifest.body
         if _shared_fields(record) != _shared_fields(body):  # a hostile record could pose as another run
             raise Refused(f"its commit record is not that of its manifest ({body.run}@{body.step})")
     if record.manifest_bytes > WHOLE_BYTES or manifest.is_sound:  # a damaged one may be repaired in the store
         repo.manifests.add(commit.txid, manifest)
     return manifest
-
-
-def _cut(head: Head, front: memoryview) -> dict[str, memoryview]:
-    first = head[FRONT[0]].offset
-    return {name: front[head[name].offset - first : head[name].end - first] for name in FRONT}
 
 
 def _read_later(repo: Repository, commit: Commit, ranges: Sequence[tuple[int, int]]) -> Sequence[memoryview]:

@@ -23,9 +23,10 @@ from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused
 from casckpt.format import records
 from casckpt.format.keys import MARKER, announcement_key, parse_announcement, parse_txid, run_folder
 from casckpt.format.names import TxId
-from casckpt.format.records import MAX_RECORD_BYTES, Announced
+from casckpt.format.records import Announced
 from casckpt.plan.lots import grouped
 from casckpt.repository.caches import RunCache
+from casckpt.repository.reading import fetch_record
 from casckpt.repository.repository import Repository
 
 PREFIX = "runs/"
@@ -182,8 +183,9 @@ def _fetch(repo: Repository, run: str, numbers: Iterable[int]) -> list[Fetched]:
     """Read announcements in parallel, and keep new ones in the catalogue. Raises `StorageError`."""
     wanted, known = list(numbers), repo.runs[run].records
     keys = [announcement_key(run, number) for number in wanted]
-    rows = list(in_parallel(repo.storage.traits.requests, partial(_get, repo), keys))
-    decoded = [None if data is None else _decoded(run, key, data) for key, data in zip(keys, rows, strict=True)]
+    rows = list(in_parallel(repo.storage.traits.requests, partial(fetch_record, repo), keys))
+    fetched = zip(keys, rows, strict=True)
+    decoded = [None if isinstance(data, NotFound) else _decoded(run, key, data) for key, data in fetched]
     held = {
         key: data
         for number, key, data, record in zip(wanted, keys, rows, decoded, strict=True)
@@ -192,15 +194,6 @@ def _fetch(repo: Repository, run: str, numbers: Iterable[int]) -> list[Fetched]:
     if held:
         repo.catalogue.add_records(held)
     return decoded
-
-
-def _get(repo: Repository, key: str) -> bytes | CasckptError | None:
-    try:
-        return repo.storage.get(key, limit=MAX_RECORD_BYTES)
-    except NotFound:
-        return None
-    except (Damaged, Refused) as error:
-        return error
 
 
 def _decoded(run: str, key: str, data: bytes | CasckptError) -> Announced | CasckptError:

@@ -144,17 +144,9 @@ def refresh(repo: Repository, commit: Commit) -> Commit:
 
 def _refreshed(repo: Repository, commit: Commit) -> Commit:
     log: dict[int, Read] = {0: commit.first}
-    number = commit.number
-    while True:
-        key = commit_key(commit.txid, number + 1)
-        try:
-            log[number + 1] = _checked(repo.get_record(key, LaterRecord), commit.txid, key)
-        except (Damaged, Refused) as error:
-            log[number + 1] = error
-        except NotFound:
-            break
-        number += 1
-    if number == commit.number:
+    log |= _records_behind(repo, commit.txid, commit.number)
+    number = max(log)
+    if number <= commit.number:
         return commit
     if all(isinstance(record, Kept) for of, record in log.items() if of):
         return replace(commit, number=number)
@@ -357,14 +349,20 @@ def _add_linked(repo: Repository, listed: CommitList, logs: dict[TxId, dict[int,
         wanted -= logs.keys() | listed.commits.keys()
         if not wanted:
             return
-        logs.update({txid: _log_by_key(repo, txid) for txid in sorted(wanted)})
+        for txid in sorted(wanted):
+            first = _record(repo, txid, commit_key(txid), FirstRecord)
+            logs[txid] = {0: first} | _records_behind(repo, txid, 0)
 
 
-def _log_by_key(repo: Repository, txid: TxId) -> dict[int, Read]:
-    log = {0: _record(repo, txid, commit_key(txid), FirstRecord)}
-    while not isinstance(found := _record(repo, txid, commit_key(txid, len(log)), LaterRecord), NotFound):
-        log[len(log)] = found
-    return log
+def _records_behind(repo: Repository, txid: TxId, number: int) -> dict[int, Read]:
+    """Read the records of a log behind ``number``, by their keys."""
+    records = dict[int, Read]()
+    while True:
+        number += 1
+        record = _record(repo, txid, commit_key(txid, number), LaterRecord)
+        if isinstance(record, NotFound):
+            return records
+        records[number] = record
 
 
 def _look_again(repo: Repository, listed: CommitList, logs: Collection[TxId]) -> CommitList:

@@ -40,7 +40,7 @@ def read_records(
     rows = {entry.key: row_of(entry) for entry in rest}
     hits = {entry.key: data for entry in rest if len(data := known.get(rows[entry.key], b"")) == entry.size > 0}
     misses = [entry.key for entry in rest if entry.key not in hits]
-    fetched = in_parallel(repo.storage.traits.requests, lambda key: _fetch(repo, key), misses)
+    fetched = in_parallel(repo.storage.traits.requests, lambda key: fetch_record(repo, key), misses)
     fresh = dict(zip(misses, fetched, strict=True))
     decoded = {key: _decoded(data, kind_of(key), key) for key, data in (hits | fresh).items()}
     whole = {
@@ -74,7 +74,8 @@ def check_no_file(url: str, entry: ListedObject, known: Known) -> None:
         )
 
 
-def _fetch(repo: Repository, key: str) -> bytes | CasckptError:
+def fetch_record(repo: Repository, key: str) -> bytes | CasckptError:
+    """Return the bytes of a record, or the error of reading it. Raises `StorageError`."""
     try:
         return repo.storage.get(key, limit=MAX_RECORD_BYTES)
     except (NotFound, Damaged, Refused) as error:

@@ -131,7 +131,7 @@ class Repository:
         return replace(self)
 
     def create(self, *, cell_bytes: int = 1 << 20, blob_bytes: int = 32 << 20) -> bool:
-        """Create the store if there is none. Return whether this call did. ``cell_bytes``, ``blob_bytes``: see `Marker`.
+        """Create the store if there is none. Return whether this call did. ``cell_bytes``, ``blob_bytes``: as `Marker`.
 
         Always asks the storage, because the store that this process knows may have been deleted. An existing store
         keeps its sizes. Raises `Damaged` for a store without its marker, `InvalidInput`, `StorageError`, as `marker`,

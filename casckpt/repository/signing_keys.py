@@ -47,8 +47,7 @@ def private_key(file: KeyFile, password: bytes | None = None) -> Ed25519PrivateK
         from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_ssh_private_key
 
         load = load_ssh_private_key if b"OPENSSH" in data[:64] else load_pem_private_key
-        key = load(data, password)
-        if isinstance(key, Ed25519PrivateKey):
+        if isinstance(key := load(data, password), Ed25519PrivateKey):
             return key
     raise InvalidInput(f"{os.fspath(file)} is a key of another kind than Ed25519; {_MAKE}")
 
@@ -91,8 +90,7 @@ def _public_key(given: KeyFile) -> PublicKey:
         from cryptography.hazmat.primitives.serialization import load_pem_public_key, load_ssh_public_key
 
         load = load_ssh_public_key if data.startswith(b"ssh-") else load_pem_public_key
-        key = load(data)
-        if isinstance(key, Ed25519PublicKey):
+        if isinstance(key := load(data), Ed25519PublicKey):
             return PublicKey(key.public_bytes_raw())
     raise InvalidInput(f"{os.fspath(given)} is a key of another kind than Ed25519; {_MAKE}")
 

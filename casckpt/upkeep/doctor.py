@@ -173,11 +173,10 @@ class _Probes:
         return Finding("latency", None, ", ".join(medians))
 
     def _is_there(self, key: str) -> bool:
-        try:
+        with suppress(NotFound):
             self._storage.get(key, limit=1 << 20)
-        except NotFound:
-            return False
-        return True
+            return True
+        return False
 
     def _put(self, key: str, data: bytes) -> None:
         with suppress(AlreadyExists):  # nobody else uses these names: the answer to our own put was lost

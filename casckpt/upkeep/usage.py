@@ -133,6 +133,7 @@ def measure(repo: Repository) -> StoreStats:
     total, freed = stock.total(), freed_by_gc(repo, commits, stock, purges=is_there is not False)
     needed = [] if mirror is None else needed_in_mirror(repo)
     behind = len(unmirrored(repo, needed, mirror, made if made and is_there else 0))
+    marked = blobs.damaged_marks(repo)  # marked blobs that no checkpoint needs wait for a gc
     return StoreStats(
         checkpoints=len(current),
         forgotten=sum(commit.is_forgotten for commit in commits.live()),
@@ -151,14 +152,8 @@ def measure(repo: Repository) -> StoreStats:
         mirror_found=is_there,
         mirrored=len(needed) - behind,
         unmirrored=behind,
-        damaged_blobs=_damaged_blobs(repo, commits),
+        damaged_blobs=len(marked & BlobUse(repo, commits.needed()).named) if marked else 0,
     )
-
-
-def _damaged_blobs(repo: Repository, commits: CommitList) -> int:
-    """Count the marked blobs that checkpoints need. The others wait for a gc."""
-    marked = blobs.damaged_marks(repo)
-    return len(marked & BlobUse(repo, commits.needed()).named) if marked else 0
 
 
 def freed_by_gc(repo: Repository, commits: CommitList, stock: Inventory | None = None, *, purges: bool = True) -> Freed:

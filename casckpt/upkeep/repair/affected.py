@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from casckpt.contents import manifests
 from casckpt.errors import Damaged, Gone, NotFound, Refused, StorageError
@@ -39,12 +38,8 @@ class DamagedBlob:
     needed_by: tuple[Commit, ...] = ()
 
 
-class _Cell(NamedTuple):
-    """Bytes of the file of a blob. ``digest``: of the cell, which may be encoded there."""
-
-    offset: int
-    nbytes: int
-    digest: CellDigest
+_Cell = tuple[int, int, CellDigest]
+"""Offset and bytes in the file of a blob, and the digest of the cell, which may be encoded there."""
 
 
 @dataclass
@@ -62,8 +57,9 @@ class _Uses:
 
     def add(self, repo: Repository, manifest: Manifest, stored: StoredCell, key: str) -> None:
         """Note that ``key`` needs a cell, if it lies in wrong bytes."""
-        cell = _Cell(stored.offset, stored.stored, stored.digest)
-        if any(cell.offset < stop and start < cell.offset + cell.nbytes for start, stop in self.checked.ranges):
+        cell = (stored.offset, stored.stored, stored.digest)
+        end = stored.offset + stored.stored
+        if any(stored.offset < stop and start < end for start, stop in self.checked.ranges):
             self.users[cell].add((key, manifest.id))
             if cell not in self.cells:
                 self.cells[cell] = locate(repo, manifest, stored)
@@ -88,9 +84,8 @@ def describe(repo: Repository, commits: Sequence[Commit], wrong: Sequence[Checke
         used |= {blob.checked.ref: blob for blob in uses.values()}
         _collect(repo, manifest, uses)
     by_id = {commit.id: commit for commit in commits}
-    order = {id: number for number, id in enumerate(by_id)}
     ordered = sorted(used, key=lambda ref: (ref.uploader, ref.hash))
-    return [_described(repo, used[ref], by_id, order) for ref in ordered]
+    return [_described(repo, used[ref], by_id) for ref in ordered]
 
 
 def keys_of(manifest: Manifest, wanted: Iterable[int]) -> list[str]:
@@ -119,15 +114,13 @@ def _collect(repo: Repository, manifest: Manifest, uses: Mapping[int, _Uses]) ->
             uses[cell.blob].add(repo, manifest, cell, entry.key)
 
 
-def _described(
-    repo: Repository, uses: _Uses, by_id: Mapping[ManifestId, Commit], order: Mapping[ManifestId, int]
-) -> DamagedBlob:
+def _described(repo: Repository, uses: _Uses, by_id: Mapping[ManifestId, Commit]) -> DamagedBlob:
     ref = uses.checked.ref
     hit = uses.unknown.union(*(uses.users[cell] for cell in _wrong_cells(repo, uses)))
-    checkpoints = sorted({checkpoint for _, checkpoint in hit}, key=lambda checkpoint: order[checkpoint])
-    keys = tuple(sorted({key for key, _ in hit}))
-    needed_by = tuple(by_id[id] for id in checkpoints)
-    return DamagedBlob(ref.hash, ref.uploader, keys, tuple(checkpoints), uses.checked.why, needed_by)
+    ids = {id for _, id in hit}
+    needed_by = tuple(commit for id, commit in by_id.items() if id in ids)
+    keys, checkpoints = tuple(sorted({key for key, _ in hit})), tuple(commit.id for commit in needed_by)
+    return DamagedBlob(ref.hash, ref.uploader, keys, checkpoints, uses.checked.why, needed_by)
 
 
 def _wrong_cells(repo: Repository, uses: _Uses) -> list[_Cell]:

@@ -148,7 +148,8 @@ class CellSupply:
         plain = self.plain(cell)
         if plain is None or (base is None and coded.base is not None):
             return False
-        frame = _encode(memoryview(plain), coded_width(coded.dtype), base)
+        view, width = memoryview(plain), coded_width(coded.dtype)
+        frame = encode_planes(view, width) if base is None else encode_delta(view, width, memoryview(base))
         if frame is None or len(frame) != cell.nbytes:
             return False
         part[:] = frame
@@ -162,10 +163,6 @@ class CellSupply:
             return self.cells.fetch(leaf.digest, part)
         part[:] = guess
         return True
-
-
-def _encode(plain: memoryview, width: int, base: bytearray | None) -> bytes | None:
-    return encode_planes(plain, width) if base is None else encode_delta(plain, width, memoryview(base))
 
 
 def _remains(repo: Repository, ref: BlobRef) -> bytearray:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -81,11 +82,10 @@ class Located:
 
     def fill(self, target: memoryview) -> bool:
         """Fill ``target`` with the cell, and return whether it could be read."""
-        try:
+        with suppress(*UNREADABLE):
             target[:] = self.read()
-        except UNREADABLE:
-            return False
-        return True
+            return True
+        return False
 
 
 def locate(repo: Repository, manifest: Manifest, cell: StoredCell) -> Located:
