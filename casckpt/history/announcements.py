@@ -183,7 +183,7 @@ def _fetch(repo: Repository, run: str, numbers: Iterable[int]) -> list[Fetched]:
     """Read announcements in parallel, and keep new ones in the catalogue. Raises `StorageError`."""
     wanted, known = list(numbers), repo.runs[run].records
     keys = [announcement_key(run, number) for number in wanted]
-    rows = list(in_parallel(repo.storage.traits.requests, partial(fetch_record, repo), keys))
+    rows = list(in_parallel(repo.storage.traits.requests, partial(_get, repo), keys))
     fetched = zip(keys, rows, strict=True)
     decoded = [None if isinstance(data, NotFound) else _decoded(run, key, data) for key, data in fetched]
     held = {
@@ -194,6 +194,13 @@ def _fetch(repo: Repository, run: str, numbers: Iterable[int]) -> list[Fetched]:
     if held:
         repo.catalogue.add_records(held)
     return decoded
+
+
+def _get(repo: Repository, key: str) -> bytes | CasckptError:
+    data = fetch_record(repo, key)
+    if isinstance(data, Damaged | Refused):
+        repo.storage.size(key)  # raises if a folder above it is a file: then no number is free, and none can be read
+    return data
 
 
 def _decoded(run: str, key: str, data: bytes | CasckptError) -> Announced | CasckptError:

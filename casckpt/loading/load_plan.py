@@ -89,6 +89,7 @@ class UpdateArguments(FillArguments, total=False):
 class LoadOptions:
     """What a load was asked for: `LoadArguments`, `UpdateArguments`, with their defaults. Another name is a TypeError.
 
+    ``meant``: keys below which the log names nothing that stays unread: the caller means it, or names it.
     ``updates``: is it an update? ``rank``: of how many ``ranks`` that load together. ``alive``: called now and then by
     what reads.
     """
@@ -96,6 +97,7 @@ class LoadOptions:
     strict: bool = True
     ignore_mismatched: Sequence[str] | None = None
     unread: Unread = "warn"
+    meant: Sequence[str] = ()
     rename: Rename = None
     cast: bool = False
     lease: bool = False
@@ -243,14 +245,15 @@ class LoadPlan:
         else:
             raise lacking(self.contents.manifest, key)
 
-    def add_entries(self, key: str, name: str, target: Mapping[Any, Any]) -> Entries:
+    def add_entries(self, key: str, name: str, target: Mapping[Any, Any], rename: Callable[[str], str]) -> Entries:
         """A mapping of the template, whose entries are to be filled from those of one object, ``name``."""
         self.named.add(name)
         stored = self.contents.objects[name]
         if stored.pickled and stored.parts:
             raise Mismatch(f"{key!r} is a mapping here, but a pickle in the checkpoint; put None in its place", key=key)
         self._add_object(key, stored)
-        entries = self._entries[key] = Entries(target, partial(self._decoded, key, *self._objects.pop(key)))
+        decode = partial(self._decoded, key, *self._objects.pop(key))
+        entries = self._entries[key] = Entries(key, name, target, decode, rename)
         entries.compare(key, name, target, entries.decode())  # its buffers are not read yet, but its keys are there
         return entries
 

@@ -33,7 +33,7 @@ from casckpt.history.folding import STANDS, VOID, Holdings
 from casckpt.history.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_of
 from casckpt.history.transactions import OpenTransaction
 from casckpt.plan.lots import grouped
-from casckpt.plan.retention import Kept, Policy, plan_forget, runs_without
+from casckpt.plan.retention import Policy, RetentionCandidate, plan_forget, runs_without
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.copies.mirror_notes import NO_STORE, mirror_made_at, mirror_to_wait_for, unmirrored
 
@@ -201,11 +201,13 @@ def _gone_since(commit: Commit, now: int) -> int:
     return now if commit.visible else max(commit.changed_at, saved if saved <= now else 0)
 
 
-def kept_of(commit: Commit) -> Kept:
+def kept_of(commit: Commit) -> RetentionCandidate:
     """Return what a policy needs of a commit."""
     record = commit.committed
-    metrics = metric_values(record.metrics)
-    return Kept(commit.txid, record.run, record.step, record.created_at, metrics=metrics, healthy=record.healthy)
+    return RetentionCandidate(
+        commit.txid, record.run, record.step, record.created_at, metrics=metric_values(record.metrics),
+        healthy=record.healthy,
+    )  # fmt: skip
 
 
 def check_metrics(repo: Repository, policy: Policy, run: str | None) -> None:
