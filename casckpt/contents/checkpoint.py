@@ -176,9 +176,9 @@ class Checkpoint:
 
     @cached_property
     def health(self) -> Mapping[str, TensorHealth] | None:
-        """What its save found in its tensors, by key, over all ranks; None if it was not asked to look.
+        """What its save found in its tensors, by key, over all ranks; None if the save was not asked to check them.
 
-        Without tensors of which nobody knows, as those that were declared frozen, and those that hold no numbers.
+        Leaves out tensors without such figures: those that were declared frozen, and those that hold no numbers.
         """
         from casckpt.format.sections.health import joined, sum_of
 

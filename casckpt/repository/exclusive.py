@@ -58,9 +58,9 @@ def probe(storage: ObjectStore, entropy: Callable[[int], bytes], racers: int = R
 
 
 def _twice(storage: ObjectStore, key: str, entropy: Callable[[int], bytes]) -> str:
-    _wins(storage, key, entropy(_PAYLOAD))  # nobody else uses this name: a refusal means that our put's answer was lost
+    _wins(storage, key, entropy(_PAYLOAD))  # the name is ours, so a refusal means that the answer to our put was lost
     if _wins(storage, key, entropy(_PAYLOAD)):
-        return "it let a second create replace the first one, and said nothing"
+        return "it let a second create replace the first one, without an error"
     return ""
 
 
@@ -69,11 +69,11 @@ def _race(storage: ObjectStore, key: str, entropy: Callable[[int], bytes], racer
     firsts = in_parallel(racers, lambda data: _wins(storage, key, data), payloads, name="probe")
     won = [data for data, first in zip(payloads, firsts, strict=True) if first]
     if len(won) > 1:
-        return f"{len(won)} of {racers} that created one key at the same time were told that they had"
+        return f"{len(won)} of {racers} concurrent creates of one key succeeded"
     found = None if storage.size(key) is None else storage.get(key, limit=_PAYLOAD)
     if won and found != won[0]:
-        return "the one that was told it had created a key had not: another one's bytes are there"
-    return "" if found in payloads else "of several that created one key at the same time none had"
+        return "of several concurrent creates of one key, one succeeded, but the bytes of another one are there"
+    return "" if found in payloads else "of several concurrent creates of one key none succeeded"
 
 
 def _wins(storage: ObjectStore, key: str, data: bytes) -> bool:

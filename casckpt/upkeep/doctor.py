@@ -22,7 +22,7 @@ T = TypeVar("T")
 RACERS = 8
 _SMALL = 20  # objects
 _LARGE, _LARGE_BYTES = 4, 8 << 20
-_USE_ANOTHER = "use another storage, or have this one mended: checkpoints are not safe here"
+_USE_ANOTHER = "use another storage, or have this one fixed: checkpoints are not safe here"
 
 
 def examine(repo: Repository) -> Iterator[Finding]:
@@ -51,7 +51,7 @@ def _safely(name: str, check: Callable[[], Finding]) -> Finding:
     try:
         return check()
     except CasckptError as error:
-        return Finding(name, False, str(error), "mend that, and run it again")
+        return Finding(name, False, str(error), "fix that, and run doctor again")
 
 
 def _creates(repo: Repository) -> Finding:
@@ -60,7 +60,7 @@ def _creates(repo: Repository) -> Finding:
     if repo.storage.traits.exclusive is None and repo.exists() and repo.settings.exclusive_create is not (not why):
         repo.note_creates(exclusive=not why)
     if why:
-        advice = "use another storage; or only one writer at a time, with single_writer (--single-writer)"
+        advice = "use another storage; or use only one writer at a time, with single_writer (--single-writer)"
         return Finding("create-only", False, f"a name can be created twice: {why}", advice)
     found = f"a second create is refused, and of {RACERS} at the same time one won"
     return Finding("create-only", True, found)
@@ -118,17 +118,17 @@ class _Probes:
                 reader.read_into(len(data) - 1, [memoryview(bytearray(2))])
             except ShortObject:
                 return Finding("ranges", True, "parts of objects are read right")
-        return Finding("ranges", False, "a read past the end of an object is not told from one within", _USE_ANOTHER)
+        return Finding("ranges", False, "a read past the end of an object raises no error", _USE_ANOTHER)
 
     def list(self) -> Finding:
         """Check that a listing has all objects."""
         listed = {entry.key: entry.size for entry in self._storage.list(f"{self.folder}/")}
         wanted = {self._key(number): len(self._data(number)) for number in range(_SMALL)}
         if stale := self._storage.traits.stale:
-            return Finding("list-after-write", False, stale, "gc is refused here until then")
+            return Finding("list-after-write", False, stale, "gc refuses to run here until then")
         if listed != wanted:
             missing = len(wanted.keys() - listed.keys())
-            found = f"a listing lacks {missing} of {_SMALL} objects written just before, or has their sizes wrong"
+            found = f"a listing lacks {missing} of {_SMALL} objects written just before, or has wrong sizes"
             return Finding("list-after-write", False, found, _USE_ANOTHER)
         return Finding("list-after-write", True, "what was written is listed at once")
 
@@ -159,7 +159,7 @@ class _Probes:
                 self._timed("delete", partial(self._storage.delete, self._key(number)))
         except StorageError as error:
             found = f"objects cannot be deleted: {error}"
-            return Finding("delete", None, found, "saves work so; gc needs credentials that may delete")
+            return Finding("delete", None, found, "saves work; gc needs credentials that may delete")
         left = [entry.key for entry in self._storage.list(f"{self.folder}/")]
         for folder in (self.folder, PREFIX.rstrip("/"), ""):
             self._storage.sweep(folder)
