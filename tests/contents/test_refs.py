@@ -281,7 +281,7 @@ def test_to_restore_a_step_and_a_range_mean_what_was_forgotten(repo: Repository)
         resolve_forgotten(repo, "a@2", found)
 
 
-def test_of_several_that_were_forgotten_at_a_step_the_ids_are_told(repo: Repository) -> None:
+def test_the_error_lists_the_ids_if_several_were_forgotten_at_a_step(repo: Repository) -> None:
     ids = [forget(repo, commit_bare(repo, "a", 1)).id[:16] for _ in range(2)]
     for ref in ("a@1", "a@.."):
         with pytest.raises(InvalidInput, match=rf"2 checkpoints of a@1 were forgotten: {ids[0]} \(of .*{ids[1]}"):

@@ -129,7 +129,7 @@ def test_who_moves_the_tag_meanwhile_keeps_it(repo: Repository, faults: FaultySt
 # renewed
 
 
-def test_a_renewal_in_time_asks_nobody(repo: Repository) -> None:
+def test_a_renewal_in_time_does_not_read_the_log(repo: Repository) -> None:
     tag, commit = hold(repo, "eval", commit_bare(repo), HOUR)
     forget(repo, commit)  # which ends no lease
     advance(repo, HOUR / 2)
@@ -157,7 +157,7 @@ def test_a_late_renewal_is_granted_anew(repo: Repository, faults: FaultyStore, v
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_what_somebody_else_ended_or_moved_is_not_renewed(repo: Repository, ended: bool) -> None:
+def test_a_lease_that_another_process_ended_or_moved_is_not_renewed(repo: Repository, ended: bool) -> None:
     tag, commit = hold(repo, "eval", commit_bare(repo, "a", 1), HOUR)
     if ended:
         delete_tag(repo, "eval")
@@ -236,7 +236,7 @@ def test_what_was_not_ended_is_not_used_again(repo: Repository, faults: FaultySt
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_name_that_somebody_else_has_used_since_is_left_to_him(repo: Repository, ended: bool) -> None:
+def test_a_lease_name_that_another_process_has_used_since_is_not_used_again(repo: Repository, ended: bool) -> None:
     first, second = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     with Lease(repo, first, HOUR):
         (name,) = tags(repo)
@@ -281,7 +281,7 @@ def test_a_lease_is_renewed_behind(repo: Repository, faults: FaultyStore) -> Non
         assert renewed.wait(60)
 
 
-def test_a_renewal_that_fails_is_told_and_tried_again(
+def test_a_failed_renewal_is_logged_and_tried_again(
     repo: Repository, faults: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Lease(repo, commit_bare(repo, "a", 1), HOUR) as lease:
@@ -294,7 +294,7 @@ def test_a_renewal_that_fails_is_told_and_tried_again(
     assert tags(repo) == {}
 
 
-def test_a_lease_that_is_lost_is_told(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_lease_is_logged(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
     with Lease(repo, commit_bare(repo, "a", 1), HOUR) as lease:
         (name,) = tags(repo)
         delete_tag(repo, name)

@@ -291,9 +291,7 @@ def spoil(repo: Repository, key: str) -> None:
     repo.storage.replace(key, half)
 
 
-def test_a_record_that_cannot_be_read_is_told_of_and_all_others_are_copied(
-    source: Repository, target: Repository
-) -> None:
+def test_an_unreadable_record_is_reported_and_all_others_are_copied(source: Repository, target: Repository) -> None:
     key = commit_key(resolve(source, "run@1").txid)
     spoil(source, key)
     assert [one.key for one in preview(source, target, plan_copy(source, target)).records] == [key]

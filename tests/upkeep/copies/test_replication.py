@@ -442,7 +442,7 @@ def test_a_manifest_that_another_has_left_and_a_gc_deletes_just_now_is_copied_an
     check_clean(second)
 
 
-def test_a_mirror_has_a_checkpoint_before_it_is_said_to_have_it(tmp_path: Path, source: Repository) -> None:
+def test_a_checkpoint_is_in_the_mirror_before_it_is_noted(tmp_path: Path, source: Repository) -> None:
     target = elsewhere(tmp_path, FaultyStore(memory(), [fail_before("put", key="commits/*", times=9)]))
     source.change_settings(mirror=target.storage.url)
     with pytest.raises(StorageError):

@@ -316,7 +316,7 @@ def test_a_dry_run_says_what_a_run_does_and_writes_nothing(tmp_path: Path) -> No
     assert told(dry) == told(real)
 
 
-def test_a_dry_run_names_who_is_in_the_way(repo: Repository) -> None:
+def test_a_dry_run_names_the_open_transactions(repo: Repository) -> None:
     txid = begin_elsewhere(repo)
     put_blob(repo, txid, "half")
     dry = run_gc(repo, dry_run=True)

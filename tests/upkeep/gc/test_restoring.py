@@ -47,7 +47,7 @@ def test_if_one_cannot_be_restored_nothing_is(tmp_path: Path) -> None:
     assert visible(repo) == []
 
 
-def test_what_somebody_else_changed_meanwhile_is_told_and_the_others_come_back(tmp_path: Path) -> None:
+def test_a_commit_changed_meanwhile_fails_and_the_others_are_restored(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     gone = forgotten(repo, 1, 2, 3)
     plan = plan_restore(repo, ["a@.."])
