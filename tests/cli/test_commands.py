@@ -930,7 +930,7 @@ def test_verbose_says_what_is_being_done(saved: Path, run: Run, tmp_path: Path) 
     said = {
         ("gc", saved, "--keep-last", 1, "--min-age", 0): "2 live checkpoints, 3 objects that none of them needs",
         ("copy", saved, tmp_path / "copy"): "blobs to put, of",
-        ("verify", saved): "blobs to look at",
+        ("verify", saved): "blobs to check",
         ("repair", saved): "0 blobs are damaged or gone; 0 manifests were restored",
         ("import", saved, tmp_path / "w.pt", "--step", 1): "is read as torch",
     }
@@ -953,7 +953,7 @@ def test_thin_and_restore_whole(saved: Path, store: casckpt.Store, as_json: AsJs
     assert named(as_json("restore", saved, "--whole", "a@1")["restored"]) == ["a@1"]
     assert as_json("show", saved, "a@1")["dropped"] is None
     assert as_json("thin", saved, "a@1", "--drop", "nothing", status=3)["error"]["kind"] == "missing-key"
-    assert "one of both" in as_json("thin", saved, "--drop", key, status=1)["error"]["message"]
+    assert "give either the checkpoints to thin" in as_json("thin", saved, "--drop", key, status=1)["error"]["message"]
 
 
 def test_gc_thins_by_a_rule(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:

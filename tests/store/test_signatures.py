@@ -124,7 +124,7 @@ def test_every_front_end_that_loads_heeds_it(trusting: Callable[[], Store]) -> N
         casckpt.load_model_and_optim_state(store, "run@3", model)
     with pytest.raises(CheckpointException, match="run@3"):
         load({"step": 0}, StorageReader(store, "run@3"))
-    with pytest.raises(CasckptError, match="no right signature"):
+    with pytest.raises(CasckptError, match="no valid signature"):
         megatron.load_common_state_dict(casckpt.at(store, run="run", step=3))
     with pytest.raises(Unsigned):
         casckpt.Checkpointer(store, run="run").resume(model)
