@@ -99,15 +99,15 @@ PLANTED = (
     Planted(
         "a gc never takes the number that a dead rewriter wants",
         "_settle_rewrites",
-        "            keep(repo, *one.replaces)\n",
+        "            keep(repo, *commit.replaces)\n",
         "            pass\n",
         REWRITING,
     ),
     Planted(
         "a rewriter without an answer gives up with its number free",
         "_replace",
-        "        keep(repo, base.txid, number)\n    now = refresh(repo, made)\n    if now.standing == VOID:\n",
-        "    now = refresh(repo, made)\n    if now.standing != 'stands':\n",
+        "        keep(repo, base.txid, number)\n    now = refresh(repo, made)\n    if now.standing != VOID:\n",
+        "    now = refresh(repo, made)\n    if now.standing == 'stands':\n",
         REWRITING,
     ),
     Planted(
@@ -183,8 +183,8 @@ PLANTED = (
     Planted(
         "tags bar rewrites that are void",
         "_free",
-        "one in seen or one.standing == VOID or",
-        "one in seen or",
+        "commit in seen or commit.standing == VOID or",
+        "commit in seen or",
         "tests/upkeep/gc/test_purge.py",
     ),
     Planted(
@@ -197,8 +197,8 @@ PLANTED = (
     Planted(
         "a load whose bytes are gone looks at rewrites alone",
         "others",
-        "list_commits(repo).standing() if one.id == id)",
-        "list_commits(repo).standing() if one.id == id and one.replaces)",
+        "list_commits(repo).standing() if commit.id == id)",
+        "list_commits(repo).standing() if commit.id == id and commit.replaces)",
         REWRITTEN,
     ),
     Planted(
@@ -211,7 +211,7 @@ PLANTED = (
     Planted(
         "a copy names the base of a rewrite",
         "_Copy._record",
-        "            replaces=None,  # that is not there, or is another commit there\n",
+        "            replaces=None,  # the target lacks what this one replaces, or has it as another commit\n",
         "",
         "tests/upkeep/copies/test_copy.py",
     ),
@@ -239,8 +239,8 @@ PLANTED = (
     Planted(
         "a number without an answer is skipped",
         "_announce",
-        "            except Conflict:\n                (found,)",
-        "            except CasckptError:\n                (found,)",
+        "            except Conflict:\n                (taken,)",
+        "            except CasckptError:\n                (taken,)",
         "tests/history/test_announcements.py",
     ),
     Planted(
@@ -299,9 +299,9 @@ PLANTED = (
     ),
     Planted(
         "forgotten checkpoints are no roots of a gc",
-        "_is_root",
-        "return commit.live or (commit.txid not in ended",
-        "return commit.visible or (not commit.live and commit.txid not in ended",
+        "spare_roots",
+        "if one.live or (one.txid not in pending.ended",
+        "if one.visible or (not one.live and one.txid not in pending.ended",
         "tests/upkeep/gc/test_wait.py",
     ),
     Planted(
@@ -342,8 +342,8 @@ PLANTED = (
     Planted(
         "a gc undoes at once what was thinned beside a tag that is about to move",
         "thinned_though_claimed",
-        ' if one.last == "replaced" and one.changed_at <= since)',
-        ' if one.last == "replaced")',
+        ' if commit.last == "replaced" and commit.changed_at <= since)',
+        ' if commit.last == "replaced")',
         "tests/upkeep/test_thin.py",
     ),
     Planted(
@@ -371,7 +371,7 @@ PLANTED = (
         "tags are listed before a gc forgets",
         "retire",
         """    _each_unless_changed(repo, forget, chosen, done.forgotten)
-    # again: a tag that was set meanwhile counts, and one set later sees what is done here
+    # list tags again: a tag that was set meanwhile counts, and whoever sets one later sees what is done here
     tagged = _barred(repo, [*plan.purge, *done.forgotten])
 """,
         """    tagged = _barred(repo, [*plan.purge, *plan.forget])
@@ -427,8 +427,8 @@ PLANTED = (
     Planted(
         "a lease is granted on what is forgotten",
         "_granted",
-        "    if not found.visible:\n        take_back",
-        "    if not found.live:\n        take_back",
+        "    if not now.visible:\n        take_back",
+        "    if not now.live:\n        take_back",
         "tests/history/test_leases.py",
     ),
     Planted(
@@ -550,14 +550,14 @@ PLANTED = (
     Planted(
         "who thins undoes what somebody forgot by name",
         "_but_tagged",
-        "restore(repo, _replaced(before[commit.id], commit), as_read=True)",
-        "restore(repo, before[commit.id])",
+        "restore(repo, replaced, as_read=True)",
+        "restore(repo, base)",
         "tests/upkeep/test_thin.py",
     ),
     Planted(
         "a tag that is not granted stays",
         "set_tag",
-        """            take_back(repo, tag, found.tags.get(name))
+        """            take_back(repo, tag, before.tags.get(name))
             raise
     elif""",
         """            raise
@@ -609,7 +609,7 @@ PLANTED = (
     Planted(
         "a record that is false is read by another commit of the id that it names",
         "use",
-        "left = [one for one in others(repo, commit.id, tried) if _said(one.committed) == said]",
+        "left = [one for one in others(repo, commit.id, tried) if _shared_fields(one.committed) == shared]",
         "left = others(repo, commit.id, tried)",
         "tests/store/test_signatures.py",
     ),
@@ -648,7 +648,7 @@ PLANTED = (
     Planted(
         "a gc deletes signatures of what lives",
         "remove_signatures",
-        "    gone = purged - {one.id for one in commits.live()} - copied",
+        "    gone = purged - {commit.id for commit in commits.live()} - copied",
         "    gone = purged",
         "tests/store/test_signatures.py",
     ),
@@ -775,7 +775,7 @@ PLANTED = (
     ),
     Planted(
         "another's manifest in a joined copy is not looked at",
-        "_Copy._found_manifest",
+        "_Copy._existing_manifest",
         "        if blobs.check(self.target, there.blobs):",
         "        if False:",
         "tests/upkeep/copies/test_replication.py",
@@ -1018,7 +1018,7 @@ PLANTED = (
     Planted(
         "a save fails where it may not remove the files of its transaction",
         "Transaction._remove_files",
-        "        except CasckptError as error:  # as where writers may not delete\n",
+        "        except CasckptError as error:  # for example if writers may not delete\n",
         "        except Conflict as error:\n",
         "tests/store/test_least_rights.py",
     ),
@@ -1101,9 +1101,9 @@ PLANTED = (
     ),
     Planted(
         "a record may say other than its manifest",
-        "_check_record",
-        "    if _said(record) != _said(body):",
-        "    if False:",
+        "_read",
+        "        if _shared_fields(record) != _shared_fields(body):",
+        "        if False:",
         "tests/contents/test_manifests.py",
     ),
     Planted(
@@ -1208,8 +1208,8 @@ PLANTED = (
     Planted(
         "whatever was committed under a transaction's name counts as its checkpoint",
         "Transaction._committed",
-        "        if isinstance(found, Committed) and found.manifest == wanted.manifest:",
-        "        if isinstance(found, Committed):",
+        "        if isinstance(record, Committed) and record.manifest == wanted.manifest:",
+        "        if isinstance(record, Committed):",
         "tests/history/test_transactions.py",
     ),
     Planted(
@@ -1249,7 +1249,7 @@ PLANTED = (
     ),
     Planted(
         "a right leaf takes away the mark on a wrong frame",
-        "_write_marks",
+        "_update_marks",
         "        healed -= blobs.frame_marks(repo)\n",
         "        healed -= set()\n",
         "tests/upkeep/repair/test_coded.py",
@@ -1264,8 +1264,8 @@ PLANTED = (
     Planted(
         "a copy takes frames as they come",
         "_frame_of",
-        "        if cell_digest(found) != cell.digest:\n",
-        "        if not found:\n",
+        "    if cell_digest(decoded) == cell.digest:\n",
+        "    if decoded is not None:\n",
         "tests/upkeep/copies/test_recoded.py",
     ),
     Planted(
@@ -1376,8 +1376,8 @@ PLANTED = (
     Planted(
         "a blob in which a visible checkpoint has cells counts as bases",
         "_only_bases",
-        "if use.names[number] not in told] if told else mine] = True",
-        "if use.names[number] not in told and told] if told else mine[:0]] = True",
+        "if use.names[number] not in only_bases] if only_bases else own] = True",
+        "if use.names[number] not in only_bases and only_bases] if only_bases else own[:0]] = True",
         "tests/upkeep/test_footprint.py",
     ),
     Planted(

@@ -1,4 +1,4 @@
-"""What a commit refers to: manifests, blobs and signatures, and how people name a checkpoint.
+"""What a commit refers to: manifests, blobs and signatures, and the references that name a checkpoint.
 
 - `refs` resolves a **reference** such as `run@step` to a commit.
 - `manifests` reads and writes **manifests**, and `blobs` does the same for **blobs** and for marks of damage.

@@ -1,4 +1,4 @@
-"""What a program holds of a checkpoint. Needs no torch."""
+"""`Checkpoint`, the value that users receive, and the figures in it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from casckpt.plan.routes import Link
 
 Frames: TypeAlias = "dict[str, dict[Link, bytes]]"
-"""Frames by which cells are told, by the key of their tensor."""
+"""Frames of cells, by the key of their tensor."""
 
 _SHOWN = 20  # checkpoints in a notebook
 
@@ -42,9 +42,9 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class TensorHealth:
-    """Elements of a tensor that are NaN, and that are infinite; the largest absolute value of the others, or 0.
+    """The numbers of NaN and of infinite elements of a tensor, and the largest absolute value of the others, or 0.
 
-    Of complex numbers each part counts as an element.
+    Both parts of a complex number count as elements.
     """
 
     nan: int
@@ -54,11 +54,10 @@ class TensorHealth:
 
 @dataclass(frozen=True, slots=True)
 class SaveStats:
-    """What a save did, over all ranks. ``bytes_written``: of blob files; ``seconds``: until it was durable.
+    """What a save did, over all ranks. ``bytes_written``: of blob files. ``seconds``: until it was durable.
 
-    ``bytes_reused``: of tensors, as held in memory, that it did not write, in whatever form, since they were there.
-    ``bytes_coded``: of what is stored smaller, as held in memory; ``bytes_frames``: what that takes; ``bytes_deltas``:
-    of that, what only tells how another checkpoint's cells changed.
+    ``bytes_reused``: of tensors, as held in memory, that were stored already. ``bytes_coded``: of encoded cells, as
+    held in memory. ``bytes_frames``: of their frames. ``bytes_deltas``: of the frames that have a base.
     """
 
     bytes_total: int
@@ -74,13 +73,13 @@ class SaveStats:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint of a store, as its commit tells it; what stands in the manifest is read when it is asked for.
+    """One checkpoint of a store, from its commit. What stands in the manifest is read on first use.
 
     ``missing_keys``: keys of the template that the checkpoint lacks (after a load with ``strict=False``).
-    ``unread_keys``: keys of the checkpoint that the template did not name. ``unread_subtrees``: whole containers of
-    these that no rank read. ``mismatched_keys``: of the template, left as they are by ``ignore_mismatched``.
-    ``notes``: what an import did not take over as it is meant, in words. ``frames``: what updates decoded to have it in
-    memory, which the next one moves on; they are never pickled.
+    ``unread_keys``: keys of the checkpoint that the template did not name. ``unread_subtrees``: whole containers among
+    these that no rank read. ``mismatched_keys``: keys of the template that ``ignore_mismatched`` left unchanged.
+    ``notes``: what an import did not take over exactly, as text. ``frames``: frames that updates decoded, which the
+    next update applies to what is in memory; they are never pickled.
     """
 
     repo: Repository = field(repr=False)
@@ -107,7 +106,7 @@ class Checkpoint:
 
     @property
     def id(self) -> str:
-        """BLAKE3 of what was saved, wherever it lies: 64 hex digits."""
+        """BLAKE3 of what was saved, independent of where it is stored: 64 hex digits."""
         return self.commit.id
 
     @property
@@ -127,37 +126,37 @@ class Checkpoint:
 
     @property
     def ephemeral(self) -> bool:
-        """Whether it was saved as one that may go soon."""
+        """Whether it was saved as ephemeral, so that gc may purge it soon."""
         return self._record.ephemeral
 
     @property
     def forgotten(self) -> bool:
-        """Whether it is reached by its id only, until it is restored or purged."""
+        """Whether it is forgotten: only its id names it, until it is restored or purged."""
         return self.commit.is_forgotten
 
     @property
     def replaced(self) -> bool:
-        """Whether these are old places of it: its id means it as it was rewritten."""
+        """Whether this is the old commit of a rewrite. The id of the checkpoint means the new one."""
         return self.commit.last == "replaced"
 
     @property
     def dropped(self) -> Dropped | None:
-        """What it was thinned by: how many tensors are left out, their bytes, the rule. None if it is whole."""
+        """What thinning left out: the number of tensors, their bytes, and the rule. None if it is whole."""
         return self.commit.dropped
 
     @property
     def healthy(self) -> bool | None:
-        """The word of whoever saved it; False, too, where its save found NaN. None for none."""
+        """What the save declared; also False if the save found NaN. None if nothing was declared."""
         return self._record.healthy
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The figures that it was saved with."""
+        """The metrics that it was saved with."""
         return metric_values(self._record.metrics)
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
-        """The user's metadata. Raises Unsigned where the store was opened for what is signed, and this is not."""
+        """The user's metadata. Raises Unsigned if the store requires a signature and this has none."""
         if self.repo.trusted is not None:  # a signature does not cover the record
             from casckpt.contents.signatures import get_trusted
 
@@ -166,20 +165,20 @@ class Checkpoint:
 
     @property
     def tags(self) -> list[str]:
-        """The tags that name it now, sorted; without those whose records are damaged."""
+        """The tags that name it now, sorted, without tags whose records are damaged."""
         return tags.tags_of(tags.list_tags(self.repo).tags, self.commit.id)
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Its tensors by key, in the order in which they were saved."""
+        """Its tensors by key, in the order of the save."""
         entries = self._manifest.tensors
         return {key: TensorInfo(entry.dtype, entry.shape, entry.nbytes) for key, entry in entries.items()}
 
     @cached_property
     def health(self) -> Mapping[str, TensorHealth] | None:
-        """What its save found in its tensors, by key, over all ranks; None if it was not asked to look.
+        """What its save found in its tensors, by key, over all ranks; None if the save was not asked to check them.
 
-        Without tensors of which nobody knows, as those that were declared frozen, and those that hold no numbers.
+        Leaves out tensors without such figures: those that were declared frozen, and those that hold no numbers.
         """
         from casckpt.format.sections.health import joined, sum_of
 
@@ -193,8 +192,7 @@ class Checkpoint:
     @property
     def stats(self) -> SaveStats:
         """What its save did."""
-        r = self._record
-        return SaveStats(**{one.name: getattr(r, one.name) for one in fields(SaveStats)})
+        return SaveStats(**{figure.name: getattr(self._record, figure.name) for figure in fields(SaveStats)})
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.run}@{self.step} {self.id[:12]}>"
@@ -217,34 +215,35 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a watch tells. ``late``: one that began later had been told, or was there before: it is not the newest."""
+    """A new checkpoint of a watched run. ``late``: a later save was reported or visible before."""
 
     checkpoint: Checkpoint
     late: bool
 
 
-def html_of(url: str, found: Sequence[Checkpoint]) -> str:
-    """What a notebook shows of the store at ``url``, which holds the checkpoints ``found``: the last of them."""
+def html_of(url: str, checkpoints: Sequence[Checkpoint]) -> str:
+    """Return what a notebook shows of the store at ``url``: a table of its last ``checkpoints``."""
     rows = [
         (
-            one.run, one.step, f"{one.created_at:%Y-%m-%d %H:%M} UTC", format_size(one.stats.bytes_total),
-            format_size(one.stats.bytes_written), one.id[:12],
+            shown.run, shown.step, f"{shown.created_at:%Y-%m-%d %H:%M} UTC", format_size(shown.stats.bytes_total),
+            format_size(shown.stats.bytes_written), shown.id[:12],
         )
-        for one in found[-_SHOWN:]
+        for shown in checkpoints[-_SHOWN:]
     ]  # fmt: skip
-    more = f", of which the last {_SHOWN}" if len(found) > _SHOWN else ""
-    return html_table(f"{url}: {len(found)} checkpoints{more}", ("RUN", "STEP", "CREATED", "SIZE", "NEW", "ID"), rows)
+    more = f", of which the last {_SHOWN}" if len(checkpoints) > _SHOWN else ""
+    title = f"{url}: {len(checkpoints)} checkpoints{more}"
+    return html_table(title, ("RUN", "STEP", "CREATED", "SIZE", "NEW", "ID"), rows)
 
 
 def warn_if_forgotten(commit: Commit) -> None:
-    """For whoever is about to load it."""
+    """Warn before a load if the checkpoint is forgotten."""
     if commit.is_forgotten:
         message = f"{commit} was forgotten, and the next gc may purge it; Store.restore keeps it"
         warnings.warn(message, ForgottenWarning, stacklevel=_level_outside())
 
 
 def _level_outside() -> int:
-    """How far up the stack from who asks the code of the user is, who shall see a warning at a line of theirs."""
+    """Return the stack level of the user's code, so that a warning names a line of the user."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("casckpt."):
         level, frame = level + 1, frame.f_back

@@ -1,7 +1,7 @@
 """Manifests as objects of a store.
 
-A small one is read at once. Of a large one every reader has the sections in front; the pieces that a load needs are
-read by range, when they are asked for. Who only wants to know of blobs reads nothing but their list.
+A small manifest is read at once. Of a large one the front sections are read, and the pieces that a load needs are read
+by range on first use. A reader that only needs the blobs reads nothing but their list.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.base import AlreadyExists, Reader, ShortObject
 
 WHOLE_BYTES = 1 << 20
-"""A manifest of at most so many bytes is read whole: more requests would take longer."""
+"""A manifest of at most so many bytes is read whole, because several requests would take longer."""
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def put(repo: Repository, txid: TxId, draft: Draft) -> Encoded:
 
 
 def put_encoded(repo: Repository, txid: TxId, made: Encoded) -> Encoded:
-    """Write one that is encoded; one that is there already is ours. Raises what `put` does."""
+    """Write an encoded manifest. One that exists already is success. Raises as `put`."""
     key = manifest_key(txid, made.id)
     if len(made.data) > MAX_MANIFEST_BYTES:
         raise InvalidInput(f"a manifest of {len(made.data)} bytes is larger than {MAX_MANIFEST_BYTES} bytes")
@@ -54,26 +54,33 @@ def put_encoded(repo: Repository, txid: TxId, made: Encoded) -> Encoded:
         repo.storage.put(key, made.data)
     except AlreadyExists:
         if repo.storage.size(key) != len(made.data):
-            raise StorageError(f"{key} is there with another size; save again", key=key) from None
+            raise StorageError(f"{key} exists with another size; save again", key=key) from None
     repo.manifests.add(txid, made.manifest())
     return made
 
 
 def get(repo: Repository, commit: Commit) -> Manifest:
-    """Return the manifest of a checkpoint, verified; from memory if it was used just now.
+    """Return the verified manifest of a checkpoint, from memory if it was used just now.
 
     Raises `Damaged` if it is gone or not what was written, `Refused` if it is not usable, `Gone` if the checkpoint
-    was purged since ``commit`` was read; `StorageError`. So does what is asked of it later.
+    was purged since ``commit`` was read; `StorageError`. Later reads of its pieces raise the same.
     """
-    found = _unless_purged(repo, commit, lambda: _read(repo, commit))
-    found.left_out = left_out(commit)
-    return found
+    manifest = _unless_purged(repo, commit, lambda: _read(repo, commit))
+    manifest.left_out = left_out(commit)
+    return manifest
+
+
+def get_with_extents(repo: Repository, commit: Commit) -> Manifest:
+    """Return the manifest with the extents of all its entries read. Raises as `get`."""
+    manifest = get(repo, commit)
+    manifest.ready(objects=())
+    return manifest
 
 
 def left_out(commit: Commit) -> str | None:
-    """Return by what and when some of a checkpoint was left out, and what to do, for people; None if all is there.
+    """Return a message about what thinning left out, with rule, time and advice; None if the checkpoint is whole.
 
-    Of a copy, or of what was repaired, it is the time of that.
+    For a copy or a repaired checkpoint, the time is that of the copy or repair.
     """
     if commit.dropped is None:
         return None
@@ -82,35 +89,35 @@ def left_out(commit: Commit) -> str | None:
 
 
 def others(repo: Repository, id: ManifestId, tried: Container[str]) -> list[Commit]:
-    """Return the commits of an id that hold it now, best first, but for those of ``tried``: heads, or transactions.
+    """Return the live commits of an id, best first, without those in ``tried``: heads or transactions.
 
-    All are listed anew: what was replaced is not all, for that may have been undone. Raises `StorageError`.
+    Takes a new listing, because a rewrite may have been undone. Raises `StorageError`.
     """
-    found = (one for one in list_commits(repo).standing() if one.id == id)
-    left = (one for one in found if one.txid not in tried and one.committed.head not in tried)
-    return sorted(left, key=lambda one: one.rank, reverse=True)
+    same = (commit for commit in list_commits(repo).standing() if commit.id == id)
+    left = (commit for commit in same if commit.txid not in tried and commit.committed.head not in tried)
+    return sorted(left, key=lambda commit: commit.rank, reverse=True)
 
 
 def use(repo: Repository, commit: Commit, act: Callable[[Commit, Manifest], T]) -> T:
-    """Do what reads of a manifest; where that is gone or damaged, with that of another commit of the id.
+    """Call ``act`` with a manifest; if that is gone or damaged, with the manifest of another commit of the id.
 
-    One whose record says the same of it: a hostile record may name an id that it is not of. ``act`` may be called
-    several times. Raises what `get` and it raise.
+    The other commit's record must agree with this one, because a hostile record may name a foreign id. ``act`` may be
+    called several times. Raises what `get` and ``act`` raise.
     """
-    tried, said = set[str](), _said(commit.committed)
+    tried, shared = set[str](), _shared_fields(commit.committed)
     while True:
         tried.add(commit.txid)
         try:
             return act(commit, get(repo, commit))
         except (Gone, Damaged):
-            left = [one for one in others(repo, commit.id, tried) if _said(one.committed) == said]
+            left = [one for one in others(repo, commit.id, tried) if _shared_fields(one.committed) == shared]
             if not left:
                 raise
             commit = left[0]
 
 
 def adopt(repo: Repository, commit: Commit, manifest: Manifest) -> None:
-    """Hold a manifest that came from another rank, and read in ``repo`` what it lacks."""
+    """Cache a manifest that came from another rank. Its missing pieces are read from ``repo``."""
     manifest.attach(partial(_read_later, repo, commit))
     manifest.left_out = left_out(commit)
     repo.manifests.add(commit.txid, manifest)
@@ -130,31 +137,30 @@ def _read(repo: Repository, commit: Commit) -> Manifest:
     held = repo.manifests.get(commit.txid, record.head)
     if held is not None and held.id == record.manifest and not held.is_damaged:
         return held
-    with _telling(commit):
+    with _naming(commit):
         if record.manifest_bytes <= WHOLE_BYTES:
             data = repo.storage.get(_key(record), limit=MAX_MANIFEST_BYTES)
             manifest = decode(data, record.manifest, record.head)
         else:
             with repo.storage.open(_key(record)) as reader:
                 head = _head(reader, record)
-                front = _range(reader, head[FRONT[0]].offset, head[FRONT[-1]].end - head[FRONT[0]].offset)
-            manifest = Manifest(head, _cut(head, front), partial(_read_later, repo, commit)).check()
-        _check_record(record, manifest)
-    if record.manifest_bytes > WHOLE_BYTES or manifest.is_sound:  # what is damaged may be put right in the store
+                first = head[FRONT[0]].offset
+                front = _range(reader, first, head[FRONT[-1]].end - first)
+            sections = {name: front[head[name].offset - first : head[name].end - first] for name in FRONT}
+            manifest = Manifest(head, sections, partial(_read_later, repo, commit)).check()
+        body = manifest.body
+        if _shared_fields(record) != _shared_fields(body):  # a hostile record could pose as another run
+            raise Refused(f"its commit record is not that of its manifest ({body.run}@{body.step})")
+    if record.manifest_bytes > WHOLE_BYTES or manifest.is_sound:  # a damaged one may be repaired in the store
         repo.manifests.add(commit.txid, manifest)
     return manifest
 
 
-def _cut(head: Head, front: memoryview) -> dict[str, memoryview]:
-    first = head[FRONT[0]].offset
-    return {name: front[head[name].offset - first : head[name].end - first] for name in FRONT}
-
-
 def _read_later(repo: Repository, commit: Commit, ranges: Sequence[tuple[int, int]]) -> Sequence[memoryview]:
-    """Read ranges of a manifest whose head is known."""
+    """Read ranges of a manifest with a known head."""
 
     def read() -> list[memoryview]:
-        with _telling(commit), repo.storage.open(_key(commit.committed)) as reader:
+        with _naming(commit), repo.storage.open(_key(commit.committed)) as reader:
             return list(in_parallel(repo.storage.traits.requests, lambda span: _range(reader, *span), ranges))
 
     return _unless_purged(repo, commit, read)
@@ -177,8 +183,8 @@ def _range(reader: Reader, offset: int, length: int) -> memoryview:
 
 
 @contextmanager
-def _telling(commit: Commit) -> Iterator[None]:
-    """Say of which checkpoint a manifest is gone, damaged or of no use."""
+def _naming(commit: Commit) -> Iterator[None]:
+    """Add the checkpoint to errors about its manifest."""
     try:
         yield
     except (NotFound, ShortObject, Damaged) as error:
@@ -188,8 +194,8 @@ def _telling(commit: Commit) -> Iterator[None]:
         message = (
             f"the manifest of checkpoint {commit.run}@{commit.step} ({commit.id}) {why}: {key}{more}. "
             "Put it back with `casckpt repair`, or give it up with `casckpt forget`: a gc goes on without it a day "
-            f"later, or at once with `--run {shlex.quote(commit.run)} --min-age 0`, which purges whatever else of that "
-            "run is forgotten, too"
+            f"later, or at once with `--run {shlex.quote(commit.run)} --min-age 0`, which also purges everything else "
+            "of that run that is forgotten"
         )
         raise Damaged(message, key=key, checkpoints=(commit.id,)) from error
     except Refused as error:
@@ -197,15 +203,8 @@ def _telling(commit: Commit) -> Iterator[None]:
         raise Refused(f"checkpoint {name}: {error}", key=key, checkpoints=(commit.id,)) from error
 
 
-def _check_record(record: Committed, manifest: Manifest) -> None:
-    """Raise `Refused` for a record that is not that of its manifest: a hostile one could pass for another run."""
-    body = manifest.body
-    if _said(record) != _said(body):
-        raise Refused(f"its commit record is not that of its manifest ({body.run}@{body.step})")
-
-
-def _said(of: Committed | ManifestBody) -> tuple[str, int | None, int, ManifestId | None]:
-    """Return what a record and its manifest both say."""
+def _shared_fields(of: Committed | ManifestBody) -> tuple[str, int | None, int, ManifestId | None]:
+    """Return the fields that a commit record and its manifest share."""
     return of.run, of.step, of.created_at, of.parent
 
 
@@ -219,19 +218,19 @@ def blob_list(repo: Repository, commit: Commit) -> BlobList:
     if known is not None:
         return BlobList(known)
     held = repo.manifests.get(commit.txid, head)
-    found = _read_blobs(repo, commit) if held is None else held.blob_list
-    repo.catalogue.add_blobs(commit.txid, head, found.data)
-    return found
+    listed = _read_blobs(repo, commit) if held is None else held.blob_list
+    repo.catalogue.add_blobs(commit.txid, head, listed.data)
+    return listed
 
 
 def stored_blobs(repo: Repository, commit: Commit) -> BlobList:
-    """Return the same as it is in the store now. Raises `Gone` too, if the checkpoint was purged meanwhile."""
+    """Return the blobs of a checkpoint from the store, without caches. Raises as `blob_list`, and `Gone` if purged."""
     return _unless_purged(repo, commit, lambda: _read_blobs(repo, commit))
 
 
 def _read_blobs(repo: Repository, commit: Commit) -> BlobList:
     record = commit.committed
-    with _telling(commit):
+    with _naming(commit):
         if record.manifest_bytes <= WHOLE_BYTES:
             whole = memoryview(repo.storage.get(_key(record), limit=MAX_MANIFEST_BYTES))
             head = decode_front(whole, record.manifest, record.head)
@@ -246,12 +245,12 @@ def _read_blobs(repo: Repository, commit: Commit) -> BlobList:
 
 
 def blobs_of(repo: Repository, commit: Commit) -> list[tuple[TxId, BlobHash, int]]:
-    """Return (uploader, hash, bytes) of every blob of a checkpoint. Raises what `blob_list` does."""
+    """Return (uploader, hash, bytes) of every blob of a checkpoint. Raises as `blob_list`."""
     return blob_list(repo, commit).names()
 
 
 def learn(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
-    """Bring the lists of blobs that the catalogue lacks into it, several at once; the commits whose list can be read.
+    """Read the lists of blobs that the catalogue lacks, in parallel. Return the commits whose list can be read.
 
     Raises `StorageError`.
     """
@@ -268,26 +267,24 @@ def learn(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
     return [commit for commit, is_there in zip(wanted, known, strict=True) if is_there]
 
 
-def locate(
-    repo: Repository, commits: Iterable[Commit], wanted: Mapping[BlobHash, BlobRef], *, damaged: bool = False
-) -> dict[BlobHash, BlobRef]:
-    """Find out where ``repo`` has blobs: by hash, as far as one of ``commits``, which are live, names them.
+def locate(repo: Repository, commits: Iterable[Commit], wanted: Mapping[BlobHash, BlobRef]) -> dict[BlobHash, BlobRef]:
+    """Return where ``repo`` has the ``wanted`` blobs, by hash, as far as one of the live ``commits`` names them.
 
-    An orphan does not count, for a gc could delete it at any time. ``damaged``: one that is marked as damaged does.
-    Raises `StorageError`.
+    A blob without a live commit does not count, because a gc may delete it. Neither does a marked blob. Raises
+    `StorageError`.
     """
-    marked = set() if damaged else blobs.damaged_marks(repo)
+    marked = blobs.damaged_marks(repo)
     heads = np.array([int.from_bytes(bytes.fromhex(name[:16]), "little") for name in wanted], dtype="<u8")
-    found = (ref for commit in learn(repo, commits) for ref in _named(repo, commit, heads))
+    named = (ref for commit in learn(repo, commits) for ref in _named(repo, commit, heads))
     return {
         ref.hash: ref
-        for ref in found
+        for ref in named
         if ref.hash in wanted and wanted[ref.hash].size == ref.size and (ref.uploader, ref.hash) not in marked
     }
 
 
 def _named(repo: Repository, commit: Commit, heads: npt.NDArray[np.uint64]) -> Iterator[BlobRef]:
-    """Return the blobs of a checkpoint whose hash begins as one of ``heads``; all the others cost next to nothing."""
+    """Yield the blobs of a checkpoint whose hash begins with one of ``heads``. Skipped blobs cost almost nothing."""
     known = blob_list(repo, commit)
     column = np.frombuffer(known.hashes, dtype="<u8").reshape(-1, 4)[:, 0]
     for number in np.flatnonzero(np.isin(column, heads)).tolist():
@@ -295,10 +292,10 @@ def _named(repo: Repository, commit: Commit, heads: npt.NDArray[np.uint64]) -> I
 
 
 def reindex(repo: Repository) -> int:
-    """Make the catalogue anew from the store; how many live checkpoints it holds then.
+    """Rebuild the catalogue from the store. Return the number of live checkpoints in it.
 
-    Checkpoints whose manifest cannot be read are left out: gc and verify tell of them. Raises `StorageError`, also
-    where the catalogue cannot be written.
+    Checkpoints with an unreadable manifest are left out; gc and verify report them. Raises `StorageError`, also if the
+    catalogue cannot be written.
     """
     repo.catalogue.reindex()
     known = learn(repo, list_commits(repo).live())

@@ -1,4 +1,4 @@
-"""Bringing what a checkpoint needs into the cache of this host, before it is loaded."""
+"""Prefetching: fetches the blobs of a checkpoint into the cache of this host before a load."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from casckpt.repository.repository import Repository
 
 
 def pre_download(repo: Repository, commit: Commit, refs: Sequence[BlobRef], *, threads: int, progress: Progress) -> int:
-    """Have all of ``refs``, which ``commit`` needs, in the cache of this host; the bytes that had to be fetched.
+    """Fetch ``refs``, which ``commit`` needs, into the cache of this host. Return the bytes that were fetched.
 
-    ``progress``: called with the bytes of each blob that is here. Raises `Damaged`, or `Gone` if the checkpoint was
+    ``progress``: called with the bytes of each blob in the cache. Raises `Damaged`, or `Gone` if the checkpoint was
     purged meanwhile; `InvalidInput` if the cache may not hold so much, `StorageError`.
     """
     try:

@@ -1,14 +1,14 @@
-"""References: how a person names a checkpoint, and which commit that is.
+"""References: the texts that name a checkpoint, and the commits that they mean.
 
 ::
 
-    <id>            a manifest id, or a unique prefix of at least 6 hex digits; forgotten checkpoints too
-    RUN@STEP        of visible twins the one saved last
-    RUN@latest      the newest save of the run, so that a run rolled back resumes from where it is now
-    latest          the newest of all runs
-    tag:NAME        what the tag names
-    RUN@100..500    where several are taken: all steps from 100 to 500, both included
-    RUN@501..       all from 501 on; RUN@..500, all up to 500; RUN@.., all of the run
+    <id>            an id, or a unique prefix of at least 6 hex digits; also of a forgotten checkpoint
+    RUN@STEP        if several are visible, the one that was saved last
+    RUN@latest      the newest save of the run, so that a run that was rolled back resumes where it is now
+    latest          the newest save of all runs
+    tag:NAME        the checkpoint that the tag names
+    RUN@100..500    where several are allowed: all steps from 100 to 500, both included
+    RUN@501..       all steps from 501; RUN@..500, all up to 500; RUN@.., all of the run
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MIN_PREFIX = 6
 LATEST, TAG = "latest", "tag:"
 GRAMMAR = (
     "use an id or at least 6 hex digits of one, RUN@STEP, RUN@latest, latest or tag:NAME "
-    "(and RUN@100..500, RUN@501.., RUN@..500 or RUN@.. where several are taken)"
+    "(and RUN@100..500, RUN@501.., RUN@..500 or RUN@.. where several are allowed)"
 )
 
 _ID = re.compile(rf"[0-9a-f]{{{MIN_PREFIX},64}}")
@@ -43,10 +43,10 @@ _SHOWN = 5
 
 
 def resolve(repo: Repository, ref: str | Commit, commits: CommitList | None = None) -> Commit:
-    """Find the commit that ``ref`` names; a commit names itself, as it is now.
+    """Return the commit that ``ref`` names. A commit names itself, as it is now.
 
-    ``commits``: a listing to look in, None for a new one. Raises `InvalidInput` for what is no reference or is
-    ambiguous, `NotFound` that says what there is instead, `Gone` for what was purged, `StorageError`.
+    ``commits``: the listing to search, None for a new one. Raises `InvalidInput` if ``ref`` is no reference or is
+    ambiguous, `NotFound` with what there is instead, `Gone` for a purged checkpoint, `StorageError`.
     """
     if isinstance(ref, Commit):
         now = _by_its_log(repo, ref) if commits is None else None
@@ -56,42 +56,42 @@ def resolve(repo: Repository, ref: str | Commit, commits: CommitList | None = No
         followed = _followed(repo, check_run(run) if at else None, where)
         if followed is not None:
             return followed
-    found = list_commits(repo) if commits is None else commits
+    listed = list_commits(repo) if commits is None else commits
     if ref.startswith(TAG):
-        return _tagged(repo, found, ref.removeprefix(TAG))
+        return _tagged(repo, listed, ref.removeprefix(TAG))
     if at:
-        return _of_run(repo, found, check_run(run), where)
+        return _of_run(repo, listed, check_run(run), where)
     if ref == LATEST:
-        return _newest(repo, found)
+        return _newest(repo, listed)
     if _ID.fullmatch(ref.lower()):
-        return _by_id(repo, found, ref.lower())
+        return _by_id(repo, listed, ref.lower())
     raise InvalidInput(f"{ref!r} does not name a checkpoint: {GRAMMAR}")
 
 
 def is_reference(text: str) -> bool:
-    """Tell whether it has the form of a reference, be there such a checkpoint or not."""
+    """Tell whether a text has the form of a reference."""
     return "@" in text or text == LATEST or text.startswith(TAG) or _ID.fullmatch(text.lower()) is not None
 
 
 def is_range(ref: object) -> bool:
-    """Tell whether it names steps of a run, however many of them there are."""
+    """Tell whether a reference is a range of steps."""
     return isinstance(ref, str) and _RANGE.fullmatch(ref.rpartition("@")[2]) is not None
 
 
 def resolve_many(repo: Repository, refs: Iterable[str | Commit], commits: CommitList | None = None) -> list[Commit]:
-    """Return the commits that ``refs`` (ranges too) name, each once; a range in order of steps. Raises as `resolve`."""
-    found = list_commits(repo) if commits is None else commits
+    """Return the commits that ``refs`` (ranges too) name, each once, ranges in order of steps. Raises as `resolve`."""
+    listed = list_commits(repo) if commits is None else commits
     named: dict[str, Commit] = {}
     for ref in refs:
-        chosen = (not isinstance(ref, Commit) and _range(repo, found, ref)) or [resolve(repo, ref, found)]
+        chosen = (not isinstance(ref, Commit) and _range(repo, listed, ref)) or [resolve(repo, ref, listed)]
         named.update({commit.txid: commit for commit in chosen})
     return list(named.values())
 
 
-def unread_within(found: CommitList, refs: Iterable[str | Commit], run: str | None = None) -> list[TxId]:
-    """Return the transactions of which a record cannot be read, and that ranges among ``refs`` may name.
+def unread_within(listed: CommitList, refs: Iterable[str | Commit], run: str | None = None) -> list[TxId]:
+    """Return the transactions with an unreadable record that ranges among ``refs`` may name.
 
-    All of them where nothing is named; of ``run`` alone, if that is given.
+    Without ``refs`` all of them. ``run``: only those of this run.
     """
     named = list(refs)
     texts = [ref for ref in named if not isinstance(ref, Commit)]
@@ -102,51 +102,48 @@ def unread_within(found: CommitList, refs: Iterable[str | Commit], run: str | No
         is_named = any(name.step in steps for of, steps in ranges if of == name.run_hash)
         return (is_named or not named) and (run is None or run_hash(run) == name.run_hash)
 
-    return sorted(filter(may_be, found.damaged))
+    return sorted(filter(may_be, listed.damaged))
 
 
 def resolve_forgotten(repo: Repository, ref: str | Commit, commits: CommitList) -> list[Commit]:
-    """Return what is to be restored by ``ref``: as `resolve_many`, but RUN@STEP and ranges mean what was forgotten.
+    """Return the commits that ``ref`` names for a restore: RUN@STEP and ranges mean forgotten checkpoints.
 
-    Of a range, all at whose step nothing is visible. Raises as `resolve`; `InvalidInput` with the ids to choose from if
-    several were forgotten at one step.
+    A range means all steps without a visible checkpoint. Raises as `resolve`; `InvalidInput` with the ids to choose
+    from if several were forgotten at one step.
     """
     if isinstance(ref, Commit):
         return [resolve(repo, ref, commits)]
     run, _, where = _text(ref).rpartition("@")
     if (steps := _steps_of(ref)) is not None:
-        found = _forgotten(commits, run, steps)
-        if not found:
+        forgotten = _forgotten(commits, run, steps)
+        if not forgotten:
             is_known = any(commit.run == run for commit in commits.live())
-            nothing = f"nothing of run {run!r} in {repo.storage.url} is forgotten of the steps {where}{_doubt(commits)}"
+            nothing = f"run {run!r} in {repo.storage.url} has no forgotten checkpoint in {where}{_doubt(commits)}"
             raise NotFound(nothing if is_known else about_run(repo, commits, run))
-        return found
+        return forgotten
     if run and _STEP.fullmatch(where) and commits.at(run, int(where)) is None:
         return _forgotten(commits, run, range(int(where), int(where) + 1)) or [resolve(repo, ref, commits)]
     return [resolve(repo, ref, commits)]
 
 
 def _forgotten(commits: CommitList, run: str, steps: range) -> list[Commit]:
-    """Return what was forgotten of some steps of a run, but where something is visible; in order of steps."""
+    """Return the forgotten checkpoints of steps without a visible one, in order of steps."""
     at: dict[int, dict[ManifestId, Commit]] = defaultdict(dict)
-    for one in commits.live():
-        if one.is_forgotten and one.run == run and one.step in steps and commits.at(run, one.step) is None:
-            at[one.step][one.id] = one  # of an id the one that answers is the last
+    for commit in commits.live():
+        if commit.is_forgotten and commit.run == run and commit.step in steps and commits.at(run, commit.step) is None:
+            at[commit.step][commit.id] = commit  # of one id the commit that answers comes last
     for step, ids in at.items():
         if len(ids) > 1:
-            named = _listed([f"{one.id[:16]} (of {_moment(one)})" for one in ids.values()])
+            dated = ((commit.id[:16], time_of(commit.committed.created_at)) for commit in ids.values())
+            named = _listed([f"{id} (of {time:%Y-%m-%d %H:%M:%S} UTC)" for id, time in dated])
             raise InvalidInput(f"{len(ids)} checkpoints of {run}@{step} were forgotten: {named}; name one by its id")
-    return [one for step in sorted(at) for one in at[step].values()]
-
-
-def _moment(commit: Commit) -> str:
-    return f"{time_of(commit.committed.created_at):%Y-%m-%d %H:%M:%S} UTC"
+    return [commit for step in sorted(at) for commit in at[step].values()]
 
 
 def _followed(repo: Repository, run: str | None, where: str) -> Commit | None:
-    """Return the newest visible commit of all runs (None), or the newest or that of a step of one, as announced.
+    """Return the newest visible commit of all runs (None), or the newest or one of a step of a run, by announcements.
 
-    None where announcements show none: then a listing says what there is instead.
+    None if the announcements show none. Then a listing says what there is instead.
     """
     try:
         if run is None:
@@ -161,7 +158,7 @@ def _followed(repo: Repository, run: str | None, where: str) -> Commit | None:
 
 
 def _by_its_log(repo: Repository, commit: Commit) -> Commit | None:
-    """Return a commit as it is now, in two requests at once; None where its own log does not say all of that."""
+    """Return a commit as it is now, with two parallel requests; None if its own log is not enough."""
     try:
         now = read_log(repo, commit.txid)
     except (Damaged, Refused):
@@ -169,33 +166,33 @@ def _by_its_log(repo: Repository, commit: Commit) -> Commit | None:
     return now if now is not None and now.live and now.answers and now.id == commit.id else None
 
 
-def _as_it_is(repo: Repository, found: CommitList, commit: Commit) -> Commit:
-    listed = found.commits.get(commit.txid)
-    is_same = listed is not None and isinstance(listed.first, Committed) and listed.id == commit.id
-    same = listed if is_same else None  # none where it is of another store, or its record is a false one now
-    if commit.txid in found.damaged:
+def _as_it_is(repo: Repository, listed: CommitList, commit: Commit) -> Commit:
+    known = listed.commits.get(commit.txid)
+    is_same = known is not None and isinstance(known.first, Committed) and known.id == commit.id
+    same = known if is_same else None  # None if it is of another store, or its record is a false one now
+    if commit.txid in listed.damaged:
         return same or commit
-    now = same or _by_id(repo, found, commit.id)
+    now = same or _by_id(repo, listed, commit.id)
     if now.live and now.answers:
         return now
-    other = found.of_id(now.id)  # it was rewritten, or that was undone
+    other = listed.of_id(now.id)  # it was rewritten, or that was undone
     if other is not None and (other.run, other.step) != (now.run, now.step):
         raise Refused(
-            f"the commit records of {other} and {now} name one id: one of them is false", checkpoints=(now.id,)
+            f"the commit records of {other} and {now} name the same id: one of them is false", checkpoints=(now.id,)
         )
-    if other is None or not (other.visible or now.live or found.is_rewrite_of(other, now.txid)):
+    if other is None or not (other.visible or now.live or listed.is_rewrite_of(other, now.txid)):
         raise Gone(f"{now} was purged: it is gone for good; see `casckpt list`", checkpoints=(now.id,))
     return other
 
 
 def _text(ref: object) -> str:
     if not isinstance(ref, str):
-        raise InvalidInput(f"{ref!r:.80} is not text, and does not name a checkpoint: {GRAMMAR}")
+        raise InvalidInput(f"{ref!r:.80} is not a str, and does not name a checkpoint: {GRAMMAR}")
     return ref
 
 
 def _steps_of(ref: str) -> range | None:
-    """Return the steps that ``ref`` names, none where it is no range."""
+    """Return the steps that ``ref`` names, None if it is no range."""
     run, _, where = ref.rpartition("@")
     parts = _RANGE.fullmatch(where)
     if not parts:
@@ -207,62 +204,62 @@ def _steps_of(ref: str) -> range | None:
     return range(low, high + 1)
 
 
-def _range(repo: Repository, found: CommitList, ref: str) -> list[Commit]:
-    """Return the commits of a range of steps, none where ``ref`` is no range."""
+def _range(repo: Repository, listed: CommitList, ref: str) -> list[Commit]:
+    """Return the commits of a range of steps; [] if ``ref`` is no range."""
     steps = _steps_of(_text(ref))
     if steps is None:
         return []
     run, _, where = ref.rpartition("@")
-    commits = _commits_of_run(repo, found, run)
+    commits = _commits_of_run(repo, listed, run)
     within = [commit for commit in commits if commit.step in steps]
     if not within:
-        raise _no_step(repo, found, commits, f"step in {where}")
+        raise _no_step(repo, listed, commits, f"step in {where}")
     return sorted(within, key=lambda commit: commit.step)
 
 
-def _of_run(repo: Repository, found: CommitList, run: str, where: str) -> Commit:
+def _of_run(repo: Repository, listed: CommitList, run: str, where: str) -> Commit:
     if where != LATEST and not _STEP.fullmatch(where):
-        more = "a range is taken where several are" if _RANGE.fullmatch(where) else GRAMMAR
+        more = "a range names several" if _RANGE.fullmatch(where) else GRAMMAR
         raise InvalidInput(f"'{run}@{where}' does not name one checkpoint: {more}")
     if where == LATEST:
-        return _commits_of_run(repo, found, run)[-1]
-    return _at_step(repo, found, run, int(where))
+        return _commits_of_run(repo, listed, run)[-1]
+    return _at_step(repo, listed, run, int(where))
 
 
-def _at_step(repo: Repository, found: CommitList, run: str, step: int) -> Commit:
-    hits = [commit for commit in found.live() if (commit.run, commit.step) == (run, step)]
+def _at_step(repo: Repository, listed: CommitList, run: str, step: int) -> Commit:
+    hits = [commit for commit in listed.live() if (commit.run, commit.step) == (run, step)]
     visible = [commit for commit in hits if commit.visible]
     if visible:
         return visible[-1]
     if hits:
         message = f"{run}@{step} in {repo.storage.url} was forgotten; its id is {hits[-1].id}"
         raise NotFound(f"{message}; `casckpt restore STORE {hits[-1].id[:16]}` makes it visible again")
-    purged = [c for c in found.commits.values() if c.last == "purged" and (c.run, c.step) == (run, step)]
+    purged = [c for c in listed.commits.values() if c.last == "purged" and (c.run, c.step) == (run, step)]
     if purged:
         raise Gone(f"checkpoint {purged[-1]} was purged: it is gone for good; see `casckpt list`")
-    raise _no_step(repo, found, _commits_of_run(repo, found, run), f"step {step}")
+    raise _no_step(repo, listed, _commits_of_run(repo, listed, run), f"step {step}")
 
 
-def _commits_of_run(repo: Repository, found: CommitList, run: str) -> list[Commit]:
-    """Return the visible commits of a run, oldest first; NotFound if there is none."""
-    commits = [commit for commit in found.current() if commit.run == run]
+def _commits_of_run(repo: Repository, listed: CommitList, run: str) -> list[Commit]:
+    """Return the visible commits of a run, oldest first. Raises NotFound if there is none."""
+    commits = [commit for commit in listed.current() if commit.run == run]
     if commits:
         return commits
-    raise NotFound(about_run(repo, found, run))
+    raise NotFound(about_run(repo, listed, run))
 
 
 def similar_runs(run: str, runs: Sequence[str]) -> list[str]:
-    """Return those of ``runs`` that are spelt almost like ``run``, or begin with it, or it with them; in any case."""
+    """Return those of ``runs`` that are similar to ``run``, or one of which is a prefix of the other; ignores case."""
     name, names = run.casefold(), [other.casefold() for other in runs]
     close = difflib.get_close_matches(name, names, _SHOWN)
     near = [a in close or a.startswith(name) or name.startswith(a) for a in names]
     return [other for other, is_near in zip(runs, near, strict=True) if is_near and other != run][:_SHOWN]
 
 
-def about_run(repo: Repository, found: CommitList, run: str) -> str:
-    """Return what to say of a run that has no visible checkpoint: whether it had one, and which runs there are."""
-    forgotten = sum(commit.run == run for commit in found.live())
-    runs = found.runs()
+def about_run(repo: Repository, listed: CommitList, run: str) -> str:
+    """Return a message for a run without a visible checkpoint: whether it had one, and which runs there are."""
+    forgotten = sum(commit.run == run for commit in listed.live())
+    runs = listed.runs()
     near = similar_runs(run, runs)
     if forgotten:
         there = f"{forgotten} of it {'were' if forgotten > 1 else 'was'} forgotten: see `casckpt list --all`"
@@ -270,41 +267,42 @@ def about_run(repo: Repository, found: CommitList, run: str) -> str:
         there = f"did you mean {_listed(near)}?"
     else:
         there = f"there are {_listed(runs)}" if runs else "there is no visible checkpoint at all"
-    return f"there is no checkpoint of run {run!r} in {repo.storage.url}; {there}{_doubt(found)}"
+    return f"there is no checkpoint of run {run!r} in {repo.storage.url}; {there}{_doubt(listed)}"
 
 
-def _no_step(repo: Repository, found: CommitList, commits: Sequence[Commit], what: str) -> NotFound:
+def _no_step(repo: Repository, listed: CommitList, commits: Sequence[Commit], what: str) -> NotFound:
     newest = commits[-1]
     steps = sorted(commit.step for commit in commits)
     there = f"the newest is {newest.run}@{newest.step}, steps go from {steps[0]} to {steps[-1]}"
-    return NotFound(f"run {newest.run!r} in {repo.storage.url} has no {what}; {there}{_doubt(found)}")
+    return NotFound(f"run {newest.run!r} in {repo.storage.url} has no {what}; {there}{_doubt(listed)}")
 
 
-def _newest(repo: Repository, found: CommitList) -> Commit:
-    commits = found.current()
+def _newest(repo: Repository, listed: CommitList) -> Commit:
+    commits = listed.current()
     if not commits:
-        raise NotFound(f"there is no visible checkpoint in {repo.storage.url}; save one first{_doubt(found)}")
+        raise NotFound(f"there is no visible checkpoint in {repo.storage.url}; save one first{_doubt(listed)}")
     return commits[-1]
 
 
-def _by_id(repo: Repository, found: CommitList, prefix: str) -> Commit:
-    """Find a checkpoint by its id, or how that begins: what the id means."""
-    hits = [commit for commit in found.live() if commit.id.startswith(prefix)]
+def _by_id(repo: Repository, listed: CommitList, prefix: str) -> Commit:
+    """Return the commit that an id, or a prefix of one, means."""
+    hits = [commit for commit in listed.live() if commit.id.startswith(prefix)]
     ids = sorted({commit.id for commit in hits})
     if len(ids) > 1:
-        names = _listed([f"{id[:16]} ({_name_of(hits, id)})" for id in ids])
-        raise InvalidInput(f"{prefix!r} is the beginning of {len(ids)} ids: {names}; give more digits")
+        first = {commit.id: commit for commit in reversed(hits)}
+        names = _listed([f"{id[:16]} ({first[id].run}@{first[id].step})" for id in ids])
+        raise InvalidInput(f"{prefix!r} is a prefix of {len(ids)} ids: {names}; give more digits")
     if hits:
         return _meant(repo, sorted(hits, key=lambda commit: commit.rank, reverse=True))
-    purged = [c for c in found.commits.values() if c.last == "purged" and c.id.startswith(prefix)]
+    purged = [c for c in listed.commits.values() if c.last == "purged" and c.id.startswith(prefix)]
     if purged:
         raise Gone(f"checkpoint {purged[-1]} was purged: it is gone for good; see `casckpt list`")
-    raise NotFound(f"there is no checkpoint {prefix} in {repo.storage.url}; see `casckpt list --all`{_doubt(found)}")
+    raise NotFound(f"there is no checkpoint {prefix} in {repo.storage.url}; see `casckpt list --all`{_doubt(listed)}")
 
 
 def _meant(repo: Repository, hits: Sequence[Commit]) -> Commit:
-    """Return the first of the commits of an id; where their records differ, the first that is true."""
-    if len({(commit.run, commit.step) for commit in hits}) > 1:  # an id tells of one run and step
+    """Return the first of the commits of an id; if their records differ, the first with a matching manifest."""
+    if len({(commit.run, commit.step) for commit in hits}) > 1:  # an id belongs to one run and step
         for commit in hits:
             with suppress(Damaged, Refused, Gone):
                 manifests.get(repo, commit)
@@ -312,18 +310,13 @@ def _meant(repo: Repository, hits: Sequence[Commit]) -> Commit:
     return hits[0]
 
 
-def _name_of(hits: Sequence[Commit], id: str) -> str:
-    commit = next(commit for commit in hits if commit.id == id)
-    return f"{commit.run}@{commit.step}"
-
-
-def _tagged(repo: Repository, found: CommitList, name: str) -> Commit:
+def _tagged(repo: Repository, listed: CommitList, name: str) -> Commit:
     tag = get_tag(repo, name)
     if tag is None:
         raise no_tag(repo, name)
-    commit = named_by(tag, found)
+    commit = named_by(tag, listed)
     if commit is None:
-        raise NotFound(f"tag {name!r} names {tag.manifest[:12]}, which is not in {repo.storage.url}{_doubt(found)}")
+        raise NotFound(f"tag {name!r} names {tag.manifest[:12]}, which is not in {repo.storage.url}{_doubt(listed)}")
     if not commit.visible:
         what = f"{commit}, which was {commit.last}"
         more = f"; `casckpt restore STORE {commit.id}` makes it visible again" if commit.live else "; move the tag"
@@ -336,7 +329,7 @@ def _listed(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 
 
-def _doubt(found: CommitList) -> str:
-    count = len(found.damaged)
-    refused = next((f", as {error}" for error in found.damaged.values() if isinstance(error, Refused)), "")
+def _doubt(listed: CommitList) -> str:
+    count = len(listed.damaged)
+    refused = next((f", as {error}" for error in listed.damaged.values() if isinstance(error, Refused)), "")
     return f" ({count} commit records cannot be read: see `casckpt verify`{refused})" if count else ""

@@ -1,7 +1,7 @@
-"""Signatures of checkpoints: detached, over a domain string and the id, which proves all that was saved.
+"""Signatures of checkpoints: detached signatures of a domain string and the id, which covers all that was saved.
 
-What they do not cover is in docs/integrity.md: where the bytes lie, what else the store says of a checkpoint, and which
-one a name or "latest" means.
+docs/integrity.md says what they do not cover: where the bytes lie, other records of the store about a checkpoint, and
+which checkpoint a name or "latest" means.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ DOMAIN = b"casckpt 2026-11-23 the signature of a checkpoint\n"
 
 
 def message(id: ManifestId) -> bytes:
-    """Return what is signed of a checkpoint."""
+    """Return the signed message of a checkpoint."""
     return DOMAIN + id.encode() + b"\n"
 
 
 def sign(repo: Repository, commit: Commit, key: Ed25519PrivateKey) -> str:
-    """Put a signature of a checkpoint, whose manifest is there and is what its record says; the name of the key.
+    """Verify the manifest of a checkpoint and put a signature of the checkpoint. Return the name of the key.
 
-    One that is there and right stays; another one is replaced. Raises what `manifests.get` does, `Unsupported`.
+    A valid signature that exists stays; an invalid one is replaced. Raises as `manifests.get`, `Unsupported`.
     """
     check_requirements(repo)
     manifests.get(repo, commit)
@@ -44,51 +44,51 @@ def sign(repo: Repository, commit: Commit, key: Ed25519PrivateKey) -> str:
 
 
 def sign_save(repo: Repository, id: ManifestId) -> None:
-    """Sign what is about to be committed, where saves of ``repo`` are signed: who sees the commit sees that, too."""
+    """Sign a checkpoint before its commit if ``repo`` signs its saves. Whoever sees the commit can then verify it."""
     if repo.signer is not None:
         _put(repo, id, private_key_of(repo.signer))
 
 
 def _put(repo: Repository, id: ManifestId, key: Ed25519PrivateKey) -> str:
     public = public_key_of(key)
-    place, said = signature_key(id, key_name(public)), message(id)
+    place, signature = signature_key(id, key_name(public)), key.sign(message(id))
     try:
-        repo.storage.put(place, key.sign(said))
+        repo.storage.put(place, signature)
     except AlreadyExists:
         if not _is_signed(repo, id, public):
-            repo.storage.replace(place, key.sign(said))
+            repo.storage.replace(place, signature)
     return key_name(public)
 
 
 def check_trusted(repo: Repository, id: ManifestId, named: str) -> None:
-    """Raise `Unsigned` where ``repo`` is to be read only if it is signed, and this is not. Asked once for each id.
+    """Raise `Unsigned` if ``repo`` requires a signature and this checkpoint has none. Checked once for each id.
 
-    ``named``: what to call it. Raises `StorageError`, `Unsupported`.
+    ``named``: the checkpoint in the message. Raises `StorageError`, `Unsupported`.
     """
     if repo.trusted is None or id in repo.found_signed:
         return
     if not is_trusted(repo, id):
         names = ", ".join(sorted(key_name(key)[:12] for key in repo.trusted))
         raise Unsigned(
-            f"{named} has no right signature of {names}. Who knows it to be right makes one with `casckpt sign`",
+            f"{named} has no valid signature of {names}. If you know that it is right, sign it with `casckpt sign`",
             checkpoints=(id,),
         )
     repo.found_signed.add(id)
 
 
 def is_trusted(repo: Repository, id: ManifestId) -> bool:
-    """Tell whether a checkpoint may be loaded, by what lies in the store now. Raises `StorageError`, `Unsupported`."""
+    """Tell whether the signatures in the store allow to load a checkpoint. Raises `StorageError`, `Unsupported`."""
     return repo.trusted is None or any(_is_signed(repo, id, key) for key in repo.trusted)
 
 
 def get_trusted(repo: Repository, commit: Commit) -> Manifest:
-    """Return the manifest of a checkpoint that is to be loaded. Raises what `check_trusted` and `manifests.get` do."""
+    """Return the manifest of a checkpoint for a load. Raises as `check_trusted` and `manifests.get`."""
     check_trusted(repo, commit.id, str(commit))
     return manifests.get(repo, commit)
 
 
 def check_verified(repo: Repository, *, verify: bool) -> None:
-    """Raise `InvalidInput` where only what is signed is to be read, and bytes are not compared with that."""
+    """Raise `InvalidInput` if a signature is required but the bytes are not verified."""
     if repo.trusted is not None and not verify:
         raise InvalidInput("verify=False reads what nobody signed, and this store was opened with require_signature")
 
@@ -102,32 +102,33 @@ def _is_signed(repo: Repository, id: ManifestId, key: PublicKey) -> bool:
 
 
 def list_signatures(repo: Repository) -> dict[str, ManifestId]:
-    """List all signatures: key, and the checkpoint it is of. Raises `StorageError`."""
+    """List all signatures: the id of the checkpoint by key. Raises `StorageError`."""
     listed = repo.storage.list(PREFIX, known=parse_signature)
     return {entry.key: id for entry in listed if (id := parse_signature(entry.key)) is not None}
 
 
 def signers(repo: Repository, id: ManifestId) -> list[str]:
-    """Return the names of the keys that claim to have signed a checkpoint; nobody has looked. Raises `StorageError`."""
+    """Return the names of the keys that have a signature of a checkpoint, unverified. Raises `StorageError`."""
     prefix = f"{PREFIX}{id}/"
-    return sorted(one.key.removeprefix(prefix) for one in repo.storage.list(prefix) if parse_signature(one.key) == id)
+    keys = (entry.key for entry in repo.storage.list(prefix))
+    return sorted(key.removeprefix(prefix) for key in keys if parse_signature(key) == id)
 
 
 def remove_signatures(repo: Repository) -> None:
-    """Remove those of checkpoints that were purged, and of which no commit lives or is being copied to here.
+    """Remove the signatures of purged checkpoints without a live commit, unless one is being copied into this store.
 
-    A copy that begins meanwhile may lose one, which the next copy brings. Raises `StorageError`.
+    A copy that begins meanwhile may lose a signature; the next copy brings it again. Raises `StorageError`.
     """
     listed = list_signatures(repo)
     if not listed:
         return
-    opened = [one.began for one in open_transactions(repo, ())]
+    opened = [transaction.began for transaction in open_transactions(repo, ())]
     commits = list_commits(repo)
-    if commits.damaged or None in opened:  # nobody knows what lives, or is copied
+    if commits.damaged or None in opened:  # what is live or being copied is unknown
         return
     copied = {began.manifest for began in opened if began is not None}
-    purged = {one.id for one in commits.commits.values() if one.last == "purged"}
-    gone = purged - {one.id for one in commits.live()} - copied
+    purged = {commit.id for commit in commits.commits.values() if commit.last == "purged"}
+    gone = purged - {commit.id for commit in commits.live()} - copied
     for key, id in listed.items():
         if id in gone:
             repo.storage.delete(key)

@@ -1,7 +1,7 @@
-"""Watching a run: its new checkpoints, each once, in the order in which they were announced.
+"""Watching of a run: yields each new checkpoint once, in the order of announcements.
 
-An announcement comes before its record, so what it tells of may not be there yet, for as long as it likes; then it is
-asked for again, at longer and longer intervals. What is told was visible in a log that was read just then.
+An announcement comes before its record, so the record may be missing for any time. Then it is read again, at longer and
+longer intervals. A checkpoint is yielded only if its log, read just then, shows it visible.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from casckpt.format.keys import announcement_key, check_run, commit_key, parse_l
 from casckpt.format.names import ManifestId, TxId
 from casckpt.history.announcements import look, read_back
 from casckpt.history.commits import Commit, follow, list_commits, read_log
-from casckpt.history.following import hidden_from, is_visible, newest, told_by
+from casckpt.history.following import announced_by, hidden_from, is_visible, newest
 from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
 
 START = "start"
-LONGEST_PAUSE = 60.0  # seconds until a storage that has failed is asked again
-_CHECK = 16  # polls until it is looked whether the store is still the same
-_MOST = 32  # polls until what is not there yet is asked for again
+LONGEST_PAUSE = 60.0  # seconds until a failed storage is tried again
+_CHECK = 16  # polls until a check whether the store is still the same
+_MOST = 32  # polls until a missing record is read again
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A commit that is new and visible. ``late``: one that was saved later had been told, or was there before."""
+    """A commit that is new and visible. ``late``: a later save was yielded, or visible, before it."""
 
     commit: Commit
     late: bool
@@ -40,7 +40,7 @@ class Notice:
 
 @dataclass(slots=True)
 class _Awaited:
-    """``number``: of the record in its log that was announced. ``due``: at which poll it is looked at."""
+    """An announced record that is not there yet. ``number``: in its log. ``due``: the poll at which it is read."""
 
     number: int
     due: int
@@ -48,30 +48,30 @@ class _Awaited:
 
 
 class Expected:
-    """What was announced and is to be told, if it comes to that. Does no I/O.
+    """Decides which announced commits are yielded, and when their logs are read. Does no I/O.
 
-    ``newest``: when the one began that was saved last of those that were told, or there before. ``polls``: the clock.
+    ``newest``: origin of the latest save that was yielded, or visible at the start. ``polls``: the clock.
     """
 
     def __init__(self) -> None:
         self.newest: TxId | None = None
         self.polls = 0
         self._floor: TxId | None = None
-        self._new: set[TxId] = set()  # what was announced, and has not been told
+        self._new: set[TxId] = set()  # announced, and not yielded yet
         self._awaited: dict[TxId, _Awaited] = {}
-        self._told: set[ManifestId] = set()
+        self._yielded: set[ManifestId] = set()
 
     def begin_behind(self, commit: Commit) -> None:
-        """Take a checkpoint for one that was told."""
+        """Treat a checkpoint as yielded."""
         self.newest = commit.origin
-        self._told.add(commit.id)
+        self._yielded.add(commit.id)
 
     def begin_anew(self) -> None:
-        """Of all that is announced from now on, only what was begun after ``newest`` is new."""
+        """From now on, only announced transactions that began after ``newest`` are new."""
         self._floor = self.newest
 
     def note(self, txid: TxId, number: int = 0) -> None:
-        """Expect a record of a log. Only what was expected from its first record on is ever told."""
+        """Expect a record of a log. A commit is yielded only if its first record was expected."""
         if number == 0 and (self._floor is None or txid > self._floor):
             self._new.add(txid)
         if txid in self._new:
@@ -79,61 +79,61 @@ class Expected:
             self._awaited[txid] = _Awaited(max(number, held.number if held else 0), self.polls)
 
     def due(self) -> list[TxId]:
-        """Return what is to be looked at now, as it was announced."""
-        return [txid for txid, one in self._awaited.items() if one.due <= self.polls]
+        """Return the transactions whose logs are to be read now, in order of announcement."""
+        return [txid for txid, awaited in self._awaited.items() if awaited.due <= self.polls]
 
     def latest(self) -> list[TxId]:
-        """Return what is due and may be newer than ``newest``, the last first; the rest is dropped."""
+        """Return the due transactions that may be newer than ``newest``, latest first. Drop older ones."""
         for txid in [txid for txid in self._awaited if self.newest is not None and txid <= self.newest]:
             self.drop(txid)
         return sorted(self.due(), reverse=True)
 
     def judge(self, txid: TxId, seen: Commit | None, stands: Commit | None) -> Commit | None:
-        """Return what is to be told. ``seen``: the log of ``txid``, None for none; ``stands``: what has replaced it."""
+        """Return the commit to yield, if any. ``seen``: from the log of ``txid``. ``stands``: what has replaced it."""
         if seen is None or stands is None:
             self._wait(txid)
-        elif self._is_over(seen) or stands.id in self._told:
+        elif self._is_over(seen) or stands.id in self._yielded:
             self.drop(txid)
         elif stands.visible:
             return stands
         elif seen.live and seen.number < self._awaited[txid].number:
             self._wait(txid)
         else:
-            del self._awaited[txid]  # until a record more is announced, such as one that restores it
+            del self._awaited[txid]  # until another record is announced, such as one that restores it
         return None
 
     def is_late(self, commit: Commit) -> bool:
-        """Tell whether one that was saved later is known."""
+        """Tell whether a later save is known."""
         return self.newest is not None and commit.origin < self.newest
 
-    def tell(self, txid: TxId, commit: Commit) -> Notice:
-        """Never tell it again."""
-        told = Notice(commit, self.is_late(commit))
+    def take(self, txid: TxId, commit: Commit) -> Notice:
+        """Return the notice of a commit, and note that it was yielded."""
+        notice = Notice(commit, self.is_late(commit))
         self.newest = max(self.newest or commit.origin, commit.origin)
-        self._told.add(commit.id)
+        self._yielded.add(commit.id)
         self.drop(txid)
-        return told
+        return notice
 
     def drop(self, txid: TxId) -> None:
-        """Expect it no longer."""
+        """Stop to expect a transaction."""
         self._new.discard(txid)
         self._awaited.pop(txid, None)
 
     def _is_over(self, seen: Commit) -> bool:
-        """A rewrite is as new as what it replaces."""
+        """Tell whether it was revoked, or is a rewrite of a commit that is not new."""
         return seen.last == "revoked" or (seen.replaces is not None and seen.replaces[0] not in self._new)
 
     def _wait(self, txid: TxId) -> None:
-        one = self._awaited[txid]
-        one.due, one.pause = self.polls + one.pause, min(2 * one.pause, _MOST)
+        awaited = self._awaited[txid]
+        awaited.due, awaited.pause = self.polls + awaited.pause, min(2 * awaited.pause, _MOST)
 
 
 class Watcher:
-    """Reads the announcements of a run, and the logs of what is new; what goes wrong may be tried again at any time.
+    """Reads the announcements of a run, and the logs of new transactions. A failed call may be repeated at any time.
 
-    ``after``: None for what is committed from now on, `START`, or a checkpoint, as it is or by a reference; it may be
-    purged. ``latest_only``: only what was saved last by then. Raises `InvalidInput`, `NotFound` for a reference to
-    nothing, `StorageError`. There need not be a store yet.
+    ``after``: None for commits from now on, `START`, or a checkpoint or reference, which may be purged.
+    ``latest_only``: only the latest save at each call. The store need not exist yet. Raises `InvalidInput`, `NotFound`
+    for a reference to nothing, `StorageError`.
     """
 
     def __init__(self, repo: Repository, run: str, after: str | Commit | None = None, *, latest_only: bool) -> None:
@@ -146,22 +146,22 @@ class Watcher:
         try:
             self._known = look(repo, self._hash)
         except NotFound:
-            return  # whatever comes is new
+            return  # everything is new
         if behind is not None:
             self._expected.begin_behind(behind)
         if after is None or latest_only:
-            self._begin_at_head(tell=after is not None)
+            self._begin_at_head(with_newest=after is not None)
         elif behind is not None:
             self._begin_behind(behind)
 
-    def _begin_at_head(self, *, tell: bool) -> None:
-        """``tell``: the newest that is there, too, if it is new."""
+    def _begin_at_head(self, *, with_newest: bool) -> None:
+        """Begin behind the announcements. ``with_newest``: also yield the newest visible checkpoint, if it is new."""
         self._next = self._head + 1
         self._note_open()
         last = newest(self._repo, self._run, is_visible, skip_doubtful=True)
         if last is None:
             return
-        if not tell:
+        if not with_newest:
             self._expected.begin_behind(last)
             return
         for txid in (last.txid, *([last.replaces[0]] if last.replaces else [])):
@@ -174,7 +174,7 @@ class Watcher:
         self._note_open()
 
     def _note_open(self) -> None:
-        """Expect the saves that are in progress: they may have been announced before."""
+        """Expect the saves in progress, because they may be announced already."""
         names = (parse_log(entry.key) for entry in self._repo.storage.list("transactions/", known=parse_log))
         for txid in sorted({name[0] for name in names if name and parse_txid(name[0]).run_hash == self._hash}):
             if self._repo.storage.size(commit_key(txid)) is None:
@@ -186,9 +186,9 @@ class Watcher:
         while low > 0:
             low, count = max(0, low - count), 2 * count
             known = read_back(self._repo, self._hash, low)
-            found = [number for number in range(low, known.head + 1) if (txid, 0) in told_by(known, number)]
-            if found:
-                return found[0]
+            numbers = [number for number in range(low, known.head + 1) if (txid, 0) in announced_by(known, number)]
+            if numbers:
+                return numbers[0]
         return -1
 
     @property
@@ -196,18 +196,18 @@ class Watcher:
         return -1 if self._known is None else self._known.head
 
     def next(self) -> Notice | None:
-        """Return what is to be told next, None for nothing now. Raises `StorageError`, and what the marker raises."""
+        """Return the next notice, None if there is none now. Raises `StorageError`, and as reading the marker."""
         if self._latest_only:
             self._poll()
-            return self._tell_latest()
-        found = self._tell_first()
-        if found is None:
+            return self._take_latest()
+        notice = self._take_first()
+        if notice is None:
             self._poll()
-            found = self._tell_first()
-        return found
+            notice = self._take_first()
+        return notice
 
     def _poll(self) -> None:
-        """One small request, and more only for what is new."""
+        """Look for new announcements: one small request if there are none."""
         self._expected.polls += 1
         is_time = self._known is None or self._next <= self._head or self._expected.polls % _CHECK == 0
         if is_time or self._repo.storage.size(announcement_key(self._hash, self._head + 1)) is not None:
@@ -218,40 +218,40 @@ class Watcher:
             known = look(self._repo, self._hash)
         except NotFound:
             return
-        if self._known not in (None, known):  # another store is in its place, or an older copy of it
+        if self._known not in (None, known):  # another store, or an older copy of this one, is at the URL
             self._next = 0
             self._expected.begin_anew()
-        with known.lock.get():  # who adds an announcement raises the head before
+        with known.lock.get():  # otherwise another thread could raise the head meanwhile
             self._known = read_back(self._repo, self._hash, self._next)
             head = known.head
-            announced = [one for number in range(self._next, head + 1) for one in told_by(known, number)]
-        for one in announced:
-            self._expected.note(*one)
+            announced = [record for number in range(self._next, head + 1) for record in announced_by(known, number)]
+        for txid, of_log in announced:
+            self._expected.note(txid, of_log)
         for txid in sorted(hidden_from(self._repo, self._hash, known, self._next)):
             if self._expected.newest is None or txid > self._expected.newest:
                 self._expected.note(txid)
         self._next = head + 1
 
-    def _tell_first(self) -> Notice | None:
+    def _take_first(self) -> Notice | None:
         for txid in self._expected.due():
-            commit = self._look(txid)
+            commit = self._read_commit(txid)
             if commit is not None:
-                return self._expected.tell(txid, commit)
+                return self._expected.take(txid, commit)
         return None
 
-    def _tell_latest(self) -> Notice | None:
+    def _take_latest(self) -> Notice | None:
         best: tuple[TxId, Commit] | None = None
         for txid in self._expected.latest():
             if best is not None and best[1].origin >= txid:
                 break
-            commit = self._look(txid)
+            commit = self._read_commit(txid)
             if commit is not None and self._expected.is_late(commit):
                 self._expected.drop(txid)  # a copy, which is older than its transaction
             elif commit is not None and (best is None or commit.order > best[1].order):
                 best = txid, commit
-        return None if best is None else self._expected.tell(*best)
+        return None if best is None else self._expected.take(*best)
 
-    def _look(self, txid: TxId) -> Commit | None:
+    def _read_commit(self, txid: TxId) -> Commit | None:
         try:
             seen = read_log(self._repo, txid)
             stands = seen if seen is None or seen.replaced is None else follow(self._repo, seen)
@@ -270,21 +270,21 @@ def watch(
     sleep: Callable[[float], None] = time.sleep,
     now: Callable[[], float] = time.monotonic,
 ) -> Iterator[Notice]:
-    """Yield what is new, and ask again every ``poll`` seconds; end once nothing has come for ``timeout`` seconds.
+    """Yield new commits, and poll every ``poll`` seconds. End after ``timeout`` seconds without a new one.
 
-    A storage that fails is asked again, less and less often. Raises `StorageError` where that is so at the end, and
-    what the store's marker raises.
+    A failed storage is tried again, at longer and longer intervals. Raises `StorageError` if it still fails at the end,
+    and as reading the store's marker.
     """
     since, pause = now(), poll
     while True:
         failure: StorageError | None = None
         try:
-            told = watcher.next()
+            notice = watcher.next()
         except StorageError as error:
-            told, failure = None, error
-            log.warning("the run is not watched for now; it is tried again: %s", error)
-        if told is not None:
-            yield told
+            notice, failure = None, error
+            log.warning("the run cannot be watched now; it is tried again: %s", error)
+        if notice is not None:
+            yield notice
             since, pause = now(), poll
             continue
         left = math.inf if timeout is None else since + timeout - now()
@@ -304,12 +304,12 @@ def _referred(repo: Repository, run: str, after: str | Commit) -> Commit:
 
 
 def _resolved(repo: Repository, ref: str) -> Commit:
-    """Return what a reference names, or named before that was forgotten or purged."""
+    """Return what a reference names, or named before it was forgotten or purged."""
     try:
         return resolve(repo, ref)
     except NotFound:
-        ended = [one for one in list_commits(repo).commits.values() if one.last != "revoked"]
-        named = [one for one in ended if ref == f"{one.run}@{one.step}" or one.id.startswith(ref.lower())]
+        every = [commit for commit in list_commits(repo).commits.values() if commit.last != "revoked"]
+        named = [one for one in every if ref == f"{one.run}@{one.step}" or one.id.startswith(ref.lower())]
         if not named:
             raise
-        return max(named, key=lambda one: one.order)
+        return max(named, key=lambda commit: commit.order)

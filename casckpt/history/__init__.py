@@ -1,4 +1,4 @@
-"""Which checkpoints exist: records, logs and what follows from them.
+"""Which checkpoints exist: records, logs, and the commits that follow from them.
 
 - A **transaction** (`transactions`) is a save in progress. Its end is one record in commits/.
 - A **log** is the numbered records of one transaction. `commits` reads and appends to logs.

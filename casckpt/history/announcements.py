@@ -1,12 +1,13 @@
-"""Announcements: the log of each run in runs/, which shows saves and `latest` what changed, without all of commits/.
+"""Announcements: the log of each run in runs/, which shows what changed without a listing of commits/.
 
-Before anybody creates a record in commits/ he announces it, at the next free number of its run. So who knows the run
-up to N asks for N + 1 until there is none, and then knows every transaction that had a record when he began. What
-became of each stands in its own log in commits/, which is read by its keys. An announcement whose record is not there
-yet is kept like any other, and its log is read again. Nothing is deleted or reused on an announcement's word.
+A writer announces a record at the next free number of its run before it creates the record in commits/. A reader that
+knows the run up to N asks for N + 1 until there is none. Then it knows every transaction that had a record when it
+began. The state of each transaction stands in its own log in commits/, which is read by its keys. An announcement whose
+record is missing is kept like any other, and its log is read again. An announcement alone never causes a delete or a
+reuse.
 
-What was read is kept by the host, in its catalogue: the immutable announcements themselves, and nothing derived. So how
-far a host has read and what it waits for can never differ. tests/model/protocol/announcements.py walks interleavings.
+The catalogue of the host keeps the announcements that were read, and nothing derived from them. So what a host has read
+and what it waits for cannot differ. tests/model/protocol/announcements.py explores the interleavings.
 """
 
 from __future__ import annotations
@@ -22,32 +23,33 @@ from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused
 from casckpt.format import records
 from casckpt.format.keys import MARKER, announcement_key, parse_announcement, parse_txid, run_folder
 from casckpt.format.names import TxId
-from casckpt.format.records import MAX_RECORD_BYTES, Announced
+from casckpt.format.records import Announced
 from casckpt.plan.lots import grouped
 from casckpt.repository.caches import RunCache
+from casckpt.repository.reading import fetch_record
 from casckpt.repository.repository import Repository
 
 PREFIX = "runs/"
-_AT_ONCE = 1000  # that one announcement tells of
-_NOT_WHAT_IT_WAS = (
-    "the store at %s is not what it was: %s is not what this host has read there, so it was put back from a copy, or "
-    "lost records. What this host knew of it counts no more"
+_AT_ONCE = 1000  # records in one announcement
+_CHANGED = (
+    "the store at %s was put back from a copy, or lost records: %s differs from what this host has read. The host "
+    "forgets what it knew of the store"
 )
 
 log = logging.getLogger(__name__)
 
 Fetched: TypeAlias = Announced | CasckptError | None
-"""An announcement, why it cannot be read, or None where there is none."""
+"""An announcement, the reason why it cannot be read, or None if there is none."""
 Announcement: TypeAlias = tuple[TxId, int]
-"""A transaction and the number of a record in its log that somebody is about to create."""
+"""A transaction, and the number of a record in its log that a writer is about to create."""
 
 
 def look(repo: Repository, run: str, *, anew: bool = False) -> RunCache:
-    """Return the announcements of a run (by its hash), ``head`` at least the highest that was there when this began.
+    """Return the announcements of a run (by its hash). ``head`` is at least the highest number when this call began.
 
-    ``anew``: without those that the host has read, unless this process knows them. Two small requests where they are
-    known, and one for each announcement since; else two listings of a folder. Raises `NotFound` where there is no
-    store, `StorageError`.
+    ``anew``: ignore what the host has read, except what this process knows. Takes two small requests and one for each
+    new announcement if the run is known, otherwise two listings of a folder. Raises `NotFound` where there is no store,
+    `StorageError`.
     """
     repo.check_exists()
     known = repo.runs[run]
@@ -59,27 +61,27 @@ def look(repo: Repository, run: str, *, anew: bool = False) -> RunCache:
             return known
         if _read_on(repo, run, known):
             return known
-    is_gone = repo.storage.size(MARKER) is None  # then a save makes a new one, and says so
-    told = logging.INFO if is_gone else logging.WARNING
-    log.log(told, _NOT_WHAT_IT_WAS, repo.storage.url, announcement_key(run, known.head))
+    is_gone = repo.storage.size(MARKER) is None  # then a save creates a new store, and logs it
+    level = logging.INFO if is_gone else logging.WARNING
+    log.log(level, _CHANGED, repo.storage.url, announcement_key(run, known.head))
     repo.forget_all(keep_marker=is_gone)
     return look(repo, run)
 
 
 def read_back(repo: Repository, run: str, low: int = 0) -> RunCache:
-    """Read all from the number ``low`` to the head that nobody has read yet. `look` first. Raises `StorageError`."""
+    """Read all unread announcements from ``low`` to the head. Call `look` first. Raises `StorageError`."""
     known = repo.runs[run]
     with known.lock.get():
         numbers = known.unread(low)
-        for number, found in zip(numbers, _fetch(repo, run, numbers), strict=True):
-            _add(known, run, number, NotFound("it is missing") if found is None else found)
+        for number, record in zip(numbers, _fetch(repo, run, numbers), strict=True):
+            _add(known, run, number, NotFound("it is missing") if record is None else record)
     return known
 
 
 def announce(repo: Repository, announced: Iterable[Announcement], *, seen: int | None = None) -> None:
-    """Announce records, before they are created. What this process knows to be announced is not announced again.
+    """Announce records before they are created, unless this process knows that they are announced.
 
-    ``seen``: of a save that has looked, and whose txid is later than all that it saw: up to which number. Raises
+    ``seen``: the highest number that the save had read when it began; its txid is later than all that it read. Raises
     `StorageError`.
     """
     for run, of_run in grouped(announced, lambda one: parse_txid(one[0]).run_hash).items():
@@ -92,7 +94,7 @@ def _announce(repo: Repository, run: str, wanted: Sequence[Announcement], seen: 
     with known.lock.get():
         left = _unannounced(known, wanted)
         if left and seen is None:
-            known = look(repo, run)  # a number is never put behind a hole: another store may be in its place
+            known = look(repo, run)  # never put a number behind a gap: another store may be at the URL
             left = _unannounced(known, wanted)
         while left:
             number = known.head + 1
@@ -100,8 +102,8 @@ def _announce(repo: Repository, run: str, wanted: Sequence[Announcement], seen: 
             try:
                 repo.put_record(announcement_key(run, number), record)
             except Conflict:
-                (found,) = _fetch(repo, run, [number])  # somebody else has it, and it may tell of the same
-                _add(known, run, number, found)
+                (taken,) = _fetch(repo, run, [number])  # another writer has the number; it may announce the same
+                _add(known, run, number, taken)
             else:
                 repo.catalogue.add_records({announcement_key(run, number): records.encode(record)})
                 known.add(number, record)
@@ -109,8 +111,8 @@ def _announce(repo: Repository, run: str, wanted: Sequence[Announcement], seen: 
 
 
 def fill(repo: Repository, run: str, number: int) -> None:
-    """Put an announcement of nothing where one is missing, so that nobody stops there. Raises `StorageError`."""
-    with suppress(Conflict):  # it is there, and cannot be read
+    """Put an empty announcement where one is missing, so that readers do not stop there. Raises `StorageError`."""
+    with suppress(Conflict):  # it exists, and cannot be read
         repo.put_record(announcement_key(run, number), Announced(time=repo.clock(), announced=[]))
 
 
@@ -118,12 +120,12 @@ def runs(repo: Repository) -> list[str]:
     """Return the hashes of all runs. Raises `StorageError`."""
     repo.check_exists()
     _, folders = repo.storage.list_folder(PREFIX.rstrip("/"))
-    found = (parse_announcement(f"{folder}/000000/000") for folder in folders)
-    return sorted(name[0] for name in found if name is not None)
+    names = (parse_announcement(f"{folder}/000000/000") for folder in folders)
+    return sorted(name[0] for name in names if name is not None)
 
 
 def are_there_any(repo: Repository) -> bool:
-    """Tell whether any run has an announcement; a folder without one is none. Raises `StorageError`."""
+    """Tell whether any run has an announcement. Empty folders do not count. Raises `StorageError`."""
     return any(parse_announcement(entry.key) for entry in repo.storage.list(PREFIX))
 
 
@@ -132,18 +134,18 @@ def _unannounced(known: RunCache, wanted: Iterable[Announcement]) -> list[Announ
 
 
 def _load(repo: Repository, run: str, known: RunCache) -> None:
-    """Take note of what this host has read, once for each process."""
+    """Load what this host has read, once for each process."""
     if known.is_loaded:
         return
     known.is_loaded = True
     for key, data in repo.catalogue.records(f"{run_folder(run)}/").items():
-        name, found = parse_announcement(key), _decoded(run, key, data)
-        if name is not None and isinstance(found, Announced):
-            known.add(name[1], found)
+        name, record = parse_announcement(key), _decoded(run, key, data)
+        if name is not None and isinstance(record, Announced):
+            known.add(name[1], record)
 
 
 def _head(repo: Repository, run: str) -> int:
-    """Return the highest number of a run, -1 for none: of the first folder that holds any, the first name."""
+    """Return the highest number of a run, -1 for none. Folders sort by descending numbers."""
     _, folders = repo.storage.list_folder(run_folder(run))
     for folder in sorted(folders):
         entries, _ = repo.storage.list_folder(folder)
@@ -153,62 +155,60 @@ def _head(repo: Repository, run: str) -> int:
 
 
 def _read_on(repo: Repository, run: str, known: RunCache) -> bool:
-    """Read what comes behind the head, until there is none. False where the head is not what was read there before."""
+    """Read the announcements behind the head. Return False if the head differs from what was read before."""
     before = known.records.get(known.head)
-    head, *found = _fetch(repo, run, (known.head, known.head + 1))
+    head, *behind = _fetch(repo, run, (known.head, known.head + 1))
     if head is None or (isinstance(head, Announced) and before not in (None, head)):
         return False
     if before is None:
         _add(known, run, known.head, head)
     most, count = repo.storage.traits.requests, 1
-    while None not in found:
-        for one in found:
-            _add(known, run, known.head + 1, one)
+    while None not in behind:
+        for record in behind:
+            _add(known, run, known.head + 1, record)
         count = min(2 * count, most)
-        found = _fetch(repo, run, range(known.head + 1, known.head + 1 + count))
-    for one in found[: found.index(None)]:
-        _add(known, run, known.head + 1, one)
+        behind = _fetch(repo, run, range(known.head + 1, known.head + 1 + count))
+    for record in behind[: behind.index(None)]:
+        _add(known, run, known.head + 1, record)
     return True
 
 
-def _add(known: RunCache, run: str, number: int, found: Fetched) -> None:
-    if isinstance(found, CasckptError):
-        log.warning("%s says nothing: %s; commits/ is listed instead", announcement_key(run, number), found)
-    known.add(number, found if isinstance(found, Announced) else None)
+def _add(known: RunCache, run: str, number: int, fetched: Fetched) -> None:
+    if isinstance(fetched, CasckptError):
+        log.warning("%s cannot be read: %s; commits/ is listed instead", announcement_key(run, number), fetched)
+    known.add(number, fetched if isinstance(fetched, Announced) else None)
 
 
 def _fetch(repo: Repository, run: str, numbers: Iterable[int]) -> list[Fetched]:
-    """Read announcements, several at once, and let the host keep those that are new. Raises `StorageError`."""
+    """Read announcements in parallel, and keep new ones in the catalogue. Raises `StorageError`."""
     wanted, known = list(numbers), repo.runs[run].records
     keys = [announcement_key(run, number) for number in wanted]
     rows = list(in_parallel(repo.storage.traits.requests, partial(_get, repo), keys))
-    found = [None if data is None else _decoded(run, key, data) for key, data in zip(keys, rows, strict=True)]
+    fetched = zip(keys, rows, strict=True)
+    decoded = [None if isinstance(data, NotFound) else _decoded(run, key, data) for key, data in fetched]
     held = {
         key: data
-        for number, key, data, one in zip(wanted, keys, rows, found, strict=True)
-        if isinstance(data, bytes) and isinstance(one, Announced) and number not in known
+        for number, key, data, record in zip(wanted, keys, rows, decoded, strict=True)
+        if isinstance(data, bytes) and isinstance(record, Announced) and number not in known
     }
     if held:
         repo.catalogue.add_records(held)
-    return found
+    return decoded
 
 
-def _get(repo: Repository, key: str) -> bytes | CasckptError | None:
-    try:
-        return repo.storage.get(key, limit=MAX_RECORD_BYTES)
-    except NotFound:
-        return None
-    except (Damaged, Refused) as error:
+def _get(repo: Repository, key: str) -> bytes | CasckptError:
+    data = fetch_record(repo, key)
+    if isinstance(data, Damaged | Refused):
         repo.storage.size(key)  # raises if a folder above it is a file: then no number is free, and none can be read
-        return error
+    return data
 
 
 def _decoded(run: str, key: str, data: bytes | CasckptError) -> Announced | CasckptError:
     if isinstance(data, CasckptError):
         return data
     try:
-        found: Announced = records.decode(data, Announced, key)
-        fits = all(parse_txid(txid).run_hash == run for txid, _ in found.announced)
+        record: Announced = records.decode(data, Announced, key)
+        fits = all(parse_txid(txid).run_hash == run for txid, _ in record.announced)
     except (Damaged, Refused) as error:
         return error
-    return found if fits else Refused(f"{key} is not usable: it tells of another run", key=key)
+    return record if fits else Refused(f"{key} is not usable: it names transactions of another run", key=key)

@@ -1,4 +1,4 @@
-"""Commits: the numbered log of each transaction in commits/, folded; and the only ways to add to it."""
+"""Commits: reads the logs in commits/, and appends to them. No other module does."""
 
 from __future__ import annotations
 
@@ -44,17 +44,16 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
 from casckpt.storage.base import ListedObject
 
-__all__ = ["Commit", "CommitList", "just_committed"]  # beside what stands here: whoever reads logs needs them, too
+__all__ = ["Commit", "CommitList", "just_committed"]  # also exported from here, because readers of logs need them
 
 PREFIX = "commits/"
 LaterKind: TypeAlias = type[Forgotten] | type[Restored] | type[Purged]
 
 Folded: TypeAlias = tuple[Mapping[str, Shown], "CommitList"]
-"""What a listing showed of each key, and what all of its records say together."""
+"""What a listing showed of each key, and the commits that follow from its records."""
 
-_NOT_WHAT_IT_WAS = (
-    "the store at %s is not what it was: it has no %s any more, so it was put back from a copy, or lost records. What "
-    "this host knew of it counts no more"
+_CHANGED = (
+    "the store at %s was put back from a copy, or lost records: %s is gone. The host forgets what it knew of the store"
 )
 _AFTER = {
     "forgotten": ("committed", "restored"),
@@ -65,7 +64,7 @@ log = logging.getLogger(__name__)
 
 
 def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:
-    """Return all transactions that ended: one LIST, and a read of each record that the catalogue lacks.
+    """Return all transactions that have ended: one LIST, and a read of each record that the catalogue lacks.
 
     ``anew``: read every record, also those that the catalogue has. Raises `NotFound` where there is no store,
     `StorageError`.
@@ -78,21 +77,21 @@ def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:
     if last and not touched:
         return listed
     if not seen <= now.keys():
-        log.warning(_NOT_WHAT_IT_WAS, repo.storage.url, min(seen - now.keys()))
+        log.warning(_CHANGED, repo.storage.url, min(seen - now.keys()))
         repo.forget_all(keep_marker=not now)
         return list_commits(repo, anew=anew)
     logs = _read_logs(repo, _entries(now, touched), anew=anew)
     _add_linked(repo, listed, logs)
     listed = _look_again(repo, with_logs(listed, logs), logs)
     if not listed.damaged and all(commit_key(txid) in now and is_whole(log) for txid, log in logs.items()):
-        repo.records.folded = (now, listed)  # else the next listing reads again what this one could not
+        repo.records.folded = (now, listed)  # otherwise the next listing reads again what this one could not
     return listed
 
 
 def _seen(repo: Repository, before: Mapping[str, Shown]) -> set[str]:
-    """Return the keys in commits/ that this process or its host has seen. Ask before a listing: others go on learning.
+    """Return the keys in commits/ that this process or its host has seen. Call it before a listing, not after.
 
-    None ever goes: where one is missing, the store was put back from a copy, or lost it, or is another in its place.
+    No key is ever deleted. If one is missing, the store was put back from a copy, lost it, or is another store.
     """
     own = {repo.last_commit} if repo.last_commit else set()
     if before:
@@ -101,14 +100,14 @@ def _seen(repo: Repository, before: Mapping[str, Shown]) -> set[str]:
 
 
 def list_names(repo: Repository) -> set[TxId]:
-    """Return the ids of all transactions that ended: one LIST, no reads. Raises `StorageError`."""
+    """Return the ids of all transactions that have ended: one LIST, no reads. Raises `StorageError`."""
     return {name[0] for entry in repo.storage.list(PREFIX, known=parse_log) if (name := parse_log(entry.key))}
 
 
 def read_log(repo: Repository, txid: TxId) -> Commit | None:
-    """Return what a transaction's log says now, read by its keys; None where it has no record.
+    """Return the commit of a transaction, from its log as it is now; None if it has no record.
 
-    As good as a listing of commits/ that begins now. Raises `Damaged` or `Refused` as `refresh`, `StorageError`.
+    The answer is that of a listing that begins now. Raises `Damaged` or `Refused` as `refresh`, `StorageError`.
     """
     keys = [(commit_key(txid), FirstRecord), (commit_key(txid, 1), LaterRecord)]
     first, second = in_parallel(repo.storage.traits.requests, lambda key: _record(repo, txid, *key), keys)
@@ -129,9 +128,10 @@ def _record(repo: Repository, txid: TxId, key: str, kind: Any) -> Read:
 
 
 def refresh(repo: Repository, commit: Commit) -> Commit:
-    """Return the commit as its log is now. Reads the records behind the one that ``commit`` knows.
+    """Return the commit as its log is now. Reads the records behind the last one that ``commit`` knows.
 
-    Of a rewrite the log of its base, too. Raises `Damaged` or `Refused` if the last one cannot be read, `StorageError`.
+    For a rewrite it also reads the log of the base. Raises `Damaged` or `Refused` if the last record cannot be read,
+    `StorageError`.
     """
     commit = _refreshed(repo, commit)
     if commit.replaces is None or commit.standing == VOID:
@@ -144,17 +144,9 @@ def refresh(repo: Repository, commit: Commit) -> Commit:
 
 def _refreshed(repo: Repository, commit: Commit) -> Commit:
     log: dict[int, Read] = {0: commit.first}
-    number = commit.number
-    while True:
-        key = commit_key(commit.txid, number + 1)
-        try:
-            log[number + 1] = _checked(repo.get_record(key, LaterRecord), commit.txid, key)
-        except (Damaged, Refused) as error:
-            log[number + 1] = error
-        except NotFound:
-            break
-        number += 1
-    if number == commit.number:
+    log |= _records_behind(repo, commit.txid, commit.number)
+    number = max(log)
+    if number <= commit.number:
         return commit
     if all(isinstance(record, Kept) for of, record in log.items() if of):
         return replace(commit, number=number)
@@ -165,9 +157,10 @@ def _refreshed(repo: Repository, commit: Commit) -> Commit:
 
 
 def follow(repo: Repository, commit: Commit) -> Commit:
-    """Return what has replaced ``commit`` in the end, as logs read now have it; itself where nothing has.
+    """Return the commit that has finally replaced ``commit``, from logs read now; ``commit`` itself if none has.
 
-    Where that is not visible, so it was at one instant: else what never was gone could seem to be. Raises as `refresh`.
+    If the result is not visible, all logs were unchanged at one instant. Otherwise a checkpoint that was always visible
+    could seem to be gone. Raises as `refresh`.
     """
     chain = [commit]
     while (link := chain[-1].replaced) is not None and (other := read_log(repo, link[1])) is not None:
@@ -178,13 +171,13 @@ def follow(repo: Repository, commit: Commit) -> Commit:
 
 
 def commit(repo: Repository, record: Committed, *, seen: int | None = None) -> None:
-    """Make a checkpoint visible: announce it, and create commits/<txid>. Its own record, put before, is success.
+    """Make a checkpoint visible: announce it, and create commits/<txid>. The same record put before is success.
 
-    A rewrite is not visible by that; the record that makes it so is announced, too.
+    A rewrite does not become visible by this, but the record that makes it visible is announced as well.
 
     ``seen``: see `casckpt.history.announcements.announce`. Raises `Revoked` if the transaction was revoked,
-    `Conflict` if something else has its name, `StorageError` if the storage does not say: then the commit may still
-    happen, until `casckpt.history.transactions.revoke` wins.
+    `Conflict` if another record has its name, `StorageError` without an answer of the storage: then the commit may
+    still happen, unless `casckpt.history.transactions.revoke` wins.
     """
     key = commit_key(record.txid)
     replaced = [] if record.replaces is None else [record.replaces]
@@ -195,7 +188,7 @@ def commit(repo: Repository, record: Committed, *, seen: int | None = None) -> N
         found = repo.get_record(key, FirstRecord)
         if isinstance(found, records.RevokedRecord):
             message = (
-                f"the save of {record.run}@{record.step} was given up on before it ended ({found.reason}): "
+                f"the save of {record.run}@{record.step} was revoked before it ended ({found.reason}): "
                 "a gc took it for dead, or it was aborted. Nothing of it is visible; save again"
             )
             raise Revoked(message, key=key) from None
@@ -206,7 +199,7 @@ def commit(repo: Repository, record: Committed, *, seen: int | None = None) -> N
 
 
 def gone(named: object, id: ManifestId, when: str, **attributes: object) -> Gone:
-    """Return the error for a checkpoint that was purged, ``when`` in words."""
+    """Return the error for a purged checkpoint. ``when``: part of the message."""
     return Gone(
         f"checkpoint {named} was purged {when}. Load another one (see `casckpt list`); lease=True, or Store.lease, "
         "keeps a checkpoint as long as it is read",
@@ -216,10 +209,10 @@ def gone(named: object, id: ManifestId, when: str, **attributes: object) -> Gone
 
 
 def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
-    """Announce and add a record of ``kind``, and return the commit as it is then; as it is, if it is in that state.
+    """Announce and append a record of ``kind``, unless the commit is in that state. Return the commit as it is then.
 
-    Of several that append at once exactly one wins. Raises `Conflict` if the log does not allow it, or if somebody
-    else was first with another record; `StorageError`.
+    If several processes append at once, exactly one wins. Raises `Conflict` if the log does not allow the record, or
+    if another process was first with another record; `StorageError`.
     """
     wanted = STATES[kind]
     _check_standing(commit, wanted)
@@ -236,65 +229,65 @@ def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
         now = refresh(repo, commit)
         if _holds(now, wanted):
             return now
-        if (now.last, now.restored) == (commit.last, commit.restored):  # the number was taken, and no more
+        if (now.last, now.restored) == (commit.last, commit.restored):  # only the number was taken
             return append(repo, now, kind)
-        message = f"{commit} was {now.last} by somebody else just now, so it was not {wanted}; look again"
+        message = f"{commit} was not {wanted}: another process has just {now.last} it; look again"
         raise Conflict(message, checkpoints=(commit.id,)) from None
     commit = replace(commit, last=wanted, number=number, changed_at=record.time)
     return replace(commit, restored=number, replaced=None) if kind is Restored else commit
 
 
 def forget(repo: Repository, commit: Commit) -> Commit:
-    """Make a checkpoint invisible, until it is restored or purged. A forgotten one is returned as it is.
+    """Hide a checkpoint until it is restored or purged. A forgotten one is returned as it is.
 
     Raises `Conflict` if it was purged, `StorageError`.
     """
     return append(repo, commit, Forgotten)
 
 
-def restore(repo: Repository, commit: Commit, *, as_read: bool = False, found: CommitList | None = None) -> Commit:
-    """Make a forgotten checkpoint visible again, or one that was replaced. A visible one is returned as it is.
+def restore(repo: Repository, commit: Commit, *, as_read: bool = False, listed: CommitList | None = None) -> Commit:
+    """Make a forgotten or replaced checkpoint visible again. A visible one is returned as it is.
 
-    ``as_read``: what took it away is the last record that ``commit`` knows, and nothing else is undone: for whoever
-    takes back what he did himself. ``found``: a listing, of who restores many and has asked what is demanded of
-    writers; None for a new one. Raises `Conflict` if it was purged, or if another checkpoint of its run and step is
-    visible; with ``as_read`` also if somebody has taken it away since; `StorageError`.
+    ``as_read``: only undo the last record that ``commit`` knows; for callers that undo their own change. ``listed``: a
+    listing, for callers that restore many and have checked the requirements; None for a new one. Raises `Conflict` if
+    it was purged, or if another checkpoint of its run and step is visible; with ``as_read`` also if another process has
+    hidden it since; `StorageError`.
     """
-    if found is None:
+    if listed is None:
         check_requirements(repo)
-        found = list_commits(repo)
-    now = found.commits.get(commit.txid, commit)
-    check_restore(found, now)
+        listed = list_commits(repo)
+    now = listed.commits.get(commit.txid, commit)
+    check_restore(listed, now)
     return append(repo, commit if as_read else now, Restored)
 
 
-def check_restore(found: CommitList, commit: Commit) -> None:
-    """Raise `Conflict` if ``commit`` cannot be restored by what was listed."""
+def check_restore(listed: CommitList, commit: Commit) -> None:
+    """Raise `Conflict` if ``commit`` cannot be restored according to a listing."""
     _check_standing(commit, "restored")
     if _holds(commit, "restored"):
         return
     _check_allowed(commit, "restored")
-    twin = found.at(commit.run, commit.step)
-    if twin is not None and not found.is_rewrite_of(twin, commit.txid):
+    twin = listed.at(commit.run, commit.step)
+    if twin is not None and not listed.is_rewrite_of(twin, commit.txid):
         message = f"{commit} was not restored: {twin} is visible under the same run and step. Forget that one first"
         raise Conflict(message, checkpoints=(commit.id, twin.id))
 
 
 def purge(repo: Repository, commit: Commit) -> Commit:
-    """End a forgotten checkpoint, or one that was replaced: from now on gc may delete its bytes.
+    """Purge a forgotten or replaced checkpoint, so that gc may delete its bytes. A purged one is returned as it is.
 
-    A purged one is returned as it is. Raises `Conflict` if it is neither, `StorageError`.
+    Raises `Conflict` if it is neither forgotten nor replaced, `StorageError`.
     """
     return append(repo, commit, Purged)
 
 
 def announce_all(repo: Repository, commits: Iterable[Commit]) -> None:
-    """Announce at once what `append` is about to add to each log. Raises `StorageError`."""
+    """Announce together what `append` is about to add to each log. Raises `StorageError`."""
     announce(repo, [(commit.txid, commit.number + 1) for commit in commits])
 
 
 def keep(repo: Repository, txid: TxId, number: int) -> bool:
-    """Take a number that was announced and never came: whoever may come yet finds it taken. False if it is by now.
+    """Take a number that was announced and has no record, so that a late writer finds it taken. False if it is taken.
 
     Safe at any time. Raises `StorageError`.
     """
@@ -306,9 +299,9 @@ def keep(repo: Repository, txid: TxId, number: int) -> bool:
 
 
 def purge_unreadable(repo: Repository, txid: TxId) -> None:
-    """End a transaction of which no first record can be read, so that gc works again.
+    """Purge a transaction with an unreadable first record, so that gc works again.
 
-    Raises `Conflict` if somebody else adds to its log at this instant, `StorageError`.
+    Raises `Conflict` if another process appends to its log at this instant, `StorageError`.
     """
     logs = (parse_log(entry.key) for entry in repo.storage.list(PREFIX, known=parse_log))
     number = max((log[1] for log in logs if log and log[0] == txid), default=0)
@@ -317,13 +310,13 @@ def purge_unreadable(repo: Repository, txid: TxId) -> None:
 
 
 def _touched(before: Mapping[str, Shown], now: Mapping[str, Shown]) -> set[TxId]:
-    """Return the transactions whose records are not those that an earlier listing showed. Of ten thousand, few are."""
+    """Return the transactions with records that an earlier listing did not show in the same way."""
     keys = {key for key, found in now.items() if before.get(key) != found} | (before.keys() - now.keys())
     return {name[0] for key in keys if (name := parse_log(key))}
 
 
 def _entries(listed: Mapping[str, Shown], touched: Collection[TxId]) -> dict[ListedObject, tuple[TxId, int]]:
-    """Return all records of the transactions, by what was listed of them; also lower ones, where those were not."""
+    """Return all records of the transactions by their entry in the listing, and lower numbers that were not listed."""
     names = {
         ListedObject(key, *found): name
         for key, found in listed.items()
@@ -331,7 +324,7 @@ def _entries(listed: Mapping[str, Shown], touched: Collection[TxId]) -> dict[Lis
     }
     for txid, highest in list(names.values()):
         for number in range(highest):
-            if (key := commit_key(txid, number)) not in listed:  # put while the listing ran, or gone
+            if (key := commit_key(txid, number)) not in listed:  # put during the listing, or gone
                 names[ListedObject(key, -1)] = (txid, number)
     return names
 
@@ -348,33 +341,39 @@ def _read_logs(
 
 
 def _add_linked(repo: Repository, listed: CommitList, logs: dict[TxId, dict[int, Read]]) -> None:
-    """Add the logs that those in ``logs`` speak of, and that the listing lacks: they were put while it ran, or gone."""
+    """Add the logs that records in ``logs`` refer to and that the listing lacks: put during the listing, or gone."""
     while True:
-        told = [record for log in logs.values() for record in log.values()]
-        wanted = {record.by for record in told if isinstance(record, Replaced)}
-        wanted |= {record.replaces[0] for record in told if isinstance(record, Committed) and record.replaces}
+        records = [record for log in logs.values() for record in log.values()]
+        wanted = {record.by for record in records if isinstance(record, Replaced)}
+        wanted |= {record.replaces[0] for record in records if isinstance(record, Committed) and record.replaces}
         wanted -= logs.keys() | listed.commits.keys()
         if not wanted:
             return
-        logs.update({txid: _log_by_key(repo, txid) for txid in sorted(wanted)})
+        for txid in sorted(wanted):
+            first = _record(repo, txid, commit_key(txid), FirstRecord)
+            logs[txid] = {0: first} | _records_behind(repo, txid, 0)
 
 
-def _log_by_key(repo: Repository, txid: TxId) -> dict[int, Read]:
-    log = {0: _record(repo, txid, commit_key(txid), FirstRecord)}
-    while not isinstance(found := _record(repo, txid, commit_key(txid, len(log)), LaterRecord), NotFound):
-        log[len(log)] = found
-    return log
+def _records_behind(repo: Repository, txid: TxId, number: int) -> dict[int, Read]:
+    """Read the records of a log behind ``number``, by their keys."""
+    records = dict[int, Read]()
+    while True:
+        number += 1
+        record = _record(repo, txid, commit_key(txid, number), LaterRecord)
+        if isinstance(record, NotFound):
+            return records
+        records[number] = record
 
 
 def _look_again(repo: Repository, listed: CommitList, logs: Collection[TxId]) -> CommitList:
-    """Read the logs of rewritten checkpoints of which the listing shows nothing visible, until nothing is new.
+    """Read the logs of rewritten checkpoints that the listing shows as hidden, until nothing is new.
 
-    A listing takes its time: it may show that a rewrite was forgotten, and miss that its base was restored before. Only
-    those that ``logs`` are of: the others were looked at before, and have not changed.
+    A listing is not atomic: it may show that a rewrite was forgotten, and miss that its base was restored before. Only
+    checkpoints with a log in ``logs`` are read, because the others were checked before and have not changed.
     """
     while True:
         now = {commit.txid: _again(repo, commit) for commit in _hidden(listed, logs)}
-        # by their numbers: where a record is lost, a log that is read by its keys ends there, and says something else
+        # compare numbers: if a record is lost, a log that is read by its keys ends there, and differs
         changed = {txid: commit for txid, commit in now.items() if commit.number > listed.commits[txid].number}
         if not changed:
             return listed
@@ -385,7 +384,7 @@ def _look_again(repo: Repository, listed: CommitList, logs: Collection[TxId]) ->
 
 
 def _hidden(listed: CommitList, touched: Collection[TxId]) -> list[Commit]:
-    """Return live commits of the ids that were rewritten, of which one was touched, and none is visible."""
+    """Return the live commits of rewritten ids without a visible commit, if one of them was touched."""
     live = [commit for commit in listed.commits.values() if commit.live]
     ids = {one.id for one in live if one.txid in touched and (one.replaces or one.replaced)}
     ids -= {one.id for one in live if one.visible} if ids else set()
@@ -399,19 +398,15 @@ def _again(repo: Repository, commit: Commit) -> Commit:
         return commit
 
 
-def _name(key: str) -> tuple[TxId, int]:
+def _kind(key: str) -> Any:
     name = parse_log(key)
     if name is None:
         raise Refused(f"not a key of the store: {key[:200]!r}")
-    return name
-
-
-def _kind(key: str) -> Any:
-    return LaterRecord if _name(key)[1] else FirstRecord
+    return LaterRecord if name[1] else FirstRecord
 
 
 def _checked(record: Read, txid: TxId, key: str) -> Read:
-    """Return the record, if it belongs under its key."""
+    """Return the record, or an error if it does not belong to its key."""
     if isinstance(record, CasckptError):
         return record
     if record.txid != txid:
@@ -427,7 +422,7 @@ def _holds(commit: Commit, wanted: str) -> bool:
 
 
 def _check_standing(commit: Commit, wanted: str) -> None:
-    """Of a rewrite that does not stand only a void one may be forgotten, and what was forgotten purged."""
+    """Raise `Conflict` for a rewrite that does not stand, except to forget a void one, or to purge it."""
     if commit.standing != STANDS and wanted != "purged" and (commit.standing, wanted) != (VOID, "forgotten"):
         raise Conflict(f"{commit} was not {wanted}: it is a rewrite that does not stand", checkpoints=(commit.id,))
 
@@ -440,5 +435,5 @@ def _check_allowed(commit: Commit, wanted: str) -> None:
     if commit.last == "revoked":
         raise Conflict(f"transaction {commit.txid} was revoked: there is no checkpoint to change")
     if commit.last == "replaced":
-        raise Conflict(f"{commit} has been rewritten, and was not {wanted}; look again", checkpoints=(commit.id,))
+        raise Conflict(f"{commit} was not {wanted}: it has been rewritten; look again", checkpoints=(commit.id,))
     raise Conflict(f"{commit} is {commit.last}, so it cannot be {wanted}; forget it first", checkpoints=(commit.id,))

@@ -1,9 +1,10 @@
-"""What the logs of commits/ say, folded: one by one, and of rewrites together with those of their bases.
+"""Folding of logs into commits: each log on its own, and the log of a rewrite together with that of its base.
 
-A rewrite is a commit that holds the checkpoint of another one, its base, at other places. It stands from the instant in
-which the record of the base that it has chosen says `replaced` by it, until a `restored` behind that takes it back;
-for ever, if the base is purged. Once that record holds something else, or was taken back, or the base is void, it is
-void for ever. So what a rewrite is stands in the log of its base, and in that of the base of that.
+A rewrite is a commit with the checkpoint of another commit, its base, in other blobs. It names a number in the log of
+its base. It stands from the instant at which that record says that the rewrite replaces the base, until a later
+`restored` record undoes this; for ever, if the base is purged. If that record says something else, or was undone, or
+the base is void, the rewrite is void for ever. So the state of a rewrite depends on the log of its base, and on the log
+of the base of that.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ STATES: dict[type, str] = {
     Replaced: "replaced",
 }
 STANDS, UNSETTLED, VOID = "stands", "unsettled", "void"
-"""Of a commit that is no rewrite, the first. A rewrite is unsettled until anything holds the record that it chose."""
+"""The standing of a commit. A commit that is no rewrite stands. A rewrite is unsettled until its number is taken."""
 
 
 @dataclass(frozen=True)
 class Commit:
-    """One transaction's log in commits/, folded.
+    """The state of one transaction, from its log in commits/.
 
-    ``last``: "committed", "revoked", "forgotten", "restored", "replaced" or "purged". ``number``: the highest one of
-    the log. ``changed_at``: time of the last record, in microseconds since the epoch. A `kept` record only takes a
-    number. ``restored``: number of the last `restored` record, 0 for none; what is not listed, or cannot
-    be read, counts as one. ``replaced``: number of a `replaced` record that no `restored` has taken back, and by which
-    transaction. ``unread``: numbers of what is not listed, or cannot be read. ``standing``: `STANDS`, `UNSETTLED`,
-    `VOID`; by the logs of what it replaces.
+    ``last``: "committed", "revoked", "forgotten", "restored", "replaced" or "purged". ``number``: the highest number of
+    the log. A `kept` record only takes a number. ``changed_at``: time of the last record, in microseconds since the
+    epoch. ``restored``: number of the last `restored` record, 0 for none; an unlisted or unreadable record counts as
+    one. ``replaced``: number of a `replaced` record that no `restored` has undone, and the transaction of the rewrite.
+    ``unread``: numbers of unlisted and unreadable records. ``standing``: `STANDS`, `UNSETTLED` or `VOID`, from the log
+    of the base.
     """
 
     txid: TxId
@@ -61,47 +62,47 @@ class Commit:
 
     @property
     def answers(self) -> bool:
-        """It is what its id means: it stands, and was not replaced."""
+        """Whether its id means this commit: it stands, and was not replaced."""
         return self.standing == STANDS and self.last != "replaced"
 
     @property
     def visible(self) -> bool:
-        """Live, not forgotten, and what its id means."""
+        """Live, not forgotten, and the commit that its id means."""
         return self.last in ("committed", "restored") and self.standing == STANDS
 
     @property
     def is_forgotten(self) -> bool:
-        """Out of sight because somebody said so."""
+        """Hidden by a `forgotten` record."""
         return self.last == "forgotten" and self.standing == STANDS
 
     @property
     def replaces(self) -> tuple[TxId, int] | None:
-        """The transaction of which it is a rewrite, and the number of the record that is to say so; None for none."""
+        """The transaction of its base, and the number in that log that it needs; None if it is no rewrite."""
         return self.first.replaces if isinstance(self.first, Committed) else None
 
     @property
     def dropped(self) -> Dropped | None:
-        """What it lacks of the first save; None for nothing."""
+        """What thinning dropped; None if it is whole."""
         return self.first.dropped if isinstance(self.first, Committed) else None
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of its tensors, in memory, without what was left out."""
+        """Bytes of its tensors in memory, without what was dropped."""
         return max(0, self.committed.bytes_total - (self.dropped.bytes if self.dropped is not None else 0))
 
     @property
     def origin(self) -> TxId:
-        """The transaction of the first save, which tells which of two checkpoints is newer."""
+        """The transaction of the first save. It decides which of two checkpoints is newer."""
         return (self.first.origin if isinstance(self.first, Committed) else None) or self.txid
 
     @property
     def order(self) -> tuple[TxId, bool, bool, bool, TxId]:
-        """What sorts commits, oldest first; of several of one save the one that answers comes last."""
+        """The sort key of commits, oldest first. Of several commits of one save, the one that answers comes last."""
         return self.origin, *self.rank
 
     @property
     def rank(self) -> tuple[bool, bool, bool, TxId]:
-        """What sorts commits of one id: what the id means comes last."""
+        """The sort key of commits of one id. The commit that the id means comes last."""
         return self.visible, self.answers, self.dropped is None, self.txid
 
     @property
@@ -134,45 +135,45 @@ class Commit:
 
 
 def just_committed(record: Committed) -> Commit:
-    """Return what a log says that holds ``record`` alone."""
+    """Return the commit of a log that holds only ``record``."""
     standing = STANDS if record.replaces is None else UNSETTLED
     return Commit(record.txid, record, "committed", 0, record.time, standing=standing)
 
 
 @dataclass(frozen=True)
 class CommitList:
-    """A snapshot made by one LIST of commits/.
+    """The listing: a snapshot made by one LIST of commits/.
 
-    ``commits``: committed ones and revoked ones. ``damaged``: transactions of which the first or the last record
-    cannot be read, and why. Of those, one whose first record can be read stands in ``commits`` too, in the last state
-    that can be read. gc deletes nothing while there are any.
+    ``commits``: committed and revoked transactions. ``damaged``: transactions whose first or last record cannot be
+    read, and why. If the first record can be read, the transaction is in ``commits`` as well, in its last readable
+    state. gc deletes nothing while there are damaged ones.
     """
 
     commits: Mapping[TxId, Commit]
     damaged: Mapping[TxId, CasckptError]
 
     def live(self) -> list[Commit]:
-        """Return live ones, oldest first."""
+        """Return the live commits, oldest first."""
         return [commit for commit in self._sorted if commit.live]
 
     def standing(self) -> list[Commit]:
-        """Return live ones but for rewrites that do not stand, oldest first."""
+        """Return the live commits, without rewrites that do not stand, oldest first."""
         return [commit for commit in self._sorted if commit.live and commit.standing == STANDS]
 
     def visible(self) -> list[Commit]:
-        """Return visible ones, oldest first."""
+        """Return the visible commits, oldest first."""
         return [commit for commit in self._sorted if commit.visible]
 
     def current(self) -> list[Commit]:
-        """Return visible ones that answer to their run and step, oldest first: of twins the one saved last."""
+        """Return the visible commits, oldest first; of several with one run and step only the one saved last."""
         return list(self._current)
 
     def at(self, run: str, step: int) -> Commit | None:
-        """Return the visible one that answers to a run and step; None for none."""
+        """Return the visible commit that a run and step means; None if there is none."""
         return self._answering.get((run, step))
 
     def superseded(self) -> list[Commit]:
-        """Return visible ones of which a later twin (same run and step) is visible, oldest first."""
+        """Return the visible commits for which a later one has the same run and step, oldest first."""
         answers = {commit.txid for commit in self._current}
         return [commit for commit in self.visible() if commit.txid not in answers]
 
@@ -181,13 +182,13 @@ class CommitList:
         return sorted({commit.run for commit in self._current})
 
     def of_id(self, id: ManifestId) -> Commit | None:
-        """Return what an id means: of its live commits the visible one, else the one that answers; None without any."""
-        return max((one for one in self.live() if one.id == id), key=lambda one: one.rank, default=None)
+        """Return the commit that an id means: the visible one, otherwise the live one that answers; None for none."""
+        return max((commit for commit in self.live() if commit.id == id), key=lambda commit: commit.rank, default=None)
 
     def standin(self, commit: Commit, *, loses: bool = False) -> Commit:
-        """Return what has replaced ``commit`` in the end, and has all that it has; itself where nothing has.
+        """Return the commit that has finally replaced ``commit`` without a loss; ``commit`` itself if none has.
 
-        ``loses``: it need not have all.
+        ``loses``: a thinned commit counts as well.
         """
         while commit.replaced is not None:
             other = self.commits.get(commit.replaced[1])
@@ -197,9 +198,9 @@ class CommitList:
         return commit
 
     def needed(self, *, loses: bool = False) -> list[Commit]:
-        """Return live ones that nothing stands in for, oldest first: whose loss would be one.
+        """Return the live commits that no other commit replaces without a loss, oldest first.
 
-        ``loses``: what was thinned stands in for what was whole.
+        ``loses``: a thinned commit replaces a whole one.
         """
         return [commit for commit in self.standing() if self.standin(commit, loses=loses) is commit]
 
@@ -214,7 +215,7 @@ class CommitList:
     @cached_property
     def _sorted(self) -> list[Commit]:
         found = [self.commits[txid] for txid in sorted(self.commits)]
-        is_plain = all(commit.origin == commit.txid for commit in found)  # as mostly; else to sort them takes long
+        is_plain = all(commit.origin == commit.txid for commit in found)  # the usual case, which needs no slow sort
         return found if is_plain else sorted(found, key=lambda commit: commit.order)
 
     @cached_property
@@ -227,7 +228,7 @@ class CommitList:
 
 
 class Holdings:
-    """What some commits hold: a commit is in it if one of them has the same id, and lacks nothing that it has."""
+    """A container for commits: it contains a commit if one of its commits has the same id, and everything it has."""
 
     def __init__(self, commits: Iterable[Commit]) -> None:
         self._held = {(commit.id, commit.dropped) for commit in commits}
@@ -237,7 +238,7 @@ class Holdings:
 
 
 def with_logs(listed: CommitList, logs: Mapping[TxId, Mapping[int, Read]]) -> CommitList:
-    """Return the list, with what ``logs`` say of their transactions."""
+    """Return the listing with the transactions of ``logs`` replaced by what their logs say."""
     commits = {txid: commit for txid, commit in listed.commits.items() if txid not in logs}
     commits |= {txid: commit for txid, log in logs.items() if (commit := fold(txid, log))}
     doubts = {txid: error for txid, log in logs.items() if (error := doubt_of(log))}
@@ -245,23 +246,23 @@ def with_logs(listed: CommitList, logs: Mapping[TxId, Mapping[int, Read]]) -> Co
 
 
 def all_judged(commits: dict[TxId, Commit], doubts: Mapping[TxId, CasckptError]) -> CommitList:
-    """Return the list of ``commits`` with the standing of each rewrite."""
-    found = dict(doubts)
-    for txid, (base, _) in sorted((txid, one.replaces) for txid, one in commits.items() if one.replaces):
-        commits[txid], doubt = judged(commits[txid], commits.get(base))  # which is older, and so was judged before
+    """Return the listing of ``commits``, with the standing of each rewrite."""
+    damaged = dict(doubts)
+    for txid, (base, _) in sorted((txid, commit.replaces) for txid, commit in commits.items() if commit.replaces):
+        commits[txid], doubt = judged(commits[txid], commits.get(base))  # the base is older, so it was judged before
         if doubt is not None:
-            found.setdefault(txid, doubt)
-    return CommitList(commits, found)
+            damaged.setdefault(txid, doubt)
+    return CommitList(commits, damaged)
 
 
 def judged(commit: Commit, base: Commit | None) -> tuple[Commit, CasckptError | None]:
-    """Return a rewrite with its standing, by what it replaces; and why that is in doubt, None if it is not."""
+    """Return a rewrite with its standing, from its base, and the error that leaves it in doubt, None for no doubt."""
     standing, doubt = _standing(commit, base)
     return (commit if standing == commit.standing else replace(commit, standing=standing)), doubt
 
 
 def _standing(commit: Commit, base: Commit | None) -> tuple[str, CasckptError | None]:
-    """Return the standing of a rewrite. What is in doubt stands where nothing else of the checkpoint lives."""
+    """Return the standing of a rewrite. In doubt it stands if no other commit of the checkpoint is live."""
     if commit.replaces is None:
         return STANDS, None
     txid, number = commit.replaces
@@ -272,7 +273,7 @@ def _standing(commit: Commit, base: Commit | None) -> tuple[str, CasckptError | 
         return base.standing, None
     if base.number < number:
         return UNSETTLED, None
-    unread = next((one for one in base.unread if one >= number), None)
+    unread = next((other for other in base.unread if other >= number), None)
     if unread is None:
         return VOID, None
     key = commit_key(txid, unread)
@@ -281,15 +282,15 @@ def _standing(commit: Commit, base: Commit | None) -> tuple[str, CasckptError | 
 
 
 def fold(txid: TxId, log: Mapping[int, Read], before: Commit | None = None) -> Commit | None:
-    """Return what the readable records of a log say; None without the first. ``before``: what was known of it."""
+    """Return the commit of the readable records of a log; None without the first. ``before``: the commit so far."""
     first = log[0]
     if isinstance(first, CasckptError):
         return None
     if isinstance(first, records.RevokedRecord):
         return Commit(txid, first, "revoked", max(log), first.time)
     readable: list[Any] = [log[number] for number in sorted(log) if not isinstance(log[number], CasckptError)]
-    telling = [record for record in readable if not isinstance(record, Kept)]
-    last = next((record for record in telling if isinstance(record, Purged)), telling[-1])
+    changes = [record for record in readable if not isinstance(record, Kept)]
+    last = next((record for record in changes if isinstance(record, Purged)), changes[-1])
     before = before or just_committed(first)
     new = {number: log.get(number) for number in range(before.number + 1, max(log) + 1)}
     unread = [number for number, record in new.items() if record is None or isinstance(record, CasckptError)]
@@ -308,14 +309,14 @@ def fold(txid: TxId, log: Mapping[int, Read], before: Commit | None = None) -> C
 
 
 def is_whole(log: Mapping[int, Read]) -> bool:
-    """Tell whether each record of a log could be read. Where one could not, even of a purged one, it is read again."""
+    """Tell whether all records of a log could be read. Otherwise the next listing reads the log again."""
     return not any(isinstance(record, CasckptError) for record in log.values())
 
 
 def doubt_of(log: Mapping[int, Read]) -> CasckptError | None:
-    """Return why the state of a transaction is not known for sure; None if it is. What was purged is so for ever.
+    """Return the error that leaves the state of a transaction in doubt; None if it is known. A purge is final.
 
-    A `kept` record says nothing, so it is the one before it that is to be read.
+    A `kept` record changes nothing, so the record before it must be readable.
     """
     if any(isinstance(record, Purged) for record in log.values()):
         return None
@@ -325,5 +326,5 @@ def doubt_of(log: Mapping[int, Read]) -> CasckptError | None:
     while isinstance(log.get(last), Kept):
         last -= 1
     key = commit_key(first.txid, last)
-    found = log.get(last, NotFound(f"{key} is missing, and there are records behind it", key=key))
-    return found if isinstance(found, CasckptError) else None
+    record = log.get(last, NotFound(f"{key} is missing, and there are records behind it", key=key))
+    return record if isinstance(record, CasckptError) else None

@@ -1,7 +1,7 @@
-"""Following runs: their newest checkpoint, and those of a step, from announcements and logs instead of all of commits/.
+"""Newest checkpoints of runs, and checkpoints of a step, from announcements and logs instead of a listing of commits/.
 
-An announcement only says which transactions there may be; what became of one is read from its own log, anew each time.
-So what is returned here was live after the call began, as a listing of commits/ that begins then would have it.
+An announcement only says which transactions may exist. The state of a transaction is read from its own log at each
+call. So the results are those of a listing of commits/ that begins with the call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
 
 MANY_RUNS = 100
-"""Beyond it one listing of commits/ costs less than a few requests for each run."""
+"""With more runs, one listing of commits/ costs less than a few requests for each run."""
 
 log = logging.getLogger(__name__)
 
@@ -37,16 +37,16 @@ def is_visible(commit: Commit) -> bool:
 
 
 def look_at_all(repo: Repository, run: str) -> RunCache:
-    """`look`, and read all announcements of the run: each once ever per host. Raises as `look`."""
+    """Call `look`, and read all announcements of the run; each host reads each once. Raises as `look`."""
     hashed = run_hash(run)
     look(repo, hashed)
     return read_back(repo, hashed)
 
 
 def announce_lost(repo: Repository) -> bool:
-    """Announce all that commits/ shows, where nothing is announced at all: runs/ was lost, or left out of a copy.
+    """Announce everything in commits/ if there is no announcement at all: runs/ was lost, or left out of a copy.
 
-    A gc does that for single records. False where there is nothing to be told. Raises `StorageError`.
+    gc does the same for single records. Returns False if nothing was announced. Raises `StorageError`.
     """
     if are_there_any(repo):
         return False
@@ -56,20 +56,21 @@ def announce_lost(repo: Repository) -> bool:
 
 
 def newest(repo: Repository, run: str, wanted: Wanted, *, skip_doubtful: bool = False) -> Commit | None:
-    """Return the one of ``run`` that was saved last of those that are ``wanted``; None if there is none.
+    """Return the latest save of ``run`` among the ``wanted`` ones; None if there is none.
 
-    A handful of requests, however long the run is, as long as what was announced last was saved last.
-    ``skip_doubtful``: leave out those whose log cannot be read, else that raises `Damaged` or `Refused`. `NotFound`
-    where there is no store, `StorageError`.
+    Takes a handful of requests for a run of any length, if saves were announced in order. ``skip_doubtful``: leave out
+    commits whose log cannot be read; otherwise that raises `Damaged` or `Refused`. Raises `NotFound` where there is no
+    store, `StorageError`.
     """
     hashed = run_hash(run)
     return _newest(repo, hashed, look(repo, hashed), wanted, skip_doubtful=skip_doubtful)
 
 
 def newest_reusable(repo: Repository, run: str, *, anew: bool = False) -> Commit | None:
-    """Return the live one of ``run`` that was saved last, never one whose state is in doubt. Raises `StorageError`.
+    """Return the latest live save of ``run`` whose state is not in doubt. Raises `StorageError`.
 
-    What it says of a commit holds now, but one that was announced since `look_at_all` may be missing. ``anew``: look.
+    The state of the commit is read now, but a commit that was announced since `look_at_all` may be missing, unless
+    ``anew``.
     """
     hashed = run_hash(run)
     known = look(repo, hashed) if anew else repo.runs[hashed]
@@ -79,32 +80,32 @@ def newest_reusable(repo: Repository, run: str, *, anew: bool = False) -> Commit
 def newest_of_runs(
     repo: Repository, wanted: Wanted, *, but: str | None = None, skip_doubtful: bool = False
 ) -> list[Commit]:
-    """Return the newest of each run, as `newest` does, the newest of all first; without the run ``but``.
+    """Return the newest commit of each run except ``but``, as `newest` does; the newest of all first.
 
-    ``skip_doubtful``: leave out those whose log cannot be read.
+    ``skip_doubtful``: leave out commits whose log cannot be read.
     """
     hashes = [run for run in runs(repo) if but is None or run != run_hash(but)]
     if len(hashes) > MANY_RUNS:
         listed = list_commits(repo)
         left_out = listed.damaged if skip_doubtful else {}
         every = (commit for commit in listed.live() if commit.run != but and commit.txid not in left_out)
-        found = list({commit.run: commit for commit in every if wanted(commit)}.values())
+        chosen = list({commit.run: commit for commit in every if wanted(commit)}.values())
     else:
         each = in_parallel(
             repo.storage.traits.requests,
             lambda run: _newest(repo, run, look(repo, run), wanted, skip_doubtful=skip_doubtful),
             hashes,
         )
-        found = [commit for commit in each if commit is not None]
-    return sorted(found, key=lambda commit: commit.order, reverse=True)
+        chosen = [commit for commit in each if commit is not None]
+    return sorted(chosen, key=lambda commit: commit.order, reverse=True)
 
 
 def at_step(
     repo: Repository, known: RunCache, run: str, step: int, wanted: Wanted, *, skip_doubtful: bool = False
 ) -> list[Commit]:
-    """Return those of a step that are ``wanted``, oldest first, of what `look_at_all` has read; logs are read now.
+    """Return the ``wanted`` commits of a step, oldest first, from announcements that `look_at_all` has read.
 
-    ``skip_doubtful``: leave out those whose log cannot be read, else that raises as in `newest`.
+    Reads their logs now. ``skip_doubtful``: leave out commits whose log cannot be read; otherwise raises as `newest`.
     """
     hidden = (txid for txid in hidden_from(repo, run_hash(run), known, 0) if parse_txid(txid).step == step)
     logs = (_logs_of(repo, known, txid, skip_doubtful=skip_doubtful) for txid in {*known.at.get(step, ()), *hidden})
@@ -113,7 +114,7 @@ def at_step(
 
 
 def greatest(repo: Repository, known: RunCache, run: str) -> TxId | None:
-    """Return the greatest transaction that `look_at_all` has read of; None if there is none. Raises `StorageError`."""
+    """Return the greatest transaction in what `look_at_all` has read; None if there is none. Raises `StorageError`."""
     hidden = hidden_from(repo, run_hash(run), known, 0)
     return max([*hidden, *([] if known.newest is None else [known.newest])], default=None)
 
@@ -121,9 +122,9 @@ def greatest(repo: Repository, known: RunCache, run: str) -> TxId | None:
 def _newest(
     repo: Repository, run: str, known: RunCache, wanted: Wanted, *, skip_doubtful: bool = False
 ) -> Commit | None:
-    """Read announcements downwards from the head, until what is further down can only be of earlier transactions.
+    """Read announcements from the head downwards, until the rest can only name earlier transactions.
 
-    A rewrite is later than what it rewrites, and counts as of that time; so one that is found is not the end.
+    A rewrite counts from the time of its base, so the search continues after a rewrite.
     """
     low, count, tried = known.head + 1, 1, set[TxId]()
     best: Commit | None = None
@@ -131,13 +132,14 @@ def _newest(
         low, count = max(0, low - count), 2 * count
         known = read_back(repo, run, low)
         bound = _bound(known, low)
-        found = {txid for number in range(low, known.head + 1) for txid, _ in told_by(known, number)}
+        found = {txid for number in range(low, known.head + 1) for txid, _ in announced_by(known, number)}
         for txid in sorted((found | hidden_from(repo, run, known, low)) - tried, reverse=True):
             if low > 0 and (bound is None or txid < bound):
                 break
             tried.add(txid)
             logs = _logs_of(repo, known, txid, skip_doubtful=skip_doubtful)
-            best = max((one for one in (*logs, best) if one and wanted(one)), key=lambda one: one.order, default=None)
+            every = (commit for commit in (*logs, best) if commit and wanted(commit))
+            best = max(every, key=lambda commit: commit.order, default=None)
             if best is not None and best.origin >= txid:
                 return best
         if best is not None and bound is not None and best.origin >= bound:
@@ -145,23 +147,23 @@ def _newest(
     return best
 
 
-def told_by(known: RunCache, number: int) -> Sequence[Announcement]:
-    """Return what an announcement tells of that was read; nothing where it could not be."""
+def announced_by(known: RunCache, number: int) -> Sequence[Announcement]:
+    """Return the records that an announcement names; none if it could not be read."""
     record = known.records.get(number)
     return () if record is None else record.announced
 
 
 def _bound(known: RunCache, low: int) -> TxId | None:
-    """Return what is later than all that was announced below ``low``, as far as a save that looked there says so."""
-    found = (known.records.get(number) for number in range(low, known.head + 1))
-    saves = (one for one in found if one is not None and one.seen is not None and one.seen >= low - 1)
-    return max((txid for one in saves for txid, _ in one.announced), default=None)
+    """Return a transaction that is later than all announced below ``low``, from saves that had read these; or None."""
+    read = (known.records.get(number) for number in range(low, known.head + 1))
+    saves = (one for one in read if one is not None and one.seen is not None and one.seen >= low - 1)
+    return max((txid for save in saves for txid, _ in save.announced), default=None)
 
 
 def hidden_from(repo: Repository, run: str, known: RunCache, low: int) -> set[TxId]:
-    """Return what announcements from ``low`` on may have told of that cannot be read: whatever has a record.
+    """Return the transactions that unreadable announcements from ``low`` on may name: all of the run with a record.
 
-    ``run``: its hash. A listing, where there is any such announcement. Raises `StorageError`.
+    ``run``: its hash. Takes a listing if there is such an announcement. Raises `StorageError`.
     """
     if max(known.unreadable, default=-1) < low:
         return set()
@@ -169,16 +171,17 @@ def hidden_from(repo: Repository, run: str, known: RunCache, low: int) -> set[Tx
 
 
 def _logs_of(repo: Repository, known: RunCache, txid: TxId, *, skip_doubtful: bool) -> list[Commit]:
-    """Read a log, unless it has ended: that is for ever; and what it was replaced by. One without a record may get one.
+    """Read a log, and the log of what has replaced it. Logs that ended are not read again.
 
-    What is announced is read one by one: a rewrite may not stand yet when it is read, and its base be replaced then.
+    The logs of a base and its rewrite are read one after the other, so a rewrite may be unsettled when it is read, and
+    its base be replaced by then.
     """
     if txid in known.ended:
         return []
     try:
         commit = read_log(repo, txid)
-        found = [] if commit is None else [commit]
-        found += [] if commit is None or commit.replaced is None else [follow(repo, commit)]
+        commits = [] if commit is None else [commit]
+        commits += [] if commit is None or commit.replaced is None else [follow(repo, commit)]
     except (Damaged, Refused) as error:
         if not skip_doubtful:
             raise
@@ -186,4 +189,4 @@ def _logs_of(repo: Repository, known: RunCache, txid: TxId, *, skip_doubtful: bo
         return []
     if commit is not None and not commit.live:
         known.ended.add(txid)
-    return found
+    return commits

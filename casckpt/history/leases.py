@@ -1,8 +1,8 @@
-"""Tags that expire, and leases: such tags under names of their own, renewed by their holder as long as it lives.
+"""Tags that expire, and leases: expiring tags under names of their own, which their holder renews.
 
-Who holds one has put it first, then read the log of the checkpoint, and found it visible. A gc reads `forgotten`, then
-its clock, then lists tags, then takes the very next number of the log. So one of the two sees the other, and no clock
-decides but about the end. If that comes too early, a reader gets a NotFound, and nothing else happens.
+A holder puts the tag first, then reads the log of the checkpoint and finds it visible. A gc reads `forgotten`, then its
+clock, then lists tags, then takes the next number of the log. So one of the two sees the other. Clocks only decide when
+a tag ends. If it ends too early, a reader gets a NotFound, and nothing else happens.
 """
 
 from __future__ import annotations
@@ -25,52 +25,52 @@ from casckpt.repository.requirements import check_requirements
 from casckpt.storage.forking import PerProcess
 
 STOP_SECONDS = 30.0
-_KEPT = 256  # names of each store
-_GENERATIONS = 256  # of a name, before it is left: each lease lists them
-_RENEWALS, _ATTEMPTS = 3, 30  # in the time of a lease: how often it is renewed, and tried again where that fails
+_KEPT = 256  # names for each store
+_GENERATIONS = 256  # of a name, before a new one is used: each lease lists them
+_RENEWALS, _ATTEMPTS = 3, 30  # in the time of a lease: how often it is renewed, and tried again after a failure
 
 log = logging.getLogger(__name__)
 _ended = PerProcess[dict[str, deque[tuple[str, int]]]](dict)
-"""Names of leases that this process has ended, and the generation with which, by the URL of the store.
+"""Names of leases that this process has ended, and their last generation, by the URL of the store.
 
-Each name leaves a record there for ever.
+Names are used again, because each name leaves a record in the store for ever.
 """
 
 
 def hold(
     repo: Repository, name: str, commit: Commit, seconds: float, *, behind: int | None = None
 ) -> tuple[Tag, Commit]:
-    """Let ``name`` name ``commit`` for so long from now; the tag, and the commit that is visible.
+    """Set tag ``name`` on ``commit`` for ``seconds``. Return the tag, and the commit that is visible.
 
-    Raises `NotFound` if the checkpoint is not visible once the tag is set; then that is what it was before.
-    `InvalidInput`, `Conflict` if somebody else moved the tag at this instant, or since generation ``behind``,
+    Raises `NotFound` if the checkpoint is not visible once the tag is set; then the tag is as before. Raises
+    `InvalidInput`; `Conflict` if another process moved the tag at this instant, or since generation ``behind``;
     `StorageError`.
     """
     check_tag(name)
     if not seconds > 0:
-        raise InvalidInput("a tag that has expired at once names nothing: give a longer time")
+        raise InvalidInput("a tag that expires at once names nothing: give a longer time")
     check_requirements(repo)
     if not commit.visible and not (now := _visible(repo, commit)).visible:  # each tag leaves a record
         raise _not_visible(now)
     number, found = newest_generation(repo, name)
     if behind is not None and (number != behind or found.tags or found.damaged):
-        raise Conflict(f"tag {name!r} was moved by somebody else", key=f"tags/{name}/{number}")
+        raise Conflict(f"tag {name!r} was moved by another process", key=f"tags/{name}/{number}")
     tag = write_generation(repo, name, number + 1, commit, expires=_end(repo, seconds))
     return tag, _granted(repo, tag, commit, found.tags.get(name))
 
 
 def renew(repo: Repository, tag: Tag, commit: Commit, seconds: float) -> tuple[Tag, Commit]:
-    """Let the lease ``tag``, as it was last granted, go on for so long from now. One that was over is granted anew.
+    """Renew the lease ``tag``, as it was last granted, for ``seconds``. A lease that was over is granted again.
 
-    Raises `Conflict` if somebody else has ended or moved it, and as `hold`.
+    Raises `Conflict` if another process has ended or moved it, and as `hold`.
     """
     number, found = newest_generation(repo, tag.name)
     now = found.tags.get(tag.name)
     if now is None or now.unique != tag.unique:
-        raise Conflict(f"{tag.name!r} was ended or moved by somebody else; take another lease")
+        raise Conflict(f"{tag.name!r} was ended or moved by another process; take another lease")
     end = _end(repo, seconds)
     made = write_generation(repo, tag.name, number + 1, commit, expires=end, unique=tag.unique)
-    if tag.expires is not None and repo.clock() <= tag.expires:  # it counted until this one was there
+    if tag.expires is not None and repo.clock() <= tag.expires:  # the old tag counted until the new one was there
         return made, commit
     return made, _granted(repo, made, commit, None)
 
@@ -80,16 +80,16 @@ def _end(repo: Repository, seconds: float) -> int:
 
 
 def _granted(repo: Repository, tag: Tag, commit: Commit, before: Tag | None) -> Commit:
-    """Return what is visible of the checkpoint, now that the tag is there. Raises `NotFound` if nothing is."""
-    found = _visible(repo, commit)
-    if not found.visible:
+    """Return the visible commit of the checkpoint, now that the tag is there. Raises `NotFound` if none is visible."""
+    now = _visible(repo, commit)
+    if not now.visible:
         take_back(repo, tag, before)
-        raise _not_visible(found)
-    return found
+        raise _not_visible(now)
+    return now
 
 
 def _visible(repo: Repository, commit: Commit) -> Commit:
-    """Return this commit as it is now, or another one of its checkpoint, if that is visible, and it is not."""
+    """Return this commit as it is now, or another commit of its checkpoint if only that is visible."""
     now = refresh(repo, commit)
     other = None if now.visible else list_commits(repo).of_id(commit.id)
     return other if other is not None and other.visible else now
@@ -97,11 +97,11 @@ def _visible(repo: Repository, commit: Commit) -> Commit:
 
 def _not_visible(now: Commit) -> NotFound:
     more = f"; `casckpt restore STORE {now.id[:16]}` makes it visible again" if now.live else ""
-    return NotFound(f"{now} was {now.last}, and only what is visible can be held{more}", checkpoints=(now.id,))
+    return NotFound(f"{now} was {now.last}, and only a visible checkpoint can be held{more}", checkpoints=(now.id,))
 
 
 def _held(repo: Repository, commit: Commit, seconds: float) -> tuple[Tag, Commit]:
-    """Hold by a name that this process has ended, if nobody has used that since; else by a new one."""
+    """Hold a checkpoint by a name that this process has ended and no other has used since, otherwise by a new name."""
     with suppress(KeyError, IndexError, Conflict):
         name, end = _ended.get()[repo.storage.url].pop()
         return hold(repo, name, commit, seconds, behind=end)
@@ -109,10 +109,10 @@ def _held(repo: Repository, commit: Commit, seconds: float) -> tuple[Tag, Commit
 
 
 class Lease:
-    """Holds a checkpoint: whatever is forgotten meanwhile, its bytes stay, until the block ends or this process dies.
+    """Holds a checkpoint: gc keeps its bytes, even if it is forgotten, until the block ends or this process dies.
 
-    ``seconds``: for which it holds by itself. A thread renews it three times as often, and writes to the log what goes
-    wrong. A forked child neither renews nor ends it.
+    ``seconds``: how long it holds without a renewal. A thread renews it three times as often, and logs errors. A forked
+    child neither renews nor ends it.
     """
 
     def __init__(self, repo: Repository, commit: Commit, seconds: float) -> None:
@@ -143,7 +143,7 @@ class Lease:
                     ended = _ended.get().setdefault(self._repo.storage.url, deque(maxlen=_KEPT))
                     ended.append((self._tag.name, number + 1))
         except CasckptError as failure:
-            log.warning("%s was not ended, and ends by itself at %s: %s", self._what, self._until, failure)
+            log.warning("%s could not be ended; it expires at %s: %s", self._what, self._until, failure)
 
     def _run(self) -> None:
         pause = self._seconds / _RENEWALS
@@ -151,7 +151,7 @@ class Lease:
             pause = self._seconds / (_RENEWALS if self.renew() else _ATTEMPTS)
 
     def renew(self) -> bool:
-        """Let it go on from now; False, and a word in the log, if that failed: for good, or it may be tried again."""
+        """Renew the lease. Return False, and log the error, if that failed."""
         try:
             self._tag, self.commit = renew(self._repo, self._tag, self.commit, self._seconds)
         except (Conflict, NotFound) as error:

@@ -1,8 +1,7 @@
-"""Tags: movable names for checkpoints, as numbered generations; one that names nothing deletes the tag.
+"""Tags: movable names for checkpoints, stored as numbered generations. A generation without a target deletes the tag.
 
-A tag may end by itself (`casckpt.history.leases`); then it names nothing any more. It names an id: commits of that
-id answer to it, and none of them is purged as long as the tag counts for a gc, which is an hour longer than for others,
-as their clocks may be behind.
+A tag names an id, and protects all commits of that id from gc. A tag may expire (`casckpt.history.leases`). It counts
+for a gc an hour longer, because clocks of other hosts may be behind.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from casckpt.storage.base import ListedObject
 
 PREFIX = "tags/"
 FOREIGN_CLOCKS = 3600 * 10**6
-"""Microseconds by which the clock of another host may be behind that of a gc."""
+"""Microseconds by which the clock of another host may be behind the clock of a gc."""
 
 
 @dataclass(frozen=True)
 class Tag:
     """A movable name. ``generation``: its number in tags/<name>/. ``txid``, ``manifest``: of the commit it was set on.
 
-    ``expires``: its last microsecond, None for a tag without an end. ``holder``: host:pid of who set it. ``unique``:
-    one text in all generations of one lease.
+    ``expires``: its last microsecond, None for a tag without an end. ``holder``: host:pid of the process that set it.
+    ``unique``: the same text in all generations of one lease.
     """
 
     name: str
@@ -49,53 +48,53 @@ class Tag:
 
 @dataclass(frozen=True)
 class TagList:
-    """All tags, and the names whose newest record cannot be read, and why."""
+    """All tags, and the names with an unreadable newest record, with the error."""
 
     tags: Mapping[str, Tag]
     damaged: Mapping[str, CasckptError]
 
     def raise_damage(self) -> None:
-        """Raise the first of ``damaged``, saying what to do."""
+        """Raise the first of ``damaged``, with advice."""
         for name, error in self.damaged.items():
             advice = f"Set the tag again, or delete it (`casckpt tag STORE --delete {name}`)"
             raise type(error)(f"{error}. {advice}", key=error.key) from error
 
 
 def list_tags(repo: Repository, *, anew: bool = False, slack: int = 0) -> TagList:
-    """Return a snapshot made by one LIST; a damaged record spoils its own tag alone. Raises `StorageError`.
+    """Return all tags from one LIST. A damaged record affects only its own tag. Raises `StorageError`.
 
     ``anew``: read every record, also those that the catalogue has. ``slack``: microseconds that tags count beyond their
     end.
     """
-    since = repo.clock() - slack  # read before the listing: what is set or renewed while that runs may not be in it
+    since = repo.clock() - slack  # before the listing, which may miss what is set or renewed while it runs
     return _read(repo, PREFIX, since, anew=anew)
 
 
 def tags(repo: Repository, *, anew: bool = False, slack: int = 0) -> dict[str, Tag]:
     """Return all tags by name, sorted. ``anew``, ``slack``: as in `list_tags`.
 
-    Raises `Damaged` or `Refused` if one cannot be read, for it protects a checkpoint from gc and policies, and nobody
-    knows which; `StorageError`.
+    Raises `Damaged` or `Refused` if a tag cannot be read, because it protects an unknown checkpoint from gc and
+    policies; `StorageError`.
     """
-    found = list_tags(repo, anew=anew, slack=slack)
-    found.raise_damage()
-    return dict(found.tags)
+    listed = list_tags(repo, anew=anew, slack=slack)
+    listed.raise_damage()
+    return dict(listed.tags)
 
 
 def get_tag(repo: Repository, name: str) -> Tag | None:
     """Read a tag; None if there is none. Raises `InvalidInput`, `Damaged`, `Refused`, `StorageError`."""
-    found = _read(repo, f"{PREFIX}{check_tag(name)}/", repo.clock())
-    found.raise_damage()
-    return found.tags.get(name)
+    listed = _read(repo, f"{PREFIX}{check_tag(name)}/", repo.clock())
+    listed.raise_damage()
+    return listed.tags.get(name)
 
 
 def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
-    """Let ``name`` name ``commit``, without an end. A forgotten checkpoint is restored by that.
+    """Set tag ``name`` on ``commit``, without an end. This restores a forgotten checkpoint.
 
-    So is one that is thinned at this instant: all is named that ``commit`` has.
+    It also restores a checkpoint that is thinned at this instant, because the tag protects all that ``commit`` has.
 
     Raises `InvalidInput` for a bad name; `Conflict` if the checkpoint was purged, if it is forgotten and cannot be
-    restored, or if somebody else moved the tag at this instant; `StorageError`.
+    restored, or if another process moved the tag at this instant; `StorageError`.
     """
     check_tag(name)
     if not commit.live:
@@ -103,31 +102,31 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
     check_requirements(repo)
     if commit.last == "forgotten":
         commit = restore(repo, commit)
-    number, found = newest_generation(repo, name)
+    number, before = newest_generation(repo, name)
     tag = write_generation(repo, name, number + 1, commit)
-    # a gc lists tags before it purges: either it saw this one, or its purge is seen here
+    # a gc lists tags before it purges: either it saw this tag, or its purge is seen here
     now = refresh(repo, commit)
     if not now.visible:
         now = list_commits(repo).of_id(commit.id) or now  # it may have been rewritten
     if not now.live:
-        take_back(repo, tag, found.tags.get(name))
+        take_back(repo, tag, before.tags.get(name))
         raise Conflict(f"{commit} was purged just now: it cannot be tagged", checkpoints=(commit.id,))
     if not now.visible:
         try:
             restore(repo, now)
-        except Conflict:  # its place was taken at this instant
-            take_back(repo, tag, found.tags.get(name))
+        except Conflict:  # another checkpoint took its run and step at this instant
+            take_back(repo, tag, before.tags.get(name))
             raise
     elif now.txid != commit.txid and now.dropped not in (None, commit.dropped):
-        with suppress(Conflict):  # it was purged: what is left is tagged
+        with suppress(Conflict):  # the old commit was purged, so the tag names the thinned one
             restore(repo, commit)
     return tag
 
 
 def delete_tag(repo: Repository, name: str) -> None:
-    """Delete a tag, one that cannot be read too.
+    """Delete a tag, also an unreadable one.
 
-    Raises `NotFound` if there is none, `Conflict` if somebody else moved it at this instant.
+    Raises `NotFound` if there is none, `Conflict` if another process moved it at this instant.
     """
     check_tag(name)
     check_requirements(repo)
@@ -143,23 +142,23 @@ def tags_of(found: Mapping[str, Tag], id: ManifestId) -> list[str]:
 
 
 def tagged_txids(found: Mapping[str, Tag], commits: Iterable[Commit]) -> set[TxId]:
-    """Return which of ``commits`` (revoked ones are not among them) a tag names."""
+    """Return those of ``commits`` that a tag names. ``commits`` must not include revoked ones."""
     named = {tag.manifest for tag in found.values()}
     return {commit.txid for commit in commits if commit.id in named}
 
 
 def named_by(tag: Tag, listed: CommitList) -> Commit | None:
-    """Return the commit that a tag names: of its id, visible before forgotten ones, and those before purged ones.
+    """Return the commit of its id that a tag names: a visible one first, then a forgotten, then a purged one.
 
-    Of several the one it was set on.
+    Among equals it is the commit that the tag was set on.
     """
     same = [commit for commit in listed.live() if commit.id == tag.manifest]
-    found = listed.commits.get(tag.txid)
-    return max(same, key=lambda commit: (*commit.rank[:3], commit is found, commit.order), default=found)
+    target = listed.commits.get(tag.txid)
+    return max(same, key=lambda commit: (*commit.rank[:3], commit is target, commit.order), default=target)
 
 
 def no_tag(repo: Repository, name: str) -> NotFound:
-    """Return the error that says which tags there are instead."""
+    """Return the error for a missing tag, with the tags that exist."""
     names = sorted(list_tags(repo).tags)
     near = difflib.get_close_matches(name, names, 5) or names[:5]
     there = f"there are: {', '.join(near)}" if near else "there are none; `casckpt tag STORE NAME REF` makes one"
@@ -173,15 +172,15 @@ def _read(repo: Repository, prefix: str, since: int, *, anew: bool = False) -> T
 def _read_newest(
     repo: Repository, prefix: str, newest: Mapping[str, tuple[int, ListedObject]], since: int, *, anew: bool = False
 ) -> TagList:
-    """Read the records. ``since``: tags that end before are left out."""
-    found = read_records(repo, prefix, [entry for _, entry in newest.values()], lambda _: TagRecord, anew=anew)
+    """Read the newest records. ``since``: tags that end before this are left out."""
+    fetched = read_records(repo, prefix, [entry for _, entry in newest.values()], lambda _: TagRecord, anew=anew)
     tags: dict[str, Tag] = {}
     damaged: dict[str, CasckptError] = {}
     for name in sorted(newest):
         number, entry = newest[name]
-        if isinstance(found[entry.key], NotFound) and _is_gone(repo, entry):
-            continue  # it was listed, and deleted since: what is deleted was over
-        record = _checked(found[entry.key], name, entry.key)
+        if isinstance(fetched[entry.key], NotFound) and _is_gone(repo, entry):
+            continue  # it was deleted after the listing, so it had expired
+        record = _checked(fetched[entry.key], name, entry.key)
         if isinstance(record, CasckptError):
             damaged[name] = record
         elif (tag := _tag(number, record)) is not None and (tag.expires is None or tag.expires >= since):
@@ -190,37 +189,37 @@ def _read_newest(
 
 
 def _is_gone(repo: Repository, entry: ListedObject) -> bool:
-    """Tell whether what was listed is so no more; one that is, and cannot be read, is damage."""
+    """Tell whether a listed record has been deleted since. Otherwise an unreadable record is damage."""
     return entry.size >= 0 and not any(one.key == entry.key for one in repo.storage.list(entry.key, known=parse_tag))
 
 
 def _newest_entries(repo: Repository, prefix: str) -> dict[str, tuple[int, ListedObject]]:
-    """Return the highest generation of each tag, by name; also one that is missing, but that this host has seen."""
+    """Return the highest generation of each tag, by name, including missing ones that this host has seen."""
     return {name: max(found.items()) for name, found in _generations(repo, prefix).items()}
 
 
 def _generations(repo: Repository, prefix: str) -> dict[str, dict[int, ListedObject]]:
-    """Return all generations of each tag, by name and number; also the highest that this host has seen."""
+    """Return all generations of each tag, by name and number, including the highest that this host has seen."""
     seen = _seen(repo, prefix)
-    found: dict[str, dict[int, ListedObject]] = defaultdict(dict)
+    generations: dict[str, dict[int, ListedObject]] = defaultdict(dict)
     for entry in repo.storage.list(prefix, known=parse_tag):
         key = parse_tag(entry.key)
         if key is None:
             check_no_file(repo.storage.url, entry, parse_tag)
         else:
-            found[key[0]][key[1]] = entry
-    if _lost(seen, found):
-        list_commits(repo)  # where commits are missing too, the whole store was put back, and what was seen is dropped
-        for name, number in _lost(_seen(repo, prefix), found).items():
-            found[name][number] = ListedObject(tag_key(name, number), -1)
-    return found
+            generations[key[0]][key[1]] = entry
+    if _lost(seen, generations):
+        list_commits(repo)  # if commits are missing too, the store was put back from a copy, and the caches are dropped
+        for name, number in _lost(_seen(repo, prefix), generations).items():
+            generations[name][number] = ListedObject(tag_key(name, number), -1)
+    return generations
 
 
 def _seen(repo: Repository, prefix: str) -> dict[str, int]:
-    """Return the highest generation of each tag that this host has read. Ask before a listing: others go on learning.
+    """Return the highest generation of each tag that this host has read. Call it before a listing, not after.
 
-    The newest of a name never goes. Where it is missing, tags/ was moved away, or is an older one: nobody knows what
-    the tag protects.
+    The newest generation of a name is never deleted. If it is missing, tags/ was moved or put back from a copy, and it
+    is unknown what the tag protects.
     """
     keys = filter(None, (parse_tag(key_of(row)) for row in repo.catalogue.keys(prefix)))
     return dict(sorted(keys, key=lambda key: key[1]))
@@ -231,7 +230,7 @@ def _lost(seen: Mapping[str, int], found: Mapping[str, Mapping[int, ListedObject
 
 
 def newest_generation(repo: Repository, name: str) -> tuple[int, TagList]:
-    """Return (number of the highest generation of a tag, -1 for none; what it says, over or not)."""
+    """Return the number of the highest generation of a tag, -1 for none, and its content, even if it has expired."""
     folder = f"{PREFIX}{name}/"
     newest = _newest_entries(repo, folder)
     number = newest.get(name, (-1, None))[0]
@@ -241,7 +240,7 @@ def newest_generation(repo: Repository, name: str) -> tuple[int, TagList]:
 def write_generation(
     repo: Repository, name: str, number: int, commit: Commit, *, expires: int | None = None, unique: str = ""
 ) -> Tag:
-    """Create a generation that names ``commit``; what it says. Raises `Conflict` if the number is taken."""
+    """Create a generation that names ``commit``, and return the tag. Raises `Conflict` if the number is taken."""
     holder = f"{socket.gethostname()}:{os.getpid()}"
     tag = Tag(name, number, commit.txid, commit.id, expires, holder, unique or repo.entropy(8).hex())
     _put(repo, tag)
@@ -254,7 +253,7 @@ def end_generation(repo: Repository, name: str, number: int) -> None:
 
 
 def take_back(repo: Repository, tag: Tag, before: Tag | None) -> None:
-    """Undo a generation that was not to be: the tag is what it was ``before``, unless somebody has moved it since."""
+    """Undo a generation: set the tag to what it was ``before``, unless another process has moved it since."""
     number = tag.generation + 1
     with suppress(Conflict):
         if before is None:
@@ -264,14 +263,14 @@ def take_back(repo: Repository, tag: Tag, before: Tag | None) -> None:
 
 
 def remove_old_generations(repo: Repository) -> None:
-    """Delete the generations behind the newest one of each tag that is over. The newest stays, for ever.
+    """Delete all generations but the newest of each tag that is deleted or has expired. The newest stays for ever.
 
-    Else its number would be used again, and one who slept meanwhile would delete that. And a listing may miss what is
-    put while it runs: it must find what was newest before, unless that is over too. Raises `StorageError`.
+    Otherwise its number would be used again, and a gc that paused meanwhile would delete the new one. A tag that counts
+    keeps its old generations, because a listing may miss a generation that is put while it runs. Raises `StorageError`.
     """
     since = repo.clock() - FOREIGN_CLOCKS
-    several = {name: found for name, found in _generations(repo, PREFIX).items() if len(found) > 1}
-    counting = _read_newest(repo, PREFIX, {name: max(found.items()) for name, found in several.items()}, since)
+    several = {name: numbers for name, numbers in _generations(repo, PREFIX).items() if len(numbers) > 1}
+    counting = _read_newest(repo, PREFIX, {name: max(numbers.items()) for name, numbers in several.items()}, since)
     for name in several.keys() - counting.tags.keys() - counting.damaged.keys():
         for number in sorted(several[name])[:-1]:
             repo.storage.delete(tag_key(name, number))
@@ -289,12 +288,12 @@ def _create(repo: Repository, number: int, record: TagRecord) -> None:
     try:
         repo.put_record(tag_key(record.name, number), record)
     except Conflict as error:
-        message = f"tag {record.name!r} was moved by somebody else at this instant; look at it, and try again"
+        message = f"tag {record.name!r} was moved by another process at this instant; look at it, and try again"
         raise Conflict(message, key=error.key) from error
 
 
 def _tag(number: int, record: TagRecord) -> Tag | None:
-    """Return what a record says; None for one that deletes the tag."""
+    """Return the tag of a record; None for a record that deletes the tag."""
     if record.txid is None or record.manifest is None:
         return None
     return Tag(record.name, number, record.txid, record.manifest, record.expires, record.holder, record.unique)
@@ -302,9 +301,7 @@ def _tag(number: int, record: TagRecord) -> Tag | None:
 
 def _checked(record: Read, name: str, key: str) -> Read:
     if isinstance(record, NotFound):
-        return Damaged(
-            f"{key} is missing, which this host has read before. Put tags/ back, if it is elsewhere", key=key
-        )
+        return Damaged(f"{key} is missing, but this host has read it before. Put tags/ back if it was moved", key=key)
     if isinstance(record, CasckptError) or record.name == name:
         return record
     return Refused(f"{key} is not usable: it holds a record of tag {record.name[:100]!r}", key=key)

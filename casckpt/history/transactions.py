@@ -1,7 +1,7 @@
-"""Transactions: saves in progress, their signs of life, and how one that is dead is given up on.
+"""Transactions: saves in progress, their signs of life, and how dead ones are revoked.
 
-A transaction is begun before its save asks what lives or uploads anything, and its files go only after a record stands
-in commits/: what a gc relies on (see "How objects are deleted" in docs/format.md).
+A transaction begins before its save lists live commits or uploads anything. Its files are removed only after a record
+stands in commits/. gc relies on both (see "How objects are deleted" in docs/format.md).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class _Pulse:
-    """Signs of life from a thread of this process: a fork does not copy it, so a child never beats for its parent."""
+    """Gives signs of life from a thread, which a fork does not copy: a child never gives them for its parent."""
 
     def __init__(self, repo: Repository, txid: TxId, seconds: float, joined: int | None) -> None:
         self.signs = joined or 0
@@ -42,11 +42,11 @@ class _Pulse:
         self._process = None if joined is None else this_process()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"casckpt-alive-{txid}", daemon=True)
-        with suppress(RuntimeError):  # no thread can be had while the interpreter ends; the process itself is a sign
+        with suppress(RuntimeError):  # no thread can start while the interpreter ends; the process itself is a sign
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, after the sign that it may be giving; one that hangs is left behind."""
+        """End the thread after its current sign of life. A thread that hangs is left behind."""
         self._end.set()
         if self._thread.ident is not None:
             self._thread.join(STOP_SECONDS)
@@ -60,8 +60,8 @@ class _Pulse:
             self.beat()
 
     def beat(self) -> None:
-        """Give a sign."""
-        self.signs += 1  # a number is never tried twice: the put of one that failed may have happened
+        """Give a sign of life."""
+        self.signs += 1  # never try a number twice: a put that failed may have happened
         try:
             record = SignOfLife(txid=self._txid, time=self._repo.clock(), process=self._process)
             self._repo.put_record(transaction_key(self._txid, self.signs), record)
@@ -72,10 +72,10 @@ class _Pulse:
 
 
 class Transaction:
-    """A save in progress of this process, which gives signs of life until it ends, or until nobody refers to it.
+    """A save in progress of this process. It gives signs of life until it ends or is garbage-collected.
 
-    ``began``: the record under transactions/<txid>. ``joined``: the number of the last sign of life of one that another
-    process has begun, None for one of our own. ``seen``: see `casckpt.history.announcements.announce`.
+    ``began``: the record under transactions/<txid>. ``joined``: for a transaction that another process has begun, the
+    number of its last sign of life; None for an own one. ``seen``: see `casckpt.history.announcements.announce`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Transaction:
         seen: int | None = None,
     ) -> None:
         self.began = began
-        self.settings = Settings(created_at=0)  # of the store, as they are once it is open
+        self.settings = Settings(created_at=0)  # `_allowed` sets those of the store
         self._seen = seen
         self.joined = joined is not None
         self._repo = repo
@@ -96,18 +96,18 @@ class Transaction:
         self._pulse = _Pulse(repo, began.txid, seconds, joined)
         weakref.finalize(self, self._pulse.let_go)
         if self.joined:
-            self._pulse.beat()  # at once: the process that has begun it may be dead, which a gc would act on
+            self._pulse.beat()  # at once: if the process that began it is dead, a gc would revoke it
 
     @property
     def txid(self) -> TxId:
-        """Its id, under which it uploads too."""
+        """Its id, which is also the uploader of its objects."""
         return self.began.txid
 
     def commit(self, record: Committed) -> Commit:
-        """Make the checkpoint visible, once its manifest was put, and end the transaction.
+        """Make the checkpoint visible after its manifest was put, and end the transaction.
 
-        Returns the commit that stands, which another process made where several copy one checkpoint in this
-        transaction. Files that cannot be removed are left to gc. Raises `Revoked` if the transaction has ended
+        Returns the commit that stands. If several processes copy one checkpoint in this transaction, another one may
+        have made it. Files that cannot be removed are left to gc. Raises `Revoked` if the transaction has ended
         otherwise, `StorageError`.
         """
         try:
@@ -117,7 +117,7 @@ class Transaction:
         except Conflict:
             record = self._committed(record)
         except StorageError as error:
-            # The answer may be lost, not the record: revoking races for the same name, so now one of them stands.
+            # the answer may be lost, not the record: revoking competes for the same name, so that one of them stands
             self.abort(f"{type(error).__name__}: {error}")
             try:
                 record = self._committed(record)
@@ -129,22 +129,22 @@ class Transaction:
         return just_committed(record)
 
     def _committed(self, wanted: Committed) -> Committed:
-        """Read the record of the checkpoint, if it stands, and see that it stays. Raises `Revoked` if another does."""
-        found = self._repo.get_record(commit_key(self.txid), FirstRecord)
-        if isinstance(found, Committed) and found.manifest == wanted.manifest:
+        """Read the record of the checkpoint, and make it durable. Raises `Revoked` if another record stands."""
+        record = self._repo.get_record(commit_key(self.txid), FirstRecord)
+        if isinstance(record, Committed) and record.manifest == wanted.manifest:
             self._repo.settle(commit_key(self.txid))
-            return found
+            return record
         raise Revoked(f"transaction {self.txid} has ended otherwise; begin another one", key=commit_key(self.txid))
 
     def close(self) -> None:
-        """End it, after its record stands in commits/: its files are removed, or left to gc where the storage fails.
+        """End the transaction after its record stands in commits/: remove its files, or leave them to gc on an error.
 
-        Raises `Conflict` if there is no such record: without its file, a gc would not wait for this save.
+        Raises `Conflict` if there is no such record, because without its file a gc would not wait for this save.
         """
         key = commit_key(self.txid)
         try:
             has_ended = self._repo.storage.size(key) is not None
-        except StorageError as error:  # the save is done, this is tidying up
+        except StorageError as error:  # the save is done; only its files are left
             log.info("files of transaction %s are left to gc: %s", self.txid, error)
             self._pulse.stop()
             return
@@ -154,10 +154,10 @@ class Transaction:
         self._remove_files()
 
     def abort(self, reason: str) -> bool:
-        """Give it up: create its `revoked` record. True if it is revoked now, by this call or by a gc.
+        """Create the `revoked` record. Return True if the transaction is revoked now, by this call or by a gc.
 
-        False if it was committed (after all, where the answer got lost), or if the storage does not say: then a later
-        gc ends it. Never raises an error of the storage: it is called while another one is on its way.
+        Returns False if it was committed (its answer may have been lost), or if the storage fails; then a later gc ends
+        it. Raises no error of the storage, because it is called while another error is handled.
         """
         if self._has_committed:
             return False
@@ -166,13 +166,13 @@ class Transaction:
             revoke(self._repo, self.txid, reason)
             found = self._repo.get_record(commit_key(self.txid), FirstRecord)
         except CasckptError as error:
-            log.warning("transaction %s was not revoked, a later gc will do that: %s", self.txid, error)
+            log.warning("transaction %s was not revoked; a later gc revokes it: %s", self.txid, error)
             return False
         self._remove_files()
         return isinstance(found, records.RevokedRecord)
 
     def leave(self) -> None:
-        """Leave it open, for another process to join: what was uploaded stays as long as nobody gives up on it."""
+        """Leave it open, so that another process can join it. Its uploads stay until a gc revokes it."""
         self._pulse.stop()
 
     def _remove_files(self) -> None:
@@ -180,7 +180,7 @@ class Transaction:
         try:
             for number in numbers:
                 self._repo.storage.delete(transaction_key(self.txid, number))
-        except CasckptError as error:  # as where writers may not delete
+        except CasckptError as error:  # for example if writers may not delete
             log.info("files of transaction %s are left to gc: %s", self.txid, error)
 
 
@@ -188,7 +188,7 @@ class Transaction:
 class OpenTransaction:
     """A transaction without a record in commits/. ``signs``: the highest number of a sign of life, 0 for none.
 
-    ``began`` is None where its file cannot be read.
+    ``began``: None if its file cannot be read.
     """
 
     txid: TxId
@@ -205,11 +205,11 @@ def begin(
     seen: int | None = None,
     seconds: float = SIGN_OF_LIFE_SECONDS,
 ) -> Transaction:
-    """Begin a save: before it asks what lives, and before it uploads anything.
+    """Begin a save. Call it before the save lists live commits or uploads anything.
 
-    ``after``: ids that the new one sorts behind; ``seen``: all that were announced up to this number of the run are
-    among them. ``seconds``: between signs of life. Raises `InvalidInput`, `StorageError`, `Unsupported`, also where the
-    store demands of writers what this version does not know.
+    ``after``: ids that the new one sorts behind. ``seen``: the number of an announcement of the run; ``after`` covers
+    all that were announced up to it. ``seconds``: between signs of life. Raises `InvalidInput`, `StorageError`,
+    `Unsupported`, also if the store requires of writers what this version does not know.
     """
     repo.declare_mirror()
     txid = repo.new_txid(run, step, after)
@@ -219,10 +219,10 @@ def begin(
 
 
 def join(repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECONDS) -> Transaction | None:
-    """Begin the transaction ``began``, or go on with it, if another process has begun the copy of the same checkpoint.
+    """Begin the transaction ``began``, or join it if another process has begun the copy of the same checkpoint.
 
-    Any number of processes may work on one at the same time: they upload the same blobs under the same names, and one
-    of them commits. None if the transaction has ended, or is something else. Raises `StorageError`, `Unsupported` as
+    Any number of processes may work in one transaction: they upload the same blobs under the same names, and one of
+    them commits. Returns None if the transaction has ended, or is another one. Raises `StorageError`, `Unsupported` as
     `begin`.
     """
     repo.declare_mirror()
@@ -238,22 +238,22 @@ def join(repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECOND
     if repo.storage.size(commit_key(began.txid)) is None:
         return _allowed(repo, Transaction(repo, began, seconds=seconds, joined=joined))
     if joined is None:
-        with suppress(StorageError):  # it had ended before: this file is of no use to anybody, and gc removes it too
+        with suppress(StorageError):  # it had ended before, so this file is of no use; gc removes it too
             repo.storage.delete(key)
     return None
 
 
-def _allowed(repo: Repository, one: Transaction) -> Transaction:
-    """Ask whether this version may write: now that it is open, so that who demands more waits for its end."""
+def _allowed(repo: Repository, transaction: Transaction) -> Transaction:
+    """Check that this version may write. The transaction is open, so whoever sets a requirement waits for its end."""
     try:
-        one.settings = check_requirements(repo)
+        transaction.settings = check_requirements(repo)
     except CasckptError as error:
-        if one.joined:
-            one.leave()
+        if transaction.joined:
+            transaction.leave()
         else:
-            one.abort(f"{type(error).__name__}: {error}")
+            transaction.abort(f"{type(error).__name__}: {error}")
         raise
-    return one
+    return transaction
 
 
 def _last_sign(repo: Repository, txid: TxId) -> int:
@@ -262,9 +262,9 @@ def _last_sign(repo: Repository, txid: TxId) -> int:
 
 
 def open_transactions(repo: Repository, closed: Container[TxId]) -> list[OpenTransaction]:
-    """List the transactions that are not ``closed`` (that have no record in commits/), oldest first.
+    """List the transactions that are not ``closed`` (have no record in commits/), oldest first.
 
-    One that ended after ``closed`` was listed may be among them: who waits lists commits/ again. Raises `StorageError`.
+    A transaction that ended after ``closed`` was listed may be among them. Raises `StorageError`.
     """
     signs: dict[TxId, int] = {}
     for entry in repo.storage.list(PREFIX, known=parse_log):
@@ -282,26 +282,26 @@ def _began(repo: Repository, txid: TxId) -> Began | None:
     return found if found.txid == txid else None
 
 
-def has_died(repo: Repository, one: OpenTransaction) -> bool:
-    """Tell whether provably no process works on an open transaction: neither its first one nor the last that joined.
+def has_died(repo: Repository, transaction: OpenTransaction) -> bool:
+    """Tell whether the process that began an open transaction and the last one that joined it are provably dead.
 
-    False wherever there is doubt. Raises `StorageError`.
+    False in case of doubt. Raises `StorageError`.
     """
-    if one.began is None or not is_dead(one.began.process):
+    if transaction.began is None or not is_dead(transaction.began.process):
         return False
-    if not one.signs:
+    if not transaction.signs:
         return True
     try:
-        sign: SignOfLife = repo.get_record(transaction_key(one.txid, one.signs), SignOfLife)
+        sign: SignOfLife = repo.get_record(transaction_key(transaction.txid, transaction.signs), SignOfLife)
     except (NotFound, Damaged, Refused):
         return False
     return sign.process is None or is_dead(sign.process)
 
 
 def revoke(repo: Repository, txid: TxId, reason: str) -> bool:
-    """Give up on a transaction: create commits/<txid> as `revoked`. False if a record stood there first.
+    """Revoke a transaction: create commits/<txid> as `revoked`. False if a record stood there first.
 
-    Safe at any time: at worst a live save fails, and is made again. Raises `StorageError`.
+    Safe at any time: at worst a live save fails and is repeated. Raises `StorageError`.
     """
     record = records.RevokedRecord(txid=txid, time=repo.clock(), reason=reason[:MAX_REASON_CHARACTERS])
     try:
@@ -312,7 +312,7 @@ def revoke(repo: Repository, txid: TxId, reason: str) -> bool:
 
 
 def remove_closed(repo: Repository, closed: Container[TxId]) -> int:
-    """Remove the files of transactions that are ``closed`` (that have a record in commits/); how many files.
+    """Remove the files of ``closed`` transactions (those with a record in commits/). Return the number of files.
 
     Raises `StorageError`.
     """

@@ -1,9 +1,9 @@
-"""A cache of blobs on this host, by their hash: for all stores, all users of the folder, and any number of processes.
+"""A cache of blobs on this host, by their hash, for all stores, all users of its folder, and any number of processes.
 
-Only whole blobs lie in it, each compared with its hash when it came; a file has its name once it is whole and durable.
-Ranged reads of blobs that are not in it go to the store, which keeps no part of them here. What a load finds here is
-compared cell by cell as always, and one that is not as it was is dropped and read from the store. The least recently
-used go first when room is needed; one that somebody has open stays readable for it.
+The cache holds only whole blobs, which are verified when they are fetched. A file gets its name once it is whole and
+durable. Ranged reads of blobs that are not in the cache go to the store, and are not cached. A load verifies cells from
+the cache as always; a damaged blob is dropped and read from the store. If room is needed, the least recently used blobs
+are removed first. An open file stays readable.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from casckpt.format.sections.blobs import BlobRef
 
 FOLDER, LOCKS = "blobs", "locks"
-AT_ONCE = 8  # blobs on their way here, each with a buffer of its size
+AT_ONCE = 8  # blobs fetched at once, each with a buffer of its size
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Held:
-    """A file of the cache. ``used``: when it was last opened, in nanoseconds of the file system's clock."""
+    """A file in the cache. ``used``: when it was last used, in nanoseconds of the file system's clock."""
 
     used: int
     path: str
@@ -47,7 +47,7 @@ class _Held:
 
 
 class BlobCache:
-    """The blobs in the folder ``root``. ``limit``: bytes that they may have; None: half of what is free on the disk."""
+    """The blobs in the folder ``root``. ``limit``: their maximum bytes; None: half of what is free on the disk."""
 
     def __init__(self, root: Path, limit: int | None = None) -> None:
         if limit is not None and (type(limit) is not int or limit < 0):
@@ -60,17 +60,17 @@ class BlobCache:
 
     @property
     def is_there(self) -> bool:
-        """Whether anything was ever put into it: one question, where that of each blob would be many."""
+        """Whether anything was ever put into it. Asking once is cheaper than looking for each blob."""
         try:
             return (self.root / FOLDER).exists()
-        except OSError:  # the folder cannot be used: the store has all, as in `open`
+        except OSError:  # the folder cannot be used; the store has all blobs
             return False
 
     def open(self, ref: BlobRef) -> LocalReader | None:
-        """Open a blob for ranged reads, None if it is not here."""
+        """Open a blob for ranged reads; None if it is not in the cache."""
         try:
             reader = self._files.open(_key(ref))
-        except CasckptError:  # it is not here, or the folder cannot be used: the store has it
+        except CasckptError:  # it is not here, or the folder cannot be used; the store has it
             return None
         if reader.size == ref.size:
             self._touch(ref)
@@ -80,13 +80,13 @@ class BlobCache:
         return None
 
     def drop(self, ref: BlobRef) -> None:
-        """Remove a blob: it is not what it was."""
-        log.warning("%s is not as it was written to this cache; it is read from the store", self.root / _key(ref))
+        """Remove a damaged blob."""
+        log.warning("%s is damaged in this cache; it is read from the store", self.root / _key(ref))
         with suppress(CasckptError):
             self._files.delete(_key(ref))
 
     def keep(self, storage: ObjectStore, ref: BlobRef) -> bool:
-        """Have the blob here, for a reader that goes to the store if that is not possible; is it here?
+        """Fetch the blob if it is not here and there is room. Return whether it is here.
 
         Raises `casckpt.repository.fetching.BlobDamaged`, or `StorageError` of the store.
         """
@@ -99,14 +99,14 @@ class BlobCache:
                 return False
             self._fetch(storage, ref)
         except _Unusable as error:
-            if not self._off:  # of several threads one says it
+            if not self._off:  # only one of several threads logs it
                 self._off = True
                 log.warning("nothing more is put into the cache %s by this process: %s", self.root, error)
             return False
         return True
 
     def fill(self, storage: ObjectStore, refs: Sequence[BlobRef], threads: int, progress: Progress) -> int:
-        """Have all of ``refs`` here; the bytes that had to be fetched. ``progress``: called with those of each blob.
+        """Fetch those of ``refs`` that are not here. Return the bytes fetched. ``progress``: gets the bytes of each.
 
         Raises `InvalidInput` if they need more than the limit, `StorageError` if the cache cannot be written,
         `casckpt.repository.fetching.BlobDamaged`.
@@ -126,12 +126,12 @@ class BlobCache:
         except _Unusable as error:
             raise StorageError(f"{error}; or give another cache_dir") from error
         raise InvalidInput(
-            f"{need} bytes are wanted in the cache {self.root}, which may hold {room}: give it more (cache_bytes), "
+            f"the blobs need {need} bytes, and the cache {self.root} may hold {room}: give it more (cache_bytes), "
             "or use a larger disk (cache_dir)"
         )
 
     def _fetch(self, storage: ObjectStore, ref: BlobRef) -> int:
-        """Bring a blob here; return the bytes it took: 0 if it was here, or another process has just fetched it."""
+        """Fetch a blob. Return the bytes fetched: 0 if it was here, or another process has just fetched it."""
         if self._touch(ref):
             return 0
         with self._turns.get(), alone_on_this_host(self.root / LOCKS / ref.hash[:3]):
@@ -146,17 +146,17 @@ class BlobCache:
             self._make_room(ref.size)
             self._files.put(_key(ref), data, settle=False)
         except AlreadyExists:
-            return  # on a file system without locks somebody else was first
+            return  # on a file system without locks another process was first
         except CasckptError as error:
             raise _Unusable(str(error)) from error
 
     def _touch(self, ref: BlobRef) -> bool:
-        """Note that a blob was used just now; is it here?"""
+        """Note that a blob was used just now. Return whether it is here."""
         path = self.root / _key(ref)
         try:
             if path.stat().st_size != ref.size:
                 return False
-            with suppress(PermissionError):  # it is another user's: who made it decides when it goes
+            with suppress(PermissionError):  # the file of another user, whose uses count
                 os.utime(path)
         except OSError:
             return False
@@ -165,23 +165,23 @@ class BlobCache:
     # room
 
     def _make_room(self, size: int) -> None:
-        """Remove what was not used for longest, until ``size`` bytes more fit. All processes choose the same."""
-        held = sorted(self._scan(), key=lambda one: (one.used, one.path))
-        total = sum(one.nbytes for one in held)
+        """Remove the least recently used blobs until ``size`` bytes more fit. All processes choose the same."""
+        held = sorted(self._scan(), key=lambda file: (file.used, file.path))
+        total = sum(file.nbytes for file in held)
         most = self._most(total)
-        for one in held:
+        for file in held:
             if total + size <= most:
                 break
             with _usable(self.root), suppress(FileNotFoundError):  # another process was faster
-                os.unlink(one.path)
-            total -= one.nbytes
+                os.unlink(file.path)
+            total -= file.nbytes
 
     def _room(self) -> int:
-        """Return the bytes that it may hold in all."""
-        return self._most(sum(one.nbytes for one in self._scan()))
+        """Return the bytes that the cache may hold in all."""
+        return self._most(sum(file.nbytes for file in self._scan()))
 
     def _most(self, held: int) -> int:
-        """Return the bytes that all blobs may have."""
+        """Return the bytes that the cache may hold in all, if it holds ``held`` now."""
         if self._limit is not None:
             return self._limit
         place = next(path for path in (self.root, *self.root.parents) if path.exists())
@@ -189,17 +189,17 @@ class BlobCache:
         return (held + free.f_bavail * free.f_frsize) // 2
 
     def _scan(self) -> list[_Held]:
-        found = []
+        files = []
         with _usable(self.root), suppress(FileNotFoundError), os.scandir(self.root / FOLDER) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
-                    found.append(_Held(status.st_mtime_ns, entry.path, status.st_size))
-        return found
+                    files.append(_Held(status.st_mtime_ns, entry.path, status.st_size))
+        return files
 
 
 class _Unusable(Exception):
-    """The cache cannot be written: its disk is full, it is read-only, it is somebody else's."""
+    """The cache cannot be written: its disk is full, or it is read-only, or it belongs to another user."""
 
 
 @contextmanager

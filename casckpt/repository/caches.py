@@ -1,7 +1,7 @@
-"""What a process remembers of a store: decoded records, what was announced of runs, and the last few manifests.
+"""Caches of a process: decoded records, announcements of runs, and the last few manifests.
 
-Of ten thousand records that are listed one is new. A save compares with the parent that was just written, and a load
-follows a look.
+Of ten thousand listed records one is new. A save compares with the manifest of its parent, which was just written, and
+a load often follows a call that has read the manifest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Shown: TypeAlias = tuple[int, str]
 """What a listing shows of an object's content: its size in bytes, and its version."""
 
 MAX_RECORDS = 100_000
-"""Beyond it all are dropped; the catalogue still has them."""
+"""With more records all are dropped; the catalogue still has them."""
 
 MAX_MANIFESTS = 8
 MAX_BYTES = 256 << 20
@@ -38,7 +38,7 @@ def shown(entry: ListedObject) -> Shown:
 class RecordCache:
     """Records by what a listing shows of them: key, size in bytes, version. Thread-safe.
 
-    Like the rows of the catalogue, one is trusted as long as that is what is listed. ``folded``: see
+    Like a row of the catalogue, a record is trusted while the listing shows the same. ``folded``: see
     `casckpt.history.commits.Folded`.
     """
 
@@ -47,23 +47,23 @@ class RecordCache:
         self.folded: tuple[Mapping[str, Shown], Any] | None = None
 
     def get(self, entry: ListedObject) -> Any | None:
-        """Return the record that was listed, if it is held."""
+        """Return the record of a listed entry, if it is held."""
         held, record = self._entries.get(entry.key, (None, None))
         return record if held == shown(entry) else None
 
     def add(self, entry: ListedObject, record: Any) -> None:
-        """Hold a record; it is frozen, and nobody may change what it refers to."""
+        """Hold a record. It is frozen, and what it refers to must not change."""
         if len(self._entries) >= MAX_RECORDS:
             self._entries.clear()
         self._entries[entry.key] = (shown(entry), record)
 
 
 class RunCache:
-    """What was announced of one run, as far as this process has read it: see `casckpt.history.announcements`.
+    """The announcements of one run that this process has read: see `casckpt.history.announcements`.
 
-    ``head``: the highest number that is taken, -1 for none. ``records``: by number, None for those ``unreadable``.
-    ``announced``: of each transaction in them the highest number of a record. ``at``: transactions by their step.
-    ``newest``: the greatest of them. ``ended``: those that never live again. Hold ``lock`` to go on from ``head``.
+    ``head``: the highest taken number, -1 for none. ``records``: by number, None for ``unreadable`` ones.
+    ``announced``: the highest announced record number of each transaction. ``at``: transactions by step. ``newest``:
+    the greatest transaction. ``ended``: transactions that are never live again. Hold ``lock`` to read on from ``head``.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class RunCache:
         self.ended: set[TxId] = set()
 
     def add(self, number: int, record: Announced | None) -> None:
-        """Take note of what was read."""
+        """Add an announcement that was read; None if it is unreadable."""
         if record is None:
             self.unreadable.add(number)
         else:
@@ -89,24 +89,24 @@ class RunCache:
                 self.newest = max(self.newest or txid, txid)
             self.announced[txid] = max(self.announced.get(txid, 0), of_log)
         self.head = max(self.head, number)
-        self.records[number] = record  # last: of what a fork or an interrupt cut off the announcement is read again
+        self.records[number] = record  # last, so that an announcement is read again after a fork or interrupt here
 
     def unread(self, low: int = 0) -> list[int]:
-        """Return the numbers from ``low`` on that nobody has read yet, the highest first."""
+        """Return the unread numbers from ``low`` on, the highest first."""
         if len(self.records) == self.head + 1:
             return []
         return [number for number in range(self.head, low - 1, -1) if number not in self.records]
 
 
 class RunCaches(dict[str, RunCache]):
-    """By the hash of the run; of threads that ask for one at once all get the same."""
+    """Run caches by the hash of the run. Threads that ask at once get the same one."""
 
     def __missing__(self, run: str) -> RunCache:
         return self.setdefault(run, RunCache())
 
 
 class ManifestCache:
-    """By transaction and head. The least recently used go first; bounded by number and bytes. Thread-safe."""
+    """Manifests by transaction and head, limited in number and bytes. Drops the least recently used. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = PerProcess(threading.Lock)
@@ -115,13 +115,13 @@ class ManifestCache:
     def get(self, txid: TxId, head: str) -> Manifest | None:
         """Return the manifest, if it is held."""
         with self._lock.get():
-            found = self._entries.get((txid, head))
-            if found is not None:
+            entry = self._entries.get((txid, head))
+            if entry is not None:
                 self._entries.move_to_end((txid, head))
-        return found[0] if found else None
+        return entry[0] if entry else None
 
     def add(self, txid: TxId, manifest: Manifest) -> None:
-        """Hold one; the newest stays whatever its size."""
+        """Hold a manifest. The newest one is held whatever its size."""
         name = txid, manifest.head.digest
         with self._lock.get():
             self._entries[name] = (manifest, manifest.nbytes)
@@ -130,7 +130,7 @@ class ManifestCache:
                 self._entries.popitem(last=False)
 
     def names(self) -> set[tuple[TxId, str]]:
-        """Return what those that are held go by."""
+        """Return the transaction and head of each held manifest."""
         with self._lock.get():
             return set(self._entries)
 

@@ -1,7 +1,7 @@
-"""The catalogue: a local SQLite file of what immutable objects of a store say. Rebuildable, never the truth.
+"""The catalogue: a local SQLite file with the content of immutable objects of a store. It can always be rebuilt.
 
-Every row carries a digest of its key and content, so that a row that the disk, or a network file system without
-proper locks, mixed up is read from the store again. Any error of SQLite turns the catalogue off for this process.
+Every row has a digest of its key and content. A row that the disk or a network file system has damaged is read from the
+store again. Any error of SQLite turns the catalogue off for this process.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import os
 import sqlite3
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 from weakref import WeakSet
@@ -22,37 +22,21 @@ from casckpt.format.digest import cell_digest
 from casckpt.format.names import TxId
 
 SCHEMA = 2
-"""Stands in user_version. A file with another one is dropped and rebuilt."""
+"""The user_version of the file. A file with another one is dropped and rebuilt."""
 BUSY_SECONDS = 10.0
 
-_TABLES: dict[str, dict[str, type]] = {
-    "records": {"key": str, "data": bytes, "digest": bytes},
-    "blobs": {"key": str, "data": bytes, "digest": bytes},
-    "notes": {"key": str, "data": bytes, "digest": bytes},
-}
-_INSERT = {
-    "records": "INSERT OR REPLACE INTO records VALUES (?, ?, ?)",
-    "blobs": "INSERT OR REPLACE INTO blobs VALUES (?, ?, ?)",
-    "notes": "INSERT OR REPLACE INTO notes VALUES (?, ?, ?)",
-}
-_SELECT = {table: f"SELECT data, digest FROM {table} WHERE key = ?" for table in ("blobs", "notes")}  # noqa: S608
+_TABLES = ("records", "blobs", "notes")
+_COLUMNS = {"key": str, "data": bytes, "digest": bytes}
+_INSERT = {table: f"INSERT OR REPLACE INTO {table} VALUES (?, ?, ?)" for table in _TABLES}  # noqa: S608
+_SELECT = {table: f"SELECT data, digest FROM {table} WHERE key = ?" for table in _TABLES}  # noqa: S608
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass
-class _Memory:
-    """What takes over when the file cannot be used."""
-
-    records: dict[str, bytes] = field(default_factory=dict)
-    blobs: dict[str, bytes] = field(default_factory=dict)
-    notes: dict[str, bytes] = field(default_factory=dict)
-
-
 @dataclass(eq=False)
 class _File:
-    """The connection to a catalogue's file, while there is one."""
+    """The connection to the file of a catalogue, None while it is closed."""
 
     connection: sqlite3.Connection | None = None
 
@@ -64,12 +48,12 @@ class _File:
 
 
 _sqlite = threading.RLock()
-"""Held while SQLite is called, and over a fork."""
+"""Held during calls of SQLite, and during a fork."""
 _files: WeakSet[_File] = WeakSet()
 
 
 def _before_fork() -> None:
-    """Close all files: SQLite keeps locks and counts for the process, and in a child nobody would ever lower them."""
+    """Close all files: SQLite keeps locks and counts for the process, and a child would never release them."""
     _sqlite.acquire()
     for file in list(_files):
         file.close()
@@ -80,22 +64,22 @@ if hasattr(os, "register_at_fork"):
 
 
 class Catalogue:
-    """See the module. Safe for several threads and processes, and in forked children; nothing here raises.
+    """See the module. Safe for several threads and processes, and in forked children. No method raises.
 
-    ``is_off``: has an error turned the file off for this process?
+    ``is_off``: whether an error has turned the file off for this process. Then memory takes over.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = _File()
-        self._memory = _Memory()
+        self._memory = _tables()
         self.is_off = False
         with _sqlite:
             _files.add(self._file)
-        weakref.finalize(self, self._file.close)  # without the lock: a thread may hold any other where this runs
+        weakref.finalize(self, self._file.close)  # without the lock, because this may run while a thread holds another
 
     def records(self, prefix: str, first: str = "") -> dict[str, bytes]:
-        """Return the bytes of all records known under ``prefix`` ("commits/"), by key; from the key ``first`` on."""
+        """Return the bytes of all known records under ``prefix`` ("commits/"), by key, from the key ``first`` on."""
         first, end = max(prefix, first), prefix + chr(0x10FFFF)
 
         def select(connection: sqlite3.Connection) -> dict[str, bytes]:
@@ -103,59 +87,56 @@ class Catalogue:
             rows = connection.execute(sql, (first, end)).fetchall()
             return {key: data for key, data, digest in rows if digest == _digest(key, data)}
 
-        return self._do(select, lambda: {k: v for k, v in self._memory.records.items() if first <= k < end})
+        return self._do(select, lambda: {k: v for k, v in self._memory["records"].items() if first <= k < end})
 
     def keys(self, prefix: str) -> list[str]:
-        """Return the keys of all records that are known under ``prefix``."""
+        """Return the keys of all known records under ``prefix``."""
         end = prefix + chr(0x10FFFF)
 
         def select(connection: sqlite3.Connection) -> list[str]:
             sql = "SELECT key FROM records WHERE key >= ? AND key < ?"
             return [key for (key,) in connection.execute(sql, (prefix, end))]
 
-        return self._do(select, lambda: [key for key in self._memory.records if key.startswith(prefix)])
+        return self._do(select, lambda: [key for key in self._memory["records"] if key.startswith(prefix)])
 
     def add_records(self, records: Mapping[str, bytes]) -> None:
         """Keep the bytes of records of the store, by key."""
-        rows = [(key, data, _digest(key, data)) for key, data in records.items()]
-        self._insert("records", rows, lambda: self._memory.records.update(records))
+        self._insert("records", records)
 
     def blobs(self, txid: TxId, head: str) -> bytes | None:
-        """Return the section of blobs of the manifest that a commit names by its head, as it is stored."""
-        return self._value("blobs", f"{txid}/{head}", self._memory.blobs)
+        """Return the stored section of blobs of the manifest that a commit names by its head."""
+        return self._value("blobs", f"{txid}/{head}")
 
     def add_blobs(self, txid: TxId, head: str, data: bytes) -> None:
         """Keep a section of blobs."""
-        key = f"{txid}/{head}"
-        self._insert("blobs", [(key, data, _digest(key, data))], lambda: self._memory.blobs.update({key: data}))
+        self._insert("blobs", {f"{txid}/{head}": data})
 
     def note(self, name: str) -> bytes | None:
-        """Return a note of this host (the paused state of a gc); None if there is none."""
-        return self._value("notes", name, self._memory.notes)
+        """Return a note of this host, such as the state of a paused gc; None if there is none."""
+        return self._value("notes", name)
 
-    def _value(self, table: str, key: str, otherwise: Mapping[str, bytes]) -> bytes | None:
+    def _value(self, table: str, key: str) -> bytes | None:
         def select(connection: sqlite3.Connection) -> bytes | None:
             row = connection.execute(_SELECT[table], (key,)).fetchone()
             return row[0] if row is not None and row[1] == _digest(key, row[0]) else None
 
-        return self._do(select, lambda: otherwise.get(key))
+        return self._do(select, lambda: self._memory[table].get(key))
 
     def set_note(self, name: str, data: bytes | None) -> None:
         """Keep a note; None removes it."""
         if data is not None:
-            kept = data
-            self._insert("notes", [(name, data, _digest(name, data))], lambda: self._memory.notes.update({name: kept}))
+            self._insert("notes", {name: data})
             return
 
         def remove(connection: sqlite3.Connection) -> None:
             connection.execute("DELETE FROM notes WHERE key = ?", (name,))
 
-        self._do(remove, lambda: self._memory.notes.pop(name, None))
+        self._do(remove, lambda: self._memory["notes"].pop(name, None))
 
     def reindex(self) -> None:
         """Forget everything, and try the file again if it was turned off."""
         with _sqlite:
-            self.is_off, self._memory = False, _Memory()
+            self.is_off, self._memory = False, _tables()
             try:
                 self._do_or_raise(lambda connection: _rebuild(connection, anyway=True))
             except (sqlite3.Error, OSError):
@@ -168,7 +149,7 @@ class Catalogue:
             self._file.close()
 
     def _do(self, action: Callable[[sqlite3.Connection], T], otherwise: Callable[[], T]) -> T:
-        """Call ``action`` with the file; return ``otherwise`` where the file cannot be used."""
+        """Call ``action`` with the file, or ``otherwise`` if the file cannot be used."""
         with _sqlite:
             if not self.is_off:
                 try:
@@ -182,13 +163,13 @@ class Catalogue:
             self._file.connection = _open(self.path)
         return action(self._file.connection)
 
-    def _insert(self, table: str, rows: Sequence[tuple[object, ...]], otherwise: Callable[[], None]) -> None:
+    def _insert(self, table: str, rows: Mapping[str, bytes]) -> None:
         def insert(connection: sqlite3.Connection) -> None:
             connection.execute("BEGIN IMMEDIATE")
             with connection:  # commits, or rolls back on an error
-                connection.executemany(_INSERT[table], rows)
+                connection.executemany(_INSERT[table], [(key, data, _digest(key, data)) for key, data in rows.items()])
 
-        self._do(insert, otherwise)
+        self._do(insert, lambda: self._memory[table].update(rows))
 
     def _turn_off(self, error: Exception) -> None:
         self.close()
@@ -207,6 +188,11 @@ class Catalogue:
             except OSError as error:
                 self._turn_off(error)
                 return
+
+
+def _tables() -> dict[str, dict[str, bytes]]:
+    """Return empty tables for use in memory."""
+    return {table: {} for table in _TABLES}
 
 
 def _digest(*values: object) -> bytes:
@@ -236,8 +222,8 @@ def _version(connection: sqlite3.Connection) -> int:
 
 
 def _rebuild(connection: sqlite3.Connection, *, anyway: bool = False) -> None:
-    """Drop all tables and make ours, unless another process has done so since."""
-    import sqlite_utils  # takes 50 ms, and is not needed where the tables are there
+    """Drop all tables and create ours, unless another process has done so since."""
+    import sqlite_utils  # takes 50 ms, and is not needed if the tables exist
 
     connection.execute("BEGIN IMMEDIATE")
     with connection:
@@ -246,6 +232,6 @@ def _rebuild(connection: sqlite3.Connection, *, anyway: bool = False) -> None:
         database = sqlite_utils.Database(connection, execute_plugins=False)
         for name in database.table_names():
             database.table(name).drop()
-        for name, columns in _TABLES.items():
-            database.table(name).create(columns, pk="key")
+        for name in _TABLES:
+            database.table(name).create(_COLUMNS, pk="key")
         connection.execute(f"PRAGMA user_version = {SCHEMA}")

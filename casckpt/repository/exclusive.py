@@ -1,7 +1,7 @@
-"""Probes of a storage that may not refuse to create a key twice, for all safety stands on that.
+"""Probes whether a storage refuses to create a key twice. The safety of a store depends on that.
 
-Some servers of the S3 protocol, and some old clients, ignore the condition of a put without a word: then two jobs both
-win the race for one name, and a gc deletes what a save has just committed.
+Some servers of the S3 protocol, and some old clients, silently ignore the condition of a put. Then two jobs can both
+create one name, and a gc can delete what a save has just committed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _PAYLOAD = 64  # bytes
 def require_exclusive(
     storage: ObjectStore, entropy: Callable[[int], bytes], known: bool | None, *, single_writer: bool
 ) -> None:
-    """Raise `Unsupported` for a storage in which two writers could both win the race for one name.
+    """Raise `Unsupported` for a storage in which two writers could both create one name.
 
-    ``known``: what an earlier probe found. ``single_writer``: there is only one, says the caller.
+    ``known``: the result of an earlier probe. ``single_writer``: the caller says that there is only one writer.
     """
     traits = storage.traits
     if traits.read_only:
@@ -35,16 +35,16 @@ def require_exclusive(
         why = probe(storage, entropy) if known is None else "so its settings say"
     if why:
         raise Unsupported(
-            f"{storage.url} does not refuse to create a name twice: {why}. So two jobs could both win the race for one "
+            f"{storage.url} does not refuse to create a name twice: {why}. So two jobs could both commit one "
             "checkpoint, and a gc could delete what a save has just stored. Use another storage, or say with "
             "single_writer (--single-writer) that nobody else writes at the same time"
         )
 
 
 def probe(storage: ObjectStore, entropy: Callable[[int], bytes], racers: int = RACERS) -> str:
-    """Find out what is wrong with the creates of ``storage``; "" if nothing is.
+    """Return what is wrong with the creates of ``storage``; "" if nothing is.
 
-    Puts two small objects under probes/, several times each, and deletes them where that is allowed. Raises
+    Puts two small objects under probes/, several times each, and deletes them if that is allowed. Raises
     `StorageError`, `casckpt.errors.Unsupported`.
     """
     name = entropy(16).hex()
@@ -58,9 +58,9 @@ def probe(storage: ObjectStore, entropy: Callable[[int], bytes], racers: int = R
 
 
 def _twice(storage: ObjectStore, key: str, entropy: Callable[[int], bytes]) -> str:
-    _wins(storage, key, entropy(_PAYLOAD))  # nobody else has this name: a refusal is of our own put, its answer lost
+    _wins(storage, key, entropy(_PAYLOAD))  # the name is ours, so a refusal means that the answer to our put was lost
     if _wins(storage, key, entropy(_PAYLOAD)):
-        return "it let a second create replace the first one, and said nothing"
+        return "it let a second create replace the first one, without an error"
     return ""
 
 
@@ -69,11 +69,11 @@ def _race(storage: ObjectStore, key: str, entropy: Callable[[int], bytes], racer
     firsts = in_parallel(racers, lambda data: _wins(storage, key, data), payloads, name="probe")
     won = [data for data, first in zip(payloads, firsts, strict=True) if first]
     if len(won) > 1:
-        return f"{len(won)} of {racers} that created one key at the same time were told that they had"
+        return f"{len(won)} of {racers} concurrent creates of one key succeeded"
     found = None if storage.size(key) is None else storage.get(key, limit=_PAYLOAD)
     if won and found != won[0]:
-        return "the one that was told it had created a key had not: another one's bytes are there"
-    return "" if found in payloads else "of several that created one key at the same time none had"
+        return "of several concurrent creates of one key, one succeeded, but the bytes of another one are there"
+    return "" if found in payloads else "of several concurrent creates of one key none succeeded"
 
 
 def _wins(storage: ObjectStore, key: str, data: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Whole blobs out of a store, proved by what is in them, and the words for what is wrong with one."""
+"""Fetches and verifies whole blobs, and describes what is wrong with one."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 Range: TypeAlias = tuple[int, int]
 """Bytes of a blob's file, from the first up to the second."""
 
-_ATTEMPTS = 2  # the network may have spoilt the first
+_ATTEMPTS = 2  # the network may have damaged the first
 _SHOWN = 3
 
 
 class BlobDamaged(Exception):
-    """A blob, ``ref``, is not there as it was written; the text says why.
+    """The blob ``ref`` is missing or not what was written. The message says why.
 
-    Caught by the layer above, which knows who needs it.
+    Callers that know what needs the blob catch this.
     """
 
     def __init__(self, ref: BlobRef, why: str) -> None:
@@ -38,9 +38,9 @@ class BlobDamaged(Exception):
 
 @dataclass(frozen=True)
 class Proved:
-    """What the bytes of a blob say. ``why``: what is wrong with them, "" if nothing.
+    """The result of verifying a blob. ``why``: what is wrong, "" if nothing.
 
-    ``ranges``: the bytes that are wrong, or of which nothing can be said. ``proof``: empty where that is wrong itself.
+    ``ranges``: the bytes that are wrong, or cannot be verified. ``proof``: empty if the proof itself is wrong.
     """
 
     why: str = ""
@@ -49,7 +49,7 @@ class Proved:
 
 
 def fetch(storage: ObjectStore, ref: BlobRef, buffer: memoryview) -> memoryview:
-    """Read a blob into the start of ``buffer``, and return that part. Raises `BlobDamaged`, `StorageError`."""
+    """Read and verify a blob in the start of ``buffer``, and return that part. Raises `BlobDamaged`, `StorageError`."""
     view, why = buffer[: ref.size], ""
     for _ in range(_ATTEMPTS):
         try:
@@ -63,10 +63,10 @@ def fetch(storage: ObjectStore, ref: BlobRef, buffer: memoryview) -> memoryview:
 
 
 def prove(reader: Reader, ref: BlobRef, buffer: memoryview, progress: Callable[[int], None] = silent) -> Proved:
-    """Read a whole blob and prove it by its name: its proof first, then all else, a piece of ``buffer`` at a time.
+    """Read a whole blob and verify it by its name: first its proof, then the rest in pieces of the size of ``buffer``.
 
-    All of it is read at once where ``buffer`` is large enough. ``progress``: called with the bytes just read. Raises
-    what reading does.
+    A ``buffer`` that is large enough takes the whole blob in one read. ``progress``: called with the bytes just read.
+    Raises as reading does.
     """
     view = buffer[: ref.size]
     at_once = len(view) == ref.size
@@ -109,7 +109,7 @@ def _proved(ref: BlobRef, wrong: Sequence[Leaf], header: bytes, proof: bytes) ->
 
 
 def _merged(leaves: Sequence[Leaf]) -> list[Range]:
-    """Return the ranges of ``leaves``, which are in order."""
+    """Return the ranges of ``leaves``, which are in order, with adjacent ones merged."""
     ranges: list[Range] = []
     for leaf in leaves:
         follows = bool(ranges) and ranges[-1][1] == leaf.offset
@@ -127,21 +127,21 @@ def _words(ranges: Sequence[Range]) -> str:
 
 
 def compare_size(ref: BlobRef, size: int | None) -> str:
-    """Say what is wrong with a blob that has ``size`` bytes, None where there is none; "" if nothing."""
+    """Return what is wrong with a blob of ``size`` bytes (None: it is missing); "" if nothing."""
     if size is None:
         return "it is gone"
     return "" if size == ref.size else f"it has {size} bytes instead of {ref.size}"
 
 
 def explain(ref: BlobRef, error: Exception) -> str:
-    """Say what ``error``, raised while a blob was read, means for it."""
+    """Return what an error of reading a blob says about it."""
     if isinstance(error, ShortObject):
         return f"it ends after {error.size} of {ref.size} bytes"
     return "it is gone" if isinstance(error, NotFound) else str(error)
 
 
 def holds_cell(reader: Reader, offset: int, buffer: memoryview, digest: CellDigest | None) -> bool:
-    """Read a cell into ``buffer``; is it what was written?"""
+    """Read a cell into ``buffer``, and return whether it is what was written."""
     try:
         reader.read_into(offset, [buffer])
     except (CasckptError, ShortObject):

@@ -1,4 +1,4 @@
-"""A lock among the processes of one host, which saves work and decides nothing."""
+"""A lock among the processes of one host. It saves work; nothing depends on it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def alone_on_this_host(path: Path) -> Iterator[None]:
-    """Wait until no other process of this host holds ``path``, a file that is made for it; hold it as long as the body.
+    """Wait until no other process of this host holds the lock file ``path``, and hold it during the body.
 
-    Where that cannot be, for want of a folder or on a file system without locks, nobody waits: nothing depends on it.
+    Without the folder, or on a file system without locks, this does not wait.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,5 +30,7 @@ def alone_on_this_host(path: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(OSError):  # closing is not enough: a child that was forked meanwhile has the file open, too
+            with suppress(
+                OSError
+            ):  # closing is not enough: a child that was forked meanwhile has the file open as well
                 fcntl.flock(lock, fcntl.LOCK_UN)

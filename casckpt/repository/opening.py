@@ -1,4 +1,4 @@
-"""From a path or a URL to an open store without tensors."""
+"""Opens a store from a path or URL, without tensors."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def open_repository(
     sign_with: KeyFile | None = None,
     require_signature: KeyFiles | None = None,
 ) -> Repository:
-    """Open what `casckpt.open` does, with the same arguments. Makes and reads nothing.
+    """Open a store with the arguments of `casckpt.open`. Creates and reads nothing.
 
-    Without a ``cache_dir`` that of the environment counts (`CACHE_VARIABLE`): whoever sets up a host or a job says
-    where its caches lie, for programs as for the command line.
+    Without ``cache_dir`` the environment (`CACHE_VARIABLE`) says where the caches lie, for programs and the command
+    line.
 
-    Raises `InvalidInput` or `Unsupported` for a URL that cannot be used; for keys that cannot be, `NotFound`, too.
+    Raises `InvalidInput` or `Unsupported` for a URL or key that cannot be used, `NotFound` for a missing key file.
     """
     storage = open_storage(url, storage_options, single_writer=single_writer, page_cache=page_cache)
     folder = cache_dir if cache_dir is not None else os.environ.get(CACHE_VARIABLE) or None

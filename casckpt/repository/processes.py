@@ -1,6 +1,6 @@
-"""The identity of a process, and the proof that one on this host is dead.
+"""The identity of a process, and the proof that a process of this host is dead.
 
-Everything is read from /proc. Where there is none, nothing can be proved, and nothing is.
+Everything is read from /proc. Without /proc no process counts as dead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STATE, _THREADS, _STARTED = 0, 17, 19  # fields 3, 20 and 22 of stat, counted b
 
 
 def this_process() -> Process:
-    """Return the identity of this process; fields that the system does not tell are empty."""
+    """Return the identity of this process. Fields that the system does not provide are empty."""
     stat = _stat(os.getpid())
     return Process(
         host=socket.gethostname(),
@@ -29,9 +29,9 @@ def this_process() -> Process:
 
 
 def is_dead(process: Process) -> bool:
-    """Tell whether ``process`` provably ran on this host, under this boot and in this pid namespace, and is no more.
+    """Tell whether ``process`` provably ran on this host, in this boot and pid namespace, and has ended.
 
-    False wherever there is doubt.
+    False in case of doubt.
     """
     place = (process.boot_id, process.pid_namespace)
     if not all(place) or place != (_boot_id(), _pid_namespace()):
@@ -42,7 +42,7 @@ def is_dead(process: Process) -> bool:
     if stat is None:
         return not _exists(process.pid)  # /proc may hide processes of other users
     if int(stat[_STARTED]) != process.started:
-        return True  # the number was given to another process
+        return True  # another process has the pid now
     return stat[_STATE] in "ZX" and int(stat[_THREADS]) <= 1  # a leader that ended shows Z while its threads run
 
 
@@ -57,7 +57,7 @@ def _exists(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/<pid>/stat from the third on; the second, the name, may hold anything, a ")" too."""
+    """Return the fields of /proc/<pid>/stat from the third on. The second, the name, may hold anything, also a ")"."""
     try:
         text = (PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
@@ -74,7 +74,7 @@ def _boot_id() -> str:
 
 
 def _pid_namespace() -> str:
-    """Name the namespaces of pids and of clocks: start times of processes are counted in the reader's."""
+    """Return the namespaces of pids and clocks, because start times of processes depend on the clock of the reader."""
     try:
         pids = os.readlink(PROC / "self/ns/pid")
     except OSError:

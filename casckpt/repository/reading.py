@@ -1,4 +1,4 @@
-"""Immutable records, read from the store once ever per host."""
+"""Cached reads of immutable records: each host reads each record once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.base import Known, ListedObject
 
 Read: TypeAlias = Any | CasckptError
-"""A record, or why there is none."""
+"""A record, or the error of reading it."""
 
 _BELOW = ("/0", f"/{'0' * 64}/0")
 
@@ -24,11 +24,11 @@ def read_records(
 ) -> dict[str, Read]:
     """Return the record, or the error, of each listed key under ``prefix`` ("commits/").
 
-    Raises `StorageError`, and `NotFound` where there is no store.
+    A record that this process or the catalogue has is not read again, unless the listing shows another size or version:
+    then the store was put back from a copy, and has changed since. ``anew``: read all of them, to check that they are
+    whole.
 
-    What this process, or the catalogue, holds is not read again, unless its size or version is not the one that was
-    listed: then the store was put back from a copy, and went another way since. ``anew``: read all of them, to see
-    whether they are still whole.
+    Raises `StorageError`, and `NotFound` where there is no store.
     """
     repo.check_exists()
     entries = list(entries)
@@ -40,39 +40,42 @@ def read_records(
     rows = {entry.key: row_of(entry) for entry in rest}
     hits = {entry.key: data for entry in rest if len(data := known.get(rows[entry.key], b"")) == entry.size > 0}
     misses = [entry.key for entry in rest if entry.key not in hits]
-    fetched = in_parallel(repo.storage.traits.requests, lambda key: _fetch(repo, key), misses)
+    fetched = in_parallel(repo.storage.traits.requests, lambda key: fetch_record(repo, key), misses)
     fresh = dict(zip(misses, fetched, strict=True))
-    found = {key: _decoded(data, kind_of(key), key) for key, data in (hits | fresh).items()}
-    whole = {k: v for k, v in (hits | fresh).items() if isinstance(v, bytes) and not isinstance(found[k], CasckptError)}
+    decoded = {key: _decoded(data, kind_of(key), key) for key, data in (hits | fresh).items()}
+    whole = {
+        k: v for k, v in (hits | fresh).items() if isinstance(v, bytes) and not isinstance(decoded[k], CasckptError)
+    }
     for entry in rest:
         if entry.key in whole:
-            repo.records.add(replace(entry, size=len(whole[entry.key])), found[entry.key])
+            repo.records.add(replace(entry, size=len(whole[entry.key])), decoded[entry.key])
     if new := {rows[key]: data for key, data in whole.items() if key in fresh}:
         repo.catalogue.add_records(new)
-    return held | found
+    return held | decoded
 
 
 def row_of(entry: ListedObject) -> str:
-    """Return a record's key in the catalogue: other content has another one, where the storage tells them apart."""
+    """Return a record's key in the catalogue. It includes the version, if the storage has versions."""
     return f"{entry.key} {entry.version}"
 
 
 def key_of(row: str) -> str:
-    """Return the key of the record that a row of the catalogue holds."""
+    """Return the key of the record in a row of the catalogue."""
     return row.partition(" ")[0]
 
 
 def check_no_file(url: str, entry: ListedObject, known: Known) -> None:
-    """Raise `Refused` if ``entry``, which is no record, stands where a folder of records belongs."""
+    """Raise `Refused` if ``entry``, which is no record, is in the place of a folder of records."""
     if any(known(entry.key + below) is not None for below in _BELOW):
         raise Refused(
-            f"{url}/{entry.key} is an object where a folder of records belongs: put back what was there, from a copy "
-            "of the store, or move this out of the store",
+            f"{url}/{entry.key} is an object in the place of a folder of records: put the folder back from a copy of "
+            "the store, or move the object out of the store",
             key=entry.key,
         )
 
 
-def _fetch(repo: Repository, key: str) -> bytes | CasckptError:
+def fetch_record(repo: Repository, key: str) -> bytes | CasckptError:
+    """Return the bytes of a record, or the error of reading it. Raises `StorageError`."""
     try:
         return repo.storage.get(key, limit=MAX_RECORD_BYTES)
     except (NotFound, Damaged, Refused) as error:

@@ -1,4 +1,4 @@
-"""An open store without tensors: its marker, its settings, its records, and what all other modules here are handed."""
+"""`Repository`, an open store without tensors: its marker, settings, records and caches."""
 
 from __future__ import annotations
 
@@ -31,26 +31,25 @@ Clock: TypeAlias = Callable[[], int]
 Entropy: TypeAlias = Callable[[int], bytes]
 """That many random bytes."""
 
-_STORE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")  # it names a folder of the cache
+_STORE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")  # because it names a folder of the cache
 
 
 def microseconds() -> int:
-    """Return the time of this host, in microseconds since the epoch, UTC."""
+    """Return the time of this host in microseconds since the epoch, UTC."""
     return time.time_ns() // 1000
 
 
 @dataclass
 class Repository:
-    """An open store without tensors. Opening never creates: the marker is read at first use.
+    """An open store without tensors. Opening creates nothing; the marker is read on first use.
 
     ``cache_dir``: None for the user's cache folder. ``cache_bytes``: see `casckpt.repository.blob_cache`.
-    ``single_writer``: the caller's word that nobody else writes, for storages that do not refuse a second create.
-    ``mirror``: where the store lies that this one is copied to; its settings have the URL before anything is saved.
-    ``trusted``: public keys; only what one of them has signed is loaded (None: all); ``found_signed``
-    is known to be. ``signer``: the private key that each save is signed with.
-    ``listeners``: called after each commit of this process. ``seen_blobs``: those that this process knows to be there.
-    ``last_commit``: key of the last record of its own. ``runs``: what was announced, by the hash of the run.
-    Thread-safe, usable in forked children; pickles.
+    ``single_writer``: the caller says that nobody else writes, for storages that do not refuse a second create.
+    ``mirror``: the storage of the mirror; the settings get its URL before anything is saved. ``trusted``: public keys;
+    only checkpoints with a signature of one of them are loaded (None: all). ``found_signed``: ids that were found
+    signed. ``signer``: the private key that signs each save. ``listeners``: called after each commit of this process.
+    ``seen_blobs``: blobs that this process has seen in the store. ``last_commit``: key of the last commit of this
+    process. ``runs``: announcements by the hash of the run. Thread-safe, usable in forked children, and picklable.
     """
 
     storage: ObjectStore
@@ -76,9 +75,9 @@ class Repository:
     _catalogue: Catalogue | None = field(default=None, init=False, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        mine: dict[str, Any] = {"seen_blobs": set(), "found_signed": set(), "listeners": []}
+        empty: dict[str, Any] = {"seen_blobs": set(), "found_signed": set(), "listeners": []}
         caches = ("manifests", "records", "runs", "_catalogue", "_blob_cache")
-        return self.__dict__ | mine | dict.fromkeys(caches)
+        return self.__dict__ | empty | dict.fromkeys(caches)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {"manifests": ManifestCache(), "records": RecordCache()})
@@ -86,7 +85,7 @@ class Repository:
 
     @property
     def marker(self) -> Marker:
-        """What casckpt.json says, read once. Raises `NotFound`, `Damaged`, `Refused`, `StorageError`."""
+        """The content of casckpt.json, read once. Raises `NotFound`, `Damaged`, `Refused`, `StorageError`."""
         marker = self._marker
         if marker is None:
             marker = self._marker = self._read_marker()
@@ -110,7 +109,7 @@ class Repository:
         return marker
 
     def _check_lost(self) -> None:
-        """Raise `Damaged` if the marker is gone from a store: it is put before the first record of commits/."""
+        """Raise `Damaged` if a store has lost its marker, which is put before the first record of commits/."""
         is_store = any(keys.parse_log(entry.key) for entry in self.storage.list("commits/"))
         if is_store and self.storage.size(keys.MARKER) is None:  # again: it may have been made meanwhile
             message = (
@@ -120,38 +119,37 @@ class Repository:
             raise Damaged(message, key=keys.MARKER)
 
     def exists(self) -> bool:
-        """Ask whether there is a store. Raises `StorageError`."""
+        """Tell whether there is a store. Raises `StorageError`."""
         return self._marker is not None or self.storage.size(keys.MARKER) is not None
 
     def check_exists(self) -> None:
-        """Raise `NotFound` where there is no store, and whatever else `marker` raises."""
+        """Raise `NotFound` if there is no store, and as `marker`."""
         _ = self.marker
 
     def fresh(self) -> Repository:
-        """Return the same store with nothing of it in memory: what is asked of that is read from the storage."""
+        """Return the same store with empty caches in memory, so that it reads from the storage."""
         return replace(self)
 
     def create(self, *, cell_bytes: int = 1 << 20, blob_bytes: int = 32 << 20) -> bool:
-        """Make the store, if there is none; was it made by this call? ``cell_bytes``, ``blob_bytes``: see `Marker`.
+        """Create the store if there is none. Return whether this call did. ``cell_bytes``, ``blob_bytes``: as `Marker`.
 
-        It looks whether there is one now: somebody may have deleted what this process knows. An existing store keeps
-        its own sizes. Raises `Damaged` for one that has lost its marker, `InvalidInput`, `StorageError`, what `marker`
-        raises, and `Unsupported` for a storage that cannot create exclusively.
+        Always asks the storage, because the store that this process knows may have been deleted. An existing store
+        keeps its sizes. Raises `Damaged` for a store without its marker, `InvalidInput`, `StorageError`, as `marker`,
+        and `Unsupported` for a storage that cannot create exclusively.
         """
-        store_id = uuid.UUID(bytes=self.entropy(16), version=4).hex
         marker = Marker(
             format=records.FORMAT_VERSION,
-            store_id=store_id,
+            store_id=uuid.UUID(bytes=self.entropy(16), version=4).hex,
             created_at=self.clock(),
             cell_bytes=cell_bytes,
             blob_bytes=blob_bytes,
         )
         data = records.encode_marker(marker)
-        records.decode_marker(data)  # sizes outside the limits are refused before anything is written
+        records.decode_marker(data)  # refuses sizes outside the limits before anything is written
         if self.storage.size(keys.MARKER) is not None:
             self._know(self._read_marker())
             return False
-        self._check_lost()  # the listing finds a bucket missing, too, which some servers make for any put
+        self._check_lost()  # its listing also finds a missing bucket, which some servers create at a put
         probed = self._check_creates(new=True)
         made = self._put_once(keys.MARKER, data)
         self._know(marker if made else self._read_marker())
@@ -165,7 +163,7 @@ class Repository:
         self._marker = marker
 
     def forget_all(self, *, keep_marker: bool) -> None:
-        """Forget all that this process and its host know of the store: it is not what it was."""
+        """Forget all that this process and its host know of the store, because it was put back or replaced."""
         marker = self.marker
         self.catalogue.reindex()
         self.records, self.manifests = RecordCache(), ManifestCache()
@@ -175,14 +173,14 @@ class Repository:
             self._marker = marker
 
     def look_again(self) -> None:
-        """Forget what this process knows of the store: it was of another one, which was in its place before."""
+        """Forget what this process knows of the store, because another store was at the URL before."""
         self._marker, self._declared, self._catalogue, self.last_commit = None, False, None, None
         self.runs = RunCaches()
 
     def _check_creates(self, *, new: bool) -> bool:
-        """Refuse a storage that cannot create exclusively, once for each process; was it probed by this call?
+        """Refuse a storage that cannot create exclusively, once in each process. Return whether this call probed it.
 
-        ``new``: there are no settings yet that could say what an earlier probe found.
+        ``new``: there are no settings yet with the result of an earlier probe.
         """
         in_doubt = self.storage.traits.exclusive is None and not self.single_writer
         known = self.settings.exclusive_create if in_doubt and not new else None
@@ -191,21 +189,21 @@ class Repository:
         return in_doubt and known is None
 
     def declare_mirror(self) -> None:
-        """Say in the settings which mirror there is, if this store was opened with one. Raises `StorageError`."""
+        """Write the URL of the mirror to the settings, if this store was opened with one. Raises `StorageError`."""
         if self.mirror is not None and not self._declared:
             if self.settings.mirror != self.mirror.url:
                 self.change_settings(mirror=self.mirror.url)
             self._declared = True
 
     def note_creates(self, *, exclusive: bool) -> None:
-        """Let the settings say what a probe has found, for this process and all later ones. Raises `StorageError`."""
+        """Write the result of a probe to the settings, for this process and all later ones. Raises `StorageError`."""
         self._creates_checked = True
         self.change_settings(exclusive_create=exclusive)
         self._creates_checked = exclusive
 
     @property
     def settings(self) -> Settings:
-        """The highest generation of settings/, unset fields where there is none. Read anew each time."""
+        """The highest generation of settings/, or unset fields if there is none. Read each time."""
         return self.newest_settings()[1]
 
     def change_settings(self, **fields: Any) -> Settings:  # of `Settings`, which is decoded to check them
@@ -224,11 +222,14 @@ class Repository:
             try:
                 self.put_record(keys.settings_key(number + 1), new)
             except Conflict:
-                continue  # somebody else changed other fields just now: theirs are read, ours put over them
+                continue  # another process changed the settings just now: read them, and change our fields again
             return new
 
     def newest_settings(self) -> tuple[int, Settings]:
-        """Read the newest settings, behind their number; -1: none. Raises `Damaged`, `Refused`, `StorageError`."""
+        """Return the number of the newest settings, -1 for none, and the settings.
+
+        Raises `Damaged`, `Refused`, `StorageError`.
+        """
         listed = self.storage.list("settings/", known=keys.parse_settings)
         numbers = (keys.parse_settings(entry.key) for entry in listed)
         newest = max((number for number in numbers if number is not None), default=-1)
@@ -242,34 +243,32 @@ class Repository:
 
     @property
     def catalogue(self) -> Catalogue:
-        """The local database of what this store's immutable objects say."""
+        """The local database with the content of this store's immutable objects."""
         catalogue = self._catalogue
         if catalogue is None:
-            catalogue = self._catalogue = Catalogue(self._cache_folder / self._cache_name() / "catalogue.sqlite")
+            # a copy of the store has the same id, but changes on its own
+            name = f"{self.marker.store_id}-{hex_digest(os.fsencode(self.storage.url))[:16]}"
+            catalogue = self._catalogue = Catalogue(self._cache_folder / name / "catalogue.sqlite")
         return catalogue
 
     @property
     def blob_cache(self) -> BlobCache:
-        """Whole blobs on this host. Raises `InvalidInput` for a size that makes no sense."""
+        """The cache of whole blobs on this host. Raises `InvalidInput` for an unusable size."""
         if self._blob_cache is None:
             self._blob_cache = BlobCache(self._cache_folder, self.cache_bytes)
         return self._blob_cache
 
     @property
     def fills_cache(self) -> bool:
-        """Shall loads put blobs into the cache? Where its folder was given on purpose, and the store is far away."""
+        """Whether loads put blobs into the cache: if its folder was given, and the store is remote."""
         return self.cache_dir is not None and self.storage.traits.remote
 
     @property
     def _cache_folder(self) -> Path:
         return self.cache_dir or platformdirs.user_cache_path("casckpt")
 
-    def _cache_name(self) -> str:
-        """Name its folder by id and by place: a copy of a store has the same id, but goes its own way."""
-        return f"{self.marker.store_id}-{hex_digest(os.fsencode(self.storage.url))[:16]}"
-
     def new_txid(self, run: str, step: int, after: Iterable[TxId] = ()) -> TxId:
-        """Make a transaction id that sorts behind all of ``after``, whatever the clocks of their hosts said.
+        """Make a transaction id that sorts behind all of ``after``, whatever the clocks of their hosts were.
 
         Raises `InvalidInput` for a bad run or step.
         """
@@ -283,7 +282,7 @@ class Repository:
         return keys.make_txid(begun, self.entropy(8), run, step)
 
     def put_record(self, key: str, record: Record) -> None:
-        """Create ``key``. A record there with just these bytes is ours: the answer to an earlier put got lost.
+        """Create ``key``. A record there with the same bytes is success: the answer to an earlier put was lost.
 
         Raises `Conflict` if it holds another record, `InvalidInput` if this one is too large, `StorageError`;
         `Unsupported` for a storage that cannot create exclusively.
@@ -294,27 +293,27 @@ class Repository:
         if len(data) > records.MAX_RECORD_BYTES:
             raise InvalidInput(f"the record for {key} is larger than {records.MAX_RECORD_BYTES} bytes", key=key)
         if not self._put_once(key, data):
-            raise Conflict(f"{key} exists already: somebody else was first", key=key)
+            raise Conflict(f"{key} exists already: another process was first", key=key)
 
     def _put_once(self, key: str, data: bytes) -> bool:
-        """Put ``data``; tell whether ``key`` holds it then. False: it holds something else."""
+        """Put ``data``, and return whether ``key`` holds it then. False: it holds something else."""
         try:
             self.storage.put(key, data)
         except AlreadyExists:
             return self._read_back(key) == data
         except StorageError:
-            found = self._read_back(key)
-            if found is None:
+            stored = self._read_back(key)
+            if stored is None:
                 raise
-            if found == data:
+            if stored == data:
                 self.settle(key)
-            return found == data
+            return stored == data
         return True
 
     def settle(self, key: str) -> None:
-        """Make the name of a record durable that is there, whoever put it: that put may not have come to its end.
+        """Make the name of an existing record durable, because the put of another process may not have finished.
 
-        Raises `StorageError`: then it may be gone after a loss of power.
+        Raises `StorageError`: then the record may be gone after a power failure.
         """
         self.storage.settle(key.rpartition("/")[0])
 

@@ -1,7 +1,7 @@
-"""What the settings demand of whoever writes: one that does not know it refuses, and readers read on.
+"""Requirements of the settings on writers. A version that does not know one does not write, but it can read.
 
-A writer asks once its transaction has begun, so that who sets a demand need only wait for the transactions that are
-open then. It costs a LIST; the record is read once by a process and its host.
+A writer checks them after its transaction has begun, so whoever sets a requirement only waits for the transactions that
+are open then. The check costs a LIST; each host reads the record once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PREFIX = "settings/"
 
 
 def check_requirements(repo: Repository) -> Settings:
-    """Return the settings; raise `Unsupported` if whoever writes to the store must know what this version does not.
+    """Return the settings. Raise `Unsupported` if they require of writers what this version does not know.
 
     Raises `Damaged` or `Refused` if the settings cannot be read, `StorageError`.
     """

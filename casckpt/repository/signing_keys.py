@@ -1,4 +1,4 @@
-"""Keys of who signs: Ed25519 (RFC 8032), in files as OpenSSL and ssh-keygen write them, and what is signed by them."""
+"""Ed25519 keys (RFC 8032) of signers, from files as OpenSSL and ssh-keygen write them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PublicKey = NewType("PublicKey", bytes)
 """Its 32 bytes."""
 KeyFile: TypeAlias = str | os.PathLike[str]
-"""A file; of a public key also its 64 hex digits."""
+"""A file, or for a public key also its 64 hex digits."""
 KeyFiles: TypeAlias = KeyFile | Sequence[KeyFile]
 
 _HEX = re.compile("[0-9a-f]{64}")
@@ -30,31 +30,30 @@ def public_keys(given: KeyFiles) -> frozenset[PublicKey]:
     """Read the public keys that ``given`` names, at least one. Raises `NotFound`, `InvalidInput`, `Unsupported`."""
     named = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     if not named:
-        raise InvalidInput("no key is given whose signature is wanted; give the file of a public key")
+        raise InvalidInput("no key is given to verify signatures; give the file of a public key")
     return frozenset(map(_public_key, named))
 
 
 def key_name(key: PublicKey) -> str:
-    """Return the 64 hex digits by which the store knows a key."""
+    """Return the 64 hex digits that name a key in the store."""
     return hex_digest(key)
 
 
 def private_key(file: KeyFile, password: bytes | None = None) -> Ed25519PrivateKey:
-    """Read the key of who signs. Raises `NotFound`, `InvalidInput`, `Unsupported`."""
+    """Read the private key of a signer. Raises `NotFound`, `InvalidInput`, `Unsupported`."""
     data = _read(file)
-    with _telling(f"{os.fspath(file)} is no usable private key"):
+    with _key_errors(f"{os.fspath(file)} is no usable private key"):
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_ssh_private_key
 
         load = load_ssh_private_key if b"OPENSSH" in data[:64] else load_pem_private_key
-        key = load(data, password)
-        if isinstance(key, Ed25519PrivateKey):
+        if isinstance(key := load(data, password), Ed25519PrivateKey):
             return key
     raise InvalidInput(f"{os.fspath(file)} is a key of another kind than Ed25519; {_MAKE}")
 
 
 def private_key_of(raw: bytes) -> Ed25519PrivateKey:
-    """Return the key of these 32 bytes."""
+    """Return the private key with these 32 bytes."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     return Ed25519PrivateKey.from_private_bytes(raw)
@@ -66,8 +65,8 @@ def public_key_of(key: Ed25519PrivateKey) -> PublicKey:
 
 
 def is_right(key: PublicKey, signature: bytes, message: bytes) -> bool:
-    """Tell whether ``key`` has signed ``message`` so. Raises `Unsupported`."""
-    with _telling("this key cannot be used"):
+    """Tell whether ``signature`` is that of ``key`` for ``message``. Raises `Unsupported`."""
+    with _key_errors("this key cannot be used"):
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -83,14 +82,15 @@ def _public_key(given: KeyFile) -> PublicKey:
         return PublicKey(bytes.fromhex(given))
     data = _read(given)
     if b"PRIVATE KEY" in data:
-        raise InvalidInput(f"{os.fspath(given)} is a private key, which only who signs has; give the public one")
-    with _telling(f"{os.fspath(given)} is no usable public key"):
+        raise InvalidInput(
+            f"{os.fspath(given)} is a private key, which only its signer should have; give the public one"
+        )
+    with _key_errors(f"{os.fspath(given)} is no usable public key"):
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
         from cryptography.hazmat.primitives.serialization import load_pem_public_key, load_ssh_public_key
 
         load = load_ssh_public_key if data.startswith(b"ssh-") else load_pem_public_key
-        key = load(data)
-        if isinstance(key, Ed25519PublicKey):
+        if isinstance(key := load(data), Ed25519PublicKey):
             return PublicKey(key.public_bytes_raw())
     raise InvalidInput(f"{os.fspath(given)} is a key of another kind than Ed25519; {_MAKE}")
 
@@ -106,8 +106,8 @@ def _read(file: KeyFile) -> bytes:
 
 
 @contextmanager
-def _telling(what: str) -> Iterator[None]:
-    """Say what is wrong, in our errors. Raises `InvalidInput`, `Unsupported`."""
+def _key_errors(what: str) -> Iterator[None]:
+    """Turn errors of cryptography into ours, with ``what`` in the message. Raises `InvalidInput`, `Unsupported`."""
     try:
         from cryptography.exceptions import UnsupportedAlgorithm
     except ImportError as error:

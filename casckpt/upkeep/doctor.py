@@ -1,13 +1,13 @@
-"""Checks of a storage: the promises that a store stands on, its speed, and what its settings mean for a store.
+"""Checks of a storage: the guarantees that a store needs, its speed, and its settings.
 
-Objects are written under probes/ and deleted again; the store itself, if there is one, is not touched.
+The checks write objects under probes/ and delete them again. They do not touch the store itself.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import TypeVar
@@ -16,20 +16,17 @@ from casckpt.base.parallel import in_parallel
 from casckpt.errors import CasckptError, NotFound, StorageError
 from casckpt.repository.exclusive import PREFIX, probe
 from casckpt.repository.repository import Repository
-from casckpt.storage.base import AlreadyExists, Examinable, Finding, ObjectStore, ShortObject
+from casckpt.storage.base import AlreadyExists, Examinable, Finding, ShortObject
 
 T = TypeVar("T")
 RACERS = 8
 _SMALL = 20  # objects
 _LARGE, _LARGE_BYTES = 4, 8 << 20
-_USE_ANOTHER = "use another storage, or have this one mended: checkpoints are not safe here"
+_USE_ANOTHER = "use another storage, or have this one fixed: checkpoints are not safe here"
 
 
 def examine(repo: Repository) -> Iterator[Finding]:
-    """Yield what each check finds, as soon as that is known. A check that fails because of the storage is not ok.
-
-    Raises nothing of the storage's: that is what is looked for.
-    """
+    """Yield the finding of each check as soon as it is known. An error of the storage becomes a finding."""
     if repo.storage.traits.read_only:
         yield Finding("write", None, "the storage can only be read, so nothing else was tried", "save to another store")
         return
@@ -54,38 +51,31 @@ def _safely(name: str, check: Callable[[], Finding]) -> Finding:
     try:
         return check()
     except CasckptError as error:
-        return Finding(name, False, str(error), "mend that, and run it again")
+        return Finding(name, False, str(error), "fix that, and run doctor again")
 
 
 def _creates(repo: Repository) -> Finding:
-    """Find out whether a second create is refused, and tell the settings of a store that lies here."""
+    """Check that the storage refuses a second create, and note the answer in the settings of a store that is here."""
     why = probe(repo.storage, repo.entropy, RACERS)
     if repo.storage.traits.exclusive is None and repo.exists() and repo.settings.exclusive_create is not (not why):
         repo.note_creates(exclusive=not why)
     if why:
-        advice = "use another storage; or only one writer at a time, with single_writer (--single-writer)"
+        advice = "use another storage; or use only one writer at a time, with single_writer (--single-writer)"
         return Finding("create-only", False, f"a name can be created twice: {why}", advice)
     found = f"a second create is refused, and of {RACERS} at the same time one won"
     return Finding("create-only", True, found)
 
 
-@dataclass
 class _Probes:
-    """Objects that are written, read, listed and deleted."""
+    """Checks that write, read, list and delete objects in a folder of their own."""
 
-    repo: Repository
-    folder: str = field(init=False)
-    _seconds: dict[str, list[float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.folder = f"{PREFIX}{self.repo.entropy(16).hex()}"
-
-    @property
-    def _storage(self) -> ObjectStore:
-        return self.repo.storage
+    def __init__(self, repo: Repository) -> None:
+        self.repo, self._storage = repo, repo.storage
+        self.folder = f"{PREFIX}{repo.entropy(16).hex()}"
+        self._seconds = defaultdict[str, list[float]](list)
 
     def checks(self) -> dict[str, Callable[[], Finding]]:
-        """Run all, in the order in which they build on each other."""
+        """Return the checks by name, in the order in which they must run."""
         return {
             "read-after-write": self.read,
             "ranges": self.ranges,
@@ -96,15 +86,15 @@ class _Probes:
         }
 
     def write(self) -> Finding:
-        """Put some small objects: not before a listing, as some servers make a bucket that is not there for any put."""
-        with suppress(StorageError):  # a check of its own tells of that
+        """Put some small objects. List first: some servers create a missing bucket at a put."""
+        with suppress(StorageError):  # the check of listings reports it
             next(iter(self._storage.list(self.folder)), None)
         for number in range(_SMALL):
             self._timed("put", partial(self._put, self._key(number), self._data(number)))
         return Finding("write", True, f"{_SMALL} objects were written")
 
     def read(self) -> Finding:
-        """Check that each is there at once, whole."""
+        """Check that each object can be read at once, and is whole."""
         for number in range(_SMALL):
             data = self._data(number)
             found = self._timed("get", partial(self._storage.get, self._key(number), limit=1 << 20))
@@ -114,7 +104,7 @@ class _Probes:
         return Finding("read-after-write", True, "what was written is read at once")
 
     def ranges(self) -> Finding:
-        """Read parts of an object, and behind its end."""
+        """Read parts of an object, and past its end."""
         data = self._data(1)
         with self._storage.open(self._key(1)) as reader:
             for start, stop in ((0, 1), (3, 700), (len(data) - 5, len(data)), (0, len(data))):
@@ -128,17 +118,17 @@ class _Probes:
                 reader.read_into(len(data) - 1, [memoryview(bytearray(2))])
             except ShortObject:
                 return Finding("ranges", True, "parts of objects are read right")
-        return Finding("ranges", False, "a read past the end of an object is not told from one within", _USE_ANOTHER)
+        return Finding("ranges", False, "a read past the end of an object raises no error", _USE_ANOTHER)
 
     def list(self) -> Finding:
-        """Check that all of them are listed."""
+        """Check that a listing has all objects."""
         listed = {entry.key: entry.size for entry in self._storage.list(f"{self.folder}/")}
         wanted = {self._key(number): len(self._data(number)) for number in range(_SMALL)}
         if stale := self._storage.traits.stale:
-            return Finding("list-after-write", False, stale, "gc is refused here until then")
+            return Finding("list-after-write", False, stale, "gc refuses to run here until then")
         if listed != wanted:
             missing = len(wanted.keys() - listed.keys())
-            found = f"a listing lacks {missing} of {_SMALL} objects written just before, or has their sizes wrong"
+            found = f"a listing lacks {missing} of {_SMALL} objects written just before, or has wrong sizes"
             return Finding("list-after-write", False, found, _USE_ANOTHER)
         return Finding("list-after-write", True, "what was written is listed at once")
 
@@ -147,10 +137,13 @@ class _Probes:
         payload = self.repo.entropy(_LARGE_BYTES)
         keys = [f"{self.folder}/large-{number}" for number in range(_LARGE)]
         total = _LARGE * _LARGE_BYTES / 1e6
-        put = self._seconds_of(lambda: list(in_parallel(_LARGE, lambda key: self._put(key, payload), keys)))
-        got = self._seconds_of(lambda: list(in_parallel(_LARGE, self._read_large, keys)))
+        begun = self.repo.clock()
+        deque(in_parallel(_LARGE, lambda key: self._put(key, payload), keys), maxlen=0)
+        put, begun = self._seconds_since(begun), self.repo.clock()
+        deque(in_parallel(_LARGE, self._read_large, keys), maxlen=0)
+        got = self._seconds_since(begun)
         for key in keys:
-            with suppress(StorageError):  # the check of deletes says so
+            with suppress(StorageError):  # the check of deletes reports it
                 self._storage.delete(key)
         speed = f"{total / put:.0f} MB/s written, {total / got:.0f} MB/s read"
         return Finding("throughput", None, f"{speed}, {_LARGE} objects of 8 MiB at a time")
@@ -160,13 +153,13 @@ class _Probes:
             reader.read_into(0, [memoryview(bytearray(_LARGE_BYTES))])
 
     def delete(self) -> Finding:
-        """Check that they go, and are neither read nor listed any more."""
+        """Check that deleted objects are neither read nor listed."""
         try:
             for number in range(_SMALL):
                 self._timed("delete", partial(self._storage.delete, self._key(number)))
         except StorageError as error:
             found = f"objects cannot be deleted: {error}"
-            return Finding("delete", None, found, "saves work so; gc needs credentials that may delete")
+            return Finding("delete", None, found, "saves work; gc needs credentials that may delete")
         left = [entry.key for entry in self._storage.list(f"{self.folder}/")]
         for folder in (self.folder, PREFIX.rstrip("/"), ""):
             self._storage.sweep(folder)
@@ -175,36 +168,33 @@ class _Probes:
         return Finding("delete", True, "what was deleted is gone at once")
 
     def latency(self) -> Finding:
-        """Say how long a small request takes."""
+        """Report the median time of each kind of small request."""
         medians = (f"{name} {1000 * median(times):.1f} ms" for name, times in self._seconds.items())
         return Finding("latency", None, ", ".join(medians))
 
     def _is_there(self, key: str) -> bool:
-        try:
+        with suppress(NotFound):
             self._storage.get(key, limit=1 << 20)
-        except NotFound:
-            return False
-        return True
+            return True
+        return False
 
     def _put(self, key: str, data: bytes) -> None:
-        with suppress(AlreadyExists):  # nobody else has these names: the answer to our own put got lost
+        with suppress(AlreadyExists):  # nobody else uses these names: the answer to our own put was lost
             self._storage.put(key, data)
 
     def _key(self, number: int) -> str:
         return f"{self.folder}/{number}"
 
     def _data(self, number: int) -> bytes:
-        """Return the bytes of an object: each has another size, and none is empty."""
+        """Return the bytes of an object. Each object has another size, and none is empty."""
         return bytes((number + i) % 251 for i in range(1000 + number))
 
     def _timed(self, name: str, call: Callable[[], T]) -> T:
-        found: list[T] = []
-        seconds = self._seconds_of(lambda: found.append(call()))
-        self._seconds.setdefault(name, []).append(seconds)
-        return found[0]
-
-    def _seconds_of(self, call: Callable[[], object]) -> float:
-        """Return at least a microsecond, so that it divides."""
         begun = self.repo.clock()
-        call()
+        answer = call()
+        self._seconds[name].append(self._seconds_since(begun))
+        return answer
+
+    def _seconds_since(self, begun: int) -> float:
+        """Return the seconds since ``begun``: at least a microsecond, because callers divide by it."""
         return max(self.repo.clock() - begun, 1) / 1e6

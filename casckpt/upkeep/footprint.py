@@ -1,7 +1,7 @@
-"""What holds the bytes of a store: each checkpoint, each tag, each branch of the states; and what rules would free.
+"""Bytes of a store by checkpoint, tag and branch of the state, and the bytes that retention rules would free.
 
-All from the lists of blobs that the catalogue has, but for the branches: of each blob these are read once, in the
-manifest of the first checkpoint that names it.
+The catalogue knows the blobs of each checkpoint. The branches of a blob are read once, from the manifest of the first
+checkpoint that names it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ _NO_TIME = ("tagged", "unmirrored")
 
 @dataclass(frozen=True, slots=True)
 class StepUsage:
-    """One live checkpoint. Bytes are those of blob files, but for ``bytes_logical``: of the tensors that it holds.
+    """One live checkpoint. Bytes are those of blob files, except ``bytes_logical``: of the tensors that it holds.
 
-    ``bytes_used``: of all that it names; ``bytes_new``: of those that no earlier one names; ``bytes_alone``: of those
-    that no other names, so much a gc would free without it. ``state``: "visible", "forgotten" or "replaced" (old places
-    of one that was rewritten); of the last two, ``until``: when a gc may purge it; None: at once, or not while
-    ``waits_for`` lasts ("tagged", "unmirrored"). ``thin``: something was left out of it.
+    ``bytes_used``: of all blobs that it names. ``bytes_new``: of the blobs that no earlier checkpoint names.
+    ``bytes_alone``: of the blobs that no other checkpoint names; a gc without this checkpoint would free them.
+    ``state``: "visible", "forgotten" or "replaced" (the old blobs of a rewritten checkpoint). ``until``: when a gc may
+    purge a forgotten or replaced one; None means at once, or not while ``waits_for`` ("tagged", "unmirrored") lasts.
+    ``thin``: whether it was thinned.
     """
 
     run: str
@@ -59,7 +60,7 @@ class StepUsage:
 
 @dataclass(frozen=True, slots=True)
 class TagUsage:
-    """One tag, or lease: it has an end, and a holder. ``bytes_alone``: of blobs that only what it names needs."""
+    """One tag or lease. A lease has an end and a holder. ``bytes_alone``: of blobs that only its checkpoint uses."""
 
     name: str
     run: str
@@ -72,9 +73,9 @@ class TagUsage:
 
 @dataclass(frozen=True, slots=True)
 class BranchUsage:
-    """What has one first element in its keys, in all live checkpoints. ``bytes_blobs``: what it takes in blobs.
+    """One branch of the state (the keys with one first element) in all live checkpoints. ``bytes_blobs``: its bytes.
 
-    ``bytes_bases``: of that, in blobs that visible checkpoints need for bases alone: deltas of theirs are told from it.
+    ``bytes_bases``: of these, the bytes in blobs that visible checkpoints use only for bases of their frames.
     """
 
     branch: str
@@ -84,9 +85,9 @@ class BranchUsage:
 
 @dataclass(frozen=True, slots=True)
 class RuleUsage:
-    """One rule of retention, as if it were the only one.
+    """One retention rule, as if it were the only one.
 
-    ``checkpoints``: that it forgets; ``bytes``: that it frees in the end, beside what is forgotten already.
+    ``checkpoints``: how many it forgets. ``bytes``: what it frees in the end, in addition to what is forgotten already.
     """
 
     rule: str
@@ -96,7 +97,7 @@ class RuleUsage:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What holds the bytes. ``branches``: empty unless they were asked for. ``unreadable``: ids left out of it all."""
+    """Bytes of a store. ``branches``: empty unless requested. ``unreadable``: ids of checkpoints that are left out."""
 
     steps: Sequence[StepUsage]
     tags: Sequence[TagUsage]
@@ -108,35 +109,35 @@ class Footprint:
 def footprint(
     repo: Repository, *, run: str | None = None, branches: bool = False, policy: Policy | None = None
 ) -> Footprint:
-    """Find out. ``run``: of this one alone, though others count as users. ``policy``: rules to count, one by one.
+    """Compute the footprint of a store, or of ``run``; other runs still count as users of its blobs.
 
-    Raises NotFound, InvalidInput for a metric that no checkpoint has, Damaged or Refused if a tag cannot be read,
-    StorageError.
+    ``policy``: the rules to report, one by one. Raises NotFound, InvalidInput for a metric that no checkpoint has,
+    Damaged or Refused if a tag cannot be read, StorageError.
     """
     check_metrics(repo, policy or Policy(), run)
     commits = list_commits(repo)
     live = sorted(commits.live(), key=lambda commit: commit.order)
-    use, found = BlobUse(repo, live), tags(repo)
+    use, named = BlobUse(repo, live), tags(repo)
     wanted = [commit for commit in use.readable if run is None or commit.run == run]
     ids = {commit.id for commit in wanted}
     return Footprint(
-        steps=_steps(wanted, use, plan_of(repo, commits, Policy()), found),
-        tags=[_tag_usage(tag, use, commits) for tag in found.values() if tag.manifest in ids],
+        steps=_steps(wanted, use, plan_of(repo, commits, Policy()), named),
+        tags=[_tag_usage(tag, use, commits) for tag in named.values() if tag.manifest in ids],
         branches=_branches(repo, wanted, use) if branches else (),
-        rules=[_rule_usage(repo, commits, use, one, run) for one in _each_rule(policy or Policy())],
+        rules=[_rule_usage(repo, commits, use, rule, run) for rule in _each_rule(policy or Policy())],
         unreadable=[commit.id for commit in live if commit.txid not in use.blobs],
     )
 
 
-def _steps(wanted: Sequence[Commit], use: BlobUse, plan: GcPlan, found: Mapping[str, Tag]) -> list[StepUsage]:
-    waiting = {one.txid: one for one in plan.waiting}
+def _steps(wanted: Sequence[Commit], use: BlobUse, plan: GcPlan, named: Mapping[str, Tag]) -> list[StepUsage]:
+    waiting = {deferred.txid: deferred for deferred in plan.waiting}
     first, steps = use.bytes_new(), []
     for commit in wanted:
         waits, used = waiting.get(commit.txid), int(use.sizes[use.blobs[commit.txid]].sum())
         made = StepUsage(
             commit.run, commit.step, commit.id, _state(commit), commit.dropped is not None, commit.bytes_held, used,
             first[commit.txid], use.alone([commit.txid]).blob_bytes, None if waits is None else waits.until,
-            None if waits is None or waits.reason not in _NO_TIME else waits.reason, tuple(tags_of(found, commit.id)),
+            None if waits is None or waits.reason not in _NO_TIME else waits.reason, tuple(tags_of(named, commit.id)),
         )  # fmt: skip
         steps.append(made)
     return steps
@@ -149,22 +150,22 @@ def _state(commit: Commit) -> str:
 
 
 def _tag_usage(tag: Tag, use: BlobUse, commits: CommitList) -> TagUsage:
-    mine = [commit for commit in commits.live() if commit.id == tag.manifest]
+    same = [commit for commit in commits.live() if commit.id == tag.manifest]
     end = None if tag.expires is None else time_of(tag.expires)
-    alone = use.alone(commit.txid for commit in mine).blob_bytes
-    return TagUsage(tag.name, mine[-1].run, mine[-1].step, tag.manifest, end, tag.holder, alone)
+    alone = use.alone(commit.txid for commit in same).blob_bytes
+    return TagUsage(tag.name, same[-1].run, same[-1].step, tag.manifest, end, tag.holder, alone)
 
 
 def _each_rule(policy: Policy) -> list[tuple[str, Policy]]:
-    """Return the rules of a policy, each as a policy of its own, with its words."""
-    given = {one.name: getattr(policy, one.name) for one in fields(policy)}
-    found = []
+    """Return each rule of a policy: its text, and a policy that has this rule alone."""
+    given = {field.name: getattr(policy, field.name) for field in fields(policy)}
+    rules = []
     for name, value in given.items():
         for each in value if isinstance(value, list | tuple) else [value]:
             if each is not None:
                 alone: dict[str, Any] = dict.fromkeys(given) | {name: each}
-                found.append((f"{name.replace('_', '-')} {each}", replace(policy, **alone)))
-    return found
+                rules.append((f"{name.replace('_', '-')} {each}", replace(policy, **alone)))
+    return rules
 
 
 def _rule_usage(
@@ -180,11 +181,11 @@ def _rule_usage(
 
 
 def _branches(repo: Repository, wanted: Sequence[Commit], use: BlobUse) -> list[BranchUsage]:
-    """Divide the blobs of these, each by what the first checkpoint that names it has in it."""
+    """Divide each blob among the branches that the first checkpoint that names it has in it."""
     totals, bases = defaultdict[str, float](float), defaultdict[str, float](float)
     is_base = _only_bases(repo, use)
     work = [(commit, new.tolist(), [use.names[number] for number in new]) for commit, new in use.new(wanted)]
-    read = in_parallel(repo.storage.traits.requests, lambda one: _shares_of(repo, one[0], one[2]), work)
+    read = in_parallel(repo.storage.traits.requests, lambda item: _shares_of(repo, item[0], item[2]), work)
     for (_, numbers, names), shares in zip(work, read, strict=True):
         for number, name in zip(numbers, names, strict=True):
             held = shares.get(name, {"": 1})
@@ -192,70 +193,58 @@ def _branches(repo: Repository, wanted: Sequence[Commit], use: BlobUse) -> list[
                 part = int(use.sizes[number]) * nbytes / sum(held.values())
                 totals[branch] += part
                 bases[branch] += part if is_base[number] else 0
-    found = [BranchUsage(branch, round(nbytes), round(bases[branch])) for branch, nbytes in totals.items()]
-    return sorted(found, key=lambda one: (-one.bytes_blobs, one.branch))
+    rows = [BranchUsage(branch, round(nbytes), round(bases[branch])) for branch, nbytes in totals.items()]
+    return sorted(rows, key=lambda row: (-row.bytes_blobs, row.branch))
 
 
 def _shares_of(repo: Repository, commit: Commit, names: Sequence[str]) -> BlobShares:
-    """Return the bytes of each branch in some blobs; what was found out before is in the catalogue."""
+    """Return the bytes of each branch in the blobs ``names``, and keep them in the catalogue; {} if unreadable."""
     note = f"branches/{commit.txid}/{commit.committed.head}"
     known = decode(repo.catalogue.note(note), BLOB_SHARES) if names else {}
     if known is not None and known.keys() >= {*names}:
         return known
+    shares: dict[str, Counter[str]] = defaultdict(Counter)
     try:
-        found = _read_shares(repo, commit)
+        manifest = manifests.get_with_extents(repo, commit)
+        for entry in manifest.held:
+            table, branch = manifest.extents(entry), branch_of(entry.kind, entry.key)
+            for link in (link for extent in table.extents for link in extent.chain):
+                shares[_name(manifest.blob(link.blob))][branch] += table.stored_bytes(link)
     except CasckptError:
         return {}
-    made = {name: found.get(name, {"": 1}) for name in names}
+    made = {name: dict(shares[name]) or {"": 1} for name in names}
     repo.catalogue.set_note(note, encode(made))
     return made
 
 
-def _read_shares(repo: Repository, commit: Commit) -> BlobShares:
-    manifest = manifests.get(repo, commit)
-    manifest.ready(objects=())
-    found: dict[int, Counter[str]] = defaultdict(Counter)
-    for entry in manifest.held:
-        table, branch = manifest.extents(entry), branch_of(entry.kind, entry.key)
-        for extent in table.extents:
-            for one in extent.chain:
-                found[one.blob][branch] += table.stored_bytes(one)
-    return {_name(manifest.blob(number)): dict(held) for number, held in found.items()}
-
-
 def _only_bases(repo: Repository, use: BlobUse) -> npt.NDArray[np.bool_]:
-    """Tell of each blob whether visible checkpoints need it, and all of them for bases alone."""
+    """Return for each blob whether visible checkpoints use it, and only for bases."""
     visible = [commit for commit in use.readable if commit.visible]
     needed, direct = np.zeros((2, len(use.names)), bool)
     bases = in_parallel(repo.storage.traits.requests, partial(_bases_of, repo), visible)
-    for commit, told in zip(visible, bases, strict=True):
-        mine = use.blobs[commit.txid]
-        needed[mine] = True
-        direct[[number for number in mine if use.names[number] not in told] if told else mine] = True
+    for commit, only_bases in zip(visible, bases, strict=True):
+        own = use.blobs[commit.txid]
+        needed[own] = True
+        direct[[number for number in own if use.names[number] not in only_bases] if only_bases else own] = True
     return needed & ~direct
 
 
 def _bases_of(repo: Repository, commit: Commit) -> frozenset[str]:
-    """Return the blobs in which a checkpoint has bases and no cell; what was found out before is in the catalogue."""
+    """Return the blobs in which a checkpoint has bases and no cells, and keep them in the catalogue."""
     if not commit.committed.bytes_deltas:
         return frozenset()
     note = f"bases/{commit.txid}/{commit.committed.head}"
     known = decode(repo.catalogue.note(note), BLOB_NAMES)
     if known is None:
         try:
-            known = _read_bases(repo, commit)
+            manifest = manifests.get_with_extents(repo, commit)
+            every = [extent for entry in manifest.held for extent in manifest.extents(entry).extents]
+            bases = {link.blob for extent in every for link in extent.chain} - {extent.blob for extent in every}
+            known = [_name(manifest.blob(number)) for number in sorted(bases)]
         except CasckptError:
             return frozenset()
         repo.catalogue.set_note(note, encode(known))
     return frozenset(known)
-
-
-def _read_bases(repo: Repository, commit: Commit) -> list[str]:
-    manifest = manifests.get(repo, commit)
-    manifest.ready(objects=())
-    every = [extent for entry in manifest.held for extent in manifest.extents(entry).extents]
-    bases = {one.blob for extent in every for one in extent.chain} - {extent.blob for extent in every}
-    return [_name(manifest.blob(number)) for number in sorted(bases)]
 
 
 def _name(ref: BlobRef) -> str:

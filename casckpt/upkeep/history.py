@@ -1,4 +1,4 @@
-"""How a store grew: what each checkpoint added and why, and which layers changed when; from manifests alone."""
+"""Growth of a store: what each checkpoint added and why, and which layers changed. Reads manifests only."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _NAMED = 3  # branches of a state that a reason names
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """One visible checkpoint. ``bytes_added``: of blobs that no earlier live one names; so much it takes today.
+    """One visible checkpoint. ``bytes_added``: of blobs that no earlier live checkpoint names.
 
-    ``why``: in words. ``changed``: bytes that changed since the one before it of its run, by key; None for the first,
-    for those that were not looked at, and for those that cannot be read.
+    ``why``: the cause, as text. ``changed``: bytes that changed since the previous checkpoint of its run, by key; None
+    for the first one, for those that were not compared, and for those that cannot be read.
     """
 
     commit: Commit
@@ -35,7 +35,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """``added``: all visible checkpoints, the oldest first. ``damaged``: blobs that are marked as damaged.
+    """``added``: all visible checkpoints, oldest first. ``damaged``: blobs with a mark.
 
     ``damaged_records``: keys of records that cannot be read.
     """
@@ -47,9 +47,9 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Heat:
-    """Of one run: the share of each layer's bytes that changed, 0 to 1. ``shares[row][column]``, None where unknown.
+    """The share of each layer's bytes that changed at each step of a run.
 
-    Rows are ``layers``, columns ``steps``.
+    ``shares[row][column]``: from 0 to 1, None where unknown. Rows are ``layers``, columns are ``steps``.
     """
 
     layers: Sequence[str]
@@ -58,12 +58,12 @@ class Heat:
 
 
 def history(repo: Repository, runs: Collection[str], looked_at: int = 48) -> History:
-    """Tell. Of each of ``runs`` the manifests of the newest ``looked_at`` checkpoints are compared.
+    """Return what each visible checkpoint added. Compares the newest ``looked_at`` checkpoints of each of ``runs``.
 
-    What cannot be read keeps nothing else from being told. Raises `StorageError`.
+    Checkpoints that cannot be read are not compared. Raises `StorageError`.
     """
     commits = list_commits(repo)
-    before: dict[str, tuple[Commit, Manifest]] = {}
+    before: dict[str, Manifest] = {}
     wanted = _newest([commit for commit in commits.current() if commit.run in runs], looked_at)
     added, fresh = [], BlobUse(repo, commits.live()).bytes_new()
     for commit in commits.visible():
@@ -74,24 +74,23 @@ def history(repo: Repository, runs: Collection[str], looked_at: int = 48) -> His
 
 
 def _newest(current: Sequence[Commit], most: int) -> set[str]:
-    """Give those to look into, and the one before them."""
+    """Return the ``most`` newest transactions of each run, and the one before these."""
     by_run = grouped(current, lambda commit: commit.run)
-    return {commit.txid for found in by_run.values() for commit in found[-most - 1 :]}
+    return {commit.txid for of_run in by_run.values() for commit in of_run[-most - 1 :]}
 
 
-def _changed(repo: Repository, commit: Commit, before: dict[str, tuple[Commit, Manifest]]) -> dict[str, int] | None:
+def _changed(repo: Repository, commit: Commit, before: dict[str, Manifest]) -> dict[str, int] | None:
     try:
-        manifest = manifests.get(repo, commit)
-        manifest.ready(objects=())
+        manifest = manifests.get_with_extents(repo, commit)
         older = before.get(commit.run)
-        found = None if older is None else difference(older[1], manifest)
+        changes = None if older is None else difference(older, manifest)
     except CasckptError:
         return None
-    before[commit.run] = (commit, manifest)
-    if found is None:
+    before[commit.run] = manifest
+    if changes is None:
         return None
     sizes = {key: entry.nbytes for key, entry in manifest.tensors.items()}
-    return {one.key: one.bytes for one in found.changes} | {key: sizes[key] for key in found.added}
+    return {change.key: change.bytes for change in changes.changes} | {key: sizes[key] for key in changes.added}
 
 
 def _why(commit: Commit, changed: Mapping[str, int] | None) -> str:
@@ -111,14 +110,14 @@ def _cause(reused: int, changed: Mapping[str, int] | None) -> str:
     for key, nbytes in changed.items():
         branch = key.partition(".")[0]
         branches[branch] = branches.get(branch, 0) + nbytes
-    largest = sorted(branches.items(), key=lambda one: -one[1])
-    said = ", ".join(f"{branch} {format_size(nbytes)}" for branch, nbytes in largest[:_NAMED])
-    return f"changed: {said}" + (f", and {len(largest) - _NAMED} more" if len(largest) > _NAMED else "")
+    largest = sorted(branches.items(), key=lambda branch: -branch[1])
+    named = ", ".join(f"{branch} {format_size(nbytes)}" for branch, nbytes in largest[:_NAMED])
+    return f"changed: {named}" + (f", and {len(largest) - _NAMED} more" if len(largest) > _NAMED else "")
 
 
 def heat(repo: Repository, added: Sequence[Added]) -> Heat | None:
-    """Give the heat map of a run, of its checkpoints that were compared; None where there is nothing to show."""
-    columns = [one for one in added if one.changed is not None]
+    """Return the heat map of the checkpoints of a run that were compared; None if there are none."""
+    columns = [column for column in added if column.changed is not None]
     if not columns:
         return None
     try:
@@ -129,10 +128,10 @@ def heat(repo: Repository, added: Sequence[Added]) -> Heat | None:
     sizes = summed({key: entry.nbytes for key, entry in tensors.items()}, groups)
     layers = [name for name, nbytes in sizes.items() if nbytes]
     rows = [list(_row(name, sizes[name], columns, groups)) for name in layers]
-    return Heat(layers, [one.commit.step for one in columns], rows)
+    return Heat(layers, [column.commit.step for column in columns], rows)
 
 
 def _row(name: str, nbytes: int, columns: Sequence[Added], groups: Mapping[str, str]) -> Iterator[float | None]:
-    for one in columns:
-        changed = summed(one.changed or {}, groups).get(name, 0)
+    for column in columns:
+        changed = summed(column.changed or {}, groups).get(name, 0)
         yield min(changed / nbytes, 1.0)

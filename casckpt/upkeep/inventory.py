@@ -1,9 +1,9 @@
-"""The stock of objects/, listed without what cannot have changed since this host last looked.
+"""Inventory of objects/. It lists only the folders that may have changed since this host last listed them.
 
-Only the save whose uploader a folder belongs to puts into it, and only a gc deletes from it, never what a live commit
-names. So if a commit that was listed before a folder names just what the folder held, no more and no less, that stays
-as it was for as long as the commit lives: the save had ended, for what is named was committed, and no gc may touch it.
-This commit is the **guard** of the folder; the catalogue keeps it with the sums of what it guards.
+Only one save puts objects into a folder: the save whose transaction id names the folder. Only a gc deletes from it, and
+never what a live commit names. So a folder cannot change while a commit lives that was listed before the folder and
+names exactly what the folder holds. This commit is the **guard** of the folder. The catalogue keeps the guard of each
+folder and the sums of what it guards.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from casckpt.storage.base import ListedObject
 
 BLOB = "safetensors"
 _NOTE = "folders"
-_TRIED = 3  # users of a folder, the newest first: an old one that has all of it is rare, and costs a look each time
+_TRIED = 3  # users of a folder, newest first: an older one rarely names all of it, and each costs a comparison
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Numbers and bytes of objects."""
+    """Counts and bytes of objects."""
 
     blobs: int = 0
     blob_bytes: int = 0
@@ -47,10 +47,10 @@ class Sums:
 
 @dataclass(frozen=True)
 class Inventory:
-    """All objects. ``sizes``: bytes by key of those that nobody guards, the only ones that a gc may delete.
+    """All objects. ``sizes``: bytes by key of the objects without a guard, which are all that a gc may delete.
 
-    ``guarded``: sums of the others, by uploader. ``loose``: uploaders of folders that were listed and have no guard,
-    empty ones too. ``foreign``: keys that no casckpt made; they are left alone.
+    ``guarded``: sums of the other objects, by uploader. ``loose``: uploaders of the folders that were listed and have
+    no guard, including empty folders. ``foreign``: keys that casckpt did not make; gc leaves them alone.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict, repr=False)
@@ -59,19 +59,19 @@ class Inventory:
     loose: Sequence[TxId] = ()
 
     def total(self, but: Container[str] = ()) -> Sums:
-        """Sum up all objects without those whose keys are in ``but``."""
+        """Return the sums of all objects except those with keys in ``but``."""
         loose = ((key, size) for key, size in self.sizes.items() if key not in but)
         return sum(self.guarded.values(), sums_of(loose))
 
     def has_manifest(self, key: str) -> bool:
-        """Tell whether this manifest is there; of a guarded folder, whether it has any."""
+        """Tell whether this manifest exists. In a guarded folder any manifest counts."""
         name = parse_object(key)
         guarded = None if name is None else self.guarded.get(name.uploader)
         return key in self.sizes or (guarded is not None and guarded.manifests > 0)
 
 
 def sums_of(objects: Iterable[tuple[str, int]]) -> Sums:
-    """Sum up objects: (key, bytes) of each."""
+    """Return the sums of objects, given as (key, bytes)."""
     counts = {True: [0, 0], False: [0, 0]}
     for key, size in objects:
         count = counts[key.endswith(BLOB)]
@@ -81,7 +81,7 @@ def sums_of(objects: Iterable[tuple[str, int]]) -> Sums:
 
 
 def list_objects(repo: Repository) -> dict[str, int]:
-    """List all objects, guarded or not, as they are now: bytes by key. One LIST. Raises `StorageError`."""
+    """List all objects, with or without a guard: bytes by key. One LIST. Raises `StorageError`."""
     listed = repo.storage.list("objects/", known=parse_object)
     return {entry.key: entry.size for entry in listed if parse_object(entry.key) is not None}
 
@@ -93,34 +93,35 @@ class _Guarded:
 
 
 def list_unguarded(repo: Repository, commits: CommitList, *, as_purged: Container[TxId] = ()) -> Inventory:
-    """List what is not guarded. ``commits`` were listed before. ``as_purged``: live ones that guard nothing any more.
+    """List the objects without a guard. ``commits``: listed before. ``as_purged``: live commits that may not guard.
 
     Reads the manifests that the catalogue lacks. Raises `StorageError`.
     """
-    live = {one.txid: one for one in commits.live() if one.txid not in commits.damaged}
+    live = {commit.txid: commit for commit in commits.live() if commit.txid not in commits.damaged}
     loose, folders = repo.storage.list_folder("objects")
     uploaders = {folder: TxId(folder.rpartition("/")[2]) for folder in folders}
-    before = _kept(repo)
+    before = _load_guards(repo)
     kept = {name: before[name] for name in uploaders.values() if name in before and before[name].guard in live}
-    held = {name: one for name, one in kept.items() if one.guard not in as_purged}
+    held = {name: folder for name, folder in kept.items() if folder.guard not in as_purged}
     todo = [folder for folder in folders if uploaders[folder] not in held]
-    guards = _Guards(repo, [one for txid, one in live.items() if txid not in as_purged] if todo else ())
+    guards = _Guards(repo, [commit for txid, commit in live.items() if txid not in as_purged] if todo else ())
     sizes: dict[str, int] = {}
     foreign, unguarded = [entry.key for entry in loose], []
     for folder, entries in zip(todo, _contents(repo, todo), strict=True):
-        found = {entry.key: entry.size for entry in entries}
-        guard = guards.of(uploaders[folder], found)
+        contents = {entry.key: entry.size for entry in entries}
+        guard = guards.of(uploaders[folder], contents)
         if guard is None:
-            foreign += [key for key in found if parse_object(key) is None]
-            sizes |= found
+            foreign += [key for key in contents if parse_object(key) is None]
+            sizes |= contents
             unguarded.append(uploaders[folder])
         else:
-            held[uploaders[folder]] = _Guarded(guard, sums_of(found.items()))
+            held[uploaders[folder]] = _Guarded(guard, sums_of(contents.items()))
     if kept | held != before:
-        _keep(repo, kept | held)
+        rows = {uploader: (folder.guard, *astuple(folder.sums)) for uploader, folder in (kept | held).items()}
+        repo.catalogue.set_note(_NOTE, notes.encode(rows))
     for key in foreign:
         sizes.pop(key, None)
-    return Inventory(sizes, {name: one.sums for name, one in held.items()}, tuple(sorted(foreign)), unguarded)
+    return Inventory(sizes, {name: folder.sums for name, folder in held.items()}, tuple(sorted(foreign)), unguarded)
 
 
 def _contents(repo: Repository, folders: Sequence[str]) -> Iterator[list[ListedObject]]:
@@ -131,48 +132,39 @@ def _contents(repo: Repository, folders: Sequence[str]) -> Iterator[list[ListedO
 
 
 class _Guards:
-    """Finds a commit, of ``live`` ones, that names all of a folder."""
+    """Finds a commit among ``live`` that names exactly the objects of a folder."""
 
     def __init__(self, repo: Repository, live: Sequence[Commit]) -> None:
         self._repo = repo
         self._readable = manifests.learn(repo, live)
         self._own = {commit.txid: commit for commit in self._readable}
 
-    def of(self, uploader: TxId, found: Mapping[str, int]) -> TxId | None:
-        """Find the guard of the folder of ``uploader``, which holds ``found`` (bytes by key); None if it has none."""
-        fitting = (one for one in self._users_of(uploader) if self._names_just(one, uploader, found))
-        return next((commit.txid for commit in fitting), None) if found else None
+    def of(self, uploader: TxId, contents: Mapping[str, int]) -> TxId | None:
+        """Find the guard of the folder of ``uploader``, which holds ``contents`` (bytes by key); None if none."""
+        own = [self._own[uploader]] if uploader in self._own else []
+        users = (commit for some in (own, self._users.get(uploader, ())) for commit in some) if contents else ()
+        return next((commit.txid for commit in users if self._names_exactly(commit, uploader, contents)), None)
 
-    def _users_of(self, uploader: TxId) -> Iterator[Commit]:
-        if uploader in self._own:
-            yield self._own[uploader]
-        yield from self._users.get(uploader, ())
-
-    def _names_just(self, commit: Commit, uploader: TxId, found: Mapping[str, int]) -> bool:
-        """Tell whether ``found`` is what a commit names in the folder of ``uploader``, no more and no less."""
+    def _names_exactly(self, commit: Commit, uploader: TxId, contents: Mapping[str, int]) -> bool:
+        """Tell whether a commit names all of ``contents``, and nothing else in the folder of ``uploader``."""
         blobs = manifests.blobs_of(self._repo, commit)
         named = {blob_key(owner, name): size for owner, name, size in blobs if owner == uploader}
         if commit.txid == uploader:
             own = manifest_key(uploader, commit.id)
-            named[own] = found.get(own, -1)
-        return named == found
+            named[own] = contents.get(own, -1)
+        return named == contents
 
     @cached_property
     def _users(self) -> Mapping[TxId, Sequence[Commit]]:
-        """Of each uploader the newest commits that name something of it."""
-        found: dict[TxId, list[Commit]] = defaultdict(list)
-        for commit in sorted(self._readable, key=lambda one: one.txid, reverse=True):
+        """The newest commits that name blobs of each uploader."""
+        users: dict[TxId, list[Commit]] = defaultdict(list)
+        for commit in sorted(self._readable, key=lambda commit: commit.txid, reverse=True):
             for uploader in manifests.blob_list(self._repo, commit).uploaders:
-                if len(found[uploader]) < _TRIED:
-                    found[uploader].append(commit)
-        return found
+                if len(users[uploader]) < _TRIED:
+                    users[uploader].append(commit)
+        return users
 
 
-def _kept(repo: Repository) -> dict[TxId, _Guarded]:
+def _load_guards(repo: Repository) -> dict[TxId, _Guarded]:
     rows = notes.decode(repo.catalogue.note(_NOTE), notes.FOLDERS) or {}
     return {uploader: _Guarded(guard, Sums(*sums)) for uploader, (guard, *sums) in rows.items()}
-
-
-def _keep(repo: Repository, guarded: Mapping[TxId, _Guarded]) -> None:
-    rows = {uploader: (one.guard, *astuple(one.sums)) for uploader, one in guarded.items()}
-    repo.catalogue.set_note(_NOTE, notes.encode(rows))

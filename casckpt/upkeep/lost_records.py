@@ -1,8 +1,8 @@
-"""Saves whose records are lost: their manifests lie under objects/, and neither commits/ nor transactions/ knows them.
+"""Detection of lost records: manifests under objects/ without a record in commits/ or transactions/.
 
-A manifest is put while its transaction is open, and the file of that goes only once there is a record in commits/,
-which stays for ever. So a manifest without either shows that records are missing: ``commits/`` was moved away or not
-mounted, or the store was copied in part. Nobody knows what its checkpoint needs.
+A save puts its manifest while its transaction is open. The file of the transaction is removed only after a record
+stands in commits/, and that record stays for ever. So a manifest without either shows that records are missing:
+``commits/`` was moved or is not mounted, or the store was copied in part. Which blobs its checkpoint needs is unknown.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _NAMED_AT_MOST = 3
 
 
 def lost_records(repo: Repository, keys: Iterable[str], ended: Container[TxId] = ()) -> list[TxId]:
-    """Find the transactions whose manifest is among ``keys``, which were listed before, and whose record is not there.
+    """Return the transactions that have a manifest among ``keys``, which were listed before, and no record.
 
-    ``ended``: those that have one. Lists transactions/ and commits/ where there is any doubt. Raises `StorageError`.
+    ``ended``: transactions that have a record. Lists transactions/ and commits/ only in doubt. Raises `StorageError`.
     """
     names = (parse_object(key) for key in keys)
     doubtful = {name.uploader for name in names if name is not None and name.kind == "manifest"}
@@ -35,17 +35,17 @@ def lost_records(repo: Repository, keys: Iterable[str], ended: Container[TxId] =
         return []
     listed = (parse_log(entry.key) for entry in repo.storage.list(TRANSACTIONS, known=parse_log))
     saving = {name[0] for name in listed if name is not None}
-    return sorted(doubtful - saving - list_names(repo))  # in this order: a save that ends is in one of the two
+    return sorted(doubtful - saving - list_names(repo))  # in this order: a save that ends now is in one of the listings
 
 
 def check_recorded(repo: Repository, keys: Iterable[str], ended: Container[TxId]) -> None:
-    """Raise `Damaged` where a gc would delete a manifest whose record is lost. The arguments are `lost_records`'s."""
+    """Raise `Damaged` if a gc would delete a manifest whose record is lost. Arguments as in `lost_records`."""
     lost = lost_records(repo, keys, ended)
     if lost:
-        named = ", ".join(commit_key(txid) for txid in lost[:_NAMED_AT_MOST])
+        shown = ", ".join(commit_key(txid) for txid in lost[:_NAMED_AT_MOST])
         more = f" and {len(lost) - _NAMED_AT_MOST} more" if lost[_NAMED_AT_MOST:] else ""
         raise Damaged(
-            f"gc deletes nothing, because records are missing from {repo.storage.url}: {named}{more}; there are "
+            f"gc deletes nothing, because records are missing from {repo.storage.url}: {shown}{more}; there are "
             f"manifests under objects/ that nothing else knows of. {ADVICE}",
             key=commit_key(lost[0]),
         )

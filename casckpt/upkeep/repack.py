@@ -1,16 +1,15 @@
-"""Stored cells once more, in other blobs: read, compared, packed as a save packs them, and put; encoded, on request.
+"""Repacking: stored cells are read, verified, packed as a save packs them, and put into other blobs.
 
-What was saved stays as it is, to the byte; only places change, and how a cell lies there. Copies with blobs of another
-size are made of this, copies that encode, and rewrites that pack a checkpoint anew. What is known of a cell beforehand
-is its digest, so cells that a checkpoint of the target has are not even read. Of each cell some hundred bytes are in
-memory, and besides a few blobs.
+The saved bytes do not change, only where each cell lies and whether it is encoded. Copies with another blob size,
+copies that encode, and rewrites in place use this module. The digest of each cell is known beforehand, so cells that
+the target already has are not read. Memory holds some hundred bytes for each cell, and a few blobs.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -52,7 +51,7 @@ _MAX_BASES = 8
 
 
 class CellPlace(NamedTuple):
-    """Where a cell lies: in which blob, from which byte of its file on, and as which frame, if it is coded."""
+    """Where a cell lies: its blob, the offset in the file of the blob, and its frame if it is encoded."""
 
     ref: BlobRef
     offset: int
@@ -61,7 +60,7 @@ class CellPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A cell that is to move: ``blob`` (its number) and ``offset`` in the source."""
+    """A cell that is to move. ``blob``: the number of its blob in the source. ``offset``: in that blob."""
 
     digest: CellDigest
     nbytes: int
@@ -72,18 +71,17 @@ class _Cell:
 
 
 _Part = tuple[_Cell, memoryview]
-"""A cell, and where its bytes are to be put."""
+"""A cell, and the memory that receives its bytes."""
 
 
 @dataclass(frozen=True)
 class Recoding:
-    """Gives cells of a checkpoint of ``source`` places in ``target``, under the transaction ``uploader``.
+    """Stores cells of a checkpoint of ``source`` in ``target``, under the transaction ``uploader``.
 
-    ``listed``: what the target has, listed after that transaction began. ``moving``: numbers of the blobs whose cells
-    move; all, unless the source is the target. ``blob_bytes``: of data in a new blob; None for what the target has.
-    ``jobs``: blobs at once, each with a buffer. ``progress``: gets the bytes of the blobs that move. ``read``: fills
-    buffers with bytes of a blob that follow each other, from an offset on, in place of the source. ``compress``: encode
-    floats where that is less.
+    ``listed``: the commits of the target, listed after that transaction began. ``moving``: numbers of the blobs whose
+    cells move; all blobs, unless the source is the target. ``blob_bytes``: of data in a new blob, None for the blob
+    size of the target. ``jobs``: blobs at once, each with a buffer. ``progress``: receives the bytes of the blobs that
+    move. ``compress``: encode floats where that saves bytes.
     """
 
     source: Repository
@@ -95,22 +93,23 @@ class Recoding:
     blob_bytes: int | None = None
     jobs: int = 4
     progress: Progress = silent
-    read: Callable[[BlobRef, int, Sequence[memoryview]], None] | None = None
     compress: bool = False
 
     def run(self) -> Encoded:
-        """Store what is to move, durably, and return the manifest that says where, which is yet to be put.
+        """Store the cells durably, and return the manifest with their places. The caller puts the manifest.
 
-        Raises `BlobDamaged` where the source does not hold what was written, `Refused` for what is not understood,
-        `Revoked`, `StorageError`.
+        Raises `BlobDamaged` if the source does not hold what was written, `Refused` for an unknown format, `Revoked`,
+        `StorageError`.
         """
         cells, known, places = cells_of(self.manifest, self.moving), self._known(), dict[CellDigest, CellPlace]()
         while rest := [cell for cell in cells if cell.digest not in places]:
             had = ((cell.digest, known.find(cell.digest)) for cell in rest if known.any)
             usable = ((digest, cell) for digest, cell in had if cell and self._is_usable(cell))
-            found = {digest: CellPlace(known.blobs[cell.blob], cell.offset, cell.frame) for digest, cell in usable}
-            places |= found
-            self._store([cell for cell in rest if cell.digest not in found], places)
+            usable_places = {
+                digest: CellPlace(known.blobs[cell.blob], cell.offset, cell.frame) for digest, cell in usable
+            }
+            places |= usable_places
+            self._store([cell for cell in rest if cell.digest not in usable_places], places)
             reused = (place.ref for place in places.values() if place.ref.uploader != self.uploader)
             lost = set(blobs.check_reused(self.target, self.uploader, reused))
             for number, ref in enumerate(known.blobs):
@@ -123,46 +122,46 @@ class Recoding:
         return self._placed(places)
 
     def _is_usable(self, cell: StoredCell) -> bool:
-        """Is a cell of the target to be taken as it lies there?"""
+        """Can the copy use a cell of the target as it is stored there?"""
         return cell.frame is None or (self.compress and cell.frame.base is None)
 
     # what the target has
 
     def _known(self) -> ReusableCells:
-        """Cells of visible checkpoints of the target that are likely to have the same; none in blobs to be left."""
+        """Return cells of related checkpoints of the target, except those in damaged, worn or moving blobs."""
         related = self._related()
         avoided = blobs.damaged_marks(self.target) if related else set[tuple[TxId, BlobHash]]()
         if self.source is self.target:
             avoided |= {(ref.uploader, ref.hash) for ref in map(self.manifest.blob, self.moving)}
-        bases = [ManifestCells(one) for _, one in readable(self.target, related)]
+        bases = [ManifestCells(manifest) for _, manifest in readable(self.target, related)]
         return ReusableCells(None, bases, lambda ref: ref.worn or (ref.uploader, ref.hash) in avoided)
 
     def _related(self) -> list[Commit]:
-        """Return those visible in the target that share blobs with this one in the source: the most first."""
+        """Return checkpoints visible in the target that share blobs with this one in the source, most shared first."""
         listed = self.listed if self.source is self.target else list_commits(self.source)
         own, shared = _heads(self.manifest.blob_list), dict[str, int]()
-        for one in manifests.learn(self.source, listed.live()):
-            both = np.isin(_heads(manifests.blob_list(self.source, one)), own).sum()
-            shared[one.id] = max(shared.get(one.id, 0), int(both))
-        found = [one for one in reversed(self.listed.visible()) if shared.get(one.id)]
-        return sorted(found, key=lambda one: shared[one.id], reverse=True)[:_MAX_BASES]
+        for commit in manifests.learn(self.source, listed.live()):
+            both = np.isin(_heads(manifests.blob_list(self.source, commit)), own).sum()
+            shared[commit.id] = max(shared.get(commit.id, 0), int(both))
+        related = [commit for commit in reversed(self.listed.visible()) if shared.get(commit.id)]
+        return sorted(related, key=lambda commit: shared[commit.id], reverse=True)[:_MAX_BASES]
 
     # what is stored
 
     def _store(self, cells: Sequence[_Cell], places: dict[CellDigest, CellPlace]) -> None:
-        """Put cells into new blobs, and their places into ``places``."""
+        """Put cells into new blobs, and add their places to ``places``."""
         lots = packed(self.manifest, cells, self.blob_bytes or self.target.marker.blob_bytes)
         size = buffer_bytes(max((padded(sum(cell.nbytes for cell in lot)) for lot in lots), default=1))
         each = 2 if self.compress else 1
         buffers = BufferPool(max(1, min(self.jobs, len(lots), _MEMORY // (each * size))) * each, size)
         try:
-            for found in in_parallel(buffers.count // each, partial(self._make, buffers), lots, name="recode"):
-                places |= found
+            for made in in_parallel(buffers.count // each, partial(self._make, buffers), lots, name="recode"):
+                places |= made
         finally:
             buffers.close()
 
     def _make(self, buffers: BufferPool, lot: Sequence[_Cell]) -> dict[CellDigest, CellPlace]:
-        """Put a blob of ``lot``, or one of its frames and one of what is not worth one; return where each cell lies."""
+        """Put the cells of ``lot`` into one blob, or frames and plain cells into two. Return where each cell lies."""
         with buffers.borrow() as borrowed:
             parts = list(_parts(lot, borrowed.view))
             runs = _runs(parts, self.source.storage.traits.read_gap)
@@ -175,7 +174,7 @@ class Recoding:
                 return self._put_smaller(parts, other.view)
 
     def _put(self, parts: Sequence[_Part], buffer: memoryview) -> dict[CellDigest, CellPlace]:
-        """Put a blob of cells whose bytes lie at their places in ``buffer``."""
+        """Put a blob of cells whose bytes already lie at their offsets in ``buffer``."""
         writer, offsets = BlobWriter(buffer), dict[CellDigest, int]()
         for cell, _ in parts:
             offsets[cell.digest] = writer.place(cell.nbytes)
@@ -185,7 +184,7 @@ class Recoding:
         return {digest: CellPlace(ref, offset) for digest, offset in offsets.items()}
 
     def _put_smaller(self, parts: Sequence[_Part], buffer: memoryview) -> dict[CellDigest, CellPlace]:
-        """Put the cells that are worth it as frames, and the others as they are."""
+        """Put cells as frames where that saves bytes, and the others as they are."""
         tried = [(cell, data, _frame_of(cell, data)) for cell, data in parts]
         frames = [(cell, frame) for cell, _, frame in tried if frame is not None]
         rest = [(cell, data) for cell, data, frame in tried if frame is None]
@@ -206,29 +205,27 @@ class Recoding:
         return {digest: CellPlace(ref, at, Frame(nbytes, None)) for digest, (at, nbytes) in offsets.items()}
 
     def _finish(self, writer: BlobWriter, buffer: memoryview) -> BlobRef:
-        """Put what was written, and name it."""
+        """Put the blob that was written, and return its reference."""
         ref = BlobRef(*writer.finish(), self.uploader)
         blobs.put(self.target, self.uploader, ref.hash, buffer[: ref.size])
         return ref
 
     def _read(self, run: Sequence[_Part]) -> None:
-        """Read cells that lie one after the other, at once, and what lies between them."""
+        """Read consecutive cells, and the bytes between them, in one request."""
         start = end = run[0][0].offset
         views: list[memoryview] = []
         for cell, data in run:
             views += [memoryview(bytearray(cell.offset - end)), data]
             end = cell.offset + cell.nbytes
-        (self.read or self._read_source)(self.manifest.blob(run[0][0].blob), start, [one for one in views if len(one)])
-
-    def _read_source(self, ref: BlobRef, offset: int, views: Sequence[memoryview]) -> None:
+        ref = self.manifest.blob(run[0][0].blob)
         try:
             with self.source.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
-                reader.read_into(offset, views)
+                reader.read_into(start, [view for view in views if len(view)])
         except (NotFound, Refused, ShortObject) as error:
             raise BlobDamaged(ref, explain(ref, error)) from error
 
     def _check(self, cell: _Cell, data: memoryview) -> None:
-        """Compare a cell, read once more where the network has spoilt it. Raises `BlobDamaged`."""
+        """Verify a cell. Read it once more if its digest is wrong, then raise `BlobDamaged`."""
         if cell_digest(data) != cell.digest:
             self._read([(cell, data)])
             if cell_digest(data) != cell.digest:
@@ -255,16 +252,16 @@ class Recoding:
         refs = mark_worn(tables.values(), list(numbers), self.manifest.body.run, live.__contains__)
         made = placed(self.manifest, encode_blobs(refs), tables)
         again = made.manifest()
-        for number in tables:  # who has cut spans in another way than we do would not be understood any more
+        for number in tables:  # another writer may cut extents so that the new tables cannot be decoded
             again.extents(again.entries[number])
         return made
 
 
 def poor_blobs(manifest: Manifest, blob_bytes: int, kept: Container[tuple[TxId, BlobHash]]) -> frozenset[int]:
-    """Return the numbers of the blobs of which fewer, or less, would be left if their cells were packed anew.
+    """Return the numbers of the blobs to repack: repacking them leaves fewer blobs, or replaces worn ones.
 
-    They have less than half of ``blob_bytes``, or are worn, and nobody else has ``kept`` them. Those of coded cells
-    and of their bases stay. Raises what reading a manifest does.
+    A poor blob has less than half of ``blob_bytes``, or is worn, and is not in ``kept``. Blobs with encoded cells or
+    their bases are never repacked. Raises as reading a manifest.
     """
     chained = blobs_of_chains(manifest)
     every = ((number, ref) for number, ref in enumerate(manifest.blobs) if number not in chained)
@@ -276,15 +273,15 @@ def poor_blobs(manifest: Manifest, blob_bytes: int, kept: Container[tuple[TxId, 
 
 
 def blobs_of_chains(manifest: Manifest) -> frozenset[int]:
-    """Return the numbers of the blobs that hold coded cells or their bases: what lies in these moves as it is."""
+    """Return the numbers of the blobs that hold encoded cells or their bases. Such blobs are copied as they are."""
     tables = (manifest.extents(entry) for entry in _stored_entries(manifest))
     coded = (extent for table in tables for extent in table.extents if extent.coding)
-    return frozenset(one.blob for extent in coded for one in extent.chain)
+    return frozenset(link.blob for extent in coded for link in extent.chain)
 
 
 def cells_of(manifest: Manifest, wanted: Container[int]) -> list[_Cell]:
-    """Return the cells in the blobs ``wanted``, each once, in the order in which a save lets them lie in blobs."""
-    found: dict[CellDigest, tuple[tuple[object, ...], _Cell]] = {}
+    """Return the cells in the blobs ``wanted``, each once, in the order in which a save packs them."""
+    ranked: dict[CellDigest, tuple[tuple[object, ...], _Cell]] = {}
     for entry in _stored_entries(manifest):
         table, branch = manifest.extents(entry), branch_of(entry.kind, entry.key)
         begins_small: dict[int, bool] = {}
@@ -293,14 +290,14 @@ def cells_of(manifest: Manifest, wanted: Container[int]) -> list[_Cell]:
             is_small = begins_small.setdefault(extent.box, cells[0].nbytes < LEAF_BYTES)
             rank = (order(entry.dtype), is_small, entry.key, entry.kind, entry.number)
             for cell in cells if extent.blob in wanted else ():
-                one = _Cell(cell.digest, cell.nbytes, entry.dtype, branch, cell.blob, cell.offset)
-                if cell.digest not in found or rank < found[cell.digest][0]:
-                    found[cell.digest] = rank, one
-    return [cell for _, cell in sorted(found.values(), key=lambda one: one[0])]
+                if cell.digest not in ranked or rank < ranked[cell.digest][0]:
+                    moved_cell = _Cell(cell.digest, cell.nbytes, entry.dtype, branch, cell.blob, cell.offset)
+                    ranked[cell.digest] = rank, moved_cell
+    return [cell for _, cell in sorted(ranked.values(), key=lambda ranked_cell: ranked_cell[0])]
 
 
 def packed(manifest: Manifest, cells: Sequence[_Cell], blob_bytes: int) -> list[Sequence[_Cell]]:
-    """Return ``cells``, in order, in lots for a blob each, the branches of the state apart."""
+    """Split ``cells``, in order, into lots of one blob each. Branches of the state get blobs of their own."""
     end = DATA_OFFSET + max([blob_bytes, *(cell.nbytes for cell in cells)])
     branches = branches_of(branch_of(entry.kind, entry.key) for entry in manifest.entries)
     lots: list[Sequence[_Cell]] = []
@@ -311,7 +308,7 @@ def packed(manifest: Manifest, cells: Sequence[_Cell], blob_bytes: int) -> list[
 
 
 def _parts(lot: Iterable[_Cell], buffer: memoryview) -> Iterator[_Part]:
-    """Yield the cells with their parts of a buffer: those that a writer gives them."""
+    """Yield each cell with the part of ``buffer`` that a `BlobWriter` gives it."""
     end = DATA_OFFSET
     for cell in lot:
         start = place_behind(end, cell.nbytes)
@@ -320,26 +317,25 @@ def _parts(lot: Iterable[_Cell], buffer: memoryview) -> Iterator[_Part]:
 
 
 def _frame_of(cell: _Cell, plain: memoryview) -> bytes | None:
-    """Return the planes of a cell of floats, decoded and compared; None where they are not worth it."""
+    """Encode a cell of floats and verify the frame by decoding it. Return None if encoding saves no bytes."""
     frame = encode_planes(plain, coded_width(cell.dtype)) if cell.dtype in FLOATS else None
-    if frame is not None:
-        found = scratch("version", cell.nbytes).data
-        decode(memoryview(frame), found, None)
-        if cell_digest(found) != cell.digest:
-            log.error(
-                "a cell that was encoded decodes to something else, and is stored as it is; please report this bug"
-            )
-            return None
-    return frame
+    if frame is None:
+        return None
+    decoded = scratch("version", cell.nbytes).data
+    decode(memoryview(frame), decoded, None)
+    if cell_digest(decoded) == cell.digest:
+        return frame
+    log.error("a frame decodes to something else than its cell, so the cell is stored as it is; please report this bug")
+    return None
 
 
 def _stored_entries(manifest: Manifest) -> list[Entry]:
-    """Return the entries that have elements, and of which the bytes are there."""
+    """Return the entries that have elements and were not dropped."""
     return [entry for entry, rows in zip(manifest.entries, manifest.raw_rows(), strict=True) if len(rows)]
 
 
 def _runs(parts: Iterable[_Part], gap: int) -> Iterator[list[_Part]]:
-    """Yield cells that follow each other in the source, too, together: one read for each."""
+    """Group cells that are consecutive in the source as well. Each group takes one read."""
     run: list[_Part] = []
     for part in parts:
         cell, last = part[0], run[-1][0] if run else part[0]

@@ -1,9 +1,9 @@
-"""Rewrites: a checkpoint committed once more, with other places. From one instant on its id means the new commit.
+"""Rewrites: a checkpoint is committed again with its cells in other blobs, and its id then means the new commit.
 
-That instant is the creation of the `replaced` record at the next number of the base's log, as it was when commits were
-listed. So of all who would change the checkpoint one wins, be it to forget it or to rewrite it. Who has lost forgets
-what he made. A put without an answer is not lost: the record may arrive later. So who has none takes the number himself
-before he gives up, and a gc does that for those who died.
+The id changes its meaning when the `replaced` record is created at the next number of the log of the base, as that log
+was when commits were listed. So if several processes forget or rewrite the checkpoint at once, exactly one wins. A
+process that loses forgets its own commit. A put without an answer may still arrive later, so a process without an
+answer takes the number itself before it gives up. gc does this for processes that died.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ log = logging.getLogger(__name__)
 
 
 def rewrite(repo: Repository, base: Commit, save: Callable[[TxId, CommitList], Committed | None]) -> Commit | None:
-    """Let what ``save`` puts under a transaction stand for ``base``; None, and nothing happens, if it puts nothing.
+    """Commit what ``save`` stores in place of ``base``. Returns None, and changes nothing, if ``save`` returns None.
 
-    The transaction has begun before the commits were listed that ``save`` is told: it may reuse what they name. What it
-    returns is what `Committed` says of the new places, and must lack no entry of ``base`` that it does not tell of.
+    The transaction begins before the commits are listed that ``save`` receives, so ``save`` may reuse what they name.
+    It returns the record of the new blobs. The new manifest must hold all entries of ``base``, except those that the
+    record names as dropped.
 
-    Raises `Conflict` if ``base`` is not visible any more, or if somebody else was first to change it; `StorageError`,
-    after which the rewrite may stand all the same.
+    Raises `Conflict` if ``base`` is no longer visible, or if another process changed it first; `StorageError`, after
+    which the rewrite may still stand.
     """
     transaction = begin(repo, base.run, base.step, after=[base.txid])
     try:
         listed = list_commits(repo)
         now = listed.commits.get(base.txid)
         if now is None or not now.visible or now.txid in listed.damaged:
-            raise Conflict(f"{base} is not what its id means any more: there is nothing to rewrite")
+            raise Conflict(f"{base} is no longer the commit that its id means: there is nothing to rewrite")
         record = save(transaction.txid, listed)
         if record is None:
-            transaction.abort("bytes that are damaged cannot be had again")
+            transaction.abort("damaged bytes cannot be recovered")
             return None
         made = transaction.commit(changed(record, replaces=(now.txid, now.number + 1), origin=now.origin))
     except BaseException as error:
@@ -52,16 +53,16 @@ def rewrite(repo: Repository, base: Commit, save: Callable[[TxId, CommitList], C
 
 
 def record_of(repo: Repository, txid: TxId, commit: Commit, made: Encoded) -> Committed:
-    """Put a manifest, and return the record of a rewrite of ``commit`` that has it. Raises `StorageError`."""
+    """Put a manifest, and return the record of a rewrite of ``commit`` with this manifest. Raises `StorageError`."""
     manifests.put_encoded(repo, txid, made)
     places = {"txid": txid, "head": made.head, "manifest_bytes": len(made.data)}
     return changed(commit.committed, time=repo.clock(), **places)
 
 
 def _replace(repo: Repository, base: Commit, made: Commit) -> Commit:
-    """Create the record that lets ``made`` stand. Raises `Conflict` if its number is taken, `StorageError`."""
+    """Create the record that makes ``made`` visible. Raises `Conflict` if its number is taken, `StorageError`."""
     number = base.number + 1
-    failed: CasckptError = Conflict(f"{base} was changed by somebody else, and not rewritten", checkpoints=(base.id,))
+    failed: CasckptError = Conflict(f"{base} was not rewritten: another process changed it", checkpoints=(base.id,))
     try:
         repo.put_record(commit_key(base.txid, number), Replaced(txid=base.txid, time=repo.clock(), by=made.txid))
     except Conflict:
@@ -70,14 +71,10 @@ def _replace(repo: Repository, base: Commit, made: Commit) -> Commit:
         failed = error
         keep(repo, base.txid, number)
     now = refresh(repo, made)
-    if now.standing == VOID:
-        _forget(repo, now)
-        raise failed
-    return now
-
-
-def _forget(repo: Repository, made: Commit) -> None:
+    if now.standing != VOID:
+        return now
     try:
-        forget(repo, made)
+        forget(repo, now)
     except CasckptError as error:
-        log.warning("what was made of %s is left to gc: %s", made, error)
+        log.warning("the unfinished rewrite of %s is left to gc: %s", now, error)
+    raise failed

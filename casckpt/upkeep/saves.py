@@ -1,4 +1,4 @@
-"""Saves in progress, as a person sees them: listed, revoked, or given up where their record is lost."""
+"""Saves in progress: list them, revoke them, and give up those whose record is lost."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from casckpt.upkeep.lost_records import lost_records
 
 @dataclass(frozen=True, slots=True)
 class SaveInProgress:
-    """A transaction that has not ended. ``run``, ``host`` and ``pid`` are None where its record cannot be read.
+    """A transaction that has not ended. ``run``, ``host`` and ``pid`` are None if its record cannot be read.
 
-    ``signs_of_life``: how many it has given. ``alive``: None where this host cannot know.
+    ``signs_of_life``: how many it has given. ``alive``: None if this host cannot know.
     """
 
     txid: TxId
@@ -35,23 +35,25 @@ class SaveInProgress:
 
 
 def saves_in_progress(repo: Repository) -> list[SaveInProgress]:
-    """List them, oldest first. Raises `NotFound` where there is no store, `StorageError`."""
+    """List the saves in progress, oldest first. Raises `NotFound` where there is no store, `StorageError`."""
     repo.check_exists()  # no store is not the same as no saves
-    found = open_transactions(repo, list_names(repo))
-    ended = list_names(repo) if found else set()
-    return [_described(repo, one) for one in found if one.txid not in ended]
+    opened = open_transactions(repo, list_names(repo))
+    ended = list_names(repo) if opened else set()
+    return [_described(repo, transaction) for transaction in opened if transaction.txid not in ended]
 
 
-def _described(repo: Repository, one: OpenTransaction) -> SaveInProgress:
-    name = parse_txid(one.txid)
-    if one.began is None:
-        return SaveInProgress(one.txid, None, name.step, name.time, one.signs)
-    process = one.began.process
+def _described(repo: Repository, transaction: OpenTransaction) -> SaveInProgress:
+    name = parse_txid(transaction.txid)
+    if transaction.began is None:
+        return SaveInProgress(transaction.txid, None, name.step, name.time, transaction.signs)
+    process = transaction.began.process
     alive = _alive(process)
-    if alive is False and not has_died(repo, one):
-        alive = None  # another process has joined: a copy that goes on
-    since = time_of(one.began.time)
-    return SaveInProgress(one.txid, one.began.run, name.step, since, one.signs, process.host, process.pid, alive)
+    if alive is False and not has_died(repo, transaction):
+        alive = None  # another process has joined the copy, and continues it
+    since = time_of(transaction.began.time)
+    return SaveInProgress(
+        transaction.txid, transaction.began.run, name.step, since, transaction.signs, process.host, process.pid, alive
+    )
 
 
 def _alive(process: Process) -> bool | None:
@@ -63,7 +65,7 @@ def _alive(process: Process) -> bool | None:
 
 
 def revoke_save(repo: Repository, txid: TxId) -> None:
-    """Revoke a save in progress: nothing of it will be visible. Raises `NotFound`, `Conflict` if it has ended."""
+    """Revoke a save in progress, so that it never becomes visible. Raises `NotFound`, `Conflict` if it has ended."""
     closed = list_names(repo)
     if txid not in closed and txid not in {one.txid for one in open_transactions(repo, closed)}:
         raise NotFound(f"there is no save {txid} in progress; `casckpt transactions STORE` lists them")
@@ -72,10 +74,10 @@ def revoke_save(repo: Repository, txid: TxId) -> None:
 
 
 def give_up(repo: Repository, txid: TxId) -> None:
-    """End a transaction whose record is lost or cannot be read. Raises `Conflict` if it can, `NotFound`."""
+    """End a transaction whose record is lost or unreadable. Raises `Conflict` if it can be read, `NotFound`."""
     listed = list_commits(repo, anew=True)
     if txid in listed.commits:
-        raise Conflict(f"the records of {txid} can be read; `casckpt forget` takes its checkpoint out of sight")
+        raise Conflict(f"the records of {txid} can be read; `casckpt forget` hides its checkpoint")
     if txid in listed.damaged:
         purge_unreadable(repo, txid)
     elif txid not in lost_records(repo, list_objects(repo)) or not revoke(repo, txid, "lost, and given up by hand"):

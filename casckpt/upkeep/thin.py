@@ -1,11 +1,11 @@
-"""Thinning: checkpoints that leave some tensors out, such as those of the optimizer, and keep all else under their id.
+"""Thinning: drops some tensors of a checkpoint, such as those of the optimizer, and keeps its id.
 
-Each is a rewrite without the rows of what goes, and without the blobs that only these name: no byte of a tensor is read
-or written. The places of before are purged by a gc, like what is forgotten; until then `restore` brings all back.
+A thinned checkpoint is a rewrite without the dropped entries and the blobs that only they use. No byte of a tensor is
+read or written. A gc purges the old commit like a forgotten one. Until then `restore` brings everything back.
 
-A tag that is set meanwhile claims all that was there. So tags are listed again when it is done, and what one names that
-the plan did not know of is restored. Who sets a tag reads the log behind that: one of the two sees the other. If it is
-killed in between, the tag keeps the old places, and a gc restores them later.
+A tag that is set meanwhile protects the whole checkpoint. So thinning lists the tags again when it is done, and
+restores what a tag names that the plan did not know. Whoever sets a tag reads the log afterwards, so one of the two
+sees the other. If thinning is killed before that, the tag keeps the old commit, and a gc restores it later.
 """
 
 from __future__ import annotations
@@ -39,13 +39,16 @@ from casckpt.upkeep.gc.purge import check_metrics, kept_of, min_age_of
 from casckpt.upkeep.rewrite import record_of, rewrite
 
 log = logging.getLogger(__name__)
-MAX_RULE = 1 << 16  # characters: longer ones are hostile
+MAX_RULE = 1 << 16  # characters; longer rules are hostile
 _Sizes = dict[tuple[TxId, BlobHash], int]
 
 
 @dataclass(frozen=True)
 class Thin:
-    """How one checkpoint is thinned: which entries go, and the blobs that only they use, or others use too."""
+    """How one checkpoint is thinned. ``entries``: numbers of the entries to drop. ``nbytes``: of these entries.
+
+    ``goes``: sizes of the blobs that only dropped entries use. ``stays``: sizes of the blobs that other entries use.
+    """
 
     commit: Commit
     entries: frozenset[int]
@@ -56,9 +59,9 @@ class Thin:
 
 @dataclass(frozen=True)
 class ThinPlan:
-    """What is to be thinned, oldest first. ``done``: chosen, but thin already. ``failed``: that cannot be, and why.
+    """What to thin, oldest first. ``done``: chosen, but already thinned. ``failed``: errors of what cannot be thinned.
 
-    ``tagged``: their tags go along. ``chosen``: how many were named, or are kept whole by no rule.
+    ``tagged``: whether tags move to the new commits. ``chosen``: how many were named, or are kept whole by no rule.
     """
 
     drop: tuple[str, ...]
@@ -71,11 +74,11 @@ class ThinPlan:
 
 @dataclass(frozen=True)
 class ThinResult:
-    """What was thinned, as the new commits; with ``dry_run`` what would be, as it is.
+    """What was thinned, as the new commits; with ``dry_run``, what would be, as the present commits.
 
-    ``entries``, ``nbytes``: of tensors that are left out by that. ``freed_bytes``: of blobs that a gc deletes once it
-    purges the old places, which it may do after ``until`` (the next one, if that is None). ``shared_bytes``: of blobs
-    without a use in what was thinned, that other checkpoints need yet.
+    ``entries``, ``nbytes``: number and bytes of the tensors that this drops. ``freed_bytes``: of the blobs that a gc
+    deletes once it purges the old commits, which it may do after ``until`` (None: at the next gc). ``shared_bytes``: of
+    the blobs that the thinned checkpoints no longer use, but other checkpoints need.
     """
 
     thinned: tuple[Commit, ...] = ()
@@ -97,16 +100,16 @@ def plan_thin(
     tagged: bool = False,
     spare: Iterable[Commit] = (),
 ) -> ThinPlan:
-    """Plan to leave out what matches ``drop`` (fnmatch patterns on keys) of ``refs``, or of all that ``keep`` does not.
+    """Plan to drop the entries that match ``drop`` (fnmatch patterns on keys) from ``refs``, or by a rule.
 
-    ``keep`` names what stays whole, as a policy of a gc does: the newest of a run always. ``tagged``: also what a tag
-    without an end names. ``spare``: which are left alone. Writes nothing.
+    ``keep``: the checkpoints that stay whole, as a policy of a gc; the newest of each run always stays. ``tagged``:
+    also thin what a tag without an end names. ``spare``: checkpoints to leave alone. Writes nothing.
 
     Raises `InvalidInput`, `Conflict` if one of ``refs`` is tagged, `NotFound`, `StorageError`.
     """
     rule, wanted = patterns_of(drop), list(refs)
     if bool(wanted) is not (keep is None or keep.is_empty):
-        raise InvalidInput("name the checkpoints to thin, or give a rule of what stays whole (keep-last), one of both")
+        raise InvalidInput("give either the checkpoints to thin, or a rule for what stays whole (keep-last)")
     named = _barring(repo, tagged=tagged)
     listed = list_commits(repo)
     if wanted:
@@ -118,23 +121,23 @@ def plan_thin(
     left = [commit for commit in chosen if commit.txid not in spared]
     done = tuple(commit for commit in left if rule <= _rule(commit))
     todo = [commit for commit in left if not rule <= _rule(commit)]
-    found = list(in_parallel(repo.storage.traits.requests, partial(_plan_one, repo, rule), todo))
-    thin = tuple(one for one in found if isinstance(one, Thin) and one.entries)
-    failed = tuple(one for one in found if isinstance(one, CasckptError))
+    plans = list(in_parallel(repo.storage.traits.requests, partial(_plan_one, repo, rule), todo))
+    thin = tuple(plan for plan in plans if isinstance(plan, Thin) and plan.entries)
+    failed = tuple(error for error in plans if isinstance(error, CasckptError))
     return ThinPlan(tuple(sorted(rule)), thin, done, failed, tagged, len(left))
 
 
 def _barring(repo: Repository, *, tagged: bool) -> dict[str, Tag]:
-    """Return the tags whose checkpoints stay whole."""
+    """Return the tags whose checkpoints must stay whole."""
     return {name: tag for name, tag in tags(repo).items() if not tagged or tag.expires is not None}
 
 
 def _rule(commit: Commit) -> frozenset[str]:
-    """Return the patterns that a checkpoint was thinned by."""
+    """Return the patterns by which a checkpoint was thinned."""
     rule = "" if commit.dropped is None else commit.dropped.rule
     try:
-        return frozenset(one for one in shlex.split(rule[:MAX_RULE]) if one != "--drop")
-    except ValueError:  # another writer's
+        return frozenset(word for word in shlex.split(rule[:MAX_RULE]) if word != "--drop")
+    except ValueError:  # written by another program
         return frozenset([rule])
 
 
@@ -149,16 +152,15 @@ def _check_untagged(named: Mapping[str, Tag], chosen: Iterable[Commit]) -> None:
 
 
 def _beyond(listed: CommitList, keep: Policy, now: int, tagged: set[TxId], run: str | None) -> list[Commit]:
-    """Return what ``keep`` does not keep, oldest first."""
+    """Return the visible checkpoints that ``keep`` does not keep, oldest first."""
     visible = {commit.txid: commit for commit in listed.visible()}
     every = map(kept_of, visible.values())
-    return [visible[one.txid] for one in plan_forget(every, keep, now, tagged=tagged, run=run)]
+    return [visible[kept.txid] for kept in plan_forget(every, keep, now, tagged=tagged, run=run)]
 
 
 def _plan_one(repo: Repository, rule: frozenset[str], commit: Commit) -> Thin | CasckptError:
     try:
-        manifest = manifests.get(repo, commit)
-        manifest.ready(objects=())
+        manifest = manifests.get_with_extents(repo, commit)
         goes = list(_matching(manifest, rule))
         numbers = frozenset(entry.number for entry in goes)
         stays = [entry for entry in manifest.held if entry.number not in numbers]
@@ -184,7 +186,7 @@ def _sizes(manifest: Manifest, entries: Iterable[Entry]) -> _Sizes:
 
 
 def preview(repo: Repository, plan: ThinPlan) -> ThinResult:
-    """Say what `execute` would do. Writes nothing. Raises `StorageError`."""
+    """Return what `execute` would do. Writes nothing. Raises `StorageError`."""
     chosen = [one.commit for one in plan.thin]
     freed, shared = _space(repo, plan)
     return ThinResult(
@@ -199,7 +201,7 @@ def preview(repo: Repository, plan: ThinPlan) -> ThinResult:
 
 
 def _space(repo: Repository, plan: ThinPlan) -> tuple[int, int]:
-    """Return the bytes of blobs that nothing needs once the old places are purged, and of those that others need."""
+    """Return the bytes of blobs that a gc can delete once the old commits are purged, and of those that others need."""
     goes: _Sizes = {name: size for one in plan.thin for name, size in one.goes.items()}
     bases = {one.commit.txid for one in plan.thin}
     others = (one for one in list_commits(repo).live() if one.txid not in bases)
@@ -215,10 +217,10 @@ def _until(repo: Repository, chosen: Sequence[Commit]) -> datetime | None:
 
 
 def execute(repo: Repository, plan: ThinPlan) -> tuple[Commit, ...]:
-    """Carry out ``plan``; what was thinned, as the new commits. What somebody else changed meanwhile stays as it is.
+    """Carry out ``plan``, and return the new commits. Skips checkpoints that another process changed meanwhile.
 
-    Raises `Unsupported` where the store demands of writers what this version does not know; `StorageError`: what was
-    thinned by then stays so.
+    Raises `Unsupported` if the store requires of writers what this version does not know; `StorageError`, after which
+    the checkpoints done by then stay thinned.
     """
     check_requirements(repo)
     made = [done for one in plan.thin if (done := _thin(repo, one, plan.drop)) is not None]
@@ -229,86 +231,81 @@ def execute(repo: Repository, plan: ThinPlan) -> tuple[Commit, ...]:
 
 
 def thin(repo: Repository, plan: ThinPlan, *, dry_run: bool = False) -> ThinResult:
-    """Carry out ``plan``, and count; with ``dry_run`` only that. Raises as `execute`."""
-    found = preview(repo, plan)
-    return found if dry_run else replace(found, thinned=execute(repo, plan), dry_run=False)
+    """Carry out ``plan``; with ``dry_run``, only count. Raises as `execute`."""
+    result = preview(repo, plan)
+    return result if dry_run else replace(result, thinned=execute(repo, plan), dry_run=False)
 
 
 def thin_by(
     repo: Repository, rule: Thinning, run: str | None, *, spare: Iterable[Commit] = (), dry_run: bool = False
 ) -> ThinResult:
-    """Thin by a rule, or say what would be. What cannot be thinned is told in the log.
+    """Thin by a rule, or return what would be thinned. Logs a warning for each checkpoint that cannot be thinned.
 
-    Raises as `execute`, and before that MissingKey if nothing in what the rule chooses matches, InvalidInput.
+    Raises as `execute`, and before that MissingKey if the rule chooses nothing that matches, InvalidInput.
     """
     check_metrics(repo, rule.keep, run)
     plan = plan_thin(repo, drop=rule.drop, keep=rule.keep, run=run, spare=spare)
     if not plan.failed:
         check(plan)
     for error in plan.failed:
-        log.warning("this stays as it is: %s", error)
+        log.warning("not thinned: %s", error)
     return thin(repo, plan, dry_run=dry_run)
 
 
-def _thin(repo: Repository, one: Thin, drop: Iterable[str]) -> Commit | None:
-    commit = one.commit
-
+def _thin(repo: Repository, plan: Thin, drop: Iterable[str]) -> Commit | None:
     def save(txid: TxId, _: CommitList) -> Committed:
-        manifest = manifests.get(repo, commit)
-        made = record_of(repo, txid, commit, thinned(manifest, one.entries))
-        kept = (manifest.extents(entry) for entry in manifest.held if entry.number not in one.entries)
-        return changed(made, dropped=_dropped(one, drop), **coded_bytes(kept)._asdict())
+        manifest = manifests.get(repo, plan.commit)
+        made = record_of(repo, txid, plan.commit, thinned(manifest, plan.entries))
+        kept = (manifest.extents(entry) for entry in manifest.held if entry.number not in plan.entries)
+        return changed(made, dropped=_dropped(plan, drop), **coded_bytes(kept)._asdict())
 
     with suppress(Conflict, Gone):
-        return rewrite(repo, commit, save)
+        return rewrite(repo, plan.commit, save)
     return None
 
 
 def _but_tagged(
     repo: Repository, thin: Iterable[Thin], made: Sequence[Commit], named: Mapping[str, Tag]
 ) -> list[Commit]:
-    """Restore of what was ``made`` thin what a tag names that was set meanwhile; the others."""
-    found = tagged_txids(named, made)
+    """Restore those of ``made`` that a tag names that was set meanwhile. Return the others."""
+    tagged = tagged_txids(named, made)
     before = {one.commit.id: one.commit for one in thin}
     left = []
     for commit in made:
+        base = before[commit.id]
+        _, number = commit.replaces or (base.txid, base.number)
+        replaced = replace(base, last="replaced", number=number, replaced=(number, commit.txid))
         try:
-            if commit.txid in found:
-                restore(repo, _replaced(before[commit.id], commit), as_read=True)
+            if commit.txid in tagged:
+                restore(repo, replaced, as_read=True)
                 continue
-        except Conflict:  # purged by now, so the tag came later, and names what is thin; or taken away by somebody
+        except Conflict:  # it was purged, so the tag was set later on the thinned one; or another process changed it
             pass
         left.append(commit)
     return left
 
 
-def _replaced(base: Commit, made: Commit) -> Commit:
-    """Return what ``made`` has replaced, as it was right behind that."""
-    _, number = made.replaces or (base.txid, base.number)
-    return replace(base, last="replaced", number=number, replaced=(number, made.txid))
-
-
 def _dropped(one: Thin, drop: Iterable[str]) -> Dropped:
-    """Return what the record says: the same for the same patterns, in however many steps, in whichever store."""
+    """Return the record of what was dropped: the same for the same patterns, in any number of steps, in any store."""
     before = one.commit.dropped or Dropped(entries=0, bytes=0, rule="")
     words = [word for pattern in sorted(_rule(one.commit) | {*drop}) for word in ("--drop", pattern)]
     return Dropped(entries=before.entries + len(one.entries), bytes=before.bytes + one.nbytes, rule=shlex.join(words))
 
 
 def _move_tags(repo: Repository, thin: Sequence[Commit]) -> None:
-    """Set the tags of these on what they are now, but for those that expire: their holders need all that was there."""
+    """Move the tags of these checkpoints to the new commits, except tags that expire: their holders need the whole."""
     now = {commit.id: commit for commit in thin}
     for tag in tags(repo).values() if thin else ():
         commit = now.get(tag.manifest)
         if commit is not None and tag.expires is None and tag.txid != commit.txid:
-            with suppress(Conflict):  # somebody else has moved it
+            with suppress(Conflict):  # another process has moved it
                 write_generation(repo, tag.name, tag.generation + 1, commit)
 
 
 def thin_alike(repo: Repository, others: Iterable[Commit]) -> list[Commit]:
-    """Thin the checkpoints of ``repo`` as ``others`` are, which another store has; what was thinned.
+    """Thin the checkpoints of ``repo`` like ``others``, those of another store. Return what was thinned.
 
-    What a tag names here stays whole, as does what cannot be read. Raises `StorageError`.
+    Checkpoints that a tag names in ``repo``, or that cannot be read, stay whole. Raises `StorageError`.
     """
     listed, named = list_commits(repo), {tag.manifest for tag in tags(repo).values()}
     plans, made = [], []
@@ -323,16 +320,16 @@ def thin_alike(repo: Repository, others: Iterable[Commit]) -> list[Commit]:
 
 
 def whole_of(repo: Repository, commit: Commit, listed: CommitList | None = None) -> Commit:
-    """Return the old places of a thinned checkpoint that lack least, to be restored. ``listed``: None for a new one.
+    """Return the old commit of a thinned checkpoint that lacks least, to be restored. ``listed``: None for a new LIST.
 
-    Raises `NotFound` if they were purged, or if it never was thinned; `StorageError`.
+    Raises `NotFound` if the old commits were purged, or if it was never thinned; `StorageError`.
     """
     listed = list_commits(repo) if listed is None else listed
-    old = [one for one in listed.standing() if one.id == commit.id and one.last == "replaced"]
-    found = min(reversed(old), key=_lacking, default=commit)
-    if _lacking(found) >= _lacking(commit):
-        raise NotFound(f"{commit} is whole, or the places that it had before it was thinned were purged")
-    return found
+    old = [other for other in listed.standing() if other.id == commit.id and other.last == "replaced"]
+    fullest = min(reversed(old), key=_lacking, default=commit)
+    if _lacking(fullest) >= _lacking(commit):
+        raise NotFound(f"{commit} is whole, or its commit from before the thinning was purged")
+    return fullest
 
 
 def _lacking(commit: Commit) -> int:
@@ -340,12 +337,13 @@ def _lacking(commit: Commit) -> int:
 
 
 def check(plan: ThinPlan) -> None:
-    """Raise the first error of ``plan``; MissingKey if its patterns match nothing in all that was chosen."""
+    """Raise the first error of ``plan``; MissingKey if its patterns match no entry of all chosen checkpoints."""
     for error in plan.failed:
         more = f" ({len(plan.failed)} checkpoints cannot be thinned, this is one)" if plan.failed[1:] else ""
         raise type(error)(f"{error}{more}", **error.__dict__) from error
     if plan.chosen and not plan.thin and not plan.done:
         patterns = " or ".join(map(repr, plan.drop))
         raise MissingKey(
-            f"no tensor of what was chosen matches {patterns}; `casckpt show --tensors` lists keys", keys=plan.drop
+            f"no tensor of the chosen checkpoints matches {patterns}; `casckpt show --tensors` lists keys",
+            keys=plan.drop,
         )

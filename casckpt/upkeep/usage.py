@@ -1,4 +1,4 @@
-"""The bytes of a store: how many it holds, what each run uses, alone or not, and what nothing uses any more."""
+"""Bytes of a store: the total, the use of each run, and what no checkpoint uses."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _Blob = tuple[TxId, BlobHash]
 
 @dataclass(frozen=True, slots=True)
 class RunUsage:
-    """One run. Bytes are those of blob files, except ``bytes_logical``: of the tensors that each checkpoint holds.
+    """One run. Bytes are those of blob files, except ``bytes_logical``: of the tensors of its visible checkpoints.
 
-    ``bytes_used``: of all blobs that its live checkpoints name; ``bytes_alone``: of those that no other run names: so
-    much a gc would free if the run were given up; ``bytes_newest``: of those that its newest checkpoint names.
+    ``bytes_used``: of all blobs that its live checkpoints name. ``bytes_alone``: of the blobs that no other run names;
+    a gc frees them if the run is purged. ``bytes_newest``: of the blobs that its newest checkpoint names.
     """
 
     run: str
@@ -43,11 +43,11 @@ class RunUsage:
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """All runs, those that use most first. ``bytes_unneeded``: of blobs that no live checkpoint names.
+    """All runs, largest use first. ``bytes_unneeded``: of blobs that no live checkpoint names.
 
-    These are leftovers of failed saves, blobs of saves that run now, and what was purged. ``freed``: what a gc deletes
-    of these and of what only forgotten checkpoints need. ``unreadable``: ids of checkpoints that could not be looked
-    at; what they use counts as unneeded here, though gc knows better.
+    These are leftovers of failed saves, blobs of saves in progress, and blobs of purged checkpoints. ``freed``: what a
+    gc deletes of these and of the blobs that only forgotten checkpoints use. ``unreadable``: ids of checkpoints whose
+    manifest cannot be read. Their blobs count as unneeded here, but gc does not delete them.
     """
 
     runs: Sequence[RunUsage]
@@ -60,7 +60,7 @@ class StoreUsage:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Bytes of blobs that a gc without rules deletes ``now``, and ``later``: when all that is forgotten was purged."""
+    """Bytes of blobs that a gc without rules deletes: ``now``, and ``later``, once all forgotten ones are purged."""
 
     now: int
     later: int
@@ -70,14 +70,14 @@ class Freed:
 class StoreStats:
     """Counts and bytes of a store.
 
-    ``bytes_stored``: of all its objects. ``bytes_logical``: of the tensors of all visible checkpoints, each counted
-    in full, but for what was thinned away; ``bytes_coded``: of that, what is stored as frames; ``bytes_frames``: what
-    these take; ``bytes_deltas``: of that, what only tells how other cells changed. ``forgotten``: checkpoints that
-    wait to be purged. ``bytes_freed_now``, ``bytes_freed_later``: what a gc without a rule deletes, and what it
-    deletes when all that is forgotten now cannot be restored any more. ``mirror``: URL of the store's mirror, None if
-    it has none; ``mirror_found``: whether a store is there, None where nobody can tell; ``mirrored``, ``unmirrored``:
-    checkpoints, forgotten ones too, that are noted as safe there, and those that are not yet. ``damaged_blobs``: that
-    are marked, and that checkpoints need.
+    ``bytes_stored``: of all objects. ``bytes_logical``: of the tensors of all visible checkpoints, each checkpoint
+    counted in full, without what was thinned. ``bytes_coded``: of these, what is stored as frames. ``bytes_frames``:
+    of these frames. ``bytes_deltas``: of the frames that have a base. ``forgotten``: checkpoints that wait to be
+    purged. ``bytes_freed_now``: what a gc without rules deletes. ``bytes_freed_later``: what it deletes once
+    everything that is forgotten now is purged. ``mirror``: URL of the store's mirror, None if it has none.
+    ``mirror_found``: whether a store exists there, None if unknown. ``mirrored``, ``unmirrored``: checkpoints,
+    including forgotten ones, that are noted as safe there, and those that are not yet. ``damaged_blobs``: marked blobs
+    that checkpoints need.
     """
 
     checkpoints: int
@@ -101,16 +101,16 @@ class StoreStats:
 
 
 def usage(repo: Repository) -> StoreUsage:
-    """Count. Lists, and reads, what the catalogue does not know. Raises NotFound, StorageError."""
+    """Return the use of a store by run. Reads the manifests that the catalogue lacks. Raises NotFound, StorageError."""
     commits = list_commits(repo)
     live = commits.live()
     use, stock = BlobUse(repo, live), list_unguarded(repo, commits)
     loose, by_run = _loose_blobs(stock), grouped(live, lambda commit: commit.run)
     runs = [_usage_of(run, of_run, use) for run, of_run in by_run.items()]
-    used = [use.used(one.txid for one in of_run)[0].tolist() for of_run in by_run.values()]
+    used = [use.used(commit.txid for commit in of_run)[0].tolist() for of_run in by_run.values()]
     shared = (use.refs[number] for number, runs_of in Counter(chain(*used)).items() if runs_of > 1)
     return StoreUsage(
-        runs=sorted(runs, key=lambda one: (-one.bytes_used, one.run)),
+        runs=sorted(runs, key=lambda usage: (-usage.bytes_used, usage.run)),
         bytes_blobs=stock.total().blob_bytes,
         bytes_shared=sum(
             size if uploader in stock.guarded else loose.get((uploader, blob), 0) for uploader, blob, size in shared
@@ -122,22 +122,26 @@ def usage(repo: Repository) -> StoreUsage:
 
 
 def measure(repo: Repository) -> StoreStats:
-    """Count. Lists, and reads, what the catalogue does not know; asks for the mirror. Raises `StorageError`."""
+    """Return the counts of a store. Reads the manifests that the catalogue lacks, and looks for the mirror.
+
+    Raises `StorageError`.
+    """
     commits, mirror = list_commits(repo), repo.settings.mirror
     current, stock = commits.current(), list_unguarded(repo, commits)
     made = None if mirror is None else mirror_made_at(repo, mirror)
     is_there = None if made is None else made != NO_STORE
-    found, freed = stock.total(), freed_by_gc(repo, commits, stock, purges=is_there is not False)
+    total, freed = stock.total(), freed_by_gc(repo, commits, stock, purges=is_there is not False)
     needed = [] if mirror is None else needed_in_mirror(repo)
     behind = len(unmirrored(repo, needed, mirror, made if made and is_there else 0))
+    marked = blobs.damaged_marks(repo)  # marked blobs that no checkpoint needs wait for a gc
     return StoreStats(
         checkpoints=len(current),
         forgotten=sum(commit.is_forgotten for commit in commits.live()),
         runs=len({commit.run for commit in current}),
-        blobs=found.blobs,
-        bytes_stored=found.blob_bytes + found.manifest_bytes,
-        bytes_blobs=found.blob_bytes,
-        bytes_manifests=found.manifest_bytes,
+        blobs=total.blobs,
+        bytes_stored=total.blob_bytes + total.manifest_bytes,
+        bytes_blobs=total.blob_bytes,
+        bytes_manifests=total.manifest_bytes,
         bytes_logical=sum(commit.bytes_held for commit in current),
         bytes_coded=sum(commit.committed.bytes_coded for commit in current),
         bytes_frames=sum(commit.committed.bytes_frames for commit in current),
@@ -148,21 +152,15 @@ def measure(repo: Repository) -> StoreStats:
         mirror_found=is_there,
         mirrored=len(needed) - behind,
         unmirrored=behind,
-        damaged_blobs=_damaged_blobs(repo, commits),
+        damaged_blobs=len(marked & BlobUse(repo, commits.needed()).named) if marked else 0,
     )
 
 
-def _damaged_blobs(repo: Repository, commits: CommitList) -> int:
-    """Count the blobs that are marked; without those that nothing needs any more, which wait for a gc."""
-    marked = blobs.damaged_marks(repo)
-    return len(marked & BlobUse(repo, commits.needed()).named) if marked else 0
-
-
 def freed_by_gc(repo: Repository, commits: CommitList, stock: Inventory | None = None, *, purges: bool = True) -> Freed:
-    """Count what gcs without rules would free. Without ``stock`` the leftovers of saves that failed do not count.
+    """Return what gcs without rules would free. Without ``stock``, leftovers of failed saves do not count.
 
-    ``purges``: False where the mirror is gone, and the next one keeps all. Reads manifests only where something is
-    forgotten, or lies about. Raises `StorageError`.
+    ``purges``: False if the mirror is gone, because the next gc then purges nothing. Reads manifests only if there are
+    forgotten checkpoints or blobs without a guard. Raises `StorageError`.
     """
     forgotten = [commit for commit in commits.live() if not commit.visible]
     loose = {} if stock is None else _loose_blobs(stock)
@@ -176,18 +174,14 @@ def freed_by_gc(repo: Repository, commits: CommitList, stock: Inventory | None =
 
 
 def _loose_blobs(stock: Inventory) -> dict[_Blob, int]:
-    """Return those that are not guarded by a live checkpoint, which names them all."""
-    found = {}
-    for key, size in stock.sizes.items():
-        name = parse_object(key)
-        if name is not None and name.kind == BLOB:
-            found[name.uploader, BlobHash(name.hash)] = size
-    return found
+    """Return the sizes of the blobs without a guard."""
+    names = ((parse_object(key), size) for key, size in stock.sizes.items())
+    return {(name.uploader, BlobHash(name.hash)): size for name, size in names if name and name.kind == BLOB}
 
 
 def _usage_of(run: str, commits: Sequence[Commit], use: BlobUse) -> RunUsage:
-    mine, newest = [commit.txid for commit in commits], commits[-1]
-    readable = [txid for txid in mine if txid in use.blobs]
+    txids, newest = [commit.txid for commit in commits], commits[-1]
+    readable = [txid for txid in txids if txid in use.blobs]
     return RunUsage(
         run=run,
         checkpoints=sum(commit.visible for commit in commits),
@@ -195,7 +189,7 @@ def _usage_of(run: str, commits: Sequence[Commit], use: BlobUse) -> RunUsage:
         newest_step=newest.step,
         newest_at=newest.committed.created_at,
         bytes_logical=sum(commit.bytes_held for commit in commits if commit.visible),
-        bytes_used=int(use.sizes[use.used(mine)[0]].sum()),
-        bytes_alone=use.alone(mine).blob_bytes,
+        bytes_used=int(use.sizes[use.used(txids)[0]].sum()),
+        bytes_alone=use.alone(txids).blob_bytes,
         bytes_newest=int(use.sizes[use.used(readable[-1:])[0]].sum()),
     )

@@ -930,8 +930,8 @@ def test_verbose_says_what_is_being_done(saved: Path, run: Run, tmp_path: Path) 
     said = {
         ("gc", saved, "--keep-last", 1, "--min-age", 0): "2 live checkpoints, 3 objects that none of them needs",
         ("copy", saved, tmp_path / "copy"): "blobs to put, of",
-        ("verify", saved): "blobs to look at",
-        ("repair", saved): "0 blobs are damaged or gone; 0 manifests were put back",
+        ("verify", saved): "blobs to check",
+        ("repair", saved): "0 blobs are damaged or gone; 0 manifests were restored",
         ("import", saved, tmp_path / "w.pt", "--step", 1): "is read as torch",
     }
     for command, line in said.items():
@@ -953,7 +953,7 @@ def test_thin_and_restore_whole(saved: Path, store: casckpt.Store, as_json: AsJs
     assert named(as_json("restore", saved, "--whole", "a@1")["restored"]) == ["a@1"]
     assert as_json("show", saved, "a@1")["dropped"] is None
     assert as_json("thin", saved, "a@1", "--drop", "nothing", status=3)["error"]["kind"] == "missing-key"
-    assert "one of both" in as_json("thin", saved, "--drop", key, status=1)["error"]["message"]
+    assert "give either the checkpoints to thin" in as_json("thin", saved, "--drop", key, status=1)["error"]["message"]
 
 
 def test_gc_thins_by_a_rule(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
@@ -972,7 +972,7 @@ def test_gc_thins_by_a_rule(saved: Path, store: casckpt.Store, as_json: AsJson, 
 def test_a_pattern_that_matches_nothing_stops_a_gc_before_it_forgets(saved: Path, as_json: AsJson, run: Run) -> None:
     for more in ((), ("--dry-run",)):
         told = run("gc", saved, "--keep-last", 2, "--thin", "nix.*", *more, status=3)
-        assert "no tensor of what was chosen matches 'nix.*'" in told.stderr
+        assert "no tensor of the chosen checkpoints matches 'nix.*'" in told.stderr
     assert named(as_json("list", saved)) == ["a@1", "a@2", "a@3", "b@1"]
     assert as_json("gc", saved, "--thin", "nix.*", "--thin-keep-last", 3)["thin"]["thinned"] == [], "all stay whole"
 
@@ -989,6 +989,6 @@ def test_a_metric_that_no_checkpoint_has_forgets_and_thins_nothing(
     assert "no checkpoint of run c has a metric 'los'; there are loss" in told
     for command in (("gc",), ("thin", "--drop", key), ("stats",)):
         told = run(*command, saved, "--keep-best", "loss:3").stderr
-        assert told.count("no checkpoint of run a, b has a number for 'loss', so all of these stay") == 1
+        assert told.count("no checkpoint of run a, b has a number for 'loss', so all of them stay") == 1
     assert named(as_json("list", saved)) == ["a@1", "a@2", "a@3", "b@1", "c@1"]
     assert not any(row["dropped"] for row in as_json("list", saved))

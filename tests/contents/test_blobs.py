@@ -151,7 +151,7 @@ class Far(MemoryStore):
         return Traits(remote=True, read_gap=0, parallel=4, exclusive=True)
 
 
-def test_over_a_network_what_was_seen_is_looked_at_by_sample(tmp_path: Path) -> None:
+def test_over_a_network_seen_blobs_are_checked_by_sample(tmp_path: Path) -> None:
     far = FaultyStore(Far(uuid4().hex))
     repo, other = repository(tmp_path, far), repository(tmp_path, far, seed=2)
     txid = repo.new_txid("a", 1)

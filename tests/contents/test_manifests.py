@@ -88,7 +88,7 @@ def test_a_manifest_that_is_there_with_another_size_is_not(repo: Repository) -> 
         manifests.put(repo, txid, made)
 
 
-def test_what_nobody_could_read_is_not_written(repo: Repository) -> None:
+def test_a_record_that_cannot_be_decoded_is_not_written(repo: Repository) -> None:
     txid = repo.new_txid("a", 1)
     with pytest.raises(InvalidInput):
         manifests.put(repo, txid, draft([], run="not a run"))

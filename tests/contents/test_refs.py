@@ -273,7 +273,7 @@ def test_to_restore_a_step_and_a_range_mean_what_was_forgotten(repo: Repository)
     assert steps(resolve_forgotten(repo, "a@2..", found)) == [("a", 3), ("a", 5)], "step 4 is visible"
     assert resolve_forgotten(repo, "a@4", found) == [over]
     assert resolve_forgotten(repo, forgotten[0].id[:12], found) == [forgotten[0]]
-    with pytest.raises(NotFound, match=r"nothing of run 'a' in \S+ is forgotten of the steps 6\.\."):
+    with pytest.raises(NotFound, match=r"run 'a' in \S+ has no forgotten checkpoint in 6\.\."):
         resolve_forgotten(repo, "a@6..", found)
     with pytest.raises(NotFound, match=r"did you mean a\?|there are a"):
         resolve_forgotten(repo, "aa@..", found)
@@ -281,7 +281,7 @@ def test_to_restore_a_step_and_a_range_mean_what_was_forgotten(repo: Repository)
         resolve_forgotten(repo, "a@2", found)
 
 
-def test_of_several_that_were_forgotten_at_a_step_the_ids_are_told(repo: Repository) -> None:
+def test_the_error_lists_the_ids_if_several_were_forgotten_at_a_step(repo: Repository) -> None:
     ids = [forget(repo, commit_bare(repo, "a", 1)).id[:16] for _ in range(2)]
     for ref in ("a@1", "a@.."):
         with pytest.raises(InvalidInput, match=rf"2 checkpoints of a@1 were forgotten: {ids[0]} \(of .*{ids[1]}"):

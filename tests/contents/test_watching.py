@@ -79,7 +79,7 @@ def begun(repo: Repository, step: int) -> Any:
 # what is new
 
 
-def test_what_is_committed_from_now_on_is_told_once(repo: Repository) -> None:
+def test_a_new_commit_is_yielded_once(repo: Repository) -> None:
     commit_bare(repo, step=1)
     seen = Seen(repo)
     assert seen() == []
@@ -106,7 +106,7 @@ def test_from_the_start_or_behind_a_checkpoint(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("end", ["forgotten", "purged"])
-def test_the_checkpoint_that_was_told_last_may_be_gone(repo: Repository, end: str) -> None:
+def test_the_checkpoint_that_was_yielded_last_may_be_gone(repo: Repository, end: str) -> None:
     made = [commit_bare(repo, step=step) for step in range(4)]
     gone = log.forget(repo, made[1])
     if end == "purged":
@@ -128,7 +128,7 @@ def test_what_it_is_to_go_on_from_must_be_of_the_run(repo: Repository) -> None:
         Watcher(repo, "a run", latest_only=False)
 
 
-def test_nothing_is_told_before_it_is_there(repo: Repository) -> None:
+def test_nothing_is_yielded_before_its_record_exists(repo: Repository) -> None:
     """It was announced. What comes behind it does not wait, and it is late then."""
     seen = Seen(repo)
     slow = begun(repo, 1)
@@ -181,7 +181,7 @@ def test_a_run_that_is_rolled_back_goes_on(repo: Repository) -> None:
     assert seen() == on_time(2)
 
 
-def test_what_was_forgotten_before_is_told_when_it_is_restored(repo: Repository) -> None:
+def test_a_checkpoint_forgotten_before_is_yielded_when_it_is_restored(repo: Repository) -> None:
     seen = Seen(repo)
     gone, ended = commit_bare(repo, step=1), commit_bare(repo, step=2)
     log.forget(repo, gone)
@@ -212,7 +212,7 @@ def test_a_restored_one_from_before_is_not_new(repo: Repository) -> None:
     assert seen(2) == []
 
 
-def test_a_rewrite_is_told_in_place_of_what_it_replaces_and_only_once(repo: Repository) -> None:
+def test_a_rewrite_is_yielded_once_in_place_of_its_base(repo: Repository) -> None:
     old = commit_bare(repo, step=0)
     commit_bare(repo, step=1)
     seen = Seen(repo)
@@ -333,7 +333,7 @@ def test_a_storage_that_still_fails_at_the_end_is_an_error(repo: Repository, fau
     assert seen() == on_time(1)
 
 
-def test_the_time_counts_from_what_was_told_last(repo: Repository) -> None:
+def test_the_timeout_counts_from_the_last_yielded_checkpoint(repo: Repository) -> None:
     seen, steps = Seen(repo), iter(range(1, 6))
 
     def every_third() -> None:
@@ -389,7 +389,7 @@ def spoil(repo: Repository, key: str) -> None:
     repo.storage.put(key, b"torn")
 
 
-def test_what_a_torn_announcement_may_have_told_of_is_looked_for(tmp_path: Path) -> None:
+def test_transactions_of_a_torn_announcement_are_found_by_a_listing(tmp_path: Path) -> None:
     storage = memory()
     repo = repository(tmp_path / "writer", storage)
     one = commit_bare(repo, step=1)
@@ -512,7 +512,7 @@ CHANGE = [*CHANGES, "end", "announce", "announce", "look", "watch"]
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from(CHANGE), max_size=30), st.integers(0, 1 << 30))
-def test_each_is_told_once_and_none_is_missed(changes: list[str], seed: int) -> None:
+def test_each_checkpoint_is_yielded_once_and_none_is_missed(changes: list[str], seed: int) -> None:
     """Others act between and during the looks of the watchers."""
     with tempfile.TemporaryDirectory() as folder:
         storage = MemoryStore(f"watching-{seed}-{folder}")
@@ -560,14 +560,14 @@ def test_what_is_not_there_is_asked_for_at_longer_intervals() -> None:
     assert expected.due() == [txid], "it was announced again"
     commit = bare(txid)
     assert expected.judge(txid, commit, commit) == commit
-    assert expected.tell(txid, commit) == Notice(commit, late=False)
+    assert expected.take(txid, commit) == Notice(commit, late=False)
     assert expected.due() == []
 
 
-def test_of_what_was_told_no_record_is_looked_at() -> None:
+def test_logs_of_yielded_commits_are_not_read_again() -> None:
     expected, txid = Expected(), make_txid(time_of(START), bytes(8), "run", 1)
     expected.note(txid)
-    expected.tell(txid, bare(txid))
+    expected.take(txid, bare(txid))
     expected.note(txid, 1)
     expected.note(make_txid(time_of(START), bytes(8), "run", 2), 3)
     assert expected.due() == []

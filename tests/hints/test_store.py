@@ -268,7 +268,7 @@ def test_what_cannot_be_held_is_loaded_without(tmp_path: Path, told: Told, weigh
 # manifests, blobs, signatures
 
 
-@follows("contents/manifests.py:_telling", "Put it back with `casckpt repair`, or give it up with `casckpt forget`")
+@follows("contents/manifests.py:_naming", "Put it back with `casckpt repair`, or give it up with `casckpt forget`")
 def test_a_lost_manifest_is_repaired_or_given_up(
     saved: Store, tmp_path: Path, told: Told, run: Run, weights: dict[str, torch.Tensor]
 ) -> None:
@@ -304,7 +304,7 @@ def test_a_damaged_blob_that_is_fetched_is_repaired(tmp_path: Path, told: Told, 
     )
 
 
-@follows("contents/signatures.py:check_trusted", "Who knows it to be right makes one with `casckpt sign`")
+@follows("contents/signatures.py:check_trusted", "If you know that it is right, sign it with `casckpt sign`")
 @follows("contents/signatures.py:check_verified", "this store was opened with require_signature")
 def test_a_checkpoint_without_a_signature_is_signed(
     saved: Store, tmp_path: Path, told: Told, run: Run, weights: dict[str, torch.Tensor]

@@ -95,7 +95,7 @@ def test_a_record_that_cannot_be_read_is_put_back_before_a_copy(
 
 
 @follows("upkeep/saves.py:give_up", "whose record cannot be read; `casckpt verify STORE` names them")
-@follows("upkeep/saves.py:give_up", "`casckpt forget` takes its checkpoint out of sight")
+@follows("upkeep/saves.py:give_up", "`casckpt forget` hides its checkpoint")
 def test_what_is_given_up_is_named_by_verify_and_what_can_be_read_is_forgotten(
     trained: Store, store_path: Path, told: Told, run: Run
 ) -> None:
@@ -218,7 +218,9 @@ def test_a_gc_where_creates_replace_is_for_a_single_writer(tmp_path: Path, told:
 # copies
 
 
-@follows("upkeep/copies/replication.py:_gone", "Run `casckpt verify` and `casckpt repair` on that store, then copy")
+@follows(
+    "upkeep/copies/replication.py:_damaged_blob", "Run `casckpt verify` and `casckpt repair` on that store, then copy"
+)
 def test_a_damaged_source_is_repaired_before_it_is_copied(
     trained: Store, store_path: Path, tmp_path: Path, told: Told, run: Run
 ) -> None:

@@ -89,33 +89,33 @@ def test_only_what_is_forgotten_can_be_purged(repo: Repository) -> None:
         purge(repo, commit_bare(repo))
 
 
-def test_forgetting_with_an_old_look_at_a_restored_one_forgets_it(repo: Repository) -> None:
+def test_forgetting_by_an_old_commit_of_a_restored_checkpoint_works(repo: Repository) -> None:
     old = forget(repo, commit_bare(repo))
     restore(repo, old)
     assert forget(repo, old).number == 3
     assert states(repo) == {old.txid: "forgotten"}
 
 
-def test_an_old_look_never_overrules_what_somebody_did_since(repo: Repository) -> None:
+def test_an_old_listing_never_overrules_a_later_change(repo: Repository) -> None:
     old = commit_bare(repo)
     restore(repo, forget(repo, old))
-    with pytest.raises(Conflict, match="restored by somebody else"):
+    with pytest.raises(Conflict, match="another process has just restored it"):
         forget(repo, old)
 
 
-def test_a_purge_with_an_old_look_fails_whatever_the_clocks_say(tmp_path: Path) -> None:
+def test_a_purge_by_an_old_listing_fails_whatever_the_clocks_are(tmp_path: Path) -> None:
     """Restored, tagged and forgotten again in one tick: it is not the `forgotten` that the gc read."""
     repo = repository(tmp_path, clock=Ticks(step=0))
     old = forget(repo, commit_bare(repo))
     now = forget(repo, restore(repo, old))
     assert now.changed_at == old.changed_at
-    with pytest.raises(Conflict, match="by somebody else"):
+    with pytest.raises(Conflict, match="another process has just"):
         purge(repo, old)
     assert keep(repo, now.txid, 4)
     assert purge(repo, now).number == 5
 
 
-def test_an_old_look_at_what_is_so_already_is_fine(repo: Repository) -> None:
+def test_an_old_commit_that_is_in_the_wanted_state_is_returned(repo: Repository) -> None:
     old = commit_bare(repo)
     now = forget(repo, old)
     assert forget(repo, old) == now
@@ -157,7 +157,7 @@ def test_the_newest_live_one_of_a_run_may_be_forgotten_but_not_purged(repo: Repo
 def test_a_commit_of_a_revoked_transaction_is_refused(repo: Repository) -> None:
     record = committed(repo, "a", 4)
     assert revoke(repo, record.txid, "no sign of life")
-    with pytest.raises(Revoked, match=r"save of a@4 was given up on.*no sign of life.*save again"):
+    with pytest.raises(Revoked, match=r"save of a@4 was revoked.*no sign of life.*save again"):
         commit(repo, record)
     found = list_commits(repo)
     assert (found.live(), found.visible()) == ([], [])

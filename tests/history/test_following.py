@@ -190,7 +190,7 @@ def test_what_cannot_be_read_is_looked_for_in_the_listing(tmp_path: Path) -> Non
     assert [one.step for one in at_step(host, look_at_all(host, "a"), "a", 3, is_visible)] == [3]
 
 
-def test_a_log_that_cannot_be_read_is_passed_by_or_told_of(tmp_path: Path) -> None:
+def test_an_unreadable_log_is_skipped_or_raised(tmp_path: Path) -> None:
     storage = memory()
     repo = repository(tmp_path, storage)
     one, two = (finish(repo, saved(repo, "a", step)) for step in range(2))

@@ -65,7 +65,7 @@ def test_what_has_ended_can_be_set_anew_moved_and_deleted(repo: Repository) -> N
 
 @pytest.mark.parametrize("seconds", [0, -1.0])
 def test_a_tag_without_a_time_is_refused(repo: Repository, seconds: float) -> None:
-    with pytest.raises(InvalidInput, match="expired at once"):
+    with pytest.raises(InvalidInput, match="expires at once"):
         hold(repo, "eval", commit_bare(repo), seconds)
     with pytest.raises(InvalidInput, match="not a usable name"):
         hold(repo, "Eval", commit_bare(repo), HOUR)
@@ -92,7 +92,7 @@ def test_what_goes_while_it_is_set_is_not_held(
     if had_one:
         set_tag(repo, "eval", other)
     faults.inject(call_first("put", meanwhile(ends(repo, commit)), key="tags/*"))
-    with pytest.raises(NotFound, match=r"a@1 .* was (forgotten|purged), and only what is visible can be held"):
+    with pytest.raises(NotFound, match=r"a@1 .* was (forgotten|purged), and only a visible checkpoint can be held"):
         hold(repo, "eval", commit, HOUR)
     assert {name: tag.txid for name, tag in tags(repo).items()} == ({"eval": other.txid} if had_one else {})
 
@@ -129,7 +129,7 @@ def test_who_moves_the_tag_meanwhile_keeps_it(repo: Repository, faults: FaultySt
 # renewed
 
 
-def test_a_renewal_in_time_asks_nobody(repo: Repository) -> None:
+def test_a_renewal_in_time_does_not_read_the_log(repo: Repository) -> None:
     tag, commit = hold(repo, "eval", commit_bare(repo), HOUR)
     forget(repo, commit)  # which ends no lease
     advance(repo, HOUR / 2)
@@ -157,13 +157,13 @@ def test_a_late_renewal_is_granted_anew(repo: Repository, faults: FaultyStore, v
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_what_somebody_else_ended_or_moved_is_not_renewed(repo: Repository, ended: bool) -> None:
+def test_a_lease_that_another_process_ended_or_moved_is_not_renewed(repo: Repository, ended: bool) -> None:
     tag, commit = hold(repo, "eval", commit_bare(repo, "a", 1), HOUR)
     if ended:
         delete_tag(repo, "eval")
     else:
         set_tag(repo, "eval", commit_bare(repo, "a", 2))
-    with pytest.raises(Conflict, match="ended or moved by somebody else"):
+    with pytest.raises(Conflict, match="ended or moved by another process"):
         renew(repo, tag, commit, HOUR)
     assert generations(repo, "eval") == 2
 
@@ -236,7 +236,7 @@ def test_what_was_not_ended_is_not_used_again(repo: Repository, faults: FaultySt
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_name_that_somebody_else_has_used_since_is_left_to_him(repo: Repository, ended: bool) -> None:
+def test_a_lease_name_that_another_process_has_used_since_is_not_used_again(repo: Repository, ended: bool) -> None:
     first, second = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     with Lease(repo, first, HOUR):
         (name,) = tags(repo)
@@ -281,7 +281,7 @@ def test_a_lease_is_renewed_behind(repo: Repository, faults: FaultyStore) -> Non
         assert renewed.wait(60)
 
 
-def test_a_renewal_that_fails_is_told_and_tried_again(
+def test_a_failed_renewal_is_logged_and_tried_again(
     repo: Repository, faults: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Lease(repo, commit_bare(repo, "a", 1), HOUR) as lease:
@@ -294,7 +294,7 @@ def test_a_renewal_that_fails_is_told_and_tried_again(
     assert tags(repo) == {}
 
 
-def test_a_lease_that_is_lost_is_told(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_lease_is_logged(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
     with Lease(repo, commit_bare(repo, "a", 1), HOUR) as lease:
         (name,) = tags(repo)
         delete_tag(repo, name)
@@ -311,7 +311,7 @@ def test_a_lease_that_cannot_be_ended_hides_no_error(
     faults.inject(fail_before("put", key="tags/*/1"))
     with pytest.raises(ZeroDivisionError), Lease(repo, commit, HOUR):
         raise ZeroDivisionError
-    assert "ends by itself at" in caplog.text
+    assert "it expires at" in caplog.text
 
 
 def test_a_forked_child_neither_renews_nor_ends_it(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:

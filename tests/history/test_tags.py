@@ -173,7 +173,7 @@ def test_of_eight_that_move_a_tag_at_once_one_wins(tmp_path: Path, where: str) -
     for thread in threads:
         thread.join()
     assert (len(won), len(lost)) == (1, 7)
-    assert all("moved by somebody else" in message for message in lost)
+    assert all("moved by another process" in message for message in lost)
     assert named(repo) == {"best": won[0]}
     assert tags(repo)["best"].generation == 1
 

@@ -116,7 +116,7 @@ def test_an_abort_never_hides_the_error_before_it(
     faults.inject(fail_before("put"))
     with caplog.at_level(logging.WARNING):
         assert not one.abort("x")
-    assert "a later gc will do that" in caplog.text
+    assert "a later gc revokes it" in caplog.text
     assert [found.txid for found in open_transactions(repo, list_names(repo))] == [one.txid]
     assert threads() == []
 
@@ -154,9 +154,7 @@ def test_a_commit_of_the_same_checkpoint_by_another_process_counts(repo: Reposit
         one.commit(committed(repo, "a", 1, txid=one.txid, manifest=ManifestId("0" * 64)))
 
 
-def test_a_commit_whose_answer_got_lost_and_that_cannot_be_looked_at_is_found_or_revoked(
-    repo: Repository, faults: FaultyStore
-) -> None:
+def test_a_commit_without_an_answer_is_found_or_revoked(repo: Repository, faults: FaultyStore) -> None:
     for fault, last in ((fail_after, "committed"), (fail_before, "revoked")):
         one = begin(repo, "a", 1, seconds=NEVER)
         faults.inject(fault("put", key="commits/*"), fail_before("get", key="commits/*"))
@@ -180,7 +178,7 @@ def test_files_that_may_not_be_deleted_are_left(repo: Repository, faults: Faulty
     assert files(repo) == []
 
 
-def test_a_close_that_cannot_look_leaves_the_files(repo: Repository, faults: FaultyStore) -> None:
+def test_close_leaves_the_files_if_the_storage_fails(repo: Repository, faults: FaultyStore) -> None:
     one = begin(repo, "a", 1, seconds=NEVER)
     commit(repo, committed(repo, "a", 1, txid=one.txid))
     faults.inject(fail_before("size"))
@@ -200,7 +198,7 @@ def test_signs_of_life_are_numbered_and_removed(repo: Repository, faults: Faulty
     assert (files(repo), threads()) == ([], [])
 
 
-def test_a_sign_of_life_that_fails_is_told_and_the_next_one_follows(
+def test_a_failed_sign_of_life_is_logged_and_the_next_one_follows(
     repo: Repository, faults: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     third = threading.Event()
@@ -220,7 +218,7 @@ def test_a_sign_of_life_that_fails_is_told_and_the_next_one_follows(
     assert files(repo) == []
 
 
-def test_a_transaction_that_nobody_holds_gives_no_more_signs(repo: Repository) -> None:
+def test_a_garbage_collected_transaction_gives_no_more_signs(repo: Repository) -> None:
     begin(repo, "a", 1, seconds=NEVER)
     gc.collect()
     for thread in threading.enumerate():

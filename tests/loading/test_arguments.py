@@ -70,7 +70,7 @@ def test_a_device_that_is_not_there(saved: casckpt.Store) -> None:
 @pytest.mark.parametrize("ref", [5, None, b"latest", ("default", 1)])
 def test_what_is_no_reference(saved: casckpt.Store, ref: Any) -> None:
     for call in (saved.get, saved.read, saved.forget, saved.verify, saved.restore, saved.__contains__):
-        with pytest.raises(InvalidInput, match="is not text"):
+        with pytest.raises(InvalidInput, match="is not a str"):
             call(ref)
 
 

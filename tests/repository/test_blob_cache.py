@@ -180,7 +180,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
         unusable.fill(storage, refs, 2, silent)
 
 
-def test_a_cache_that_cannot_be_looked_at_is_done_without(repo: Repository, tmp_path: Path) -> None:
+def test_an_unreadable_cache_is_not_used(repo: Repository, tmp_path: Path) -> None:
     cache = BlobCache(tmp_path / ("x" * 300))  # an error of the operating system, as of a folder of somebody else
     assert cache.open(put(repo, 0)) is None
     assert not cache.is_there

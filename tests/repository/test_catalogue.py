@@ -136,7 +136,7 @@ DAMAGES: list[Callable[[Path], None]] = [as_garbage, as_torn, as_folder, as_unre
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_file_that_cannot_be_used_is_told_once_and_memory_takes_over(
+def test_an_unusable_file_is_logged_once_and_memory_takes_over(
     path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
 ) -> None:
     before = Catalogue(path)
@@ -192,7 +192,7 @@ def test_reindex_forgets_everything_for_others_too(path: Path) -> None:
     check_filled(one)
 
 
-def test_a_file_that_somebody_locks_is_done_without(
+def test_a_locked_file_is_not_used(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BUSY_SECONDS", 0.0)

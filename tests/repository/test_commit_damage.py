@@ -41,7 +41,7 @@ def flip(repo: Repository, key: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "tear", "empty", "huge", "swap", "future"])
-def test_a_damaged_first_record_is_told_and_spoils_no_other(repo: Repository, damage: str) -> None:
+def test_a_damaged_first_record_is_reported_and_affects_no_other(repo: Repository, damage: str) -> None:
     good, bad = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     key = commit_key(bad.txid)
     data = repo.storage.get(key, limit=1 << 20)
@@ -107,7 +107,7 @@ def test_a_kept_number_behind_a_damaged_record_leaves_the_doubt(repo: Repository
             purge(repo, forgotten)
 
 
-def test_of_an_old_look_kept_numbers_change_nothing(repo: Repository) -> None:
+def test_kept_numbers_change_nothing_for_an_old_commit(repo: Repository) -> None:
     forgotten = forget(repo, commit_bare(repo, "a", 1))
     assert keep(repo, forgotten.txid, 2)
     now = refresh(repo, forgotten)

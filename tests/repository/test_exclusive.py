@@ -85,7 +85,7 @@ def test_a_storage_that_keeps_the_promise_passes_and_stays_clean() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "why"), [(Ignoring, "let a second create replace"), (LooksFirst, "4 of 4"), (Lying, "another one's bytes")]
+    ("make", "why"), [(Ignoring, "let a second create replace"), (LooksFirst, "4 of 4"), (Lying, "bytes of another")]
 )
 def test_what_is_wrong_is_said(make: Callable[[], Unknown], why: str) -> None:
     store = make()

@@ -149,7 +149,7 @@ def test_spoilt_entries_are_dropped_and_read_from_the_store(
     done = Told()
     store.load(into, "latest", progress=done)
     assert all(torch.equal(into[key], state[key]) for key in into)
-    assert "is not as it was written to this cache" in caplog.text
+    assert "is damaged in this cache" in caplog.text
     assert done.done == sum(value.nbytes for value in into.values())
     assert same_state(store.read("latest"), state)
 

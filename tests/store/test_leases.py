@@ -92,7 +92,7 @@ def test_what_has_expired_names_nothing(store: Store) -> None:
 
 def test_what_is_forgotten_is_neither_held_nor_restored(store: Store) -> None:
     (gone,) = store.forget("run@0")
-    with pytest.raises(NotFound, match="only what is visible can be held"):
+    with pytest.raises(NotFound, match="only a visible checkpoint can be held"):
         store.tag("eval", gone.id, expires="1h")
     with pytest.raises(NotFound), store.lease(gone.id):
         pass
@@ -153,7 +153,7 @@ def test_a_load_that_fails_lets_go(store: Store) -> None:
 
 def test_what_is_forgotten_is_not_loaded_with_a_lease(store: Store) -> None:
     (gone,) = store.forget("run@0")
-    with pytest.raises(NotFound, match="only what is visible can be held"):
+    with pytest.raises(NotFound, match="only a visible checkpoint can be held"):
         store.load(empty(), gone.id, lease=True)
 
 

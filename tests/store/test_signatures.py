@@ -124,7 +124,7 @@ def test_every_front_end_that_loads_heeds_it(trusting: Callable[[], Store]) -> N
         casckpt.load_model_and_optim_state(store, "run@3", model)
     with pytest.raises(CheckpointException, match="run@3"):
         load({"step": 0}, StorageReader(store, "run@3"))
-    with pytest.raises(CasckptError, match="no right signature"):
+    with pytest.raises(CasckptError, match="no valid signature"):
         megatron.load_common_state_dict(casckpt.at(store, run="run", step=3))
     with pytest.raises(Unsigned):
         casckpt.Checkpointer(store, run="run").resume(model)
@@ -326,7 +326,7 @@ def test_a_handle_that_a_false_record_gave_is_not_taken_for_another_checkpoint(
     found = reader.get("run@2")
     forged = casckpt.open(store.url).get("run@2").commit
     purge(store.repository, forget(store.repository, forged))
-    with pytest.raises(Refused, match="name one id: one of them is false"):
+    with pytest.raises(Refused, match="name the same id: one of them is false"):
         reader.load(state(0), found)
 
 

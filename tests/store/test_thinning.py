@@ -188,7 +188,7 @@ def test_what_makes_no_sense_is_refused(store: Store) -> None:
     for arguments in ({"drop": DROP}, {"drop": [], "keep_last": 1}, {"drop": [1], "keep_last": 1}):
         with pytest.raises(InvalidInput):
             store.thin(**arguments)
-    with pytest.raises(InvalidInput, match="one of both"):
+    with pytest.raises(InvalidInput, match="give either the checkpoints to thin"):
         store.thin("run@1", drop=DROP, keep_last=1)
     with pytest.raises(InvalidInput, match="nothing would be left"):
         store.thin("run@1", drop="*")

@@ -128,7 +128,7 @@ def test_what_thinning_frees_is_told_of_frames_too(compress: Any) -> None:
     assert thin.stats.bytes_coded == (0 if compress == "off" else trained(400, 0).nbytes) < whole.stats.bytes_coded + 1
 
 
-def test_bases_that_nothing_else_names_are_freed_with_what_is_told_from_them() -> None:
+def test_bases_are_freed_with_the_cells_encoded_against_them() -> None:
     store = small()
     for step in range(4):
         held = {"model": {"w": trained(400, step, 1)}, "optim": {"m": trained(700, step, 2)}}

@@ -338,7 +338,7 @@ def test_lower_numbers_of_a_log_are_read_by_their_keys(tmp_path: Path) -> None:
     assert (found.commits[base.txid], found.commits[made.txid].standing) == (last, VOID)
 
 
-def test_what_never_was_gone_is_not_said_to_be(tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_always_visible_is_never_reported_as_gone(tmp_path: Path) -> None:
     """The listing shows that the rewrite was forgotten, and misses that the base was restored before."""
     storage = Torn(memory())
     repo = repository(tmp_path, storage)

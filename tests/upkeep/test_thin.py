@@ -223,7 +223,7 @@ def test_what_is_tagged_while_it_is_thinned_stays_whole(filled: Repository, faul
     assert [one.dropped is None for one in list_commits(filled).visible()] == [True, False, True]
 
 
-def test_it_takes_back_what_it_did_and_not_what_somebody_did_since(filled: Repository, faults: FaultyStore) -> None:
+def test_it_undoes_its_own_change_but_no_later_one(filled: Repository, faults: FaultyStore) -> None:
     """Before it restores what was tagged, who tags has done so, and somebody forgets it by name."""
     whole = resolve(filled, "run@0")
     tag_right_before(filled, faults, "a tag")
@@ -259,7 +259,7 @@ def test_what_is_tagged_is_thinned_where_that_is_wanted(filled: Repository, faul
 
 
 @pytest.mark.parametrize("what", TAGS)
-def test_a_gc_undoes_what_was_killed_before_it_looked_at_tags_again(
+def test_gc_restores_what_a_killed_thinning_left_though_tagged(
     filled: Repository, faults: FaultyStore, what: str
 ) -> None:
     whole = resolve(filled, "run@0")

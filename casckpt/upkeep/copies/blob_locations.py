@@ -1,7 +1,7 @@
-"""Where a store has blobs, remembered while many checkpoints are copied into it.
+"""Locations of blobs in a target store, remembered while many checkpoints are copied into it.
 
-What a manifest names never changes, so each is looked at once. Whether its checkpoint lives is asked of a listing each
-time: that is what may have changed.
+The blobs of a manifest never change, so each manifest is read once. Whether its checkpoint is live may change, so each
+call takes a new listing.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Set as AbstractSet
 from casckpt.contents import blobs, manifests
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.history.commits import Commit, CommitList
+from casckpt.history.commits import CommitList
 from casckpt.repository.repository import Repository
 
 
 class BlobLocations:
-    """The same as `casckpt.contents.manifests.locate`, for several questions about blobs of ``names``."""
+    """Does what `casckpt.contents.manifests.locate` does, for several calls about the blobs ``names``."""
 
     def __init__(self, repo: Repository, names: AbstractSet[BlobHash]) -> None:
         self._repo = repo
@@ -26,18 +26,15 @@ class BlobLocations:
         self._found: dict[BlobHash, tuple[TxId, BlobRef]] = {}
 
     def locate(self, listed: CommitList, wanted: Mapping[BlobHash, BlobRef]) -> dict[BlobHash, BlobRef]:
-        """Find out where the store has blobs that a live one of ``listed`` names. Raises `StorageError`."""
+        """Return where the store has blobs that a live commit of ``listed`` names. Raises `StorageError`."""
         live = {commit.txid: commit for commit in listed.live()}
-        self._look([commit for txid, commit in live.items() if txid not in self._seen])
+        for commit in manifests.learn(self._repo, [one for txid, one in live.items() if txid not in self._seen]):
+            self._seen.add(commit.txid)
+            blobs_of = manifests.blobs_of(self._repo, commit)
+            refs = (BlobRef(name, size, uploader) for uploader, name, size in blobs_of if name in self._names)
+            self._found |= {ref.hash: (commit.txid, ref) for ref in refs}
         named = {name: self._found[name] for name in wanted if name in self._found}
         marked = blobs.damaged_marks(self._repo) if named else set[tuple[TxId, BlobHash]]()
         if any(txid not in live or (ref.uploader, ref.hash) in marked for txid, ref in named.values()):
-            return manifests.locate(self._repo, live.values(), wanted)  # it may have another place that counts
+            return manifests.locate(self._repo, live.values(), wanted)  # another location may be usable
         return {name: ref for name, (_, ref) in named.items() if ref.size == wanted[name].size}
-
-    def _look(self, commits: list[Commit]) -> None:
-        for commit in manifests.learn(self._repo, commits):
-            self._seen.add(commit.txid)
-            for uploader, name, size in manifests.blobs_of(self._repo, commit):
-                if name in self._names:
-                    self._found[name] = commit.txid, BlobRef(name, size, uploader)

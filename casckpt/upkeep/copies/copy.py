@@ -1,9 +1,9 @@
-"""copy: checkpoints of one store into another, only what is missing there.
+"""The copy command: copies the checkpoints that a target store lacks.
 
-What the destination has under the same id is there already, whoever brought it. What it has forgotten or purged stays
-so, unless it is named: retention there is its own business. Each checkpoint is copied by itself
-(`casckpt.upkeep.copies.replication`); one that cannot be, because it is damaged or its place is taken, keeps none of
-the others from being copied.
+A checkpoint that the target has under the same id is not copied. A checkpoint that the target has forgotten or purged
+is copied only if it is named, because the target has its own retention. Each checkpoint is copied on its own
+(`casckpt.upkeep.copies.replication`). If one cannot be copied, because it is damaged or its run and step are taken, the
+others are still copied.
 """
 
 from __future__ import annotations
@@ -51,15 +51,14 @@ class CopyFailure:
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """What a copy will do; all oldest first. ``missing``: to be copied. ``forgotten``: there, and to be restored.
+    """What a copy will do. All tuples are oldest first.
 
-    ``present``: there already. ``left``: the destination has forgotten or purged them, and they were not named.
-    ``nbytes``: of blobs that the destination lacks. ``total``: what its progress counts up to: the same; where cells
-    are packed anew, of all blobs of what is missing, counted for each.
-    ``blob_bytes``: pack the cells anew, into blobs of so many bytes. ``compress``: encode them, too. ``moving``: the
-    numbers of the blobs that this is to spare, by transaction, of a store that is packed anew in place, newest first;
-    None for a copy into another one. ``records``: of the source, which cannot be read, so that nobody knows whether
-    there is a checkpoint to be copied.
+    ``missing``: checkpoints to copy. ``forgotten``: commits of the target to restore. ``present``: already there.
+    ``left``: forgotten or purged in the target, and not named. ``failed``: cannot be copied. ``nbytes``: of blobs that
+    the target lacks. ``total``: where the progress ends: ``nbytes``, or the bytes of all blobs of each missing
+    checkpoint if cells are repacked. ``blob_bytes``: repack the cells into blobs of so many bytes. ``compress``: encode
+    them. ``moving``: for repacking in place (newest first), the numbers of the blobs to replace, by transaction; None
+    for a copy into another store. ``records``: unreadable records of the source, which may hide checkpoints to copy.
     """
 
     missing: tuple[Commit, ...] = ()
@@ -77,11 +76,11 @@ class CopyPlan:
 
 @dataclass(frozen=True)
 class CopyResult:
-    """What a copy did; with ``dry_run`` what it would do. ``copied``: as commits of the destination.
+    """What a copy did; with ``dry_run``, what it would do. ``copied``: as commits of the target.
 
-    ``blobs``, ``nbytes``: of tensors, put for ``copied`` by this process, or by all that share the work.
-    ``made_store``: the destination was made. ``tags``: names that were set there. ``records``: of the source, which
-    cannot be read, and whose checkpoints were not copied for that.
+    ``blobs``, ``nbytes``: counts and bytes of the blobs put for ``copied``, by this process or by all that share the
+    work. ``made_store``: whether the target was created. ``tags``: names that were set there. ``records``: unreadable
+    records of the source, whose checkpoints were not copied.
     """
 
     copied: tuple[Commit, ...] = ()
@@ -97,9 +96,9 @@ class CopyResult:
     dry_run: bool = False
 
     def raise_failure(self) -> None:
-        """Raise the worst of ``failed`` and ``records``, if there is any; it says how many there are."""
-        unread = [Damaged(f"a checkpoint was not copied: {one.why}", key=one.key) for one in self.records]
-        errors = [*(one.error for one in self.failed), *unread]
+        """Raise the worst of ``failed`` and ``records``, if there is any. Its message says how many there are."""
+        unread = [Damaged(f"a checkpoint was not copied: {record.why}", key=record.key) for record in self.records]
+        errors = [*(failure.error for failure in self.failed), *unread]
         if not errors:
             return
         worst = max(errors, key=lambda error: isinstance(error, Damaged))
@@ -116,32 +115,32 @@ def plan_copy(
     blob_bytes: int | None = None,
     compress: bool = False,
 ) -> CopyPlan:
-    """Plan a copy of what ``refs`` name (ranges too), else of all that is visible; only of ``run``, if that is given.
+    """Plan a copy of the checkpoints that ``refs`` name (ranges too), or of all visible ones; optionally of a ``run``.
 
-    With ``blob_bytes`` the cells are packed anew, into blobs of so many bytes; then ``target`` may be ``source``. With
-    ``compress`` those of floats are encoded, unless some cells of a checkpoint are.
-    Writes nothing. Raises `NotFound`, `InvalidInput`, `StorageError`.
+    ``blob_bytes``: repack the cells into blobs of so many bytes; then ``target`` may be ``source``. ``compress``:
+    encode the cells of floats, except in checkpoints that have encoded cells. Writes nothing. Raises `NotFound`,
+    `InvalidInput`, `StorageError`.
     """
     in_place = source.exists() and target.exists() and source.storage.url == target.storage.url
     if in_place and compress:
         raise InvalidInput(f"{source.storage.url} cannot be encoded in place: copy it into another store")
     if in_place and blob_bytes is None:
-        raise InvalidInput(f"{source.storage.url} is to be copied into itself: give another store, or a size of blobs")
+        raise InvalidInput(f"{source.storage.url} cannot be copied into itself: give another store, or a size of blobs")
     if blob_bytes is not None and not 4096 <= blob_bytes <= 1 << 30:
         raise InvalidInput(f"blobs of {blob_bytes} bytes are not possible: give a size from 4KiB to 1GiB")
     named = list(refs)
     listed = list_commits(source)
-    source.check_exists()  # a store that is not there is not the same as an empty one
+    source.check_exists()  # a missing store is not the same as an empty one
     chosen = resolve_many(source, named, listed) if named else listed.current()
-    chosen = sorted((one for one in chosen if run is None or one.run == run), key=lambda one: one.order)
+    chosen = sorted((commit for commit in chosen if run is None or commit.run == run), key=lambda commit: commit.order)
     records = _unread(source, listed, named, chosen, run)
     if in_place and blob_bytes is not None:
         return replace(_in_place(source, chosen, listed, blob_bytes), records=records)
-    if blob_bytes is not None and any(one.committed.bytes_coded for one in chosen):
-        log.warning("blobs are copied as they are, since they hold cells that are stored as what changed")
+    if blob_bytes is not None and any(commit.committed.bytes_coded for commit in chosen):
+        log.warning("blobs are copied as they are, because they hold encoded cells")
         blob_bytes = None
     there = list_commits(target) if target.exists() else CommitList({}, {})
-    plan = _sorted_out(source, target, chosen, there, named=bool(named))
+    plan = _plan_for(source, target, chosen, there, named=bool(named))
     total = plan.total if compress or blob_bytes is not None else plan.nbytes
     return replace(plan, records=records, blob_bytes=blob_bytes, compress=compress, total=total)
 
@@ -149,7 +148,7 @@ def plan_copy(
 def _unread(
     source: Repository, listed: CommitList, named: Sequence[str | Commit], chosen: Sequence[Commit], run: str | None
 ) -> tuple[DamagedRecord, ...]:
-    """Tell of what cannot be read in the source, and so is not ``chosen``, though it may be wanted."""
+    """Return the unreadable records of the source that may be among the wanted checkpoints."""
     seen = {commit.txid for commit in chosen}
     advice = f"Put it back from a copy of {source.storage.url}: `casckpt verify` says more"
     return tuple(
@@ -160,8 +159,8 @@ def _unread(
 
 
 def _in_place(repo: Repository, chosen: Sequence[Commit], listed: CommitList, blob_bytes: int) -> CopyPlan:
-    """Find out whose cells are to be packed anew: the newest first, which the others then share blobs with."""
-    named = (ref for one in manifests.learn(repo, listed.live()) for ref in manifests.blob_list(repo, one))
+    """Plan repacking in place, the newest checkpoint first. Older ones then share its new blobs."""
+    named = (ref for commit in manifests.learn(repo, listed.live()) for ref in manifests.blob_list(repo, commit))
     kept = {(ref.uploader, ref.hash) for ref in named if not ref.worn and 2 * ref.size >= blob_bytes}
     moving: dict[TxId, frozenset[int]] = {}
 
@@ -171,29 +170,30 @@ def _in_place(repo: Repository, chosen: Sequence[Commit], listed: CommitList, bl
         kept.update((ref.uploader, ref.hash) for number, ref in enumerate(manifest.blobs) if number not in numbers)
 
     _, failed = _each(reversed(chosen), look)
-    missing = [one for one in reversed(chosen) if moving.get(one.txid)]
-    present = [one for one in chosen if moving.get(one.txid) == frozenset()]
+    missing = [commit for commit in reversed(chosen) if moving.get(commit.txid)]
+    present = [commit for commit in chosen if moving.get(commit.txid) == frozenset()]
     nbytes = sum(manifests.blob_list(repo, one)[number].size for one in missing for number in moving[one.txid])
-    done = CopyPlan(tuple(missing), present=tuple(present), failed=tuple(failed), nbytes=nbytes, total=nbytes)
-    return replace(done, blob_bytes=blob_bytes, moving=moving)
+    plan = CopyPlan(tuple(missing), present=tuple(present), failed=tuple(failed), nbytes=nbytes, total=nbytes)
+    return replace(plan, blob_bytes=blob_bytes, moving=moving)
 
 
-def _sorted_out(
+def _plan_for(
     source: Repository, target: Repository, chosen: Sequence[Commit], there: CommitList, *, named: bool
 ) -> CopyPlan:
+    """Sort ``chosen`` by what the target, with the commits ``there``, has of each."""
     ended = {commit.id for commit in there.commits.values() if commit.last == "purged"}
     missing, forgotten, present, left, failed = [], [], [], [], []
     for commit in chosen:
-        other, found = occupant(there, commit), there.of_id(commit.id)
-        is_gone = commit.id in ended if found is None else not found.visible
+        other, same = occupant(there, commit), there.of_id(commit.id)
+        is_gone = commit.id in ended if same is None else not same.visible
         if twin(there, commit) is not None:
             present.append(commit)
         elif other is not None:
             failed.append(CopyFailure(commit, taken(target, commit, other)))
         elif is_gone and not named:
             left.append(commit)
-        elif is_gone and found is not None and commit in Holdings([found]):
-            forgotten.append(found)
+        elif is_gone and same is not None and commit in Holdings([same]):
+            forgotten.append(same)
         else:
             missing.append(commit)
     total, nbytes = _bytes_of(source, target, missing, there)
@@ -203,7 +203,7 @@ def _sorted_out(
 
 
 def _bytes_of(source: Repository, target: Repository, missing: Sequence[Commit], there: CommitList) -> tuple[int, int]:
-    """Count the bytes of the blobs of ``missing``, and of those that the target lacks; unreadable manifests as 0."""
+    """Return the bytes of the blobs of ``missing``, and of those that the target lacks. Skips unreadable manifests."""
     wanted: dict[BlobHash, BlobRef] = {}
     total = 0
     for name, ref in _named(source, missing):
@@ -214,14 +214,14 @@ def _bytes_of(source: Repository, target: Repository, missing: Sequence[Commit],
 
 
 def _named(source: Repository, commits: Iterable[Commit]) -> Iterator[tuple[BlobHash, BlobRef]]:
-    """Yield the blobs of ``commits``, by hash, as often as they are named; of manifests that can be read."""
+    """Yield the blobs that each of ``commits`` names, with their hash. Skips manifests that cannot be read."""
     for commit in manifests.learn(source, commits):
         for uploader, name, size in manifests.blobs_of(source, commit):
             yield name, BlobRef(name, size, uploader)
 
 
 def preview(source: Repository, target: Repository, plan: CopyPlan) -> CopyResult:
-    """Say what `execute` would do. Writes nothing."""
+    """Return what `execute` would do. Writes nothing."""
     return CopyResult(
         copied=plan.missing,
         restored=plan.forgotten,
@@ -245,15 +245,14 @@ def execute(
     part: Part = (0, 1),
     progress: Progress = silent,
 ) -> CopyResult:
-    """Carry out ``plan``. A target that is not there is made, with the cell and blob size of the source.
+    """Carry out ``plan``. A missing target is created, with the cell and blob size of the source.
 
-    ``with_tags``: set the source's tags on what is copied, or was there. ``jobs``: blobs on their way at once.
-    ``part``: (number, count) of this process among those that do the same copy. ``progress``: called with the bytes of
-    blobs that are there now, `CopyPlan.total` in all. Where the target is the source's mirror, that is written down.
+    ``with_tags``: set the source's tags on what is copied or present. ``jobs``: blobs in transfer at once. ``part``:
+    (number, count) of this process among those that make the same copy. ``progress``: called with the bytes of blobs
+    done, `CopyPlan.total` in all. If the target is the mirror of the source, the copies are noted in the source.
 
-    Raises `Unsupported` where a store demands of writers what this version does not know; `StorageError`: what is
-    copied by then stays, and the next copy goes on from there. What cannot be copied
-    stands in the result.
+    Checkpoints that cannot be copied stand in the result. Raises `Unsupported` if a store requires of writers what this
+    version does not know; `StorageError`, after which the next copy continues from there.
     """
     progress.expect(plan.total)
     blob_bytes = plan.blob_bytes
@@ -264,10 +263,11 @@ def execute(
         raise InvalidInput("processes cannot share a copy that packs its cells anew: let one of them make it")
     sizes, is_mirror = source.marker, source.settings.mirror == target.storage.url
     made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=max(blob_bytes or sizes.blob_bytes, sizes.cell_bytes))
-    if is_mirror:
-        _take_back_older(source, target, made=made)
+    if is_mirror:  # notes of an earlier store at this URL do not count: it is gone with all that was safe there
+        since = NO_STORE if made else made_at(target.storage)
+        take_back(source, unmirrored(source, list_commits(source).live(), target.storage.url, since))
     for written in (target, source) if is_mirror else (target,):
-        check_requirements(written)  # before a copy begins: one that is refused could not be made under its own id
+        check_requirements(written)  # before a copy begins: a refused one could not be made under its own id later
     copy_signatures(source, target, {commit.id for commit in (*plan.missing, *plan.present)})
 
     def copy(commit: Commit) -> Replica:
@@ -297,16 +297,10 @@ def execute(
     return replace(result, tags=_copy_tags(source, target, result)) if with_tags else result
 
 
-def _take_back_older(source: Repository, target: Repository, *, made: bool) -> None:
-    """Take back what was noted of another store that was the mirror before: it is gone with all that was safe there."""
-    since = NO_STORE if made else made_at(target.storage)
-    take_back(source, unmirrored(source, list_commits(source).live(), target.storage.url, since))
-
-
 def _each(commits: Iterable[Commit], call: Callable[[Commit], T]) -> tuple[list[T], list[CopyFailure]]:
-    """Call ``call`` with each; return its results, and those for which it failed.
+    """Call ``call`` with each commit. Return its results, and the commits for which it failed.
 
-    Raises `StorageError`, which says for how many it was done.
+    Raises `StorageError`, which says how many commits were done.
     """
     wanted = list(commits)
     done, failed = [], []
@@ -322,9 +316,9 @@ def _each(commits: Iterable[Commit], call: Callable[[Commit], T]) -> tuple[list[
 
 
 def _brought(copied: Sequence[Replica], part: Part) -> tuple[int, int]:
-    """Count the blobs put for ``copied``, and their bytes. Processes that share the work find the sum in its record.
+    """Return the number and bytes of the blobs put for ``copied``.
 
-    Which also counts what an attempt had put that was killed, and gone on with.
+    Processes that share the work read the sum from its record, which includes what a killed attempt had put.
     """
     _, processes = part
     if processes == 1:
@@ -350,7 +344,7 @@ def _checked_part(part: Part) -> Part:
 
 
 def _copy_tags(source: Repository, target: Repository, result: CopyResult) -> tuple[str, ...]:
-    """Set the tags of what is in the target now, but for those that expire; the names that were set."""
+    """Set the tags of what the result has in the target, except tags that expire. Return the names that were set."""
     there = {commit.id: commit for commit in list_commits(target).visible()}
     here = {commit.id for commit in (*result.copied, *result.restored, *result.present)}
     before, done = tags(target), []
@@ -363,5 +357,5 @@ def _copy_tags(source: Repository, target: Repository, result: CopyResult) -> tu
                 now = get_tag(target, name)
                 if now is None or now.txid != commit.txid:
                     raise
-            done.append(name)  # another process that copies the same may have been first
+            done.append(name)  # another process of the same copy may have been first
     return tuple(done)

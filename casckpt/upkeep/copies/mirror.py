@@ -1,8 +1,8 @@
-"""A store's mirror: a thread that copies each commit into another store, behind the saves.
+"""Mirror of a store: a thread that copies each commit into another store in the background.
 
-What is to be done stands in the store alone: live commits without a record under mirrored/. So nothing is lost when
-the program ends, or dies; whoever opens the store with its mirror next goes on. Of the processes of a host one works at
-a time; those of several hosts share the work.
+The store itself says what is left to copy: live commits without a record under mirrored/. So nothing is lost when the
+program ends or dies; the next process that opens the store with its mirror continues. On each host one process copies
+at a time. Several hosts share the work.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from casckpt.upkeep.copies.signatures import copy_signatures
 from casckpt.upkeep.thin import thin_alike
 
 JOBS = 4
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0  # seconds until what failed is tried again
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0  # seconds until a failed pass is tried again
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class _State:
-    """What belongs to one process.
+    """State of one process.
 
-    ``asked``, ``done``: numbers of the pass that is wanted, and of the last one. ``pause``: seconds until the next
-    attempt, if the last one failed.
+    ``asked``: number of the latest pass that was requested. ``done``: number of the last pass that ended. ``pause``:
+    seconds until the next attempt, if the last one failed.
     """
 
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -47,7 +47,7 @@ class _State:
 
 
 class Mirror:
-    """Keeps ``target`` a copy of all that is committed to ``repo``. Safe for use by threads, and in forked children."""
+    """Keeps ``target`` a copy of all commits of ``repo``. Thread-safe, and usable in forked children."""
 
     def __init__(self, repo: Repository, target: Repository) -> None:
         self.target = target
@@ -56,7 +56,7 @@ class Mirror:
         repo.listeners.append(self.wake)
 
     def wake(self) -> None:
-        """Copy what was committed, in the background."""
+        """Start to copy new commits in the background."""
         state = self._state.get()
         with state.changed:
             state.asked += 1
@@ -66,22 +66,22 @@ class Mirror:
             state.changed.notify_all()
 
     def lag(self) -> MirrorLag:
-        """Return how far the mirror is behind. Raises `StorageError` for the store itself."""
+        """Return how far the mirror is behind. Raises `StorageError` if the store itself fails."""
         error = self._state.get().error
         if not self._repo.exists():
             return MirrorLag(0, 0, 0.0)
         return lag_of(self._repo, needed_in_mirror(self._repo), "" if error is None else str(error))
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return once all that is committed now is safe in the mirror.
+        """Return once everything that is committed now is safe in the mirror.
 
-        Raises what keeps it from being copied, after one more attempt; `StorageError` after ``timeout`` seconds.
+        Makes one more attempt, then raises the error that prevents the copy; `StorageError` after ``timeout`` seconds.
         """
         self.wake()
         state = self._state.get()
         with state.changed:
-            mine = state.asked
-            if not state.changed.wait_for(lambda: state.done >= mine or state.stopped, timeout):
+            wanted = state.asked
+            if not state.changed.wait_for(lambda: state.done >= wanted or state.stopped, timeout):
                 raise StorageError(
                     f"{self.target.storage.url} is not up to date after {timeout} seconds; the copies go on in the "
                     "background, and with the next `casckpt.open` of the store if this program ends before"
@@ -90,7 +90,7 @@ class Mirror:
                 raise type(state.error)(str(state.error), **state.error.__dict__) from state.error
 
     def stop(self) -> None:
-        """End the thread after the checkpoint that it is at. What is left is done when the store is opened again."""
+        """End the thread after its current checkpoint. The rest is copied when the store is opened again."""
         state = self._state.get()
         with state.changed:
             state.stopped = True
@@ -101,13 +101,13 @@ class Mirror:
         try:
             while self._pass(state):
                 pass
-        finally:  # nobody is to wait for a thread that is gone; the next to wake it starts another
+        finally:  # nothing may wait for a thread that has ended; the next `wake` starts another one
             with state.changed:
                 state.thread, state.done, state.error = None, state.asked, state.error or ended
                 state.changed.notify_all()
 
     def _pass(self, state: _State) -> bool:
-        """Wait to be woken, or until it is time to try again; then catch up. False once it is to end."""
+        """Wait for `wake` or for the next attempt, then catch up. Return False if the thread must end."""
         with state.changed:
             retry = state.pause if isinstance(state.error, StorageError) else None
             state.changed.wait_for(lambda: state.stopped or state.asked > state.done, retry)
@@ -122,18 +122,18 @@ class Mirror:
         return True
 
     def _attempt(self, state: _State) -> CasckptError | None:
-        """Make one pass; return what went wrong."""
+        """Make one pass, and return its error."""
         try:
             if not self._repo.exists():
                 return None
             with alone_on_this_host(self._repo.catalogue.path.with_name("mirror.lock")):
                 return self._catch_up(state)
         except CasckptError as error:
-            log.warning("%s lags behind; it is tried again: %s", self.target.storage.url, error)
+            log.warning("%s is behind; the copy is tried again: %s", self.target.storage.url, error)
             return error
 
     def _catch_up(self, state: _State) -> CasckptError | None:
-        """Copy all that is not safe yet, oldest first. What cannot be copied keeps nothing else from it.
+        """Copy all commits that are not safe yet, oldest first. Return the last error of a commit that was not copied.
 
         Raises `StorageError`.
         """
@@ -148,13 +148,13 @@ class Mirror:
             return None
         made = made_at(self.target.storage)
         behind = unmirrored(self._repo, needed, url, made)
-        if len(behind) > len(known):  # another store was there, which is gone with all that was safe in it
+        if len(behind) > len(known):  # another store was at this URL; it is gone with all that was safe there
             take_back(self._repo, unmirrored(self._repo, listed.live(), url, made))
         sizes = self._repo.marker
         self.target.create(cell_bytes=sizes.cell_bytes, blob_bytes=sizes.blob_bytes)
         check_requirements(self._repo)
         copy_signatures(self._repo, self.target, {commit.id for commit in needed})
-        there = list_commits(self.target)  # after the commits of the store: what was restored there since is not noted
+        there = list_commits(self.target)  # after the store's commits: what was restored there since must not be noted
         visible, lives = Holdings(there.visible()), Holdings(there.live())
         failed: CasckptError | None = None
         for commit in behind:
@@ -162,7 +162,7 @@ class Mirror:
                 break
             try:
                 self._copy(commit, is_there=commit in (lives if commit.is_forgotten else visible))
-            except (Conflict, Gone) as error:  # purged meanwhile, or given up on by gcs of the mirror
+            except (Conflict, Gone) as error:  # purged meanwhile, or revoked by gcs of the mirror
                 log.info("%s", error)
             except (Damaged, Refused) as error:
                 log.error("%s is not mirrored: %s", commit, error)
@@ -171,13 +171,13 @@ class Mirror:
         return failed
 
     def _thin(self, listed: CommitList, is_thinned: bool) -> None:
-        """Thin there what is thin here, if that is wanted. Raises `StorageError`."""
+        """Thin in the mirror what is thinned in the store, if the settings say so. Raises `StorageError`."""
         thin = [commit for commit in listed.visible() if commit.dropped is not None] if is_thinned else []
         if thin:
             thin_alike(self.target, thin)
 
     def _copy(self, commit: Commit, *, is_there: bool) -> None:
-        """Note what is seen there; else copy it first. What happens to it there later is the mirror's business."""
+        """Copy a commit that is not there, then note it. The retention of the mirror is its own from then on."""
         if not is_there:
             made = replicate(self._repo, self.target, commit, Work(jobs=JOBS, twins=True))
             if commit.is_forgotten:

@@ -1,12 +1,12 @@
-"""Records of what is safe in the mirror of a store, under mirrored/, and what a gc asks of them.
+"""Notes under mirrored/ of the commits that are safe in a store's mirror, and what gc reads from them.
 
-A record counts until the checkpoint is restored the next time: the mirror was told to forget it before, and may have
+A note counts until the checkpoint is restored again: the mirror had forgotten the checkpoint before that, and may have
 purged it since.
 
-The settings of a store name its mirror; so a gc knows of it that was started by somebody else, on another host. It
-looks when the store there was made before it goes by the records. A folder that was deleted, or whose disk is not
-mounted, holds none of what they say; nor does a store that was made since, in the place of another. Where it may not
-look, they count all the same: a gc needs no credentials of the mirror.
+The settings of a store name its mirror, so every gc on any host knows it. Before gc relies on the notes, it reads when
+the store at the mirror was created. If no store is there (a deleted folder, a disk that is not mounted), or a store
+that was created after a note, the note does not count. If gc cannot reach the mirror, the notes count, because gc needs
+no credentials of the mirror.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from casckpt.storage import ObjectStore, open_storage
 
 PREFIX = "mirrored/"
 NO_STORE = math.inf
-"""When a store was made that is not there: all notes are older."""
-_SHORTLY = {"request_timeout": 10.0, "call_timeout": 20.0}  # nobody waits for long, as the notes count all the same
+"""Creation time of a store that does not exist: all notes are older."""
+_SHORT_TIMEOUTS = {"request_timeout": 10.0, "call_timeout": 20.0}  # without an answer the notes count anyway
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class MirrorLag:
-    """How far a mirror is behind. ``checkpoints``: that are not safe there yet.
+    """How far a mirror is behind. ``checkpoints``: how many are not safe there yet.
 
-    ``bytes``: of blobs that their saves wrote. ``seconds``: since the oldest of them was committed. ``error``: why the
-    last attempt of this process failed, "" if it did not.
+    ``bytes``: of the blobs that their saves wrote. ``seconds``: since the oldest of them was committed. ``error``: why
+    the last attempt of this process failed, "" if it did not fail.
     """
 
     checkpoints: int
@@ -48,14 +48,15 @@ class MirrorLag:
 
 
 def mirror_to_wait_for(repo: Repository) -> str | None:
-    """Return the URL of the mirror that a gc waits for, as the settings have it.
+    """Return the URL of the mirror that gc waits for, from the settings.
 
-    Raises `Damaged` where they are lost: what is not safe in the mirror yet would be deleted; `StorageError`.
+    Raises `Damaged` if the settings are lost, because gc would then delete what is not safe in the mirror;
+    `StorageError`.
     """
     generation, settings = repo.newest_settings()
     if generation < 0 and (noted := next(iter(repo.storage.list(PREFIX, known=parse_mirrored)), None)):
         raise Damaged(
-            f"gc deletes nothing: settings/ of {repo.storage.url} is lost: {noted.key} says that there was a mirror. "
+            f"gc deletes nothing: settings/ of {repo.storage.url} is lost, and {noted.key} shows that it had a mirror. "
             "Put settings/ back from a copy of the store, or save with the mirror again (casckpt.open with mirror=URL)",
             key="settings/",
         )
@@ -63,9 +64,9 @@ def mirror_to_wait_for(repo: Repository) -> str | None:
 
 
 def made_at(storage: ObjectStore) -> float:
-    """Return when the store there was made, in microseconds: what is noted of before tells of another one.
+    """Return when the store in ``storage`` was created, in microseconds. Older notes are about another store.
 
-    `NO_STORE` where there is none: all that is noted is older. Raises `Damaged`, `Refused`, `StorageError`.
+    `NO_STORE` if there is none. Raises `Damaged`, `Refused`, `StorageError`.
     """
     try:
         return decode_marker(storage.get(MARKER, limit=MAX_RECORD_BYTES)).created_at
@@ -74,10 +75,10 @@ def made_at(storage: ObjectStore) -> float:
 
 
 def mirror_made_at(repo: Repository, mirror: str, *, near: bool = False) -> float | None:
-    """Return when the store at ``mirror`` was made: one small request. None, and a warning, where that cannot be seen.
+    """Return when the store at ``mirror`` was created: one small request. Warns and returns None if that is unknown.
 
-    With what ``repo`` was opened with to reach it, else with what the environment gives. A folder that cannot be looked
-    at is none: no credentials are missing there. ``near``: nobody may wait for a server; None, too, where there is one.
+    Uses the mirror with which ``repo`` was opened, otherwise the credentials of the environment. A folder that cannot
+    be read counts as no store, because no credentials are missing there. ``near``: ask no server; returns None for one.
     """
     is_remote = True
     try:
@@ -85,37 +86,37 @@ def mirror_made_at(repo: Repository, mirror: str, *, near: bool = False) -> floa
         is_remote = storage.traits.remote
         return None if near and is_remote else made_at(storage)
     except CasckptError as error:
-        counts = ", so what is noted of it counts" if is_remote else ""
-        log.warning("nobody can tell whether the mirror %s is there%s: %s", mirror, counts, error)
+        counts = ", so its notes count" if is_remote else ""
+        log.warning("the mirror %s cannot be reached%s: %s", mirror, counts, error)
         return None if is_remote else NO_STORE
 
 
 def _storage_of(repo: Repository, mirror: str) -> ObjectStore:
     if repo.mirror is not None and repo.mirror.url == mirror:
         return repo.mirror
-    found = open_storage(mirror)
-    return open_storage(mirror, _SHORTLY) if found.traits.remote else found
+    storage = open_storage(mirror)
+    return open_storage(mirror, _SHORT_TIMEOUTS) if storage.traits.remote else storage
 
 
 def needed_in_mirror(repo: Repository) -> list[Commit]:
-    """Return the commits that are to be in the mirror, as the settings have it, oldest first. Raises `StorageError`."""
+    """Return the commits that the mirror must hold by the settings, oldest first. Raises `StorageError`."""
     return list_commits(repo).needed(loses=bool(repo.settings.mirror_thinned))
 
 
 def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None, made: float = 0) -> list[Commit]:
-    """Return those of ``commits`` not known to be safe in ``mirror``, which the settings name; none, if that is None.
+    """Return those of ``commits`` that are not noted as safe in ``mirror``; none if ``mirror`` is None.
 
-    What was noted before ``made`` does not count. One LIST, and a small read for each record that this host has not
-    seen. Raises `StorageError`.
+    Notes from before ``made`` do not count. One LIST, and a small read for each note that this host has not read.
+    Raises `StorageError`.
     """
     wanted = list(commits)
     if mirror is None or not wanted:
         return []
     there = {entry.key: entry for entry in repo.storage.list(PREFIX, known=parse_mirrored)}
     noted = [commit for commit in wanted if key_of_note(commit) in there]
-    found = read_records(repo, PREFIX, [there[key_of_note(commit)] for commit in noted], lambda _: Mirrored)
-    doubtful = [commit for commit in noted if not _says(found[key_of_note(commit)], commit, mirror, made)]
-    # of a mirror that the store had before; or the record was created anew since this host saw it
+    records = read_records(repo, PREFIX, [there[key_of_note(commit)] for commit in noted], lambda _: Mirrored)
+    doubtful = [commit for commit in noted if not _says(records[key_of_note(commit)], commit, mirror, made)]
+    # a note of an earlier mirror, or a note that was replaced since this host read it
     again = in_parallel(repo.storage.traits.requests, lambda commit: _is_noted(repo, commit, mirror, made), doubtful)
     safe = {commit.txid for commit in noted}
     safe -= {commit.txid for commit, says in zip(doubtful, again, strict=True) if not says}
@@ -123,12 +124,12 @@ def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None, 
 
 
 def key_of_note(commit: Commit) -> str:
-    """Return the key of the note on a commit that counts, as the log of that is now."""
+    """Return the key of the note that counts for a commit, which depends on its last restore."""
     return mirrored_key(commit.txid, commit.restored)
 
 
 def lag_of(repo: Repository, commits: Iterable[Commit], error: str = "") -> MirrorLag:
-    """Return how far the mirror is behind of these, which are live. Raises `StorageError`."""
+    """Return how far the mirror is behind with these live commits. Raises `StorageError`."""
     behind = unmirrored(repo, commits, repo.settings.mirror)
     oldest = min((commit.committed.time for commit in behind), default=None)
     return MirrorLag(
@@ -140,7 +141,7 @@ def lag_of(repo: Repository, commits: Iterable[Commit], error: str = "") -> Mirr
 
 
 def note(repo: Repository, commit: Commit, mirror: str) -> None:
-    """Write down that ``commit``, which was read before that was seen, is safe in the store at ``mirror``.
+    """Note that ``commit`` is safe in the store at ``mirror``. ``commit`` must be read before that is checked.
 
     Raises `StorageError`.
     """
@@ -151,27 +152,26 @@ def note(repo: Repository, commit: Commit, mirror: str) -> None:
     except Conflict:
         if _is_noted(repo, commit, mirror):
             return
-        repo.storage.delete(key)  # of a mirror that the store had before
+        repo.storage.delete(key)  # a note of an earlier mirror
         repo.put_record(key, record)
 
 
 def take_back(repo: Repository, commits: Iterable[Commit]) -> None:
-    """Take back what `note` wrote down of ``commits``. Raises `StorageError`, but not where writers may not delete."""
+    """Delete the notes on ``commits``. Logs a warning if this writer may not delete. Raises `StorageError`."""
     noted = {entry.key for entry in repo.storage.list(PREFIX, known=parse_mirrored)}
     try:
         for key in [key_of_note(commit) for commit in commits if key_of_note(commit) in noted]:
             repo.storage.delete(key)
     except StorageError as error:
-        log.warning("notes of an earlier mirror cannot be taken back, so a gc waits until a copy can: %s", error)
+        log.warning("notes of an earlier mirror cannot be deleted, so gc waits until a copy can delete them: %s", error)
 
 
 def _is_noted(repo: Repository, commit: Commit, mirror: str, made: float = 0) -> bool:
-    """Tell whether the note is in the store now."""
+    """Tell whether the store has the note now."""
     try:
-        found: Mirrored = repo.get_record(key_of_note(commit), Mirrored)
+        return _says(repo.get_record(key_of_note(commit), Mirrored), commit, mirror, made)
     except (NotFound, Damaged, Refused):
         return False
-    return _says(found, commit, mirror, made)
 
 
 def _says(record: Read, commit: Commit, mirror: str, made: float) -> bool:

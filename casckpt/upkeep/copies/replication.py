@@ -1,9 +1,9 @@
-"""One checkpoint of a store into another one: what is missing there, verified on the way, in a transaction of its own.
+"""Replication of one checkpoint: copies the blobs that the target lacks, verifies them, and commits.
 
-It is a save by the protocol of docs/format.md, but for its transaction: that has the id which the save had in the first
-store, or one right behind it, so that all who copy the same checkpoint find each other. They share the work without
-talking: each begins with its own part, goes on with what nobody has put yet, and whoever finds all there commits. So a
-copy that was killed is gone on with, as long as no gc has given up on its transaction.
+A copy is a save by the protocol of docs/format.md. Its transaction has the id that the save had in the first store, or
+the next free one, so that all processes that copy the same checkpoint find each other. They share the work without
+messages: each process begins with its own part, continues with blobs that no process has put yet, and commits when all
+are there. So another process can continue a killed copy, unless a gc has revoked its transaction.
 """
 
 from __future__ import annotations
@@ -46,22 +46,23 @@ from casckpt.upkeep.rewrite import record_of, rewrite
 
 log = logging.getLogger(__name__)
 
-_TRIES = 4  # transactions that gcs may give up on, before this gives up too
+_TRIES = 4  # transactions that gcs may revoke before the copy fails
 _MEMORY = 1 << 30  # bytes of buffers
-_AHEAD = timedelta(days=1)  # that the clock of another host may be ahead
+_AHEAD = timedelta(days=1)  # by which the clock of another host may be ahead
 
 Part = tuple[int, int]
-"""(number, count): which part of the work a process begins with, where ``count`` of them do the same copy."""
+"""(number, count): the part of the work with which a process begins, if ``count`` processes make the same copy."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """How a copy is made. ``jobs``: blobs on their way at once, each with a buffer. ``progress``: gets bytes done.
+    """How a copy is made. ``jobs``: blobs in transfer at once, each with a buffer. ``progress``: receives bytes done.
 
-    ``twins``: copy it beside another checkpoint of its run and step; else that is a Conflict. ``blob_bytes``: pack its
-    cells anew into blobs of so many bytes of data; None to copy the blobs as they are, as those of a checkpoint with
-    coded cells always are. ``compress``: encode the cells of the others. ``places``: what copies before this one found
-    out of the target; ``spoilt``: and which blobs of the source are damaged.
+    ``twins``: copy a checkpoint even if another one has its run and step in the target; otherwise that is a Conflict.
+    ``blob_bytes``: repack its cells into blobs with so many bytes of data; None copies the blobs as they are. Blobs of
+    a checkpoint with encoded cells are always copied as they are. ``compress``: encode the cells of the other ones.
+    ``places``: locations of blobs in the target that earlier copies found. ``spoilt``: damaged blobs of the source that
+    earlier copies found.
     """
 
     jobs: int = 4
@@ -76,7 +77,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Replica:
-    """A checkpoint in the destination, and what this process put there for it."""
+    """A checkpoint in the target, and the blobs that this process put there for it."""
 
     commit: Commit
     blobs: int = 0
@@ -86,18 +87,18 @@ class Replica:
 def replicate(source: Repository, target: Repository, commit: Commit, work: Work) -> Replica:
     """Copy one checkpoint, and return once it is durable and visible in ``target``, which must exist.
 
-    Raises `Damaged` or `Refused` if the source does not hold what was written, naming blob and keys; `Gone` if it was
-    purged there meanwhile, `Conflict` if another checkpoint has its run and step in ``target``. Then nothing of it is
-    visible. After a `StorageError` too, but the next call goes on where this one ended.
+    Raises `Damaged` or `Refused`, with blob and keys, if the source does not hold what was written; `Gone` if the
+    checkpoint was purged there meanwhile; `Conflict` if another checkpoint has its run and step in ``target``. Then
+    nothing of it is visible. The same holds for `StorageError`, but the next call continues where this one ended.
     """
-    data = manifests.get(source, commit).encoded()  # all of it, proved before anything is put
+    data = manifests.get(source, commit).encoded()  # verify the whole manifest before anything is put
     manifest = format_manifest.decode(data, commit.id, commit.committed.head)
     manifest.left_out = manifests.left_out(commit)
     _check(target, commit)
     known = next((work.spoilt[ref] for ref in map(_bare, manifest.blobs) if ref in work.spoilt), None)
     if known is not None:  # without a transaction for each checkpoint that shares it
-        raise _spoilt(source, commit, manifest, known)
-    attempt, kind = 0, _Copy if not _is_anew(work) or blobs_of_chains(manifest) else _Recoded
+        raise _damaged_blob(source, commit, manifest, known)
+    attempt, kind = 0, _Copy if not _repacks(work) or blobs_of_chains(manifest) else _Recoded
     for _ in range(_TRIES):
         transaction, attempt = _join(target, commit, attempt)
         try:
@@ -105,29 +106,28 @@ def replicate(source: Repository, target: Repository, commit: Commit, work: Work
         except Revoked:
             transaction.close()
     raise Conflict(
-        f"the copy of {commit} was given up on {_TRIES} times, by gcs or because others failed in it; copy it again"
+        f"the copy of {commit} was revoked {_TRIES} times, by gcs or because other processes failed; copy it again"
     )
 
 
-def _is_anew(work: Work) -> bool:
-    """Are cells to be packed anew?"""
+def _repacks(work: Work) -> bool:
     return work.compress or work.blob_bytes is not None
 
 
 def _check(target: Repository, commit: Commit) -> None:
-    """Compare the commit with its transaction. A hostile store could pass for another run, or block one."""
+    """Compare the commit with its transaction id. A hostile store could pose as another run, or block one."""
     name = parse_txid(commit.txid)
     if (name.run_hash, name.step) != (run_hash(commit.run), commit.step):
-        raise Refused(f"the transaction of {commit} is not one of its run and step; it is not copied")
+        raise Refused(f"{commit} is not copied: its transaction belongs to another run or step")
     if name.time > time_of(target.clock()) + _AHEAD:
         raise Refused(
-            f"{commit} was saved in the future ({name.time:%Y-%m-%d}), and later saves could not come after it; "
-            "set the clock right, or save it anew"
+            f"{commit} was saved in the future ({name.time:%Y-%m-%d}), so later saves could not come after it; "
+            "set the clock right, or save the checkpoint again"
         )
 
 
 def _join(target: Repository, commit: Commit, attempt: int) -> tuple[Transaction, int]:
-    """Begin or join the transaction under which all commit this copy; return it, and how many ended before it."""
+    """Begin or join the transaction of this copy. Return it, and the number of transactions that ended before it."""
     while True:
         txid = copied_txid(commit.txid, attempt)
         began = Began(
@@ -140,10 +140,10 @@ def _join(target: Repository, commit: Commit, attempt: int) -> tuple[Transaction
 
 
 def repack(repo: Repository, commit: Commit, moving: frozenset[int], work: Work) -> Replica:
-    """Rewrite a checkpoint with the cells of the blobs ``moving``, by their numbers, in new ones.
+    """Rewrite a checkpoint: move the cells of the blobs ``moving`` (numbers) into new blobs.
 
-    Raises `Damaged` or `Refused` as `replicate`; `Conflict` if it is not visible, or was changed by somebody else; then
-    nothing has changed. `StorageError`, after which the rewrite may stand all the same.
+    Raises `Damaged` or `Refused` as `replicate`; `Conflict` if it is not visible, or another process changed it. Then
+    nothing has changed. After a `StorageError` the rewrite may still stand.
     """
     manifest = manifests.get(repo, commit)
 
@@ -154,34 +154,31 @@ def repack(repo: Repository, commit: Commit, moving: frozenset[int], work: Work)
     try:
         now = rewrite(repo, commit, save) or commit
     except BlobDamaged as error:
-        raise _spoilt(repo, commit, manifest, error) from error
+        raise _damaged_blob(repo, commit, manifest, error) from error
     new = [ref.size for ref in manifests.blob_list(repo, now) if ref.uploader == now.txid]
     return Replica(now, len(new), sum(new))
 
 
-def _gone(source: Repository, commit: Commit, why: str, **attributes: object) -> CasckptError:
-    """Return `Damaged`, or `Gone` if the checkpoint was purged meanwhile."""
-    if not refresh(source, commit).live:
-        return Gone(f"{commit} was purged from {source.storage.url} while it was copied; copy another one")
-    return Damaged(
-        f"{why}. Checkpoint {commit} of {source.storage.url} needs it, and was not copied. Run `casckpt verify` and "
-        "`casckpt repair` on that store, then copy again",
-        checkpoints=(commit.id,),
-        **attributes,
-    )
-
-
 def _bare(ref: BlobRef) -> BlobRef:
-    """Return where a blob is, whatever the checkpoint says of it that names it."""
+    """Return the location of a blob, without what the manifest says of its wear."""
     return replace(ref, worn=False)
 
 
-def _spoilt(source: Repository, commit: Commit, manifest: Manifest, error: BlobDamaged) -> CasckptError:
+def _damaged_blob(source: Repository, commit: Commit, manifest: Manifest, error: BlobDamaged) -> CasckptError:
+    """Return the error for a damaged blob of ``source``: `Gone` if the checkpoint was purged meanwhile."""
+    if not refresh(source, commit).live:
+        return Gone(f"{commit} was purged from {source.storage.url} while it was copied; copy another one")
     ref = error.ref
-    numbers = [number for number, other in enumerate(manifest.blobs) if other.hash == ref.hash]
-    keys = keys_of(manifest, numbers)
-    what = f"blob {ref.hash}, which holds {listed(keys)}, is damaged: {error}"
-    return _gone(source, commit, what, blob=ref.hash, keys=tuple(keys), key=keys[0] if keys else None)
+    keys = keys_of(manifest, [number for number, other in enumerate(manifest.blobs) if other.hash == ref.hash])
+    return Damaged(
+        f"blob {ref.hash}, which holds {listed(keys)}, is damaged: {error}. Checkpoint {commit} of "
+        f"{source.storage.url} needs it, and was not copied. Run `casckpt verify` and `casckpt repair` on that store, "
+        "then copy again",
+        checkpoints=(commit.id,),
+        blob=ref.hash,
+        keys=tuple(keys),
+        key=keys[0] if keys else None,
+    )
 
 
 @dataclass
@@ -202,11 +199,14 @@ class _Copy:
         started = self.target.clock()
         try:
             listed = list_commits(self.target)  # after the transaction has begun: what is live now stays
-            found = twin(listed, self.commit)
-            if found is None:
-                self._check_place(listed)
+            made = twin(listed, self.commit)
+            if made is None:
+                other = None if self.work.twins else occupant(listed, self.commit)
+                if other is not None:
+                    raise taken(self.target, self.commit, other)
                 self._copy_blobs(listed)
-                found = self._commit(started)
+                made = self.transaction.commit(self._record(started, self._put_manifest()))
+                self.target.storage.sweep(uploader_folder(self.transaction.txid))  # what killed processes left in it
             else:
                 self.transaction.abort("the checkpoint is there already")
         except (Conflict, Damaged, Gone, Refused) as error:
@@ -217,15 +217,10 @@ class _Copy:
         except BaseException:
             self.transaction.leave()
             raise
-        return Replica(found, len(self.put), sum(self.put.values()))
-
-    def _check_place(self, listed: CommitList) -> None:
-        other = None if self.work.twins else occupant(listed, self.commit)
-        if other is not None:
-            raise taken(self.target, self.commit, other)
+        return Replica(made, len(self.put), sum(self.put.values()))
 
     def _copy_blobs(self, listed: CommitList) -> None:
-        """Give every blob of the manifest a place in the target, where it is durable when this returns."""
+        """Put every blob of the manifest that the target lacks. All are durable when this returns."""
         own = self.transaction.txid
         wanted = {ref.hash: ref for ref in self.manifest.blobs}
         known = self.work.places or BlobLocations(self.target, wanted.keys())
@@ -236,10 +231,11 @@ class _Copy:
             self.places |= {ref.hash: BlobRef(ref.hash, ref.size, own) for ref in new}
             missing = [ref for ref in new if there.get(blob_key(own, ref.hash)) != ref.size]
             log.info("%s: %d blobs to put, of %d", self.commit, len(missing), len(wanted))
-            counted = wanted.values() if _is_anew(self.work) else new  # see `CopyPlan.total`
+            counted = wanted.values() if _repacks(self.work) else new  # see `CopyPlan.total`
             self.work.progress(sum(ref.size for ref in counted) - sum(ref.size for ref in missing))
             self._upload(self._ordered(missing))
-            lost = self._lost()
+            reused = [ref for ref in self.places.values() if ref.uploader != own]
+            lost = blobs.check_reused(self.target, own, reused)
             if not lost:
                 break
             wanted = {ref.hash: wanted[ref.hash] for ref in lost}
@@ -248,14 +244,14 @@ class _Copy:
         self.target.storage.settle(uploader_folder(own))
 
     def _uploaded(self) -> dict[str, int]:
-        """Return what this transaction has put already, by whomever: sizes by key."""
+        """Return what all processes of this transaction have put already: sizes by key."""
         if not self.transaction.joined:
             return {}
         folder = uploader_folder(self.transaction.txid)
         return {entry.key: entry.size for entry in self.target.storage.list(f"{folder}/")}
 
     def _ordered(self, refs: Sequence[BlobRef]) -> list[BlobRef]:
-        """Put our own part first, then the parts of others in random order, so that two seldom take the same."""
+        """Put the part of this process first, then the others in random order, so that processes seldom collide."""
         number, count = self.work.part
         low, high = len(refs) * number // count, len(refs) * (number + 1) // count
         own, rest = list(refs[low:high]), [*refs[high:], *refs[:low]]
@@ -289,41 +285,30 @@ class _Copy:
                 data = fetch(self.source.storage, ref, buffer.view)
             except BlobDamaged as error:
                 self.work.spoilt[_bare(ref)] = error
-                raise _spoilt(self.source, self.commit, self.manifest, error) from error
+                raise _damaged_blob(self.source, self.commit, self.manifest, error) from error
             blobs.put(self.target, own, ref.hash, data)
         self.put[ref.hash] = ref.size
         return ref
 
-    def _lost(self) -> list[BlobRef]:
-        """Find the blobs that were to be reused and are gone from the target: they are to be copied."""
-        own = self.transaction.txid
-        return blobs.check_reused(self.target, own, [ref for ref in self.places.values() if ref.uploader != own])
-
     def _check_open(self) -> None:
-        """Ask where something is gone: only once a transaction has ended may a gc delete what it has put or reuses."""
+        """Raise `Revoked` if the transaction has ended. Only then may a gc delete what it has put or reuses."""
         if self.target.storage.size(commit_key(self.transaction.txid)) is not None:
             raise Revoked("a gc took this copy for dead, and deleted what it needs; copy again")
-
-    def _commit(self, started: int) -> Commit:
-        """Put the manifest, then the record that makes it visible. Whoever else did so first, it is the same."""
-        made = self.transaction.commit(self._record(started, self._put_manifest()))
-        self.target.storage.sweep(uploader_folder(self.transaction.txid))  # of others in it that were killed
-        return made
 
     def _put_manifest(self) -> Encoded:
         txid, id = self.transaction.txid, self.commit.id
         key, made = manifest_key(txid, id), self._placed()
         try:
             self.target.storage.put(key, made.data)
-        except AlreadyExists:  # of another process in this transaction: whatever it reuses was live, too
-            return self._found_manifest(key)
+        except AlreadyExists:  # another process of this transaction put it; what that reuses was live, too
+            return self._existing_manifest(key)
         return made
 
     def _placed(self) -> Encoded:
         refs = (replace(self.places[ref.hash], worn=ref.worn) for ref in self.manifest.blobs)
         return placed(self.manifest, encode_blobs(refs))
 
-    def _found_manifest(self, key: str) -> Encoded:
+    def _existing_manifest(self, key: str) -> Encoded:
         try:
             data = self.target.storage.get(key, limit=MAX_MANIFEST_BYTES)
         except NotFound:
@@ -333,11 +318,11 @@ class _Copy:
         self.places = {ref.hash: ref for ref in there.blobs}
         if blobs.check(self.target, there.blobs):
             self._check_open()
-            raise Damaged(f"{key} of {self.target.storage.url} names what is gone; copy again", key=key)
+            raise Damaged(f"{key} of {self.target.storage.url} names blobs that are gone; copy again", key=key)
         return Encoded(there.head, data)
 
-    def _found_there(self, made: Encoded) -> int:
-        """Count the bytes of tensors, as held in memory, that the target had; 0 where not all rows are understood."""
+    def _bytes_reused(self, made: Encoded) -> int:
+        """Return the bytes of tensors, as held in memory, that the target had; 0 if not all rows are understood."""
         manifest = made.manifest()
         manifest.left_out = self.manifest.left_out
         new = {number for number, ref in enumerate(manifest.blobs) if ref.uploader == self.transaction.txid}
@@ -354,12 +339,12 @@ class _Copy:
             first,
             txid=txid,
             origin=None if self.commit.origin == txid else self.commit.origin,
-            replaces=None,  # that is not there, or is another commit there
+            replaces=None,  # the target lacks what this one replaces, or has it as another commit
             time=now,
             head=made.head,
             manifest_bytes=len(made.data),
             bytes_written=sum(new),
-            bytes_reused=self._found_there(made),
+            bytes_reused=self._bytes_reused(made),
             blobs_written=len(new),
             blobs_reused=len(refs) - len(new),
             seconds=round((now - started) / 1e6, 6),
@@ -367,7 +352,7 @@ class _Copy:
 
 
 class _Recoded(_Copy):
-    """A copy with its cells packed anew. Who joins it with the blobs as they are shares no work, but the commit."""
+    """A copy that repacks cells. A process that joins it with the blobs as they are shares the commit, but no work."""
 
     made: Encoded
 
@@ -380,7 +365,7 @@ class _Recoded(_Copy):
         try:
             self.made = recoding.run()
         except BlobDamaged as error:
-            raise _spoilt(self.source, self.commit, self.manifest, error) from error
+            raise _damaged_blob(self.source, self.commit, self.manifest, error) from error
         self.places = {ref.hash: ref for ref in self.made.manifest().blobs}
         self.put = {name: ref.size for name, ref in self.places.items() if ref.uploader == own}
 
@@ -395,19 +380,19 @@ class _Recoded(_Copy):
 
 
 def twin(listed: CommitList, commit: Commit) -> Commit | None:
-    """Find the visible commit of the same checkpoint in another store, ``listed``, that has all that this one has."""
+    """Find the visible commit in ``listed``, of another store, that has all that ``commit`` has."""
     return next((other for other in listed.visible() if commit in Holdings([other])), None)
 
 
 def occupant(listed: CommitList, commit: Commit) -> Commit | None:
-    """Find the visible commit of another checkpoint under the same run and step."""
+    """Find the visible commit of another checkpoint with the same run and step."""
     place = (commit.run, commit.step)
     same = (other for other in listed.visible() if (other.run, other.step) == place)
     return next((other for other in same if other.id != commit.id), None)
 
 
 def taken(target: Repository, commit: Commit, other: Commit) -> Conflict:
-    """Return the error for a run and step that another checkpoint has."""
+    """Return the error for a run and step that another checkpoint of the target has."""
     return Conflict(
         f"{commit} was not copied: {target.storage.url} has another checkpoint under that run and step, {other.id}. "
         "Forget it there first (`casckpt forget`), if it is not wanted",

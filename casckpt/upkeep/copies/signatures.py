@@ -1,4 +1,4 @@
-"""Signatures of checkpoints in copies: all are taken along, before the commit, be they right or not."""
+"""Copies of signatures. All signatures are copied before the commit, whether they are valid or not."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 
 
 def copy_signatures(source: Repository, target: Repository, ids: Container[ManifestId]) -> None:
-    """Put the signatures of ``ids`` into ``target`` that it lacks. One LIST where there are none.
+    """Put the signatures of ``ids`` that ``target`` lacks into it. One LIST if there are none.
 
-    One that cannot be read keeps nothing else from being copied. Raises `StorageError`.
+    A signature that cannot be read is logged and left out. Raises `StorageError`.
     """
     here = [key for key, id in list_signatures(source).items() if id in ids]
     there = list_signatures(target) if here else {}

@@ -1,4 +1,4 @@
-"""gc: forget what the policy does not keep, purge what was forgotten long ago, delete what nothing needs.
+"""gc: forgets what the policy does not keep, purges what was forgotten long ago, and deletes what nothing needs.
 
 `gc` runs the phases of docs/format.md, and their order is the safety argument: list the objects, then the commits
 (`candidates`), wait for open transactions (`wait`), then list the commits again. `purge` forgets and purges. A

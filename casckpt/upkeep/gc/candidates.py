@@ -1,7 +1,7 @@
 """Candidates of a gc: the objects that no live checkpoint names (steps 2, 3 and 6 of the protocol).
 
-The order is what keeps this safe: objects are listed before commits, so whatever a listed commit needs was either
-listed or is not up for deletion; see "How objects are deleted" in docs/format.md.
+The order makes this safe. Objects are listed before commits, so an object that a listed commit names is either in the
+listing, or is no candidate. See "How objects are deleted" in docs/format.md.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ _NAMED_AT_MOST = 3
 
 
 class Unreadable(Exception):
-    """A manifest went away while it was wanted: another gc is at work. Start again."""
+    """A manifest was deleted before it could be read: another gc is running. Start again."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """What nothing live named when commits were listed: sizes in bytes by key, from which roots are taken away.
+    """The objects that no live commit named when commits were listed.
 
-    ``ended``: the commits that were purged or revoked then. Whatever was committed beside them is a root for ever.
+    ``sizes``: bytes by key, from which roots are removed later. ``ended``: the commits that were purged or revoked at
+    that listing. All other commits stay roots for this gc, even if they are purged later.
     """
 
     sizes: dict[str, int] = field(repr=False)
@@ -36,38 +37,38 @@ class Candidates:
 
 
 def commits_without_doubt(repo: Repository, *, anew: bool = False) -> CommitList:
-    """List all commits; ``anew``: from their records, whatever this host knows of them.
+    """List all commits; with ``anew``, read all records again, also those that this host has read.
 
-    Raises `Damaged` if the state of one is not known: it may live, and nobody knows what it names.
+    Raises `Damaged` if the state of a commit is unknown, because it may be live, and what it names is unknown.
     """
-    found = list_commits(repo, anew=anew)
-    if found.damaged:
-        names = sorted(found.damaged)
+    listed = list_commits(repo, anew=anew)
+    if listed.damaged:
+        names = sorted(listed.damaged)
         more = f" and {len(names) - 1} more" if names[1:] else ""
         message = (
             f"gc deletes nothing, because the records of transaction {names[0]}{more} cannot be read: "
-            f"{found.damaged[names[0]]}. Put the file back from a copy of the store, or give the checkpoint up with "
+            f"{listed.damaged[names[0]]}. Put the file back from a copy of the store, or give the checkpoint up with "
             f"`casckpt transactions STORE --give-up {names[0]}`"
         )
         raise Damaged(message, key=f"commits/{names[0]}")
-    return found
+    return listed
 
 
 def candidates(
     repo: Repository, stock: Inventory, commits: CommitList, *, as_purged: Container[TxId] = ()
 ) -> Candidates:
-    """Do steps 2 and 3; ``stock`` was taken before ``commits`` were listed. ``as_purged``: what counts as purged.
+    """Do step 3. ``stock``: listed before ``commits`` (step 2). ``as_purged``: commits that count as purged.
 
-    Raises `Damaged` that names all checkpoints whose manifest cannot be read; `Unreadable` if one was purged meanwhile;
+    Raises `Damaged` with all checkpoints whose manifest cannot be read; `Unreadable` if one was purged meanwhile;
     `StorageError`.
     """
     live = [commit for commit in commits.live() if commit.txid not in as_purged]
     sizes = dict(stock.sizes)
     broken: list[tuple[Commit, CasckptError]] = []
-    manifests.learn(repo, _trusted(repo, live))
+    manifests.learn(repo, live if repo.storage.traits.remote else ())  # elsewhere they are read one by one below
     for commit in live:
         try:
-            _take_away(sizes, _names_of_live(repo, commit, stock))
+            _remove(sizes, _names_of_live(repo, commit, stock))
         except Gone as error:
             raise Unreadable(str(error)) from error
         except (Damaged, Refused) as error:
@@ -78,59 +79,51 @@ def candidates(
     return Candidates(sizes, ended)
 
 
-def spare_roots(repo: Repository, found: Candidates, commits: CommitList) -> None:
-    """Do step 6: take away what any commit names that had not ended when ``found`` was made, purged since or not.
+def spare_roots(repo: Repository, pending: Candidates, commits: CommitList) -> None:
+    """Do step 6: remove from ``pending`` what any commit names that had not ended in step 3, even if purged since.
 
     Raises `Unreadable` if a manifest cannot be read, `StorageError`.
     """
-    roots = [commit for txid, commit in sorted(commits.commits.items()) if _is_root(commit, found.ended)]
+    every = (commit for _, commit in sorted(commits.commits.items()))
+    roots = [one for one in every if one.live or (one.txid not in pending.ended and one.last != "revoked")]
     manifests.learn(repo, roots)
     for commit in roots:
         try:
-            _take_away(found.sizes, _names(repo, commit))
+            _remove(pending.sizes, _names(repo, commit))
         except (Damaged, Refused) as error:
             raise Unreadable(str(error)) from error
 
 
-def _is_root(commit: Commit, ended: Container[TxId]) -> bool:
-    return commit.live or (commit.txid not in ended and commit.last != "revoked")
-
-
-def _take_away(sizes: dict[str, int], keys: Iterable[str]) -> None:
+def _remove(sizes: dict[str, int], keys: Iterable[str]) -> None:
     for key in keys:
         sizes.pop(key, None)
 
 
 def _names(repo: Repository, commit: Commit) -> Iterator[str]:
-    """Return the keys of all that a commit names; the catalogue may know."""
+    """Yield the keys of the manifest and the blobs of a commit, from the catalogue or the store."""
     yield manifest_key(commit.txid, commit.id)
     for uploader, blob, _ in manifests.blobs_of(repo, commit):
         yield blob_key(uploader, blob)
 
 
 def _names_of_live(repo: Repository, commit: Commit, stock: Inventory) -> list[str]:
-    """Return the same, and look at the manifest: at its list of blobs where that is cheap, else presence is enough.
+    """Return the same keys, and check the manifest: read its list of blobs where that is cheap, else its presence.
 
-    Nothing where all is guarded: there is nothing to take the names away from.
+    Returns no keys if all objects have a guard, because then there are no candidates.
     """
     key = manifest_key(commit.txid, commit.id)
     if repo.storage.traits.remote and (stock.has_manifest(key) or repo.storage.size(key) is not None):
         return list(_names(repo, commit)) if stock.sizes else []
-    found = manifests.stored_blobs(repo, commit)
+    blobs = manifests.stored_blobs(repo, commit)
     if not stock.sizes:
         return []
-    return [key, *(blob_key(uploader, name) for uploader, name, _ in found.names())]
-
-
-def _trusted(repo: Repository, live: Iterable[Commit]) -> Iterable[Commit]:
-    """Return those whose manifests are not read one by one, but many at once into the catalogue."""
-    return live if repo.storage.traits.remote else ()
+    return [key, *(blob_key(uploader, name) for uploader, name, _ in blobs.names())]
 
 
 def _cannot_read(broken: list[tuple[Commit, CasckptError]]) -> Damaged:
     lines = [str(error) for _, error in broken[:_NAMED_AT_MOST]]
     more = f" (and {len(broken) - _NAMED_AT_MOST} more)" if len(broken) > _NAMED_AT_MOST else ""
     return Damaged(
-        f"gc deletes nothing, because nobody knows what these checkpoints need{more}: {'; '.join(lines)}",
+        f"gc deletes nothing, because it is unknown what these checkpoints need{more}: {'; '.join(lines)}",
         checkpoints=tuple(commit.id for commit, _ in broken),
     )

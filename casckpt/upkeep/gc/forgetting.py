@@ -1,4 +1,4 @@
-"""Forgetting by name, not by a policy."""
+"""Forgetting of named checkpoints, without a policy."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from casckpt.repository.requirements import check_requirements
 
 
 def plan_forget(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool = False) -> list[Commit]:
-    """Choose the checkpoints that ``refs`` name (ranges among them), each once, as they are now. Writes nothing.
+    """Return the checkpoints that ``refs`` name (ranges too), each once, as they are now. Writes nothing.
 
-    ``tagged``: those with a tag too; without it they are a `Conflict`, and nobody need be surprised. Raises as
-    `resolve_many`; `Damaged` or `Refused` if a tag cannot be read.
+    ``tagged``: allow checkpoints with a tag; otherwise they raise `Conflict`. Raises as `resolve_many`; `Damaged` or
+    `Refused` if a tag cannot be read.
     """
     chosen = resolve_many(repo, refs)
     named = tags(repo)
@@ -33,9 +33,9 @@ def plan_forget(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool 
 
 
 def forget(repo: Repository, chosen: Iterable[Commit]) -> list[Commit]:
-    """Forget what `plan_forget` chose. A tag that names one of them goes first: it would keep it from being purged.
+    """Forget what `plan_forget` chose. Tags on these checkpoints are deleted first, because tags prevent a purge.
 
-    One that expires stays, and does so until it has ended: whoever holds it counts on that.
+    Tags that expire stay until their end, because their holders rely on them.
     """
     check_requirements(repo)
     named = {name: tag for name, tag in tags(repo).items() if tag.expires is None}

@@ -1,18 +1,18 @@
-"""gc: forget what a policy does not keep, purge what was forgotten, delete what nothing needs. Safe at any time.
+"""The phases of gc. gc is safe at any time, beside saves and other gcs.
 
-Writers and other gcs may run meanwhile, pause, and wake at any time: no lock is held, and no clock decides about
-safety. The steps are those of "How objects are deleted" in docs/format.md; tests/model walks all their interleavings.
+gc holds no lock, and its safety depends on no clock: writers and other gcs may pause and continue at any time. The
+steps are those of "How objects are deleted" in docs/format.md. tests/model explores all their interleavings.
 
-1. restore what is tagged, and purge what was forgotten long enough ago
-2. list objects, without those that a live commit guards
-3. list commits: candidates for deletion are the objects that no live commit names
-4. then list open transactions
-5. wait until each of them is closed, revoking the dead ones
-6. then list commits again: what any of them names stays, unless it had been purged or revoked in 3; a manifest that is
-   left and has no record shows that records are lost: then nothing is deleted
-7. delete the rest
+1. Restore what is tagged, forget what the policy does not keep, and purge what was forgotten long enough ago.
+2. List objects, without folders that have a guard.
+3. List commits. The candidates are the objects that no live commit names.
+4. Then list open transactions.
+5. Wait until each of them has ended, and revoke the dead ones.
+6. Then list commits again. What any of them names stays, unless it had been purged or revoked in step 3. If a manifest
+   without a record is left, records are lost, and nothing is deleted.
+7. Delete the rest.
 
-A gc that runs out of time keeps what it has for the next one, which goes on at 5.
+A gc that runs out of time stores its candidates, and the next gc continues with step 5.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ from casckpt.upkeep.thin import ThinResult
 
 Sleep: TypeAlias = Callable[[float], None]
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds between two looks
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds between two checks of the open transactions
 SEEN_NOTE = "gc-signs-of-life"
 
 
 @dataclass
 class Limits:
-    """How long a gc waits in all, and when it revokes; seconds."""
+    """How long a gc waits in all, and when it revokes a silent transaction; seconds."""
 
     wait: float
     revoke_after: float
@@ -77,11 +77,11 @@ class Limits:
     pause: float = FIRST_PAUSE
 
     def is_over(self) -> bool:
-        """Tell whether it has waited long enough."""
+        """Tell whether the time to wait is used up."""
         return self.slept >= self.wait
 
     def rest(self) -> None:
-        """Sleep until the next look. Counts what it sleeps, so that no clock makes it wait for ever."""
+        """Sleep until the next check. Counts its sleeps instead of reading a clock, so that it always ends."""
         seconds = min(self.pause, self.wait - self.slept)
         self.sleep(seconds)
         self.slept += seconds
@@ -90,7 +90,7 @@ class Limits:
 
 @dataclass
 class WaitResult:
-    """``still``: transactions that are open yet. ``revoked``: those that this gc gave up on."""
+    """``still``: transactions that are still open. ``revoked``: transactions that this gc revoked."""
 
     still: list[OpenTransaction] = field(default_factory=list)
     revoked: list[TxId] = field(default_factory=list)
@@ -103,9 +103,9 @@ def wait_until_closed(
 
     A transaction ends when it commits, is revoked by its save, or is revoked here: because its process is provably
     dead, or because it showed no new sign of life for ``patience.revoke_after`` seconds. Signs are counted, and only
-    this host's clock measures the time between two looks. Clocks are never compared. To revoke is always safe: at worst
-    a live save fails and is repeated. ``tell`` is called at each look with the transactions that are still open; those
-    in the result's ``still`` did not end in time.
+    this host's clock measures the time between two checks. Clocks are never compared. To revoke is always safe: at
+    worst a live save fails and is repeated. ``tell`` is called at each check with the transactions that are still open.
+    Those in the result's ``still`` did not end in time.
 
     Raises `StorageError`.
     """
@@ -114,7 +114,7 @@ def wait_until_closed(
         closed = list_names(repo)
         wanted -= closed
         looked = {one.txid: one for one in open_transactions(repo, closed)}
-        for txid in wanted - looked.keys():  # its file is gone, which does not close it
+        for txid in wanted - looked.keys():  # a transaction without its file is still open
             looked[txid] = OpenTransaction(txid, None, 0)
         silent = _silence(repo, looked)
         result.still = []
@@ -130,17 +130,18 @@ def wait_until_closed(
         patience.rest()
 
 
-def _why_dead(repo: Repository, one: OpenTransaction, silent: float, revoke_after: float) -> str:
-    if one.began is not None and has_died(repo, one):
-        return f"process {one.began.process.pid} on {one.began.process.host} is dead"
+def _why_dead(repo: Repository, transaction: OpenTransaction, silent: float, revoke_after: float) -> str:
+    if transaction.began is not None and has_died(repo, transaction):
+        return f"process {transaction.began.process.pid} on {transaction.began.process.host} is dead"
     if silent >= revoke_after:
         return f"no sign of life for {silent:.0f} seconds"
     return ""
 
 
 def _silence(repo: Repository, looked: dict[TxId, OpenTransaction]) -> dict[TxId, float]:
-    """Return seconds since this host saw a new sign of life of each; remembered from one gc to the next."""
-    before, now = _remembered(repo), repo.clock()
+    """Return the seconds since this host saw a new sign of life of each. A note keeps them for the next gc."""
+    before = notes.decode(repo.catalogue.note(SEEN_NOTE), notes.SIGNS_OF_LIFE) or {}
+    now = repo.clock()
     seen = {}
     for txid, one in looked.items():
         signs, since = before.get(txid, (one.signs, now))
@@ -148,10 +149,6 @@ def _silence(repo: Repository, looked: dict[TxId, OpenTransaction]) -> dict[TxId
     if seen != before:
         repo.catalogue.set_note(SEEN_NOTE, notes.encode(seen) if seen else None)
     return {txid: (now - since) / 1e6 for txid, (_, since) in seen.items()}
-
-
-def _remembered(repo: Repository) -> dict[TxId, tuple[int, int]]:
-    return notes.decode(repo.catalogue.note(SEEN_NOTE), notes.SIGNS_OF_LIFE) or {}
 
 
 RESUME_NOTE = "gc-paused"
@@ -171,7 +168,7 @@ class ResumeState:
 
 
 def save_resume_state(repo: Repository, paused: ResumeState) -> None:
-    """Keep the state for the next gc on this host."""
+    """Store the state for the next gc on this host."""
     columns: dict[TxId, list[tuple[str, str, int]]] = defaultdict(list)
     for key, size in paused.candidates.sizes.items():
         name = parse_object(key)
@@ -182,26 +179,21 @@ def save_resume_state(repo: Repository, paused: ResumeState) -> None:
 
 
 def drop_resume_state(repo: Repository) -> None:
-    """Drop what was kept: there is nothing to go on with."""
+    """Delete the stored state."""
     repo.catalogue.set_note(RESUME_NOTE, None)
 
 
 def load_resume_state(repo: Repository, commits: CommitList) -> ResumeState | None:
-    """Return what a gc on this host left for this store, None if nothing. ``commits``: as they are now."""
+    """Return the state that a gc on this host left for this store, None if there is none. ``commits``: listed now."""
     state = notes.decode(repo.catalogue.note(RESUME_NOTE), notes.PAUSED_GC)
     if state is None or state.url != repo.storage.url:
         return None
-    if not all(_has_ended(commits, txid) for txid in state.ended):
+    if not all(txid in commits.commits and not commits.commits[txid].live for txid in state.ended):
         return None
     sizes = {
         _key(uploader, kind, digest): size for uploader, rows in state.candidates.items() for kind, digest, size in rows
     }
     return ResumeState(Candidates(sizes, frozenset(state.ended)), frozenset(state.waits))
-
-
-def _has_ended(commits: CommitList, txid: TxId) -> bool:
-    commit = commits.commits.get(txid)
-    return commit is not None and not commit.live
 
 
 def _key(uploader: TxId, kind: str, digest: str) -> str:
@@ -220,15 +212,15 @@ Tell = Callable[[Sequence[Deferred]], None]
 
 @dataclass(frozen=True)
 class GcResult:
-    """What a gc did; with ``dry_run`` what it would do. Bytes and counts of blobs do not count manifests.
+    """What a gc did; with ``dry_run``, what it would do. Counts and bytes of blobs do not include manifests.
 
-    ``later_blobs``, ``later_bytes``: of what stays, what is freed once the forgotten checkpoints that are too young are
-    purged. ``waiting``: what is left for a later gc, and why. ``revoked``: transactions that were given up on.
-    ``foreign``: keys under objects/ that no casckpt made, which are left alone. ``thin``: what was thinned before, or
-    would be, and not counted in the rest; None without such a rule. ``restored``: what an earlier gc had forgotten
-    when somebody tagged it, and was killed before it could take that back.
+    ``later_blobs``, ``later_bytes``: of the kept blobs, those that become free once the forgotten checkpoints that are
+    too young are purged. ``waiting``: what is left for a later gc, and why. ``revoked``: transactions that were
+    revoked. ``foreign``: keys under objects/ that casckpt did not make, which gc leaves alone. ``thin``: what was
+    thinned before, or would be; not counted in the rest, None without such a rule. ``restored``: checkpoints that were
+    tagged while an earlier gc forgot them, and that it was killed before it could restore.
 
-    Of one that failed, what it had done to checkpoints by then: the error has it as ``done``. All counts are 0 there.
+    If a gc fails, its error has this as ``done``: what it had done to checkpoints by then. All counts are 0 there.
     """
 
     forgotten: tuple[Commit, ...] = ()
@@ -258,7 +250,7 @@ class _Tally:
     revoked: list[TxId] = field(default_factory=list)
 
     def result(self, repo: Repository, plan: GcPlan, done: GcResult, opened: Iterable[OpenTransaction]) -> GcResult:
-        """Add to ``done`` all that a gc knows at its end. ``opened``: transactions that are in the way yet."""
+        """Add to ``done`` what a gc knows at its end. ``opened``: transactions that it would have to wait for."""
         deleted, kept = sums_of(self.deleted.items()), self.stock.total(but=self.deleted)
         named = BlobUse(repo, list_commits(repo).live() if plan.young else ())
         later = named.alone(commit.txid for commit in plan.young)
@@ -283,8 +275,8 @@ def plan_gc(
     """Plan what a gc forgets and purges now. Writes nothing.
 
     ``policy``: None forgets nothing. ``run``: forget and purge only checkpoints of this run. ``min_age``: seconds from
-    the forgetting to the purge (None: the store's setting, else 24 h, and 15 minutes for ephemeral checkpoints). Where
-    the store has a mirror, and something is to go, it looks whether that is there: if it is not, all stays.
+    the forgetting to the purge (None: the store's setting, otherwise 24 h, and 15 minutes for ephemeral checkpoints).
+    If the store has a mirror that is gone, the plan forgets and purges nothing that was safe there.
 
     Raises `NotFound` where there is no store, `Damaged` if records or tags cannot be read, `Unsupported` for a storage
     that gc cannot work on, `StorageError`.
@@ -297,14 +289,14 @@ def plan_gc(
 
 
 def preview(repo: Repository, plan: GcPlan, *, thin: ThinResult | None = None) -> GcResult:
-    """Say what `execute` would do with ``plan``. Writes nothing.
+    """Return what `execute` would do with ``plan``. Writes nothing.
 
-    Objects count as deleted as if the purges had happened, and as if no open transaction came to commit. Raises as
-    `execute` does; the error has the plan as ``done``.
+    Counts deleted objects as if the purges had happened and no open transaction would commit. Raises as `execute`; the
+    error has the plan as ``done``.
     """
     as_purged = {commit.txid for commit in plan.purge}
     done = GcResult(plan.forget, plan.restore, plan.purge, waiting=plan.waiting, dry_run=True, thin=thin)
-    with _telling(lambda: done):
+    with _noting(lambda: done):
         stock = list_unguarded(repo, commits_without_doubt(repo), as_purged=as_purged)
         commits = commits_without_doubt(repo)
         found = _candidates(repo, stock, as_purged)
@@ -326,15 +318,15 @@ def execute(
 ) -> GcResult:
     """Carry out ``plan``, and delete what nothing needs.
 
-    ``wait``: seconds to wait, in all, for transactions in the way; then the rest is left to the next gc, which goes on
+    ``wait``: seconds to wait in all for open transactions; after that the rest is left to the next gc, which continues
     from there. ``revoke_after``: seconds without a new sign of life after which a transaction is revoked (None: the
-    store's setting, else an hour). ``progress``: called with the number of objects just deleted. ``tell``: called with
-    what is waited for. ``thin``: what was thinned before, for the result.
+    store's setting, otherwise an hour). ``progress``: called with the number of objects just deleted. ``tell``: called
+    with the transactions that gc waits for. ``thin``: what was thinned before, for the result.
 
-    Raises `Damaged`, naming the checkpoints, if a manifest or a record cannot be read: then nothing is deleted, and
-    nothing forgotten or purged if it can be known before that. Raises `Conflict` if other gcs come in between again and
-    again; `Unsupported`, also where the store demands of writers what this version does not know; `StorageError`.
-    However it ends, also by an interrupt, the error has as ``done`` what was done to checkpoints by then.
+    Raises `Damaged`, with the checkpoints, if a manifest or a record cannot be read: then nothing is deleted, and
+    nothing is forgotten or purged if gc finds it early enough. Raises `Conflict` if other gcs interfere again and
+    again; `Unsupported`, also if the store requires of writers what this version does not know; `StorageError`. Every
+    error, also an interrupt, has as ``done`` what was done to checkpoints by then.
     """
     _check_seconds("a wait", wait)
     _check_seconds("a time to revoke after", revoke_after)
@@ -345,7 +337,7 @@ def execute(
         known = settings.revoke_after_seconds
         revoke_after = REVOKE_AFTER if known is None else known
     done, gc = RetireProgress(), _Collection(repo, Limits(wait, revoke_after, sleep), progress, tell)
-    with _telling(lambda: _so_far(plan, done, gc.tally, thin)):
+    with _noting(lambda: _so_far(plan, done, gc.tally, thin)):
         if plan.forget or plan.purge:
             _check_first(repo, plan)
         bring_back(repo, plan, done)
@@ -357,41 +349,41 @@ def execute(
 
 
 def _check_first(repo: Repository, plan: GcPlan) -> None:
-    """Raise what would keep a gc from deleting, before it forgets or purges: nothing would be won by that."""
+    """Raise the errors that would stop the gc before it deletes, before anything is forgotten or purged."""
     commits = commits_without_doubt(repo)
     stock = list_unguarded(repo, commits)
-    # chosen from what is listed; if that is not all, it is not for a policy to choose
+    # the policy chose from the listing; if records are lost, the listing is incomplete
     check_recorded(repo, stock.sizes, commits.commits)
     _candidates(repo, stock, {commit.txid for commit in plan.purge})
 
 
 def _so_far(plan: GcPlan, done: RetireProgress, tally: _Tally, thin: ThinResult | None) -> GcResult:
-    """Return what was done by now; of what waits only how long what was forgotten may be restored."""
+    """Return what was done so far. ``waiting`` has only the checkpoints that this gc has forgotten."""
     forgotten = {commit.txid for commit in done.forgotten}
     return GcResult(
         forgotten=tuple(done.forgotten),
         restored=tuple(done.restored),
         purged=tuple(done.purged),
-        waiting=tuple(one for one in plan.waiting if one.txid in forgotten),
+        waiting=tuple(deferred for deferred in plan.waiting if deferred.txid in forgotten),
         revoked=tuple(tally.revoked),
         thin=thin,
     )
 
 
 @contextmanager
-def _telling(done: Callable[[], GcResult]) -> Iterator[None]:
-    """Give an error, or an interrupt, what was done by then; a traceback shows the note.
+def _noting(done: Callable[[], GcResult]) -> Iterator[None]:
+    """Add what was done so far to an error or interrupt: as ``done``, and as a note in the traceback.
 
-    A purge is for ever: whoever called must be able to say what went.
+    A purge cannot be undone, so a caller must be able to know what was purged.
     """
     try:
         yield
     except BaseException as error:
-        found = done()
-        vars(error)["done"] = found
-        told = {"forgotten": found.forgotten, "purged": found.purged, "restored": found.restored}
-        if any(told.values()) and not found.dry_run:
-            error.add_note("by then this gc had " + "; ".join(f"{how} {_named(some)}" for how, some in told.items()))
+        result = done()
+        vars(error)["done"] = result
+        changes = {"forgotten": result.forgotten, "purged": result.purged, "restored": result.restored}
+        if any(changes.values()) and not result.dry_run:
+            error.add_note("by then this gc had " + "; ".join(f"{how} {_named(some)}" for how, some in changes.items()))
         raise
 
 
@@ -402,7 +394,7 @@ def _named(some: Sequence[Commit]) -> str:
 
 def _check_seconds(what: str, seconds: Any) -> None:
     if seconds is not None and not (isinstance(seconds, int | float) and seconds >= 0):
-        raise InvalidInput(f"{what} of {seconds!r} seconds makes no sense: give a number, 0 or more")
+        raise InvalidInput(f"{what} of {seconds!r} seconds is not usable: give a number, 0 or more")
 
 
 @dataclass
@@ -416,7 +408,7 @@ class _Collection:
     tally: _Tally = field(default_factory=_Tally)
 
     def run(self) -> None:
-        """Finish what an earlier gc left, then go through all steps."""
+        """Finish what an earlier gc left, then do all steps."""
         paused = load_resume_state(self.repo, commits_without_doubt(self.repo))
         if paused is not None and not self._finish_paused(paused):
             self.tally.stock = list_unguarded(self.repo, commits_without_doubt(self.repo))
@@ -427,10 +419,10 @@ class _Collection:
             except Unreadable:
                 continue
             return
-        raise Conflict("other gcs purged what this one was looking at, again and again; let one of them run alone")
+        raise Conflict("other gcs purged checkpoints that this gc was reading, again and again; let one gc run alone")
 
     def _finish_paused(self, paused: ResumeState) -> bool:
-        """Go on from step 5. Returns False if it has to wait yet."""
+        """Continue with step 5. Returns False if it has to wait longer."""
         check_requirements(self.repo)
         try:
             finished = self._finish(paused)
@@ -441,24 +433,26 @@ class _Collection:
         return finished
 
     def _pass(self) -> None:
-        """Go through steps 2 to 7. Raises `Unreadable` to be started again."""
+        """Do steps 2 to 7. Raises `Unreadable` if it must start again."""
         self.tally.stock = list_unguarded(self.repo, commits_without_doubt(self.repo))
         commits = commits_without_doubt(self.repo)
         found = candidates(self.repo, self.tally.stock, commits)
         live, spare = len(commits.live()), len(found.sizes)
         log.info("%s: %d live checkpoints, %d objects that none of them needs", self.repo.storage.url, live, spare)
-        waits = frozenset(one.txid for one in open_transactions(self.repo, commits.commits))
+        waits = frozenset(transaction.txid for transaction in open_transactions(self.repo, commits.commits))
         if found.sizes:
             paused = ResumeState(found, waits)
             if not self._finish(paused):
                 save_resume_state(self.repo, paused)
-        else:  # nothing to wait for; the dead are seen to all the same
+        else:  # nothing to wait for, but dead transactions are revoked
             look = Limits(0, self.patience.revoke_after, self.patience.sleep)
             self.tally.revoked += wait_until_closed(self.repo, waits, look, lambda still: None).revoked
 
     def _finish(self, paused: ResumeState) -> bool:
-        """Go through steps 5 to 7. Returns False if the time was not enough."""
-        waited = wait_until_closed(self.repo, paused.waits, self.patience, self._tell)
+        """Do steps 5 to 7. Returns False if the time was not enough."""
+        waited = wait_until_closed(
+            self.repo, paused.waits, self.patience, lambda still: self.tell([waiting_for(one) for one in still])
+        )
         self.tally.revoked += waited.revoked
         self.tally.still = waited.still
         if waited.still:
@@ -472,9 +466,6 @@ class _Collection:
         self.tally.deleted |= paused.candidates.sizes
         return True
 
-    def _tell(self, still: Sequence[OpenTransaction]) -> None:
-        self.tell([waiting_for(one) for one in still])
-
 
 def _candidates(repo: Repository, stock: Inventory, as_purged: set[TxId]) -> Candidates:
     for _ in range(ATTEMPTS):
@@ -482,21 +473,21 @@ def _candidates(repo: Repository, stock: Inventory, as_purged: set[TxId]) -> Can
             return candidates(repo, stock, commits_without_doubt(repo), as_purged=as_purged)
         except Unreadable:
             continue
-    raise Conflict("another gc purges checkpoints right now; try again when it is done")
+    raise Conflict("another gc is purging checkpoints; try again when it is done")
 
 
 def _settle_records(repo: Repository) -> None:
-    """Make durable what others have put into commits/, and this gc has seen: they may have died before they did that.
+    """Make durable what other processes have put into commits/, because they may have died before they did so.
 
-    Else power that is lost could take back a purge, and not what was deleted for it.
+    Otherwise a power failure could undo a purge, but not the deletes that followed it.
     """
     repo.storage.settle(COMMITS.rstrip("/"))
 
 
 def _delete(repo: Repository, sizes: Iterable[str], progress: Progress) -> None:
-    """Delete blobs first: as long as a purged checkpoint's manifest is there, another gc need not start again.
+    """Delete the objects, blobs first: while the manifest of a purged checkpoint exists, another gc can continue.
 
-    Whatever the order, and wherever it ends, nothing that lives is hurt, and a later gc finds the rest.
+    Live checkpoints are safe in any order, and a later gc deletes what is left.
     """
     keys = sorted(sizes, key=lambda key: not key.endswith(BLOB))
     progress.expect(len(keys))
@@ -509,10 +500,8 @@ def _delete(repo: Repository, sizes: Iterable[str], progress: Progress) -> None:
 def _tidy(repo: Repository, tally: _Tally) -> None:
     """Remove the files of closed transactions, old generations of tags, and what crashed puts left.
 
-    Of a put under way nothing is lost by it.
-
-    Uploads are left alone, though: of folders of objects only those are swept that belong to closed transactions, that
-    held what was just deleted, or that no live checkpoint guards, as long as no open transaction has their name.
+    This disturbs no put in progress. A folder of objects is swept only if it has no open transaction, and if it belongs
+    to a closed transaction, held a deleted object, or has no guard.
     """
     closed = list_names(repo)
     _settle_records(repo)
@@ -532,11 +521,11 @@ def _tidy(repo: Repository, tally: _Tally) -> None:
 
 def _check_storage(repo: Repository) -> None:
     if repo.storage.traits.stale:
-        raise Unsupported(f"gc would act on listings that may be old: {repo.storage.traits.stale}")
+        raise Unsupported(f"gc cannot rely on listings that may be old: {repo.storage.traits.stale}")
     refuses = repo.storage.traits.exclusive
     known = repo.settings.exclusive_create if refuses is None else refuses
     if known is False and not repo.single_writer:
         raise Unsupported(
-            f"{repo.storage.url} does not refuse a second create, so a save and a gc could both win the race for one "
-            "name: make sure that nobody saves, and say so with single_writer"
+            f"{repo.storage.url} does not refuse a second create, so a save and a gc could both create one name: make "
+            "sure that nobody saves, and say so with single_writer"
         )

@@ -1,20 +1,20 @@
-"""Step 1 of a gc: checkpoints that a policy forgets, and forgotten or rewritten ones that are purged or restored.
+"""Step 1 of a gc: forgets by the policy, and purges or restores forgotten and replaced commits.
 
-A plan is made first, from what the store says; the very same plan is then carried out. What changed in between stays
-as somebody else left it: forget, restore and purge race for the next record of a log, and tags are listed again. For a
-purge the order is: read the `forgotten` record, then the clock, then list tags, then take the number right behind that
-record. A tag that was granted meanwhile is seen, or has taken the number; so has a restore, even one before another
-forget.
+A plan is made first and then carried out unchanged. If another process changes a checkpoint in between, its change
+stays: forget, restore and purge compete for the next record of a log, and tags are listed again. The order of a purge
+is: read the `forgotten` record, then the clock, then list tags, then take the next number of the log. So a tag that was
+set meanwhile is either in the listing, or its restore has taken the number. This also holds for a restore that was
+followed by another forget.
 
-A gc that has forgotten what was tagged meanwhile restores it. If it was killed before that, the next one does so: it
-reads logs, then lists tags, then takes the number right behind `forgotten`. Whoever forgets a checkpoint by its name
-ends such tags first; so what a person has forgotten stays forgotten. What was overwritten does, too.
+A gc restores what it has forgotten if it was tagged meanwhile. If it is killed before that, the next gc restores it: it
+reads logs, then lists tags, then takes the number behind `forgotten`. A user who forgets a checkpoint deletes its tags
+first, so that checkpoint stays forgotten. So does a checkpoint that was overwritten.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -46,11 +46,11 @@ _NAMED_AT_MOST = 5
 class Deferred:
     """What a gc leaves for later, and why.
 
-    ``reason``: "young" (forgotten, may be purged after ``until``), "replaced" (rewritten, or a rewrite that was undone;
-    so may these old places be), "tagged" (forgotten, but ``tags`` name it; ``until`` then, if all of them expire),
-    "unmirrored" (neither forgotten nor purged, for it is not safe in the store's mirror yet, or that is not there), or
-    "transaction" (a save in progress that ``host`` and ``pid`` began at ``since``; deleting waits for its end).
-    ``replaced``: True where only old places are meant, None otherwise.
+    ``reason``: "young" (forgotten; may be purged after ``until``), "replaced" (the old commit of a rewrite, or a
+    rewrite that was undone; may be purged after ``until``), "tagged" (forgotten, but ``tags`` name it, until ``until``
+    if all of them expire), "unmirrored" (neither forgotten nor purged, because it is not safe in the store's mirror, or
+    the mirror is gone), or "transaction" (a save in progress that ``host`` and ``pid`` began at ``since``; gc waits for
+    its end). ``replaced``: True for an old commit of a rewrite, None otherwise.
     """
 
     reason: str
@@ -66,25 +66,22 @@ class Deferred:
     replaced: bool | None = None
 
 
-def waiting_for(one: OpenTransaction) -> Deferred:
-    """Describe a transaction in the way, for people."""
-    began = one.began
+def waiting_for(transaction: OpenTransaction) -> Deferred:
+    """Describe an open transaction that gc waits for."""
+    txid, began = transaction.txid, transaction.began
     if began is None:
-        return Deferred("transaction", None, parse_txid(one.txid).step, txid=one.txid, since=parse_txid(one.txid).time)
-    since = time_of(began.time)
-    process = began.process
-    return Deferred(
-        "transaction", began.run, began.step, txid=one.txid, host=process.host, pid=process.pid, since=since
-    )
+        return Deferred("transaction", None, parse_txid(txid).step, txid=txid, since=parse_txid(txid).time)
+    process, since = began.process, time_of(began.time)
+    return Deferred("transaction", began.run, began.step, txid=txid, host=process.host, pid=process.pid, since=since)
 
 
 @dataclass(frozen=True)
 class GcPlan:
     """What a gc will do. ``forget``: chosen by the policy. ``purge``: forgotten or replaced for long enough.
 
-    What is about to be forgotten may be purged, too. ``waiting``: checkpoints that stay yet, and why; ``young``: those
-    of them that are gone from sight, or will be, but not for long enough. ``restore``: forgotten, though a tag without
-    an end names them. All are oldest first. ``mirror``: URL of the one that what goes is noted to be safe in.
+    ``purge`` may include what ``forget`` has. ``waiting``: checkpoints that stay for now, and why. ``young``: those of
+    them that are hidden or will be, but not for long enough. ``restore``: forgotten, although a tag without an end
+    names them. All are oldest first. ``mirror``: URL of the mirror whose notes the plan relies on.
     """
 
     forget: tuple[Commit, ...]
@@ -97,7 +94,7 @@ class GcPlan:
 
 @dataclass
 class RetireProgress:
-    """What was done so far of a plan. Filled as things happen, so that an error on the way loses nothing of it."""
+    """What was done of a plan so far. It is filled as things happen, so that it is complete after an error."""
 
     restored: list[Commit] = field(default_factory=list)
     forgotten: list[Commit] = field(default_factory=list)
@@ -106,7 +103,7 @@ class RetireProgress:
 
 @dataclass(frozen=True)
 class MinAge:
-    """Seconds from the forget record until a checkpoint may be purged."""
+    """Seconds from the `forgotten` record until a checkpoint may be purged."""
 
     usual: float
     ephemeral: float
@@ -116,22 +113,21 @@ class MinAge:
         return round(1e6 * (self.ephemeral if commit.committed.ephemeral else self.usual))
 
 
-A_DAY = MinAge(24 * 3600.0, 15 * 60.0)  # for so long a wrong rule can be undone
+A_DAY = MinAge(24 * 3600.0, 15 * 60.0)  # time to notice a wrong rule and undo it
 AT_ONCE = MinAge(0.0, 0.0)
 
 
 def min_age_of(repo: Repository, wanted: float | None, unset: MinAge = A_DAY) -> MinAge:
-    """Return ``wanted`` seconds, else what the settings say, else ``unset``."""
+    """Return ``wanted`` seconds, or what the settings say, or ``unset``."""
     if wanted is not None:
         return MinAge(wanted, wanted)
-    settings: Settings = repo.settings
-    usual = settings.min_age_seconds
-    ephemeral = settings.min_age_ephemeral_seconds
+    settings = repo.settings
+    usual, ephemeral = settings.min_age_seconds, settings.min_age_ephemeral_seconds
     return MinAge(unset.usual if usual is None else usual, unset.ephemeral if ephemeral is None else ephemeral)
 
 
 def plan_of(repo: Repository, commits: CommitList, policy: Policy, run: str | None = None) -> GcPlan:
-    """Return what a gc would do; nothing where it would refuse to work."""
+    """Return what a gc would do; an empty plan if gc would raise."""
     try:
         return plan_retiring(repo, commits, policy, min_age_of(repo, None), run)
     except (Damaged, Refused):
@@ -145,7 +141,7 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
     visible = {commit.txid: commit for commit in commits.visible()}
     tagged = _claimed(named, commits, commits.live()) - _free(commits, commits.live())
     kept = map(kept_of, visible.values())
-    forgets = [visible[one.txid] for one in plan_forget(kept, policy, now, tagged=tagged, run=run)]
+    forgets = [visible[chosen.txid] for chosen in plan_forget(kept, policy, now, tagged=tagged, run=run)]
     purges, waiting, young = [], [], []
     forgotten = [c for c in commits.live() if c.last in ("forgotten", "replaced") and (run is None or c.run == run)]
     back = _forgotten_though_tagged(named, commits, forgotten)
@@ -170,11 +166,11 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
 
 
 def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False) -> GcPlan:
-    """Return ``plan``, or one that does not retire what was safe in a store that is at the mirror no more.
+    """Return ``plan`` without what was safe in a store that is no longer at the URL of the mirror.
 
-    That may be had here alone. ``near``: see `mirror_made_at`.
+    This store may hold the only copy of it. ``near``: see `mirror_made_at`.
     """
-    relied = {one.txid: one for one in (*plan.purge, *plan.forget)}
+    relied = {commit.txid: commit for commit in (*plan.purge, *plan.forget)}
     made = mirror_made_at(repo, plan.mirror, near=near) if plan.mirror and relied else None
     held = set() if made is None else _unsafe(repo, relied.values(), plan.mirror, made)
     if not held:
@@ -188,34 +184,36 @@ def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False)
     waiting = [_waits(relied[txid], "unmirrored") for txid in sorted(held, key=lambda txid: relied[txid].order)]
     return replace(
         plan,
-        forget=tuple(one for one in plan.forget if one.txid not in held),
-        purge=tuple(one for one in plan.purge if one.txid not in held),
-        waiting=(*(one for one in plan.waiting if one.txid not in held), *waiting),
-        young=tuple(one for one in plan.young if one.txid not in held),
+        forget=tuple(commit for commit in plan.forget if commit.txid not in held),
+        purge=tuple(commit for commit in plan.purge if commit.txid not in held),
+        waiting=(*(deferred for deferred in plan.waiting if deferred.txid not in held), *waiting),
+        young=tuple(commit for commit in plan.young if commit.txid not in held),
     )
 
 
 def _gone_since(commit: Commit, now: int) -> int:
-    """Return when a commit was forgotten or replaced; now for one that will be.
+    """Return when a commit was forgotten or replaced; ``now`` for one that will be.
 
-    By the clock of whoever did that, but not before the save: then that clock was behind. A save in the future says
-    nothing: then the clock of the saver was ahead.
+    The time is by the clock of the host that did it, but not before the save, because then that clock was behind. A
+    save in the future does not count, because then the clock of the saver was ahead.
     """
     saved = commit.committed.time
     return now if commit.visible else max(commit.changed_at, saved if saved <= now else 0)
 
 
 def kept_of(commit: Commit) -> SavedCheckpoint:
-    """Return a commit as a policy sees it."""
-    said = commit.committed
-    metrics = metric_values(said.metrics)
-    return SavedCheckpoint(commit.txid, said.run, said.step, said.created_at, metrics=metrics, healthy=said.healthy)
+    """Return what a policy needs of a commit."""
+    record = commit.committed
+    return SavedCheckpoint(
+        commit.txid, record.run, record.step, record.created_at, metrics=metric_values(record.metrics),
+        healthy=record.healthy,
+    )  # fmt: skip
 
 
 def check_metrics(repo: Repository, policy: Policy, run: str | None) -> None:
-    """Raise InvalidInput for a metric of ``keep_best`` that no visible checkpoint has; warn of runs that lack it.
+    """Raise InvalidInput for a metric of ``keep_best`` that no visible checkpoint has. Warn about runs without it.
 
-    For rules that a person gives. A training may well give its own before the first checkpoint that has the metric.
+    This is for rules that a user gives. A training may give its rule before the first checkpoint has the metric.
     """
     if not policy.best:
         return
@@ -224,23 +222,23 @@ def check_metrics(repo: Repository, policy: Policy, run: str | None) -> None:
         if runs:
             more = f" and {len(runs) - _NAMED_AT_MOST} more" if runs[_NAMED_AT_MOST:] else ""
             named = ", ".join(runs[:_NAMED_AT_MOST]) + more
-            log.warning("keep-best: no checkpoint of run %s has a number for %r, so all of these stay", named, metric)
+            log.warning("keep-best: no checkpoint of run %s has a number for %r, so all of them stay", named, metric)
 
 
 def _forgotten_though_tagged(
     named: Mapping[str, Tag], commits: CommitList, forgotten: Iterable[Commit]
 ) -> list[Commit]:
-    """Return which of ``forgotten`` a tag without an end names, and nothing is visible in their place; one of an id.
+    """Return those of ``forgotten`` that a tag without an end names, if their run and step is free; one for each id.
 
-    What was overwritten is none of them, whatever became of what was saved in its place: that ends no tag.
+    Checkpoints that were overwritten are left out, also if what overwrote them is gone: overwriting ends no tag.
     """
     tagged = tagged_txids(_without_end(named), forgotten := list(forgotten))
-    wanted = [one for one in forgotten if one.is_forgotten and one.txid in tagged]
+    wanted = [commit for commit in forgotten if commit.is_forgotten and commit.txid in tagged]
     taken = {(commit.run, commit.step) for commit in commits.visible()} if wanted else set()
-    stood = [one for one in commits.commits.values() if one.last != "revoked" and one.standing == STANDS]
-    last = {(one.run, one.step): one.id for one in sorted(stood if wanted else (), key=lambda one: one.order)}
-    found = [one for one in wanted if (one.run, one.step) not in taken and last[one.run, one.step] == one.id]
-    return list({commit.id: commit for commit in found}.values())
+    stood = [commit for commit in commits.commits.values() if commit.last != "revoked" and commit.standing == STANDS]
+    last = {(one.run, one.step): one.id for one in sorted(stood if wanted else (), key=lambda commit: commit.order)}
+    free = [one for one in wanted if (one.run, one.step) not in taken and last[one.run, one.step] == one.id]
+    return list({commit.id: commit for commit in free}.values())
 
 
 def _without_end(named: Mapping[str, Tag]) -> dict[str, Tag]:
@@ -248,7 +246,7 @@ def _without_end(named: Mapping[str, Tag]) -> dict[str, Tag]:
 
 
 def bring_back(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
-    """Restore what ``plan`` says. What somebody has untagged or changed since is left alone.
+    """Restore what ``plan`` says. Commits that were untagged or changed since are left alone.
 
     Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
     """
@@ -258,22 +256,21 @@ def bring_back(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
 
 
 def thinned_though_claimed(repo: Repository, listed: CommitList, since: int) -> list[Commit]:
-    """Return what was thinned before ``since``, though a tag claims all of it; of each id what lacks least.
+    """Return commits that were thinned before ``since`` although a tag protects them; for each id the fullest one.
 
-    Who thins looks at tags again when it is done, and restores what was tagged meanwhile. So it was killed before that.
-    Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
+    Thinning lists the tags again when it is done, and restores what was tagged meanwhile. Here it was killed before
+    that. Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
     """
     seen = {commit.id for commit in listed.visible()}
-    replaced = (one for one in listed.standing() if one.last == "replaced" and one.changed_at <= since)
-    wanted = [one for one in replaced if one.id in seen]
-    found = tags(repo) if wanted else {}
-    claimed = _claimed(found, listed, wanted) - _free(listed, wanted)
-    most = sorted((one for one in wanted if one.txid in claimed), key=lambda one: one.bytes_held)
-    return list({commit.id: commit for commit in most}.values())
+    old = (commit for commit in listed.standing() if commit.last == "replaced" and commit.changed_at <= since)
+    wanted = [commit for commit in old if commit.id in seen]
+    claimed = _claimed(tags(repo) if wanted else {}, listed, wanted) - _free(listed, wanted)
+    fullest_last = sorted((commit for commit in wanted if commit.txid in claimed), key=lambda commit: commit.bytes_held)
+    return list({commit.id: commit for commit in fullest_last}.values())
 
 
 def _is_ruin(repo: Repository, commits: CommitList, commit: Commit) -> bool:
-    """Tell whether a commit was rewritten without a loss, and its manifest is damaged: no gc deletes while it lives."""
+    """Tell whether a commit was rewritten without a loss and its manifest is damaged. While it is live, gc raises."""
     if commits.standin(commit) is commit:
         return False
     try:
@@ -291,27 +288,27 @@ def _waits(commit: Commit, reason: str, *, until: datetime | None = None, tags: 
 
 
 def _is_old(commit: Commit) -> bool:
-    """Tell whether a commit is but places that a checkpoint had, or was to have: nobody has forgotten that."""
+    """Tell whether a commit is the old commit of a rewrite, or a rewrite that was undone."""
     return not (commit.visible or commit.is_forgotten)
 
 
 def retire(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
-    """Forget and purge what ``plan`` says. ``done``: empty yet.
+    """Forget and purge what ``plan`` says, and add it to ``done``, which must be empty.
 
-    What somebody else changed or tagged since is left alone. Raises `StorageError`, `Unsupported` where the store
-    demands of writers what this version does not know.
+    Commits that another process changed or tagged since are left alone. Raises `StorageError`, `Unsupported` if the
+    store requires of writers what this version does not know.
     """
     chosen = _untagged(repo, plan.forget)
     announce_all(repo, chosen)
     _each_unless_changed(repo, forget, chosen, done.forgotten)
-    # again: a tag that was set meanwhile counts, and one set later sees what is done here
+    # list tags again: a tag that was set meanwhile counts, and whoever sets one later sees what is done here
     tagged = _barred(repo, [*plan.purge, *done.forgotten])
     claimed = [commit for commit in done.forgotten if commit.txid in tagged]
     _each_unless_changed(repo, partial(restore, as_read=True), claimed, [])
     done.forgotten = [commit for commit in done.forgotten if commit.txid not in tagged]
-    now = {commit.txid: commit for commit in (*plan.purge, *done.forgotten)}  # as this gc last saw them
+    now = {commit.txid: commit for commit in (*plan.purge, *done.forgotten)}  # as this gc last read them
     due = [now[commit.txid] for commit in plan.purge]
-    settings = repo.settings  # again: the store may have got a mirror meanwhile, or demand more of writers
+    settings = repo.settings  # read again: the store may have got a mirror meanwhile, or require more of writers
     records.check_requirements(settings, repo.storage.url)
     unsafe = _unsafe(repo, due, settings.mirror)
     left = [c for c in due if not c.visible and c.txid not in tagged and c.txid not in unsafe]
@@ -320,86 +317,83 @@ def retire(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
 
 
 def forget_and_purge(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
-    """Forget ``commits``, which are visible, and purge them, with no gc in between; what was forgotten.
+    """Forget ``commits``, which are visible, and purge them at once, without a gc. Return what was forgotten.
 
-    Where the settings of the store name a minimum age, the purge is left to a gc. What a tag names, or what is not safe
-    in the store's mirror yet, stays as it is. Raises `StorageError`.
+    If the settings of the store have a minimum age, the purge is left to a gc. Commits that a tag names, or that are
+    not safe in the store's mirror yet, stay as they are. Raises `StorageError`.
     """
     wanted, settings = list(commits), repo.settings
     records.check_requirements(settings, repo.storage.url)
     unsafe = {commit.txid for commit in unmirrored(repo, wanted, settings.mirror)}
-    chosen = tuple(commit for commit in wanted if commit.txid not in unsafe)
+    chosen = [commit for commit in wanted if commit.txid not in unsafe]
+    return _retire_at_once(repo, settings, chosen, chosen)
+
+
+def purge_now(repo: Repository, replaced: Iterable[TxId]) -> None:
+    """Purge the old commits of rewritten checkpoints at once, without a gc, as `forget_and_purge` does."""
+    commits, settings = list_commits(repo).commits, repo.settings
+    old = [commits[txid] for txid in replaced if txid in commits and commits[txid].last == "replaced"]
+    _retire_at_once(repo, settings, (), old)
+
+
+def _retire_at_once(
+    repo: Repository, settings: Settings, forget: Sequence[Commit], purge: Sequence[Commit]
+) -> list[Commit]:
     ages, done = min_age_of(repo, None, AT_ONCE), RetireProgress()
-    plan = GcPlan(chosen, tuple(commit for commit in chosen if not ages.of(commit)), mirror=settings.mirror)
+    plan = GcPlan(tuple(forget), tuple(commit for commit in purge if not ages.of(commit)), mirror=settings.mirror)
     retire(repo, unless_mirror_is_gone(repo, plan, near=True), done)
     return done.forgotten
 
 
-def purge_now(repo: Repository, replaced: Iterable[TxId]) -> None:
-    """Purge the places of checkpoints that were rewritten, with no gc in between, as `forget_and_purge` does."""
-    commits, settings = list_commits(repo).commits, repo.settings
-    ages = min_age_of(repo, None, AT_ONCE)
-    old = [commits[txid] for txid in replaced if txid in commits and commits[txid].last == "replaced"]
-    plan = GcPlan((), tuple(commit for commit in old if not ages.of(commit)), mirror=settings.mirror)
-    retire(repo, unless_mirror_is_gone(repo, plan, near=True), RetireProgress())
-
-
-def _untagged(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
-    wanted = list(commits)
-    tagged = _tagged(repo, wanted)
-    return [commit for commit in wanted if commit.txid not in tagged]
-
-
-def _tagged(repo: Repository, commits: Iterable[Commit]) -> set[TxId]:
-    """Return which of ``commits`` a tag names that counts by the clock of this host, now."""
-    wanted = list(commits)
-    return tagged_txids(_tags_now(repo), wanted) if wanted else set()
+def _untagged(repo: Repository, commits: Sequence[Commit]) -> list[Commit]:
+    tagged = tagged_txids(_tags_now(repo), commits) if commits else set()
+    return [commit for commit in commits if commit.txid not in tagged]
 
 
 def _tags_now(repo: Repository) -> dict[str, Tag]:
+    """Return the tags that count by the clock of this host."""
     return tags(repo, slack=FOREIGN_CLOCKS)
 
 
-def _barred(repo: Repository, commits: Iterable[Commit]) -> set[TxId]:
-    """Return which of ``commits``, which were read as forgotten before, no gc may purge for the tags that there are."""
-    wanted = list(commits)
-    found = _tags_now(repo) if wanted else {}
-    if not tagged_txids(found, wanted):
+def _barred(repo: Repository, commits: Sequence[Commit]) -> set[TxId]:
+    """Return those of ``commits``, which were read as forgotten before, that tags protect from a purge."""
+    named = _tags_now(repo) if commits else {}
+    if not tagged_txids(named, commits):
         return set()
     listed = list_commits(repo)
-    return _claimed(found, listed, wanted) - _free(listed, wanted)
+    return _claimed(named, listed, commits) - _free(listed, commits)
 
 
-def _claimed(found: Mapping[str, Tag], listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
-    """Return which of ``commits`` a tag names that was not set on what they were rewritten to, with less in it."""
+def _claimed(named: Mapping[str, Tag], listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
+    """Return those of ``commits`` that a tag names. A tag on a thinned rewrite does not count for the old commit."""
 
     def claims(tag: Tag, commit: Commit) -> bool:
         on = listed.commits.get(tag.txid)
         is_behind = on is not None and on.standing == STANDS and listed.is_rewrite_of(on, commit.txid)
         return not (is_behind and commit.last == "replaced")
 
-    by_id = grouped(found.values(), lambda tag: tag.manifest)
-    return {one.txid for one in commits if any(claims(tag, one) for tag in by_id.get(one.id, ()))}
+    by_id = grouped(named.values(), lambda tag: tag.manifest)
+    return {commit.txid for commit in commits if any(claims(tag, commit) for tag in by_id.get(commit.id, ()))}
 
 
 def _free(listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
-    """Return which of ``commits`` are gone from sight, and no tag need keep: all of the checkpoint is elsewhere.
+    """Return the hidden ones of ``commits`` that no tag needs, because another commit has all of the checkpoint.
 
-    It is visible by another commit; or this one was rewritten without a loss; or it is a rewrite that is void.
+    Another commit of it is visible, or this one was rewritten without a loss, or this one is a void rewrite.
     """
     seen = Holdings(listed.visible())
     return {
-        one.txid
-        for one in commits
-        if not one.visible and (one in seen or one.standing == VOID or listed.standin(one) is not one)
+        commit.txid
+        for commit in commits
+        if not commit.visible and (commit in seen or commit.standing == VOID or listed.standin(commit) is not commit)
     }
 
 
 def _unsafe(repo: Repository, commits: Iterable[Commit], mirror: str | None, made: float = 0) -> set[TxId]:
-    """Return which of ``commits`` are not safe in ``mirror`` yet: they, or what they were rewritten to without a loss.
+    """Return those of ``commits`` that are not safe in ``mirror``: neither themselves nor a rewrite without a loss.
 
-    With any loss, where the settings say that it is thinned, too. A rewrite that is void need not be. ``made``: see
-    `unmirrored`.
+    If the settings say that the mirror is thinned, a thinned rewrite counts. A void rewrite need not be safe. ``made``:
+    see `unmirrored`.
     """
     wanted = [commit for commit in commits if commit.standing != VOID]
     if mirror is None or not wanted:
@@ -408,12 +402,12 @@ def _unsafe(repo: Repository, commits: Iterable[Commit], mirror: str | None, mad
     loses = bool(repo.settings.mirror_thinned)
     standins = {commit.txid: listed.standin(commit, loses=loses) for commit in wanted}
     behind = {commit.txid for commit in unmirrored(repo, standins.values(), mirror, made)}
-    return {txid for txid, one in standins.items() if one.txid in behind}
+    return {txid for txid, standin in standins.items() if standin.txid in behind}
 
 
-def _end(found: Iterable[Tag]) -> datetime | None:
-    """Return when a gc need no longer heed these tags; None if one of them never ends."""
-    ends = [tag.expires for tag in found]
+def _end(named: Iterable[Tag]) -> datetime | None:
+    """Return when these tags end for a gc; None if one of them never ends."""
+    ends = [tag.expires for tag in named]
     known = [end + FOREIGN_CLOCKS for end in ends if end is not None]
     return time_of(max(known)) if known and len(known) == len(ends) else None
 
@@ -421,7 +415,7 @@ def _end(found: Iterable[Tag]) -> datetime | None:
 def _each_unless_changed(
     repo: Repository, action: Callable[[Repository, Commit], Commit], commits: Iterable[Commit], done: list[Commit]
 ) -> None:
-    """Call ``action`` on each, and add to ``done``; leave out those whose log somebody else went on with."""
+    """Call ``action`` on each commit, and add the results to ``done``. Skip commits that another process changed."""
 
     def attempt(commit: Commit) -> None:
         with suppress(Conflict):
@@ -431,4 +425,4 @@ def _each_unless_changed(
         for _ in in_parallel(repo.storage.traits.requests, attempt, commits):
             pass
     finally:
-        done.sort(key=lambda commit: commit.order)  # threads have added them as they came
+        done.sort(key=lambda commit: commit.order)  # threads add them in any order

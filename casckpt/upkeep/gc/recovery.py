@@ -1,7 +1,7 @@
-"""What a gc does for those who follow runs, and for rewrites that were not finished.
+"""Recovery at the end of a gc: announcements without records, records without announcements, unfinished rewrites.
 
-An announcement whose record never came, because whoever announced it died, is looked after by every host at each look.
-A record that nobody announced, because runs/ was lost or put back from an older copy, is not seen by them.
+An announcement whose record was never created, because its process died, costs every reader a request each time. A
+record without an announcement, because runs/ was lost or restored from an older copy, is invisible to readers of runs.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc.purge import thinned_though_claimed
 
 _UNREADABLE = (
-    "it is missing or damaged, and who follows its run lists all of commits/ instead. Put it back from a copy of the "
-    "store; where it is missing, the next gc fills its place"
+    "it is missing or damaged, so readers of its run list all of commits/ instead. Put it back from a copy of the "
+    "store; if it is missing, the next gc fills its place"
 )
-_UNANNOUNCED = "saves and `latest` do not see it, for it was not announced under runs/; the next gc announces it"
+_UNANNOUNCED = "saves and `latest` do not see it, because runs/ does not announce it; the next gc announces it"
 
 log = logging.getLogger(__name__)
 
 
 def settle(repo: Repository, seconds: float) -> None:
-    """Take each number that was announced ``seconds`` ago and never came, and announce what nobody has announced.
+    """Take each number that was announced ``seconds`` ago and has no record, and announce records that lack it.
 
-    Both are safe at any time: who comes after all finds the number taken, and announces the next one. Reads each
-    announcement once ever per host. And restores what somebody thinned so long ago although a tag claims it. Raises
-    `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
+    Also restores checkpoints that were thinned ``seconds`` ago although a tag protects them. All of this is safe at any
+    time: a late process finds its number taken, and announces the next one. Each host reads each announcement once.
+    Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
     """
     listed = list_commits(repo)  # first: whatever it shows was announced before
     since = repo.clock() - round(1e6 * seconds)
     _settle_rewrites(repo, listed, since)
     for commit in thinned_though_claimed(repo, listed, since):
-        log.warning("%s was thinned while it was tagged, by a process that died: it is whole again", commit)
-        with suppress(Conflict):  # somebody else was first with another record
+        log.warning("%s was thinned while it was tagged, by a process that died; it is restored", commit)
+        with suppress(Conflict):  # another process was first with another record
             append(repo, commit, Restored)
     for run in _hashes(repo, listed):
         look(repo, run)
@@ -53,41 +53,41 @@ def settle(repo: Repository, seconds: float) -> None:
         for txid, number in _undecided(known, listed, since):
             if number:
                 keep(repo, txid, number)
-            elif repo.storage.size(transaction_key(txid)) is None:  # else it is revoked as one that shows no life
+            elif repo.storage.size(transaction_key(txid)) is None:  # otherwise gc revokes it without a sign of life
                 revoke(repo, txid, "announced, and never committed")
         if missing := list(_unannounced(known, listed, run)):
-            log.warning("%d records of run %s had not been announced; runs/ was not whole", len(missing), run)
+            log.warning("%d records of run %s were not announced; runs/ was incomplete", len(missing), run)
             announce(repo, missing)
 
 
 def _settle_rewrites(repo: Repository, listed: CommitList, since: int) -> None:
-    """Take the number that a rewrite from before ``since`` wants and did not come for; forget rewrites that are void.
+    """Take the numbers of unfinished rewrites from before ``since``, and forget void rewrites.
 
-    Void is for ever, so nobody ever sees what is forgotten here.
+    A void rewrite never becomes visible, so forgetting it hides nothing.
     """
-    for one in listed.live():
-        is_old = one.standing == UNSETTLED and one.committed.time <= since
-        if is_old and one.replaces is not None:
-            keep(repo, *one.replaces)
-        now = refresh(repo, one) if is_old else one
+    for commit in listed.live():
+        is_old = commit.standing == UNSETTLED and commit.committed.time <= since
+        if is_old and commit.replaces is not None:
+            keep(repo, *commit.replaces)
+        now = refresh(repo, commit) if is_old else commit
         if now.standing == VOID and now.last != "forgotten":
             with suppress(Conflict):
                 forget(repo, now)
 
 
 def faults(repo: Repository, listed: CommitList, *, anew: bool) -> list[tuple[str, str]]:
-    """Return (key, what is wrong) of announcements, and of records of ``listed`` that lack one.
+    """Return (key, problem) of unreadable announcements, and of records in ``listed`` without an announcement.
 
-    ``anew``: read all of them, also those that this host has read. Raises `StorageError`.
+    ``anew``: read all announcements, also those that this host has read. Raises `StorageError`.
     """
-    found: list[tuple[str, str]] = []
+    problems: list[tuple[str, str]] = []
     reader = repo.fresh()
     for run in _hashes(repo, listed):
         look(reader, run, anew=anew)
         known = read_back(reader, run)
-        found += [(announcement_key(run, number), _UNREADABLE) for number in sorted(known.unreadable)]
-        found += [(commit_key(*one), _UNANNOUNCED) for one in _unannounced(known, listed, run)]
-    return found
+        problems += [(announcement_key(run, number), _UNREADABLE) for number in sorted(known.unreadable)]
+        problems += [(commit_key(*record), _UNANNOUNCED) for record in _unannounced(known, listed, run)]
+    return problems
 
 
 def _hashes(repo: Repository, listed: CommitList) -> list[str]:
@@ -95,8 +95,8 @@ def _hashes(repo: Repository, listed: CommitList) -> list[str]:
 
 
 def _undecided(known: RunCache, listed: CommitList, since: int) -> Iterator[tuple[TxId, int]]:
-    """Return (txid, number) of what was announced before ``since`` and is not listed, of each log the next one only."""
-    for record in list(known.records.values()):  # other threads go on announcing
+    """Yield (txid, number) of records announced before ``since`` that are not listed; only the next one of each log."""
+    for record in list(known.records.values()):  # other threads may add announcements
         for txid, number in record.announced if record is not None and record.time <= since else ():
             commit = listed.commits.get(txid)
             if txid not in listed.damaged and number == (0 if commit is None else commit.number + 1):

@@ -1,4 +1,4 @@
-"""Restoring by name: what was forgotten, or what was left out of a checkpoint."""
+"""Restoring of named checkpoints: forgotten ones, and those that were thinned."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RestoreFailure:
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """What is to be restored, each as ``listed`` shows it."""
+    """The commits to restore, each as ``listed`` shows it."""
 
     chosen: tuple[Commit, ...]
     listed: CommitList
@@ -36,7 +36,7 @@ class RestorePlan:
 
 @dataclass(frozen=True)
 class RestoreResult:
-    """What a restore did; with ``dry_run`` what it would do. ``left``: the storage failed before it came to these."""
+    """What a restore did; with ``dry_run``, what it would do. ``left``: not tried, because the storage failed first."""
 
     restored: tuple[Commit, ...] = ()
     failed: tuple[RestoreFailure, ...] = ()
@@ -44,7 +44,7 @@ class RestoreResult:
     dry_run: bool = False
 
     def raise_failure(self) -> None:
-        """Raise the last of ``failed``, if there is any; it says what was restored none the less."""
+        """Raise the last of ``failed``, if there is any. Its message says how many were restored."""
         if not self.failed:
             return
         error, wanted = self.failed[-1].error, len(self.restored) + len(self.failed) + len(self.left)
@@ -53,28 +53,28 @@ class RestoreResult:
 
 
 def plan_restore(repo: Repository, refs: Iterable[str | Commit], *, whole: bool = False) -> RestorePlan:
-    """Choose what ``refs`` name of what was forgotten (ranges among them), each once, by one listing. Writes nothing.
+    """Return the forgotten checkpoints that ``refs`` name (ranges too), each once, by one listing. Writes nothing.
 
-    ``whole``: of what is thinned, the places that it had before. Raises as `resolve_forgotten` and
-    `casckpt.upkeep.thin.whole_of`; `Conflict` if one of them cannot be restored, or if two are of one step.
+    ``whole``: choose the commits from before the thinning instead. Raises as `resolve_forgotten` and
+    `casckpt.upkeep.thin.whole_of`; `Conflict` if one of them cannot be restored, or if two have one run and step.
     """
     listed = list_commits(repo)
-    named = _whole(repo, refs, listed) if whole else (one for ref in refs for one in _named(repo, ref, listed))
+    named = _whole(repo, refs, listed) if whole else (commit for ref in refs for commit in _named(repo, ref, listed))
     chosen = {commit.txid: commit for commit in named}
     at: dict[tuple[str, int], Commit] = {}
     for commit in chosen.values():
         check_restore(listed, commit)
         other = at.setdefault((commit.run, commit.step), commit)
         if other is not commit:
-            message = f"{commit} and {other} are of the same run and step: name one of them. Nothing was restored"
+            message = f"{commit} and {other} have the same run and step: name one of them. Nothing was restored"
             raise Conflict(message, checkpoints=(commit.id, other.id))
     return RestorePlan(tuple(chosen.values()), listed)
 
 
 def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
-    """Restore what ``plan`` chose. What somebody else has changed since is left. The result tells what became of each.
+    """Restore what ``plan`` chose, and return the outcome of each. Commits that another process has changed fail.
 
-    Raises `Unsupported` where the store demands of writers what this version does not know.
+    Raises `Unsupported` if the store requires of writers what this version does not know.
     """
     check_requirements(repo)
     restored: dict[str, Commit] = {}
@@ -82,10 +82,10 @@ def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
 
     def attempt(commit: Commit) -> None:
         try:
-            restored[commit.txid] = commits.restore(repo, commit, found=plan.listed)
+            restored[commit.txid] = commits.restore(repo, commit, listed=plan.listed)
         except CasckptError as error:
             failed.append(RestoreFailure(commit, error))
-            if isinstance(error, StorageError):  # the next one would wait as long for as little
+            if isinstance(error, StorageError):  # the others would fail in the same way
                 raise
 
     try:
@@ -98,14 +98,14 @@ def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
     except BaseException:  # interrupted, most likely
         log.warning("restored %d of %d: %s", len(restored), len(plan.chosen), ", ".join(map(str, restored.values())))
         raise
-    tried = {one.commit.txid for one in failed} | restored.keys()
+    tried = {failure.commit.txid for failure in failed} | restored.keys()
     left = tuple(commit for commit in plan.chosen if commit.txid not in tried)
     done = tuple(restored[commit.txid] for commit in plan.chosen if commit.txid in restored)
     return RestoreResult(done, tuple(failed), left)
 
 
 def _named(repo: Repository, ref: str | Commit, listed: CommitList) -> list[Commit]:
-    """Return what ``ref`` names; the old places of what was rewritten, where they themselves are given."""
+    """Return what ``ref`` names. A replaced commit that is given itself is returned as it is."""
     if isinstance(ref, Commit) and ref.last == "replaced":
         return [listed.commits.get(ref.txid, ref)]
     return resolve_forgotten(repo, ref, listed)

@@ -1,4 +1,4 @@
-"""Checks of blobs against what was written, by their names alone: size, proof, each leaf, and header."""
+"""Checks of whole blobs against their names: size, proof, leaves and header."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _ATTEMPTS = 2
 
 @dataclass(frozen=True)
 class Checked:
-    """``why``: what is wrong with the blob, "" if nothing. ``failed``: the storage did not let it be read.
+    """The check of one blob. ``why``: what is wrong with it, "" if nothing. ``failed``: why it could not be read.
 
-    ``ranges``: the bytes that are wrong, or not known to be right. ``proof``: as for `Proved`.
+    ``ranges``: the bytes that are wrong, or not known to be right. ``proof``: as in `Proved`.
     """
 
     ref: BlobRef
@@ -36,12 +36,12 @@ class Checked:
 
     @property
     def is_right(self) -> bool:
-        """Was all of it read, and is it what was written?"""
+        """Was the whole blob read, and is it what was written?"""
         return not self.why and not self.failed
 
 
 def check_blobs(repo: Repository, refs: Iterable[BlobRef], progress: Callable[[int], None]) -> Iterator[Checked]:
-    """Read each of ``refs`` whole, and compare. ``progress``: called with the bytes just read. In order."""
+    """Read and check each of ``refs``. Yields in order. ``progress``: called with the bytes just read."""
     threads = threads_for(repo)
     buffers = BufferPool(threads, PIECE)
     try:
@@ -51,29 +51,22 @@ def check_blobs(repo: Repository, refs: Iterable[BlobRef], progress: Callable[[i
 
 
 def threads_for(repo: Repository) -> int:
-    """Return how many threads read a store and prove what they read."""
+    """Return the number of threads that read a store and verify what they read."""
     traits = repo.storage.traits
     return min(_MAX_THREADS, traits.parallel if traits.remote else os.cpu_count() or 1)
 
 
 def _check(repo: Repository, buffers: BufferPool, progress: Callable[[int], None], ref: BlobRef) -> Checked:
-    found = Checked(ref)
+    all_of_it, failed = ((0, ref.size),), ""
     for _ in range(_ATTEMPTS):
-        found = _attempt(repo, buffers, progress, ref)
-        if not found.failed:
-            break
-    return found
-
-
-def _attempt(repo: Repository, buffers: BufferPool, progress: Callable[[int], None], ref: BlobRef) -> Checked:
-    all_of_it = ((0, ref.size),)
-    try:
-        with buffers.borrow() as buffer, repo.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
-            if why := compare_size(ref, reader.size):
-                return Checked(ref, why, ranges=all_of_it)
-            found = prove(reader, ref, buffer.view, progress)
-            return Checked(ref, found.why, ranges=found.ranges, proof=found.proof)
-    except (NotFound, Refused, ShortObject) as error:  # Refused: a pipe or a folder in its place
-        return Checked(ref, explain(ref, error), ranges=all_of_it)
-    except StorageError as error:
-        return Checked(ref, failed=str(error))
+        try:
+            with buffers.borrow() as buffer, repo.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
+                if why := compare_size(ref, reader.size):
+                    return Checked(ref, why, ranges=all_of_it)
+                proved = prove(reader, ref, buffer.view, progress)
+                return Checked(ref, proved.why, ranges=proved.ranges, proof=proved.proof)
+        except (NotFound, Refused, ShortObject) as error:  # Refused: a pipe or a folder in its place
+            return Checked(ref, explain(ref, error), ranges=all_of_it)
+        except StorageError as error:
+            failed = str(error)
+    return Checked(ref, failed=failed)

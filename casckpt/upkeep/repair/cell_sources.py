@@ -1,13 +1,15 @@
-"""Sources of right bytes for what is damaged: blobs of the same name, and equal cells, in this store and in others.
+"""Sources of bytes for a repair: blobs of the same name and equal cells, in this store and in others.
 
-Nothing here is trusted: bytes count if they have the digest that they should have.
+No source is trusted. Bytes are used only if they have the right digest.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from casckpt.contents import manifests
 from casckpt.errors import CasckptError, Damaged, Gone, NotFound, Refused, StorageError
@@ -17,7 +19,7 @@ from casckpt.format.encodings.frames import undo
 from casckpt.format.extents import DIGEST_BYTES, StoredCell
 from casckpt.format.keys import blob_key, parse_object
 from casckpt.format.manifest import Manifest
-from casckpt.format.names import CellDigest
+from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, list_commits
 from casckpt.repository.fetching import holds_cell
@@ -25,6 +27,7 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject
 from casckpt.upkeep.inventory import BLOB, list_objects
 
+T = TypeVar("T")
 UNREADABLE = (CasckptError, ShortObject)
 FRAMES = "uint8"
 """The dtype of the run of a blob in which frames lie."""
@@ -32,7 +35,7 @@ FRAMES = "uint8"
 
 @dataclass(frozen=True, slots=True)
 class EncodedSource:
-    """Of which cell a frame is: its bytes, the dtype of an entry that has it, and the digest of its base."""
+    """The cell that a frame encodes: its bytes, the dtype of an entry that has it, and the digest of its base."""
 
     nbytes: int
     dtype: str
@@ -41,9 +44,9 @@ class EncodedSource:
 
 @dataclass(frozen=True, slots=True)
 class LiveCell:
-    """One cell that a live checkpoint has in a blob. ``offset`` and ``nbytes``: of the file; ``dtype``: of those bytes.
+    """One cell that a live checkpoint has in a blob. ``offset``, ``nbytes``, ``dtype``: of the stored bytes.
 
-    ``digest``: of the cell itself, be it ``coded`` or not.
+    ``digest``: of the plain cell, also if it is encoded. ``coded``: None for a cell that is not encoded.
     """
 
     offset: int
@@ -54,55 +57,54 @@ class LiveCell:
 
     @property
     def end(self) -> int:
-        """The byte of the file behind it."""
+        """The offset behind its last byte."""
         return self.offset + self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A cell of a manifest. ``keys``: of the blobs in which it and its bases lie, by number."""
+    """A cell of a manifest. ``keys``: of the blobs in which the cell and its bases lie, by number."""
 
     repo: Repository = field(repr=False)
     keys: Mapping[int, str]
     cell: StoredCell
 
     def read(self) -> bytearray:
-        """Read the cell, however it lies. Raises Refused where that is not what was written, and what reading does."""
+        """Read the cell, and decode it if it is encoded. Raises Refused for a bad frame, and as reading does."""
         return decode_chain(self.cell, self.stored)
 
     def stored(self, cell: StoredCell) -> bytearray:
-        """Read what lies in a blob of the cell, or of one of its bases. Raises what reading does."""
+        """Read the stored bytes of ``cell``, which is this cell or one of its bases. Raises as reading does."""
         data = bytearray(cell.stored)
         with self.repo.storage.open(self.keys[cell.blob]) as reader:
             reader.read_into(cell.offset, [memoryview(data)])
         return data
 
     def fill(self, target: memoryview) -> bool:
-        """Fill ``target`` if the cell is there; was it?"""
-        try:
+        """Fill ``target`` with the cell, and return whether it could be read."""
+        with suppress(*UNREADABLE):
             target[:] = self.read()
-        except UNREADABLE:
-            return False
-        return True
+            return True
+        return False
 
 
 def locate(repo: Repository, manifest: Manifest, cell: StoredCell) -> Located:
-    """Return where a cell of a manifest of ``repo`` lies."""
-    refs = {one.blob: manifest.blob(one.blob) for one in cell.chain}
+    """Return the location of a cell of a manifest of ``repo``."""
+    refs = {link.blob: manifest.blob(link.blob) for link in cell.chain}
     return Located(repo, {number: blob_key(ref.uploader, ref.hash) for number, ref in refs.items()}, cell)
 
 
 def take_cell(reader: Reader, offset: int, target: memoryview, digest: CellDigest) -> bool:
-    """Fill ``target`` with a cell if that is what was written, else leave it as it is; was it?"""
-    found = memoryview(bytearray(len(target)))
-    if not holds_cell(reader, offset, found, digest):
+    """Fill ``target`` with a cell if the reader holds what was written, and return whether it does."""
+    data = memoryview(bytearray(len(target)))
+    if not holds_cell(reader, offset, data, digest):
         return False
-    target[:] = found
+    target[:] = data
     return True
 
 
 class BlobCopies:
-    """Blobs by their name, right or not: in this store, in ``others``, and in the cache of this host."""
+    """Blobs by their hash, damaged or not: in this store, in ``others``, and in the cache of this host."""
 
     def __init__(self, repo: Repository, others: Iterable[Repository]) -> None:
         self._cache = repo.blob_cache
@@ -114,7 +116,7 @@ class BlobCopies:
                     self._places[name.hash].append((store, key))
 
     def readers(self, ref: BlobRef) -> Iterator[Reader]:
-        """Yield one after the other, open until the next is asked for. What fails in reading is the caller's."""
+        """Yield each copy of a blob, open until the next one is requested. The caller handles errors of reading."""
         for store, key in self._places.get(ref.hash, ()):
             try:
                 with store.storage.open(key) as reader:
@@ -130,13 +132,14 @@ class BlobCopies:
 class Cells:
     """Cells by their digest, in the blobs that live checkpoints of these stores name.
 
-    One that is nowhere is had of what is told from it, by undoing that frame: where a later version is whole.
+    A cell that no blob holds may be recovered from a frame for which it is the base, if the decoded cell of that frame
+    is available elsewhere.
     """
 
     def __init__(self, stores: Iterable[Repository], wanted: Iterable[CellDigest]) -> None:
         self._wanted = frozenset(wanted)
         self._places: dict[CellDigest, list[Located]] = defaultdict(list)
-        self._told: dict[CellDigest, dict[tuple[str, int], Located]] = defaultdict(dict)  # by their base
+        self._deltas: dict[CellDigest, dict[tuple[str, int], Located]] = defaultdict(dict)  # by their base
         self._lost: set[CellDigest] = set()
         for store in stores:
             for _, manifest in readable(store, list_commits(store).live()):
@@ -152,43 +155,39 @@ class Cells:
                 table = manifest.extents(entry)
             except (Damaged, Refused):
                 continue
-            every = (one for extent in table.extents for one in extent.chain if self._hits(one.digests))
+            every = (link for extent in table.extents for link in extent.chain if self._has_wanted(link.digests))
             for cell in table.stored_cells(every):
                 if cell.digest in self._wanted:
-                    self._place(locate(store, manifest, cell))
+                    place = locate(store, manifest, cell)
+                    self._places[cell.digest].append(place)
+                    if cell.base is not None and cell.base.digest in self._wanted:
+                        self._deltas[cell.base.digest][place.keys[cell.blob], cell.offset] = place
 
-    def _place(self, one: Located) -> None:
-        cell = one.cell
-        self._places[cell.digest].append(one)
-        if cell.base is not None and cell.base.digest in self._wanted:
-            self._told[cell.base.digest][one.keys[cell.blob], cell.offset] = one
-
-    def _hits(self, digests: bytes) -> bool:
-        """Is one of these wanted?"""
-        found = (digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES))
-        return not self._wanted.isdisjoint(found)
+    def _has_wanted(self, digests: bytes) -> bool:
+        each = (digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES))
+        return not self._wanted.isdisjoint(each)
 
     def fetch(self, digest: CellDigest, target: memoryview) -> bool:
-        """Fill ``target`` with the cell; False, and it stays as it is, if that is not to be had."""
+        """Fill ``target`` with the cell. Return False, and leave ``target`` alone, if no source has it."""
         if digest in self._lost:
             return False
         places = (place for place in self._places.get(digest, ()) if place.cell.nbytes == len(target))
         if any(place.fill(target) for place in places):
             return True
-        self._lost.add(digest)  # so that versions which came back to each other are not gone through for ever
-        told = [one for one in self._told.get(digest, {}).values() if one.cell.nbytes == len(target)]
-        if not any(self._undo(one, digest, target) for one in told):
+        self._lost.add(digest)  # ends the recursion where versions are deltas of each other
+        deltas = [delta for delta in self._deltas.get(digest, {}).values() if delta.cell.nbytes == len(target)]
+        if not any(self._undo(delta, digest, target) for delta in deltas):
             return False
         self._lost.remove(digest)
         return True
 
-    def _undo(self, told: Located, digest: CellDigest, target: memoryview) -> bool:
-        """Fill ``target`` with the base of a cell, which is had in another way, if it comes out right; did it?"""
+    def _undo(self, delta: Located, digest: CellDigest, target: memoryview) -> bool:
+        """Fill ``target`` with the base of ``delta`` by undoing its frame. Return whether the digest is right."""
         plain = bytearray(len(target))
-        if not self.fetch(told.cell.digest, memoryview(plain)):
+        if not self.fetch(delta.cell.digest, memoryview(plain)):
             return False
         try:
-            undo(memoryview(told.stored(told.cell)), memoryview(plain))
+            undo(memoryview(delta.stored(delta.cell)), memoryview(plain))
         except UNREADABLE:
             return False
         if cell_digest(plain) != digest:
@@ -198,35 +197,39 @@ class Cells:
 
 
 def readable(repo: Repository, commits: Iterable[Commit]) -> Iterator[tuple[Commit, Manifest]]:
-    """Yield those of ``commits`` whose manifest can be read, with it. Raises `StorageError`."""
+    """Yield those of ``commits`` whose manifest can be read, with the manifest. Raises `StorageError`."""
     for commit in commits:
         try:
-            found = manifests.get(repo, commit)
-            found.ready(objects=())
-            yield commit, found
+            yield commit, manifests.get_with_extents(repo, commit)
         except (Damaged, Gone, Refused):
             continue
 
 
+def by_number(manifest: Manifest, values: Mapping[tuple[TxId, BlobHash], T]) -> dict[int, T]:
+    """Return ``values``, which are given by (uploader, hash), by the numbers of the blobs in a manifest."""
+    names = enumerate((ref.uploader, ref.hash) for ref in manifest.blobs)
+    return {number: values[name] for number, name in names if name in values}
+
+
 def live_cells(manifest: Manifest, wanted: Mapping[int, BlobRef]) -> dict[BlobRef, set[LiveCell]]:
-    """Return the cells, bases too, that a manifest has in its blobs ``wanted`` (by number). Raises `Refused`."""
-    found: dict[BlobRef, set[LiveCell]] = {ref: set() for ref in wanted.values()}
+    """Return the cells and bases that a manifest has in its blobs ``wanted`` (by number). Raises `Refused`."""
+    cells: dict[BlobRef, set[LiveCell]] = {ref: set() for ref in wanted.values()}
     for entry in manifest.held:
         for cell in manifest.extents(entry).cells_within(wanted):
-            found[wanted[cell.blob]].add(_live(cell, entry.dtype))
-    return found
+            cells[wanted[cell.blob]].add(_live(cell, entry.dtype))
+    return cells
 
 
 def related(manifest: Manifest, wanted: Container[int]) -> set[CellDigest]:
-    """Return the digests of the cells in blobs ``wanted``, of their bases, and what is told from them."""
+    """Return the digests of the cells in the blobs ``wanted``, of their bases, and of cells with a base among them."""
     return {
-        one.digest
+        link.digest
         for entry in manifest.held
         for table in [manifest.extents(entry)]
         for extent in table.extents
-        if any(one.blob in wanted for one in extent.chain)
+        if any(link.blob in wanted for link in extent.chain)
         for cell in table.stored_cells([extent])
-        for one in cell.chain
+        for link in cell.chain
     }
 
 

@@ -1,6 +1,6 @@
-"""Cells that are coded, decoded: does each frame make the cell that a manifest says, from the base that it says?
+"""Verification of encoded cells: decodes each frame and compares it with the digest in the manifest.
 
-The proof of a blob tells that a frame is what was written. That it is right, only who decodes it knows.
+The proof of a blob only shows that a frame is what was written, not that it decodes to the right cell.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from casckpt.storage.base import ShortObject
 from casckpt.upkeep.repair.blob_check import Checked, threads_for
 from casckpt.upkeep.repair.cell_sources import Located, locate
 
-_AT_ONCE = 1 << 16  # cells that are told of in memory; a base is decoded once for as many
+_AT_ONCE = 1 << 16  # cells in memory at once; within these each base is decoded once
 
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """A cell, and those that are ``told`` from it."""
+    """A cell, and the cells for which it is the base."""
 
     place: Located
-    told: dict[_Name, _Node] = field(default_factory=dict)
+    deltas: dict[_Name, _Node] = field(default_factory=dict)
 
     def every(self) -> Iterator[_Node]:
-        """Itself, and all that hang on it."""
+        """Yield this node and all below it."""
         yield self
-        for one in self.told.values():
-            yield from one.every()
+        for node in self.deltas.values():
+            yield from node.every()
 
 
 _Name = tuple[str, int, CellDigest]
 _Wrong = tuple[StoredCell, str, str]
-"""A cell, the key of the blob that its frame lies in, and why that is not a frame of it."""
+"""A cell, the key of the blob of its frame, and why the frame is wrong."""
 
 
 @dataclass
 class Frames:
-    """Decodes the cells that ``commits`` have coded, as far as they lie in blobs that are ``right``.
+    """Decodes the encoded cells of checkpoints, as far as they lie in blobs that are ``right``.
 
-    ``decoded_bytes``: of the cells and bases that were looked at, decoded.
+    ``decoded_bytes``: of the decoded cells and bases.
     """
 
     repo: Repository
@@ -60,12 +60,12 @@ class Frames:
     decoded_bytes: int = 0
 
     def wrong(self, commits: Iterable[Commit]) -> list[Checked]:
-        """Find the blobs with frames of other cells than ``commits`` say, and where they lie. Raises `StorageError`."""
-        right = {blob_key(one.ref.uploader, one.ref.hash): one.ref for one in self.right}
-        found = dict[BlobRef, dict[Range, str]]()
+        """Return the blobs with frames that do not decode to the cells of ``commits``. Raises `StorageError`."""
+        right = {blob_key(blob.ref.uploader, blob.ref.hash): blob.ref for blob in self.right}
+        wrong = dict[BlobRef, dict[Range, str]]()
         for cell, key, why in self._wrong_cells(commits, right):
-            found.setdefault(right[key], {})[cell.offset, cell.offset + cell.stored] = why
-        return [Checked(ref, _told(ranges), ranges=tuple(sorted(ranges))) for ref, ranges in found.items()]
+            wrong.setdefault(right[key], {})[cell.offset, cell.offset + cell.stored] = why
+        return [Checked(ref, _explained(ranges), ranges=tuple(sorted(ranges))) for ref, ranges in wrong.items()]
 
     def _wrong_cells(self, commits: Iterable[Commit], right: Container[str]) -> Iterator[_Wrong]:
         roots, count = dict[_Name, _Node](), 0
@@ -87,33 +87,32 @@ class Frames:
 
 
 def _coded(repo: Repository, commit: Commit, right: Container[str]) -> Iterator[Located]:
-    """Yield the place of each coded cell of a checkpoint of which all bytes are ``right``."""
+    """Yield the location of each encoded cell of a checkpoint whose blobs are all ``right``."""
     try:
-        manifest = manifests.get(repo, commit)
-        manifest.ready(objects=())
+        manifest = manifests.get_with_extents(repo, commit)
         known = [blob_key(ref.uploader, ref.hash) in right for ref in manifest.blobs]
         for entry in manifest.held:
             table = manifest.extents(entry)
-            every = (one for one in table.extents if one.coding and all(known[link.blob] for link in one.chain))
+            every = (each for each in table.extents if each.coding and all(known[link.blob] for link in each.chain))
             for cell in table.stored_cells(every):
                 yield locate(repo, manifest, cell)
     except (Damaged, Gone, Refused):
-        return  # others tell of it
+        return  # verify reports the manifest
 
 
 def _plant(roots: dict[_Name, _Node], place: Located) -> int:
-    """Take up a cell with its bases; how much more is there to remember?"""
+    """Add a cell with its bases. Return the number of new nodes."""
     level, new = roots, 0
     for cell in reversed([*place.cell.chain]):
         name = place.keys[cell.blob], cell.offset, cell.digest
         new += name not in level
         node = level.setdefault(name, _Node(Located(place.repo, place.keys, cell)))
-        level = node.told
+        level = node.deltas
     return new
 
 
 def _walk(node: _Node, base: bytearray | None = None, *, progress: Progress) -> list[_Wrong]:
-    """Decode a cell, and all that are told from it; return the first one on each way that is wrong, and why."""
+    """Decode a cell and all cells below it. Return the first wrong cell of each path, and why it is wrong."""
     cell = node.place.cell
     try:
         plain = decoded(cell, node.place.stored(cell), base)
@@ -123,10 +122,10 @@ def _walk(node: _Node, base: bytearray | None = None, *, progress: Progress) -> 
         return [(cell, node.place.keys[cell.blob], str(error))]
     finally:
         progress(cell.stored)
-    return [wrong for one in node.told.values() for wrong in _walk(one, bytearray(plain), progress=progress)]
+    return [wrong for delta in node.deltas.values() for wrong in _walk(delta, bytearray(plain), progress=progress)]
 
 
-def _told(wrong: Mapping[Range, str]) -> str:
+def _explained(wrong: Mapping[Range, str]) -> str:
     (start, stop), why = min(wrong.items())
-    more = f", and {len(wrong) - 1} more such" if len(wrong) > 1 else ""
+    more = f", and {len(wrong) - 1} more such ranges" if len(wrong) > 1 else ""
     return f"its bytes {start} to {stop} are what was written, but no frame of the cell that was saved: {why}{more}"

@@ -1,8 +1,8 @@
-"""Checkpoints that lost a blob are rewritten: the live cells that it held lie in new blobs, and the id stays.
+"""Relocation: a checkpoint that lost a blob is rewritten, with the live cells of that blob in new blobs.
 
-It is an ordinary save, by the same protocol: the transaction begins, then commits are listed, and what is reused is
-what a live checkpoint of that listing names. So of several that shared a lost blob the first makes a new one, with what
-all of them need of it, and the others name that.
+A relocation is an ordinary save: the transaction begins, then commits are listed, and only blobs that a live commit of
+that listing names are reused. If several checkpoints shared a lost blob, the first relocation makes new blobs with what
+all of them need, and the others name these.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from casckpt.plan.lots import in_batches
 from casckpt.plan.reuse import coded_bytes
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.repair.blob_rebuild import CellSupply, put
-from casckpt.upkeep.repair.cell_sources import LiveCell
+from casckpt.upkeep.repair.cell_sources import LiveCell, by_number
 from casckpt.upkeep.rewrite import record_of, rewrite
 
 
 class RelocatedCell(NamedTuple):
-    """Where a cell lies now. ``bare``: not coded any more, as it was."""
+    """The new location of a cell. ``bare``: it was encoded, and is stored plain now."""
 
     ref: BlobRef
     offset: int
@@ -43,23 +43,14 @@ class RelocatedCell(NamedTuple):
 
 K = TypeVar("K", bound=Hashable)
 Old = tuple[int, int]
-"""Where a cell lay: the number of its blob, and the offset in that."""
-
-
-class _Moving(NamedTuple):
-    """A checkpoint, its lost blobs by their numbers, and the cells of it that are not to be coded any more."""
-
-    commit: Commit
-    manifest: Manifest
-    wanted: Mapping[int, BlobRef]
-    bare: Mapping[Old, LiveCell]
+"""The old location of a cell: the number of its blob, and its offset."""
 
 
 @dataclass(frozen=True)
 class Relocation:
-    """Rewrites checkpoints of ``repo``. ``live``: the cells that they need, by lost blob; they come from ``source``.
+    """Rewrites checkpoints of ``repo``. ``live``: the cells that they need of each lost blob, read from ``source``.
 
-    ``missing``: those of them that cannot be had.
+    ``missing``: the cells among these that no source has.
     """
 
     repo: Repository
@@ -69,63 +60,57 @@ class Relocation:
     _made: dict[BlobRef, dict[int, RelocatedCell]] = field(default_factory=dict)
 
     def relocate(self, commit: Commit, lost: Sequence[BlobRef]) -> Commit | None:
-        """Rewrite ``commit`` so that it needs none of ``lost``; None if cells are missing, before anything is written.
+        """Rewrite ``commit`` so that it needs none of ``lost``. Return None, and write nothing, if cells are missing.
 
-        Raises `Conflict` if ``commit`` is not visible any more, or was changed by somebody else; `StorageError`.
+        Raises `Conflict` if ``commit`` is no longer visible, or another process changed it; `StorageError`.
         """
         manifest = manifests.get(self.repo, commit)
-        names = {(ref.uploader, ref.hash): ref for ref in lost}
-        numbered = enumerate((ref.uploader, ref.hash) for ref in manifest.blobs)
-        wanted = {number: names[name] for number, name in numbered if name in names}
+        wanted = by_number(manifest, {(ref.uploader, ref.hash): ref for ref in lost})
         bare = self._to_bare(manifest, wanted)
         if bare is None:
             return None
-        moving = _Moving(commit, manifest, wanted, bare)
-        return rewrite(self.repo, commit, lambda txid, listed: self._save(txid, listed, moving))
 
-    def _save(self, txid: TxId, listed: CommitList, moving: _Moving) -> Committed:
-        """Upload the new blobs and the manifest; return the record to commit."""
-        commit, manifest, wanted, bare = moving
-        refs = list(manifest.blobs)
-        places = {
-            (number, offset): place
-            for number, ref in wanted.items()
-            for offset, place in self._replacement(txid, listed, ref).items()
-        }
-        found = self._put(txid, bare, lambda _, cell: self._fetch(cell))
-        places |= {old: RelocatedCell(ref, offset, bare=True) for old, (ref, offset) in found.items()}
-        self.repo.storage.settle(uploader_folder(txid))
-        numbers = dict[BlobRef, int]()
-        tables = {}
-        for entry in manifest.held:
-            table = manifest.extents(entry)
-            cells = [_moved(cell, places, refs, numbers) for cell in table.stored_cells()]
-            tables[entry.number] = build(table.shape, table.itemsize, table.cell, cells)
-        record = record_of(self.repo, txid, commit, placed(manifest, encode_blobs(numbers), tables))
-        return changed(record, **coded_bytes(tables.values())._asdict())
+        def save(txid: TxId, listed: CommitList) -> Committed:
+            refs = list(manifest.blobs)
+            places = {
+                (number, offset): place
+                for number, ref in wanted.items()
+                for offset, place in self._replacement(txid, listed, ref).items()
+            }
+            plain = self._put(txid, bare, lambda _, cell: self._fetch(cell))
+            places |= {old: RelocatedCell(ref, offset, bare=True) for old, (ref, offset) in plain.items()}
+            self.repo.storage.settle(uploader_folder(txid))
+            numbers = dict[BlobRef, int]()
+            tables = {}
+            for entry in manifest.held:
+                table = manifest.extents(entry)
+                cells = [_moved(cell, places, refs, numbers) for cell in table.stored_cells()]
+                tables[entry.number] = build(table.shape, table.itemsize, table.cell, cells)
+            record = record_of(self.repo, txid, commit, placed(manifest, encode_blobs(numbers), tables))
+            return changed(record, **coded_bytes(tables.values())._asdict())
+
+        return rewrite(self.repo, commit, save)
 
     def _to_bare(self, manifest: Manifest, wanted: Mapping[int, BlobRef]) -> dict[Old, LiveCell] | None:
-        """Return cells that are told from missing ones and can be had otherwise, for all who need them; None if not."""
+        """Return the cells to store plain because a base of them is missing. None if a cell cannot be recovered."""
         missing = {(number, cell.offset) for number, ref in wanted.items() for cell in self.missing[ref]}
-        found = dict[Old, LiveCell]()
+        bare = dict[Old, LiveCell]()
         for entry in manifest.held if missing else ():
             for cell in manifest.extents(entry).stored_cells():
-                links = [*takewhile(lambda one: (one.blob, one.offset) not in missing, cell.chain)]
+                links = [*takewhile(lambda link: (link.blob, link.offset) not in missing, cell.chain)]
                 if len(links) == len([*cell.chain]):
                     continue
-                one = next(filter(self._can_be_had, reversed(links)), None)
-                if one is None:
+                usable = (link for link in reversed(links) if self.source.fetch(link.digest, link.nbytes) is not None)
+                link = next(usable, None)
+                if link is None:
                     return None
-                found[one.blob, one.offset] = LiveCell(one.offset, one.nbytes, one.digest, entry.dtype)
-        return found
-
-    def _can_be_had(self, cell: StoredCell) -> bool:
-        return self.source.fetch(cell.digest, cell.nbytes) is not None
+                bare[link.blob, link.offset] = LiveCell(link.offset, link.nbytes, link.digest, entry.dtype)
+        return bare
 
     def _replacement(self, txid: TxId, listed: CommitList, ref: BlobRef) -> dict[int, RelocatedCell]:
-        """Return where the cells of ``ref`` that can be had lie in new blobs, by the offset that they had.
+        """Return the new locations of the cells of ``ref`` that a source has, by their old offset.
 
-        These are what another rewrite has made, if that lives; else they are put.
+        Uses the blobs of another rewrite if that is live; otherwise uploads new ones.
         """
         made = self._made.get(ref)
         user = listed.commits.get(next(iter(made.values())).ref.uploader) if made else None
@@ -134,14 +119,14 @@ class Relocation:
         return made
 
     def _upload(self, txid: TxId, ref: BlobRef) -> dict[int, RelocatedCell]:
-        """Upload what there is of the live cells of a damaged blob."""
-        found, lost = self.source.mend(self.repo, ref, self.live[ref]), self.missing[ref]
-        had = (cell for cell in found.cells if cell not in found.missing)
-        cells = {cell.offset: cell for cell in had}  # the longest, which comes last
-        bare = {cell.offset: _bare(cell) for cell in found.missing if cell not in lost}
+        """Upload the live cells of a damaged blob that a source has."""
+        rebuilt, lost = self.source.rebuild(self.repo, ref, self.live[ref]), self.missing[ref]
+        right = (cell for cell in rebuilt.cells if cell not in rebuilt.missing)
+        cells = {cell.offset: cell for cell in right}  # of several at one offset the longest, which comes last
+        bare = {cell.offset: _bare(cell) for cell in rebuilt.missing if cell not in lost}
 
         def data(offset: int, cell: LiveCell) -> Buffer:
-            return self._fetch(cell) if offset in bare else found.part(offset, cell.nbytes)
+            return self._fetch(cell) if offset in bare else rebuilt.part(offset, cell.nbytes)
 
         places = self._put(txid, cells | bare, data)
         return {old: RelocatedCell(new, offset, old in bare) for old, (new, offset) in places.items()}
@@ -149,10 +134,10 @@ class Relocation:
     def _put(
         self, txid: TxId, cells: Mapping[K, LiveCell], data: Callable[[K, LiveCell], Buffer]
     ) -> dict[K, tuple[BlobRef, int]]:
-        """Put cells, of which ``data`` gives the bytes, into new blobs; return where each lies."""
+        """Put cells into new blobs, and return where each lies. ``data`` returns the bytes of a cell."""
         places = dict[K, tuple[BlobRef, int]]()
-        ordered = sorted(cells.items(), key=lambda one: _order(one[1]))
-        for lot in in_batches(ordered, lambda one: one[1].nbytes, self.repo.marker.blob_bytes):
+        ordered = sorted(cells.items(), key=lambda item: _order(item[1]))
+        for lot in in_batches(ordered, lambda item: item[1].nbytes, self.repo.marker.blob_bytes):
             buffer = memoryview(bytearray(buffer_bytes(padded(sum(cell.nbytes for _, cell in lot)))))
             writer, at = BlobWriter(buffer), dict[K, int]()
             for old, cell in lot:
@@ -163,14 +148,14 @@ class Relocation:
         return places
 
     def _fetch(self, cell: LiveCell) -> bytearray:
-        found = self.source.fetch(cell.digest, cell.nbytes)
-        if found is None:
-            raise Damaged("a cell that could be had just now cannot any more; repair again")
-        return found
+        data = self.source.fetch(cell.digest, cell.nbytes)
+        if data is None:
+            raise Damaged("a cell that could be read before can no longer be read; repair again")
+        return data
 
 
 def _bare(cell: LiveCell) -> LiveCell:
-    """Return a cell as it is to lie if it is not coded any more."""
+    """Return a cell as it is stored plain."""
     return cell if cell.coded is None else LiveCell(cell.offset, cell.coded.nbytes, cell.digest, cell.coded.dtype)
 
 
@@ -181,7 +166,7 @@ def _order(cell: LiveCell) -> tuple[bool, tuple[int, str], bool, int]:
 def _moved(
     cell: StoredCell, places: Mapping[Old, RelocatedCell], refs: Sequence[BlobRef], numbers: dict[BlobRef, int]
 ) -> StoredCell:
-    """Return a cell where it lies now, and its bases, if it is still told from them; new blobs get the next numbers."""
+    """Return a cell, and its bases if it is still encoded, at their new places. New blobs get the next numbers."""
     place = places.get((cell.blob, cell.offset)) or RelocatedCell(refs[cell.blob], cell.offset, bare=False)
     number, frame = numbers.setdefault(place.ref, len(numbers)), None
     if cell.frame is not None and not place.bare:

@@ -1,15 +1,16 @@
-"""repair: put right bytes back where damaged ones are, from wherever they can be had and proved right.
+"""The repair command: replaces damaged bytes by bytes from any source that can be verified.
 
-1. manifests, from another store that holds the same checkpoint
-2. blobs, leaf by leaf: what is left of them, and of copies under another uploader's name, in the cache of this host, or
-   in another store; damaged copies mend each other
-3. blobs, cell by cell: equal cells of other blobs, coded again where they were; header, padding and proof made anew
-4. where a blob cannot be had again because it also held dead cells, or its frames are made otherwise now: the
-   checkpoint is rewritten, and the live cells lie in new blobs; so is one whose cells are told from what is lost, if
-   they can be had elsewhere
+1. Manifests are restored from another store that holds the same checkpoint.
+2. Blobs are rebuilt leaf by leaf, from their remains and from copies: under another uploader, in the cache of this
+   host, or in another store. Damaged copies complete each other.
+3. Blobs are rebuilt cell by cell, from equal cells of other blobs. Encoded cells are encoded again, and header, padding
+   and proof are made anew.
+4. If a blob cannot be rebuilt, because it also held cells of purged checkpoints or this version encodes its frames
+   differently, the checkpoint is rewritten with the live cells in new blobs. So is a checkpoint whose cells have a lost
+   base, if these cells are available elsewhere.
 
-`repair` looks at blobs that `verify` or a save has marked, and at those that are gone or of another size. Those that
-were marked for a frame of another cell alone cannot be made right: 4 is done with them.
+`repair` checks the blobs that `verify` or a save has marked, and those that are gone or have another size. A blob that
+was marked only for a wrong frame cannot be made right, so step 4 replaces it.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from casckpt.repository.requirements import check_requirements
 from casckpt.upkeep.inventory import BLOB, list_objects
 from casckpt.upkeep.repair.affected import DamagedBlob, describe
 from casckpt.upkeep.repair.blob_check import Checked, check_blobs
-from casckpt.upkeep.repair.blob_rebuild import CellSupply, mend_from_copies
-from casckpt.upkeep.repair.cell_sources import BlobCopies, Cells, LiveCell, live_cells, readable, related
+from casckpt.upkeep.repair.blob_rebuild import CellSupply, rebuild_from_copies
+from casckpt.upkeep.repair.cell_sources import BlobCopies, Cells, LiveCell, by_number, live_cells, readable, related
 from casckpt.upkeep.repair.relocation import Relocation
 from casckpt.upkeep.repair.verify import DamagedManifest, DamagedRecord, damaged_records, survey
 from casckpt.upkeep.rewrite import record_of, rewrite
@@ -52,24 +53,24 @@ def repair_manifests(
     the blobs may differ. The catalogue of this host may know where they lie; otherwise a guess is verified against the
     hash in the commit record. If no guess is right, the checkpoint is rewritten.
     """
-    mended, lost = [], []
+    restored, lost = [], []
     for commit, error in broken:
-        if _mend(repo, commit, sources):
-            mended.append(commit.id)
+        if _restore(repo, commit, sources):
+            restored.append(commit.id)
         else:
             lost.append((commit, DamagedManifest(commit.id, commit.run, commit.step, str(error))))
-    return mended, lost
+    return restored, lost
 
 
-def _mend(repo: Repository, commit: Commit, sources: Sequence[Repository]) -> bool:
+def _restore(repo: Repository, commit: Commit, sources: Sequence[Repository]) -> bool:
     for source, manifest in _holders(commit.id, sources):
         try:
             data = _same_bytes(repo, commit, manifest)
             if data is None:
                 return _rewrite(repo, commit, source, manifest)
-        except (Conflict, Damaged, Gone, Refused):  # of the source, or somebody forgot the checkpoint just now
+        except (Conflict, Damaged, Gone, Refused):  # the source is damaged, or the checkpoint was just forgotten
             continue
-        repo.storage.sweep(uploader_folder(commit.txid))  # of a repair that was killed
+        repo.storage.sweep(uploader_folder(commit.txid))  # what a killed repair left
         repo.storage.replace(manifest_key(commit.txid, commit.id), data)
         return True
     return False
@@ -83,7 +84,7 @@ def _holders(wanted: ManifestId, sources: Sequence[Repository]) -> Iterator[tupl
 
 
 def _same_bytes(repo: Repository, commit: Commit, manifest: Manifest) -> bytes | None:
-    """Return the bytes that were lost, which have the head that the record names; None if they cannot be had."""
+    """Return the lost bytes of a manifest: those with the head that the record names; None if no guess gives them."""
     wanted = commit.committed.head
     known = repo.catalogue.blobs(commit.txid, wanted)
     for lists in (manifest.blob_list.data, known, _guessed(repo, commit, manifest)):
@@ -94,7 +95,7 @@ def _same_bytes(repo: Repository, commit: Commit, manifest: Manifest) -> bytes |
 
 
 def _guessed(repo: Repository, commit: Commit, manifest: Manifest) -> bytes:
-    """Guess where the blobs lie: under the checkpoint's own uploader, or wherever there is one of this name."""
+    """Guess where the blobs lie: under the checkpoint's own uploader, otherwise under the first that has the hash."""
     own = commit.txid
     names = (name for key in sorted(list_objects(repo)) if (name := parse_object(key)) and name.kind == BLOB)
     by_hash = grouped(names, lambda name: name.hash)
@@ -104,7 +105,7 @@ def _guessed(repo: Repository, commit: Commit, manifest: Manifest) -> bytes:
 
 
 def _rewrite(repo: Repository, commit: Commit, source: Repository, manifest: Manifest) -> bool:
-    """Rewrite a checkpoint with places that are known. False if a blob of it cannot be had."""
+    """Rewrite a checkpoint with known locations of its blobs. False if a blob is not available."""
 
     def save(txid: TxId, listed: CommitList) -> Committed | None:
         wanted = {ref.hash: ref for ref in manifest.blobs}
@@ -136,7 +137,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A checkpoint that lies at other places now, because a blob of it could not be had again."""
+    """A checkpoint with cells in new blobs, because one of its blobs could not be repaired."""
 
     run: str
     step: int
@@ -145,10 +146,10 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class RepairResult:
-    """``blobs``, ``manifests``: hashes and ids of what is right again. ``lost``: what could not be repaired.
+    """What a repair did. ``blobs``, ``manifests``: hashes and ids of what was repaired. ``lost``: what was not.
 
-    ``records``: those that cannot be read, or are missing. No other store has them but one whose files were copied, and
-    nothing there tells whether it went on by itself since; so they are put back by hand.
+    ``records``: records that are unreadable or missing. Only a copy of the store's files has them, and repair cannot
+    know whether that copy has changed since, so a user must put them back.
     """
 
     blobs: tuple[str, ...] = ()
@@ -167,7 +168,6 @@ class RepairResult:
 @dataclass
 class _Repair:
     repo: Repository
-    sources: Sequence[Repository]
     progress: Progress
     live: dict[BlobRef, set[LiveCell]] = field(default_factory=dict)
     digests: set[CellDigest] = field(default_factory=set)
@@ -175,7 +175,7 @@ class _Repair:
     fixed: list[str] = field(default_factory=list)
 
     def put_back(self, ref: BlobRef, data: bytearray | memoryview, how: str) -> None:
-        """Put ``data``, which has the hash of ``ref``, in its place, and remove what a killed repair has left there."""
+        """Replace a blob by ``data``, which has its hash, and remove what a killed repair has left there."""
         self.repo.storage.sweep(uploader_folder(ref.uploader))
         self.repo.storage.replace(blob_key(ref.uploader, ref.hash), memoryview(data))
         blobs.mark_repaired(self.repo, ref.uploader, ref.hash, how)
@@ -183,72 +183,72 @@ class _Repair:
         self.progress(ref.size)
 
     def from_copies(self, wrong: Sequence[BlobRef], copies: BlobCopies) -> list[BlobRef]:
-        """Put back what copies give; return those for which that is not enough."""
+        """Restore the blobs that copies complete. Return the others."""
         rest = []
         for ref in wrong:
-            found = mend_from_copies(self.repo, ref, copies)
-            if found.is_whole:
-                self.put_back(ref, found.data, "from another copy")
+            rebuilt = rebuild_from_copies(self.repo, ref, copies)
+            if rebuilt.is_whole:
+                self.put_back(ref, rebuilt.data, "from another copy")
             else:
                 rest.append(ref)
-                self.digests |= {leaf.digest for leaf in found.wrong}
+                self.digests |= {leaf.digest for leaf in rebuilt.wrong}
         return rest
 
     def from_cells(self, wrong: Sequence[BlobRef], source: CellSupply) -> list[BlobRef]:
-        """Put back what equal cells give, too; return those for which that is not enough."""
+        """Restore the blobs that equal cells complete. Return the others."""
         rest = []
         for ref in wrong:
-            found = source.mend(self.repo, ref, self.live.get(ref, ()))
-            if found.is_whole and (ref not in source.misframed or found.is_untouched):
-                self.put_back(ref, found.data, "rebuilt from equal cells")
+            rebuilt = source.rebuild(self.repo, ref, self.live.get(ref, ()))
+            if rebuilt.is_whole and (ref not in source.misframed or rebuilt.is_untouched):
+                self.put_back(ref, rebuilt.data, "rebuilt from equal cells")
             else:
                 rest.append(ref)
-                self.missing[ref] = [cell for cell in found.missing if source.plain(cell) is None]
+                self.missing[ref] = [cell for cell in rebuilt.missing if source.plain(cell) is None]
         return rest
 
 
 def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Progress = silent) -> RepairResult:
-    """Repair what is damaged in ``repo``. ``sources``: other stores that may hold what is missing; they are only read.
+    """Repair ``repo``. ``sources``: other stores that may hold missing bytes; they are only read.
 
-    ``progress``: called with the bytes just put back. Raises `NotFound`, also for a source that is not there,
-    `StorageError`; what cannot be repaired is reported, not raised.
+    ``progress``: called with the bytes just put back. Raises `NotFound`, also for a missing source, `StorageError`.
+    Damage that cannot be repaired is reported, not raised.
     """
-    for other in sources:
-        other.check_exists()
+    for source in sources:
+        source.check_exists()
     check_requirements(repo)
     listed = list_commits(repo)
-    found = survey(repo, listed.needed())
-    mended, lost_manifests = repair_manifests(repo, found.broken, sources)
-    if mended:
-        found = survey(repo, listed.needed())
-    wrong = _wrong(repo, found.refs())
-    log.info("%d blobs are damaged or gone; %d manifests were put back", len(wrong), len(mended))
-    work = _Repair(repo, sources, progress)
+    needed = survey(repo, listed.needed())
+    restored, lost_manifests = repair_manifests(repo, needed.broken, sources)
+    if restored:
+        needed = survey(repo, listed.needed())
+    wrong = _wrong(repo, needed.refs())
+    log.info("%d blobs are damaged or gone; %d manifests were restored", len(wrong), len(restored))
+    work = _Repair(repo, progress)
     copies = BlobCopies(repo, sources if wrong else ())
-    misframed = {one.ref: one for one in wrong if one.is_right}
-    rest = [*work.from_copies([one.ref for one in wrong if one.ref not in misframed], copies), *misframed]
+    misframed = {blob.ref: blob for blob in wrong if blob.is_right}
+    rest = [*work.from_copies([blob.ref for blob in wrong if blob.ref not in misframed], copies), *misframed]
     rewritten: dict[TxId, Rewritten] = {}
     if rest:
-        users = _collect(work, found.commits, rest)
-        source = CellSupply(Cells((repo, *sources), work.digests), copies, misframed)
-        rest = work.from_cells(rest, source)
-        rewritten = _relocate(Relocation(repo, work.live, work.missing, source), users, rest)
-    still = [_told(one) for one in wrong if one.ref in rest]
-    # what was rewritten does not need it any more, be it by another repair meanwhile
-    needed = {one.txid for one in list_commits(repo).needed()} if still or lost_manifests else set[TxId]()
-    hit = [commit for commit in found.commits if commit.txid in needed]
+        users = _collect(work, needed.commits, rest)
+        supply = CellSupply(Cells((repo, *sources), work.digests), copies, misframed)
+        rest = work.from_cells(rest, supply)
+        rewritten = _relocate(Relocation(repo, work.live, work.missing, supply), users, rest)
+    still = [_described(blob) for blob in wrong if blob.ref in rest]
+    # rewritten checkpoints no longer need the damaged blobs, also if another repair rewrote them meanwhile
+    txids = {commit.txid for commit in list_commits(repo).needed()} if still or lost_manifests else set[TxId]()
+    affected = [commit for commit in needed.commits if commit.txid in txids]
     return RepairResult(
         blobs=tuple(work.fixed),
-        manifests=tuple(mended),
+        manifests=tuple(restored),
         rewritten=tuple(rewritten.values()),
-        lost=tuple(describe(repo, hit, still)),
-        lost_manifests=tuple(lost for commit, lost in lost_manifests if commit.txid in needed),
+        lost=tuple(describe(repo, affected, still)),
+        lost_manifests=tuple(lost for commit, lost in lost_manifests if commit.txid in txids),
         records=tuple(damaged_records(repo, list_commits(repo, anew=True), anew=True)),
     )
 
 
 def _wrong(repo: Repository, refs: Sequence[BlobRef]) -> list[Checked]:
-    """Find the live blobs that are marked, gone, or of another size, and are not right now; and what is misframed."""
+    """Return the needed blobs that are damaged: marked, gone, or of another size, and not right now, or misframed."""
     sizes = list_objects(repo)
     marked, misframed = blobs.damaged_marks(repo), blobs.frame_marks(repo)
     suspects = [
@@ -256,31 +256,32 @@ def _wrong(repo: Repository, refs: Sequence[BlobRef]) -> list[Checked]:
         if (ref.uploader, ref.hash) in marked or sizes.get(blob_key(ref.uploader, ref.hash)) != ref.size
     ]  # fmt: skip
     checked = list(check_blobs(repo, suspects, silent))
-    for one in checked:
-        if one.is_right and (one.ref.uploader, one.ref.hash) not in misframed:
-            repo.storage.sweep(uploader_folder(one.ref.uploader))
-            blobs.mark_repaired(repo, one.ref.uploader, one.ref.hash, "repair found it right")
-    return [one for one in checked if not one.is_right or (one.ref.uploader, one.ref.hash) in misframed]
+    wrong = []
+    for blob in checked:
+        if not blob.is_right or (blob.ref.uploader, blob.ref.hash) in misframed:
+            wrong.append(blob)
+            continue
+        repo.storage.sweep(uploader_folder(blob.ref.uploader))
+        blobs.mark_repaired(repo, blob.ref.uploader, blob.ref.hash, "repair found it right")
+    return wrong
 
 
-def _told(one: Checked) -> Checked:
-    """Return the same, as it is told of."""
-    why = one.why or one.failed or "it is what was written, but frames in it make other cells than were saved"
-    return replace(one, why=why, ranges=one.ranges or ((0, one.ref.size),))
+def _described(blob: Checked) -> Checked:
+    why = blob.why or blob.failed or "it is what was written, but its frames decode to other cells than were saved"
+    return replace(blob, why=why, ranges=blob.ranges or ((0, blob.ref.size),))
 
 
 def _collect(work: _Repair, commits: Sequence[Commit], wrong: Sequence[BlobRef]) -> dict[BlobRef, list[Commit]]:
-    """Find out who uses each of ``wrong``; their cells go into ``work.live``, what may help into ``work.digests``."""
+    """Return the users of each of ``wrong``. Adds their cells to ``work.live``, related digests to ``work.digests``."""
     names = {(ref.uploader, ref.hash): ref for ref in wrong}
     users: dict[BlobRef, list[Commit]] = defaultdict(list)
     for commit, manifest in readable(work.repo, commits):
-        numbered = enumerate((ref.uploader, ref.hash) for ref in manifest.blobs)
-        wanted = {number: names[name] for number, name in numbered if name in names}
+        wanted = by_number(manifest, names)
         try:
-            found = live_cells(manifest, wanted) if wanted else {}
+            live = live_cells(manifest, wanted) if wanted else {}
         except (Damaged, Refused):
             continue
-        for ref, cells in found.items():
+        for ref, cells in live.items():
             work.live.setdefault(ref, set()).update(cells)
             users[ref].append(commit)
         work.digests |= related(manifest, wanted) if wanted else set()
@@ -290,7 +291,7 @@ def _collect(work: _Repair, commits: Sequence[Commit], wrong: Sequence[BlobRef])
 def _relocate(
     relocation: Relocation, users: dict[BlobRef, list[Commit]], lost: Sequence[BlobRef]
 ) -> dict[TxId, Rewritten]:
-    """Rewrite what needs ``lost``; return it by transaction, for several checkpoints may have one id."""
+    """Rewrite the checkpoints that need ``lost``. Return them by transaction, because several may have one id."""
     done = {}
     hit = {commit.txid: commit for ref in lost for commit in users[ref]}
     for txid in sorted(hit):
@@ -298,7 +299,7 @@ def _relocate(
         try:
             new = relocation.relocate(commit, lost)
         except (Conflict, Damaged, Gone, Refused):
-            continue  # somebody changed it just now; or its manifest is damaged where nobody has looked yet
+            continue  # another process changed it just now, or an unread part of its manifest is damaged
         if new is not None:
             done[txid] = Rewritten(commit.run, commit.step, commit.id)
     return done

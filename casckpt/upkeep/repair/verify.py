@@ -1,10 +1,11 @@
-"""verify: read what live checkpoints need, compare it with its hashes, and mark the blobs that are damaged."""
+"""The verify command: reads what live checkpoints need, compares it with its hashes, and marks damaged blobs."""
 
 from __future__ import annotations
 
 import logging
 import random
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
@@ -44,12 +45,12 @@ def wrong_rows(
     A manifest with wrong rows has a right hash, so only this comparison or a load finds it. Cells that are stored as
     frames are checked elsewhere (`casckpt.upkeep.repair.frames`).
     """
-    proofs = {(one.ref.uploader, one.ref.hash): one.proof for one in right}
+    proofs = {(blob.ref.uploader, blob.ref.hash): blob.proof for blob in right}
     for commit in commits if proofs else ():
         try:
             _compare(repo, manifests.get(repo, commit), proofs)
         except (Damaged, Gone):
-            continue  # of a manifest that is damaged others tell
+            continue  # the survey reports damaged manifests
         except Refused as error:
             yield commit, error
 
@@ -61,27 +62,27 @@ def _compare(repo: Repository, manifest: Manifest, proofs: Mapping[tuple[TxId, B
     for entry in manifest.held:
         if entry.nbytes < LEAF_BYTES:
             continue
-        for cell in (link for one in manifest.extents(entry).stored_cells() for link in one.chain):
+        for cell in (link for stored in manifest.extents(entry).stored_cells() for link in stored.chain):
             if cell.frame or cell.nbytes < LEAF_BYTES or not (leaves := leaves_of(cell.blob)):
                 continue
             if not _holds(repo, refs[cell.blob], cell, leaves.get(cell.offset)):
                 where = f"bytes {cell.offset} to {cell.offset + cell.nbytes} of blob {refs[cell.blob].hash}"
-                raise Refused(f"key {entry.key!r}: {where} are right, but not what it says that lies there")
+                raise Refused(f"key {entry.key!r}: {where} are right, but they are not what the manifest says")
 
 
 def _leaves(refs: Sequence[BlobRef], proofs: Mapping[tuple[TxId, BlobHash], bytes], number: int) -> dict[int, Leaf]:
-    """Return the leaves of a blob by their offset; none where it was not looked at, or is damaged."""
+    """Return the leaves of a blob by their offset; none if the blob was not checked or is damaged."""
     return {leaf.offset: leaf for leaf in as_leaves(proofs.get((refs[number].uploader, refs[number].hash), b""))}
 
 
 def _holds(repo: Repository, ref: BlobRef, cell: StoredCell, leaf: Leaf | None) -> bool:
     if leaf is not None and leaf.nbytes == cell.nbytes:
         return leaf.digest == cell.digest
-    try:  # cut by another writer
+    try:  # another writer cut the leaves differently
         with repo.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
             return holds_cell(reader, cell.offset, memoryview(bytearray(cell.nbytes)), cell.digest)
     except (NotFound, StorageError):
-        return True  # it was purged just now
+        return True  # the blob was deleted just now
 
 
 Mode = Literal["full", "exists"]
@@ -92,7 +93,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DamagedManifest:
-    """A live checkpoint whose manifest cannot be read: nothing of it can be loaded, and gc deletes nothing."""
+    """A live checkpoint whose manifest cannot be read. It cannot be loaded, and gc deletes nothing."""
 
     id: str
     run: str
@@ -108,7 +109,7 @@ class DamagedRecord(NamedTuple):
 
 
 class UnreadBlob(NamedTuple):
-    """A blob that the storage did not let be read: whether it is damaged is not known."""
+    """A blob that could not be read, so that it is unknown whether it is damaged."""
 
     blob: BlobHash
     why: str
@@ -116,12 +117,11 @@ class UnreadBlob(NamedTuple):
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What was read, and what is wrong. ``checked_bytes``: of blobs, read and hashed. ``blobs``: needed, in all.
+    """What was read, and what is wrong. ``checked_bytes``: of blobs, read and hashed. ``blobs``: all needed ones.
 
-    ``damaged``: also, if cells were decoded, blobs that are what was written but hold a frame of another cell.
-    ``decoded_bytes``: of coded cells and their bases, decoded and compared, if that was asked for. ``repaired``: blobs
-    that had been marked and are right. ``unsigned``: what nobody has signed whose signature the store was opened to
-    require.
+    ``damaged``: with ``decode`` also blobs that are what was written, but hold a frame of another cell.
+    ``decoded_bytes``: of encoded cells and their bases, with ``decode``. ``repaired``: blobs that had a mark and are
+    right. ``unsigned``: checkpoints without a signature that the store was opened to require.
     """
 
     checked_blobs: int = 0
@@ -138,20 +138,20 @@ class VerifyResult:
 
     @property
     def is_damaged(self) -> bool:
-        """Is anything that was written not there as it was written?"""
+        """Is anything missing or different from what was written?"""
         return bool(self.damaged or self.manifests or self.records)
 
 
 @dataclass
 class Survey:
-    """What live checkpoints need. ``sizes``: of the blobs, by name. ``broken``: whose manifest cannot be read."""
+    """What checkpoints need. ``sizes``: of the blobs, by name. ``broken``: checkpoints with a damaged manifest."""
 
     commits: list[Commit] = field(default_factory=list)
     sizes: dict[Name, int] = field(default_factory=dict)
     broken: list[tuple[Commit, CasckptError]] = field(default_factory=list)
 
     def refs(self) -> list[BlobRef]:
-        """Return the blobs, those of one uploader together."""
+        """Return the blobs, sorted by uploader."""
         return [BlobRef(blob, self.sizes[uploader, blob], uploader) for uploader, blob in sorted(self.sizes)]
 
 
@@ -161,29 +161,28 @@ def verify(
     refs: Iterable[str | Commit] | None = None,
     mode: Mode = "full",
     sample: float = 1.0,
-    mark: bool = True,
     decode: bool = False,
     progress: Progress = silent,
 ) -> VerifyResult:
-    """Check all that live checkpoints need, forgotten ones too; not those that were rewritten without a loss.
+    """Check everything that live checkpoints need, including forgotten ones, and update the marks of damaged blobs.
 
-    ``refs``: only what these checkpoints need (None: all). ``mode``: "full" reads every blob once and proves it, and
-    compares the manifests with what was proved; "exists" looks at presence and size, and goes by the marks.
-    ``sample``: the fraction of the blobs to look at, drawn at random, beside those that are marked. ``mark``: mark
-    damaged blobs in the store, so that no save reuses them, and unmark those that are right again; a warning where the
-    store cannot be written. ``decode``: decode coded cells, too, and compare them. ``progress``: counts the bytes that
-    are read.
+    Commits that were rewritten without a loss are not checked. ``refs``: only what these checkpoints need (None: all).
+    ``mode``: "full" reads and verifies every blob once, and compares the manifests with the proofs; "exists" compares
+    presence and size, and trusts the marks. ``sample``: the fraction of the blobs to check, drawn at random, in
+    addition to marked ones. ``decode``: also decode encoded cells and compare them. ``progress``: receives the bytes
+    that are read.
 
-    Raises `NotFound`, `InvalidInput`, `StorageError`; what is damaged is reported, not raised.
+    No save reuses a marked blob. If the store cannot be written, the marks stay and a warning is logged. Raises
+    `NotFound`, `InvalidInput`, `StorageError`. Damage is reported, not raised.
     """
     _check_arguments(mode, sample, decode)
     listed = list_commits(repo, anew=mode == "full")
     chosen = listed.needed() if refs is None else resolve_many(repo, refs, listed)
     records = damaged_records(repo, listed, is_all=refs is None, anew=mode == "full")
-    found = survey(repo, chosen, with_extents=mode == "full")
-    needed, marked = found.refs(), {} if mode == "full" and sample >= 1 else _marked(repo)
+    needs = survey(repo, chosen, with_extents=mode == "full")
+    needed, marked = needs.refs(), {} if mode == "full" and sample >= 1 else _marked(repo)
     wanted = _sampled(repo, needed, sample, marked.keys())
-    log.info("%d checkpoints, %d blobs to look at", len(found.commits), len(wanted))
+    log.info("%d checkpoints, %d blobs to check", len(needs.commits), len(wanted))
     progress.expect(sum(ref.size for ref in wanted) if mode == "full" else 0)
     read = 0
 
@@ -192,79 +191,83 @@ def verify(
         read += nbytes
         progress(nbytes)
 
-    checked = list(_look(repo, wanted, marked) if mode == "exists" else check_blobs(repo, wanted, count))
-    damaged = describe(repo, found.commits, [one for one in checked if one.why])
-    right = [one for one in checked if one.proof and one.is_right]
+    checked = list(_compare_sizes(repo, wanted, marked) if mode == "exists" else check_blobs(repo, wanted, count))
+    damaged = describe(repo, needs.commits, [blob for blob in checked if blob.why])
+    right = [blob for blob in checked if blob.proof and blob.is_right]
     frames = Frames(repo, right if decode else (), progress)
-    misframed = frames.wrong(found.commits if decode else ())
-    broken = [*found.broken, *wrong_rows(repo, found.commits, right)]
-    told = describe(repo, found.commits, misframed)
-    unmarked = [one for one in damaged if mode == "full" or (one.uploader, one.blob) not in marked]
-    is_all = decode and refs is None and sample >= 1
-    healing = _Healing(unmarked, told, checked if mode == "full" else (), is_all=is_all)
+    misframed = describe(repo, needs.commits, frames.wrong(needs.commits if decode else ()))
+    broken = [*needs.broken, *wrong_rows(repo, needs.commits, right)]
+    unmarked = [blob for blob in damaged if mode == "full" or (blob.uploader, blob.blob) not in marked]
+    unmark = {(blob.ref.uploader, blob.ref.hash) for blob in checked if mode == "full" and blob.is_right}
+    unmark -= {(blob.uploader, blob.blob) for blob in misframed}
+    repaired: tuple[BlobHash, ...] = ()
+    try:
+        repaired = _update_marks(repo, unmarked, misframed, unmark, by_frames=decode and refs is None and sample >= 1)
+    except CasckptError as error:  # the result is worth more than the marks
+        log.warning("the marks of damaged blobs were not updated, and saves rely on them: %s", error)
     return VerifyResult(
         checked_blobs=len(checked),
         blobs=len(needed),
         checked_bytes=read,
         checked_checkpoints=len(chosen),
         decoded_bytes=frames.decoded_bytes,
-        damaged=(*damaged, *told),
+        damaged=(*damaged, *misframed),
         manifests=tuple(DamagedManifest(c.id, c.run, c.step, str(error)) for c, error in broken),
         records=tuple(records),
-        failed=tuple(UnreadBlob(one.ref.hash, one.failed) for one in checked if one.failed),
-        repaired=_mark(repo, healing) if mark else (),
-        unsigned=tuple(one for one in chosen if not is_trusted(repo, one.id)),
+        failed=tuple(UnreadBlob(blob.ref.hash, blob.failed) for blob in checked if blob.failed),
+        repaired=repaired,
+        unsigned=tuple(commit for commit in chosen if not is_trusted(repo, commit.id)),
     )
 
 
 def damaged_records(repo: Repository, listed: CommitList, *, is_all: bool = True, anew: bool) -> list[DamagedRecord]:
-    """Return the records that cannot be read, or are missing: of commits and tags; ``is_all``: those of runs, too.
+    """Return the unreadable and missing records of commits and tags; with ``is_all`` also announcements of runs.
 
-    ``anew``: what this host has read before is read again. Raises `StorageError`.
+    ``anew``: read also what this host has read before. Raises `StorageError`.
     """
-    found = [(f"commits/{txid}", str(error)) for txid, error in sorted(listed.damaged.items())]
-    found += [(f"tags/{name}", str(error)) for name, error in sorted(list_tags(repo).damaged.items())]
+    damaged = [(f"commits/{txid}", str(error)) for txid, error in sorted(listed.damaged.items())]
+    damaged += [(f"tags/{name}", str(error)) for name, error in sorted(list_tags(repo).damaged.items())]
     if is_all:
         why = f"it is missing, and there is a manifest of this save under objects/. {ADVICE}"
-        found += [(commit_key(txid), why) for txid in lost_records(repo, list_objects(repo))]
-        found += faults(repo, listed, anew=anew)
-    return [DamagedRecord(*record) for record in found]
+        damaged += [(commit_key(txid), why) for txid in lost_records(repo, list_objects(repo))]
+        damaged += faults(repo, listed, anew=anew)
+    return [DamagedRecord(*record) for record in damaged]
 
 
 def _check_arguments(mode: Any, sample: Any, decode: bool) -> None:
     if decode and mode != "full":
-        raise InvalidInput(f"mode={mode!r} reads nothing that could be decoded; give mode='full', or leave out decode")
+        raise InvalidInput(f"mode={mode!r} reads no cells to decode; give mode='full', or leave out decode")
     if mode not in ("full", "exists") or not isinstance(sample, int | float) or not 0 < sample <= 1:
         raise InvalidInput(f"mode={mode!r}, sample={sample!r}: give 'full' or 'exists', and a fraction from 0 to 1")
 
 
 def survey(repo: Repository, commits: Iterable[Commit], *, with_extents: bool = False) -> Survey:
-    """Read the manifests of ``commits``; those that were purged meanwhile are left out. Raises `StorageError`.
+    """Read the manifests of ``commits``, except those that were purged meanwhile. Raises `StorageError`.
 
-    ``with_extents``: each tensor's part of a manifest is looked at too. What is damaged in a part of a manifest alone
-    leaves it among those that can be read.
+    ``with_extents``: also read the extents of each tensor. A manifest with damage in a part of it counts as readable as
+    well.
     """
-    found = Survey()
-    reader = repo.fresh()  # what lies in the store is what counts
+    needs = Survey()
+    reader = repo.fresh()  # without caches: the content of the store counts
     for commit in commits:
         try:
             manifest = manifests.get(reader, commit)
-            wrong = _look_into(manifest, commit, with_extents)
+            wrong = _check_manifest(manifest, commit, with_extents)
         except Gone:
             continue
         except (Damaged, Refused) as error:
-            found.broken.append((commit, error))
+            needs.broken.append((commit, error))
             continue
         if wrong is not None:
-            found.broken.append((commit, wrong))
-        found.commits.append(commit)
+            needs.broken.append((commit, wrong))
+        needs.commits.append(commit)
         for ref in manifest.blobs:
-            found.sizes[ref.uploader, ref.hash] = ref.size
-    return found
+            needs.sizes[ref.uploader, ref.hash] = ref.size
+    return needs
 
 
-def _look_into(manifest: Manifest, commit: Commit, with_extents: bool) -> Damaged | None:
-    """Look at all of a manifest; what is damaged in a part of it. Raises `Refused`, `Gone`, `StorageError`."""
+def _check_manifest(manifest: Manifest, commit: Commit, with_extents: bool) -> Damaged | None:
+    """Read a whole manifest. Return the damage in its parts. Raises `Refused`, `Gone`, `StorageError`."""
     faults = manifest.faults()
     if faults:
         return Damaged(f"the manifest of {commit} is damaged: {'; '.join(faults)}", checkpoints=(commit.id,))
@@ -274,7 +277,7 @@ def _look_into(manifest: Manifest, commit: Commit, with_extents: bool) -> Damage
 
 
 def _marked(repo: Repository) -> dict[Name, str]:
-    """Return the blobs that are known to be damaged, and why they were marked."""
+    """Return the marked blobs, and why they were marked."""
     return {(mark.uploader, mark.blob): mark.why for mark in blobs.marks(repo) if mark.state != blobs.REPAIRED}
 
 
@@ -286,46 +289,37 @@ def _sampled(repo: Repository, refs: list[BlobRef], fraction: float, marked: Con
     return [ref for index, ref in enumerate(refs) if index in chosen or (ref.uploader, ref.hash) in marked]
 
 
-def _look(repo: Repository, refs: Iterable[BlobRef], marked: Mapping[Name, str]) -> Iterable[Checked]:
-    """Compare presence and sizes, from one listing; what is there may be ``marked``."""
+def _compare_sizes(repo: Repository, refs: Iterable[BlobRef], marked: Mapping[Name, str]) -> Iterable[Checked]:
+    """Compare presence and sizes from one listing. ``marked``: blobs with a mark, and why they have it."""
     sizes = list_objects(repo)
     for ref in refs:
-        size, told = sizes.get(blob_key(ref.uploader, ref.hash)), marked.get((ref.uploader, ref.hash))
+        size, mark = sizes.get(blob_key(ref.uploader, ref.hash)), marked.get((ref.uploader, ref.hash))
         why = compare_size(ref, size)
-        if not why and told is not None:
-            yield Checked(ref, f"it was marked as damaged before: {told}", ranges=((0, ref.size),))
+        if not why and mark is not None:
+            yield Checked(ref, f"it was marked as damaged before: {mark}", ranges=((0, ref.size),))
         else:
             yield Checked(ref, why, ranges=((min(size or 0, ref.size), ref.size),))
 
 
-class _Healing(NamedTuple):
-    """What is to be marked. ``misframed``: damaged by frames alone; ``is_all``: of all frames of all that lives."""
+def _update_marks(
+    repo: Repository,
+    damaged: Sequence[DamagedBlob],
+    misframed: Sequence[DamagedBlob],
+    right: AbstractSet[Name],
+    *,
+    by_frames: bool,
+) -> tuple[BlobHash, ...]:
+    """Mark ``damaged`` and ``misframed`` blobs, and unmark ``right`` ones. Return the blobs that were unmarked.
 
-    damaged: Sequence[DamagedBlob]
-    misframed: Sequence[DamagedBlob]
-    checked: Iterable[Checked]
-    is_all: bool
-
-
-def _mark(repo: Repository, found: _Healing) -> tuple[str, ...]:
-    """Mark what is damaged, unmark what is right, where the store can be written; the blobs that were unmarked."""
-    try:
-        return _write_marks(repo, found)
-    except CasckptError as error:  # what was found is worth more than the marks
-        log.warning("the marks of damaged blobs are as before, and saves go by them: %s", error)
-        return ()
-
-
-def _write_marks(repo: Repository, found: _Healing) -> tuple[str, ...]:
-    right = {(one.ref.uploader, one.ref.hash) for one in found.checked if one.is_right}
-    right -= {(one.uploader, one.blob) for one in found.misframed}
+    ``by_frames``: also unmark blobs that were marked for a wrong frame, because all frames were decoded.
+    """
     healed = blobs.damaged_marks(repo) & right if right else set[Name]()
-    if healed and not found.is_all:
+    if healed and not by_frames:
         healed -= blobs.frame_marks(repo)
-    if found.damaged or found.misframed or healed:
+    if damaged or misframed or healed:
         check_requirements(repo)
-    for one in (*found.damaged, *found.misframed):
-        blobs.mark_damaged(repo, one.uploader, one.blob, one.why, by_frames=one in found.misframed)
-    for uploader, blob in sorted(healed):
-        blobs.mark_repaired(repo, uploader, blob, "verify found it right")
-    return tuple(blob for _, blob in sorted(healed))
+    for blob in (*damaged, *misframed):
+        blobs.mark_damaged(repo, blob.uploader, blob.blob, blob.why, by_frames=blob in misframed)
+    for uploader, name in sorted(healed):
+        blobs.mark_repaired(repo, uploader, name, "verify found it right")
+    return tuple(name for _, name in sorted(healed))

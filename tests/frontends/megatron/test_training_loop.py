@@ -196,5 +196,5 @@ def trusting_loads(rank: int, size: int, path: Path, key: Path) -> list[str]:
 def test_what_nobody_signed_is_loaded_from_no_folder_where_signatures_are_demanded(tmp_path: Path, ranks: Pool) -> None:
     alice = pair(tmp_path / "keys")
     *pointed, foreign = ranks.run(1, trusting_loads, tmp_path, alice.public)[0]
-    assert all("has no right signature of" in one for one in pointed), pointed
+    assert all("has no valid signature of" in one for one in pointed), pointed
     assert "is in no store, so nobody has signed it" in foreign

@@ -466,7 +466,7 @@ def test_only_what_is_signed(tmp_path: Path) -> None:
     store.save({"model": {"w": torch.ones(3)}}, run="sft", step=1)
     with serving(casckpt.open(tmp_path / "store", require_signature=alice.public)) as served:
         refused = served.get("/sft/resolve/1/model.safetensors")
-        assert (refused.status, "no right signature" in refused.headers["X-Error-Message"]) == (403, True)
+        assert (refused.status, "no valid signature" in refused.headers["X-Error-Message"]) == (403, True)
         store.sign("sft@1", key=alice.private)
         assert served.get("/sft/resolve/1/model.safetensors").status == 200
 

@@ -58,7 +58,7 @@ def test_one_of_another_size_is_another_one(repo: Repository) -> None:
     assert BlobLocations(repo, {A}).locate(list_commits(repo), {A: BlobRef(A, 2, commit.txid)}) == {}
 
 
-def test_a_copy_of_many_looks_at_each_manifest_of_the_target_once(
+def test_a_copy_of_many_reads_each_manifest_of_the_target_once(
     repo: Repository, target: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = chain(repo, 8)

@@ -208,7 +208,7 @@ def test_a_tag_that_another_moves_elsewhere_while_it_is_copied(tmp_path: Path, s
         tags.set_tag(target, "best", resolve(target, "run@2"))
 
     storage = FaultyStore(inner, [call_first("put", meanwhile(other), key="tags/*")])
-    with pytest.raises(Conflict, match="moved by somebody else"):
+    with pytest.raises(Conflict, match="moved by another process"):
         copy(source, elsewhere(tmp_path, storage), with_tags=True)
 
 
@@ -291,9 +291,7 @@ def spoil(repo: Repository, key: str) -> None:
     repo.storage.replace(key, half)
 
 
-def test_a_record_that_cannot_be_read_is_told_of_and_all_others_are_copied(
-    source: Repository, target: Repository
-) -> None:
+def test_an_unreadable_record_is_reported_and_all_others_are_copied(source: Repository, target: Repository) -> None:
     key = commit_key(resolve(source, "run@1").txid)
     spoil(source, key)
     assert [one.key for one in preview(source, target, plan_copy(source, target)).records] == [key]

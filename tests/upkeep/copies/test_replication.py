@@ -91,7 +91,7 @@ def test_an_id_of_another_run_or_of_the_future_is_refused(source: Repository, ta
     commit = resolve(source, "run@2")
     ahead = TxId(f"2999{commit.txid[4:]}")
     other = source.new_txid("other", 2)
-    for txid, why in ((ahead, "in the future"), (other, "not one of its run and step")):
+    for txid, why in ((ahead, "in the future"), (other, "belongs to another run or step")):
         made = commit_same(source, commit, "run", 2, txid)
         with pytest.raises(Refused, match=why):
             copy(source, target, made).raise_failure()
@@ -242,7 +242,7 @@ def test_a_copy_that_is_revoked_again_and_again_gives_up(tmp_path: Path, source:
             transactions.revoke(other, one.txid, "test")
 
     storage = FaultyStore(inner, [call_first("put", meanwhile(revoke), key="*.manifest", times=99)])
-    with pytest.raises(Conflict, match="given up on 4 times"):
+    with pytest.raises(Conflict, match="revoked 4 times"):
         copy(source, elsewhere(tmp_path, storage), "run@3").raise_failure()
     assert not list_commits(other).visible()
     check_clean(other)
@@ -442,7 +442,7 @@ def test_a_manifest_that_another_has_left_and_a_gc_deletes_just_now_is_copied_an
     check_clean(second)
 
 
-def test_a_mirror_has_a_checkpoint_before_it_is_said_to_have_it(tmp_path: Path, source: Repository) -> None:
+def test_a_checkpoint_is_in_the_mirror_before_it_is_noted(tmp_path: Path, source: Repository) -> None:
     target = elsewhere(tmp_path, FaultyStore(memory(), [fail_before("put", key="commits/*", times=9)]))
     source.change_settings(mirror=target.storage.url)
     with pytest.raises(StorageError):

@@ -124,7 +124,7 @@ def test_no_store_is_not_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"wait": -1.0}, {"wait": float("nan")}, {"min_age": -1.0}])
 def test_nonsense_is_refused(repo: Repository, options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput, match="makes no sense"):
+    with pytest.raises(InvalidInput, match="is not usable"):
         run_gc(repo, **options)
 
 
@@ -316,7 +316,7 @@ def test_a_dry_run_says_what_a_run_does_and_writes_nothing(tmp_path: Path) -> No
     assert told(dry) == told(real)
 
 
-def test_a_dry_run_names_who_is_in_the_way(repo: Repository) -> None:
+def test_a_dry_run_names_the_open_transactions(repo: Repository) -> None:
     txid = begin_elsewhere(repo)
     put_blob(repo, txid, "half")
     dry = run_gc(repo, dry_run=True)

@@ -206,7 +206,7 @@ def test_a_gc_that_breaks_the_protocol_loses_data(
     assert is_lost(tmp_path, seed, two_writers_and_a_gc)
 
 
-def test_a_lease_that_is_granted_without_a_look_is_lost(
+def test_a_lease_that_is_granted_without_a_read_of_the_log_is_lost(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "_granted", lambda repo, tag, commit, before: commit)

@@ -291,7 +291,7 @@ def test_what_was_granted_while_a_gc_forgets_stays(repo: Repository, faults: Fau
     assert first(repo).visible
 
 
-def test_a_gc_takes_back_what_it_did_and_not_what_somebody_did_since(repo: Repository, faults: FaultyStore) -> None:
+def test_gc_undoes_its_own_forget_but_no_later_change(repo: Repository, faults: FaultyStore) -> None:
     """Tagged when it has forgotten; before it restores that, who tags has done so, and somebody forgets it by name."""
     commit, plan = first(repo), plan_gc(repo, LAST, min_age=0.0)
 

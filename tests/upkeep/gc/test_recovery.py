@@ -99,7 +99,7 @@ def test_others_may_announce_while_a_gc_settles(repo: Repository) -> None:
     assert [list_commits(repo).commits[one.txid].number for one in dead] == [1, 1]
 
 
-def test_records_that_nobody_announced_are_announced(repo: Repository, tmp_path: Path) -> None:
+def test_unannounced_records_are_announced(repo: Repository, tmp_path: Path) -> None:
     made = [commit_bare(repo, step=step) for step in range(3)]
     commits.forget(repo, made[2])
     for entry in list(repo.storage.list("runs/")):

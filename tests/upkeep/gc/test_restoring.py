@@ -42,12 +42,12 @@ def test_if_one_cannot_be_restored_nothing_is(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="purged"):
         plan_restore(repo, [gone[0].id, gone[2].id])
     forget(repo, twin)
-    with pytest.raises(Conflict, match="are of the same run and step"):
+    with pytest.raises(Conflict, match="have the same run and step"):
         plan_restore(repo, [gone[0].id, gone[1].id, twin.id])
     assert visible(repo) == []
 
 
-def test_what_somebody_else_changed_meanwhile_is_told_and_the_others_come_back(tmp_path: Path) -> None:
+def test_a_commit_changed_meanwhile_fails_and_the_others_are_restored(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     gone = forgotten(repo, 1, 2, 3)
     plan = plan_restore(repo, ["a@.."])

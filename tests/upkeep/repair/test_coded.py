@@ -114,7 +114,9 @@ def test_what_is_whole_is_decoded_once(key: str) -> None:
 
 @pytest.mark.parametrize("key", ["raw", "planes"])
 @pytest.mark.parametrize(("step", "link", "hit"), [(1, 0, (1, 2, 3)), (3, 2, (1, 2, 3)), (2, 0, (2, 3)), (3, 0, (3,))])
-def test_a_flipped_byte_hits_all_that_is_told_from_it(key: str, step: int, link: int, hit: tuple[int, ...]) -> None:
+def test_a_flipped_byte_affects_all_cells_encoded_against_it(
+    key: str, step: int, link: int, hit: tuple[int, ...]
+) -> None:
     store = saved(key)
     blob = damage(store, step, link)
     found = store.verify(decode=True)
@@ -333,7 +335,7 @@ def test_versions_that_came_back_to_each_other_are_not_gone_through_for_ever() -
 
 
 @pytest.mark.parametrize("has", [(2, 3), (2,), (3,)])
-def test_what_is_told_from_a_lost_cell_lies_bare_where_it_can_be_had(has: tuple[int, ...]) -> None:
+def test_a_cell_whose_base_is_lost_is_stored_plain_if_available(has: tuple[int, ...]) -> None:
     """Or what comes of a later version, by the frames between."""
     store, other = saved(), small()
     for step in has:
@@ -369,7 +371,7 @@ def test_a_copy_of_what_is_damaged_names_the_keys_that_need_the_blob() -> None:
         store.copy_to(small(), "r@3")
 
 
-def test_few_cells_are_told_of_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_cells_are_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store = saved()
     whole = store.verify(decode=True)
     monkeypatch.setattr(frames, "_AT_ONCE", 5)

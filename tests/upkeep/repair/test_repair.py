@@ -189,7 +189,7 @@ def test_dead_cells_that_cannot_be_had_let_it_be_rewritten(repo: Repository, oth
     assert list(repo.storage.list("transactions/")) == []
 
 
-def test_what_cannot_be_had_is_lost_and_said(repo: Repository) -> None:
+def test_what_no_source_has_is_reported_as_lost(repo: Repository) -> None:
     one = save_arrays(repo, STATE)
     damage(repo, only_blob(repo, one), "gone")
     before = {entry.key for entry in repo.storage.list("objects/")}
@@ -708,7 +708,7 @@ def test_nothing_is_written_for_checkpoints_whose_bytes_are_nowhere(tmp_path: Pa
     assert storage.keys("put") == []
 
 
-def test_records_that_cannot_be_read_are_not_repaired_and_are_told_of(repo: Repository, other: Repository) -> None:
+def test_unreadable_records_are_reported_and_not_repaired(repo: Repository, other: Repository) -> None:
     commit = save_arrays(repo, STATE)
     save_arrays(repo, STATE, step=1, reuse=commit)
     copy_into(other, repo, commit)
@@ -722,7 +722,7 @@ def test_records_that_cannot_be_read_are_not_repaired_and_are_told_of(repo: Repo
     assert not repair(repo, sources=[other]).is_damaged
 
 
-def test_a_source_that_is_not_there_is_told_of_though_nothing_is_damaged(repo: Repository, tmp_path: Path) -> None:
+def test_a_missing_source_raises_even_if_nothing_is_damaged(repo: Repository, tmp_path: Path) -> None:
     save_arrays(repo, STATE)
     with pytest.raises(NotFound, match="there is no store at"):
         repair(repo, sources=[Repository(LocalStore(tmp_path / "nope"), tmp_path)])
