@@ -955,8 +955,8 @@ PLANTED = (
     Planted(
         "a new generation trusts what stands in the one before",
         "WindowReader.revise",
-        "            change(self._download, wants, held, 0, check=True)\n",
-        "            change(self._download, wants, held, 0, check=False)\n",
+        "            change(self._reader, wants, held, 0, check=True)\n",
+        "            change(self._reader, wants, held, 0, check=False)\n",
         "tests/frontends/test_follow.py",
     ),
     Planted(
@@ -1362,7 +1362,7 @@ PLANTED = (
     Planted(
         "a comparison tells places in the cell, not in the tensor",
         "_unequal",
-        "(part.region.lo + int(place) for place in (places[0], places[-1]))",
+        "(part.lo + int(place) for place in (places[0], places[-1]))",
         "(int(place) for place in (places[0], places[-1]))",
         "tests/loading/test_comparison.py",
     ),

@@ -23,7 +23,7 @@ from casckpt.format.regions import Region
 from casckpt.format.sections.index import Entry
 from casckpt.history.commits import Commit
 from casckpt.loading.contents import Contents
-from casckpt.loading.regions import Part, RegionReader
+from casckpt.loading.regions import WINDOW_BYTES, EntrySlice, RegionReader
 from casckpt.plan.lots import grouped, lots
 from casckpt.plan.reuse import ManifestCells, ReusableCells
 from casckpt.ranks.agreement import StoreIdentity, check_same, named
@@ -149,16 +149,19 @@ def _doubtful(cells: Sequence[Cell], progress: Progress) -> list[Cell]:
 def _unequal(
     repo: Repository, contents: Contents, sources: Sequence[LocalEntry], cells: Sequence[Cell], progress: Progress
 ) -> Iterator[_Unequal]:
-    """Compare cells with what is stored."""
-    entries = [contents.stored_tensor(sources[cell.source].key) for cell in cells]
-    regions = [Region(cell.group.box, cell.cut.lo, cell.cut.hi) for cell in cells]
+    """Compare cells with the stored bytes."""
+    keys = (sources[cell.source].key for cell in cells)
+    parts = (
+        EntrySlice(contents.stored_tensor(key), cell.cut.lo, cell.cut.hi, cell.group.box)
+        for key, cell in zip(keys, cells, strict=True)
+    )
     reader = RegionReader(repo, contents.manifest, sum(cell.nbytes for cell in cells), progress)
-    stored = reader.read(map(Part, entries, regions))
+    stored = reader.read(lots(parts, lambda part: part.nbytes, WINDOW_BYTES))
     for cell, (part, data) in zip(cells, stored, strict=True):
         places = _places(cell.data(), data, part.entry.itemsize)
         if len(places):
-            lo, hi = (part.region.lo + int(place) for place in (places[0], places[-1]))
-            yield _Unequal(cell.source, Region(part.region.box, lo, hi + 1), len(places))
+            lo, hi = (part.lo + int(place) for place in (places[0], places[-1]))
+            yield _Unequal(cell.source, Region(cell.group.box, lo, hi + 1), len(places))
 
 
 def _places(mine: memoryview, theirs: memoryview, itemsize: int) -> npt.NDArray[np.intp]:

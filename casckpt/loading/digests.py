@@ -13,7 +13,7 @@ from casckpt.format.sections.index import Entry
 from casckpt.history.commits import Commit
 from casckpt.loading.arguments import matches, usable_patterns
 from casckpt.loading.load import check_used
-from casckpt.loading.regions import RegionReader, parts_in_order
+from casckpt.loading.regions import EntrySlice, RegionReader
 from casckpt.repository.repository import Repository
 
 
@@ -67,10 +67,10 @@ def _computed(
     repo: Repository, manifest: Manifest, entries: Sequence[Entry], progress: Progress
 ) -> Iterator[tuple[Entry, str]]:
     reader = RegionReader(repo, manifest, sum(entry.nbytes for entry in entries), progress)
-    parts = (part for entry in entries for part in parts_in_order(entry, manifest.body.cell_bytes))
+    windows = reader.windows(EntrySlice(entry, 0, entry.numel) for entry in entries)
     hasher = Hasher()
-    for part, data in reader.read(parts):
+    for part, data in reader.read(windows):
         hasher.update(data)
-        if part.region.hi == part.entry.numel:
+        if part.hi == part.entry.numel:
             yield part.entry, hasher.digest().hex()
             hasher = Hasher()

@@ -38,7 +38,7 @@ def expected(state: dict[str, torch.Tensor]) -> dict[str, str]:
 @pytest.fixture(autouse=True)
 def lots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lots of a few cells."""
-    monkeypatch.setattr(regions, "LOT_BYTES", 5 * 4096)
+    monkeypatch.setattr(regions, "WINDOW_BYTES", 5 * 4096)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64", "complex128", "uint8", "float8_e5m2", "bool"])

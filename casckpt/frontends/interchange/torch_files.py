@@ -25,7 +25,7 @@ from torch._weights_only_unpickler import _get_allowed_globals, get_globals_in_p
 from torch.serialization import skip_data
 
 from casckpt.base.keywords import check_keywords
-from casckpt.base.progress import Shown
+from casckpt.base.progress import Progress, Shown
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.signatures import get_trusted
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Refused
@@ -195,7 +195,9 @@ def export_torch(
     job = _Export(opened, checkpoint, allow_pickle)
     state, view, storages = job.whole() if rules.is_plain else job.seen(rules)
     with place_for(path, force=force) as place, new_file(place, force=force) as target:
-        job.write(target, state, storages, WindowReader(opened.repository, job.manifest, view.nbytes, progress))
+        job.write(
+            target, state, storages, WindowReader(opened.repository, job.manifest, view.nbytes, Progress(progress))
+        )
         name = os.fspath(path) if is_url(path) else place
     return Exported(
         checkpoint, (name,), len(view.tensors), view.nbytes, (), view.left_out, tuple(opened.attachments(checkpoint)),
@@ -277,7 +279,7 @@ def _filled(path: Path, storages: Sequence[_Storage], reader: WindowReader) -> d
                 raise InvalidInput(f"torch {torch.__version__} numbers storages otherwise than is known here")
             sums[record] = 0
             file.seek(places.get_record_offset(record))
-            for data in [storage] if isinstance(storage, bytes) else reader.read([storage]):
+            for data in [storage] if isinstance(storage, bytes) else reader.read_tensors([storage]):
                 file.write(data)
                 sums[record] = zlib.crc32(data, sums[record])
     return sums

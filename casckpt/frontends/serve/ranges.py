@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from casckpt.format.dtypes import itemsize
 from casckpt.frontends.interchange.safetensors.layout import FileLayout
-from casckpt.frontends.views.recut import EntrySlice
+from casckpt.loading.regions import EntrySlice
 
 _ONE = re.compile(r"bytes=[ \t]*([0-9]*)-([0-9]*)[ \t]*", re.IGNORECASE)
 _DIGITS = 19

@@ -23,9 +23,8 @@ from casckpt.frontends.serve.answers import refusal_of
 from casckpt.frontends.serve.folders import File, ServedFolder, ServedFolders
 from casckpt.frontends.serve.leases import Leases
 from casckpt.frontends.serve.ranges import FileSpan, RequestedRange
-from casckpt.frontends.views.recut import EntrySlice
-from casckpt.frontends.views.windows import plan_windows, requests
 from casckpt.loading.entry_reader import EntryReader
+from casckpt.loading.regions import EntrySlice, plan_windows, requests, views
 from casckpt.repository.repository import Repository
 from casckpt.storage.buffers import AlignedBuffer
 from casckpt.store.store import Store
@@ -95,7 +94,7 @@ class RangeReader:
 
         Raises Damaged, Gone, StorageError; then nothing of the window is given.
         """
-        self._download.run(requests(window.sources, buffer, self._learn(window.sources)))
+        self._download.run(requests(views(window.sources, buffer), self._learn(window.sources)))
         return buffer[window.skip : window.skip + window.stop - window.start]
 
     def _learn(self, sources: list[EntrySlice]) -> dict[int, ExtentTable]:

@@ -6,33 +6,19 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from casckpt.errors import InvalidInput
 from casckpt.format.regions import Shape
 from casckpt.format.sections.index import Entry
-
-if TYPE_CHECKING:
-    from casckpt.loading.arguments import FullMatch
+from casckpt.loading.arguments import FullMatch
+from casckpt.loading.regions import EntrySlice
 
 T = TypeVar("T")
 Split: TypeAlias = Mapping[str, Sequence[str] | Mapping[str, int]]
 """From a regular expression, matched against a whole name, to the names of equal parts, or of shares so large."""
 Concat: TypeAlias = Mapping[str, Sequence[str]]
 """From one that the first matches to the name of the whole, and those of all that come behind the first."""
-
-
-class EntrySlice(NamedTuple):
-    """Elements [lo, hi) of a stream, in row-major order."""
-
-    entry: Entry
-    lo: int
-    hi: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of these elements."""
-        return (self.hi - self.lo) * self.entry.itemsize
 
 
 class ViewTensor(NamedTuple):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from casckpt.base.progress import Shown
+from casckpt.base.progress import Progress, Shown
 from casckpt.base.sizes import parse_size
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Conflict
@@ -122,13 +122,13 @@ class _Job(FolderPlan):
 
     def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules, progress: Shown | None) -> None:
         super().__init__(store, checkpoint, rules)
-        self._reader = WindowReader(store.repository, self.manifest, self.view.nbytes, progress)
+        self._reader = WindowReader(store.repository, self.manifest, self.view.nbytes, Progress(progress))
 
     def write(self, path: Path, head: bytes, streams: Sequence[ViewTensor]) -> None:
         """Write one file: some bytes, then the data of ``streams``."""
         with synced_file(path) as file:
             file.write(head)
-            for window in self._reader.read(streams):
+            for window in self._reader.read_tensors(streams):
                 file.write(window)
 
     def revise(self, path: Path, file: FileLayout, base: Base) -> bool:

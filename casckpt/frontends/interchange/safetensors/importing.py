@@ -23,7 +23,6 @@ from casckpt.frontends.interchange.resident import letting_go
 from casckpt.frontends.interchange.safetensors.files import (
     INDEX_SUFFIX,
     Header,
-    TensorHeader,
     check_safetensors,
     read_header,
     read_index,
@@ -39,6 +38,7 @@ from casckpt.frontends.interchange.safetensors.parts import (
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.saving.options import ImportArguments
 from casckpt.tensors.dtypes import torch_dtype
+from casckpt.tensors.memory import tensor_over
 
 MAX_ATTACHMENT_BYTES: Final = 64 << 20
 MAX_ATTACHMENTS_BYTES: Final = 256 << 20
@@ -216,23 +216,15 @@ class Maps:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch takes what can be written to
         self._maps.append(data)
-        start = header.start
-        for one in header.tensors:
-            yield one.key, _tensor(data, start, one)
-            start += one.nbytes
+        view, start = memoryview(data), header.start
+        for tensor in header.tensors:
+            yield tensor.key, tensor_over(view[start : start + tensor.nbytes], torch_dtype(tensor.dtype), tensor.shape)
+            start += tensor.nbytes
 
 
 def _let_go(maps: Sequence[mmap.mmap]) -> None:
     for data in maps:
         data.madvise(mmap.MADV_DONTNEED)
-
-
-def _tensor(data: mmap.mmap, start: int, one: TensorHeader) -> torch.Tensor:
-    dtype = torch_dtype(one.dtype)
-    if not one.nbytes:
-        return torch.empty(one.shape, dtype=dtype, device="cpu")
-    flat = torch.frombuffer(data, dtype=torch.uint8, offset=start, count=one.nbytes)
-    return flat.view(dtype).view(one.shape)
 
 
 # what travels along
