@@ -652,7 +652,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "a buffer that was sent is not used again",
-        "Buffers.lent",
+        "BufferPool._take_back",
         "self._free.append(buffer)",
         "pass",
         "tests/frontends/serve/test_answers.py",

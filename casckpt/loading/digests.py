@@ -11,8 +11,7 @@ from casckpt.format.extents import DIGEST_BYTES
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.index import Entry
 from casckpt.history.commits import Commit
-from casckpt.loading.arguments import matches, usable_patterns
-from casckpt.loading.load import check_used
+from casckpt.loading.arguments import check_used, matches, usable_patterns
 from casckpt.loading.regions import EntrySlice, RegionReader
 from casckpt.repository.repository import Repository
 
@@ -23,7 +22,7 @@ def digests_of(repo: Repository, commit: Commit, keys: Sequence[str] | None, pro
 
     def compute(_: Commit, manifest: Manifest) -> dict[str, str]:
         chosen = {key: entry for key, entry in manifest.tensors.items() if matches(key, patterns)}
-        check_used(manifest, patterns or (), list(manifest.tensors))
+        check_used(patterns, manifest.tensors, f"{manifest.body.run}@{manifest.body.step}")
         found = tensor_digests(repo, manifest, list(chosen.values()), progress)
         return {key: found[entry.number] for key, entry in chosen.items() if entry.number in found}
 

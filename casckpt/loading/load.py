@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from socket import gethostname
 from typing import Any
 
@@ -26,7 +25,7 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import ATTACHMENT
 from casckpt.format.tree import Node, Path, children, join, leaves
 from casckpt.history.commits import Commit
-from casckpt.loading.arguments import matches, usable_patterns
+from casckpt.loading.arguments import check_used, matches, usable_patterns
 from casckpt.loading.contents import Contents
 from casckpt.loading.fit import Fit, log_once
 from casckpt.loading.load_plan import LoadOptions, LoadPlan
@@ -197,7 +196,7 @@ def _plan_to_read(
     for key in wanted:
         plan.new(key, device)
     if patterns is not None:
-        check_used(manifest, patterns, list(_names(contents.tree, ())))
+        check_used(patterns, list(_names(contents.tree, ())), f"{manifest.body.run}@{manifest.body.step}")
     return plan
 
 
@@ -221,17 +220,6 @@ def _names(node: Node, path: Path) -> Iterator[str]:
     else:
         for element, child in children(node):
             yield from _names(child, (*path, element))
-
-
-def check_used(manifest: Manifest, patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Raise MissingKey for a pattern that matches none of ``names``."""
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise MissingKey(
-                f"nothing in {manifest.body.run}@{manifest.body.step} matches {pattern!r}; "
-                "`casckpt show --tensors` lists its keys",
-                keys=(pattern,),
-            )
 
 
 def read_attachment(repo: Repository, manifest: Manifest, name: str, options: LoadOptions) -> bytes:

@@ -199,7 +199,6 @@ def test_a_model_with_adapters_is_exported_in_three_ways(
     assert names_in(tmp_path / "out" / "model.safetensors") == expected[way]
 
 
-@follows("frontends/views/view.py:_check_used", "`casckpt show --tensors` lists them")
 @follows("frontends/views/view.py:_part", "`casckpt show --tensors` lists them")
 def test_patterns_and_prefixes_of_an_export_are_made_from_the_list(
     training: Store, tmp_path: Path, told: Told, run: Run

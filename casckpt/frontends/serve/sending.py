@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from time import monotonic
 from typing import Final, NamedTuple, TypeVar
@@ -26,34 +25,12 @@ from casckpt.frontends.serve.ranges import FileSpan, RequestedRange
 from casckpt.loading.entry_reader import EntryReader
 from casckpt.loading.regions import EntrySlice, plan_windows, requests, views
 from casckpt.repository.repository import Repository
-from casckpt.storage.buffers import AlignedBuffer
+from casckpt.storage.buffers import BufferPool
 from casckpt.store.store import Store
 
 WINDOW_BYTES: Final = 3 << 20
 FIRST_BYTES: Final = 1 << 20
 """Of the first window of a range: its bytes are on their way sooner."""
-
-
-class Buffers:
-    """Buffers for a window each, used again and again; the one that came back last goes first, and is warm.
-
-    Whoever takes one counts them.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[AlignedBuffer] = []
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def lent(self) -> Iterator[memoryview]:
-        """Inside, one of them is in use, a new one if there is none."""
-        with self._lock:
-            buffer = self._free.pop() if self._free else AlignedBuffer(WINDOW_BYTES)
-        try:
-            yield buffer.view
-        finally:
-            with self._lock:
-                self._free.append(buffer)
 
 
 class Window(NamedTuple):
@@ -129,7 +106,7 @@ class Desk:
         self.store, self.folders, self.slow_seconds = store, folders, slow_seconds
         self.leases = Leases(store)
         self.slots, self.slow_slots = asyncio.Semaphore(WINDOWS), asyncio.Semaphore(_SLOW_WINDOWS)
-        self.buffers = Buffers()
+        self.buffers = BufferPool(WINDOWS, WINDOW_BYTES)
         self.windows: dict[object, _Held] = {}
         self._charts: asyncio.Future[str] | None = None
         self._wrong: dict[tuple[str, str], tuple[float, int, CasckptError]] = {}
@@ -197,8 +174,8 @@ class _Held:
             for slots in (desk.slow_slots, desk.slots) if slow else (desk.slots,):
                 await slots.acquire()
                 taken.callback(slots.release)
-            buffer = taken.enter_context(desk.buffers.lent())
-            reading = asyncio.ensure_future(desk.read(partial(reader.read, window, buffer)))
+            buffer = taken.enter_context(desk.buffers.borrow())  # as many as `desk.slots`, so this never waits
+            reading = asyncio.ensure_future(desk.read(partial(reader.read, window, buffer.view)))
             try:
                 self.data = await asyncio.shield(reading)
             except asyncio.CancelledError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 
 from casckpt.errors import Damaged, InvalidInput, MissingKey
 from casckpt.format.manifest import Manifest
@@ -13,7 +12,7 @@ from casckpt.format.regions import whole
 from casckpt.format.sections.index import TENSOR, Entry
 from casckpt.frontends.views.model_part import check_no_adapters, model_part, plain_names
 from casckpt.frontends.views.recut import Concat, Split, ViewTensor, recut
-from casckpt.loading.arguments import FullMatch, Rename, matches, renamer, usable_patterns
+from casckpt.loading.arguments import FullMatch, Rename, check_used, matches, renamer, usable_patterns
 from casckpt.loading.contents import Contents
 from casckpt.plan.reads import covers
 
@@ -68,7 +67,7 @@ def view_of(manifest: Manifest, rules: Rules) -> View:
     where = f"{manifest.body.run}@{manifest.body.step}"
     entries = contents.entries.values()
     asked = {entry.key: entry for entry in entries if entry.kind == TENSOR and matches(entry.key, patterns)}
-    _check_used(where, list(asked), patterns)
+    check_used(patterns, asked, where)
     prefix, keys = _part(contents, list(asked), rules, where)
     names = _names(keys, prefix, rules)
     tensors = [ViewTensor(name, asked[key]) for key, name in zip(keys, names, strict=True)]
@@ -89,14 +88,6 @@ def check_whole(manifest: Manifest, entries: Sequence[Entry]) -> None:
     for entry in entries:
         if not covers(manifest.extents(entry), whole(entry.shape)):
             raise Damaged(f"the checkpoint holds {entry.key!r} only in part", key=entry.key)
-
-
-def _check_used(where: str, keys: Sequence[str], patterns: Sequence[str] | None) -> None:
-    for pattern in patterns or ():
-        if not any(fnmatchcase(key, pattern) for key in keys):
-            raise MissingKey(
-                f"no tensor of {where} matches {pattern!r}; `casckpt show --tensors` lists them", keys=(pattern,)
-            )
 
 
 def _part(contents: Contents, keys: Sequence[str], rules: Rules, where: str) -> tuple[str, Sequence[str]]:

@@ -141,7 +141,7 @@ def test_wrappers_go_from_the_names_of_a_model_that_was_chosen_too(store: Store)
 @pytest.mark.parametrize(
     ("rules", "kind", "match"),
     [
-        ({"keys": ["nothing*"]}, MissingKey, "no tensor of default@0 matches 'nothing"),
+        ({"keys": ["nothing*"]}, MissingKey, "nothing in default@0 matches 'nothing"),
         ({"strip_prefix": "mod"}, MissingKey, "no tensor of default@0 lies below 'mod.'"),
         ({"rename": {r".*\.w": "w"}}, InvalidInput, "would both be named 'w'"),
         ({"rename": {r".*\.w": ""}}, InvalidInput, "nothing is left of the name"),
