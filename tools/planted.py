@@ -1004,8 +1004,8 @@ PLANTED = (
     Planted(
         "leases are tags of a hub",
         "Hub.tags",
-        " for name, one in self.store.tags().items() if not _LEASE.fullmatch(name)}",
-        " for name, one in self.store.tags().items()}",
+        " for name, tagged in self.store.tags().items() if not _LEASE.fullmatch(name)}",
+        " for name, tagged in self.store.tags().items()}",
         "tests/frontends/serve/test_answers.py",
     ),
     Planted(
@@ -1053,7 +1053,7 @@ PLANTED = (
     Planted(
         "what is purged while it is read is damaged",
         "damaged_error",
-        "    if mine and not any(commit.live for commit in mine):\n",
+        "    if same and not any(commit.live for commit in same):\n",
         "    if False:\n",
         "tests/store/test_gone.py",
     ),
@@ -1122,8 +1122,8 @@ PLANTED = (
     ),
     Planted(
         "ranks are not compared at all before a load",
-        "_find.find",
-        "        check_same([one.ref for one in told])\n",
+        "_resolved.find",
+        "        check_same([request.ref for request in requests])\n",
         "",
         "tests/ranks/test_agreement.py",
     ),
@@ -1740,8 +1740,8 @@ PLANTED = (
     Planted(
         "memory in common is compared only where it is the same tensor",
         "TiedTensors.check",
-        "        for one, other in (*self._untold, *self._overlapping()):\n",
-        "        for one, other in self._untold:\n",
+        "        for one, other in (*self._undecided, *self._overlapping()):\n",
+        "        for one, other in self._undecided:\n",
         "tests/loading/test_tied_tensors.py",
     ),
     Planted(

@@ -1,4 +1,4 @@
-"""Digests of tensors, which say nothing of how they were saved: BLAKE3 of the bytes of a tensor in row-major order."""
+"""Digests of tensors: BLAKE3 of the bytes in row-major order, however the tensor was saved."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def digests_of(repo: Repository, commit: Commit, keys: Sequence[str] | None, pro
     def compute(_: Commit, manifest: Manifest) -> dict[str, str]:
         chosen = {key: entry for key, entry in manifest.tensors.items() if matches(key, patterns)}
         check_used(patterns, manifest.tensors, f"{manifest.body.run}@{manifest.body.step}")
-        found = tensor_digests(repo, manifest, list(chosen.values()), progress)
-        return {key: found[entry.number] for key, entry in chosen.items() if entry.number in found}
+        digests = tensor_digests(repo, manifest, list(chosen.values()), progress)
+        return {key: digests[entry.number] for key, entry in chosen.items() if entry.number in digests}
 
     return manifests.use(repo, commit, compute)
 
@@ -34,21 +34,21 @@ def tensor_digests(
 ) -> dict[int, str]:
     """Return the digests of entries, 64 hex digits each, by number of the entry.
 
-    What was computed before is known to the catalogue, also of other checkpoints with the same cells; the others are
-    read, and verified. What was thinned away, and is not known, is left out. Raises Damaged, StorageError.
+    The catalogue keeps digests that were computed before, also for other checkpoints with the same cells. The other
+    entries are read and verified. A thinned entry without a known digest is left out. Raises Damaged, StorageError.
     """
     manifest.ready([entry.number for entry in entries], ())
     known = {entry.number: _known(repo, manifest, entry) for entry in entries}
     unknown = [entry for entry in entries if known[entry.number] is None and not manifest.lacks(entry)]
-    found = {number: digest for number, digest in known.items() if digest is not None}
+    digests = {number: digest for number, digest in known.items() if digest is not None}
     for entry, digest in _computed(repo, manifest, unknown, progress):
         repo.catalogue.set_note(_name(manifest, entry), digest.encode())
-        found[entry.number] = digest
-    return found
+        digests[entry.number] = digest
+    return digests
 
 
 def _known(repo: Repository, manifest: Manifest, entry: Entry) -> str | None:
-    """Return the digest of an entry, if it has one cell or none, or the catalogue has it."""
+    """Return the digest of an entry that has at most one cell, or whose digest is in the catalogue."""
     digests = b"".join(extent.digests for extent in manifest.cells(entry).extents)
     if len(digests) <= DIGEST_BYTES:
         return digests.hex() or hex_digest(b"")
@@ -57,7 +57,7 @@ def _known(repo: Repository, manifest: Manifest, entry: Entry) -> str | None:
 
 
 def _name(manifest: Manifest, entry: Entry) -> str:
-    """Return the name of the note that has the digest of all tensors with these cells."""
+    """Return the name of the note in the catalogue. Tensors with the same cells share it."""
     form = f"{entry.shape} {entry.itemsize} {manifest.body.cell_bytes} "
     return f"digest/{hex_digest(form.encode() + bytes(manifest.raw_cells(entry)))}"
 

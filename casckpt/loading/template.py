@@ -1,4 +1,4 @@
-"""A template against a checkpoint: what is filled, what does not fit, and what is left, all known before any read."""
+"""Compares a template with a checkpoint before any read: what is filled, what does not fit, what stays unread."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _SHOWN = 10
 class Template:
     """One rank's part of a load into a template.
 
-    ``missing``: keys of the template that the checkpoint lacks. ``mismatched``: those that were left as they are
-    because they did not fit. ``unread``: keys of the checkpoint that it does not name; ``subtrees``: whole containers
-    of these; ``dropped``: single ones beside what is read. ``empties``: its empty mappings where the checkpoint has
-    something, with a key of that.
+    ``missing``: keys of the template that the checkpoint lacks. ``mismatched``: keys that stay as they are because they
+    do not fit. ``unread``: keys of the checkpoint that the template does not name. Of these, ``subtrees`` are whole
+    containers, and ``dropped`` single keys beside keys that are read. ``empties``: empty mappings of the template that
+    are not empty in the checkpoint, each with a key below it.
     """
 
     def __init__(self, manifest: Manifest, options: LoadOptions) -> None:
@@ -46,7 +46,7 @@ class Template:
 
     @collecting_later()
     def plan(self, repo: Repository, state: Any) -> None:
-        """Check all of it. Raises MissingKey, Mismatch or InvalidInput; Damaged, StorageError if it has to read."""
+        """Check the template. Raises MissingKey, Mismatch, InvalidInput; Damaged, StorageError if it must read."""
         name_of = renamer(self._plan.options.rename)
         objects = self._plan.contents.objects
         self._flat = flat = flatten(state, is_whole=lambda key, value: len(value) > 0 and name_of(key) in objects)
@@ -74,7 +74,7 @@ class Template:
         return matches(key, self._plan.options.ignore_mismatched or ())
 
     def _add(self) -> tuple[list[Mismatch], list[LeafValue]]:
-        """What does not fit, and the leaves that the checkpoint lacks."""
+        """Add all leaves. Returns the errors of those that do not fit, and the leaves that the checkpoint lacks."""
         errors, lacking, left, whole = [], [], [], set(self._flat.whole)
         for key, leaf in self._flat.leaves.items():
             if key in whole:
@@ -91,40 +91,40 @@ class Template:
         return errors, lacking
 
     def _add_entries(self, lacking: list[LeafValue]) -> tuple[str, ...]:
-        """Add mappings that are one object of the checkpoint. Gives the entries that only that has."""
+        """Add mappings that the checkpoint has as one object. Returns the entries that only the checkpoint has."""
         unread: list[str] = []
         for key in self._flat.whole:
-            found = self._plan.add_entries(key, self._names[key], self._flat.leaves[key].value)
-            unread += found.unread
-            self._names.update({one: self._names[key] + one.removeprefix(key) for one in found.lacking})
-            lacking += [LeafValue(one, (one,), None, False, False) for one in found.lacking]
+            entries = self._plan.add_entries(key, self._names[key], self._flat.leaves[key].value)
+            unread += entries.unread
+            self._names.update({below: self._names[key] + below.removeprefix(key) for below in entries.lacking})
+            lacking += [LeafValue(below, (below,), None, False, False) for below in entries.lacking]
         return tuple(unread)
 
     @property
     def is_full(self) -> bool:
-        """Whether all that it has is filled."""
+        """Whether every key of the template is filled."""
         return not (self.missing or self.mismatched)
 
     @cached_property
     def fit(self) -> Fit:
-        """How its tensors fit."""
+        """Which tensors of the template are filled."""
         left = frozenset((*self.missing, *self.mismatched))
         tensors = {key: leaf.value for key, leaf in self._flat.leaves.items() if leaf.is_tensor}
         unfilled = {key: shape_of(value) or () for key, value in tensors.items() if key in left}
         return Fit({key: self._names[key] for key in tensors if key not in left}, unfilled)
 
     def check_fit(self, fits: Sequence[Fit]) -> str | None:
-        """On rank 0: what `check_fit` says of all ranks."""
+        """On rank 0: the result of `casckpt.loading.fit.check_fit` for all ranks."""
         saved = saved_shapes(self._plan.contents.manifest)
         return check_fit(merged(fits), saved, self._where, self._plan.options.rename)
 
     @property
     def per_rank(self) -> dict[str, list[int]]:
-        """The ranks that saved a value of their own, by key; random generators aside, which are seeded anew."""
+        """The ranks that saved a value of their own, by key, except for random generators, which are seeded anew."""
         return {key: ranks for key, ranks in self._plan.contents.per_rank.items() if not is_generator(key)}
 
     def _look_below(self, key: str, name: str, *, of_optimizer: bool) -> None:
-        """An empty mapping of the template: filled if it is where a fresh optimizer will have its state."""
+        """Handle an empty mapping of the template. It is filled if it is the state of a fresh optimizer."""
         node = find(self._plan.contents.tree, name)
         if (first := self._plan.first_entry(name)) is not None:
             self.empties[key] = first
@@ -137,7 +137,7 @@ class Template:
         parts = [leaf.key for leaf in self._flat.leaves.values() if leaf.is_tensor and is_part(leaf.value)]
         if parts:
             raise Mismatch(
-                f"{key!r} is the empty state of a fresh optimizer, which would be made whole on each rank, but "
+                f"{key!r} is the empty state of a fresh optimizer, which each rank would load as a whole, but "
                 f"{parts[0]!r} is sharded; use casckpt.load_model_and_optim_state or Checkpointer.load, which give "
                 "each rank its own part",
                 key=key,
@@ -180,9 +180,9 @@ class Template:
             keys=tuple(needed),
         )
 
-    def check_empty(self, found: Sequence[Mapping[str, str]]) -> None:
-        """On rank 0: raise Mismatch for a mapping that is empty on all ranks, where the checkpoint has something."""
-        first, *others = found
+    def check_empty(self, empties: Sequence[Mapping[str, str]]) -> None:
+        """On rank 0: raise Mismatch for a mapping that is empty on all ranks but not in the checkpoint."""
+        first, *others = empties
         for key, below in first.items() if self._plan.options.strict else ():
             if all(key in other for other in others):
                 raise Mismatch(
@@ -193,20 +193,20 @@ class Template:
 
     @property
     def frames(self) -> Frames:
-        """What an update decoded."""
+        """The frames that an update decoded."""
         return self._plan.frames
 
     def blobs(self, repo: Repository) -> list[BlobRef]:
-        """What is to be read."""
-        return self._plan.download(repo).blobs(self._plan.wants())
+        """The blobs that a load reads."""
+        return self._plan.reader(repo).blobs(self._plan.wants())
 
     def run(self, repo: Repository, state: Any) -> None:
-        """Read, and put the new leaves in. Raises Damaged, StorageError."""
+        """Read, and put the new leaves into ``state``. Raises Damaged, StorageError."""
         replace_leaves(state, self._plan.run(repo))
 
 
 def _empty_mappings(node: Node, path: Path) -> Iterator[tuple[str, bool]]:
-    """The flat keys of empty containers below the top, and whether each is the state of an optimizer."""
+    """The flat keys of empty containers, and whether each is the state of an optimizer."""
     has_groups = any(element == "param_groups" for element, _ in children(node))
     for element, child in children(node):
         if isinstance(child, int):
