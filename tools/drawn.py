@@ -79,7 +79,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "a set in DCP's metadata may hold anything",
         "_short_set",
-        "not all(isinstance(item, str | int | float | bytes | None) for item in found)",
+        "not all(isinstance(item, str | int | float | bytes | None) for item in listed)",
         "False",
         "tests/frontends/test_hostile_imports.py",
     ),
@@ -156,7 +156,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "metadata for DCP do not say of which save they are",
         "DcpContents.metadata",
-        "stamp(made, commit.run, commit.step, commit.txid)",
+        "stamp(metadata, commit.run, commit.step, commit.txid)",
         "pass",
         "tests/frontends/test_dcp_ids.py",
     ),

@@ -1066,7 +1066,7 @@ PLANTED = (
     ),
     Planted(
         "frames that are at hand are read again",
-        "_move",
+        "_Update._moves_of",
         "is_undone, kept.get(link))",
         "is_undone, None)",
         "tests/loading/test_update_along.py",

@@ -82,7 +82,7 @@ def compiled(rules: Mapping[str, T], where: str = "") -> list[tuple[re.Pattern[s
 def _compiled(pattern: str, where: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
-    except (re.error, TypeError) as error:
+    except (re.error, TypeError, RecursionError, OverflowError) as error:
         raise InvalidInput(f"{where}{pattern!r:.80} is no regular expression: {error}") from error
 
 

@@ -255,16 +255,15 @@ class _Update:
         """The moves for the frames of an extent, one for each cell of a span."""
         first = len(self.reader.manifest.blob_sizes) if is_undone else 0
         pairs = zip(span.links(extent), span.places(extent), strict=True)
-        return [
-            _move(link, (first + blob, at, nbytes), kept, is_undone=is_undone) for link, (blob, at, nbytes) in pairs
-        ]
+        return [Move(link, (first + blob, at, size), is_undone, kept.get(link)) for link, (blob, at, size) in pairs]
 
     def _moves(self, route: Route, kept: Mapping[Link, bytes]) -> list[Move]:
         """The moves of a route. The blobs of the held version are numbered after those of the wanted one."""
         behind = len(self.reader.manifest.blob_sizes)
 
         def move(cell: StoredCell, first: int, *, is_undone: bool) -> Move:
-            return _move(next(links(cell)), (first + cell.blob, cell.offset, cell.stored), kept, is_undone=is_undone)
+            link = next(links(cell))
+            return Move(link, (first + cell.blob, cell.offset, cell.stored), is_undone, kept.get(link))
 
         undone = [move(cell, behind, is_undone=True) for cell in route.undone]
         return undone + [move(cell, 0, is_undone=False) for cell in route.decoded]
@@ -311,10 +310,6 @@ class _Update:
                         for move in step.moves if move.kept is None and not move.is_undone
                     })  # fmt: skip
         self.reader.progress(sum(step.cell.nbytes for step in steps))
-
-
-def _move(link: Link, where: Range, kept: Mapping[Link, bytes], *, is_undone: bool) -> Move:
-    return Move(link, where, is_undone, kept.get(link))
 
 
 def _are_cut_alike(region: Region, before: ExtentTable | None, table: ExtentTable) -> bool:

@@ -205,12 +205,9 @@ def test_patterns_and_prefixes_of_an_export_are_made_from_the_list(
     training: Store, tmp_path: Path, told: Told, run: Run
 ) -> None:
     with told.error(MissingKey) as advice:
-        training.export("a@1", tmp_path / "x.safetensors", keys=["weights.*"])
+        training.export("a@1", tmp_path / "x.safetensors", strip_prefix="weights")
     listed = run(*advice.command("show"), training.url, "a@1").output.split()
     key = next(word for word in listed if word.startswith("model."))
-    with told.error(MissingKey) as advice:
-        training.export("a@1", tmp_path / "x.safetensors", strip_prefix="weights")
-    assert key in run(*advice.command("show"), training.url, "a@1").output
     training.export("a@1", tmp_path / "keys.safetensors", keys=[key])
     training.export("a@1", tmp_path / "prefix.safetensors", strip_prefix=key.partition(".")[0])
     assert names_in(tmp_path / "keys.safetensors") == {"model.h.w"}

@@ -1,4 +1,4 @@
-"""A checkpoint of a store into a folder that torch.distributed.checkpoint loads: window by window, in few files."""
+"""Exports a checkpoint to a folder that torch.distributed.checkpoint loads, window by window, in few files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report of a store as one page of HTML, which needs no network and no scripts: ``casckpt report STORE -o FILE``.
+"""A report of a store as one HTML page without scripts or network access: ``casckpt report STORE -o FILE``.
 
 ::
 
@@ -6,7 +6,7 @@
 
     write_report(store, "report.html")
 
-It is made of manifests and of what this host's catalogue knows; no tensor is read.
+It is made from manifests and the catalogue of this host, without reading tensors.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from casckpt.errors import InvalidInput
 from casckpt.frontends.views.view import Rules
+from casckpt.loading.arguments import compiled
 
 _MOST_WAYS: Final = 4_000_000  # for one match; takes a quarter of a second
 _MOST_SECONDS: Final = 10.0  # of CPU time, for all names of a checkpoint
@@ -144,21 +145,14 @@ def _check(where: str, name: str, value: Any) -> None:
         raise InvalidInput(f"{where} has the unknown field {name!r:.80}; the fields are {_names()}")
     if type(value) is not kind or not all(map(_is_text, value if kind is list else ())):
         raise InvalidInput(f"{where}: {name} is {value!r:.80}; see docs/serving.md for what it may be")
-    for pattern in value if kind is dict else ():
-        _check_pattern(where, pattern)
+    if kind is dict:
+        compiled(value, f"{where}: ")
     if name == "rename" and not all(map(_is_text, value.values())):
         raise InvalidInput(f"{where}: rename maps a regular expression to a name, both text")
     if name == "split" and not all(map(_are_shares, value.values())):
         raise InvalidInput(f"{where}: split maps a regular expression to names, or to an object of names and shares")
     if name == "concat" and not all(map(_are_names, value.values())):
         raise InvalidInput(f"{where}: concat maps a regular expression to the name of the whole, and those that follow")
-
-
-def _check_pattern(where: str, pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise InvalidInput(f"{where}: {pattern!r:.80} is no regular expression: {error}") from error
 
 
 def _are_shares(value: object) -> bool:

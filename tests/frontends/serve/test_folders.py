@@ -179,8 +179,8 @@ VIEW = (
     ("text", "match"),
     [
         (b"{", "not JSON"),
-        (b"[]", "no view"),
-        (b'{"foo": 1}', "no view knows"),
+        (b"[]", "not a JSON object"),
+        (b'{"foo": 1}', "unknown field 'foo'"),
         (b'{"keys": "a"}', "keys is"),
         (b'{"keys": [1]}', "keys is"),
         (b'{"model": 1}', "model is"),
@@ -209,7 +209,8 @@ def test_an_expression_that_travels_keeps_nobody_busy(view: dict[str, object]) -
     store = small()
     store.save({"model": {"a" * 90 + "!": cells(1)}}, step=1, attachments={VIEW_FILE: json.dumps(view).encode()})
     with pytest.raises(
-        InvalidInput, match=r"casckpt\.view\.json of default@1 .*saved with the checkpoint.*start casckpt serve with --view"
+        InvalidInput,
+        match=r"casckpt\.view\.json of default@1 .*saved with the checkpoint.*start casckpt serve with --view",
     ):
         ServedFolders(store, None, 1 << 30).of(store.get("latest"))
     read_rules(json.dumps(view).encode(), "the user's")

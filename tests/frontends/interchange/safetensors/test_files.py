@@ -135,9 +135,9 @@ def test_what_is_no_safetensors_file_is_told_by_its_kind(tmp_path: Path) -> None
         ("new.pt", Unsupported, "torch.save writes"),
         ("old.pt", Unsupported, "a pickle"),
         ("a.gguf", Unsupported, "GGUF"),
-        ("text", InvalidInput, "no safetensors file"),
+        ("text", InvalidInput, "not a safetensors file"),
         ("short", InvalidInput, "cut short"),
-        ("empty", InvalidInput, "no safetensors file"),
+        ("empty", InvalidInput, "not a safetensors file"),
         ("absent", NotFound, "there is no file"),
     ):
         with pytest.raises(kind, match=match):
