@@ -84,7 +84,7 @@ class Follower:
         with _alone(self.folder):
             pause = _PAUSE
             if not once:
-                self._say_what_is_awaited()
+                self._warn_if_absent()
             while True:
                 try:
                     for made in self._switches("0s" if once else None, poll):
@@ -103,7 +103,7 @@ class Follower:
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _say_what_is_awaited(self) -> None:
+    def _warn_if_absent(self) -> None:
         with suppress(StorageError):  # the watch will report it
             if self._at(CURRENT) is None and (absence := self._absence()) is not None:
                 log.warning("%s. The first one is waited for", absence)
@@ -121,7 +121,7 @@ class Follower:
         self._tidy()
         held = self._at(CURRENT)
         if held is not None and held != self._at(_TOLD):
-            self._tell(held)
+            self._notify(held)
         for new in self._arrivals("start" if held is None else _id_of(held), timeout, poll):
             made = self._switch(new.checkpoint)
             if made is not None:
@@ -148,7 +148,7 @@ class Follower:
             log.error("%s is left out: %s", checkpoint, error)
             return None
         self._link(CURRENT, folder)
-        return Switch(checkpoint, folder, self._tell(folder))
+        return Switch(checkpoint, folder, self._notify(folder))
 
     def _make(self, checkpoint: Checkpoint, folder: Path) -> None:
         is_model = CONFIG in self.store.attachments(checkpoint)
@@ -180,7 +180,7 @@ class Follower:
             return []
         return every[: max(0, every.index(current) - self.keep)]
 
-    def _tell(self, folder: Path) -> int | None:
+    def _notify(self, folder: Path) -> int | None:
         """Call the command for the current generation. If it returns 0, older generations are removed."""
         status = None if self.command is None else self._call(self.command, folder)
         if status:

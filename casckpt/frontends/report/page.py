@@ -160,12 +160,12 @@ def _health(content: _Content) -> str:
     if damage:
         shown = "".join(f"<li>{_text(line)}</li>" for line in damage[:_NAMED])
         more = f"<li>and {len(damage) - _NAMED} more</li>" if len(damage) > _NAMED else ""
-        said = f'<p class="bad">There is damage: see casckpt verify, and casckpt repair.</p><ul>{shown}{more}</ul>'
+        verdict = f'<p class="bad">There is damage: see casckpt verify, and casckpt repair.</p><ul>{shown}{more}</ul>'
     else:
-        said = '<p class="good">No damage is known. casckpt verify looks for it.</p>'
+        verdict = '<p class="good">No damage is known. casckpt verify looks for it.</p>'
     rows += [f"gc --{rule.rule} would free {format_size(rule.bytes)} in the end." for rule in content.rules]
     lines = "".join(f"<p>{_text(row)}</p>" for row in rows)
-    return f'<section class="card"><h2>Space and health</h2>{lines}{said}</section>'
+    return f'<section class="card"><h2>Space and health</h2>{lines}{verdict}</section>'
 
 
 def _checkpoints(content: _Content) -> str:

@@ -122,19 +122,19 @@ def read_rules(text: bytes, where: str, *, travels: bool = False) -> Rules:
     ``split`` and ``concat`` of `casckpt.frontends.views.view.Rules`.
     """
     try:
-        found = json.loads(text) if len(text) <= _MAX_BYTES else None
+        content = json.loads(text) if len(text) <= _MAX_BYTES else None
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{where} is not JSON ({error}); write an object with some of {_names()}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise InvalidInput(f"{where} is not a JSON object; write one with some of {_names()}")
-    for name, value in found.items():
+    for name, value in content.items():
         _check(where, name, value)
-    rules = Rules(**{"model": True, **found})
-    return replace(rules, fullmatch=_bounded(where, found)) if travels else rules
+    rules = Rules(**{"model": True, **content})
+    return replace(rules, fullmatch=_bounded(where, content)) if travels else rules
 
 
-def _bounded(where: str, found: Mapping[str, Any]) -> BoundedMatch:
-    maps = [found.get(name, {}) for name in ("rename", "split", "concat")]
+def _bounded(where: str, content: Mapping[str, Any]) -> BoundedMatch:
+    maps = [content.get(name, {}) for name in ("rename", "split", "concat")]
     names = (name for rules in maps for to in rules.values() for name in ([to] if isinstance(to, str) else to))
     return BoundedMatch(where, {pattern for rules in maps for pattern in rules}, names)
 

@@ -201,7 +201,9 @@ def odd_files() -> dict[str, tuple[dict[str, Any], str]]:
 
 
 @pytest.mark.parametrize("name", odd_files())
-def test_what_cannot_be_named_is_left_and_told(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_optimizer_that_cannot_be_named_stays_with_a_note(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file, why = odd_files()[name]
     torch.save(file, tmp_path / "ckpt.pt")
     store = small()

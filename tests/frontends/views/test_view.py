@@ -81,7 +81,7 @@ UNCLEAR: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("layout", UNCLEAR)
-def test_what_cannot_be_told_is_asked_for(store: Store, layout: str) -> None:
+def test_several_possible_models_are_refused(store: Store, layout: str) -> None:
     state, choices = UNCLEAR[layout]
     with pytest.raises(InvalidInput, match="several parts of default@0 may be the model") as caught:
         view(store, state, model=True)
