@@ -78,12 +78,13 @@ class Move:
                     self.doubtful.append(f"{self.project.show(name, source.span(node)[0])}: {new_last} is taken here")
                 if (above, last) != (new_above, new_last):
                     line = f"from {new_above} import {new_last}"
-                    self._split(name, source, node, alias, f"{line} as {local}" if local else line)
+                    self.split(name, source, node, alias, f"{line} as {local}" if local else line)
                 if last != new_last and not local:
                     uses += [(name, at) for at in source.words(last)]
         self._rename_uses(uses, last, new_last)
 
-    def _split(self, name: str, source: Source, node: ast.ImportFrom, alias: ast.alias, line: str) -> None:
+    def split(self, name: str, source: Source, node: ast.ImportFrom, alias: ast.alias, line: str) -> None:
+        """Import one name of several by a line of its own."""
         start, end = source.span(node)
         indent = source.line(start)[1][: node.col_offset]
         rest = [ast.unparse(one) for one in node.names if one is not alias]
@@ -230,16 +231,19 @@ def _parts(text: str, move: Move) -> tuple[str, str, dict[str, str], str]:
 
 def move(project: Project, old: str, new: str) -> tuple[list[str], list[str]]:
     """Move a module with its tests; returns what was done, and what is left to a person."""
+    if not project.module(old) and project.module(old.rpartition(".")[0]) and project.module(new):
+        return move_one(project, old, new)
     change = Move(project, old, new)
     if change.merges:  # refuse before anything is written
         merged(project.source(change.home).text, project.source(change.target).text, change)
     moves = [change]
     for test, to in change.tests():
         dotted = [one.removesuffix(".py").replace("/", ".") for one in (test, to)]
-        moves.append(Move(project, *dotted))
+        tests = Move(project, *dotted)
+        if tests.merges and not _fits(tests):  # it stays a file of its own, beside the one that it would join
+            tests = Move(project, dotted[0], f"{dotted[1]}_{old.rpartition('.')[2]}")
+        moves.append(tests)
     for one in moves:
-        if one.merges and one is not change:
-            merged(project.source(one.home).text, project.source(one.target).text, one)
         one.edit_names()
     project.write()
     made = [name for one in moves for name in one.carry_out()]
@@ -252,6 +256,88 @@ def move(project: Project, old: str, new: str) -> tuple[list[str], list[str]]:
     for one in moves:
         left += [*one.doubtful, *_fixtures(one), *_not_imported(project, one.new)]
     return [*done, f"{len(project.edits)} files edited"], [*left, *_left(change)]
+
+
+def _fits(change: Move) -> bool:
+    """May the two modules become one?"""
+    try:
+        return bool(merged(change.project.source(change.home).text, change.project.source(change.target).text, change))
+    except Refused:
+        return False
+
+
+def move_one(project: Project, old: str, new: str) -> tuple[list[str], list[str]]:
+    """Move one function, class or constant into another module that is there."""
+    (module, _, name), target = old.rpartition("."), project.module(new)
+    home = project.module(module)
+    source, other = project.source(home), project.source(target)
+    if name not in defined(source.tree.body) or name in defined(other.tree.body):
+        raise Refused(f"{name} is not defined in {home}, or {target} has a {name}")
+    for file in project.with_word(name, [one for one in project.python if one not in (home, target)]):
+        text = project.source(file)
+        for node in ast.walk(text.tree):
+            found = [one for one in getattr(node, "names", []) if one.name == name]
+            if isinstance(node, ast.ImportFrom) and node.module == module and found:
+                local = f" as {found[0].asname}" if found[0].asname else ""
+                Move(project, module, new).split(file, text, node, found[0], f"from {new} import {name}{local}")
+    paths = [one.removeprefix(f"{PACKAGE}/") for one in (home, target)]
+    for file in project.files:
+        for before, after in ((old, f"{new}.{name}"), *([(f"{one}:{name}", f"{two}:{name}") for one, two in [paths]])):
+            for place in re.finditer(rf"(?<![\w./]){re.escape(before)}(?!\w)", project.source(file).text):
+                project.replace(file, *place.span(), after)
+    taken = _cut(source, name)
+    names = defined(source.tree.body)
+    rest = source.text[: taken[0]].rstrip() + "\n\n\n" + source.text[taken[1] :].lstrip()
+    body = source.text[slice(*taken)].strip()
+    needed = {one: said for one, said in names.items() if one != name and re.search(rf"\b{one}\b", body)}
+    back = [one for one, said in needed.items() if not said.startswith("import ")]
+    there = defined(other.tree.body)
+    clashes = [one for one, said in needed.items() if there.get(one, said) not in (said, f"import {module}.{one}")]
+    if clashes:
+        raise Refused(f"{target} has another {', '.join(clashes)}, which {name} needs")
+    imports = [
+        source.text[slice(*source.span(one))]
+        for one in source.tree.body
+        if isinstance(one, ast.Import | ast.ImportFrom)
+    ]
+    lines = [*imports, *(f"from {module} import {one}" for one in back)]
+    project.write()
+    (project.root / home).write_text(_below_docs(rest, [f"from {new} import {name}"]))
+    (project.root / target).write_text(_below_docs(other.text.rstrip() + f"\n\n\n{body}\n", lines))
+    project.tidy([home, target], unused=True)
+    project.tidy(list(project.edits))
+    left = [f"{target} imports {', '.join(back)} of {module}"] if back else []
+    last = module.rpartition(".")[2]
+    uses = (
+        (file, place.start())
+        for file in project.files
+        for place in re.finditer(rf"\b{last}\.{name}\b", project.edited(file))
+    )
+    left += [f"{file}: still has {last}.{name}" for file in dict.fromkeys(file for file, _ in uses)]
+    return [f"{name}: {home} -> {target}", f"{len(project.edits)} files edited"], [*left, *_not_imported(project, new)]
+
+
+def _cut(source: Source, name: str) -> tuple[int, int]:
+    """Where a definition begins and ends, with its decorators, comments above it, and a string below it."""
+    body = source.tree.body
+    at = next(number for number, one in enumerate(body) if name in defined([one]))
+    node, below = body[at], body[at + 1] if at + 1 < len(body) else None
+    first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
+    while source.text[source.starts[first - 2] :].startswith("#"):
+        first -= 1
+    text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
+    return source.starts[first - 1], source.span(below if text else node)[1]
+
+
+def _below_docs(text: str, lines: Sequence[str]) -> str:
+    """A module with more imports."""
+    tree = ast.parse(text)
+    at = 1 if ast.get_docstring(tree) else 0
+    while isinstance(tree.body[at], ast.ImportFrom) and tree.body[at].module == "__future__":  # type: ignore[attr-defined]
+        at += 1
+    start = Source(text).span(tree.body[at])[0]
+    lines = [line for line in lines if "__future__" not in line]
+    return text[:start] + "\n".join(lines) + "\n" + text[start:]
 
 
 def _fixtures(change: Move) -> list[str]:
@@ -290,7 +376,7 @@ def _left(change: Move) -> list[str]:
 def command(project: Project, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Read the command line, and move."""
     parser = argparse.ArgumentParser(prog="tools/move", description="Move a module or package, with its tests.")
-    parser.add_argument("old", help="the module or package, with dots")
+    parser.add_argument("old", help="the module or package, with dots; or one name of a module")
     parser.add_argument("new", help="its new name; a module that is there takes it in")
     asked = parser.parse_args(arguments)
     return move(project, asked.old, asked.new)

@@ -143,11 +143,12 @@ class Project:
         number, line = self.source(name).line(offset)
         return f"{name}:{number}: {line.strip()}"
 
-    def tidy(self, names: Sequence[str]) -> None:
-        """Sort the imports of these files, and format them."""
+    def tidy(self, names: Sequence[str], *, unused: bool = False) -> None:
+        """Sort the imports of these files, and format them; drop imports that are not used, if that is said."""
         python = [name for name in names if name.endswith(".py") and (self.root / name).is_file()]
         ruff = str(Path(sys.executable).with_name("ruff"))
-        for arguments in ("check", "--select=I", "--fix", "-q"), ("format", "-q"):
+        rules = "I,F401,F811" if unused else "I"
+        for arguments in ("check", f"--select={rules}", "--fix", "-q"), ("format", "-q"):
             if python:
                 subprocess.run([ruff, *arguments, *python], cwd=self.root, check=True)
 

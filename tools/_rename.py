@@ -140,10 +140,10 @@ class Renaming:
         exact = re.fullmatch(r"""[rbfRBF]*(["'])(\w+)\1""", text)
         line, column = source.line(offset)[1], offset - source.starts[source.line(offset)[0] - 1]
         spans = re.finditer(r"`+([^`]+)`+", line)
-        span = any(found.start() <= column < found.end() for found in spans) or (
-            name.endswith(".md") and before.count("\n```") % 2 == 1
-        )
+        span = any(found.start() <= column < found.end() for found in spans)
         distinct = "_" in self.old.strip("_") or re.search(r"[a-z][A-Z]", self.old) is not None
+        if name.endswith(".md") and before.count("\n```") % 2 == 1:  # a member of an example looks like one
+            span = distinct or not self.owner or re.match(r"[=(]", after) is not None or before.endswith(".")
         if exact:  # the name of an attribute to be patched, or a key of JSON
             return unique and not self.owner and distinct, False
         if self._inside_owner(source, name, offset):

@@ -30,7 +30,7 @@ from casckpt.loading.contents import Contents
 from casckpt.loading.fit import Fit, log_once
 from casckpt.loading.load_plan import LoadOptions, LoadPlan
 from casckpt.loading.template import Template
-from casckpt.loading.unread import also_unread, on_all, tell, that_hold, warn_moved
+from casckpt.loading.unread import also_unread, on_all, that_hold, warn_moved, warn_unread
 from casckpt.ranks.agreement import StoreIdentity, check_same, named
 from casckpt.ranks.ranks import Ranks, everyone
 from casckpt.repository.repository import Repository
@@ -129,7 +129,8 @@ def _load(repo: Repository, ranks: Ranks, state: Any, answer: _ResolveAnswer, op
     def finish(left: Sequence[list[bool]]) -> Sequence[tuple[str, ...]]:
         unread = on_all(asked, left)
         if options.unread == "warn":
-            tell(commit.run, commit.step, unread, 'pass unread="ignore"')
+            logged = [key for key in unread if not that_hold(options.meant, [key])]
+            warn_unread(commit.run, commit.step, logged, 'pass unread="ignore"')
             log_once(commit.id, warning, template.missing)
             left_here = frozenset(template.unread)
             read = {key: held for key, held in template.per_rank.items() if key not in left_here}

@@ -89,6 +89,7 @@ class UpdateArguments(FillArguments, total=False):
 class LoadOptions:
     """The arguments of a load or update, with their defaults. Any other name is a TypeError.
 
+    ``meant``: keys whose unread content is not logged, because the caller leaves it out or reports it.
     ``updates``: whether it is an update. ``rank``: this rank, of the ``ranks`` that load together. ``alive``: called
     now and then during the reads.
     """
@@ -96,6 +97,7 @@ class LoadOptions:
     strict: bool = True
     ignore_mismatched: Sequence[str] | None = None
     unread: Unread = "warn"
+    meant: Sequence[str] = ()
     rename: Rename = None
     cast: bool = False
     lease: bool = False
@@ -243,14 +245,15 @@ class LoadPlan:
         else:
             raise lacking(self.contents.manifest, key)
 
-    def add_entries(self, key: str, name: str, target: Mapping[Any, Any]) -> Entries:
+    def add_entries(self, key: str, name: str, target: Mapping[Any, Any], rename: Callable[[str], str]) -> Entries:
         """Add a mapping of the template that is filled from one object, ``name``."""
         self.named.add(name)
         stored = self.contents.objects[name]
         if stored.pickled and stored.parts:
             raise Mismatch(f"{key!r} is a mapping here, but a pickle in the checkpoint; put None in its place", key=key)
         self._add_object(key, stored)
-        entries = self._entries[key] = Entries(target, partial(self._decoded, key, *self._objects.pop(key)))
+        decode = partial(self._decoded, key, *self._objects.pop(key))
+        entries = self._entries[key] = Entries(key, name, target, decode, rename)
         entries.compare(key, name, target, entries.decode())  # its keys are known before its buffers are read
         return entries
 
