@@ -1634,7 +1634,7 @@ PLANTED = (
     ),
     Planted(
         "leaves that a container dropped are not told",
-        "_look",
+        "_unread_below",
         "    if path or len(own) < single:\n",
         "    if path and len(own) < single - 1:\n",
         "tests/loading/test_template.py",
