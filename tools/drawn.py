@@ -9,8 +9,8 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "a copy that is wrong is dropped without a lock",
         "BlobReader.distrust",
-        'may be right?"""\n        with self._lock:',
-        'may be right?"""\n        if True:',
+        'gave wrong bytes."""\n        with self._lock:',
+        'gave wrong bytes."""\n        if True:',
         "tests/loading/test_blob_readers.py",
     ),
     (
@@ -30,7 +30,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "objects are not loaded",
         "LoadPlan.add",
-        "self._add_object(key, one)",
+        "self._add_object(key, stored)",
         "pass",
         "tests/loading/test_load.py",
     ),
@@ -79,7 +79,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "a set in DCP's metadata may hold anything",
         "_short_set",
-        "not all(isinstance(item, str | int | float | bytes | None) for item in found)",
+        "not all(isinstance(item, str | int | float | bytes | None) for item in listed)",
         "False",
         "tests/frontends/test_hostile_imports.py",
     ),
@@ -92,9 +92,9 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "the size of an exported chunk is counted in elements",
-        "_Chunk.nbytes",
-        "* torch_dtype(self.entry.dtype).itemsize",
-        "",
+        "EntrySlice.nbytes",
+        "(self.hi - self.lo) * self.entry.itemsize",
+        "(self.hi - self.lo)",
         "tests/frontends/test_convert_torch.py",
     ),
     (
@@ -106,8 +106,8 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "metadata of an export to DCP do not say where chunks lie",
-        "_Writer._write_window",
-        "self._note(dcp.MetadataIndex(chunk.key, chunk.box.offset), file, name, file.tell() - start)",
+        "_Writer._write_chunk",
+        "self._note(dcp.MetadataIndex(chunk.entry.key, box.offset), file, name, file.tell() - start)",
         "pass",
         "tests/frontends/test_convert_torch.py",
     ),
@@ -156,7 +156,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "metadata for DCP do not say of which save they are",
         "DcpContents.metadata",
-        "stamp(made, commit.run, commit.step, commit.txid)",
+        "stamp(metadata, commit.run, commit.step, commit.txid)",
         "pass",
         "tests/frontends/test_dcp_ids.py",
     ),
@@ -478,8 +478,8 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "a new folder is taken for one that somebody made meanwhile",
         "new_folder",
-        "not there and path.is_dir(",
-        "(not there",
+        "not exists and path.is_dir(",
+        "(not exists",
         "tests/frontends/interchange/test_new_files.py",
     ),
     (
@@ -512,7 +512,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "no link travels with an import",
-        "_travels",
+        "_is_attachable",
         "not path.is_symlink() or _leads_inside(folder, path",
         "(not path.is_symlink()",
         "tests/frontends/test_convert.py",
@@ -534,7 +534,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "tensors lie in a file in the order of the state",
         "_file",
-        "sorted(tensors, key=lambda one: (-rank_of(one.entry.dtype), one.name)",
+        "sorted(tensors, key=lambda tensor: (-rank_of(tensor.entry.dtype), tensor.name)",
         "list(tensors",
         "tests/frontends/interchange/safetensors/test_layout.py",
     ),
@@ -555,22 +555,22 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "one file takes all tensors, however large",
         "plan_shards",
-        "shards.append([])",
-        "pass",
+        "list(in_batches(streams, lambda tensor: tensor.entry.nbytes, most))",
+        "[list(streams)]",
         "tests/frontends/interchange/safetensors/test_layout.py",
     ),
     (
         "what a file cannot hold is named without its key",
         "lay_out",
-        "file_type(one.name, one.entry.dtype, one.entry.shape)",
+        "file_type(tensor.name, tensor.entry.dtype, tensor.entry.shape)",
         "pass",
         "tests/frontends/test_convert.py",
     ),
     (
         "a folder of all names of a model counts as a part of it",
         "FolderPlan.is_no_model",
-        "names <= {one",
-        "names < {one",
+        "names <= {tensor",
+        "names < {tensor",
         "tests/frontends/interchange/test_export.py",
     ),
     (
@@ -583,15 +583,15 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "what an imported file said of itself does not come out again",
         "file_metadata",
-        "isinstance(said, dict) and all(isinstance(value, str) for value in said.values())",
+        "isinstance(imported, dict) and all(isinstance(value, str) for value in imported.values())",
         "False",
         "tests/frontends/test_convert.py",
     ),
     (
         "an attachment takes the place of the file that describes a view",
         "ServedFolders._made",
-        "one.name not in files and one.name != VIEW_FILE",
-        "(one.name not in files)",
+        "file.name not in files and file.name != VIEW_FILE",
+        "(file.name not in files)",
         "tests/frontends/serve/test_folders.py",
     ),
     (
@@ -611,8 +611,8 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "leases of a server end without its lock",
         "Leases.close",
-        'all of them."""\n        with self._lock:',
-        'all of them."""\n        if True:',
+        'End all leases."""\n        with self._lock:',
+        'End all leases."""\n        if True:',
         "tests/frontends/serve/test_leases.py",
     ),
     (
@@ -632,7 +632,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "the page of a server lists no run",
         "page_of",
-        '"".join(_run(repo, found, tags) for repo, found in repos.items()) or "<p>There is no checkpoint yet.</p>"',
+        '"".join(_run(repo, of_run, tags) for repo, of_run in repos.items()) or "<p>There is no checkpoint yet.</p>"',
         '("<p>There is no checkpoint yet.</p>")',
         "tests/frontends/serve/test_answers.py",
     ),
@@ -652,7 +652,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "a buffer that was sent is not used again",
-        "Buffers.lent",
+        "BufferPool._take_back",
         "self._free.append(buffer)",
         "pass",
         "tests/frontends/serve/test_answers.py",
@@ -667,7 +667,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "a container in a file of torch.save becomes a dict",
         "_of_plain_kinds",
-        "if isinstance(node, defaultdict) else container(type(node), found, node)",
+        "if isinstance(node, defaultdict) else container(type(node), below, node)",
         "",
         "tests/frontends/test_convert_torch.py",
     ),
@@ -820,7 +820,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "the buffer of windows does not grow",
-        "WindowReader._windows",
+        "RegionReader.planned",
         "self._buffer.nbytes < total",
         "False",
         "tests/frontends/test_convert.py",

@@ -955,8 +955,8 @@ PLANTED = (
     Planted(
         "a new generation trusts what stands in the one before",
         "WindowReader.revise",
-        "            change(self._download, wants, held, 0, check=True)\n",
-        "            change(self._download, wants, held, 0, check=False)\n",
+        "            change(self._reader, wants, held, 0, check=True)\n",
+        "            change(self._reader, wants, held, 0, check=False)\n",
         "tests/frontends/test_follow.py",
     ),
     Planted(
@@ -1004,8 +1004,8 @@ PLANTED = (
     Planted(
         "leases are tags of a hub",
         "Hub.tags",
-        " for name, one in self.store.tags().items() if not _LEASE.fullmatch(name)}",
-        " for name, one in self.store.tags().items()}",
+        " for name, tagged in self.store.tags().items() if not _LEASE.fullmatch(name)}",
+        " for name, tagged in self.store.tags().items()}",
         "tests/frontends/serve/test_answers.py",
     ),
     Planted(
@@ -1053,7 +1053,7 @@ PLANTED = (
     Planted(
         "what is purged while it is read is damaged",
         "damaged_error",
-        "    if mine and not any(commit.live for commit in mine):\n",
+        "    if same and not any(commit.live for commit in same):\n",
         "    if False:\n",
         "tests/store/test_gone.py",
     ),
@@ -1066,7 +1066,7 @@ PLANTED = (
     ),
     Planted(
         "frames that are at hand are read again",
-        "_move",
+        "_Update._moves_of",
         "is_undone, kept.get(link))",
         "is_undone, None)",
         "tests/loading/test_update_along.py",
@@ -1122,8 +1122,8 @@ PLANTED = (
     ),
     Planted(
         "ranks are not compared at all before a load",
-        "_find.find",
-        "        check_same([one.ref for one in told])\n",
+        "_resolved.find",
+        "        check_same([request.ref for request in requests])\n",
         "",
         "tests/ranks/test_agreement.py",
     ),
@@ -1362,7 +1362,7 @@ PLANTED = (
     Planted(
         "a comparison tells places in the cell, not in the tensor",
         "_unequal",
-        "(part.region.lo + int(place) for place in (places[0], places[-1]))",
+        "(part.lo + int(place) for place in (places[0], places[-1]))",
         "(int(place) for place in (places[0], places[-1]))",
         "tests/loading/test_comparison.py",
     ),
@@ -1607,8 +1607,8 @@ PLANTED = (
     Planted(
         "a rename that is shown exchanges two weights",
         "_ending",
-        "found[key] = max(there, key=partial(_common_parts, key))",
-        "found[key] = there[0]",
+        "pairs[key] = max(candidates, key=partial(_common_parts, key))",
+        "pairs[key] = candidates[0]",
         "tests/loading/test_fit.py",
     ),
     Planted(
@@ -1634,7 +1634,7 @@ PLANTED = (
     ),
     Planted(
         "leaves that a container dropped are not told",
-        "_look",
+        "_unread_below",
         "    if path or len(own) < single:\n",
         "    if path and len(own) < single - 1:\n",
         "tests/loading/test_template.py",
@@ -1740,8 +1740,8 @@ PLANTED = (
     Planted(
         "memory in common is compared only where it is the same tensor",
         "TiedTensors.check",
-        "        for one, other in (*self._untold, *self._overlapping()):\n",
-        "        for one, other in self._untold:\n",
+        "        for one, other in (*self._undecided, *self._overlapping()):\n",
+        "        for one, other in self._undecided:\n",
         "tests/loading/test_tied_tensors.py",
     ),
     Planted(
@@ -2196,8 +2196,8 @@ PLANTED = (
     Planted(
         "a resume of models on fewer ranks names twice what moves",
         "_load.finish",
-        "told = [key for key in unread if not that_hold(mine.meant, [key])]",
-        "told = [*unread]",
+        "logged = [key for key in unread if not that_hold(options.meant, [key])]",
+        "logged = [*unread]",
         "tests/frontends/trainer/test_moved_parts.py",
     ),
     Planted(

@@ -1,4 +1,4 @@
-"""Converters: checkpoints of other formats into a store, and out of it, with bounded memory."""
+"""Converters for checkpoints of other formats, into a store and out of it, in bounded memory."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ _ZIP, _PICKLES = b"PK\x03\x04", (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x
 
 @dataclass(frozen=True)
 class DetectedFormat:
-    """What stands at a path, as its contents tell. ``kind``: "safetensors", "torch", "dcp", "olmo", "olmo-trainer".
+    """The format of a file or folder. ``kind``: "safetensors", "torch", "dcp", "olmo" or "olmo-trainer".
 
-    ``path``: a URL where it is read from there; else a local path.
+    ``path``: a local path, or a URL that the import reads directly.
     """
 
     kind: str
@@ -69,7 +69,7 @@ class DetectedFormat:
 
 @contextmanager
 def looked_at(path: str | os.PathLike[str]) -> Iterator[DetectedFormat]:
-    """`look_at`, of a path or a URL. What cannot be read over a network is copied to a temporary folder first."""
+    """`look_at` for a path or a URL. Formats that cannot be read over a network are copied to a temporary folder."""
     if not is_url(path):
         yield look_at(local_path(path))
         return
@@ -86,22 +86,19 @@ def looked_at(path: str | os.PathLike[str]) -> Iterator[DetectedFormat]:
 
 
 def look_at(path: str | os.PathLike[str]) -> DetectedFormat:
-    """Give what an import of ``path`` would read.
+    """Detect the format of ``path``, and the files that an import reads.
 
-    Raises NotFound, InvalidInput or Unsupported, saying what it is, and StorageError for what cannot be read.
+    Raises NotFound, InvalidInput or Unsupported, naming the format it has, and StorageError for files that cannot be
+    read.
     """
     given = Path(path).expanduser()
     with _reading(given):
-        return _look_at(given)
-
-
-def _look_at(given: Path) -> DetectedFormat:
-    kind = _kind_of_folder(given) if given.is_dir() else _kind_of_file(given)
-    if kind == "safetensors":
-        return DetectedFormat(kind, given, find_sources(given))
-    suffix = ".safetensors" if kind == "olmo" else ".distcp"
-    weights = [given] if kind == "torch" else sorted(path for path in given.rglob(f"*{suffix}") if path.is_file())
-    return DetectedFormat(kind, given, ImportSources(tuple(weights), {}))
+        kind = _kind_of_folder(given) if given.is_dir() else _kind_of_file(given)
+        if kind == "safetensors":
+            return DetectedFormat(kind, given, find_sources(given))
+        suffix = ".safetensors" if kind == "olmo" else ".distcp"
+        weights = [given] if kind == "torch" else sorted(file for file in given.rglob(f"*{suffix}") if file.is_file())
+        return DetectedFormat(kind, given, ImportSources(tuple(weights), {}))
 
 
 def _kind_of_folder(folder: Path) -> str:
@@ -119,8 +116,8 @@ def _kind_of_folder(folder: Path) -> str:
 def _kind_of_file(path: Path) -> str:
     if not path.exists():
         raise NotFound(f"there is no file or folder {path}; give the path of a checkpoint to import")
-    if not path.is_file():  # to open a pipe that nobody writes into would wait for ever
-        raise InvalidInput(f"{path} is neither a file nor a folder; write what comes out of it to a file, import that")
+    if not path.is_file():  # opening a pipe without a writer would block
+        raise InvalidInput(f"{path} is neither a file nor a folder; write its output to a file, and import that")
     with path.open("rb") as file:
         head = file.read(4)
     return "torch" if head == _ZIP or head[:2] in _PICKLES else "safetensors"
@@ -135,9 +132,9 @@ def import_any(
     as_is: bool = False,
     **options: Unpack[ImportArguments],
 ) -> Checkpoint:
-    """Save what `look_at` found; see the function for its kind. ``options``: those of `ImportArguments`.
+    """Import what `look_at` found, with the function for its kind. ``options``: those of `ImportArguments`.
 
-    ``as_is``: of a file of torch.save; the others always are as they are.
+    ``as_is``: for a file of torch.save; other formats are always saved unchanged.
     """
     log.info("%s is read as %s", found.path, found.kind)
     with _reading(found.path):
@@ -153,7 +150,7 @@ def import_any(
 
 @contextmanager
 def _reading(path: Path | str) -> Iterator[None]:
-    """Raise, where the operating system refuses, a StorageError that names the file."""
+    """Convert an OSError to a StorageError that names the file."""
     try:
         yield
     except CasckptError:

@@ -1,4 +1,4 @@
-"""The training of `casckpt demo`: a small model, most of it frozen, saved three times; `tools/demo` has a real one."""
+"""The training of `casckpt demo`: a small model, mostly frozen, saved three times. `tools/demo` has a larger one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SEED = 0
 class Training:
     """A frozen backbone and a head that learns to copy one of its inputs.
 
-    Another model may be shown: a subclass makes ``model`` and ``optimizer``, and says how to compute a loss.
+    A subclass can train another model: it makes ``model`` and ``optimizer``, and computes the loss.
     """
 
     def __init__(self) -> None:
@@ -32,9 +32,9 @@ class Training:
         self.begin(model)
 
     def begin(self, model: torch.nn.Module) -> None:
-        """Train what of ``model`` is not frozen."""
+        """Prepare to train the parameters of ``model`` that are not frozen."""
         self.model, self.step = model, 0
-        self.optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+        self.optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
 
     def loss(self) -> torch.Tensor:
         """Compute the loss of one step."""
@@ -44,7 +44,7 @@ class Training:
         return (predicted - inputs[:, :1]).square().mean()
 
     def train(self, until: int) -> float:
-        """Train up to a step; the last loss."""
+        """Train up to a step. Returns the last loss."""
         loss = torch.zeros(())
         while self.step < until:
             loss = self.loss()
@@ -55,7 +55,7 @@ class Training:
         return float(loss.detach())
 
     def state(self) -> dict[str, Any]:
-        """Give what a checkpoint holds."""
+        """The state to save."""
         return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict(), "step": self.step}
 
 
@@ -69,7 +69,7 @@ def train_and_save(store: Store, training: Training) -> list[Checkpoint]:
 
 
 def loads_exactly(store: Store, ref: str, training: Training) -> bool:
-    """Train anew up to the step of ``ref``, load it into zeros, and compare every bit."""
+    """Train again up to the step of ``ref``, load that into zeros, and compare every bit."""
     training.train(store.get(ref).step)
     expected = {key: tensor.clone() for key, tensor in training.model.state_dict().items()}
     blank = {key: torch.zeros_like(tensor) for key, tensor in expected.items()}

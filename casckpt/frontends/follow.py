@@ -1,16 +1,16 @@
-"""Following a run with a folder: always one whole version under one name, for engines that map its files.
+"""Keeps a folder at the newest version of a run, for inference engines that map its files.
 
 ::
 
-    current                  a symbolic link to the newest generation, replaced in one instant
-    000007-<step>-<id>/      a generation: a folder as `casckpt.export` makes it; nothing in it changes while it is here
-    .told                    a link to the generation of which the command was told, and returned 0
+    current                  a symbolic link to the newest generation, replaced atomically
+    000007-<step>-<id>/      a generation: a folder as `casckpt.export` makes it, which never changes
+    .told                    a link to the generation for which the command returned 0 last
 
-A new generation is a copy of the current one, which shares its blocks where the file system can, and of what differs
-alone anything is read. Or it takes the files of an old one, of which nobody knows any more.
+A new generation is a copy of the current one, with shared blocks if the file system supports it, or it takes over the
+files of an old generation. Only what differs is read from the store.
 
-A process that dies leaves a temporary folder, or a generation without a link, which the next one removes; and a command
-that may not have been called, or not have ended, which the next one calls again.
+If the process dies, the next one removes temporary folders and generations without a link, and calls the command again
+if it may not have ended.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Switch:
 class Follower:
     """Keeps ``folder`` at the newest version of a run.
 
-    ``keys``: fnmatch patterns of the tensors that are written. ``command``: for a shell, called after each switch, with
-    CASCKPT_FOLDER, CASCKPT_RUN, CASCKPT_STEP and CASCKPT_ID; a kill may make it come twice, with the same id. ``keep``:
-    generations that stay beside the current one; those before go once the command has returned 0. ``reuse``: but for
-    one, whose files become those of the next.
+    ``keys``: fnmatch patterns of the tensors to write. ``command``: a shell command that runs after each switch, with
+    CASCKPT_FOLDER, CASCKPT_RUN, CASCKPT_STEP and CASCKPT_ID; after a kill it may run twice for the same id. ``keep``:
+    older generations to keep; earlier ones are removed once the command has returned 0. ``reuse``: keep one more, whose
+    files the next generation takes over.
     """
 
     store: Store
@@ -74,27 +74,27 @@ class Follower:
     reuse: bool = False
 
     def follow(self, *, once: bool = False, poll: Duration = "1s") -> Iterator[Switch]:
-        """Iterate over the switches as they are made, for ever; ``once``: until the newest that is there is current.
+        """Yield the switches as they are made, forever. ``once``: stop when the newest checkpoint is current.
 
-        A storage or a disk that fails is told in the log, and tried again, less and less often; with ``once`` it is
-        raised. A checkpoint that is damaged, or not signed as it must be, is left out. Raises Conflict where another
-        process follows with this folder, InvalidInput where something else is in it; with ``once`` NotFound where
-        nothing is current in the end; else what a watch and an export raise.
+        Errors of a storage or a disk are logged and tried again, with growing pauses; with ``once`` they are raised.
+        A checkpoint that is damaged, or lacks a required signature, is skipped. Raises Conflict if another process
+        follows with this folder, InvalidInput if something else is in it, with ``once`` NotFound if nothing is current
+        in the end, and what a watch and an export raise.
         """
         with _alone(self.folder):
             pause = _PAUSE
             if not once:
-                self._say_what_is_awaited()
+                self._warn_if_absent()
             while True:
                 try:
                     for made in self._switches("0s" if once else None, poll):
                         pause = _PAUSE
                         yield made
                     if once and self._at(CURRENT) is None:
-                        left_out = f"nothing of run {self.run!r} in {self.store.url} can be used, as was said above"
-                        raise NotFound(self._absence() or left_out)
+                        skipped = f"no checkpoint of run {self.run!r} in {self.store.url} is usable; see the log"
+                        raise NotFound(self._absence() or skipped)
                     return
-                except (NotFound, Conflict, Damaged):  # these are OSErrors too, and trying again does not mend them
+                except (NotFound, Conflict, Damaged):  # these are OSErrors too, and a retry does not help
                     raise
                 except OSError as error:  # of the storage, or of the folder
                     if once:
@@ -103,13 +103,13 @@ class Follower:
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _say_what_is_awaited(self) -> None:
-        with suppress(StorageError):  # it is told when it is met again
+    def _warn_if_absent(self) -> None:
+        with suppress(StorageError):  # the watch will report it
             if self._at(CURRENT) is None and (absence := self._absence()) is not None:
                 log.warning("%s. The first one is waited for", absence)
 
     def _absence(self) -> str | None:
-        """Say why there is nothing to be followed yet; None if there is."""
+        """Why there is nothing to follow yet; None if there is."""
         try:
             self.store.get(f"{self.run}@latest")
         except NotFound as error:
@@ -117,11 +117,11 @@ class Follower:
         return None
 
     def _switches(self, timeout: Duration | None, poll: Duration) -> Iterator[Switch]:
-        """Finish what was begun, and go on behind it."""
+        """Finish what an earlier process began, and continue after it."""
         self._tidy()
         held = self._at(CURRENT)
         if held is not None and held != self._at(_TOLD):
-            self._tell(held)
+            self._notify(held)
         for new in self._arrivals("start" if held is None else _id_of(held), timeout, poll):
             made = self._switch(new.checkpoint)
             if made is not None:
@@ -130,13 +130,13 @@ class Follower:
     def _arrivals(self, after: str, timeout: Duration | None, poll: Duration) -> Iterator[Arrival]:
         try:
             return self.store.watch(self.run, after=after, latest_only=True, timeout=timeout, poll=poll)
-        except NotFound:  # another store is in the place of the one that it came from
-            log.warning("%s knows nothing of %s, which is current; what is newest there is next", self.store, after)
+        except NotFound:  # the store was replaced by another one
+            log.warning("%s does not know %s, which is current; its newest checkpoint comes next", self.store, after)
             return self.store.watch(self.run, after="start", latest_only=True, timeout=timeout, poll=poll)
 
     def _switch(self, checkpoint: Checkpoint) -> Switch | None:
-        """Make a generation, and let it be current; None for a checkpoint that is gone by now."""
-        numbers = [int(one.name.split("-")[0]) for one in self._generations()]
+        """Make a generation, and make it current. None for a checkpoint that is skipped."""
+        numbers = [int(generation.name.split("-")[0]) for generation in self._generations()]
         folder = self.folder / f"{max(numbers, default=0) + 1:06}-{checkpoint.step}-{checkpoint.id}"
         try:
             with self.store.lease(checkpoint) as held:
@@ -148,7 +148,7 @@ class Follower:
             log.error("%s is left out: %s", checkpoint, error)
             return None
         self._link(CURRENT, folder)
-        return Switch(checkpoint, folder, self._tell(folder))
+        return Switch(checkpoint, folder, self._notify(folder))
 
     def _make(self, checkpoint: Checkpoint, folder: Path) -> None:
         is_model = CONFIG in self.store.attachments(checkpoint)
@@ -158,7 +158,7 @@ class Follower:
             shutil.rmtree(base.folder)
 
     def _base(self) -> Base | None:
-        """What the next generation is made of: an old one, under a name that is none, or the current one."""
+        """What the next generation is made from: an old one, which is renamed first, or the current one."""
         current, spare = self._at(CURRENT), self._spare()
         if current is None:
             return None
@@ -169,19 +169,19 @@ class Follower:
         return Base(checkpoint, current if spare is None else _hidden(spare), spare is not None)
 
     def _spare(self) -> Path | None:
-        """The old generation that stays to be reused, if there is one."""
+        """The old generation that is kept for reuse, if there is one."""
         old = self._old()
         return old[-1] if old and self.reuse else None
 
     def _old(self) -> list[Path]:
-        """Generations that nobody uses: before those that are kept, once the command knows the current one."""
+        """The generations before those that are kept; none while the command has not returned 0 for the current one."""
         current, every = self._at(CURRENT), self._generations()
         if current not in every or current != self._at(_TOLD):
             return []
         return every[: max(0, every.index(current) - self.keep)]
 
-    def _tell(self, folder: Path) -> int | None:
-        """Call the command for what is current; where it returned 0 older generations go."""
+    def _notify(self, folder: Path) -> int | None:
+        """Call the command for the current generation. If it returns 0, older generations are removed."""
         status = None if self.command is None else self._call(self.command, folder)
         if status:
             log.warning("the command returned %d for %s; older generations stay until one returns 0", status, folder)
@@ -192,30 +192,30 @@ class Follower:
 
     def _call(self, command: str, folder: Path) -> int:
         step = folder.name.split("-")[1]
-        said = {"FOLDER": str(folder.absolute()), "RUN": self.run, "STEP": step, "ID": _id_of(folder)}
-        # by env(1), which adds to what this process has without a look at that
-        ran = ["env", *(f"CASCKPT_{name}={value}" for name, value in said.items()), "/bin/sh", "-c", command]
+        about = {"FOLDER": str(folder.absolute()), "RUN": self.run, "STEP": step, "ID": _id_of(folder)}
+        # env(1) adds to the environment of this process, which need not be read
+        ran = ["env", *(f"CASCKPT_{name}={value}" for name, value in about.items()), "/bin/sh", "-c", command]
         return subprocess.run(ran, check=False).returncode
 
     def _link(self, name: str, folder: Path) -> None:
-        """Let a name mean a generation, in one instant, durably."""
+        """Make a link to a generation, atomically and durably."""
         temporary = self.folder / f".link-{secrets.token_hex(8)}"
         os.symlink(folder.name, temporary)
         os.replace(temporary, self.folder / name)
         sync_folder(self.folder)
 
     def _at(self, name: str) -> Path | None:
-        """The generation that a name means, if it is there."""
+        """The generation that a link points to, if it exists."""
         link = self.folder / name
         return self.folder / os.readlink(link) if link.is_dir() else None
 
     def _generations(self) -> list[Path]:
         """All generations, oldest first."""
-        found = [one for one in self.folder.iterdir() if _GENERATION.fullmatch(one.name)]
-        return sorted(found, key=lambda one: int(one.name.split("-")[0]))
+        generations = [path for path in self.folder.iterdir() if _GENERATION.fullmatch(path.name)]
+        return sorted(generations, key=lambda path: int(path.name.split("-")[0]))
 
     def _tidy(self) -> None:
-        """Remove what nobody uses: what a kill left; and, once the command knows the current one, older generations."""
+        """Remove what a killed process left, and the generations that are no longer kept."""
         for path in self.folder.iterdir():
             if _LEFT.fullmatch(path.name):
                 _remove(path)
@@ -231,7 +231,7 @@ def _id_of(folder: Path) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Remove a generation under a name that is none, so that one that is half gone is never taken for whole."""
+    """Remove a generation. It is renamed first, so that a partly removed one is never used."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
         return
@@ -239,7 +239,7 @@ def _remove(path: Path) -> None:
 
 
 def _hidden(path: Path) -> Path:
-    """Rename a generation to what is none."""
+    """Rename a generation, so that it is none any more."""
     hidden = path.with_name(f".{path.name}.casckpt-{secrets.token_hex(4)}")
     path.rename(hidden)
     return hidden
@@ -247,13 +247,13 @@ def _hidden(path: Path) -> Path:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold a folder that is ours. Raises Conflict, InvalidInput."""
+    """Lock the folder of a follower. Raises Conflict, InvalidInput."""
     folder.mkdir(parents=True, exist_ok=True)
     ours = {CURRENT, _TOLD}
     for path in folder.iterdir():
         is_ours = path.name in ours if path.is_symlink() else _GENERATION.fullmatch(path.name)
         if not is_ours and not _LEFT.fullmatch(path.name):
-            raise InvalidInput(f"{folder} holds {path.name!r}, which is of no follower; give an empty folder")
+            raise InvalidInput(f"{folder} holds {path.name!r}, which no follower made; give an empty folder")
     with ExitStack() as held:
         try:
             held.enter_context(locked(folder.resolve(), fcntl.LOCK_EX | fcntl.LOCK_NB))

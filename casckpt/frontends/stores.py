@@ -1,4 +1,4 @@
-"""The kinds of value that every front end takes for a store."""
+"""What front ends accept as a store: a Store, a path or a URL."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ AnyStore: TypeAlias = Store | str | os.PathLike[str]
 
 
 def as_store(store: AnyStore) -> Store:
-    """The store itself, opened if it is named. Raises InvalidInput or Unsupported for a URL that cannot be used."""
+    """Return a Store, opened if a path or URL is given. Raises InvalidInput or Unsupported for an unusable URL."""
     return store if isinstance(store, Store) else open_store(store)
 
 
 def as_trusting(url: str, like: Store | None) -> Store:
-    """``like``, if that is its URL; else the store there, opened to demand the signatures that ``like`` demands.
+    """Open the store at ``url`` with the same required signatures as ``like``; ``like`` itself if that is its URL.
 
-    Raises as `as_store`.
+    Raises what `as_store` raises.
     """
     if like is None or url == like.url:
         return as_store(like or url)
@@ -31,9 +31,9 @@ def as_trusting(url: str, like: Store | None) -> Store:
 
 
 def check_foreign(store: Store | None, path: str | os.PathLike[str]) -> None:
-    """Raise Unsigned for a file or folder that is in no store, where ``store`` demands signatures."""
+    """Raise Unsigned for a file or folder outside of a store, if ``store`` requires signatures."""
     if store is not None and store.repository.trusted is not None:
         raise Unsigned(
-            f"{os.fspath(path)} is in no store, so nobody has signed it, and {store.url} was opened with "
+            f"{os.fspath(path)} is not in a store, so it has no signature, and {store.url} was opened with "
             "require_signature. Import it, and sign that; or load it with a store that was opened without"
         )

@@ -1,18 +1,19 @@
-"""What a caller gives to say which keys, and where to: checked, with an error that says what to give instead."""
+"""Arguments of loads that choose keys, names and a device: checked, with errors that say what to give instead."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from casckpt.errors import InvalidInput
+from casckpt.errors import InvalidInput, MissingKey
 
+T = TypeVar("T")
 Rename: TypeAlias = Callable[[str], str] | Mapping[str, str] | None
 FullMatch: TypeAlias = "Callable[[re.Pattern[str], str], re.Match[str] | None]"
 
@@ -30,7 +31,7 @@ class Renaming:
 
 
 def usable_device(device: str | torch.device) -> torch.device:
-    """A device for new tensors. Raises InvalidInput for what torch does not know."""
+    """Return ``device`` as a `torch.device`. Raises InvalidInput for one that torch does not know."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -38,7 +39,7 @@ def usable_device(device: str | torch.device) -> torch.device:
 
 
 def usable_patterns(keys: Any, name: str = "keys") -> Sequence[str] | None:
-    """Fnmatch patterns as a list; None for all keys. One text is one pattern. Raises InvalidInput."""
+    """Return fnmatch patterns as a list; None stands for all keys. A string is one pattern. Raises InvalidInput."""
     if keys is None:
         return None
     patterns = [keys] if isinstance(keys, str) else list(keys) if isinstance(keys, Iterable) else [keys]
@@ -48,12 +49,21 @@ def usable_patterns(keys: Any, name: str = "keys") -> Sequence[str] | None:
 
 
 def matches(key: str, patterns: Sequence[str] | None) -> bool:
-    """Whether a key matches any of some patterns; None: all do."""
+    """Whether a key matches one of the patterns. None matches every key."""
     return patterns is None or any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
+def check_used(patterns: Sequence[str] | None, names: Collection[str], where: str) -> None:
+    """Raise MissingKey for a pattern that matches none of the ``names`` in the checkpoint ``where``."""
+    for pattern in patterns or ():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise MissingKey(
+                f"nothing in {where} matches {pattern!r}; `casckpt show --tensors` lists its keys", keys=(pattern,)
+            )
+
+
 def renamer(rename: Any, fullmatch: FullMatch = re.Pattern.fullmatch) -> Callable[[str], str]:
-    """From a key of the template to one of the checkpoint. Raises InvalidInput, at once or for a key."""
+    """Return the function from keys of the template to keys of the checkpoint. Raises InvalidInput, as it does."""
     if rename is None:
         return lambda key: key
     if callable(rename):
@@ -61,14 +71,11 @@ def renamer(rename: Any, fullmatch: FullMatch = re.Pattern.fullmatch) -> Callabl
     if not isinstance(rename, Mapping):
         kind = type(rename).__name__
         raise InvalidInput(f"rename is a {kind}; give a function of a key, or a dict of regular expressions")
-    rules = [(_compiled(pattern), replacement) for pattern, replacement in rename.items()]
+    rules = compiled(rename, "rename: ")
 
     def apply(key: str) -> str:
-        for pattern, replacement in rules:
-            found = fullmatch(pattern, key)
-            if found:
-                return _expanded(found, replacement)
-        return key
+        rule = first_match(rules, key, fullmatch)
+        return key if rule is None else expanded(*rule, "rename: ")
 
     return apply
 
@@ -80,16 +87,33 @@ def _called(rename: Callable[[str], Any], key: str) -> str:
     return name
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def compiled(rules: Mapping[str, T], where: str = "") -> list[tuple[re.Pattern[str], T]]:
+    """Compile the regular expressions of ``rules``. Raises InvalidInput that begins with ``where``."""
+    return [(_compiled(pattern, where), value) for pattern, value in rules.items()]
+
+
+def _compiled(pattern: str, where: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise InvalidInput(f"rename: {pattern!r:.80} is no regular expression: {error}") from error
+    except (re.error, TypeError, RecursionError, OverflowError) as error:
+        raise InvalidInput(f"{where}{pattern!r:.80} is no regular expression: {error}") from error
 
 
-def _expanded(found: re.Match[str], replacement: str) -> str:
+def first_match(
+    rules: Iterable[tuple[re.Pattern[str], T]], name: str, fullmatch: FullMatch
+) -> tuple[re.Match[str], T] | None:
+    """Return the match of the first rule that matches all of ``name``, and the value of the rule."""
+    for pattern, value in rules:
+        match = fullmatch(pattern, name)
+        if match:
+            return match, value
+    return None
+
+
+def expanded(match: re.Match[str], replacement: str, where: str = "") -> str:
+    """Return the replacement for a match. Raises InvalidInput that begins with ``where``."""
     try:
-        return found.expand(replacement)
+        return match.expand(replacement)
     except (re.error, IndexError, TypeError) as error:
-        pattern = found.re.pattern
-        raise InvalidInput(f"rename: {replacement!r:.80} is no replacement for {pattern!r:.80}: {error}") from error
+        pattern = match.re.pattern
+        raise InvalidInput(f"{where}{replacement!r:.80} is no replacement for {pattern!r:.80}: {error}") from error

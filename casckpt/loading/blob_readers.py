@@ -1,4 +1,4 @@
-"""The blobs of a load, each opened once: in the cache of this host, else in the store."""
+"""The blobs of a load. Each is opened once, in the cache of this host or in the store."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 class BlobReader:
-    """One blob of a load, opened by the first thread that reads it: in this host's cache, else in the store."""
+    """One blob of a load. The first thread that reads it opens it, in this host's cache or in the store."""
 
     def __init__(self, repo: Repository, ref: BlobRef, *, shared: bool, keep: bool, cached: bool = True) -> None:
-        """``keep``: have it in the cache of this host. ``cached``: it may be there."""
+        """``keep``: copy it into the cache of this host. ``cached``: it may be there."""
         self.ref = ref
         self.left = 0  # batches
         self.shared = shared
@@ -35,7 +35,7 @@ class BlobReader:
         self._opened = ExitStack()
 
     def reader(self) -> Reader:
-        """How to read it. Raises NotFound, Spoilt, StorageError."""
+        """Open it, unless it is open. Raises NotFound, StorageError."""
         with self._lock:
             if self._current is None:
                 self._current = self._open()
@@ -54,37 +54,38 @@ class BlobReader:
         repo = self._repo
         try:
             here = not self._keep or repo.blob_cache.keep(repo.storage, self.ref)
-        except BlobDamaged:  # what this load wants of it may be right all the same
+        except BlobDamaged:  # the cells that this load reads may still be right
             return None
         return repo.blob_cache.open(self.ref) if here else None
 
     def distrust(self, reader: Reader | None) -> bool:
-        """What ``reader`` gave is wrong; is there another one, which may be right?"""
+        """Whether there is another reader to try, after ``reader`` gave wrong bytes."""
         with self._lock:
             if reader is not None and reader is not self._current:
-                return True  # another thread has seen it, too
+                return True  # another thread has replaced it already
             if not self._cached:
                 return False
             self._repo.blob_cache.drop(self.ref)
-            self._cached, self._current = False, None  # the old one stays open: others may be reading
+            self._cached, self._current = False, None  # the old reader stays open, since other threads may use it
             return True
 
     def done(self) -> None:
-        """One batch is done with; the last one closes it."""
+        """End one batch. The last batch closes the blob."""
         with self._lock:
             self.left -= 1
             if not self.left:
                 self.close()
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close all readers."""
         self._opened.close()
 
 
 class BlobReaders:
-    """The blobs of a load; by number: ``blob_at``. ``shared``: others here read the same; ``stays``: is there memory?
+    """The blobs of a load. ``blob_at``: the blob with a number. ``shared``: other processes here read the same.
 
-    Of a blob that is read for the lesser part nothing is kept: to skip what is between costs the page cache more.
+    ``stays``: whether what is read stays in the page cache. A blob of which less than half is read is not kept there,
+    because skipping the gaps costs more.
     """
 
     def __init__(
@@ -112,30 +113,30 @@ class BlobReaders:
             self._slots[batch.blob].left += 1
 
     def is_in_memory(self, blob: int) -> bool:
-        """Does this host's page cache hold a blob? False where it cannot be told, or the blob not be opened."""
+        """Whether this host's page cache holds a blob. False if that is unknown or the blob cannot be opened."""
         try:
             reader = self._slots[blob].reader()
-        except (NotFound, StorageError):  # who reads it will say
+        except (NotFound, StorageError):  # the read will raise it
             return False
         return isinstance(reader, LocalReader) and reader.is_cached
 
     def is_shared(self, blob: int) -> bool:
-        """Is a blob read through the page cache of this host, whatever that holds?"""
+        """Whether a blob is always read through the page cache of this host."""
         return self._slots[blob].shared
 
     @contextmanager
     def use(self, blob: int) -> Iterator[BlobReader]:
-        """A blob, for one batch of it."""
+        """The reader of a blob, for one batch."""
         try:
             yield self._slots[blob]
         finally:
             self.skip(blob)
 
     def close(self) -> None:
-        """Close what a failure left open."""
+        """Close the blobs that a failure left open."""
         for slot in self._slots.values():
             slot.close()
 
     def skip(self, blob: int) -> None:
-        """One batch of a blob is done with."""
+        """End one batch of a blob."""
         self._slots[blob].done()

@@ -1,7 +1,7 @@
-"""A live state against a checkpoint: which tensors differ, on which ranks, and where.
+"""Compares a state in memory with a checkpoint: which tensors differ, on which ranks, and where.
 
-Each rank cuts what it holds along the cells of the checkpoint, and hashes them. Only where a digest differs, or a cell
-is not all here, the stored bytes are read. So memory that was corrupted is found without another copy of it.
+Each rank cuts what it holds along the cells of the checkpoint and hashes them. It reads stored bytes only if a digest
+differs or it holds only part of a cell. So corrupted memory is found without a second copy of the state.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.format.digest import cell_digest
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Region
-from casckpt.format.sections.index import Entry
 from casckpt.history.commits import Commit
 from casckpt.loading.contents import Contents
-from casckpt.loading.regions import Part, RegionReader
+from casckpt.loading.regions import WINDOW_BYTES, EntrySlice, RegionReader
 from casckpt.plan.lots import grouped, in_batches
 from casckpt.plan.reuse import ManifestCells, ReusableCells
 from casckpt.ranks.agreement import StoreIdentity, check_same, named
@@ -34,17 +33,17 @@ from casckpt.saving.prepare import tensor_source
 from casckpt.tensors.gpu import wait_for_gpus
 from casckpt.tensors.state import flatten
 
-_LOOK_BYTES = 8 << 20
-_PLACES = 8  # of a tensor that differs on one rank, that are told
+_LOT_BYTES = 8 << 20
+_PLACES = 8  # places that are reported of a tensor and rank
 
 
 @dataclass(frozen=True, slots=True)
 class Differs:
-    """A tensor of which ``rank`` does not hold what the checkpoint has.
+    """A tensor that differs between ``rank`` and the checkpoint.
 
-    ``what``: "bytes", "dtype", "shape", or "missing" where the checkpoint does not have it. Of bytes, ``elements``: how
-    many differ; ``where``: the first places as text, each a box of the tensor, and a range of elements in it in
-    row-major order that begins and ends with one that differs; ``first``: the index in the tensor of the very first.
+    ``what``: "bytes", "dtype", "shape", or "missing" if the checkpoint lacks it. For "bytes", ``elements`` is the
+    number of elements that differ, and ``first`` the index of the first one. ``where`` has the first places as text:
+    each is a box of the tensor and a range of elements in it, in row-major order, whose first and last element differ.
     """
 
     key: str
@@ -57,23 +56,23 @@ class Differs:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What differs, by rank. ``bytes``: that were compared, over all ranks."""
+    """What differs, by rank. ``bytes``: the bytes that were compared, on all ranks together."""
 
     differs: tuple[Differs, ...]
     bytes: int
 
     @property
     def is_same(self) -> bool:
-        """Whether all tensors of the state are what the checkpoint has."""
+        """Whether all tensors of the state equal those of the checkpoint."""
         return not self.differs
 
 
 def compare_together(
     repo: Repository, ranks: Ranks, state: Mapping[Any, Any], ref: str | Checkpoint, resolve: Callable[[], Commit]
 ) -> Comparison:
-    """Compare the tensors that each rank holds; every rank of ``ranks`` calls it, and all get the same answer.
+    """Compare the tensors that each rank holds. Every rank of ``ranks`` calls it, and all get the same answer.
 
-    Raises what a load does, and InvalidInput for what is no state; on all ranks alike.
+    Raises what a load raises, and InvalidInput for a state that is not a mapping, on all ranks.
     """
 
     def find(given: Sequence[str]) -> list[tuple[Commit, StoreIdentity]]:
@@ -82,16 +81,17 @@ def compare_together(
 
     commit, home = ranks.exchange(lambda: named(ref), find)
 
-    def mine() -> Comparison:
+    def compare() -> Comparison:
         home.check(repo)
         manifest = manifests.get(repo, commit)
         return _compare(repo, manifest, state, ranks.rank, telling(ranks, Progress()))
 
-    return ranks.exchange(mine, lambda found: everyone(_joined(found), ranks.size))
+    return ranks.exchange(compare, lambda comparisons: everyone(_joined(comparisons), ranks.size))
 
 
-def _joined(found: Sequence[Comparison]) -> Comparison:
-    return Comparison(tuple(one for rank in found for one in rank.differs), sum(rank.bytes for rank in found))
+def _joined(comparisons: Sequence[Comparison]) -> Comparison:
+    differs = tuple(differing for rank in comparisons for differing in rank.differs)
+    return Comparison(differs, sum(rank.bytes for rank in comparisons))
 
 
 def _compare(
@@ -102,74 +102,72 @@ def _compare(
     contents.ready(tensors)
     for key, tensor in tensors.items():
         source, entry = tensor_source(key, tensor, None), contents.tensor(key)
-        what = _unlike(source, entry)
-        if entry is None or what is not None:
-            unlike.append(Differs(key, rank, what or "missing"))
+        if entry is None:
+            unlike.append(Differs(key, rank, "missing"))
+        elif (source.dtype, source.shape) != (entry.dtype, entry.shape):
+            unlike.append(Differs(key, rank, "dtype" if source.shape == entry.shape else "shape"))
         else:
             sources.append(replace(source, rank=entry.rank))
     wait_for_gpus(piece.data for source in sources for piece in source.pieces)
     known = ReusableCells(ManifestCells(manifest), [], lambda ref: False)
     cells = [cell for group in plan_work(sources, manifest.body.cell_bytes, known) for cell in group]
     unequal = _unequal(repo, contents, sources, _doubtful(cells, progress), progress)
-    by_source = grouped(unequal, lambda one: one.source)
-    found = [_differs(sources[number].key, rank, places) for number, places in by_source.items()]
-    return Comparison((*unlike, *found), sum(cell.nbytes for cell in cells))
+    by_source = grouped(unequal, lambda place: place.source)
+    differs = [_differs(sources[number].key, rank, places) for number, places in by_source.items()]
+    return Comparison((*unlike, *differs), sum(cell.nbytes for cell in cells))
 
 
 class _Unequal(NamedTuple):
-    """A range of elements that begins and ends with one that differs, so many ``elements`` in all."""
+    """A range of which the first and the last element differ. ``elements``: how many differ in all."""
 
     source: int
     region: Region
     elements: int
 
 
-def _unlike(source: LocalEntry, entry: Entry | None) -> str | None:
-    if entry is not None and source.shape != entry.shape:
-        return "shape"
-    return "dtype" if entry is not None and source.dtype != entry.dtype else None
-
-
 def _doubtful(cells: Sequence[Cell], progress: Progress) -> list[Cell]:
-    """Return those of which the checkpoint has another digest, or none: it is not cut there."""
-    found: set[int] = set()
+    """The cells with another digest in the checkpoint, or with none because it is cut otherwise."""
+    doubtful: set[int] = set()
 
-    def look(lot: Sequence[tuple[int, Cell]]) -> None:
+    def hash_all(lot: Sequence[tuple[int, Cell]]) -> None:
         for number, cell in lot:
             if cell.known is None or cell_digest(cell.data()) != cell.known.digest:
-                found.add(number)
+                doubtful.add(number)
             progress(cell.nbytes)
 
     nbytes = sum(cell.nbytes for cell in cells)
     threads = useful_threads(usable_threads(None), nbytes, len(cells))
-    run_all(look, in_batches(enumerate(cells), lambda one: one[1].nbytes, _LOOK_BYTES), threads)
-    return [cells[number] for number in sorted(found)]
+    run_all(hash_all, in_batches(enumerate(cells), lambda numbered: numbered[1].nbytes, _LOT_BYTES), threads)
+    return [cells[number] for number in sorted(doubtful)]
 
 
 def _unequal(
     repo: Repository, contents: Contents, sources: Sequence[LocalEntry], cells: Sequence[Cell], progress: Progress
 ) -> Iterator[_Unequal]:
-    """Compare cells with what is stored."""
-    entries = [contents.stored_tensor(sources[cell.source].key) for cell in cells]
-    regions = [Region(cell.group.box, cell.cut.lo, cell.cut.hi) for cell in cells]
+    """Compare cells with the stored bytes."""
+    keys = (sources[cell.source].key for cell in cells)
+    parts = (
+        EntrySlice(contents.stored_tensor(key), cell.cut.lo, cell.cut.hi, cell.group.box)
+        for key, cell in zip(keys, cells, strict=True)
+    )
     reader = RegionReader(repo, contents.manifest, sum(cell.nbytes for cell in cells), progress)
-    stored = reader.read(map(Part, entries, regions))
+    stored = reader.read(in_batches(parts, lambda part: part.nbytes, WINDOW_BYTES))
     for cell, (part, data) in zip(cells, stored, strict=True):
         places = _places(cell.data(), data, part.entry.itemsize)
         if len(places):
-            lo, hi = (part.region.lo + int(place) for place in (places[0], places[-1]))
-            yield _Unequal(cell.source, Region(part.region.box, lo, hi + 1), len(places))
+            lo, hi = (part.lo + int(place) for place in (places[0], places[-1]))
+            yield _Unequal(cell.source, Region(cell.group.box, lo, hi + 1), len(places))
 
 
-def _places(mine: memoryview, theirs: memoryview, itemsize: int) -> npt.NDArray[np.intp]:
-    """Return the numbers of the elements that differ in any bit."""
-    one, other = (np.frombuffer(data, np.uint8).reshape(-1, itemsize) for data in (mine, theirs))
+def _places(here: memoryview, stored: memoryview, itemsize: int) -> npt.NDArray[np.intp]:
+    """The numbers of the elements that differ in any bit."""
+    one, other = (np.frombuffer(data, np.uint8).reshape(-1, itemsize) for data in (here, stored))
     return np.flatnonzero((one != other).any(axis=1))
 
 
-def _differs(key: str, rank: int, found: Sequence[_Unequal]) -> Differs:
-    region = found[0].region
+def _differs(key: str, rank: int, places: Sequence[_Unequal]) -> Differs:
+    region = places[0].region
     inside = np.unravel_index(region.lo, region.box.shape) if region.box.shape else ()
     first = tuple(base + int(at) for base, at in zip(region.box.offset, inside, strict=True))
-    where = tuple(str(one.region) for one in found[:_PLACES])
-    return Differs(key, rank, "bytes", sum(one.elements for one in found), where, first)
+    where = tuple(str(place.region) for place in places[:_PLACES])
+    return Differs(key, rank, "bytes", sum(place.elements for place in places), where, first)

@@ -1,4 +1,4 @@
-"""What a manifest holds for one rank, by key."""
+"""The content of a manifest for one rank, by key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from casckpt.tensors.state import decode_tree
 
 
 class Contents:
-    """What a manifest holds for one rank: of values that each rank has for itself, its own, else that of rank 0."""
+    """The content of a manifest for one rank. Of values that each rank saved, it is the rank's own, else rank 0's."""
 
     def __init__(self, manifest: Manifest, rank: int) -> None:
         self.manifest = manifest
@@ -29,21 +29,21 @@ class Contents:
                 self.entries[name] = entry
             if entry.rank is not None and entry.kind == TENSOR:
                 self.per_rank.setdefault(entry.key, []).append(entry.rank)
-        for one in manifest.objects:
-            if one.rank is not None:
-                self.per_rank.setdefault(one.key, []).append(one.rank)
-            if one.key not in self.objects or one.rank == rank:
-                self.objects[one.key] = one
+        for stored in manifest.objects:
+            if stored.rank is not None:
+                self.per_rank.setdefault(stored.key, []).append(stored.rank)
+            if stored.key not in self.objects or stored.rank == rank:
+                self.objects[stored.key] = stored
 
     def ready(self, keys: Iterable[str]) -> None:
-        """Fetch what the manifest says of these keys, in few reads, for all that follows to find it at hand."""
+        """Fetch the parts of the manifest for these keys in few reads, before they are used."""
         entries, objects = [], []
         for key in keys:
-            tensor, one = self.tensor(key), self.objects.get(key)
+            tensor, stored = self.tensor(key), self.objects.get(key)
             entries += [] if tensor is None else [tensor]
-            if one is not None:
-                objects.append(one.number)
-                entries += self.parts(one)
+            if stored is not None:
+                objects.append(stored.number)
+                entries += self.parts(stored)
         self.manifest.ready([entry.number for entry in entries], objects)
 
     def tensor(self, key: str) -> Entry | None:
@@ -51,19 +51,19 @@ class Contents:
         return self.entries.get((TENSOR, key, 0))
 
     def stored_tensor(self, key: str) -> Entry:
-        """The same, of one that the tree names. Raises Refused if it is not there."""
-        found = self.tensor(key)
-        if found is None:
+        """The entry of a tensor that the tree names. Raises Refused if there is none."""
+        entry = self.tensor(key)
+        if entry is None:
             raise lacking(self.manifest, key)
-        return found
+        return entry
 
     @cached_property
     def tree(self) -> Node:
-        """The containers that the leaves stand in."""
+        """The nested containers of the state, with its leaves."""
         return decode_tree(self.manifest.body.tree)
 
     def whole_tree(self) -> Node:
-        """The tree, for whoever reads all of it. Raises Refused if it names a leaf that the manifest does not hold."""
+        """The tree, checked as a whole. Raises Refused if it names a leaf that the manifest does not hold."""
         for path, leaf in leaves(self.tree):
             key = join(path)
             if self.tensor(key) is None if leaf == TENSOR_LEAF else key not in self.objects:
@@ -74,14 +74,14 @@ class Contents:
         """All keys of the state: tensors and objects."""
         return [key for kind, key, _ in self.entries if kind == TENSOR] + list(self.objects)
 
-    def parts(self, one: StoredObject) -> list[Entry]:
+    def parts(self, stored: StoredObject) -> list[Entry]:
         """The entries that hold the large buffers of an object."""
         try:
-            return [self.entries[PART, one.key, index] for index in range(one.parts)]
+            return [self.entries[PART, stored.key, index] for index in range(stored.parts)]
         except KeyError as error:
-            raise Damaged(f"a part of object {one.key!r} stands nowhere in the manifest", key=one.key) from error
+            raise Damaged(f"the manifest lacks a part of object {stored.key!r}", key=stored.key) from error
 
 
 def lacking(manifest: Manifest, key: str) -> Refused:
-    """The error for a leaf of the tree of which nothing is stored."""
+    """The error for a leaf of the tree that is not stored."""
     return Refused(f"manifest {manifest.id} names {key!r} in its tree but holds nothing for it", key=key)

@@ -1,4 +1,4 @@
-"""What a load says of bytes that are gone, or are not as they were written."""
+"""Errors of a load for bytes that are missing or wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from casckpt.repository.repository import Repository
 
 
 class Lost(Exception):
-    """Bytes of a blob are not there, or not as they were written; the tensor ``key`` needs them."""
+    """Bytes of a blob are missing or wrong. The tensor ``key`` needs them."""
 
     def __init__(self, ref: BlobRef, key: str, why: str) -> None:
         super().__init__(why)
@@ -21,12 +21,12 @@ class Lost(Exception):
 
 
 def damaged_error(repo: Repository, manifest: Manifest, ref: BlobRef, key: str, why: str) -> CasckptError:
-    """The error for bytes that are not there as they were written: Gone if the checkpoint was purged meanwhile."""
+    """The error for missing or wrong bytes: Damaged, or Gone if the checkpoint was purged meanwhile."""
     commits = list_commits(repo)
-    head = manifest.head.digest  # others of the same id may lie elsewhere
-    mine = [c for c in commits.commits.values() if c.last != "revoked" and c.committed.head == head]
+    head = manifest.head.digest  # other commits with the same id may use other blobs
+    same = [c for c in commits.commits.values() if c.last != "revoked" and c.committed.head == head]
     name = f"{manifest.body.run}@{manifest.body.step}"
-    if mine and not any(commit.live for commit in mine):
+    if same and not any(commit.live for commit in same):
         return gone(f"{name} ({manifest.id})", manifest.id, "while it was read", key=key)
     users = list(checkpoints_using(repo, commits, ref))
     listed = ", ".join(map(str, users[:8])) + (", ..." if len(users) > 8 else "")
@@ -40,7 +40,7 @@ def damaged_error(repo: Repository, manifest: Manifest, ref: BlobRef, key: str, 
 
 
 def checkpoints_using(repo: Repository, commits: CommitList, ref: BlobRef) -> Iterator[Commit]:
-    """The live checkpoints that name a blob; those whose manifest cannot be read are left out."""
+    """Yield the live checkpoints that name a blob, except those whose manifest cannot be read."""
     for commit in commits.live():
         try:
             if any((uploader, name) == (ref.uploader, ref.hash) for uploader, name, _ in blobs_of(repo, commit)):

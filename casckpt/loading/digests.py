@@ -1,4 +1,4 @@
-"""Digests of tensors, which say nothing of how they were saved: BLAKE3 of the bytes of a tensor in row-major order."""
+"""Digests of tensors: BLAKE3 of the bytes in row-major order, however the tensor was saved."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from casckpt.format.extents import DIGEST_BYTES
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.index import Entry
 from casckpt.history.commits import Commit
-from casckpt.loading.arguments import matches, usable_patterns
-from casckpt.loading.load import check_used
-from casckpt.loading.regions import RegionReader, parts_in_order
+from casckpt.loading.arguments import check_used, matches, usable_patterns
+from casckpt.loading.regions import EntrySlice, RegionReader
 from casckpt.repository.repository import Repository
 
 
@@ -23,9 +22,9 @@ def digests_of(repo: Repository, commit: Commit, keys: Sequence[str] | None, pro
 
     def compute(_: Commit, manifest: Manifest) -> dict[str, str]:
         chosen = {key: entry for key, entry in manifest.tensors.items() if matches(key, patterns)}
-        check_used(manifest, patterns or (), list(manifest.tensors))
-        found = tensor_digests(repo, manifest, list(chosen.values()), progress)
-        return {key: found[entry.number] for key, entry in chosen.items() if entry.number in found}
+        check_used(patterns, manifest.tensors, f"{manifest.body.run}@{manifest.body.step}")
+        digests = tensor_digests(repo, manifest, list(chosen.values()), progress)
+        return {key: digests[entry.number] for key, entry in chosen.items() if entry.number in digests}
 
     return manifests.use(repo, commit, compute)
 
@@ -35,21 +34,21 @@ def tensor_digests(
 ) -> dict[int, str]:
     """Return the digests of entries, 64 hex digits each, by number of the entry.
 
-    What was computed before is known to the catalogue, also of other checkpoints with the same cells; the others are
-    read, and verified. What was thinned away, and is not known, is left out. Raises Damaged, StorageError.
+    The catalogue keeps digests that were computed before, also for other checkpoints with the same cells. The other
+    entries are read and verified. A thinned entry without a known digest is left out. Raises Damaged, StorageError.
     """
     manifest.ready([entry.number for entry in entries], ())
     known = {entry.number: _known(repo, manifest, entry) for entry in entries}
     unknown = [entry for entry in entries if known[entry.number] is None and not manifest.lacks(entry)]
-    found = {number: digest for number, digest in known.items() if digest is not None}
+    digests = {number: digest for number, digest in known.items() if digest is not None}
     for entry, digest in _computed(repo, manifest, unknown, progress):
         repo.catalogue.set_note(_name(manifest, entry), digest.encode())
-        found[entry.number] = digest
-    return found
+        digests[entry.number] = digest
+    return digests
 
 
 def _known(repo: Repository, manifest: Manifest, entry: Entry) -> str | None:
-    """Return the digest of an entry, if it has one cell or none, or the catalogue has it."""
+    """Return the digest of an entry that has at most one cell, or whose digest is in the catalogue."""
     digests = b"".join(extent.digests for extent in manifest.cells(entry).extents)
     if len(digests) <= DIGEST_BYTES:
         return digests.hex() or hex_digest(b"")
@@ -58,7 +57,7 @@ def _known(repo: Repository, manifest: Manifest, entry: Entry) -> str | None:
 
 
 def _name(manifest: Manifest, entry: Entry) -> str:
-    """Return the name of the note that has the digest of all tensors with these cells."""
+    """Return the name of the note in the catalogue. Tensors with the same cells share it."""
     form = f"{entry.shape} {entry.itemsize} {manifest.body.cell_bytes} "
     return f"digest/{hex_digest(form.encode() + bytes(manifest.raw_cells(entry)))}"
 
@@ -67,10 +66,10 @@ def _computed(
     repo: Repository, manifest: Manifest, entries: Sequence[Entry], progress: Progress
 ) -> Iterator[tuple[Entry, str]]:
     reader = RegionReader(repo, manifest, sum(entry.nbytes for entry in entries), progress)
-    parts = (part for entry in entries for part in parts_in_order(entry, manifest.body.cell_bytes))
+    windows = reader.windows(EntrySlice(entry, 0, entry.numel) for entry in entries)
     hasher = Hasher()
-    for part, data in reader.read(parts):
+    for part, data in reader.read(windows):
         hasher.update(data)
-        if part.region.hi == part.entry.numel:
+        if part.hi == part.entry.numel:
             yield part.entry, hasher.digest().hex()
             hasher = Hasher()

@@ -1,7 +1,7 @@
-"""A load: what it wants is planned, and read; then what sinks lack is read elsewhere, if something is lost.
+"""Reads regions of entries into destinations. If bytes are missing or wrong, it reads the rest from another commit.
 
-Units that several destinations want are read once. Reads of one blob are merged. Where bytes are gone or wrong, what is
-left is read at the places that another commit of the same checkpoint has.
+A unit with several destinations is read once. Reads of one blob are merged. Another commit of the same checkpoint may
+have its cells in other blobs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from casckpt.loading.planned_reads import (
     part,
     place,
     place_of,
-    plan_lots,
 )
 from casckpt.loading.transfer import Task, Transfer
 from casckpt.plan.reads import Batch, plan_units
@@ -50,19 +49,19 @@ from casckpt.tensors import gpu
 from casckpt.tensors.memory import Destination, note_writes
 
 _BATCH_BYTES = 8 << 20
-_SCRATCH_BYTES = 2 << 20  # of what is copied once more: read, hashed and copied while a core's cache holds it
+_SCRATCH_BYTES = 2 << 20  # for data that is copied again: it is read, hashed and copied within a core's cache
 _WORTH_PINNING = 16 << 20  # bytes that go to a GPU
-_AHEAD = 4  # threads more than compute, where reads wait for a disk: to have the next ones in flight
-_ALWAYS = 64 << 20  # so little memory is not asked for: the answer takes longer than a tiny load
-_PLENTY = 4  # times what is read: with so much memory to spare, it stays in the page cache
+_AHEAD = 4  # more threads than compute, where reads wait for a disk, so that the next reads are in flight
+_ALWAYS = 64 << 20  # below this, the free memory is not queried, which takes longer than a tiny load
+_PLENTY = 4  # if this many times the bytes read are free, they stay in the page cache
 
 log = logging.getLogger(__name__)
 
 
 class RegionRequest(NamedTuple):
-    """One entry of the manifest (by its number) and one sink for it. ``table``: its extents, if they are at hand.
+    """An entry of the manifest, by number, and a destination for it. ``table``: its extents, if known.
 
-    ``is_new``: there is nothing in the sink yet.
+    ``is_new``: the destination holds nothing yet.
     """
 
     entry: int
@@ -73,10 +72,10 @@ class RegionRequest(NamedTuple):
 
 @dataclass
 class EntryReader:
-    """All reads of one load by one rank of ``ranks``, of which ``ranks_here`` share this host.
+    """The reads of one load, on one of ``ranks`` ranks, of which ``ranks_here`` share this host.
 
-    ``shared``: somebody will read the same soon, so it goes through the page cache, whatever that holds.
-    ``decoded``: where frames are kept that were decoded with a base, if they are.
+    ``shared``: others will read the same soon, so always read through the page cache. ``decoded``: keeps the frames
+    that were decoded with a base, if given.
     """
 
     repo: Repository
@@ -95,14 +94,14 @@ class EntryReader:
         check_trusted(self.repo, self.manifest.id, f"{body.run}@{body.step}")
 
     def run(self, wants: Sequence[RegionRequest], done: Set[FilledRange] = frozenset()) -> None:
-        """Fill all sinks, but for what is ``done``.
+        """Fill all destinations, except for the ranges in ``done``.
 
-        Raises Damaged (or Gone, if the checkpoint was purged meanwhile) naming what is hit.
+        Raises Damaged, naming the key and the blob; Gone if the checkpoint was purged meanwhile.
         """
         self._run(wants, done, frozenset())
 
     def _run(self, wants: Sequence[RegionRequest], done: Set[FilledRange], tried: Set[str]) -> None:
-        """``done``: what sinks have already, from manifests with the heads ``tried``."""
+        """``done``: ranges that are filled already, from manifests with the heads ``tried``."""
         finished: list[Batch[PlannedRead]] = []
         tried |= {self.manifest.head.digest}
         try:
@@ -117,10 +116,10 @@ class EntryReader:
             log.info("%s; the load goes on from another commit of %s", error, self.manifest.id)
         takers = (taker for batch in finished for _, _, item in batch.items for taker in item.takers)
         left = [want._replace(table=None) for want in wants]
-        replace(self, manifest=other)._run(left, done | {part(one.sink, one.unit) for one in takers}, tried)
+        replace(self, manifest=other)._run(left, done | {part(taker.sink, taker.unit) for taker in takers}, tried)
 
     def _other(self, tried: Set[str]) -> Manifest | None:
-        """The manifest of another commit of the checkpoint, with other places."""
+        """The manifest of another commit of the checkpoint, whose cells lie elsewhere."""
         for commit in others(self.repo, self.manifest.id, tried):
             with suppress(Gone, Damaged, Refused):
                 return get(self.repo, commit)
@@ -141,7 +140,7 @@ class EntryReader:
         if is_first:
             self.progress.expect(reads.plain)
         total = sum(batch.nbytes for batch in reads.every)
-        # ranks that want more than their part want the same bytes, and on one host a cache serves them all
+        # ranks that want more than their part want the same bytes, which the page cache of a host serves to all of them
         together = self.ranks > 1 and 2 * total * self.ranks > 3 * sum(self.manifest.blob_sizes)
         stays, blob_at = cache(partial(self._stays_in_memory, total)), self.manifest.blob
         slots = BlobReaders(self.repo, blob_at, reads.every, shared=self.shared or together, stays=stays)
@@ -150,17 +149,19 @@ class EntryReader:
         pinned = total > _WORTH_PINNING and any(want.sink.on_gpu for want in wants)
         nbytes = reads.most + reads.room
         pool = gpu.PINNED.pool(threads, nbytes) if pinned else closing(BufferPool(threads, nbytes))
-        turns = self.turns if threads > self._cores else nullcontext()  # where all have one nobody need ask
+        turns = (
+            self.turns if threads > self._cores else nullcontext()
+        )  # with a core for each thread no turns are needed
         with closing(slots), pool as scratches:
             transfer = Transfer(self.repo, self.manifest, slots, scratches, turns, self.progress, finished, self.verify)
             try:
                 with collector_paused() if threads == 1 else nullcontext():
                     run_all(transfer.run_all, tasks, threads)
-            finally:  # after a failure, too: no copy may come behind what the caller does then
+            finally:  # also after a failure: no copy may end after what the caller does next
                 gpu.wait_for_copies(tensor for want in wants for tensor in want.sink.written)
 
     def _in_order(self, tasks: Sequence[Task], slots: BlobReaders) -> tuple[Sequence[Sequence[Task]], int]:
-        """What one thread reads after the other, and how many threads do."""
+        """The tasks that one thread does in order, and the number of threads."""
         traits, each = self.repo.storage.traits, [[task] for task in tasks]
         if traits.remote:
             return each, traits.parallel
@@ -173,23 +174,23 @@ class EntryReader:
             return each, min(threads, usable_cores(self.ranks_here))  # reads wait for nothing else
         if not slots.is_shared(first):
             return each, threads + _AHEAD
-        # the kernel reads ahead, and fills its cache in large pieces, for one who reads a file in order
+        # if one thread reads a file in order, the kernel reads ahead and fills its cache in large pieces
         by_blob = groupby(tasks, key=lambda task: task.batch.blob)
         return [list(group) for _, group in by_blob], threads + _AHEAD // 2
 
     def _stays_in_memory(self, nbytes: int) -> bool:
-        """Whether so much, and what the other ranks here read, is left in the page cache for the next load."""
+        """Whether these bytes, and those of other ranks here, stay in the page cache for the next load."""
         wanted, most = self.repo.storage.traits.page_cache, _PLENTY * nbytes * self.ranks_here
         return (most <= _ALWAYS or most <= headroom()) if wanted is None else wanted
 
     @cached_property
     def turns(self) -> BoundedSemaphore:
-        """What a thread holds while it works for a core, and not while it waits for a disk."""
+        """Held by each thread while it computes, but not while it waits for a disk."""
         return BoundedSemaphore(self._cores)
 
     @cached_property
     def _cores(self) -> int:
-        """How many threads may work for a core."""
+        """How many threads may compute at a time."""
         return min(self.threads, usable_cores(self.ranks_here))
 
     def blobs(self, wants: Sequence[RegionRequest]) -> list[BlobRef]:
@@ -204,7 +205,7 @@ class EntryReader:
         return plan_lots(items, self.repo.storage.traits, most=_BATCH_BYTES, scratch=scratch)
 
     def _items(self, wants: Sequence[RegionRequest], done: Set[FilledRange]) -> Iterable[PlannedRead]:
-        """One item for each distinct range of bytes that is not ``done``."""
+        """One read for each distinct range of bytes that is not ``done``."""
         items: dict[Hashable, PlannedRead] = {}
         entries = self.manifest.entries
         for number, sink, given, _ in wants:

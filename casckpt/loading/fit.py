@@ -1,6 +1,6 @@
-"""How the names of a model's tensors fit those of a checkpoint: what a load fills, and which names miss each other.
+"""Compares the names of a model's tensors with those of a checkpoint: what a load fills, and which names differ.
 
-Functions of names and shapes, which every front end that fills tensors by name calls before the first byte changes.
+Front ends that fill tensors by name call these functions of names and shapes before they change anything.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ Shapes: TypeAlias = Mapping[str, Shape]
 """Global shapes, by key."""
 
 _CONTAINERS = frozenset(("model", "module", "state_dict", "model_state_dict", "base_model"))
-"""What names begin with, where a model lies in a container or in a wrapper."""
+"""First parts of names of models in a container or wrapper."""
 _WRAPPERS = frozenset((
     "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer", "original_module",
     "modules_to_save",
 ))  # fmt: skip
 _REPLACED = frozenset(("base_layer", "original_module", "modules_to_save"))  # of these, what PEFT adds
 _SHARE = 10
-"""A load raises if more than one in so many of its tensors stand in the checkpoint under another name."""
+"""A load raises if more than 1/10 of its tensors have other names in the checkpoint."""
 _SHOWN = 3
 _LOGGED: set[tuple[str, str, int]] = set()
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The tensors of a template, by key, against a checkpoint.
+    """Which tensors of a template a checkpoint fills, by key.
 
-    ``filled``: the key of the checkpoint that each of them is filled from. Tensors that share their memory with one of
-    these count as filled. ``unfilled``: those that stay as they are. ``misfits``: those for which the checkpoint has
-    another shape, over which the load raises.
+    ``filled``: the key in the checkpoint for each filled tensor, which includes tensors that share memory with one.
+    ``unfilled``: tensors that stay as they are. ``misfits``: tensors with another shape in the checkpoint, for which
+    the load raises.
     """
 
     filled: Mapping[str, str] = field(default_factory=dict)
@@ -72,12 +72,10 @@ def merged(fits: Sequence[Fit]) -> Fit:
 
 
 def check_fit(fit: Fit, saved: Shapes, where: str, rename: Rename = None, way: str = "give") -> str | None:
-    """Say what stays unfilled, for the log; None if nothing does. ``saved``: the tensors that could have been read.
+    """Return a message for the log about what stays unfilled; None if nothing does. ``saved``: tensors to read from.
 
-    ``way``: how a caller takes a ``rename``.
-
-    Raises MissingKey if nothing would be filled, or if more than a tenth of the tensors stand in the checkpoint under
-    another name; Mismatch for a checkpoint with adapters, for which the model has no place.
+    ``way``: how the caller passes a ``rename``. Raises MissingKey if nothing would be filled, or if more than a tenth
+    of the tensors have other names in the checkpoint; Mismatch for adapters in a checkpoint if the model has none.
     """
     if not fit.unfilled:
         return None
@@ -100,14 +98,14 @@ def check_fit(fit: Fit, saved: Shapes, where: str, rename: Rename = None, way: s
 
 
 def _why_unfilled(unfilled: Shapes, saved: Shapes) -> str:
-    """Say of a checkpoint that it lacks some keys, and has others with another shape or dtype."""
+    """Describe which keys a checkpoint lacks, and which have another shape or dtype."""
     lacking, other = ([key for key in unfilled if (key in saved) is there] for there in (False, True))
     said = [f"lacks {listed(lacking, _SHOWN)}"] if lacking else []
     return " and ".join([*said, *([f"has {listed(other, _SHOWN)} with another shape or dtype"] if other else [])])
 
 
 def check_no_adapters(names: Sequence[str], where: str) -> None:
-    """Raise Mismatch for the adapters ``names`` of a checkpoint, where the model has none."""
+    """Raise Mismatch for the adapter tensors ``names`` of a checkpoint. Call it if the model has no adapters."""
     if names:
         raise Mismatch(
             f"{where} has the adapter tensors {listed(names, _SHOWN)}, and this model has no adapters. Put adapters "
@@ -128,18 +126,18 @@ def log_once(checkpoint: str, said: str | None, keys: Collection[str], level: in
 
 
 def is_adapter(name: str) -> bool:
-    """Tell whether a name is of an adapter's tensor, as PEFT calls them."""
+    """Whether a name is that of a tensor of a PEFT adapter."""
     return any(part.startswith("lora_") or part == "modules_to_save" for part in name.split("."))
 
 
 def name_without_adapters(name: str) -> str:
-    """The name that a tensor of a model with adapters had before PEFT put them in."""
+    """The name of a tensor before PEFT added adapters to the model."""
     parts = name.removeprefix("base_model.model.").split(".")
     return ".".join(_without(parts, _REPLACED))
 
 
 def plain(name: str) -> str:
-    """``name`` without what containers, wrappers and adapters add to it."""
+    """``name`` without the parts that containers, wrappers and adapters add."""
     parts = name.split(".")
     kept = [part for at, part in enumerate(parts) if not (at and _names_adapter(parts, at, "lora_"))]
     kept = _without(kept, _WRAPPERS)
@@ -149,12 +147,12 @@ def plain(name: str) -> str:
 
 
 def _names_adapter(parts: Sequence[str], at: int, start: str) -> bool:
-    """Whether a part is what the user calls an adapter: PEFT puts it between two of its own."""
+    """Whether a part is the user's name of an adapter, which PEFT puts after a part of its own."""
     return parts[at - 1].startswith(start) and at < len(parts) - 1
 
 
 def _without(parts: Sequence[str], dropped: frozenset[str]) -> list[str]:
-    """The parts that are not ``dropped``. The last one stays, and the name of an adapter goes along."""
+    """The parts that are not ``dropped``. The last one stays. The name of an adapter is dropped too."""
     return [
         part
         for at, part in enumerate(parts)
@@ -163,9 +161,9 @@ def _without(parts: Sequence[str], dropped: frozenset[str]) -> list[str]:
 
 
 def missed_pairs(unfilled: Shapes, unread: Shapes) -> dict[str, str]:
-    """Unfilled keys, each with a key of equal shape that is not read, where one name ends with the other at a dot.
+    """Pairs of an unfilled key and an unread key of the same shape, if one name ends with the other at a dot.
 
-    Names are compared as `plain` gives them. Each key is in one pair at most.
+    Names are compared without the parts that `plain` removes. Each key is in at most one pair.
     """
     pairs = _ending(unfilled, unread)
     taken = set(pairs.values())
@@ -175,22 +173,22 @@ def missed_pairs(unfilled: Shapes, unread: Shapes) -> dict[str, str]:
 
 
 def _ending(longer: Shapes, shorter: Shapes) -> dict[str, str]:
-    """Keys of ``longer`` whose names end with that of a key of ``shorter``, each with that key, by the longest end."""
+    """Pairs of a key of ``longer`` and the key of ``shorter`` with which its name ends, by the longest end."""
     by_name = grouped(shorter, lambda key: (plain(key), tuple(shorter[key])))
-    found: dict[str, str] = {}
+    pairs: dict[str, str] = {}
     for key, shape in longer.items():
         end = plain(key)
         while end and not by_name.get((end, tuple(shape))):
             end = end.partition(".")[2]
         if end:
-            there = by_name[end, tuple(shape)]
-            found[key] = max(there, key=partial(_common_parts, key))
-            there.remove(found[key])
-    return found
+            candidates = by_name[end, tuple(shape)]
+            pairs[key] = max(candidates, key=partial(_common_parts, key))
+            candidates.remove(pairs[key])
+    return pairs
 
 
 def _common_parts(one: str, other: str) -> int:
-    """How many parts at their ends two names have in common."""
+    """The number of equal parts at the ends of two names."""
     pairs = zip(reversed(one.split(".")), reversed(other.split(".")), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -199,7 +197,7 @@ def _common_parts(one: str, other: str) -> int:
 
 
 def rename_hint(pairs: Mapping[str, str], filled: Mapping[str, str], rename: Rename = None, way: str = "give") -> str:
-    """Say which ``rename`` fills ``pairs``; nothing if there are none."""
+    """Name the ``rename`` that fills ``pairs``; "" if there are none."""
     if not pairs:
         return ""
     while isinstance(rename, Renaming):
@@ -211,10 +209,10 @@ def rename_hint(pairs: Mapping[str, str], filled: Mapping[str, str], rename: Ren
 
 
 def rename_for(pairs: Mapping[str, str], filled: Mapping[str, str]) -> dict[str, str]:
-    """Regular expressions of keys, and replacements, that give each key of ``pairs`` its partner.
+    """Regular expressions and replacements that map each key of ``pairs`` to its partner.
 
-    A rule exchanges what names begin with, and keeps the numbers there. A rule that would change what ``filled`` has
-    is left out. Keys that no rule serves stand there by themselves.
+    A rule replaces the start of names, and keeps numbers in it. Rules that would change names in ``filled`` are left
+    out. Keys without a rule are mapped one by one.
     """
     found = sorted(dict.fromkeys(_rule(*pair) for pair in pairs.items()), key=lambda rule: -rule[0].count(r"\."))
     rules = {pattern: new for pattern, new in dict(found).items() if _spares(pattern, new, filled)}
@@ -224,13 +222,13 @@ def rename_for(pairs: Mapping[str, str], filled: Mapping[str, str]) -> dict[str,
 
 
 def _spares(pattern: str, new: str, filled: Mapping[str, str]) -> bool:
-    """Whether a rule leaves the names in ``filled`` as they are."""
-    hits = ((found, name) for key, name in filled.items() if (found := re.fullmatch(pattern, key)))
-    return all(found.expand(new) == name for found, name in hits)
+    """Whether a rule does not change the names in ``filled``."""
+    matches = ((match, name) for key, name in filled.items() if (match := re.fullmatch(pattern, key)))
+    return all(match.expand(new) == name for match, name in matches)
 
 
 def _rule(key: str, name: str) -> tuple[str, str]:
-    """One rule: what stands before the longest common end of both is exchanged."""
+    """The rule that replaces what precedes the longest common end of two names."""
     same = _common_parts(key, name)
     head, new = key.split(".")[: -same or None], name.split(".")[: -same or None]
     keeps = [part for part in head if part.isdecimal()] == [part for part in new if part.isdecimal()]
@@ -245,19 +243,19 @@ def _rule(key: str, name: str) -> tuple[str, str]:
 
 
 def saved_shapes(manifest: Manifest) -> dict[str, Shape]:
-    """The shapes of the tensors of a checkpoint, but for those that it leaves out since it was thinned."""
+    """The shapes of the tensors of a checkpoint, without thinned ones."""
     return {key: entry.shape for key, entry in manifest.tensors.items() if not manifest.lacks(entry)}
 
 
 def shape_of(value: Any) -> Shape | None:
-    """The global shape of a tensor, a shard, or a list of shards; None for what has none."""
+    """The global shape of a tensor, a shard, or a list of shards; None for other values."""
     one = value[0] if isinstance(value, list) and value else value
     shape = getattr(one, "global_shape", getattr(one, "shape", None))
     return None if shape is None else tuple(shape)
 
 
 def memory_of(value: Any) -> tuple[int, int]:
-    """What tells the memory that a tensor or shard has on this rank from others; where it has none, what tells it."""
+    """A key for the memory of a tensor or shard on this rank; for a value without memory, a key for the value."""
     tensor = value.data if isinstance(value, Shard) else value
     try:
         local = local_of(tensor)
@@ -268,9 +266,9 @@ def memory_of(value: Any) -> tuple[int, int]:
 
 
 def chosen(where: str, nested: Fit, bare: Fit) -> bool:
-    """Tell which reading of a checkpoint fills more: True if the names of the model stand at its top (``bare``).
+    """Whether the names at the top of a checkpoint (``bare``) fill more than those below "model" (``nested``).
 
-    ``nested``: below "model". Raises InvalidInput if both fill as many, from different keys.
+    Raises InvalidInput if both fill equally many, from different keys.
     """
     if len(nested.filled) == len(bare.filled) and nested.filled != bare.filled:
         key = next(key for key, name in nested.filled.items() if bare.filled.get(key) != name)

@@ -1,4 +1,4 @@
-"""Coded cells in a load: the frames that they are told by, and what is done where one comes out wrong."""
+"""Frames in a load: how they are read together and decoded, and decoded again if a cell is wrong."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from casckpt.tensors.memory import copy_bytes
 
 
 class Lot:
-    """The frames of cells that are decoded together, from when they are read until the last of these is decoded.
+    """The frames of cells that are decoded together. They are in memory until the last of these cells is decoded.
 
-    Whoever comes first reads them, so that nobody waits for what nobody has begun. ``frames``: how they are read;
-    ``users``: batches that need them; ``decoded``: where those that were used are kept, if they are.
+    The first threads that come read them, so no thread waits for a read that has not begun. ``frames``: the reads of
+    them. ``users``: the number of batches that need them. ``decoded``: keeps the frames that were used, if given.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class Lot:
         self._changed = Condition()
 
     def fetch(self, read: Callable[[Batch[PlannedRead]], memoryview]) -> bool:
-        """Have all frames here; False if another thread failed to read one. Raises what ``read`` does."""
+        """Read all frames. False if another thread failed to read one. Raises what ``read`` raises."""
         if not self._has_frames:
             return True
         while (batch := self._next()) is not None:
-            found: Sequence[tuple[tuple[int, int], memoryview]] | None = None
+            frames: Sequence[tuple[tuple[int, int], memoryview]] | None = None
             try:
                 data = read(batch)
-                found = [((batch.blob, at), data[at - batch.offset :][:nbytes]) for at, nbytes, _ in batch.items]
+                frames = [((batch.blob, at), data[at - batch.offset :][:nbytes]) for at, nbytes, _ in batch.items]
             finally:
-                self._has_read(found)
+                self._has_read(frames)
         with self._changed:
             self._changed.wait_for(lambda: not self._reading)
             return not self._failed
@@ -60,15 +60,15 @@ class Lot:
             self._reading += 1
             return self._unread.popleft()
 
-    def _has_read(self, found: Sequence[tuple[tuple[int, int], memoryview]] | None) -> None:
+    def _has_read(self, frames: Sequence[tuple[tuple[int, int], memoryview]] | None) -> None:
         with self._changed:
             self._reading -= 1
-            self._failed |= found is None
-            self._held.update(found or ())
+            self._failed |= frames is None
+            self._held.update(frames or ())
             self._changed.notify_all()
 
     def decode(self, item: PlannedRead, root: memoryview, into: memoryview) -> None:
-        """Decode a cell. ``root``: what is stored of its root, perhaps ``into`` itself. Raises InvalidInput."""
+        """Decode a cell. ``root``: the stored bytes of its root, which may be ``into``. Raises InvalidInput."""
         if item.root.frame is not None:
             decode(root, into, None)
         elif root is not into:
@@ -80,7 +80,7 @@ class Lot:
                 self._decoded[next(links(cell))] = bytes(frame)
 
     def done(self) -> None:
-        """One batch is done with; the last one gives the memory back."""
+        """End one batch. The last batch frees the memory."""
         if not self._has_frames:
             return
         with self._changed:
@@ -92,9 +92,9 @@ class Lot:
 def decode_again(
     repo: Repository, manifest: Manifest, cell: StoredCell, key: str, *, what: str = "a cell"
 ) -> bytearray:
-    """Read and decode a cell once more, from the last of its bases on, and compare each of them.
+    """Read and decode a cell and all its bases again, and compare each with its digest.
 
-    So what a cache had wrong comes out right. Raises `Lost` for the first that does not, StorageError.
+    This corrects what was wrong in a cache only. Raises `Lost` for the first cell that is wrong, StorageError.
     """
     base, below = None, cell.base
     if below is not None:

@@ -1,4 +1,4 @@
-"""What a load is to read, for which leaf, and what is made of it: all is checked as it is added, before any is read."""
+"""The plan of a load: what it reads, and for which leaf. Every leaf is checked when it is added, before any read."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ReadArguments(TypedDict, total=False):
 
 
 class MatchArguments(TypedDict, total=False):
-    """Those of `Store.load` that say what is read for a key."""
+    """The keyword arguments of `Store.load` that say what is read for a key."""
 
     strict: bool
     ignore_mismatched: Sequence[str] | None
@@ -56,14 +56,14 @@ class MatchArguments(TypedDict, total=False):
 
 
 class RankArguments(ReadArguments, total=False):
-    """Those of `Store.read`, and which ranks make the call together."""
+    """The keyword arguments of `Store.read`, and those that say which ranks make the call together."""
 
     process_group: ProcessGroup | None
     no_dist: bool
 
 
 class FillArguments(MatchArguments, total=False):
-    """Those of `Store.load` that `Store.update` has too, and not `Store.read`."""
+    """The keyword arguments that `Store.load` and `Store.update` have, but not `Store.read`."""
 
     unread: Unread
     cast: bool
@@ -87,11 +87,11 @@ class UpdateArguments(FillArguments, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """What a load was asked for: `LoadArguments`, `UpdateArguments`, with their defaults. Another name is a TypeError.
+    """The arguments of a load or update, with their defaults. Any other name is a TypeError.
 
-    ``meant``: keys below which the log names nothing that stays unread: the caller means it, or names it.
-    ``updates``: is it an update? ``rank``: of how many ``ranks`` that load together. ``alive``: called now and then by
-    what reads.
+    ``meant``: keys whose unread content is not logged, because the caller leaves it out or reports it.
+    ``updates``: whether it is an update. ``rank``: this rank, of the ``ranks`` that load together. ``alive``: called
+    now and then during the reads.
     """
 
     strict: bool = True
@@ -116,7 +116,7 @@ class LoadOptions:
     alive: Callable[[], None] | None = None
 
     def checked(self) -> Self:
-        """The same, as it is used. Called where all ranks learn of it. Raises InvalidInput."""
+        """The options in usable form. Raises InvalidInput; called inside an exchange, so all ranks raise it."""
         patterns = usable_patterns(self.ignore_mismatched, "ignore_mismatched") or ()
         if self.unread not in get_args(Unread):
             raise InvalidInput(f'unread={self.unread!r:.80} is not usable; give "warn" or "ignore"')
@@ -124,9 +124,9 @@ class LoadOptions:
 
 
 class LoadPlan:
-    """What is to be read, leaf by leaf: added and checked, then read, then built. ``named``: keys of the checkpoint.
+    """What is to be read, leaf by leaf. Leaves are added and checked, then read, then built.
 
-    ``frames``: what an update decoded, once it has run.
+    ``named``: the keys of the checkpoint that it reads. ``frames``: the frames that an update decoded, once it has run.
     """
 
     def __init__(self, contents: Contents, options: LoadOptions) -> None:
@@ -145,44 +145,44 @@ class LoadPlan:
 
     @property
     def replaced(self) -> list[str]:
-        """Keys of the template that get new values."""
+        """The keys of the template that get new values."""
         return [*self._values, *self._objects, *self._below, *self._entries]
 
     def add(self, key: str, name: str, leaf: LeafValue) -> bool:
-        """One leaf of the template, ``key``, to be filled from ``name``; False if the checkpoint lacks it."""
-        found = self.contents.tensor(name)
-        one = self.contents.objects.get(name)
-        if found is None and one is None:
+        """Add a leaf of the template, ``key``, to be filled from ``name``. False if the checkpoint lacks it."""
+        entry = self.contents.tensor(name)
+        stored = self.contents.objects.get(name)
+        if entry is None and stored is None:
             return self._add_container(key, name, leaf)
         self.named.add(name)
-        if found is not None and self.contents.manifest.lacks(found):
+        if entry is not None and self.contents.manifest.lacks(entry):
             return False
         if leaf.is_tensor:
-            if found is None:
+            if entry is None:
                 raise Mismatch(f"{key!r} is a tensor here, but plain data in the checkpoint (key {name!r})", key=key)
             check_in_place(key, leaf.value)
-            self._add_tensor(leaf, local_tensor(key, leaf.value), found)
-        elif found is not None:
+            self._add_tensor(leaf, local_tensor(key, leaf.value), entry)
+        elif entry is not None:
             if leaf.value is not None:
                 kind = type(leaf.value).__name__
                 raise Mismatch(f"{key!r} is a tensor in the checkpoint (key {name!r}), but {kind} here", key=key)
-            self._values[key] = self.new_tensor(found, torch.device("cpu"))
-        elif one is not None:
-            self._add_object(key, one)
+            self._values[key] = self.new_tensor(entry, torch.device("cpu"))
+        elif stored is not None:
+            self._add_object(key, stored)
         return True
 
     def fills(self, leaf: LeafValue) -> bool:
-        """Whether the memory of a tensor is filled under another key, as that of tied weights is."""
+        """Whether the memory of a tensor is filled under another key, as with tied weights."""
         if not leaf.is_tensor:
             return False
         try:
             local = local_tensor(leaf.key, leaf.value)
-        except InvalidInput:  # of a kind that is never filled: it stays as it is, where that is allowed
+        except InvalidInput:  # a kind of tensor that is never filled
             return False
         return prod(local.shape) > 0 and all(self._tied.has(piece.data) for piece in local.pieces if piece.region.numel)
 
     def _add_container(self, key: str, name: str, leaf: LeafValue) -> bool:
-        """A leaf where the checkpoint has a mapping or list: in place of None, or of a list, all of it is made."""
+        """Add a leaf where the checkpoint has a container. All of it is made, in place of None or of a list."""
         node = find(self.contents.tree, name)
         if node is None or isinstance(node, int):
             return False
@@ -218,9 +218,9 @@ class LoadPlan:
                 self._wants.append(RegionRequest(entry.number, destination, table, is_new))
 
     def new_tensor(self, entry: Entry, device: torch.device) -> torch.Tensor:
-        """A tensor for the whole of an entry, to be filled by `run`. Raises Damaged if the extents have holes."""
+        """Make a tensor for a whole entry, which `run` fills. Raises Damaged if the extents have holes."""
         table = self.contents.manifest.extents(entry)
-        if not covers(table, whole(entry.shape)):  # before memory is asked for: a hostile shape is caught here
+        if not covers(table, whole(entry.shape)):  # before memory is allocated, because a shape may be hostile
             raise Damaged(f"the checkpoint holds {entry.key!r} ({entry.nbytes} bytes) only in part", key=entry.key)
         data = new_empty(entry, device)
         if entry.numel:
@@ -228,25 +228,25 @@ class LoadPlan:
             self._wants.append(RegionRequest(entry.number, destination, table, is_new=True))
         return data
 
-    def _add_object(self, key: str, one: StoredObject) -> None:
-        if one.pickled and not self.options.allow_pickle:
-            refuse_pickle(key, self.contents.manifest.data(one), one.parts)  # before anything changes
-        parts = [self.new_tensor(entry, torch.device("cpu")) for entry in self.contents.parts(one)]
-        self._objects[key] = (one, parts)
+    def _add_object(self, key: str, stored: StoredObject) -> None:
+        if stored.pickled and not self.options.allow_pickle:
+            refuse_pickle(key, self.contents.manifest.data(stored), stored.parts)  # before anything changes
+        parts = [self.new_tensor(entry, torch.device("cpu")) for entry in self.contents.parts(stored)]
+        self._objects[key] = (stored, parts)
 
     def new(self, key: str, device: torch.device) -> None:
-        """A leaf that is to be made: a tensor on ``device``, or an object."""
-        found = self.contents.tensor(key)
+        """Add a leaf that is made anew: a tensor on ``device``, or an object."""
+        entry = self.contents.tensor(key)
         self.named.add(key)
-        if found is not None:
-            self._values[key] = self.new_tensor(found, device)
+        if entry is not None:
+            self._values[key] = self.new_tensor(entry, device)
         elif key in self.contents.objects:
             self._add_object(key, self.contents.objects[key])
         else:
             raise lacking(self.contents.manifest, key)
 
     def add_entries(self, key: str, name: str, target: Mapping[Any, Any], rename: Callable[[str], str]) -> Entries:
-        """A mapping of the template, whose entries are to be filled from those of one object, ``name``."""
+        """Add a mapping of the template that is filled from one object, ``name``."""
         self.named.add(name)
         stored = self.contents.objects[name]
         if stored.pickled and stored.parts:
@@ -254,75 +254,75 @@ class LoadPlan:
         self._add_object(key, stored)
         decode = partial(self._decoded, key, *self._objects.pop(key))
         entries = self._entries[key] = Entries(key, name, target, decode, rename)
-        entries.compare(key, name, target, entries.decode())  # its buffers are not read yet, but its keys are there
+        entries.compare(key, name, target, entries.decode())  # its keys are known before its buffers are read
         return entries
 
     def first_entry(self, name: str) -> str | None:
-        """The key of the first entry of a mapping that is one object; None for all else."""
-        one = self.contents.objects.get(name)
-        if one is None or one.pickled:
+        """The key of the first entry of a mapping that was saved as one object; None for anything else."""
+        stored = self.contents.objects.get(name)
+        if stored is None or stored.pickled:
             return None
-        parts = [new_empty(entry, torch.device("cpu")) for entry in self.contents.parts(one)]
-        saved = self._decoded(name, one, parts)  # for its keys
+        parts = [new_empty(entry, torch.device("cpu")) for entry in self.contents.parts(stored)]
+        saved = self._decoded(name, stored, parts)  # for its keys
         return join((name, next(iter(saved)))) if isinstance(saved, dict) and saved else None
 
     def check_shared(self, repo: Repository) -> None:
-        """Raise Mismatch for memory that is to be filled twice, with different values. Nothing changes."""
-        self._tied.check(replace(self.download(repo), progress=Progress(None, self.options.alive)))
+        """Raise Mismatch for memory that would be filled twice, with different values. Changes nothing."""
+        self._tied.check(replace(self.reader(repo), progress=Progress(None, self.options.alive)))
 
     def run(self, repo: Repository) -> dict[str, Any]:
-        """Read everything; the new leaves by template key."""
-        download, options = self.download(repo), self.options
+        """Read everything. Returns the new leaves by key of the template."""
+        reader, options = self.reader(repo), self.options
         together, alone = self._tied.in_turns(self.wants())
         if options.updates:
-            self.frames = update(download, together, options.held, options.rank, check=options.check)
+            self.frames = update(reader, together, options.held, options.rank, check=options.check)
         else:
-            download.run(together)
+            reader.run(together)
         for want in alone:
-            download.run([want])
+            reader.run([want])
         return self._built()
 
     def wants(self) -> list[RegionRequest]:
-        """All that is to be read."""
+        """All requests."""
         return [*self._wants, *(want for _, _, below in self._below.values() for want in below.wants())]
 
-    def download(self, repo: Repository) -> EntryReader:
-        """What reads it."""
+    def reader(self, repo: Repository) -> EntryReader:
+        """The reader for the requests."""
         options, manifest = self.options, self.contents.manifest
         threads, progress = usable_threads(options.threads), Progress(options.progress, options.alive)
         return EntryReader(repo, manifest, options.verify, threads, progress, options.ranks, options.ranks_here)
 
     def _built(self) -> dict[str, Any]:
         values = dict(self._values)
-        for key, (one, parts) in self._objects.items():
-            values[key] = self._decoded(key, one, parts)
+        for key, (stored, parts) in self._objects.items():
+            values[key] = self._decoded(key, stored, parts)
         for key, (node, name, below) in self._below.items():
             values[key] = below._inflated(node, name)
         saved = [entries.decode() for entries in self._entries.values()]
-        for (key, entries), one in zip(self._entries.items(), saved, strict=True):  # all of them could be decoded
-            fill_entries(entries.target, one)
+        for (key, entries), mapping in zip(self._entries.items(), saved, strict=True):  # after all were decoded
+            fill_entries(entries.target, mapping)
             values[key] = entries.target
         return values
 
     def _inflated(self, node: Node, name: str) -> Any:
-        """The container at ``name``, of which this plan has all the leaves."""
+        """The container at ``name``. This plan has all its leaves."""
         values = self._built()
         return inflate(node, lambda path, _: values[f"{name}.{path}"], lambda _: True)
 
-    def _decoded(self, key: str, one: StoredObject, parts: Sequence[torch.Tensor]) -> Any:
+    def _decoded(self, key: str, stored: StoredObject, parts: Sequence[torch.Tensor]) -> Any:
         def load(index: int) -> memoryview:
             if not 0 <= index < len(parts):
                 raise Refused(f"object {key!r} names a part that the manifest does not have", key=key)
             return parts[index].numpy().data
 
-        data = self.contents.manifest.data(one)
-        return decode_object(key, data, one.pickled, allow_pickle=self.options.allow_pickle, load=load)
+        data = self.contents.manifest.data(stored)
+        return decode_object(key, data, stored.pickled, allow_pickle=self.options.allow_pickle, load=load)
 
 
 def check_cast(key: str, stored: torch.dtype, here: torch.dtype, *, cast: bool, where: str) -> None:
-    """Raise Mismatch unless ``cast``, and the dtypes, let what is ``stored`` fill what is ``here``.
+    """Raise Mismatch unless ``cast`` is set and torch converts the ``stored`` dtype to the one ``here``.
 
-    ``where``: what ``cast`` is passed to.
+    ``where``: the name of what takes ``cast``, for the message.
     """
     possible = converts(stored, here)
     if not possible or not cast:
@@ -334,10 +334,10 @@ def check_cast(key: str, stored: torch.dtype, here: torch.dtype, *, cast: bool, 
 
 
 def new_empty(entry: Entry, device: torch.device) -> torch.Tensor:
-    """Memory for a whole tensor, in the dtype in which it was saved. Raises InvalidInput where ``device`` has none."""
+    """Memory for a whole tensor, in its stored dtype. Raises InvalidInput if ``device`` has too little."""
     try:
         return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device)
-    except (RuntimeError, AssertionError) as error:  # what torch raises where memory, or the device itself, is lacking
+    except (RuntimeError, AssertionError) as error:  # too little memory, or no such device
         raise InvalidInput(
             f"{entry.key!r} ({entry.nbytes} bytes) cannot be made on {device}: {error}; give another device",
             key=entry.key,

@@ -1,4 +1,4 @@
-"""What a load reads: each range of bytes once, whoever wants it, in lots whose cells are decoded together."""
+"""Reads of a load, merged per blob. Each range of bytes is read once; cells of a lot are decoded together."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from casckpt.plan.reads import Batch, Unit, affordable_gap, plan_batches
 from casckpt.storage.base import BLOCK, Traits
 from casckpt.tensors.memory import Destination, copy_bytes
 
-_FRAME_BYTES = 8 << 20  # of a lot: so many at most are held, for each thread that is at another lot
-_FEW = 8  # with 1/8 of the bytes or less that are copied once more, reads are as large as if all went right into place
-_SPARE_BYTES, _SPARE_SHARE = 4 << 20, 25  # over a network: so much, or 1/25 of what is wanted, is read in vain
+_FRAME_BYTES = 8 << 20  # frames of a lot, which each thread holds in memory
+_FEW = 8  # if at most 1/8 of the bytes must be copied, reads are as large as if everything were read into place
+_SPARE_BYTES, _SPARE_SHARE = 4 << 20, 25  # unneeded bytes that a network read may include: this many, or 1/25
 
 FilledRange: TypeAlias = tuple[int, Box, int, int]
-"""The elements [lo, hi) of a box that a sink (by its `id`) has got."""
+"""The elements [lo, hi) of a box that are in a destination, which is given by its `id`."""
 
 
 class Consumer(NamedTuple):
-    """A sink, the unit that it takes from, and the bytes of that unit in place, if the sink holds it whole."""
+    """A destination, the unit that it receives, and the memory of the unit there, if that is contiguous."""
 
     sink: Destination
     unit: Unit
     place: memoryview | None
 
     def take(self, data: memoryview) -> None:
-        """Copy the unit's bytes to where they belong."""
+        """Copy the unit's bytes to the destination."""
         if self.place is None:
             self.sink.copy_in(self.unit.region, data)
         else:
@@ -37,9 +37,9 @@ class Consumer(NamedTuple):
 
 
 class Runs:
-    """Takers of what lies in one buffer, who take it at the end: one after the other of a tensor in one go.
+    """Collects copies out of one buffer, so that neighbours of one tensor are copied together at the end.
 
-    For a GPU: to begin a copy costs it as much as 1 MiB of it.
+    For GPUs: starting a copy takes as long as copying 1 MiB.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -48,7 +48,7 @@ class Runs:
         self._runs: list[_Run] = []
 
     def add(self, taker: Consumer, start: int) -> None:
-        """Add one whose unit begins at byte ``start``."""
+        """Add a consumer whose unit begins at byte ``start`` of the buffer."""
         unit, run = taker.unit, self._last.get(id(taker.sink))
         if run is not None and (run.box, run.hi, run.stop) == (unit.box, unit.lo, start):
             run.hi, run.stop = unit.hi, start + unit.nbytes
@@ -57,7 +57,7 @@ class Runs:
             self._runs.append(run)
 
     def deliver(self) -> None:
-        """Let them take it."""
+        """Make the copies."""
         for run in self._runs:
             run.sink.copy_in(Region(run.box, run.lo, run.hi), self._data[run.start : run.stop])
 
@@ -75,10 +75,10 @@ class _Run:
 
 
 class PlannedRead(NamedTuple):
-    """One cell, or one range of bytes, and all who want it. Their units differ where equal cells are stored once.
+    """One cell, or one range of bytes, and its consumers. Their units differ if equal cells are stored once.
 
-    ``root``: the unit itself, or the last in the chain of its bases. ``frames``: the others of that chain, the one that
-    is told from the root first, and the unit last.
+    ``root``: the unit itself, or the last in the chain of its bases. ``frames``: the rest of the chain, in the order of
+    decoding: the frame whose base is the root first, the unit last.
     """
 
     unit: Unit
@@ -89,26 +89,26 @@ class PlannedRead(NamedTuple):
 
     @property
     def place(self) -> memoryview | None:
-        """Where the bytes of the root may be read to right away."""
+        """The memory into which the root can be read directly."""
         return None if self.root.frame is not None else self.takers[0].place
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are read of the root."""
+        """Bytes of the root, as stored."""
         return self.root.nbytes if self.root.frame is None else self.root.frame.nbytes
 
     @property
     def row(self) -> tuple[int, int, int, PlannedRead]:
-        """The blob and the bytes in it of the root."""
+        """The blob of the root, its bytes there, and this."""
         return (*_range(self.root), self)
 
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """All reads of a load: of each lot first the ``frames``, then the ``batches``, which are of roots.
+    """All reads of a load. ``lots``: for each lot the reads of its frames, then the reads of its roots.
 
-    ``most``: bytes that one of them is meant to have. ``room``: bytes of the largest cell that is decoded out of place,
-    in whole pages.
+    ``most``: the intended size of a read in bytes. ``room``: bytes of the largest cell that is decoded out of place, in
+    whole pages.
     """
 
     lots: Sequence[tuple[Sequence[Batch[PlannedRead]], Sequence[Batch[PlannedRead]]]]
@@ -117,7 +117,7 @@ class Reads:
 
     @property
     def batches(self) -> list[Batch[PlannedRead]]:
-        """All that are of roots."""
+        """All reads of roots."""
         return [batch for _, batches in self.lots for batch in batches]
 
     @property
@@ -127,12 +127,12 @@ class Reads:
 
     @property
     def every(self) -> list[Batch[PlannedRead]]:
-        """All."""
+        """All reads."""
         return [batch for lot in self.lots for batches in lot for batch in batches]
 
 
 def new_item(unit: Unit, key: str) -> PlannedRead:
-    """Make the item of a unit that nobody takes yet."""
+    """Return the read of a unit, without consumers."""
     if unit.frame is None:
         return PlannedRead(unit, key, [], unit)
     *frames, root = unit.chain
@@ -140,12 +140,12 @@ def new_item(unit: Unit, key: str) -> PlannedRead:
 
 
 def place_of(unit: Unit) -> Hashable:
-    """Tell units apart by all the bytes that they are made of."""
+    """A key that is equal for units that are made of the same bytes."""
     return unit[:3] if unit.frame is None else tuple(map(_range, unit.chain))
 
 
-def plan_lots(items: Sequence[PlannedRead], traits: Traits, *, most: int, scratch: int) -> Reads:
-    """Plan the reads: of ``most`` bytes where nearly all goes right into place, else of ``scratch``."""
+def plan_in_batches(items: Sequence[PlannedRead], traits: Traits, *, most: int, scratch: int) -> Reads:
+    """Plan reads of ``most`` bytes if nearly everything is read into place, else of ``scratch`` bytes."""
     loose = sum(item.nbytes for item in items if item.place is None)
     in_place = traits.remote or _FEW * loose <= sum(item.nbytes for item in items)
     most, gap = most if in_place else scratch, _gap(traits, items)
@@ -166,8 +166,8 @@ def plan_lots(items: Sequence[PlannedRead], traits: Traits, *, most: int, scratc
 
 def _frames(items: Iterable[PlannedRead]) -> Iterator[tuple[int, int, int, PlannedRead]]:
     """The frames of a lot, each once."""
-    found = {_range(cell): item for item in items for cell in item.frames}
-    return ((*place, item) for place, item in found.items())
+    frames = {_range(cell): item for item in items for cell in item.frames}
+    return ((*place, item) for place, item in frames.items())
 
 
 def _range(unit: Unit) -> tuple[int, int, int]:
@@ -175,7 +175,7 @@ def _range(unit: Unit) -> tuple[int, int, int]:
 
 
 def _gap(traits: Traits, items: Sequence[PlannedRead]) -> int:
-    """The gap that merging may bridge: what it costs of the way, and of a network little more than is wanted."""
+    """The largest gap between reads that are merged. Over a network the gaps together stay small."""
     if not traits.remote:
         return traits.read_gap
     rows = [item.row[:3] for item in items] + [row[:3] for row in _frames(items)]
@@ -184,12 +184,12 @@ def _gap(traits: Traits, items: Sequence[PlannedRead]) -> int:
 
 
 def part(sink: Destination, unit: Unit) -> FilledRange:
-    """Name what a sink takes of a unit."""
+    """The name of a unit in a destination."""
     return id(sink), unit.box, unit.lo, unit.hi
 
 
 def place(sink: Destination, region: Region, unit: Unit) -> memoryview | None:
-    """The bytes of a unit in a sink of ``region`` (normalised), if it holds the unit whole and together."""
+    """The memory of a unit in a destination of ``region`` (normalised), if the unit is whole and contiguous there."""
     if unit.box != region.box or unit.lo < region.lo or unit.hi > region.hi:
         return None
     return sink.view(unit.lo - region.lo, unit.hi - region.lo)

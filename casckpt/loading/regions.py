@@ -1,10 +1,9 @@
-"""Regions of a checkpoint's tensors, read one after the other in bounded memory, and verified."""
+"""Slices of a checkpoint's entries, read window by window in bounded memory, and verified."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import accumulate
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
@@ -12,62 +11,117 @@ from casckpt.base.parallel import usable_threads
 from casckpt.base.progress import Progress
 from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Manifest
-from casckpt.format.regions import Region, full_box
+from casckpt.format.regions import Box, Region, full_box
 from casckpt.format.sections.index import Entry
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
-from casckpt.plan.lots import in_batches
 from casckpt.repository.repository import Repository
 from casckpt.storage.buffers import AlignedBuffer
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import BITS, Destination
 
-LOT_BYTES: Final = 64 << 20
-_ALIGNED: Final = 16  # bytes: no element needs more
+WINDOW_BYTES: Final = 64 << 20
+SliceBytes: TypeAlias = "tuple[EntrySlice, memoryview]"
 
 
-class Part(NamedTuple):
-    """A region of an entry."""
+class EntrySlice(NamedTuple):
+    """Elements [lo, hi) of an entry in row-major order; of ``box`` alone, if one is given."""
 
     entry: Entry
-    region: Region
+    lo: int
+    hi: int
+    box: Box | None = None
+
+    @property
+    def region(self) -> Region:
+        """The region that these elements are."""
+        return Region(full_box(self.entry.shape) if self.box is None else self.box, self.lo, self.hi)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return self.region.numel * self.entry.itemsize
+        """Bytes of these elements."""
+        return (self.hi - self.lo) * self.entry.itemsize
 
 
-def parts_in_order(entry: Entry, cell_bytes: int) -> Iterator[Part]:
-    """Cut an entry into parts that follow each other in its row-major order; between cells, where it is cut as one."""
-    step = max(LOT_BYTES // 2 // cell_bytes, 1) * max(cell_bytes // entry.itemsize, 1)
-    for lo in range(0, entry.numel, step):
-        yield Part(entry, Region(full_box(entry.shape), lo, min(lo + step, entry.numel)))
+def plan_windows(
+    slices: Iterable[EntrySlice], most: int, cell_bytes: int, first: int | None = None
+) -> Iterator[list[EntrySlice]]:
+    """Cut ``slices``, in order, into windows of at most ``most`` bytes.
+
+    Slices are cut between cells, so that no cell is read twice, unless ``most`` is less than a cell. ``first``: the
+    most bytes of the first window, if it differs.
+    """
+    window: list[EntrySlice] = []
+    room = most if first is None else first
+    for whole in slices:
+        lo, size = whole.lo, whole.entry.itemsize
+        cell = max(cell_bytes // size, 1)
+        while lo < whole.hi:
+            fits = room // size if window else max(room // size, 1)
+            hi = min(lo + fits, whole.hi)
+            if hi < whole.hi:
+                hi = max(hi // cell * cell, lo) if window or fits >= cell else hi
+            if hi > lo:
+                window.append(whole._replace(lo=lo, hi=hi))
+                room -= (hi - lo) * size
+                lo = hi
+            if lo < whole.hi:
+                yield window
+                window, room = [], most
+    if window:
+        yield window
+
+
+def views(window: Iterable[EntrySlice], buffer: memoryview, align: int = 1) -> Iterator[SliceBytes]:
+    """Each slice of a window with its bytes, which lie in order in ``buffer`` and begin at multiples of ``align``."""
+    start = 0
+    for part in window:
+        yield part, buffer[start : start + part.nbytes]
+        start += -(-part.nbytes // align) * align
+
+
+def requests(parts: Iterable[SliceBytes], tables: Mapping[int, ExtentTable]) -> list[RegionRequest]:
+    """The requests that read slices. ``tables``: extents of entries, by number, if known."""
+    return [_request(part, view, tables) for part, view in parts if view.nbytes]
+
+
+def _request(part: EntrySlice, view: memoryview, tables: Mapping[int, ExtentTable]) -> RegionRequest:
+    entry, region = part.entry, part.region
+    kind = BITS.get(entry.itemsize) or torch_dtype(entry.dtype)
+    data = torch.frombuffer(view, dtype=kind)
+    shaped = data.view(region.box.shape) if region.is_whole else data
+    return RegionRequest(entry.number, Destination(region, shaped, kind), tables.get(entry.number))
 
 
 class RegionReader:
-    """Reads parts of one checkpoint, in lots of about `LOT_BYTES`. Raises Damaged, MissingKey, Gone, StorageError.
+    """Reads windows of one checkpoint into one buffer. Raises Damaged, MissingKey, Gone, StorageError.
 
-    ``nbytes``: of all that is read, for ``progress``.
+    ``nbytes``: the bytes of all windows together, for ``progress``.
     """
 
+    align = 16  # bytes: torch's copies of larger elements need no more
+
     def __init__(self, repo: Repository, manifest: Manifest, nbytes: int, progress: Progress) -> None:
-        self._download = EntryReader(repo, manifest, True, usable_threads(None), progress.of(nbytes))
+        self._cell_bytes = manifest.body.cell_bytes
+        self._reader = EntryReader(repo, manifest, True, usable_threads(None), progress.of(nbytes))
         self._buffer = AlignedBuffer(1)
 
-    def read(self, parts: Iterable[Part]) -> Iterator[tuple[Part, memoryview]]:
-        """Give each part with its bytes, in order. What is given holds until the next is asked for."""
-        for lot in in_batches(parts, lambda part: part.nbytes, LOT_BYTES):
-            ends = list(accumulate(-(-part.nbytes // _ALIGNED) * _ALIGNED for part in lot))
-            if self._buffer.nbytes < ends[-1]:
-                self._buffer = AlignedBuffer(ends[-1])
-            views = [self._buffer.view[at : at + part.nbytes] for at, part in zip([0, *ends], lot, strict=False)]
-            self._download.run([request_for(part, view) for part, view in zip(lot, views, strict=True)])
-            yield from zip(lot, views, strict=True)
+    def windows(self, slices: Iterable[EntrySlice]) -> Iterator[list[EntrySlice]]:
+        """Cut ``slices`` into windows of at most `WINDOW_BYTES`."""
+        return plan_windows(slices, WINDOW_BYTES, self._cell_bytes)
 
+    def read(self, windows: Iterable[Sequence[EntrySlice]]) -> Iterator[SliceBytes]:
+        """Yield the slices of all windows, in order. The bytes of a window are valid until the next is read."""
+        for wants, data, window in self.planned(windows):
+            self._reader.run(wants)
+            yield from views(window, data, self.align)
 
-def request_for(part: Part, view: memoryview, table: ExtentTable | None = None) -> RegionRequest:
-    """What reads a part into ``view``, of just its bytes. ``table``: the extents of its entry, if they are at hand."""
-    kind = BITS.get(part.entry.itemsize) or torch_dtype(part.entry.dtype)
-    data = torch.frombuffer(view, dtype=kind)
-    shaped = data.view(part.region.box.shape) if part.region.is_whole else data
-    return RegionRequest(part.entry.number, Destination(part.region, shaped, kind), table)
+    def planned(
+        self, windows: Iterable[Sequence[EntrySlice]]
+    ) -> Iterator[tuple[list[RegionRequest], memoryview, Sequence[EntrySlice]]]:
+        """Yield for each window its requests, and the part of the buffer that they fill."""
+        for window in windows:
+            total = sum(-(-part.nbytes // self.align) * self.align for part in window)
+            if self._buffer.nbytes < total:
+                self._buffer = AlignedBuffer(total)
+            data = self._buffer.view[:total]
+            yield requests(views(window, data, self.align), {}), data, window

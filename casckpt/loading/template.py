@@ -1,4 +1,4 @@
-"""A template against a checkpoint: what is filled, what does not fit, and what is left, all known before any read."""
+"""Compares a template with a checkpoint before any read: what is filled, what does not fit, what stays unread."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from casckpt.repository.repository import Repository
 from casckpt.tensors.state import FlatState, LeafValue, check_replaceable, flatten, is_part, replace_leaves
 
 PACKED = ".quant_state.bitsandbytes__"
-"""In the key of what a Linear4bit of bitsandbytes packs anew whenever its state_dict is asked for."""
+"""Part of the keys of values that a Linear4bit of bitsandbytes makes anew for each state_dict."""
 _SHOWN = 10
 
 
 class Template:
     """One rank's part of a load into a template.
 
-    ``missing``: keys of the template that the checkpoint lacks. ``mismatched``: those that were left as they are
-    because they did not fit. ``unread``: keys of the checkpoint that it does not name; ``subtrees``: whole containers
-    of these; ``dropped``: single ones beside what is read. ``empties``: its empty mappings where the checkpoint has
-    something, with a key of that.
+    ``missing``: keys of the template that the checkpoint lacks. ``mismatched``: keys that stay as they are because they
+    do not fit. ``unread``: keys of the checkpoint that the template does not name. Of these, ``subtrees`` are whole
+    containers, and ``dropped`` single keys beside keys that are read. ``empties``: empty mappings of the template that
+    are not empty in the checkpoint, each with a key below it.
     """
 
     def __init__(self, manifest: Manifest, options: LoadOptions) -> None:
@@ -52,7 +52,7 @@ class Template:
 
     @collector_paused()
     def plan(self, repo: Repository, state: Any) -> None:
-        """Check all of it. Raises MissingKey, Mismatch or InvalidInput; Damaged, StorageError if it has to read."""
+        """Check the template. Raises MissingKey, Mismatch, InvalidInput; Damaged, StorageError if it must read."""
         name_of = renamer(self._plan.options.rename)
         objects = self._plan.contents.objects
         self._flat = flat = flatten(state, is_whole=lambda key, value: len(value) > 0 and name_of(key) in objects)
@@ -80,7 +80,7 @@ class Template:
         self._check_packed(repo)
 
     def _check_packed(self, repo: Repository) -> None:
-        """Raise Mismatch where a module of bitsandbytes would get weights that do not go with what stays in it."""
+        """Raise Mismatch if weights would be loaded into a module of bitsandbytes whose other state differs."""
         left, kept = frozenset((*self.missing, *self.mismatched)), dict[str, torch.Tensor]()
         plan = LoadPlan(self._plan.contents, replace(self._plan.options, updates=False, progress=None))
         for key, leaf in self._flat.leaves.items():
@@ -104,7 +104,7 @@ class Template:
         return matches(key, self._plan.options.ignore_mismatched or ())
 
     def _add(self) -> tuple[list[Mismatch], list[LeafValue]]:
-        """What does not fit, and the leaves that the checkpoint lacks."""
+        """Add all leaves. Returns the errors of those that do not fit, and the leaves that the checkpoint lacks."""
         errors, lacking, left, whole = [], [], [], set(self._flat.whole)
         for key, leaf in self._flat.leaves.items():
             if key in whole:
@@ -121,46 +121,46 @@ class Template:
         return errors, lacking
 
     def _check_no_entry(self, key: str, name: str) -> None:
-        """Raise InvalidInput if ``name``, which is not there, is an entry, by ``rename``, of what is one object."""
+        """Raise InvalidInput if ``rename`` gives ``name``, which is missing, as an entry of a single object."""
         above = next(filter(self._plan.contents.objects.__contains__, prefixes(name)), "") if name != key else ""
         if above and self._plan.first_entry(above) is not None:
             raise no_entry(key, name, key.rpartition(".")[0], above)
 
     def _add_entries(self, lacking: list[LeafValue], name_of: Callable[[str], str]) -> tuple[str, ...]:
-        """Add mappings that are one object of the checkpoint. Gives the entries that only that has."""
+        """Add mappings that the checkpoint has as one object. Returns the entries that only the checkpoint has."""
         unread: list[str] = []
         for key in self._flat.whole:
-            found = self._plan.add_entries(key, self._names[key], self._flat.leaves[key].value, name_of)
-            unread += found.unread
-            self._names.update({one: self._names[key] + one.removeprefix(key) for one in found.lacking})
-            lacking += [LeafValue(one, (one,), None, False, False) for one in found.lacking]
+            entries = self._plan.add_entries(key, self._names[key], self._flat.leaves[key].value, name_of)
+            unread += entries.unread
+            self._names.update({below: self._names[key] + below.removeprefix(key) for below in entries.lacking})
+            lacking += [LeafValue(below, (below,), None, False, False) for below in entries.lacking]
         return tuple(unread)
 
     @property
     def is_full(self) -> bool:
-        """Whether all that it has is filled."""
+        """Whether every key of the template is filled."""
         return not (self.missing or self.mismatched)
 
     @cached_property
     def fit(self) -> Fit:
-        """How its tensors fit."""
+        """Which tensors of the template are filled."""
         left = frozenset((*self.missing, *self.mismatched))
         tensors = {key: leaf.value for key, leaf in self._flat.leaves.items() if leaf.is_tensor}
         unfilled = {key: shape_of(value) or () for key, value in tensors.items() if key in left}
         return Fit({key: self._names[key] for key in tensors if key not in left}, unfilled)
 
     def check_fit(self, fits: Sequence[Fit]) -> str | None:
-        """On rank 0: what `check_fit` says of all ranks."""
+        """On rank 0: the result of `casckpt.loading.fit.check_fit` for all ranks."""
         saved = saved_shapes(self._plan.contents.manifest)
         return check_fit(merged(fits), saved, self._where, self._plan.options.rename)
 
     @property
     def per_rank(self) -> dict[str, list[int]]:
-        """The ranks that saved a value of their own, by key; random generators aside, which are seeded anew."""
+        """The ranks that saved a value of their own, by key, except for random generators, which are seeded anew."""
         return {key: ranks for key, ranks in self._plan.contents.per_rank.items() if not is_generator(key)}
 
     def _look_below(self, key: str, name: str, *, of_optimizer: bool) -> None:
-        """An empty mapping of the template: filled if it is where a fresh optimizer will have its state."""
+        """Handle an empty mapping of the template. It is filled if it is the state of a fresh optimizer."""
         node = find(self._plan.contents.tree, name)
         if (first := self._plan.first_entry(name)) is not None:
             self.empties[key] = first
@@ -173,7 +173,7 @@ class Template:
         parts = [leaf.key for leaf in self._flat.leaves.values() if leaf.is_tensor and is_part(leaf.value)]
         if parts:
             raise Mismatch(
-                f"{key!r} is the empty state of a fresh optimizer, which would be made whole on each rank, but "
+                f"{key!r} is the empty state of a fresh optimizer, which each rank would load as a whole, but "
                 f"{parts[0]!r} is sharded; use casckpt.load_model_and_optim_state or Checkpointer.load, which give "
                 "each rank its own part",
                 key=key,
@@ -217,9 +217,9 @@ class Template:
             keys=tuple(needed),
         )
 
-    def check_empty(self, found: Sequence[Mapping[str, str]]) -> None:
-        """On rank 0: raise Mismatch for a mapping that is empty on all ranks, where the checkpoint has something."""
-        first, *others = found
+    def check_empty(self, empties: Sequence[Mapping[str, str]]) -> None:
+        """On rank 0: raise Mismatch for a mapping that is empty on all ranks but not in the checkpoint."""
+        first, *others = empties
         for key, below in first.items() if self._plan.options.strict else ():
             if all(key in other for other in others):
                 raise Mismatch(
@@ -230,20 +230,20 @@ class Template:
 
     @property
     def frames(self) -> Frames:
-        """What an update decoded."""
+        """The frames that an update decoded."""
         return self._plan.frames
 
     def blobs(self, repo: Repository) -> list[BlobRef]:
-        """What is to be read."""
-        return self._plan.download(repo).blobs(self._plan.wants())
+        """The blobs that a load reads."""
+        return self._plan.reader(repo).blobs(self._plan.wants())
 
     def run(self, repo: Repository, state: Any) -> None:
-        """Read, and put the new leaves in. Raises Damaged, StorageError."""
+        """Read, and put the new leaves into ``state``. Raises Damaged, StorageError."""
         replace_leaves(state, self._plan.run(repo))
 
 
 def _empty_mappings(node: Node, path: Path) -> Iterator[tuple[str, bool]]:
-    """The flat keys of empty containers below the top, and whether each is the state of an optimizer."""
+    """The flat keys of empty containers, and whether each is the state of an optimizer."""
     has_groups = any(element == "param_groups" for element, _ in children(node))
     for element, child in children(node):
         if isinstance(child, int):

@@ -1,8 +1,8 @@
-"""Keys of a template that share memory: what the checkpoint holds for them must be the same.
+"""Keys of a template that share memory. The checkpoint must hold the same values for them.
 
-Tensors that are the same elements in the same order are found as they are added, and compared by digests of cells.
-Other overlaps are found at the end, by ranges of bytes. Such tensors, and those whose cells are cut otherwise, are read
-into memory of the same layout, and compared there. Few templates have any.
+Tensors with the same elements in the same order are compared by the digests of their cells when they are added. Other
+overlaps are found at the end, by ranges of bytes. Such tensors, and tensors whose cells are cut differently, are read
+into memory of the same layout and compared there. Few templates have any.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from casckpt.plan.reads import plan_units
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import Destination
 
-_MOST_WORK = 10_000  # of numpy, to find out whether two layouts have an element in common
+_MOST_WORK = 10_000  # for numpy, to find out whether two layouts share an element
 _ALIGNMENT = 16  # bytes: of the largest element
 
 Form: TypeAlias = tuple[object, ...]
-"""Equal for tensors that are the same elements of memory in the same order."""
+"""Equal for tensors with the same elements of memory in the same order."""
 
 
 class Content(NamedTuple):
-    """What is to be read into the memory of a tensor. A tuple, because a load makes one for each of its tensors.
+    """What is read into the memory of a tensor: a ``region`` of an entry (by number), stored as ``dtype``.
 
-    ``region`` of the tensor with the number ``entry``, which is stored as ``dtype``.
+    A tuple, because a load makes one for each tensor.
     """
 
     key: str
@@ -50,14 +50,14 @@ class TiedTensors:
 
     _held: dict[int, Content] = field(default_factory=dict)  # the first at each address
     _forms: dict[Form, Content] = field(default_factory=dict)  # the first of each other form there
-    _untold: list[tuple[Content, Content]] = field(default_factory=list)
-    _second: set[Form] = field(default_factory=set)  # of what overlaps with another one
+    _undecided: list[tuple[Content, Content]] = field(default_factory=list)  # digests do not say if they differ
+    _second: set[Form] = field(default_factory=set)  # of contents that overlap with another one
 
     def add(self, content: Content) -> None:
-        """Note what is to be filled.
+        """Add memory that will be filled.
 
-        Raises Mismatch if digests tell that another key fills the same memory with something else: of two that are read
-        at the same time nobody knows which one stays, and the other would be taken for damaged.
+        Raises Mismatch if digests show that another key fills the same memory with other values. If both were read, it
+        would be random which one stays, and the other would look damaged.
         """
         other = self._held.setdefault(content.data.data_ptr(), content)
         if other is not content and _form(other.data) != _form(content.data):
@@ -68,27 +68,27 @@ class TiedTensors:
         if differ:
             raise _mismatch(other, content)
         if differ is None:
-            self._untold.append((other, content))
+            self._undecided.append((other, content))
 
     def has(self, data: torch.Tensor) -> bool:
         """Whether this memory is filled."""
         first = self._held.get(data.data_ptr())
         return first is not None and (_form(first.data) == _form(data) or _form(data) in self._forms)
 
-    def check(self, download: EntryReader) -> None:
+    def check(self, reader: EntryReader) -> None:
         """Raise Mismatch if any memory would be filled with different values, before any of it is filled.
 
-        ``download`` reads where digests do not suffice. Raises what it raises.
+        ``reader`` reads tensors whose digests do not decide it. Raises what it raises.
         """
-        for one, other in (*self._untold, *self._overlapping()):
-            if _read_differently(download, one, other):
+        for one, other in (*self._undecided, *self._overlapping()):
+            if _read_differently(reader, one, other):
                 raise _mismatch(one, other)
             self._second.add(_form(other.data))
 
     def in_turns(self, wants: Sequence[RegionRequest]) -> tuple[list[RegionRequest], list[RegionRequest]]:
-        """Split into requests that may run together, and those to be run after them, one by one: their memory overlaps.
+        """Split into requests that may run together, and requests that must run after them, one by one.
 
-        A cell that is rebuilt in place may find a part of another cell there.
+        The memory of the latter overlaps with other memory, so a cell that is decoded in place could meet another cell.
         """
         turns: tuple[list[RegionRequest], list[RegionRequest]] = ([], [])
         for want in wants:
@@ -96,21 +96,21 @@ class TiedTensors:
         return turns
 
     def _overlapping(self) -> Iterator[tuple[Content, Content]]:
-        """Yield all pairs of different forms that have an element in common."""
+        """Yield all pairs of different forms that share an element."""
         if not self._forms and self._are_apart():
             return
         contents = [*self._held.values(), *self._forms.values()]
         ranges = sorted((*_bytes_of(content.data), number) for number, content in enumerate(contents))
         before: list[tuple[int, int]] = []
         for lo, hi, number in ranges:
-            before = [one for one in before if one[0] > lo]
+            before = [earlier for earlier in before if earlier[0] > lo]
             for _, other in before:
                 if _share(contents[number].data, contents[other].data):
                     yield contents[min(number, other)], contents[max(number, other)]
             before.append((hi, number))
 
     def _are_apart(self) -> bool:
-        """Tell whether no ranges of bytes overlap, as in most states."""
+        """Whether no ranges of bytes overlap, as in most states."""
         end = 0
         for address in sorted(self._held):
             if address < end:
@@ -125,13 +125,13 @@ def _form(data: torch.Tensor) -> Form:
 
 
 def _bytes_of(data: torch.Tensor) -> tuple[int, int]:
-    """Return the range of addresses in which the elements lie."""
+    """The range of addresses of the elements."""
     last = sum((extent - 1) * stride for extent, stride in zip(data.shape, data.stride(), strict=True))
     return data.data_ptr(), data.data_ptr() + (1 + last) * data.element_size()
 
 
 def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors have an element in common; where that takes long to find out, they may have."""
+    """Whether two tensors share an element. True if that takes too long to find out."""
     arrays = [np.asarray(SimpleNamespace(__array_interface__=_interface(data))) for data in (one, other)]
     try:
         return one.device == other.device and np.shares_memory(arrays[0], arrays[1], max_work=_MOST_WORK)  # type: ignore[arg-type] # numpy takes any bound
@@ -140,14 +140,14 @@ def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _interface(data: torch.Tensor) -> dict[str, Any]:
-    """Describe a tensor on any device to numpy, which looks at addresses only."""
+    """Describe a tensor on any device to numpy, which only compares addresses."""
     size, address = data.element_size(), data.data_ptr()
     strides = tuple(stride * size for stride in data.stride())
     return {"version": 3, "typestr": f"|V{size}", "data": (address, True), "shape": data.shape, "strides": strides}
 
 
 def _differ(one: Content, other: Content) -> bool | None:
-    """Tell whether two contents of the same memory differ in a cell; None where digests do not tell."""
+    """Whether two contents of the same memory differ in a cell. None if digests do not decide it."""
     first, second = (normalise(content.region, content.table.shape) for content in (one, other))
     if (first, one.dtype) != (second, other.dtype):
         return None
@@ -159,24 +159,24 @@ def _differ(one: Content, other: Content) -> bool | None:
     return any(unit[3:6] in digests for unit in inside) or (None if unlike else False)
 
 
-def _read_differently(download: EntryReader, one: Content, other: Content) -> bool:
-    """Tell whether two contents differ in what they have in common, by reading both into memory of their layout."""
+def _read_differently(reader: EntryReader, one: Content, other: Content) -> bool:
+    """Read two contents into memory of the same layout, and tell whether they differ where they overlap."""
     if any(content.data.data_ptr() % content.data.element_size() for content in (one, other)):
-        return True  # torch.frombuffer makes such tensors; here no view can stand for them
+        return True  # unaligned tensors, such as torch.frombuffer makes, have no counterpart in aligned memory
     ranges = [_bytes_of(content.data) for content in (one, other)]
     base = min(lo for lo, _ in ranges) // _ALIGNMENT * _ALIGNMENT
     nbytes = -(-(max(hi for _, hi in ranges) - base) // _ALIGNMENT) * _ALIGNMENT
     memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-    _fill(download, other, memory, base)
+    _fill(reader, other, memory, base)
     data, size = other.data, other.data.element_size()
-    mine = memory.as_strided((*data.shape, size), (*(n * size for n in data.stride()), 1), data.data_ptr() - base)
-    before = mine.clone()
-    _fill(download, one, memory, base)  # changes of what `other` has filled only what differs
-    return not torch.equal(mine, before)
+    filled = memory.as_strided((*data.shape, size), (*(n * size for n in data.stride()), 1), data.data_ptr() - base)
+    before = filled.clone()
+    _fill(reader, one, memory, base)  # changes elements of `other` only if they differ
+    return not torch.equal(filled, before)
 
 
-def _fill(download: EntryReader, content: Content, memory: torch.Tensor, base: int) -> None:
-    """Read a content into ``memory``, which stands for the memory at the address ``base``."""
+def _fill(reader: EntryReader, content: Content, memory: torch.Tensor, base: int) -> None:
+    """Read a content into ``memory``, in place of the memory at the address ``base``."""
     data = content.data
     view = memory.view(data.dtype).as_strided(
         data.shape, data.stride(), (data.data_ptr() - base) // data.element_size()
@@ -184,7 +184,7 @@ def _fill(download: EntryReader, content: Content, memory: torch.Tensor, base: i
     view = view.conj() if data.is_conj() else view
     view = torch._neg_view(view) if data.is_neg() else view
     sink = Destination(content.region, view, torch_dtype(content.dtype))
-    download.run([RegionRequest(content.entry, sink, content.table, True)])
+    reader.run([RegionRequest(content.entry, sink, content.table, True)])
 
 
 def _mismatch(one: Content, other: Content) -> Mismatch:

@@ -1,7 +1,7 @@
-"""The reads of a load: in parallel, straight into the destinations, decoded and verified cell by cell.
+"""Parallel reads into the destinations. Each cell is decoded and verified.
 
-A unit (usually one cell) is read in place where a destination holds just its elements together in host memory, else
-into a buffer and copied from there. What is told from a base is decoded where that was read to.
+A unit (usually one cell) is read in place if its elements are contiguous in host memory in a destination. Otherwise it
+is read into a buffer and copied. A frame with a base is decoded where the base was read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from casckpt.tensors.memory import copy_bytes
 
 
 class Task(NamedTuple):
-    """One read, the lot of what lies in it, and how many bytes its largest cell needs that is decoded out of place."""
+    """One read, its lot, and the bytes of the largest cell that is decoded out of place."""
 
     batch: Batch[PlannedRead]
     lot: Lot
@@ -47,7 +47,7 @@ class Task(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """A buffer of a read. ``items``: what lies in it, and where. ``direct``: it is the place of its first taker."""
+    """A buffer of a read. ``items``: its content, with offsets. ``direct``: it is the memory of its first consumer."""
 
     view: memoryview
     items: Sequence[tuple[int, PlannedRead]]
@@ -56,9 +56,9 @@ class _Target(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Does the tasks of a load, by any number of threads. ``finished``: what was read and delivered.
+    """Does the tasks of a load, in any number of threads. ``finished``: the reads that were delivered.
 
-    ``turns``: one is held by who works for a core, and not while it waits for a disk.
+    ``turns``: held by a thread while it computes, and not while it waits for a disk.
     """
 
     repo: Repository
@@ -72,14 +72,14 @@ class Transfer:
     _stop: Event = field(default_factory=Event)
 
     def run_all(self, tasks: Iterable[Task]) -> None:
-        """`run` each, one after the other."""
+        """Run the tasks in order."""
         for task in tasks:
             self.run(task)
 
     def run(self, task: Task) -> None:
-        """Read and deliver. Raises Lost, StorageError; what has not begun then is left out."""
+        """Read and deliver. Raises Lost, StorageError; tasks that have not begun then are skipped."""
         try:
-            if self._stop.is_set() or not task.lot.fetch(self._frames):  # what was loaded is of no use any more
+            if self._stop.is_set() or not task.lot.fetch(self._frames):  # another thread failed
                 self.slots.skip(task.batch.blob)
                 return
             scratches, nbytes = self.scratches, task.nbytes
@@ -104,7 +104,7 @@ class Transfer:
                 pass
 
     def _has_read(self, slot: BlobReader, task: Task, targets: Sequence[_Target], room: memoryview) -> bool:
-        """Read and deliver. False if what this host has cached is spoilt, and the store is to be asked."""
+        """Read and deliver. False if the copy in this host's cache is damaged, so that the store must be read."""
         reader: Reader | None = None
         try:
             reader = slot.reader()
@@ -127,7 +127,7 @@ class Transfer:
         return True
 
     def _filling(self, reader: Reader, offset: int, views: Sequence[memoryview]) -> Generator[int, None, None]:
-        """Fill all views, and yield how many are full by now."""
+        """Fill all views, and yield how many are full so far."""
         return (
             reader.fill(offset, views, self.turns)
             if isinstance(reader, LocalReader)
@@ -154,12 +154,12 @@ class Transfer:
         runs.deliver()
 
     def _decode(self, item: PlannedRead, cell: StoredCell, lot: Lot, root: memoryview, into: memoryview) -> None:
-        """Decode the cell of an item; what comes out wrong, again, link by link. Raises Lost, StorageError."""
+        """Decode the cell of an item. If the result is wrong, decode again link by link. Raises Lost, StorageError."""
         try:
             lot.decode(item, root, into)
             if not self.verify or cell_digest(into) == cell.digest:
                 return
-        except InvalidInput:  # a frame is none
+        except InvalidInput:  # one of the frames cannot be decoded
             pass
         copy_bytes(into, memoryview(decode_again(self.repo, self.manifest, cell, item.key)))
         if self.verify and cell_digest(into) != cell.digest:
@@ -171,7 +171,7 @@ _SECOND_LOOK = ", but at a second look they are: does something else write where
 
 
 class _WrongCell(Exception):
-    """A cell that is not coded does not have its digest."""
+    """A cell that is stored as it is does not match its digest."""
 
     def __init__(self, item: PlannedRead) -> None:
         unit = item.unit
@@ -185,18 +185,18 @@ def _at_once(reader: Reader, offset: int, views: Sequence[memoryview]) -> Genera
 
 
 def _is_right(reader: Reader, unit: Unit) -> bool:
-    """Is the cell of ``unit`` what was written when it is read once more, into memory that nobody else writes to?"""
+    """Whether the cell of ``unit`` is right if it is read again, into memory that nothing else writes to."""
     return holds_cell(reader, unit.offset, memoryview(bytearray(unit.nbytes)), unit.digest)
 
 
 def _targets(batch: Batch[PlannedRead], scratch: memoryview) -> list[_Target]:
-    """Consecutive buffers that together are the batch; what has no place of its own goes into ``scratch``.
+    """Consecutive buffers that make up the batch. Data without a place of its own goes into ``scratch``.
 
-    There it lies close together, at the begin: memory that was never touched takes long to touch.
+    It is packed at the start of ``scratch``, because memory that was never touched is slow.
     """
     begin, end = batch.offset, batch.offset + batch.nbytes
     if any(offset < before + nbytes for (before, nbytes, _), (offset, _, _) in pairwise(batch.items)):
-        # some overlap: no byte is read twice, so all of the batch shares a buffer
+        # some ranges overlap, and no byte is read twice, so all of the batch is in one buffer
         return [_Target(scratch[: batch.nbytes], [(offset - begin, item) for offset, _, item in batch.items])]
     targets: list[_Target] = []
     loose: list[tuple[int, PlannedRead]] = []

@@ -1,4 +1,4 @@
-"""What a load left unread, and saying so: parts of a checkpoint that nobody asked for, such as a whole optimizer."""
+"""Finds what a load did not read, such as a whole optimizer, and logs it."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from casckpt.plan.lots import grouped
 log = logging.getLogger("casckpt")
 
 EVERYTHING = ""
-"""Stands for the whole checkpoint among subtrees: nothing of it was read."""
+"""Among subtrees: the whole checkpoint, of which nothing was read."""
 
 _GENERATOR = re.compile(r"(^|[._])(rng|random|generator)")
-_TOLD: set[tuple[str, tuple[str, ...]]] = set()
-"""Of which run what was told: a loop of evaluations says it once."""
+_LOGGED: set[tuple[str, tuple[str, ...]]] = set()
+"""What was logged for which run, so that a loop of evaluations logs it once."""
 
 
 def left_unread(tree: Node, unread: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The largest containers of which nothing was read, and single leaves of other containers, by flat key.
 
-    The first container is `EVERYTHING`, if that is so of all. Leaves at the top count only beside another one that was
-    read: who loads a model does not ask for an epoch.
+    If nothing was read at all, the first container is `EVERYTHING`. Leaves at the top count only if another leaf there
+    was read, since a load of a model need not read an epoch.
     """
     dropped: list[str] = []
-    leaves, left, found = _look(tree, (), frozenset(unread), dropped)
-    return (EVERYTHING, *found) if leaves and leaves == left else tuple(found), tuple(dropped)
+    leaves, left, containers = _unread_below(tree, (), frozenset(unread), dropped)
+    return (EVERYTHING, *containers) if leaves and leaves == left else tuple(containers), tuple(dropped)
 
 
-def _look(node: Node, path: Path, unread: frozenset[str], dropped: list[str]) -> tuple[int, int, list[str]]:
-    """(leaves, unread leaves, the largest containers at or below ``path`` of which nothing was read)."""
+def _unread_below(node: Node, path: Path, unread: frozenset[str], dropped: list[str]) -> tuple[int, int, list[str]]:
+    """The leaves, the unread leaves, and the largest unread containers at or below ``path``."""
     if isinstance(node, int):
         return 1, int(join(path) in unread), []
     leaves, left, single = 0, 0, 0
-    found: list[str] = []
+    containers: list[str] = []
     own: list[str] = []
     for element, child in children(node):
-        child_leaves, child_left, below = _look(child, (*path, element), unread, dropped)
-        leaves, left, found = leaves + child_leaves, left + child_left, found + below
+        child_leaves, child_left, below = _unread_below(child, (*path, element), unread, dropped)
+        leaves, left, containers = leaves + child_leaves, left + child_left, containers + below
         if isinstance(child, int):
             single += 1
             own += [join((*path, element))] if child_left else []
@@ -47,48 +47,48 @@ def _look(node: Node, path: Path, unread: frozenset[str], dropped: list[str]) ->
         return leaves, left, [join(path)]
     if path or len(own) < single:
         dropped += own
-    return leaves, left, found
+    return leaves, left, containers
 
 
 def is_within(key: str, subtree: str) -> bool:
-    """Whether it is that subtree, or below it."""
+    """Whether a key is a subtree, or below it."""
     return key == subtree or key.startswith(f"{subtree}.")
 
 
 def that_hold(subtrees: Collection[str], keys: Collection[str]) -> tuple[str, ...]:
-    """The subtrees that any of some flat keys lies in."""
+    """The subtrees that contain at least one of the flat keys."""
     homes = {home for key in keys for home in prefixes(key)}
     return tuple(subtree for subtree in subtrees if subtree in homes)
 
 
 def also_unread(asked: Sequence[str], subtrees: Collection[str]) -> list[bool]:
-    """Of each subtree that another rank left unread: did this one leave it, which has these ``subtrees`` unread?"""
-    mine = frozenset(subtrees)
-    return [not mine.isdisjoint(prefixes(key)) for key in asked]
+    """Whether this rank, with these ``subtrees`` unread, also left each subtree in ``asked`` unread."""
+    own = frozenset(subtrees)
+    return [not own.isdisjoint(prefixes(key)) for key in asked]
 
 
 def prefixes(key: str) -> list[str]:
-    """A flat key, and all that it may lie below."""
+    """A flat key, and all keys of containers that may hold it."""
     if key == EVERYTHING:
         return [EVERYTHING]
     parts = key.split(".")
     return [EVERYTHING, *(".".join(parts[:count]) for count in range(1, len(parts) + 1))]
 
 
-def on_all(asked: Sequence[str], told: Sequence[Sequence[bool]]) -> tuple[str, ...]:
-    """The subtrees that all ranks left."""
-    return tuple(key for key, *left in zip(asked, *told, strict=True) if all(left))
+def on_all(asked: Sequence[str], answers: Sequence[Sequence[bool]]) -> tuple[str, ...]:
+    """The subtrees that all ranks left unread. ``answers``: the result of `also_unread` on each rank."""
+    return tuple(key for key, *left in zip(asked, *answers, strict=True) if all(left))
 
 
 def is_generator(key: str) -> bool:
-    """Tell whether a key is of a random generator, by its name."""
+    """Whether the name of a key is that of a random generator."""
     return _GENERATOR.search(key) is not None
 
 
 def warn_moved(run: str, step: int, holders: Mapping[str, Collection[int]], size: int) -> None:
-    """Log which values per rank go to other ranks than saved them, or to none, once of each run.
+    """Log which values per rank are loaded by other ranks than saved them, or by none, once for each run.
 
-    ``holders``: the ranks that saved a value of their own, by key. ``size``: how many ranks load.
+    ``holders``: the ranks that saved a value of their own, by key. ``size``: the number of ranks that load.
     """
     moved = [key for key, ranks in holders.items() if set(ranks) != set(range(size))]
     for ranks, keys in grouped(moved, lambda key: tuple(sorted(holders[key]))).items():
@@ -101,7 +101,7 @@ def warn_moved(run: str, step: int, holders: Mapping[str, Collection[int]], size
 
 
 def warn_unread(run: str, step: int, subtrees: Sequence[str], what_to_say: str) -> None:
-    """Log that these were left unread, once of each run. ``what_to_say``: how a caller says that it is meant."""
+    """Log what was left unread, once for each run. ``what_to_say``: how to switch the message off."""
     if subtrees and _is_news(run, tuple(subtrees)):
         named = listed([key for key in subtrees if key != EVERYTHING])
         what = (
@@ -111,7 +111,7 @@ def warn_unread(run: str, step: int, subtrees: Sequence[str], what_to_say: str) 
 
 
 def _is_news(run: str, what: tuple[str, ...]) -> bool:
-    """Whether this was not said of the run before; from now on it was."""
-    is_new = (run, what) not in _TOLD
-    _TOLD.add((run, what))
+    """Whether this was not logged for the run before. Notes it as logged."""
+    is_new = (run, what) not in _LOGGED
+    _LOGGED.add((run, what))
     return is_new

@@ -1,10 +1,10 @@
-"""An update: a load into memory that holds another version, of which only what differs is read.
+"""Updates: loads into memory that holds another version, which read only what differs.
 
-What is equal in both manifests is left; what changed is made of what is there, by frames, where that reads less. Each
-cell that was touched is hashed, and what is not right then is loaded like any other.
+A tensor that is equal in both manifests stays. A cell that changed is computed from the held cell with frames, if that
+reads less. Each such cell is hashed, and a cell that is wrong is loaded as usual.
 
-The frames that were decoded are kept, beside what is held: where the next version is told from an older one they are
-undone first, and need not be read again.
+The decoded frames are kept with the held version. If the next version has an older base, they are undone first, and
+need not be read again.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from casckpt.storage.base import ShortObject
 from casckpt.tensors.gpu import wait_for_copies
 from casckpt.tensors.memory import Destination, note_writes
 
-_LOT_BYTES = 8 << 20  # of frames that are read before the first of them is used, for each thread
+_LOT_BYTES = 8 << 20  # of frames that a thread reads before it uses the first of them
 _LEAST_BYTES = 256 << 10
-_WORK = 16  # bytes of a cell that are hashed and decoded for the price of one that is read
-_SPARE_SHARE = 25  # 1/25 of what is wanted may be read in vain, to have fewer requests
+_WORK = 16  # hashing and decoding this many bytes costs as much as reading one
+_SPARE_SHARE = 25  # 1/25 of the wanted bytes may be read unneeded, for fewer requests
 
 _UNKNOWN = (Damaged, MissingKey, NotFound, Refused)
-"""What is raised of a manifest that is gone, thinned, or of no use."""
+"""Raised for a manifest that is gone, thinned or unusable."""
 
 log = logging.getLogger(__name__)
 
 Range: TypeAlias = tuple[int, int, int]
-"""A blob by its number, an offset in it, and bytes."""
+"""The number of a blob, an offset in it, and a number of bytes."""
 
 
 class Move(NamedTuple):
-    """One frame of a step, and where it is read, unless it is ``kept``. ``is_undone``: else it is decoded."""
+    """One frame of a step, and where it is read unless it is ``kept``. ``is_undone``: undo it, else decode it."""
 
     link: Link
     where: Range
@@ -69,7 +69,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One cell that is made of what is held, and all who want it: they hold the same."""
+    """One cell that is computed from a held cell, and its consumers, which all hold that cell."""
 
     cell: StoredCell
     moves: Sequence[Move]
@@ -77,17 +77,17 @@ class Step:
 
     @property
     def ranges(self) -> list[Range]:
-        """What is read for it."""
+        """The ranges that are read for it."""
         return [move.where for move in self.moves if move.kept is None]
 
     @property
     def work(self) -> int:
-        """What it costs, in bytes that are read."""
+        """Its cost, in bytes read."""
         return sum(nbytes for _, _, nbytes in self.ranges) + self.cell.nbytes // _WORK
 
 
 class _Place(NamedTuple):
-    """Where a tensor goes: ``region`` of it, normalised. ``kept``: frames by which what is there is told."""
+    """A destination: a ``region`` of a tensor, normalised. ``kept``: the frames of the cells that it holds."""
 
     key: str
     sink: Destination
@@ -100,37 +100,37 @@ Lot: TypeAlias = "tuple[Sequence[Step], Sequence[Batch[None]]]"
 
 
 def update(
-    download: EntryReader, wants: Sequence[RegionRequest], held: Checkpoint | None, rank: int, *, check: bool
+    reader: EntryReader, wants: Sequence[RegionRequest], held: Checkpoint | None, rank: int, *, check: bool
 ) -> Frames:
-    """Fill sinks of which those that are not new hold ``held``, as it was loaded into them. Raises what a load does.
+    """Fill destinations. Those that are not new hold ``held``, as it was loaded. Raises what a load raises.
 
-    Returns frames by which what they hold then is told. Those of ``held`` go.
+    Returns the frames of the cells that they hold afterwards, and clears the frames of ``held``.
     """
     try:
-        return change(download, wants, held, rank, check=check)
+        return change(reader, wants, held, rank, check=check)
     except CasckptError as error:
         more = "What was updated is undefined now, and a load of all of it, or an update with check=True, mends it"
         raise type(error)(f"{error}. {more}", **error.__dict__) from error
 
 
 def change(
-    download: EntryReader, wants: Sequence[RegionRequest], held: Checkpoint | None, rank: int, *, check: bool
+    reader: EntryReader, wants: Sequence[RegionRequest], held: Checkpoint | None, rank: int, *, check: bool
 ) -> Frames:
-    """Do what `update` does; what is raised says nothing of the sinks."""
-    keys = {download.manifest.entries[want.entry].key for want in wants if not want.is_new}
+    """Update, with errors that say nothing about the destinations."""
+    keys = {reader.manifest.entries[want.entry].key for want in wants if not want.is_new}
     contents = None if held is None else _contents(held, rank, keys)
     known = {} if held is None else held.frames
     decoded = dict[Link, bytes]()
-    work = _Update(replace(download, decoded=decoded), contents, known, check, decoded)
+    work = _Update(replace(reader, decoded=decoded), contents, known, check, decoded)
     left = work.run(wants)
-    work.download.run(left, work.done)
+    work.reader.run(left, work.done)
     frames = work.frames()
     known.clear()
     return frames
 
 
 def _contents(held: Checkpoint, rank: int, keys: Iterable[str]) -> Contents | None:
-    """What is held, of these keys; None where nothing is known of it any more."""
+    """The held version of these keys; None if its manifest is gone or unusable."""
 
     def read(_: object, manifest: Manifest) -> Contents:
         contents = Contents(manifest, rank)
@@ -140,15 +140,15 @@ def _contents(held: Checkpoint, rank: int, keys: Iterable[str]) -> Contents | No
     try:
         return manifests.use(held.repo, held.commit, read)
     except _UNKNOWN as error:
-        log.info("all is read, for what is held cannot be compared: %s", error)
+        log.info("everything is read, because the held version cannot be compared: %s", error)
         return None
 
 
 @dataclass
 class _Update:
-    """``known``: frames by which what is held is told; ``decoded``: more of them. ``done``: parts that are right."""
+    """``known``: the frames of the held cells. ``decoded``: frames that were decoded since. ``done``: what is right."""
 
-    download: EntryReader
+    reader: EntryReader
     held: Contents | None
     known: Frames
     check: bool
@@ -160,12 +160,12 @@ class _Update:
     _cells: Counter[int] = field(default_factory=Counter)  # of each sink, by its id
 
     def run(self, wants: Sequence[RegionRequest]) -> list[RegionRequest]:
-        """Do what can be done with what is held; the requests of which something may not be ``done``."""
+        """Compute what the held version allows. Returns the requests that may not be ``done`` completely."""
         left = list[RegionRequest]()
         note_writes(tensor for want in wants for tensor in want.sink.written)
         for want in wants:
-            entry = self.download.manifest.entries[want.entry]
-            table = self.download.manifest.extents(entry) if want.table is None else want.table
+            entry = self.reader.manifest.entries[want.entry]
+            table = self.reader.manifest.extents(entry) if want.table is None else want.table
             before = None if want.is_new else self._held_table(entry)
             if before is not None and not self.check and _are_equal(before, table):
                 self._equal.add(entry.key)
@@ -180,71 +180,71 @@ class _Update:
         return [want for want in left if made[id(want.sink)] < self._cells[id(want.sink)]]
 
     def _held_table(self, entry: Entry) -> ExtentTable | None:
-        """The extents of what is held of a tensor; None where that is another one, or cannot be known any more."""
+        """The extents of the held version of a tensor; None if it is unknown or has another shape or dtype."""
         if self.held is None:
             return None
-        found = self.held.tensor(entry.key)
-        if found is None or (found.kind, found.shape, found.dtype) != (entry.kind, entry.shape, entry.dtype):
+        before = self.held.tensor(entry.key)
+        if before is None or (before.kind, before.shape, before.dtype) != (entry.kind, entry.shape, entry.dtype):
             return None
         try:
-            return self.held.manifest.extents(found)
+            return self.held.manifest.extents(before)
         except _UNKNOWN:
             return None
 
     def frames(self) -> Frames:
-        """All frames at hand by which what is wanted is told, by key."""
-        found = {key: self.known.get(key, {}) for key in self._equal}
-        for key, told in self._links.items():
+        """The frames in memory of the wanted cells, by key."""
+        frames = {key: self.known.get(key, {}) for key in self._equal}
+        for key, wanted in self._links.items():
             known = self.known.get(key, {})
-            at_hand = ((link, known.get(link) or self.decoded.get(link)) for link in chain.from_iterable(told))
-            found[key] = {link: frame for link, frame in at_hand if frame}
-        return found
+            at_hand = ((link, known.get(link) or self.decoded.get(link)) for link in chain.from_iterable(wanted))
+            frames[key] = {link: frame for link, frame in at_hand if frame}
+        return frames
 
     def _compare(self, at: _Place, before: ExtentTable | None, table: ExtentTable) -> None:
-        """Plan a step for each cell that differs, or is to be looked at, if there is a way to it."""
+        """Plan a step for each cell that differs, or must be checked, if it can be computed."""
         if not _are_cut_alike(at.region, before, table):
             self._compare_cells(at, before, table)
             return
-        lo, hi, told = at.region.lo, at.region.hi, self._links.setdefault(at.key, [])
+        lo, hi, wanted_links = at.region.lo, at.region.hi, self._links.setdefault(at.key, [])
         there = () if before is None else before.extents_in(0, lo, hi)
         for wanted in table.extents_in(0, lo, hi):
             span = within(table, wanted, lo, hi)
-            told.append(span.all_links(wanted))
+            wanted_links.append(span.all_links(wanted))
             self._cells[id(at.sink)] += span.size
             for held, both in common(there, wanted, span):
                 self._compare_span(at, held, wanted, both)
 
     def _compare_span(self, at: _Place, held: Extent, wanted: Extent, span: Span) -> None:
-        """The same for cells of two extents, together if they go the same way."""
+        """Compare cells of two extents, all together if the same frames lead from one to the other."""
         way = find_extent_route(held, wanted, span, at.kept)
         if way is None:
-            for one in span.apart() if span.size > 1 else ():
-                self._compare_span(at, held, wanted, one)
+            for piece in span.apart() if span.size > 1 else ():
+                self._compare_span(at, held, wanted, piece)
             return
-        frames = [self._moves_of(one, span, at.kept, is_undone=True) for one in way.undone]
-        frames += [self._moves_of(one, span, at.kept, is_undone=False) for one in way.decoded]
+        frames = [self._moves_of(extent, span, at.kept, is_undone=True) for extent in way.undone]
+        frames += [self._moves_of(extent, span, at.kept, is_undone=False) for extent in way.decoded]
         moves = zip(*frames, strict=True) if frames else repeat(())
         digests = zip(span.each_digest(held), span.each_digest(wanted), strict=True)
-        for (lo, hi), (old, new), mine in zip(span.bounds, digests, moves, strict=False):
+        for (lo, hi), (old, new), of_cell in zip(span.bounds, digests, moves, strict=False):
             cell = StoredCell(wanted.blob, 0, (hi - lo) * span.itemsize, at.region.box, lo, hi, new)
-            self._plan(at, old, cell, () if old == new else mine)
+            self._plan(at, old, cell, () if old == new else of_cell)
 
     def _compare_cells(self, at: _Place, before: ExtentTable | None, table: ExtentTable) -> None:
-        """The same cell by cell, where they are those of boxes."""
-        told = self._links.setdefault(at.key, [])
+        """Compare cell by cell, for tensors that are stored in several boxes or cut differently."""
+        wanted_links = self._links.setdefault(at.key, [])
         known = {} if before is None else {unit[3:6]: unit for unit in plan_units(before, at.region, verify=True)}
         for cell in plan_units(table, at.region, verify=True):
             self._cells[id(at.sink)] += 1
             old = known.get(cell[3:6])
             if isinstance(cell, StoredCell):
-                told.append(links(cell))
+                wanted_links.append(links(cell))
             if isinstance(old, StoredCell) and isinstance(cell, StoredCell):
                 route = find_route(old, cell, at.kept)
                 if route is not None:
                     self._plan(at, old.digest, cell, self._moves(route, at.kept))
 
     def _plan(self, at: _Place, old: CellDigest, cell: StoredCell, moves: Sequence[Move]) -> None:
-        """Plan to make a cell of ``old``, once for all sinks that hold that."""
+        """Plan to compute a cell from ``old``, once for all destinations that hold it."""
         if old == cell.digest and not self.check:
             self.done.add(part(at.sink, cell))
         elif at.sink.holds(cell.region):
@@ -252,42 +252,41 @@ class _Update:
             step.takers.append(Consumer(at.sink, cell, place(at.sink, at.region, cell)))
 
     def _moves_of(self, extent: Extent, span: Span, kept: Mapping[Link, bytes], *, is_undone: bool) -> list[Move]:
-        """What the frames of an extent do to each cell of a span."""
-        first = len(self.download.manifest.blob_sizes) if is_undone else 0
+        """The moves for the frames of an extent, one for each cell of a span."""
+        first = len(self.reader.manifest.blob_sizes) if is_undone else 0
         pairs = zip(span.links(extent), span.places(extent), strict=True)
-        return [
-            _move(link, (first + blob, at, nbytes), kept, is_undone=is_undone) for link, (blob, at, nbytes) in pairs
-        ]
+        return [Move(link, (first + blob, at, size), is_undone, kept.get(link)) for link, (blob, at, size) in pairs]
 
     def _moves(self, route: Route, kept: Mapping[Link, bytes]) -> list[Move]:
-        """What is done along a route. The blobs of what is held are counted behind those of what is wanted."""
-        behind = len(self.download.manifest.blob_sizes)
+        """The moves of a route. The blobs of the held version are numbered after those of the wanted one."""
+        behind = len(self.reader.manifest.blob_sizes)
 
         def move(cell: StoredCell, first: int, *, is_undone: bool) -> Move:
-            return _move(next(links(cell)), (first + cell.blob, cell.offset, cell.stored), kept, is_undone=is_undone)
+            link = next(links(cell))
+            return Move(link, (first + cell.blob, cell.offset, cell.stored), is_undone, kept.get(link))
 
         undone = [move(cell, behind, is_undone=True) for cell in route.undone]
         return undone + [move(cell, 0, is_undone=False) for cell in route.decoded]
 
     def _blob(self, number: int) -> BlobRef:
-        behind = len(self.download.manifest.blob_sizes)
+        behind = len(self.reader.manifest.blob_sizes)
         if self.held is None or number < behind:
-            return self.download.manifest.blob(number)
+            return self.reader.manifest.blob(number)
         return self.held.manifest.blob(number - behind)
 
     def _take(self, steps: Sequence[Step]) -> None:
         """Do all steps, in parallel."""
-        download, plain = self.download, sum(step.cell.nbytes for step in steps)
-        traits = download.repo.storage.traits
-        threads = traits.parallel if traits.remote else useful_threads(download.threads, plain, len(steps))
+        reader, plain = self.reader, sum(step.cell.nbytes for step in steps)
+        traits = reader.repo.storage.traits
+        threads = traits.parallel if traits.remote else useful_threads(reader.threads, plain, len(steps))
         in_order = sorted(steps, key=lambda step: step.moves[-1].where if step.moves else (-1, 0, 0))
         weighed = [(step.work, step) for step in in_order]
         most = min(_LOT_BYTES, max(_LEAST_BYTES, sum(work for work, _ in weighed) // (2 * threads)))
         each = ([step for _, step in lot] for lot in in_batches(weighed, itemgetter(0), most))
         planned = [(lot, self._batches(lot)) for lot in each]
         batches = [batch for _, batches in planned for batch in batches]
-        download.progress.expect(plain)
-        slots = BlobReaders(download.repo, self._blob, batches, shared=False, stays=lambda: False)
+        reader.progress.expect(plain)
+        slots = BlobReaders(reader.repo, self._blob, batches, shared=False, stays=lambda: False)
         try:
             run_all(partial(self._run, slots), planned, threads)
         finally:
@@ -296,55 +295,51 @@ class _Update:
     def _batches(self, steps: Iterable[Step]) -> list[Batch[None]]:
         ranges = {where for step in steps for where in step.ranges}
         spare = sum(nbytes for _, _, nbytes in ranges) // _SPARE_SHARE
-        gap = affordable_gap(ranges, most=self.download.repo.storage.traits.read_gap, spare=spare)
+        gap = affordable_gap(ranges, most=self.reader.repo.storage.traits.read_gap, spare=spare)
         return plan_batches(((*where, None) for where in ranges), gap=gap, most=_LOT_BYTES)
 
     def _run(self, slots: BlobReaders, lot: Lot) -> None:
         steps, batches = lot
         frames = {where: data for batch in batches for where, data in _read(slots, batch)}
-        with self.download.turns:
+        with self.reader.turns:
             for step in steps:
                 if _is_made(step, frames):
                     self.done.update(part(taker.sink, taker.unit) for taker in step.takers)
                     self.decoded.update({
-                        one.link: bytes(frames[one.where])
-                        for one in step.moves if one.kept is None and not one.is_undone
+                        move.link: bytes(frames[move.where])
+                        for move in step.moves if move.kept is None and not move.is_undone
                     })  # fmt: skip
-        self.download.progress(sum(step.cell.nbytes for step in steps))
-
-
-def _move(link: Link, where: Range, kept: Mapping[Link, bytes], *, is_undone: bool) -> Move:
-    return Move(link, where, is_undone, kept.get(link))
+        self.reader.progress(sum(step.cell.nbytes for step in steps))
 
 
 def _are_cut_alike(region: Region, before: ExtentTable | None, table: ExtentTable) -> bool:
-    """Are all cells those of one box, that of the region, and held ones cut as those that are wanted?"""
+    """Whether both tables have one box, that of the region, and are cut in the same way."""
     if table.boxes != (region.box,):
         return False
     return before is None or (before.boxes, before.cell) == (table.boxes, table.cell)
 
 
 def _are_equal(one: ExtentTable, other: ExtentTable) -> bool:
-    """Have two tables the same cells, wherever they lie? Where they are in other extents, the answer is no."""
-    mine, theirs = ([(at.box, at.lo, at.hi, at.digests) for at in table.extents] for table in (one, other))
-    return one.cell == other.cell and one.boxes == other.boxes and mine == theirs
+    """Whether two tables have the same cells in the same extents, in whatever blobs."""
+    first, second = ([(at.box, at.lo, at.hi, at.digests) for at in table.extents] for table in (one, other))
+    return one.cell == other.cell and one.boxes == other.boxes and first == second
 
 
 def _read(slots: BlobReaders, batch: Batch[None]) -> Iterator[tuple[Range, memoryview]]:
-    """The frames of a batch; none if it cannot be read."""
+    """Yield the frames of a batch; none if it cannot be read."""
     data = np.empty(batch.nbytes, np.uint8).data
     try:
         with slots.use(batch.blob) as slot:
             slot.reader().read_into(batch.offset, [data])
     except (NotFound, ShortObject, StorageError) as error:
-        log.info("what differs is read whole where frames cannot be read: %s", error)
+        log.info("cells are read as a whole, because their frames cannot be read: %s", error)
         return
     for at, nbytes, _ in batch.items:
         yield (batch.blob, at, nbytes), data[at - batch.offset :][:nbytes]
 
 
 def _is_made(step: Step, frames: Mapping[Range, memoryview]) -> bool:
-    """Make a cell of what is held, and compare it. If that fails, what it was made of may be spoilt."""
+    """Compute a cell from the held one, and compare it. If it is wrong, the held cell may be overwritten."""
     first, *others = step.takers
     plain = scratch("updated", step.cell.nbytes).data if first.place is None else first.place
     if first.place is None:
@@ -353,7 +348,7 @@ def _is_made(step: Step, frames: Mapping[Range, memoryview]) -> bool:
         for move in step.moves:
             frame = frames[move.where] if move.kept is None else memoryview(move.kept)
             undo(frame, plain) if move.is_undone else decode(frame, plain, plain)
-    except (KeyError, InvalidInput):  # it was not read, or is none
+    except (KeyError, InvalidInput):  # a frame was not read, or cannot be decoded
         return False
     if cell_digest(plain) != step.cell.digest:
         return False

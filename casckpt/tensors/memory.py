@@ -16,7 +16,7 @@ import torch
 
 from casckpt.base.lazy import cached_property
 from casckpt.errors import InvalidInput
-from casckpt.format.regions import Box, Region, flat_boxes, full_box, intersect
+from casckpt.format.regions import Box, Region, Shape, flat_boxes, full_box, intersect
 from casckpt.tensors.gpu import wait_for_gpus
 
 T = TypeVar("T", npt.NDArray[Any], torch.Tensor)
@@ -119,6 +119,13 @@ def tensor_bytes(data: torch.Tensor) -> memoryview | None:
     if not address:  # no memory that could be read or written
         raise InvalidInput("a tensor has no memory of its own, as in a FakeTensorMode: call casckpt outside of it")
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+
+
+def tensor_over(data: memoryview, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
+    """View bytes as a tensor, in place."""
+    if not data.nbytes:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def has_memory(data: torch.Tensor) -> bool:

@@ -47,7 +47,7 @@ def test_a_file_of_no_tokens(tmp_path: Path, text: str, match: str) -> None:
 
 def test_a_view_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "view").write_text("[]")
-    assert "is no view" in refused(tmp_path / "store", "--view", tmp_path / "view")
+    assert "is not a JSON object" in refused(tmp_path / "store", "--view", tmp_path / "view")
 
 
 def test_what_is_no_store_is_not_served(tmp_path: Path) -> None:

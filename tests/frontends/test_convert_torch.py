@@ -44,7 +44,7 @@ from casckpt.frontends.dcp import (
     torch_save_to_casckpt,
 )
 from casckpt.frontends.interchange import resident, torch_files
-from casckpt.frontends.views import windows
+from casckpt.loading import regions
 from tests.support.dcp import load, save, zeros
 from tests.support.meshes import build, differing, state_of, whole
 from tests.support.together import numbers
@@ -241,7 +241,7 @@ def test_what_a_rank_saved_alone_is_not_exported_as_a_whole(store: Store, tmp_pa
 
 
 def test_a_file_of_torch_save_goes_in_and_out(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "WINDOW_BYTES", 10_000)
+    monkeypatch.setattr(regions, "WINDOW_BYTES", 10_000)
     monkeypatch.setattr(resident, "RESIDENT_BYTES", 10_000)
     store.create(cell_bytes=4096)
     state = example()

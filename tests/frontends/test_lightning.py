@@ -221,7 +221,7 @@ def test_a_file_for_all_that_reads_files(tmp_path: Path) -> None:
     io = CasCheckpointIO(store, run="sft")
     assert io.load_checkpoint(path)["global_step"] == 4
     trusting = CasCheckpointIO(open_store(store.url, require_signature=pair(tmp_path / "keys").public), run="sft")
-    with pytest.raises(Unsigned, match=r"real\.ckpt is in no store, so nobody has signed it"):
+    with pytest.raises(Unsigned, match=r"real\.ckpt is not in a store, so it has no signature"):
         trusting.load_checkpoint(path)
     io.remove_checkpoint(path)
     assert not path.exists()

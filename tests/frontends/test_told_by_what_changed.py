@@ -72,7 +72,7 @@ def test_a_rank_of_dcp_that_is_told_nothing_looks_at_the_setting(store: Store) -
     """As with cached plans."""
     store.save(state(0), step=0)
     session = WriterSession(store.repository, SaveOptions(step=1), rank=1, alone=False)
-    assert session._knowledge(SavePlan([]))[2].compress == "auto"
+    assert session._offer(SavePlan([]))[1].compress == "auto"
 
 
 def test_megatron(store: Store) -> None:

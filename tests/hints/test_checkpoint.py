@@ -197,7 +197,7 @@ def test_keys_that_a_load_leaves_are_not_logged_where_that_is_meant(store: casck
     assert (state, texts) == ({"optim": {"lr": 0.1}}, [])
 
 
-@follows("loading/load.py:check_used", "`casckpt show --tensors` lists its keys")
+@follows("loading/arguments.py:check_used", "`casckpt show --tensors` lists its keys")
 def test_a_pattern_that_matches_no_key_is_made_from_what_show_lists(
     saved: casckpt.Store, store_path: Path, told: Told, run: Run
 ) -> None:

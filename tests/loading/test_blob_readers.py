@@ -7,7 +7,7 @@ from unittest.mock import MagicMock, patch
 from casckpt.loading.blob_readers import BlobReader
 
 
-def test_a_copy_that_is_wrong_is_dropped_once_and_its_source_is_not() -> None:
+def test_a_damaged_cached_blob_is_dropped_once_and_read_from_the_store() -> None:
     repo, ref = MagicMock(), MagicMock()
     one = BlobReader(repo, ref, shared=False, keep=False)
     with patch.object(one, "_lock", MagicMock()) as lock:

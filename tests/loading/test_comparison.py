@@ -29,7 +29,7 @@ def state() -> dict[str, Any]:
             "step": 7, "none": torch.empty(0, 3), "one": torch.tensor(1.5)}  # fmt: skip
 
 
-def test_the_same_is_the_same_and_read_nowhere() -> None:
+def test_diff_of_an_equal_state_reads_no_blob() -> None:
     store, mine = small(), state()
     store.save(mine, step=1)
     with counted(store) as counts:
@@ -63,7 +63,7 @@ def test_one_flipped_bit_is_named(key: str, at: int, bit: int) -> None:
     assert len(one.where) == 1
 
 
-def test_what_has_another_form_or_is_not_there_is_told() -> None:
+def test_diff_reports_other_dtypes_and_shapes_and_missing_tensors() -> None:
     store, mine = small(), state()
     store.save(mine, step=1)
     mine |= {"w": mine["w"].double(), "one": torch.tensor([1.5]), "new": torch.ones(2), "step": 8}
@@ -96,7 +96,7 @@ def test_any_stride_is_compared_with_any_other() -> None:
     assert found == {"rows": (1, (5, 3)), "columns": (1, (10, 1)), "odd": (1, (2002,)), "parameter": (1, (10, 3))}
 
 
-def test_many_places_are_counted_and_the_first_are_told() -> None:
+def test_diff_counts_all_places_and_reports_the_first() -> None:
     store, mine = small(), {"w": torch.zeros(100_000)}
     store.save(mine, step=1)
     mine["w"][::5000] = 1
@@ -105,7 +105,7 @@ def test_many_places_are_counted_and_the_first_are_told() -> None:
     assert found.where[1] == "[0:100000] elements 5000..5001"
 
 
-def test_what_cannot_be_compared_is_said() -> None:
+def test_diff_refuses_what_cannot_be_compared() -> None:
     store = small()
     store.save({"model.w": numbers("w", 9000), "optim.m": numbers("m", 9000)}, step=1)
     store.thin("default@1", drop="optim.*")
@@ -179,7 +179,7 @@ def compare_others(rank: int, size: int, path: Path) -> None:
         casckpt.open(path).compare({}, f"default@{rank}")
 
 
-def test_ranks_that_name_others_are_told(ranks: Pool, tmp_path: Path) -> None:
+def test_diff_refuses_ranks_with_different_references(ranks: Pool, tmp_path: Path) -> None:
     small_folder(tmp_path / "store")
     ranks.run(2, save_rows, tmp_path / "store")
     ranks.run(2, compare_others, tmp_path / "store")

@@ -36,13 +36,13 @@ def expected(state: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True)
-def lots(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lots of a few cells."""
-    monkeypatch.setattr(regions, "LOT_BYTES", 5 * 4096)
+    monkeypatch.setattr(regions, "WINDOW_BYTES", 5 * 4096)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64", "complex128", "uint8", "float8_e5m2", "bool"])
-def test_it_is_that_of_the_bytes(dtype: str) -> None:
+def test_a_digest_is_the_hash_of_the_bytes(dtype: str) -> None:
     store, state = small(), {"a": raw(dtype, (37, 300), 1).clone(), "b": raw(dtype, (5,), 2).clone()}
     store.save(state | {"t": state["a"].t()}, step=1)
     found = store.digests("default@1")
@@ -59,7 +59,7 @@ def save_spread(rank: int, size: int, path: Path, run: str, placement: Placement
     casckpt.open(path).save(held, run=run, step=1)
 
 
-def test_it_is_the_same_for_all_topologies(ranks: Pool, tmp_path: Path) -> None:
+def test_a_digest_is_the_same_for_all_topologies(ranks: Pool, tmp_path: Path) -> None:
     store, state = small_folder(tmp_path / "store"), tensors()
     store.save(state, run="whole", step=1)
     for size, placement in ((2, Shard(0)), (4, Shard(0)), (4, Shard(1))):
@@ -71,7 +71,7 @@ def test_it_is_the_same_for_all_topologies(ranks: Pool, tmp_path: Path) -> None:
     assert all(one == expected(state) for one in found.values())
 
 
-def test_it_is_that_of_the_bytes_in_a_safetensors_file(tmp_path: Path) -> None:
+def test_a_digest_equals_that_of_the_bytes_in_a_safetensors_file(tmp_path: Path) -> None:
     dtypes = ("bfloat16", "float64", "complex64", "uint32", "bool", "float8_e4m3fn", "float8_e8m0fnu")
     state = {dtype: raw(dtype, (37, 300), 1).clone() for dtype in dtypes if dtype in NAMES}
     state |= tensors() | {"t": numbers("t", 90, 70).t()}
@@ -87,7 +87,7 @@ def test_it_is_that_of_the_bytes_in_a_safetensors_file(tmp_path: Path) -> None:
     assert store.digests("default@1") == {key: hex_digest(body[lo:hi]) for key, (lo, hi) in ends.items()}
 
 
-def test_equal_cells_of_other_places_make_another_tensor() -> None:
+def test_equal_cells_in_another_order_give_another_digest() -> None:
     store, full = small(), numbers("full", 64, 64)
     left, right = full[:, :32].contiguous(), full[:, 32:].contiguous()
     other = torch.cat([left.view(32, 64), right.view(32, 64)])
@@ -98,7 +98,7 @@ def test_equal_cells_of_other_places_make_another_tensor() -> None:
         assert store.digests("default@1", keys=[key]) == expected({key: one})
 
 
-def test_what_was_computed_is_known_also_of_others_with_these_cells() -> None:
+def test_a_computed_digest_is_known_for_checkpoints_with_the_same_cells() -> None:
     store, state = small(), {"a": numbers("a", 9000), "b": numbers("b", 9000)}
     store.save(state, step=1)
     store.digests("default@1")
@@ -112,7 +112,7 @@ def test_what_was_computed_is_known_also_of_others_with_these_cells() -> None:
     assert counts.bytes_read < 1000  # of records
 
 
-def test_bytes_that_are_not_right_have_no_digest(tmp_path: Path) -> None:
+def test_damaged_bytes_have_no_digest(tmp_path: Path) -> None:
     store = small_folder(tmp_path)
     store.save({"a": numbers("a", 9000)}, step=1)
     for key in blob_keys(store):
@@ -121,7 +121,7 @@ def test_bytes_that_are_not_right_have_no_digest(tmp_path: Path) -> None:
         store.digests("default@1")
 
 
-def test_what_was_thinned_away_has_the_digest_that_is_known() -> None:
+def test_a_thinned_tensor_keeps_its_known_digest() -> None:
     store, state = small(), {"model.w": numbers("w", 9000), "optim.m": numbers("m", 9000), "optim.s": torch.ones(1)}
     saved = store.save(state, step=1)
     store.thin("default@1", drop="optim.*")

@@ -63,7 +63,7 @@ def key_of(store: Store, ref: str, cell: StoredCell) -> str:
 
 
 @pytest.mark.parametrize(("planes", "threads", "verify"), half_of([False, True], [1, 4], [False, True]))
-def test_each_version_is_what_it_was(
+def test_each_version_of_a_chain_loads_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planes: bool, threads: int, verify: bool
 ) -> None:
     """At the first look."""
@@ -129,7 +129,7 @@ def test_the_longest_chain() -> None:
     assert same_state(store.read("latest"), found[-1])
 
 
-def test_what_two_keys_share_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_of_two_keys_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store = saved(small(), states())
     decoded: list[Any] = []
     real = coded.Lot.decode
@@ -143,7 +143,7 @@ def test_what_two_keys_share_is_decoded_once(monkeypatch: pytest.MonkeyPatch) ->
     assert len(decoded) == len(set(decoded)) >= 90 * 1024 // CELL
 
 
-def test_what_others_were_told_from_is_loaded_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_that_is_also_wanted_loads_beside_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tensors that were equal and are not any more have one base; a third is still what that is."""
     before = smooth((32, 256))
     states = [{"a": before, "b": before.clone(), "c": before.clone()}]
@@ -283,7 +283,7 @@ def short(store: Store, key: str, at: int) -> None:
 
 @pytest.mark.parametrize("harm", [flip, gone, short])
 @pytest.mark.parametrize("link", range(STEPS))
-def test_damage_is_told_with_the_blob_and_all_that_depend_on_it(
+def test_an_error_for_damage_names_the_blob_and_all_its_checkpoints(
     store: Store, harm: Callable[[Store, str, int], None], link: int, threads: int
 ) -> None:
     blob, step = hit(store, "latest", link, harm), STEPS - 1 - link
@@ -301,7 +301,7 @@ def test_damage_is_told_with_the_blob_and_all_that_depend_on_it(
     assert same_state(reopened(store).read("latest", keys=["same"]), {"same": states()[0]["same"]})
 
 
-def test_unverified_a_frame_that_is_none_is_told_all_the_same(store: Store, threads: int) -> None:
+def test_a_load_without_verification_raises_for_an_undecodable_frame(store: Store, threads: int) -> None:
     cell = links(store, "latest", "m.odd")[1]
     flip(store, key_of(store, "latest", cell), cell.offset + 3)  # a byte that must be 0
     with pytest.raises(Damaged, match="a base of a cell"):
@@ -321,13 +321,13 @@ def test_a_base_that_cannot_be_read_is_an_error_of_the_storage(
     assert same_state(store.read("latest", threads=threads), states()[-1])
 
 
-def test_what_was_misread_once_is_read_again(store: Store, faults: FaultyStore, threads: int) -> None:
+def test_a_cell_that_was_misread_is_read_again(store: Store, faults: FaultyStore, threads: int) -> None:
     key = key_of(store, "latest", links(store, "latest", "m.odd")[0])
     faults.inject(corrupt("read_into", key=key))
     assert same_state(store.read("latest", threads=threads), states()[-1])
 
 
-def test_something_else_that_writes_to_a_destination_is_suspected(
+def test_an_error_suspects_another_writer_if_a_second_read_is_right(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "cell_digest", lambda data: bytes(32))
@@ -336,7 +336,7 @@ def test_something_else_that_writes_to_a_destination_is_suspected(
 
 
 @pytest.mark.parametrize("spoilt", range(STEPS))
-def test_what_a_cache_has_wrong_is_read_from_the_store(tmp_path: Path, spoilt: int, threads: int) -> None:
+def test_damage_in_the_cache_is_read_from_the_store(tmp_path: Path, spoilt: int, threads: int) -> None:
     storage = far()
     store = saved(small(storage), states(), planes=True)
     near = Store(Repository(storage, tmp_path))
@@ -383,7 +383,7 @@ LONG = bytes(range(256)) * 1000
 LAST = {f"model.{key}": value for key, value in states()[-1]["m"].items()}
 
 
-def test_an_attachment_is_what_it_was(exported: Store) -> None:
+def test_a_long_attachment_is_unchanged(exported: Store) -> None:
     assert exported.read_attachment("latest", "a.bin") == LONG
 
 

@@ -99,7 +99,7 @@ def test_a_key_that_the_checkpoint_lacks_is_an_error_before_anything_changes(sto
     assert same_state(template, {"model": {"b": torch.zeros(5), "bias": torch.zeros(2)}, "epoch": 0, "epochs": 0})
 
 
-def test_what_was_probably_meant_is_named(store: Store) -> None:
+def test_an_error_suggests_a_similar_key(store: Store) -> None:
     with pytest.raises(MissingKey, match=re.escape("Did you mean 'model.w'?")):
         store.load({"modul": {"w": torch.zeros(64, 32)}}, REF)
 

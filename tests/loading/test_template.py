@@ -83,7 +83,7 @@ def test_at_the_top_in_a_list_and_under_another_name() -> None:
     assert same_state(renamed["opt"], saved)
 
 
-def test_what_was_saved_before_the_first_step_is_empty() -> None:
+def test_an_optimizer_saved_before_its_first_step_loads_empty() -> None:
     store = small()
     fresh = torch.optim.AdamW(Network(1).parameters(), lr=0.125)
     store.save({"optim": fresh.state_dict()}, step=1)
@@ -152,7 +152,7 @@ def test_on_ranks(tmp_path: Path, ranks: Pool) -> None:
 # what is left unread
 
 
-def test_whole_subtrees_that_are_left_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_unread_subtrees_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer = trained()
     store, run = small(), new_run()
     rest = {"optim": optimizer.state_dict(), "train": {0: {"epoch": 3, "rng": {"seed": 1}}}, "epoch": 3}
@@ -193,7 +193,7 @@ def test_an_error_over_missing_keys_shows_the_rename_that_loads_them() -> None:
     assert all(value.eq(1).all() for value in state["model"].values())
 
 
-def test_leaves_that_a_container_dropped_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_leaves_dropped_by_a_container_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     store, run = small(), new_run()
     saved = {"counts": {"a": 1, "b": 2}, "deep": {"k": {"p": 1, "q": torch.ones(1)}}, "ints": {1: "x", 2: "y"}}
     store.save({**saved, "epoch": 1, "lr": 0.5}, run=run, step=1)
@@ -208,7 +208,7 @@ def test_leaves_that_a_container_dropped_are_told(caplog: pytest.LogCaptureFixtu
     assert len(told(caplog)) == 2
 
 
-def test_nothing_is_told_where_all_is_read_or_an_epoch_is_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_logged_if_only_an_epoch_stays_unread(caplog: pytest.LogCaptureFixture) -> None:
     store, run = small(), new_run()
     store.save({"model": {"a": torch.ones(2), "none": {}}, "epoch": 1}, run=run, step=1)
     loaded = store.load({"model": {"a": torch.zeros(2)}}, f"{run}@1")
@@ -222,14 +222,14 @@ def test_unread_is_warn_or_ignore() -> None:
         store.load({"w": torch.ones(2)}, "default@1", unread=False)  # type: ignore[arg-type]
 
 
-def test_what_one_rank_left_another_may_have_read() -> None:
+def test_a_key_read_by_any_rank_is_not_unread() -> None:
     asked = ("optim", "model.a", "model.b.c")
     assert also_unread(asked, ("optim", "model.b")) == [True, False, True]
     assert also_unread(asked, (EVERYTHING, "optim")) == [True, True, True]
     assert on_all(asked, [[True, True, True], [True, False, True]]) == ("optim", "model.b.c")
 
 
-def test_many_subtrees_are_told_of_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_many_unread_subtrees_are_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     warn_unread(new_run(), 1, [f"t{number}" for number in range(9)], "say so")
     assert told(caplog)[0].endswith("'t4' and 4 more of " + told(caplog)[0].split(" of ")[-1])
 
@@ -238,7 +238,7 @@ def test_many_subtrees_are_told_of_in_a_line(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_all_that_does_not_fit_is_told_at_once(strict: bool) -> None:
+def test_one_error_names_all_keys_that_do_not_fit(strict: bool) -> None:
     store = small()
     store.save({"m": {"a": torch.ones(2), "b": torch.ones(2, 3), "c": torch.ones(4), "old": torch.ones(1)}}, step=1)
     template = {"m": {"a": torch.zeros(5), "b": torch.zeros(3, 2), "c": torch.zeros(4), "new": torch.zeros(1)}}

@@ -23,7 +23,7 @@ def tied(shape: tuple[int, ...], **options: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["one tensor", "equal tensors"])
-def test_what_was_tied_or_equal_loads_into_tied(same: bool) -> None:
+def test_tied_or_equal_tensors_load_into_tied_memory(same: bool) -> None:
     store, weight = small(), cells(5, seed=1)
     store.save({EMBED: weight, HEAD: weight if same else weight.clone()}, step=1)
     template = tied(tuple(weight.shape))
@@ -32,7 +32,7 @@ def test_what_was_tied_or_equal_loads_into_tied(same: bool) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 5])
-def test_what_differs_is_refused_before_anything_changes(count: int) -> None:
+def test_tied_memory_with_different_values_is_refused_before_any_change(count: int) -> None:
     """Else one would be written over the other while both are compared with their digests."""
     store = small()
     store.save({EMBED: cells(count, seed=1), HEAD: cells(count, seed=2)}, step=1)
@@ -200,7 +200,7 @@ def test_empty_tensors_share_nothing() -> None:
     store.load({"a": empty, "b": empty}, "default@1")
 
 
-def test_each_of_many_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_of_many_tied_tensors_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with each would take minutes for an optimizer with one count of steps for its ten thousand parameters."""
     compared: list[str] = []
     differ = tied_module._differ

@@ -140,7 +140,7 @@ def test_keys_that_come_and_go_and_change_their_shape() -> None:
     assert same_state(state, {key: new[key] for key in state})
 
 
-def test_what_is_held_by_another_key(tmp_path: Path) -> None:
+def test_an_update_with_rename_reads_only_frames(tmp_path: Path) -> None:
     found = states()
     store = saved(small_folder(tmp_path), found)
     state = {"w": torch.zeros(90, 256, dtype=torch.int32)}
@@ -199,7 +199,7 @@ def test_what_is_equal_is_not_read_at_all() -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1, 3])
-def test_memory_that_is_not_what_it_was(step: int) -> None:
+def test_an_update_with_check_repairs_changed_memory(step: int) -> None:
     """Without a check what changed is right all the same; with one all is."""
     found = states()
     store = saved(small(), found)
@@ -278,7 +278,7 @@ def test_frames_that_are_spoilt_on_the_way() -> None:
         assert same_state(state, found[3])
 
 
-def test_what_is_held_may_be_gone() -> None:
+def test_an_update_from_a_purged_version_reads_everything() -> None:
     found = states()
     store = saved(small(), found)
     state, held = held_at(store, 0)

@@ -24,7 +24,7 @@ from casckpt.frontends.dcp import (
 )
 from casckpt.frontends.interchange import resident
 from casckpt.frontends.interchange.safetensors.exporting import export_safetensors
-from casckpt.frontends.views import windows
+from casckpt.loading import regions
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
@@ -60,7 +60,7 @@ def convert(store: Store, folder: Path, mib: int, run: str) -> list[float]:
 def main(folder: Path, mib: int) -> None:
     """Measure, and print one line."""
     items.WINDOW_BYTES = exporting.WINDOW_BYTES = 4 * MIB  # type: ignore[misc] # small, so that a test can be
-    windows.WINDOW_BYTES = resident.RESIDENT_BYTES = 4 * MIB  # type: ignore[misc] # as above
+    regions.WINDOW_BYTES = resident.RESIDENT_BYTES = 4 * MIB  # type: ignore[misc] # as above
     store = _opened(folder / "store")
     convert(store, folder / "warm", 12, "warm")
     print(" ".join(f"{found:.1f}" for found in convert(store, folder / "real", mib, "real")))  # noqa: T201 - its parent reads it

@@ -1,4 +1,4 @@
-"""A checkpoint as DCP sees it: its metadata, its values as pickles or as they are, and where its tensors lie."""
+"""A checkpoint for DCP: its metadata, its values as pickles or plain, and the places of its tensors."""
 
 from __future__ import annotations
 
@@ -43,41 +43,41 @@ class DcpContents:
 
     @cached_property
     def note(self) -> Note:
-        """Give what was noted for DCP when it was saved."""
+        """The note that the save made for DCP."""
         return read_note(self.manifest, allow_pickle=self._options.allow_pickle)
 
     @cached_property
     def schema(self) -> Schema:
-        """Keys and paths, as noted, or as DCP's default planner would have them."""
+        """Keys and paths as in the note, else as DCP's default planner would make them."""
         if self.note.keys is None:
             return schema_of(self._contents.whole_tree(), self._plain_values.get)
-        found = Schema()
+        schema = Schema()
         for key in self.note.keys:
             if self._contents.tensor(key) is not None or key in self.note.chunks:
-                found.tensors.append(key)
+                schema.tensors.append(key)
             else:
-                found.values[key] = Value(key)
-        return found
+                schema.values[key] = Value(key)
+        return schema
 
     @cached_property
     def _plain_values(self) -> Mapping[str, Any]:
-        """All objects that are read without unpickling; `Opaque` in place of the others."""
+        """All objects that need no unpickling; `Opaque` in place of the others."""
         objects = self._contents.objects
-        hidden = {key for key, one in objects.items() if one.pickled or key in self.note.opaque}
+        hidden = {key for key, stored in objects.items() if stored.pickled or key in self.note.opaque}
         read = self._values_at([key for key in objects if key not in hidden])
         return read | dict.fromkeys(hidden, Opaque)
 
     def metadata(self) -> dcp.Metadata:
-        """For DCP. Every tensor is one chunk: what overlaps with what is found out when it is read."""
+        """The metadata for DCP. Every tensor is one chunk, since any part of it can be read."""
         schema = self.schema
-        found: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
+        described: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
         for key in schema.paths if self.note.keys is None else self.note.keys:
-            found[key] = dcp.BytesStorageMetadata() if key in schema.values else self._tensor_metadata(key)
+            described[key] = dcp.BytesStorageMetadata() if key in schema.values else self._tensor_metadata(key)
         planner_data = self.note.planner_data if self.note.keys is not None else schema.paths
-        made = dcp.Metadata(found, planner_data=planner_data, storage_data={"checkpoint": self.checkpoint.id})
+        metadata = dcp.Metadata(described, planner_data=planner_data, storage_data={"checkpoint": self.checkpoint.id})
         commit = self.checkpoint.commit
-        stamp(made, commit.run, commit.step, commit.txid)
-        return made
+        stamp(metadata, commit.run, commit.step, commit.txid)
+        return metadata
 
     def _tensor_metadata(self, key: str) -> dcp.TensorStorageMetadata:
         chunked = self.note.chunks.get(key)
@@ -89,13 +89,13 @@ class DcpContents:
         return _described(dtype, shape, [(part.offset, part.shape) for part in parts])
 
     def _entry(self, key: str) -> Entry:
-        found = self._contents.tensor(key)
-        if found is None:
+        entry = self._contents.tensor(key)
+        if entry is None:
             raise MissingKey(f"{self.checkpoint.run}@{self.checkpoint.step} lacks the tensor {key!r}", keys=(key,))
-        return found
+        return entry
 
     def tensor(self, index: dcp.MetadataIndex) -> tuple[Entry, Shape]:
-        """(entry, offset in it) of what DCP names a chunk."""
+        """The entry of a chunk of DCP, and the offset of the chunk in it."""
         offset = tuple(index.offset or ())
         chunked = self.note.chunks.get(index.fqn)
         if chunked is None:
@@ -107,7 +107,7 @@ class DcpContents:
         raise MissingKey(f"this rank saved nothing of {index.fqn!r} at {list(offset)}", keys=(index.fqn,))
 
     def check_complete(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Raise InvalidInput where a rank that saved for itself lacks a part of what it is to load."""
+        """Raise InvalidInput if a rank that saved by itself lacks a part of what it loads."""
         if not self.note.chunks or not isinstance(planner, DefaultLoadPlanner):
             return
         planned: dict[str, int] = {}
@@ -119,7 +119,7 @@ class DcpContents:
             wanted = sum(prod(chunk.sizes) for chunk in _create_chunk_list(value))
             if planned.get(key, 0) != wanted:
                 raise InvalidInput(
-                    f"{key!r}: this rank saved for itself, and not all that it is to load now; load on as many ranks, "
+                    f"{key!r}: this rank saved by itself, and saved less than it loads now; load on as many ranks, "
                     "sharded as they were, or save with collectives",
                     key=key,
                 )
@@ -127,36 +127,35 @@ class DcpContents:
     # values
 
     def values(self, keys: Sequence[str]) -> dict[str, Any]:
-        """Values by DCP's keys. Raises InvalidInput for one that only a pickle holds, unless it may be unpickled."""
+        """Values by DCP's keys. Raises InvalidInput for a pickle, unless it may be unpickled."""
         values = {key: self.schema.values.get(key) or Value(key) for key in keys}
-        known = {key: one.value for key, one in values.items() if one.value is not Opaque}
-        read = self._values_at([one.key for key, one in values.items() if key not in known])
-        return known | {key: read[one.key] for key, one in values.items() if key not in known}
+        known = {key: value.value for key, value in values.items() if value.value is not Opaque}
+        read = self._values_at([value.key for key, value in values.items() if key not in known])
+        return known | {key: read[value.key] for key, value in values.items() if key not in known}
 
     def archives(self, keys: Sequence[str], *, boxed: bool = False, unpickled: bool = False) -> dict[str, bytes]:
-        """The same as torch.save would write them; bytes of a planner as they were. ``boxed``: each in a list.
+        """Values as torch.save would write them; bytes of a planner unchanged. ``boxed``: each value in a list.
 
-        ``unpickled``: whoever gets them hands them to torch.load, whatever they are. Raises InvalidInput for bytes that
-        would run code then, unless they may.
+        ``unpickled``: the caller passes them to torch.load. Raises InvalidInput for bytes that would run code then,
+        unless they may.
         """
-        opaque = [key for key in keys if key in self.note.opaque]
-        found = self._bytes_at(opaque)
-        for key, data in found.items():
+        archives = self._bytes_at([key for key in keys if key in self.note.opaque])
+        for key, data in archives.items():
             if (unpickled or is_archive(data)) and not self._options.allow_pickle:
                 _check_restricted(key, data)
-        made: dict[Any, bytes] = {}
-        for key, value in self.values([key for key in keys if key not in found]).items():
+        written: dict[Any, bytes] = {}
+        for key, value in self.values([key for key in keys if key not in archives]).items():
             same = _bits(value) if isinstance(value, bool | int | float | str | None) else key
-            if same not in made:
-                made[same] = write_archive([value] if boxed else value)
-            found[key] = made[same]
-        return found
+            if same not in written:
+                written[same] = write_archive([value] if boxed else value)
+            archives[key] = written[same]
+        return archives
 
     def _values_at(self, keys: Sequence[str]) -> dict[str, Any]:
         return values_at(self._repo, self._contents, keys, self._options) if keys else {}
 
     def _bytes_at(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """Bytes of a planner as they are, whether or not there is a pickle in them."""
+        """The bytes of a planner, even if they are a pickle."""
         if not keys:
             return {}
         bare = Contents(self.manifest, self._options.rank)
@@ -182,5 +181,5 @@ def _described(dtype: str, shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) 
 
 
 def _bits(value: Any) -> tuple[type, Any]:
-    """Equal for values of one archive: 0.0 and -0.0 are not."""
+    """A key that is equal for values with equal archives. 0.0 and -0.0 differ."""
     return type(value), struct.pack("d", value) if isinstance(value, float) else value

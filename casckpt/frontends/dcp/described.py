@@ -1,4 +1,4 @@
-"""The ``.metadata`` of a DCP folder, read without running what is in it, and proved to be what it should be."""
+"""Reads the ``.metadata`` of a DCP folder without running code from it, and validates it."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def _empty_dict() -> dict[Any, Any]:
 
 
 def _short_set(items: Iterable[Any] = ()) -> set[Any]:
-    found = list(items)
-    if not all(isinstance(item, str | int | float | bytes | None) for item in found):
-        raise ValueError("a set of what is neither text nor a number")
-    return set(found)
+    listed = list(items)
+    if not all(isinstance(item, str | int | float | bytes | None) for item in listed):
+        raise ValueError("a set of something other than text or numbers")
+    return set(listed)
 
 
 _NAMES: Final[dict[tuple[str, str], Any]] = {
@@ -50,7 +50,7 @@ _NAMES: Final[dict[tuple[str, str], Any]] = {
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("collections", "OrderedDict"): _empty_dict,  # what is in it follows
+    ("collections", "OrderedDict"): _empty_dict,  # its items follow
     ("pathlib", "PosixPath"): _path,
     ("pathlib", "PurePosixPath"): _path,
     ("builtins", "set"): _short_set,
@@ -58,13 +58,13 @@ _NAMES: Final[dict[tuple[str, str], Any]] = {
 
 
 def read_metadata(data: bytes, where: str, *, anything: bool) -> dcp.Metadata:
-    """The metadata of the file ``where``. ``anything``: run what is in it.
+    """Read the metadata of the file ``where``. ``anything``: allow any pickle, which may run code.
 
-    Raises InvalidInput where only that could read it, Refused for metadata of no use.
+    Raises InvalidInput for a file that needs that, Refused for unusable metadata.
     """
     with misread(lambda why: Refused(f"{where} cannot be read: {why}; get a whole one")):
         try:
-            found = BoundedUnpickler(data, _NAMES, anything=anything).load()
+            metadata = BoundedUnpickler(data, _NAMES, anything=anything).load()
         except pickle.UnpicklingError as error:
             if anything:
                 raise
@@ -72,24 +72,24 @@ def read_metadata(data: bytes, where: str, *, anything: bool) -> dcp.Metadata:
                 f"{where} is more than DCP's own metadata ({error}), and reading it runs code from it; pass "
                 "allow_pickle=True (--allow-pickle) if you trust whoever wrote it"
             ) from error
-    wrong = _wrong(found)
+    wrong = _wrong(metadata)
     if wrong:
         raise Refused(f"{where} is no metadata of torch.distributed.checkpoint: {wrong}")
-    check_expansion(found.planner_data, len(data), where)
-    return found  # type: ignore[no-any-return] # `_wrong` has looked
+    check_expansion(metadata.planner_data, len(data), where)
+    return metadata  # type: ignore[no-any-return] # `_wrong` has checked it
 
 
-def _wrong(found: Any) -> str:
-    """Give what is not as it should be; nothing if all is. Attributes of the instances of a pickle may be anything."""
-    described = getattr(found, "state_dict_metadata", None)
-    if not isinstance(found, dcp.Metadata) or not isinstance(described, dict):
-        return f"it holds a {type(found).__name__}, or one without its tensors"
+def _wrong(metadata: Any) -> str:
+    """What is wrong with unpickled metadata, whose attributes may be anything; "" if nothing is."""
+    described = getattr(metadata, "state_dict_metadata", None)
+    if not isinstance(metadata, dcp.Metadata) or not isinstance(described, dict):
+        return f"it holds a {type(metadata).__name__}, or lacks its tensors"
     for key, value in described.items():
         if type(key) is not str:
             return f"a key is a {type(key).__name__}"
         if not isinstance(value, dcp.BytesStorageMetadata) and not _is_tensor(value):
             return f"what it says of {key!r:.200} is not usable"
-    places = found.storage_data
+    places = metadata.storage_data
     if places is not None and not isinstance(places, dict):
         return "it does not say where its tensors lie"
     for index, place in (places or {}).items():

@@ -1,11 +1,10 @@
-"""A checkpoint of a store into a folder that torch.distributed.checkpoint loads: window by window, in few files."""
+"""Exports a checkpoint to a folder that torch.distributed.checkpoint loads, window by window, in few files."""
 
 from __future__ import annotations
 
 import os
 import pickle
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -14,12 +13,10 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from casckpt.base.parallel import usable_threads
 from casckpt.base.progress import Progress, Shown
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput
-from casckpt.format.regions import Box, Region, Shape
-from casckpt.format.sections.index import Entry
+from casckpt.format.regions import Box, Shape
 from casckpt.frontends.dcp.contents import DcpContents
 from casckpt.frontends.dcp.folder import MEGATRON, METADATA, is_megatron
 from casckpt.frontends.interchange.new_files import (
@@ -33,30 +30,14 @@ from casckpt.frontends.interchange.new_files import (
 )
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.views.view import check_whole
-from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.load_plan import LoadOptions
+from casckpt.loading.regions import EntrySlice, RegionReader
 from casckpt.plan.lots import grouped, in_batches
 from casckpt.tensors.dtypes import torch_dtype
-from casckpt.tensors.memory import Destination
+from casckpt.tensors.memory import tensor_over
 
 WINDOW_BYTES: Final = 128 << 20
 FILE_BYTES: Final = 4 << 30
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """A part of a tensor that becomes a chunk of DCP's."""
-
-    key: str
-    entry: Entry
-    box: Box
-
-    @property
-    def nbytes(self) -> int:
-        return self.box.numel * torch_dtype(self.entry.dtype).itemsize
-
-    def memory(self) -> torch.Tensor:
-        return torch.empty(self.box.shape, dtype=torch_dtype(self.entry.dtype), device="cpu")
 
 
 def casckpt_to_dcp(
@@ -69,22 +50,22 @@ def casckpt_to_dcp(
     allow_pickle: bool = False,
     progress: Shown | None = None,
 ) -> Checkpoint:
-    """Write a checkpoint, whoever saved it, as a folder for `torch.distributed.checkpoint.load` with its own reader.
+    """Write any checkpoint as a folder that `torch.distributed.checkpoint.load` reads with its own reader.
 
-    Attachments become files beside (``attachments``: unless False). Every byte that is read is verified. Memory holds
-    128 MiB of tensors at a time. ``path``: of a folder, or a URL, to which a temporary folder is copied. ``force``:
-    write into a folder that is not empty. ``allow_pickle``: export values that only a pickle could hold.
+    Attachments become files of the folder (unless ``attachments=False``). Every byte read is verified. Memory holds 128
+    MiB of tensors at a time. ``path``: of a folder, or a URL, to which a temporary folder is copied. ``force``: write
+    into a folder that is not empty. ``allow_pickle``: also export values that only a pickle can hold.
 
-    Raises NotFound, Conflict if ``path`` is there, InvalidInput also for an attachment that can be no file, Damaged,
-    StorageError. After an error nothing stands under the final name.
+    Raises NotFound, Conflict if ``path`` exists, InvalidInput also for an attachment whose name no file can have,
+    Damaged, StorageError. After an error nothing exists under the final name.
     """
     opened_store = as_store(store)
     checkpoint = opened_store.get(ref)
     opened = DcpContents(opened_store, checkpoint, LoadOptions(allow_pickle=allow_pickle))
     if opened.note.chunks:
         raise InvalidInput(f"{checkpoint.run} holds what one rank saved for itself; there is no whole state to export")
-    counted = Progress(progress).of(checkpoint.stats.bytes_total)
-    download = EntryReader(opened_store.repository, opened.manifest, True, usable_threads(None), counted)
+    total = checkpoint.stats.bytes_total
+    reader = RegionReader(opened_store.repository, opened.manifest, total, Progress(progress))
     attached = opened_store.attachments(checkpoint)
     if attachments:
         check_file_names(attached, _is_ours)
@@ -94,21 +75,21 @@ def casckpt_to_dcp(
     ):
         write_attached(opened_store, checkpoint, attached if attachments else (), folder)
         config = opened_store.read_attachment(checkpoint, MEGATRON) if MEGATRON in attached else b""
-        metadata = _Writer(folder, opened, download, boxed=is_megatron(config)).write()
+        metadata = _Writer(folder, opened, reader, boxed=is_megatron(config)).write()
         write_durably(folder / METADATA, pickle.dumps(metadata))
     return checkpoint
 
 
 class _Writer:
-    """The data files of one folder. ``boxed``: values that are no tensors stand in lists, as Megatron has them."""
+    """Writes the data files of one folder. ``boxed``: each value that is not a tensor is in a list, as in Megatron."""
 
-    def __init__(self, folder: Path, opened: DcpContents, download: EntryReader, *, boxed: bool) -> None:
-        self._folder, self._opened, self._download, self._boxed = folder, opened, download, boxed
+    def __init__(self, folder: Path, opened: DcpContents, reader: RegionReader, *, boxed: bool) -> None:
+        self._folder, self._opened, self._reader, self._boxed = folder, opened, reader, boxed
         self._places: dict[dcp.MetadataIndex, _StorageInfo] = {}
         self._number = 0
 
     def write(self) -> dcp.Metadata:
-        """All of them; the metadata that say where everything lies."""
+        """Write all files. Returns the metadata, which say where everything lies."""
         metadata, tensors = self._opened.metadata(), self._opened.schema.tensors
         check_whole(self._opened.manifest, [self._opened.tensor(dcp.MetadataIndex(key))[0] for key in tensors])
         chunks = [chunk for key in tensors for chunk in self._chunks(key)]
@@ -118,49 +99,40 @@ class _Writer:
         for number, content in enumerate(files):
             name = f"__0_{number}.distcp"
             with synced_file(self._folder / name) as file:
-                for window in content:
-                    self._write_window(file, name, window)
-                for key, data in values.items() if number == len(files) - 1 else ():
-                    self._note(dcp.MetadataIndex(key), file, name, file.write(data))
+                for chunk, data in self._reader.read(content):
+                    self._write_chunk(file, name, chunk, data)
+                for key, value in values.items() if number == len(files) - 1 else ():
+                    self._note(dcp.MetadataIndex(key), file, name, file.write(value))
         self._describe(metadata, chunks)
         return metadata
 
-    def _chunks(self, key: str) -> Iterator[_Chunk]:
+    def _chunks(self, key: str) -> Iterator[EntrySlice]:
         entry, _ = self._opened.tensor(dcp.MetadataIndex(key))
-        for box in split(entry.shape, torch_dtype(entry.dtype).itemsize, WINDOW_BYTES):
-            yield _Chunk(key, entry, box)
+        for box in split(entry.shape, entry.itemsize, WINDOW_BYTES):
+            yield EntrySlice(entry, 0, box.numel, box)
 
-    def _write_window(self, file: BinaryIO, name: str, window: Sequence[_Chunk]) -> None:
-        made = [(chunk, chunk.memory()) for chunk in window]
-        self._download.run(
-            [
-                RegionRequest(chunk.entry.number, Destination(Region(chunk.box, 0, chunk.box.numel), data, data.dtype))
-                for chunk, data in made
-                if chunk.box.numel
-            ]
-        )
-        for chunk, data in made:
-            start = file.tell()
-            with torch_saves():
-                torch.save(data, file)
-            self._note(dcp.MetadataIndex(chunk.key, chunk.box.offset), file, name, file.tell() - start)
+    def _write_chunk(self, file: BinaryIO, name: str, chunk: EntrySlice, data: memoryview) -> None:
+        box, start = chunk.region.box, file.tell()
+        with torch_saves():
+            torch.save(tensor_over(data, torch_dtype(chunk.entry.dtype), box.shape), file)
+        self._note(dcp.MetadataIndex(chunk.entry.key, box.offset), file, name, file.tell() - start)
 
     def _note(self, index: dcp.MetadataIndex, file: BinaryIO, name: str, nbytes: int) -> None:
         self._places[index] = _StorageInfo(name, file.tell() - nbytes, nbytes)
 
-    def _describe(self, metadata: dcp.Metadata, chunks: Sequence[_Chunk]) -> None:
-        for key, of_key in grouped(chunks, lambda chunk: chunk.key).items():
-            boxes = [chunk.box for chunk in of_key]
+    def _describe(self, metadata: dcp.Metadata, chunks: Sequence[EntrySlice]) -> None:
+        for key, of_key in grouped(chunks, lambda chunk: chunk.entry.key).items():
+            boxes = [chunk.region.box for chunk in of_key]
             parts = [dcp.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)) for box in boxes]
-            told = metadata.state_dict_metadata[key]
-            if isinstance(told, dcp.TensorStorageMetadata):
-                properties = dcp.TensorProperties(dtype=told.properties.dtype)
-                metadata.state_dict_metadata[key] = dcp.TensorStorageMetadata(properties, told.size, parts)
+            described = metadata.state_dict_metadata[key]
+            if isinstance(described, dcp.TensorStorageMetadata):
+                properties = dcp.TensorProperties(dtype=described.properties.dtype)
+                metadata.state_dict_metadata[key] = dcp.TensorStorageMetadata(properties, described.size, parts)
         metadata.storage_data = self._places
 
 
 def split(shape: Shape, itemsize: int, most: int) -> Iterator[Box]:
-    """Boxes of whole rows that make up a tensor, of at most ``most`` bytes each where a row has not more."""
+    """Cut a tensor into boxes of whole rows, of at most ``most`` bytes each unless a row is larger."""
     row = prod(shape[1:]) * itemsize
     if not shape or not prod(shape) or row * shape[0] <= most:
         yield Box((0,) * len(shape), shape)
@@ -172,5 +144,5 @@ def split(shape: Shape, itemsize: int, most: int) -> Iterator[Box]:
 
 
 def _is_ours(name: str) -> bool:
-    """Tell whether it is a file of a DCP folder that was there before."""
+    """Tell whether an earlier export made this file."""
     return name == METADATA or name.endswith(".distcp")

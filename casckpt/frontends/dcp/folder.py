@@ -1,4 +1,4 @@
-"""A folder that torch.distributed.checkpoint wrote, read without running what is in its pickles."""
+"""Reads a folder of torch.distributed.checkpoint without running code from its pickles."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ MEGATRON: Final = "metadata.json"
 
 
 def is_megatron(config: bytes) -> bool:
-    """Tell whether this is the ``metadata.json`` of a folder that Megatron's strategy "torch_dist" wrote."""
+    """Whether this is the ``metadata.json`` of a folder that Megatron's strategy "torch_dist" wrote."""
     try:
-        found = json.loads(config)
+        content = json.loads(config)
     except (ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and found.get("sharded_backend") == "torch_dist"
+    return isinstance(content, dict) and content.get("sharded_backend") == "torch_dist"
 
 
 class Folder:
-    """``files``: those of the folder. Raises Refused or InvalidInput for metadata of no use."""
+    """A DCP folder. ``files``: the files in it. Raises Refused or InvalidInput for unusable metadata."""
 
     def __init__(self, files: Files, *, allow_pickle: bool) -> None:
         self._files, self._allow_pickle = files, allow_pickle
@@ -47,66 +47,61 @@ class Folder:
                 f"{files.url} holds no checkpoint, but folders that do: {listed(deeper)}; give one of them"
             )
         self._boxed = is_megatron(files.read(MEGATRON)) if MEGATRON in names else False
-        found = read_metadata(files.read(METADATA), f"{files.url}/{METADATA}", anything=allow_pickle)
-        self.metadata, self._cuts = unflatten(found)
+        stored = read_metadata(files.read(METADATA), f"{files.url}/{METADATA}", anything=allow_pickle)
+        self.metadata, self._cuts = unflatten(stored)
         self._places: dict[MetadataIndex, _StorageInfo] = places(self.metadata.storage_data or {}, self._cuts)
         self._values: dict[str, io.BytesIO] = {}
 
     def plan(self) -> SavePlan:
-        """All that is in the folder, as a plan to save it."""
-        items = self._value_items()
+        """The plan that saves everything in the folder."""
+        items = []
         for key, value in self.metadata.state_dict_metadata.items():
             if isinstance(value, BytesStorageMetadata):
+                items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
                 continue
             for chunk in value.chunks:
                 data = TensorWriteData(chunk, value.properties, value.size)
                 items.append(WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
-        return SavePlan(self._in_file_order(items))
 
-    def _value_items(self) -> list[WriteItem]:
-        described = self.metadata.state_dict_metadata.items()
-        keys = (key for key, value in described if isinstance(value, BytesStorageMetadata))
-        return [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in keys]
-
-    def _in_file_order(self, items: list[WriteItem]) -> list[WriteItem]:
         def order(item: WriteItem) -> tuple[str, int]:
             place = self._places.get(item.index)
             return ("", 0) if place is None else (place.relative_path, place.offset)
 
-        return sorted(items, key=order)
+        return SavePlan(sorted(items, key=order))
 
-    def read_values(self) -> None:
-        """Look into all values that are no tensors; they are kept until `resolve_data` hands them over.
+    def read_values(self, plan: SavePlan) -> None:
+        """Read and check the values of a plan that are not tensors. They are kept until `resolve_data` returns them.
 
-        Raises InvalidInput, naming the keys, where nothing but a trusted unpickler could ever read them, unless they
-        may be unpickled: then they are kept as the bytes that they are.
+        Raises InvalidInput, naming the keys, for values that torch's restricted unpickler cannot read. If they may be
+        unpickled, they are kept as bytes instead.
         """
-        found = {item.index.fqn: self._read_value(item) for item in self._in_file_order(self._value_items())}
-        values = {} if self._allow_pickle else found
-        unread = sorted(key for key, stream in values.items() if not _is_readable(stream.getvalue()))
+        items = (item for item in plan.items if item.type == WriteItemType.BYTE_IO)
+        values = {item.index.fqn: self._read_value(item) for item in items}
+        checked = {} if self._allow_pickle else values
+        unread = sorted(key for key, stream in checked.items() if not _is_readable(stream.getvalue()))
         if unread:
             raise InvalidInput(
                 f"{self._files.url}: {', '.join(map(repr, unread[:6]))}{', ...' if len(unread) > 6 else ''} "
-                f"({len(unread)} of {len(found)} values) are damaged, or pickles of more than tensors and plain data, "
+                f"({len(unread)} of {len(values)} values) are damaged, or pickles of more than tensors and plain data, "
                 "which run code when they are read; pass allow_pickle=True (--allow-pickle) to keep them as they are, "
                 "if you trust whoever wrote them",
                 keys=tuple(unread),
             )
-        self._values = found
+        self._values = values
 
     def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The data of an item; of a `SavePlanner`, what is asked for. Raises Damaged, naming key and file."""
+        """The data of an item, as a `SavePlanner` returns it. Raises Damaged, naming key and file."""
         if item.type == WriteItemType.BYTE_IO:
             key = item.index.fqn
             return self._values.pop(key) if key in self._values else self._read_value(item)
         with self._part(item) as view:
-            found = torch.load(view, map_location="cpu", weights_only=True)
-            if not isinstance(found, torch.Tensor):
-                raise Refused(f"{item.index.fqn!r} is no tensor, but in the metadata it is", key=item.index.fqn)
-            if found.untyped_storage().nbytes() < found.numel() * found.element_size():
+            data = torch.load(view, map_location="cpu", weights_only=True)
+            if not isinstance(data, torch.Tensor):
+                raise Refused(f"{item.index.fqn!r} is not a tensor, but in the metadata it is", key=item.index.fqn)
+            if data.untyped_storage().nbytes() < data.numel() * data.element_size():
                 raise ValueError("its tensor is larger than its data")
         cut = self._cuts.get(item.index)
-        return found if cut is None else cut.out_of(found)
+        return data if cut is None else cut.out_of(data)
 
     def _read_value(self, item: WriteItem) -> io.BytesIO:
         with self._part(item) as view:
@@ -115,7 +110,7 @@ class Folder:
 
     @contextmanager
     def _part(self, item: WriteItem) -> Iterator[BinaryIO]:
-        """Open the place of an item, as a file. What goes wrong while it is decoded is Damaged."""
+        """Open the part of a file that holds an item. Errors in the block become Damaged."""
         key, place = item.index.fqn, self._places.get(item.index)
         if place is None:
             raise Damaged(f"{self._files.url}/{METADATA} does not say where {key!r} lies", key=key)
@@ -131,18 +126,18 @@ class Folder:
             yield view
 
     def _unboxed(self, data: bytes) -> io.BytesIO:
-        """With the one value of a list, as Megatron keeps objects; without where only a pickle could tell it."""
+        """Take a value out of its list of one, as Megatron writes objects. Pickles stay bytes."""
         if not is_only_torchs(data):
             return io.BytesIO(data)
         try:
-            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not self._allow_pickle)
+            box = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not self._allow_pickle)
         except MISREAD:
             return io.BytesIO(data)
-        return BoxedStream(data, found[0]) if isinstance(found, list) and len(found) == 1 else io.BytesIO(data)
+        return BoxedStream(data, box[0]) if isinstance(box, list) and len(box) == 1 else io.BytesIO(data)
 
 
 def _is_readable(data: bytes) -> bool:
-    """Tell whether torch's restricted unpickler reads it, and to a size that can be stored."""
+    """Whether torch's restricted unpickler reads a value, and its size is acceptable."""
     try:
         check_expansion(read_archive(data), len(data), "a value")
     except MISREAD:  # Refused is a ValueError

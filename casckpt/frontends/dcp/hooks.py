@@ -1,4 +1,4 @@
-"""The common part of all hooks that DCP calls: their errors travel to other ranks."""
+"""The decorator of all hooks that DCP calls. It makes their errors fit to be sent to other ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 def hook(method: Callable[P, T]) -> Callable[P, T]:
-    """Raise only what comes back from a pickle: DCP sends errors so, and ranks wait for ever for one that does not.
+    """Raise only errors that can be pickled. DCP pickles errors, and ranks would wait forever for one that it cannot.
 
-    What fails when the program is ending already is told: DCP drops it with the future.
+    An error while the program is exiting is noted, because DCP drops it with the future.
     """
 
     @wraps(method)
@@ -25,9 +25,9 @@ def hook(method: Callable[P, T]) -> Callable[P, T]:
             return method(*args, **kwargs)
         except Exception as error:
             note_if_late(error)
-            found = portable(error)
-            if found is error:
+            sendable = portable(error)
+            if sendable is error:
                 raise
-            raise found from error
+            raise sendable from error
 
     return call

@@ -1,7 +1,7 @@
-"""The ids that DCP's calls are given: RUN@STEP, a step, or a path, as in loops that save into folders.
+"""The checkpoint ids of DCP's calls: RUN@STEP, a step, or a path, as in loops that save into folders.
 
-The number at the end of a path is its step, and all before it its run: ``/ckpt/step-500`` is step 500 of ``ckpt/step``.
-A path without one, ``/ckpt/last``, is step 0 of ``ckpt/last``: a place that is saved to again and again.
+The number at the end of a path is the step, and the rest is the run: ``/ckpt/step-500`` is step 500 of ``ckpt/step``.
+A path without a number, such as ``/ckpt/last``, is step 0 of ``ckpt/last``. Each save overwrites it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _PLACE = re.compile(r"(?P<run>.+)@(?P<step>[0-9]{1,19})", re.DOTALL)
 
 
 def place_of(checkpoint_id: str | os.PathLike[str], run: str) -> tuple[str, int]:
-    """(run, step) of the id of a save. ``run``: of an id that is a step alone. Raises InvalidInput."""
+    """The run and step for the id of a save. ``run``: used if the id is only a step. Raises InvalidInput."""
     text = _text(checkpoint_id)
     if _STEP.fullmatch(text):
         return run, check_step(int(text))
-    found = _PLACE.fullmatch(text)
-    if found:
-        return check_run(found["run"]), check_step(int(found["step"]))
+    match = _PLACE.fullmatch(text)
+    if match:
+        return check_run(match["run"]), check_step(int(match["step"]))
     if is_reference(text):
         raise InvalidInput(
             f"checkpoint_id={text!r} names no place in a store: a load would take it for a reference to what is there. "
@@ -41,7 +41,7 @@ def place_of(checkpoint_id: str | os.PathLike[str], run: str) -> tuple[str, int]
 
 
 def reference_of(checkpoint_id: str | os.PathLike[str], run: str | None) -> str:
-    """The reference that the id of a load stands for. ``run``: of a step alone; None leaves that as it is.
+    """The reference for the id of a load. ``run``: used if the id is only a step; None keeps such an id unchanged.
 
     Raises InvalidInput.
     """
@@ -53,7 +53,7 @@ def reference_of(checkpoint_id: str | os.PathLike[str], run: str | None) -> str:
 
 
 def is_usable(of: Callable[[str | os.PathLike[str], str], object], checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Tell whether `place_of`, or `reference_of`, takes an id."""
+    """Whether `place_of` or `reference_of` accepts an id."""
     try:
         of(checkpoint_id, "default")
     except InvalidInput:
@@ -80,7 +80,7 @@ def _place_of_path(text: str) -> tuple[str, int]:
 
 
 def stamp(metadata: Metadata, run: str, step: int, txid: TxId) -> None:
-    """Say in DCP's metadata which checkpoint they are of, and in which form."""
+    """Write the name of the checkpoint, and DCP's version, into DCP's metadata."""
     metadata.storage_meta = StorageMeta(checkpoint_id=f"{run}@{step}", save_id=txid)
-    if hasattr(metadata, "version"):  # older versions of torch know none
+    if hasattr(metadata, "version"):  # older versions of torch have none
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)

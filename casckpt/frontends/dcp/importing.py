@@ -1,4 +1,4 @@
-"""A folder of torch.distributed.checkpoint into a store, window by window: through the same save as `StorageWriter`."""
+"""Imports a folder of torch.distributed.checkpoint, window by window, through the save of `StorageWriter`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def dcp_to_casckpt(
     allow_pickle: bool = False,
     **options: Unpack[ImportArguments],
 ) -> Checkpoint:
-    """Save what a DCP folder, or a URL of one, holds, as if it had been saved through `StorageWriter`, by one process.
+    """Save the content of a DCP folder, or a URL of one, as if one process had saved it through `StorageWriter`.
 
-    Of Megatron's `torch_dist` folders too: ``common.pt`` and other small files become attachments. Memory holds 256 MiB
-    of tensors, or the largest chunk, at a time. Nothing that is pickled in the folder is run unless ``allow_pickle``,
-    and without it a value that torch's restricted unpickler does not read is refused: nobody could read it afterwards.
-    ``step``, ``options``: of `Store.save`.
+    Small files beside the tensors, such as ``common.pt`` of Megatron's `torch_dist` folders, become attachments. Memory
+    holds 256 MiB of tensors, or the largest chunk, at a time. ``allow_pickle``: accept values that torch's restricted
+    unpickler does not read, and unpickle Megatron's objects, which may run code; such values are refused otherwise.
+    ``step``, ``options``: those of `Store.save`.
 
-    Raises NotFound, InvalidInput, Refused or Damaged for a folder of no use, and what `Store.save` raises.
+    Raises NotFound, InvalidInput, Refused or Damaged for an unusable folder, and what `Store.save` raises.
     """
     check_keywords("dcp_to_casckpt", options, ImportArguments)
     return import_folder(open_files(path), store, SaveOptions(step=step, allow_pickle=allow_pickle, **options))
@@ -46,28 +46,29 @@ def dcp_to_casckpt(
 def import_folder(
     files: Files, store: AnyStore, options: SaveOptions, more: Mapping[Any, Any] | None = None
 ) -> Checkpoint:
-    """`dcp_to_casckpt`, from any `Files`. ``more``: a state to save beside. Attachments: unless given, its files."""
+    """`dcp_to_casckpt` for any `Files`. ``more``: a state to save in addition. By default, small files are attached."""
     folder, opened = Folder(files, allow_pickle=options.allow_pickle), as_store(store)
     if options.attachments is None:
         options = replace(options, attachments=small_files(files))
-    folder.read_values()
+    plan = folder.plan()
+    folder.read_values(plan)
     session = WriterSession(opened.repository, options.checked(), rank=0, alone=False, more=more or {})
-    (plan,) = session.begin([session.ask(folder.plan())])
+    (plan,) = session.begin([session.ask(plan)])
     results = session.write(plan, folder)
     session.finish(folder.metadata, [results])
     return opened.get(session.checkpoint)
 
 
 def small_files(files: Files) -> dict[str, bytes]:
-    """The files beside the tensors, up to 64 MiB each; larger ones are named in the log."""
-    found: dict[str, bytes] = {}
+    """The files beside the tensors, up to 64 MiB each. The log names larger ones."""
+    contents: dict[str, bytes] = {}
     for name in files.names():
         if name == METADATA or name.endswith(".distcp"):
             continue
         if not is_attachment_name(name):
-            log.warning("left out, for an attachment cannot have its name: %r", name)
+            log.warning("left out, because an attachment cannot have this name: %r", name)
         elif files.size(name) > MAX_ATTACHMENT_BYTES:
             log.warning("left out, because it is larger than 64 MiB: %s", name)
         else:
-            found[name] = files.read(name)
-    return found
+            contents[name] = files.read(name)
+    return contents

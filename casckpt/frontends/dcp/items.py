@@ -1,4 +1,4 @@
-"""From the items of a DCP plan to what a save of casckpt takes: pieces of tensors, and objects."""
+"""Converts the items of a DCP plan to entries of a save: pieces of tensors, and objects."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from casckpt.tensors.state import decode_tree, encode_tree, flatten, inflate
 from casckpt.tensors.untrusted import MISREAD
 
 WINDOW_BYTES: Final = 256 << 20
-"""Of tensors that a planner makes anew, so much is there at a time."""
+"""The most bytes of tensors at a time that a planner creates for the save."""
 _HANDING_OVER: Final = ("resolve_data", "transform_object")
-_INLINE: Final = 256 << 10  # bytes of a planner up to this size are looked into before a load changes anything
+_INLINE: Final = 256 << 10  # bytes of a planner up to this size are checked before a load changes anything
 
 
 class Resolver(Protocol):
-    """What gives the data of items: a planner, or a folder that is imported."""
+    """Returns the data of items: a planner, or a folder that is imported."""
 
     def resolve_data(self, write_item: WriteItem, /) -> Any:
         """A tensor, or bytes."""
 
 
 class BoxedStream(io.BytesIO):
-    """What torch.save wrote of a list of one ``value``."""
+    """The bytes that torch.save wrote for a list of one ``value``."""
 
     def __init__(self, data: bytes, value: Any) -> None:
         super().__init__(data)
@@ -54,9 +54,9 @@ class BoxedStream(io.BytesIO):
 
 @dataclass
 class Values:
-    """The values of a rank that are no tensors. ``nodes``: the tree below each key that has one, encoded.
+    """The values of a rank that are not tensors. ``nodes``: the encoded tree of each value that is a container.
 
-    ``opaque``: keys of bytes that are kept as the planner made them. ``is_odd``: DCP's planner would flatten one.
+    ``opaque``: keys that are stored as the planner's bytes. ``is_odd``: DCP's planner would flatten one of the values.
     """
 
     objects: list[ObjectEntry] = field(default_factory=list)
@@ -65,14 +65,9 @@ class Values:
     opaque: set[str] = field(default_factory=set)
     is_odd: bool = False
 
-    def add(self, prepared: Prepared) -> None:
-        """Objects and streams of one value."""
-        self.objects += prepared.objects
-        self.sources += prepared.sources
-
 
 def values_of(items: Iterable[WriteItem], planner: Resolver, *, allow_pickle: bool) -> Values:
-    """Take what the planner gives for its items that are no tensors. Raises InvalidInput, naming the key."""
+    """Get the values of the items that are not tensors from the planner. Raises InvalidInput, naming the key."""
     values = Values()
     for item in items:
         if item.type == WriteItemType.BYTE_IO:
@@ -82,7 +77,7 @@ def values_of(items: Iterable[WriteItem], planner: Resolver, *, allow_pickle: bo
 
 def _add_value(values: Values, item: WriteItem, planner: Resolver, allow_pickle: bool) -> None:
     key = item.index.fqn
-    if has_methods_of(planner, DefaultSavePlanner, *_HANDING_OVER):  # what it would only pickle
+    if has_methods_of(planner, DefaultSavePlanner, *_HANDING_OVER):  # it would only pickle the value
         value = planner.lookup_object(item.index)
         if _add_plain(values, key, value):
             return
@@ -102,7 +97,7 @@ def _add_value(values: Values, item: WriteItem, planner: Resolver, allow_pickle:
 
 
 def _add_unboxed(values: Values, key: str, value: Any, allow_pickle: bool) -> bool:
-    """Add what an export puts into a list again; False if it would not come back so: then the bytes are kept."""
+    """Add a value that an export puts into a list again. False if it would not load unchanged."""
     if _add_plain(values, key, value):
         return True
     if allow_pickle and _comes_back(value):
@@ -112,33 +107,33 @@ def _add_unboxed(values: Values, key: str, value: Any, allow_pickle: bool) -> bo
 
 
 def _add_archive(values: Values, key: str, data: bytes, planner: Resolver) -> bool:
-    """Add the value that torch.save wrote; False if it is not to be read, or could not stand for these bytes."""
+    """Add the value that torch.save wrote. False if it cannot be read, or would not give the same bytes again."""
     try:
-        found = read_archive(data)
-        # one of its kind may look at the bytes themselves; those of a folder are read by torch, or kept
+        value = read_archive(data)
+        # a planner may depend on the bytes; a folder's values are only read by torch
         same = (
-            write_archive(_as_loaded(key, found)) == data if isinstance(planner, SavePlanner) else is_only_torchs(data)
+            write_archive(_as_loaded(key, value)) == data if isinstance(planner, SavePlanner) else is_only_torchs(data)
         )
     except MISREAD:  # InvalidInput is a ValueError
         return False
-    return same and _add_plain(values, key, found)
+    return same and _add_plain(values, key, value)
 
 
 def _as_loaded(key: str, value: Any) -> Any:
-    """Give what a load will make of it. Raises InvalidInput for what is not plain."""
+    """The value as a load returns it. Raises InvalidInput for a value that is not plain data."""
     flat = flatten({key: value})
 
     def leaf(key: str, _: Leaf) -> Any:
-        found = flat.leaves[key]
-        if found.is_tensor:
-            return found.value.clone(memory_format=torch.contiguous_format)
-        return plain.decode(plain.encode(found.value, extensions=TORCH_EXTENSIONS), extensions=TORCH_EXTENSIONS)
+        value = flat.leaves[key].value
+        if flat.leaves[key].is_tensor:
+            return value.clone(memory_format=torch.contiguous_format)
+        return plain.decode(plain.encode(value, extensions=TORCH_EXTENSIONS), extensions=TORCH_EXTENSIONS)
 
     return inflate(flat.tree, leaf, lambda _: True)[key]
 
 
 def _add_plain(values: Values, key: str, value: Any) -> bool:
-    """Add a value as the native API would store it; False if it would not come back as what it is."""
+    """Add a value as the native API stores it. False if it would not load unchanged."""
     if not _comes_back(value):
         return False
     try:
@@ -150,7 +145,8 @@ def _add_plain(values: Values, key: str, value: Any) -> bool:
 
 
 def _add_prepared(values: Values, key: str, prepared: Prepared, value: Any) -> None:
-    values.add(prepared)
+    values.objects += prepared.objects
+    values.sources += prepared.sources
     node = find(decode_tree(prepared.tree), key)
     if node is not None and not isinstance(node, int):
         values.nodes[key] = encode_tree(node)
@@ -158,7 +154,7 @@ def _add_prepared(values: Values, key: str, prepared: Prepared, value: Any) -> N
 
 
 def _comes_back(value: Any) -> bool:
-    """Whether all tensors in it are plain, and all containers of tensors of types that the native API keeps."""
+    """Whether a value loads unchanged: its tensors are plain, and its containers are types that casckpt keeps."""
     waiting, seen = [value], set[int]()
     while waiting:
         item = waiting.pop()
@@ -176,7 +172,7 @@ def _comes_back(value: Any) -> bool:
 
 
 def _add_opaque(values: Values, key: str, data: bytes) -> None:
-    """Bytes as they are. Those of torch.save are read outside of DCP as far as its restricted unpickler allows it."""
+    """Add bytes unchanged. Without DCP, bytes of torch.save load if its restricted unpickler reads them."""
 
     def encode(spill: plain.Spill) -> tuple[bytes, bool]:
         return plain.encode(data, spill=spill, spill_from=_INLINE, where=key), is_archive(data)
@@ -192,7 +188,7 @@ def _add_opaque(values: Values, key: str, data: bytes) -> None:
 
 @dataclass(frozen=True)
 class _Part:
-    """One item: which elements of which tensor, under which key."""
+    """One item: a region of a tensor, and its key."""
 
     item: WriteItem
     key: str
@@ -207,13 +203,13 @@ class _Part:
 
 @dataclass
 class Tensors:
-    """The tensors of a rank, as its plan has them. ``chunks``: see `casckpt.frontends.dcp.note.Note`."""
+    """The tensors in the plan of a rank. ``chunks``: see `casckpt.frontends.dcp.note.Note`."""
 
     parts: list[_Part] = field(default_factory=list)
     chunks: dict[str, tuple[Shape, list[Chunk]]] = field(default_factory=dict)
 
     def windows(self, planner: Resolver) -> Iterator[list[_Part]]:
-        """All parts; a planner that may make tensors anew is asked for some at a time."""
+        """Yield all parts, in windows if the planner may create the tensors."""
         if has_methods_of(planner, DefaultSavePlanner, *_HANDING_OVER, "lookup_object"):
             yield self.parts
             return
@@ -221,27 +217,27 @@ class Tensors:
 
 
 def tensors_of(items: Iterable[WriteItem], *, alone: bool) -> Tensors:
-    """The tensors of a plan. ``alone``: this rank saves what it has for itself, each part under a key of its own."""
-    found = Tensors()
+    """The tensors of a plan. ``alone``: this rank saves by itself, each part under its own key."""
+    tensors = Tensors()
     for item in items:
         if item.type == WriteItemType.BYTE_IO:
             continue
         key = item.index.fqn
         shape, sizes, box = _place_of(item)
         if alone and sizes != shape:
-            chunks = found.chunks.setdefault(key, (shape, []))[1]
+            chunks = tensors.chunks.setdefault(key, (shape, []))[1]
             if box is not None:
                 part = Chunk(f"{key}@{'x'.join(map(str, box.offset))}", box.offset, box.shape)
                 chunks.append(part)
-                found.parts.append(_Part(item, part.key, box.shape, whole(box.shape)))
+                tensors.parts.append(_Part(item, part.key, box.shape, whole(box.shape)))
         else:
             region = Region(full_box(shape), 0, 0) if box is None else Region(box, 0, box.numel)
-            found.parts.append(_Part(item, key, shape, region))
-    return found
+            tensors.parts.append(_Part(item, key, shape, region))
+    return tensors
 
 
 def _place_of(item: WriteItem) -> tuple[Shape, Shape, Box | None]:
-    """Of an item of a tensor: the shape of the whole, that of its part, and where it lies; None if it is empty."""
+    """The shape of an item's tensor, the shape of its part, and the box of the part; None if it is empty."""
     key, data = item.index.fqn, item.tensor_data
     if data is None:
         raise InvalidInput(f"{key!r}: the plan has an item of a tensor without its size", key=key)
@@ -255,14 +251,14 @@ def _place_of(item: WriteItem) -> tuple[Shape, Shape, Box | None]:
 
 
 def is_whole(value: Any) -> bool:
-    """Tell whether several ranks may hold all of a value, or the same part of it: a tensor, or a DTensor."""
+    """Whether several ranks may hold the same elements of a value: a plain tensor, or a replicated DTensor."""
     if is_dtensor(value):
         return any(placement.is_replicate() for placement in value.placements)
     return type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
 def sources_of(parts: Sequence[_Part], planner: Resolver, is_frozen: Any) -> list[LocalEntry]:
-    """Take what the planner gives for these parts. Raises InvalidInput, naming the key, for what cannot be stored."""
+    """Get the data of these parts from the planner. Raises InvalidInput, naming the key, for unusable tensors."""
     pieces: dict[str, list[Piece]] = {}
     first: dict[str, tuple[str, Shape]] = {}
     for part in parts:
@@ -282,9 +278,9 @@ def sources_of(parts: Sequence[_Part], planner: Resolver, is_frozen: Any) -> lis
 
 
 def check_planned(key: str, tensor: torch.Tensor, box: Box) -> None:
-    """Raise InvalidInput unless this rank holds the elements of ``box``, which a planner of torch takes it to hold.
+    """Raise InvalidInput unless this rank holds the elements of ``box``, as torch's planner assumes.
 
-    It plans as if mesh dimensions sharded from left to right. Older versions plan partial sums as if they were whole.
+    The planner assumes that mesh dimensions shard from left to right. Older versions treat partial sums as whole.
     """
     regions = [piece.region for piece in local_tensor(key, tensor).pieces]
     if not any(box.inside(region.box) for region in regions):

@@ -1,4 +1,4 @@
-"""A note of plain data in a manifest, for DCP alone: what the tree does not tell."""
+"""A note in a manifest for DCP: what the tree of the state does not show."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor that one rank saved for itself, under a key of its own. Offset and shape in elements."""
+    """A part of a tensor that one rank saved by itself, under its own key. Offset and shape in elements."""
 
     key: str
     offset: tuple[int, ...]
@@ -25,11 +25,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Note:
-    """What DCP is to get back as it was.
+    """What DCP needs back unchanged.
 
-    ``keys``: of tensors and other values, where DCP's default planner would flatten the state otherwise; else None.
-    ``planner_data``: with them. ``opaque``: keys of values that are bytes as a planner made them. ``chunks``: shape and
-    parts of the tensors of a rank that saved for itself.
+    ``keys``: the keys of tensors and other values, if DCP's default planner would flatten the state differently; else
+    None. ``planner_data``: set together with ``keys``. ``opaque``: keys of values that are stored as the bytes of a
+    planner. ``chunks``: shape and parts of the tensors of a rank that saved by itself.
     """
 
     keys: list[str] | None = None
@@ -38,9 +38,9 @@ class Note:
     chunks: Mapping[str, tuple[tuple[int, ...], list[Chunk]]] = field(default_factory=dict)
 
     def encoded(self, *, allow_pickle: bool) -> dict[str, bytes]:
-        """As a manifest holds it. Raises InvalidInput for planner data that are not plain, unless they may be pickled.
+        """Encode the note for a manifest; empty for an empty note.
 
-        Nothing at all where there is nothing to say.
+        Raises InvalidInput for planner data that are not plain data, unless they may be pickled.
         """
         if self == Note():
             return {}
@@ -51,19 +51,19 @@ class Note:
                 f"the planner's {error}. It is stored with the checkpoint: pass allow_pickle=True to StorageWriter",
                 key="planner_data",
             ) from error
-        chunks = {key: (shape, [(c.key, c.offset, c.shape) for c in found]) for key, (shape, found) in
+        chunks = {key: (shape, [(c.key, c.offset, c.shape) for c in parts]) for key, (shape, parts) in
                   self.chunks.items()}  # fmt: skip
         return {NOTE: plain.encode((self.keys, data, pickled, sorted(self.opaque), chunks))}
 
 
 def read_note(manifest: Manifest, *, allow_pickle: bool) -> Note:
-    """The note of a manifest; an empty one where there is none. Raises Refused for one of no use, InvalidInput."""
+    """The note of a manifest; an empty one if it has none. Raises Refused for an unusable note, InvalidInput."""
     data = manifest.body.notes.get(NOTE)
     if data is None:
         return Note()
     try:
         keys, planner, pickled, opaque, chunks = plain.decode(data, extensions=TORCH_EXTENSIONS, strict=True)
-        parts = {key: (tuple(shape), [Chunk(*one) for one in found]) for key, (shape, found) in chunks.items()}
+        parts = {key: (tuple(shape), [Chunk(*part) for part in of_key]) for key, (shape, of_key) in chunks.items()}
         note = Note(None if keys is None else list(keys), None, frozenset(opaque), parts)
     except (ValueError, TypeError, AttributeError) as error:
         raise Refused(f"manifest {manifest.id} is not usable: its note for DCP: {error}") from error

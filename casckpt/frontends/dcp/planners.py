@@ -1,4 +1,4 @@
-"""Planners that hand values over as they are, where DCP's own ones hand over pickles."""
+"""Planners that pass values as plain data, where DCP's own planners pass pickles."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ MAGIC: Final = b"casckpt plain data\n"
 
 
 def has_methods_of(planner: object, default: type[P], *names: str) -> TypeGuard[P]:
-    """Tell whether a planner is one of DCP's ``default``, or of a subclass that has these methods of it."""
+    """Whether a planner is a ``default`` of DCP, or of a subclass that does not override these methods."""
     same = (getattr(type(planner), name, None) is getattr(default, name) for name in names)
     return isinstance(planner, default) and all(same)
 
 
 class ValueStream(io.BytesIO):
-    """A value on its way between planner and storage. As bytes: plain data, or nothing where it is not plain."""
+    """A value between planner and storage. Its bytes are plain data; empty if the value is not plain data."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -48,21 +48,21 @@ def value_of(stream: io.BytesIO) -> Any:
 
 
 class PickleFreeSavePlanner(DefaultSavePlanner):
-    """DCP's default planner, but what is no tensor goes to the storage as it is: as plain data, never as a pickle.
+    """DCP's default planner, which passes values that are not tensors as plain data, never as a pickle.
 
-    With `StorageWriter`. Values that are not plain data are refused, naming the key, unless the writer may pickle.
+    For `StorageWriter`, which refuses values that are not plain data, naming the key, unless it may pickle.
     """
 
     @override
     def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
             return ValueStream(object)
-        found: torch.Tensor | io.BytesIO = super().transform_object(write_item, object)
-        return found
+        tensor: torch.Tensor | io.BytesIO = super().transform_object(write_item, object)
+        return tensor
 
 
 class PickleFreeLoadPlanner(DefaultLoadPlanner):
-    """DCP's default planner, but what is no tensor is taken as `StorageReader` has it: nothing is unpickled."""
+    """DCP's default planner, which takes values that are not tensors from `StorageReader` without unpickling."""
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -46,9 +46,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Seen:
-    """Rides on a load plan. From each rank: which checkpoint it found; to each: how many ranks there are.
+    """Sent with load plans: from each rank the checkpoint that it found, to each rank the number of ranks.
 
-    ``checkpoint``: empty for what a rank saved for itself.
+    ``checkpoint``: empty for what a rank saved by itself.
     """
 
     checkpoint: str
@@ -58,16 +58,15 @@ class _Seen:
 class StorageReader(Protocol):
     """``dcp.load(state_dict, storage_reader=StorageReader(store, "sft@latest"))``.
 
-    ``ref``: what names a checkpoint, or one; may be left out where each call says ``checkpoint_id=REF``. Any checkpoint
-    of the store will do, whoever saved it. A path may stand in its place, of what was saved under it; see
-    `casckpt.frontends.dcp.ids`. ``run``: of a ``checkpoint_id`` that is a step alone. ``verify``: compare every cell
-    read with its digest. ``cast``: convert dtypes, as DCP does (with a line in the log); else another dtype is a
-    Mismatch. ``allow_pickle``: hand over values that only a pickle could hold, to a planner that then runs what is in
-    them. ``unread``: a planner with allow_partial_load that fills nothing, or of whose tensors more than a tenth
-    stand in the checkpoint under other names, is a MissingKey on its rank; "ignore" leaves them as they are.
+    ``ref``: a reference or a Checkpoint, however it was saved; may be omitted if each call passes
+    ``checkpoint_id=REF``. It may also be the path that was saved to; see `casckpt.frontends.dcp.ids`. ``run``: the run
+    of a ``checkpoint_id`` that is only a step. ``verify``: compare every cell read with its digest. ``cast``: convert
+    dtypes, as DCP does, and log it; else another dtype is a Mismatch. ``allow_pickle``: pass pickles to the planner,
+    which runs code from them. ``unread``: if a planner with allow_partial_load fills nothing, or more than a tenth of
+    its tensors have other names in the checkpoint, its rank raises MissingKey; "ignore" leaves them as they are.
 
-    A load raises DCP's CheckpointException, on every rank: with Damaged, naming key, blob and checkpoints, Mismatch,
-    StorageError. After an error during the read the contents of the state are undefined.
+    A load raises DCP's CheckpointException on every rank, with Damaged, naming key, blob and checkpoints, Mismatch or
+    StorageError. After an error during the read the state is undefined.
     """
 
     def __init__(
@@ -94,13 +93,13 @@ class StorageReader(Protocol):
         self._options = options.checked()
         self._shown = progress
         self._failed: Exception | None = None
-        self._absent = False  # there is no such checkpoint of all ranks
+        self._absent = False  # no checkpoint of all ranks has this name
         self._alone = False
         self._opened: DcpContents | None = None
 
     @hook
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The next load is of ``checkpoint_id``: a reference, a step, or a path. None leaves it as it is."""
+        """Load ``checkpoint_id`` next: a reference, a step, or a path. None changes nothing."""
         if checkpoint_id is not None:
             self._ref = reference_of(checkpoint_id, self._run)
         self._load_id = str(uuid4())
@@ -108,12 +107,11 @@ class StorageReader(Protocol):
 
     @hook
     def read_metadata(self, *args: object, rank: int | None = None, **kwargs: object) -> Metadata:
-        """Give what DCP is to know of the checkpoint.
+        """The metadata of the checkpoint for DCP.
 
-        DCP calls it without ``rank`` first. Only where there is no such checkpoint on any rank does the second call
-        look for what each rank saved for itself (``use_collectives=False``). DCP drops what the calls raise, and some
-        versions do not even tell it. So if the second fails, too, `set_up_storage_reader` raises what went wrong in the
-        first; or in the second, if that was not that there is nothing there, either.
+        DCP first calls it without ``rank``. If that finds no checkpoint of all ranks, the second call looks for what
+        this rank saved by itself (``use_collectives=False``). DCP drops the errors of both calls. So if the second
+        fails too, `set_up_storage_reader` raises its error, or, if that is NotFound, the error of the first.
         """
         if rank is None:
             self._failed, self._absent = None, False
@@ -150,7 +148,7 @@ class StorageReader(Protocol):
         return found
 
     def _of_rank(self, ref: str | Checkpoint, rank: int) -> Checkpoint:
-        """What the rank saved for itself, if there is no checkpoint of all; what that one lacks is no reason."""
+        """What the rank saved by itself. Raises the error of `_of_all` unless that was NotFound."""
         if not self._absent or not isinstance(ref, str) or "@" not in ref:
             raise self._failed or NotFound(f"rank {rank} saved nothing of its own as {ref}")
         run, _, step = ref.rpartition("@")
@@ -158,31 +156,31 @@ class StorageReader(Protocol):
 
     @hook
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        """A load begins. Raises what kept `read_metadata` from reading."""
-        if self._opened is None and self._failed is not None:  # else nobody has called that
+        """Begin a load. Raises the error of `read_metadata`, if it failed."""
+        if self._opened is None and self._failed is not None:  # else it was not called
             raise self._failed
-        self._now  # noqa: B018 - or it is not dcp.load that calls
+        self._now  # noqa: B018 - raises if the caller is not dcp.load
 
     @hook
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Say which checkpoint this rank found."""
+        """Add the checkpoint that this rank found to the plan."""
         return replace(plan, storage_data=_Seen("" if self._alone else self._now.checkpoint.id))
 
     @hook
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """All ranks must have found the same: what "latest" names may have changed while they looked."""
-        found = {plan.storage_data.checkpoint for plan in plans if isinstance(plan.storage_data, _Seen)}
-        if len(found) > 1:
+        """Check that all ranks found the same checkpoint, since "latest" may change meanwhile. Raises Conflict."""
+        ids = {plan.storage_data.checkpoint for plan in plans if isinstance(plan.storage_data, _Seen)}
+        if len(ids) > 1:
             raise Conflict(
-                f"{self._ref} names {len(found)} checkpoints on different ranks: one was saved just now. Load again, "
+                f"{self._ref} names {len(ids)} checkpoints on different ranks: one was saved just now. Load again, "
                 "or by RUN@STEP",
-                checkpoints=tuple(sorted(found)),
+                checkpoints=tuple(sorted(ids)),
             )
         return [replace(plan, storage_data=_Seen("", len(plans))) for plan in plans]
 
     @hook
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the planner resolves. It is done when this returns, so no failure can hide in the future."""
+        """Fill what the planner resolves. The future is always done, so it hides no error."""
         ranks = plan.storage_data.ranks if isinstance(plan.storage_data, _Seen) else 1
         self._now.check_complete(plan, planner)
         self._check_fit(planner)
@@ -198,7 +196,7 @@ class StorageReader(Protocol):
         return future
 
     def _check_fit(self, planner: LoadPlanner) -> None:
-        """Before anything changes on this rank; of others it does not know."""
+        """Check that the names on this rank fit, before anything changes on it."""
         if self._options.unread == "ignore" or not isinstance(planner, DefaultLoadPlanner):
             return
         saved = saved_shapes(self._now.manifest)
@@ -206,8 +204,8 @@ class StorageReader(Protocol):
         filled = {key: key for key in wanted if key in self._known}
         fit = Fit(filled, {key: shape for key, shape in wanted.items() if key not in filled})
         where = f"{self._now.checkpoint.run}@{self._now.checkpoint.step}"
-        said = check_fit(fit, saved, where, way="name keys so, or use store.load with")
-        log_once(self._now.checkpoint.id, said, list(fit.unfilled))
+        warning = check_fit(fit, saved, where, way="name keys so, or use store.load with")
+        log_once(self._now.checkpoint.id, warning, list(fit.unfilled))
 
     @property
     def _now(self) -> DcpContents:
@@ -221,8 +219,8 @@ class StorageReader(Protocol):
             streams: dict[str, io.BytesIO] = {key: ValueStream(v) for key, v in self._now.values(keys).items()}
         else:
             by_torch = getattr(type(planner), "load_bytes", None) is DefaultLoadPlanner.load_bytes
-            found = self._now.archives(keys, unpickled=by_torch)
-            streams = {key: io.BytesIO(data) for key, data in found.items()}
+            archives = self._now.archives(keys, unpickled=by_torch)
+            streams = {key: io.BytesIO(data) for key, data in archives.items()}
         for item in items:
             planner.load_bytes(item, streams[item.storage_index.fqn])
 
@@ -246,7 +244,7 @@ class StorageReader(Protocol):
     def _wants(
         self, item: ReadItem, target: torch.Tensor, held: Any, converted: dict[str, None], tied: TiedTensors
     ) -> Iterator[RegionRequest]:
-        """``held``: what the state has under its key, if that is known."""
+        """The request for an item. ``held``: the value in the state, if known."""
         key = item.storage_index.fqn
         entry, base = self._now.tensor(item.storage_index)
         if tuple(target.shape) != tuple(item.lengths):
@@ -272,14 +270,14 @@ class StorageReader(Protocol):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether it is a reference, a step, or a path that names a run."""
+        """Whether an id is a reference, a step, or a path that names a run."""
         return is_usable(reference_of, checkpoint_id)
 
 
 def _windows(items: Sequence[ReadItem], planner: LoadPlanner) -> Iterator[list[ReadItem]]:
-    """Items of tensors: all at once, of a planner that may make tensors anew some at a time."""
+    """Yield the items of tensors, in windows if the planner may create the tensors."""
     tensors = [item for item in items if item.type == LoadItemType.TENSOR]
     in_place = ("resolve_tensor", "transform_tensor", "lookup_tensor", "commit_tensor")
     if has_methods_of(planner, DefaultLoadPlanner, *in_place):
         return iter([tensors])
-    return in_batches(tensors, lambda item: item.lengths.numel() * 8, WINDOW_BYTES)  # at most, of what is usual
+    return in_batches(tensors, lambda item: item.lengths.numel() * 8, WINDOW_BYTES)  # the largest usual itemsize

@@ -1,8 +1,8 @@
-"""DCP's metadata as a tree of casckpt, and back.
+"""Converts DCP's metadata to a tree of casckpt, and back.
 
-DCP flattens a state like casckpt does, with three differences: dicts with any keys are descended, and keys become text;
-a list is descended if a tensor or a dict stands in it, and else is one value; a tuple always is one value. So a leaf of
-casckpt may be many of DCP's (`param_groups`), and a container of casckpt may be one value of DCP's.
+DCP flattens a state like casckpt, with three differences. It descends dicts with any keys, which become text. It
+descends a list only if that holds a tensor or a dict. A tuple is always one value. So one leaf of casckpt may be many
+of DCP (`param_groups`), and a container of casckpt may be one value of DCP.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ NOTE: Final = "dcp"
 """The name of the note in a manifest; see `Note`."""
 
 Opaque: Final = object()
-"""In place of a value that is not to be looked into."""
+"""In place of a value that is not decoded."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """One value of DCP's that is no tensor: what stands at ``key``, or ``value`` if that is known already."""
+    """A value of DCP that is not a tensor: the one at ``key``, or ``value`` if that is known already."""
 
     key: str
     value: Any = Opaque
@@ -31,7 +31,7 @@ class Value:
 
 @dataclass
 class Schema:
-    """What DCP sees of a checkpoint: keys of tensors, other values, and the path of each in the nested state."""
+    """A checkpoint for DCP: keys of tensors, other values, and the path of each in the nested state."""
 
     tensors: list[str] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Schema:
 
 
 def schema_of(tree: Node, value_at: Callable[[str], Any]) -> Schema:
-    """Flatten this state as DCP's default planner would. ``value_at``: the object of a flat key, or `Opaque`."""
+    """Flatten a state as DCP's default planner does. ``value_at``: the object at a flat key, or `Opaque`."""
     walk = _Walk(value_at)
     walk.node(tree, (), ())
     return walk.found
@@ -53,7 +53,7 @@ class _Walk:
         self.found = Schema()
 
     def node(self, node: Node, path: Path, home: Path) -> None:
-        """``path``: as DCP has it. ``home``: as the tree has it; they differ in numbers that are keys of dicts."""
+        """Add a node. ``path``: its path for DCP; ``home``: in the tree. Numeric keys of dicts are text in ``path``."""
         key = join(home)
         if isinstance(node, int):
             if node == TENSOR:
@@ -81,7 +81,7 @@ class _Walk:
         self.found.paths[join(path)] = path
 
     def _opens(self, node: Node, home: Path) -> bool:
-        """Tell whether a list that holds it is descended; if it is a container, whether that is."""
+        """Whether DCP descends a list that holds this node, or, for a container, the container itself."""
         if isinstance(node, int):
             return node == TENSOR or _steps(self.value_at(join(home))) is not None
         if isinstance(node, list):
@@ -90,12 +90,12 @@ class _Walk:
 
 
 def is_one_value(value: Any) -> bool:
-    """Tell whether DCP keeps a value without tensors in one piece."""
+    """Whether DCP does not flatten a value without tensors."""
     return _steps(value) is None
 
 
 def _steps(value: Any) -> Iterator[tuple[Element, Any]] | None:
-    """The children that DCP flattens a value without tensors to; None if it is one value."""
+    """The children into which DCP flattens a value without tensors; None if it is one value."""
     if isinstance(value, Mapping):
         return ((str(key), child) for key, child in value.items())
     if isinstance(value, list) and not all(is_one_value(item) for item in value):
@@ -103,15 +103,15 @@ def _steps(value: Any) -> Iterator[tuple[Element, Any]] | None:
     return None
 
 
-# the other way round
+# from DCP's metadata to a tree
 
 
 class _Branch(dict[Element, Any]):
-    """What stands below an element of several paths: nodes, and more of these."""
+    """The nodes and branches below an element."""
 
 
 def path_of(key: str, planner_data: Any) -> Path:
-    """The path of a key as the planner tells it, if it is one of this key; else the key is its only element."""
+    """The path of a key in the planner data, if it is valid; else the key is its only element."""
     path = planner_data.get(key) if isinstance(planner_data, Mapping) else None
     if not isinstance(path, tuple) or not path or not all(type(element) in (str, int) for element in path):
         return (key,)
@@ -119,7 +119,7 @@ def path_of(key: str, planner_data: Any) -> Path:
 
 
 def tree_of(nodes: Mapping[str, tuple[Path, Node]]) -> Node:
-    """The tree with these nodes, by key, at these paths. Raises InvalidInput where one stands inside another."""
+    """The tree with these nodes, by key, at these paths. Raises InvalidInput if one is inside another."""
     root = _Branch()
     for key, (path, node) in nodes.items():
         at = root
@@ -135,7 +135,7 @@ def tree_of(nodes: Mapping[str, tuple[Path, Node]]) -> Node:
 
 
 def check_keys(tree: Node) -> None:
-    """Raise InvalidInput if two leaves of a tree have one flat key: one inside a value, and one of its own."""
+    """Raise InvalidInput if two leaves of a tree have the same flat key."""
     seen: set[str] = set()
     for path, _ in leaves(tree):
         key = join(path)
@@ -149,7 +149,7 @@ def _contradiction(key: str) -> InvalidInput:
 
 
 def _built(branch: _Branch) -> Node:
-    """Make its dict; a list where its elements are all the numbers from 0 (DCP tells of no empty containers)."""
+    """Make a dict, or a list if its elements are the numbers from 0. DCP has no empty containers."""
     items: dict[Element, Node] = {
         el: _built(node) if isinstance(node, _Branch) else node for el, node in branch.items()
     }

@@ -1,8 +1,8 @@
-"""One save through DCP, on one rank: what the hooks of its storage writer do, in the order in which they are called.
+"""One save through DCP on one rank. The hooks of the storage writer call it, in the order of its methods.
 
-The coordinator begins the transaction before it hands out plans, so every rank looks for known cells, and uploads,
-after that: the order that makes gc safe. What it tells the others rides on the plans. With DCP's cached plans they get
-an old one; they see it by a number that they had put into the new one, and then look for themselves.
+The coordinator begins the transaction before it sends plans. So every rank computes what it may reuse, and uploads,
+after the begin, as gc requires. The plans carry the reuse offer to the ranks. With DCP's cached plans a rank receives
+an old plan. It notices that by a number that it had put into its own plan, and then computes the offer itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from casckpt.frontends.dcp.items import Resolver, Tensors, is_whole, sources_of,
 from casckpt.frontends.dcp.note import Note
 from casckpt.frontends.dcp.schema import Opaque, check_keys, path_of, schema_of, tree_of
 from casckpt.history.following import newest_reusable
-from casckpt.plan.reuse import ReusableCells
 from casckpt.ranks.agreement import StoreIdentity
 from casckpt.repository.repository import Repository
 from casckpt.saving.encoder import coding
@@ -55,24 +54,24 @@ from casckpt.tensors.state import check_key, decode_tree, encode_tree
 
 @dataclass(frozen=True)
 class LocalStorageData:
-    """What a rank puts into its local plan: a number of this save."""
+    """What a rank puts into its local plan: a random number for this save."""
 
     number: bytes
 
 
 @dataclass(frozen=True)
 class GlobalStorageData:
-    """What the coordinator puts into the plan of a rank."""
+    """What the coordinator puts into the plan of a rank. ``number``: the one in the rank's local plan."""
 
     number: bytes
     txid: TxId
-    knowledge: ReuseOffer
+    offer: ReuseOffer
     home: StoreIdentity
 
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank stored; rides on the first of its results."""
+    """What one rank stored. It is sent with the first of its results."""
 
     rank: int
     stored: FinishRequest
@@ -94,9 +93,9 @@ _latest = _Latest()
 
 
 class WriterSession:
-    """See the module's docstring. ``alone``: this rank saves for itself, without any word to the others.
+    """See the module's docstring. ``alone``: this rank saves by itself, without collective calls.
 
-    ``more``: a state to save beside that of the plan.
+    ``more``: a state to save in addition to the plan.
     """
 
     def __init__(
@@ -114,8 +113,7 @@ class WriterSession:
         self.checkpoint = ""
         self._leader: Leader | None = None
         self._last_resort: weakref.finalize[..., WriterSession] | None = None
-        self._known: ReuseOffer | None = None
-        self._txid: TxId | None = None
+        self._begun: GlobalStorageData | None = None  # on the coordinator
         self._extra = Prepared([], [], [], b"")
         self._written: Written | None = None
 
@@ -124,20 +122,13 @@ class WriterSession:
             earlier.give_up()
         _latest.session = weakref.ref(self)
 
-    @property
-    def txid(self) -> TxId:
-        """Of the transaction; on the coordinator, once it has begun."""
-        if self._txid is None:
-            raise InvalidInput("finish was called on a writer that did not make the global plan; this is DCP's order")
-        return self._txid
-
     def give_up(self) -> None:
-        """Nothing more will come of it, if it has not ended yet."""
+        """Abort the transaction, if it has not ended yet."""
         if self._last_resort is not None:
             self._last_resort()
 
     def ask(self, plan: SavePlan) -> SavePlan:
-        """The local plan of this rank. Raises InvalidInput for a key that cannot be stored."""
+        """Return the local plan of this rank. Raises InvalidInput for a key that cannot be stored."""
         for item in plan.items:
             check_key(item.index.fqn)
         return replace(plan, storage_data=LocalStorageData(self.number))
@@ -145,38 +136,34 @@ class WriterSession:
     # the coordinator
 
     def begin(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
-        """Begin the transaction; then the plans, with what each rank needs to know."""
+        """Begin the transaction. Returns the plans, with what each rank needs to know."""
         options = self.options
         self._extra = prepare(self.more, options.attachments, rank=0, allow_pickle=options.allow_pickle)
         memory = GroupMemory(memory_of(self.repo.storage.url, "dcp"))
         leader = self._leader = Leader(self.repo, len(plans), memory, options, reuse=True)
-        # where another rank fails, DCP does not tell us
+        # DCP does not report that another rank has failed
         self._last_resort = weakref.finalize(self, _give_up, leader, os.getpid())
         with self._aborting():
-            self._txid = leader.start()
-            self._known = known = leader.knowledge(_streams(plans))
-        return [replace(plan, storage_data=self._answer(plan, known)) for plan in plans]
+            txid = leader.start()
+            offer = leader.knowledge(_streams(plans))
+            self._begun = begun = GlobalStorageData(self.number, txid, offer, StoreIdentity.of(self.repo))
+        return [replace(plan, storage_data=_answer(plan.storage_data, begun)) for plan in plans]
 
-    def _answer(self, plan: SavePlan, knowledge: ReuseOffer) -> GlobalStorageData | None:
-        asked = plan.storage_data
-        if not isinstance(asked, LocalStorageData) or self._txid is None:
-            return None
-        return GlobalStorageData(asked.number, self._txid, knowledge, StoreIdentity.of(self.repo))
-
-    def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
+    def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> TxId:
         """Commit what all ranks stored. Raises InvalidInput, and commits nothing, if anything planned is missing."""
-        if self._leader is None:
+        if self._leader is None or self._begun is None:
             raise InvalidInput("finish was called on a writer that did not make the global plan; this is DCP's order")
-        found = (one.storage_data for rank in results for one in rank)
-        written = {one.rank: one for one in found if isinstance(one, Written)}
+        of_ranks = (result.storage_data for rank in results for result in rank)
+        written = {stored.rank: stored for stored in of_ranks if isinstance(stored, Written)}
         if self._written is not None:
             written.setdefault(self.rank, self._written)  # it may have had no item, and so no result
         with self._aborting():
             self.checkpoint = self._commit(self._leader, metadata, [written[rank] for rank in sorted(written)])
+        return self._begun.txid
 
     @contextmanager
     def _aborting(self) -> Iterator[None]:
-        """Inside, an error gives the transaction up."""
+        """Abort the transaction after an error in the block."""
         try:
             yield
         except BaseException as error:
@@ -191,37 +178,38 @@ class WriterSession:
         if self.more:
             tree = merge([tree, decode_tree(self._extra.tree)])
         check_keys(tree)
-        if any(one.check != self.options.check_replicas for one in written):
+        if any(stored.check != self.options.check_replicas for stored in written):
             raise InvalidInput(f"check_replicas is not {self.options.check_replicas!r} on all ranks; give all the same")
-        samples = [one.samples for one in written if one.samples is not None]
+        samples = [stored.samples for stored in written if stored.samples is not None]
         if len(samples) == leader.size:
             memory = leader.memory.replicas
             memory.found |= compared(samples, memory, str(self.options.check_replicas))
         note = _note(metadata, tree, written)
         encoded = note.encoded(allow_pickle=self.options.allow_pickle)
-        done = leader.conclude([one.stored for one in written], streams, encode_tree(tree), encoded)
+        done = leader.conclude([part.stored for part in written], streams, encode_tree(tree), encoded)
         return done[0].record.manifest
 
     # every rank
 
     def write(self, plan: SavePlan, planner: Resolver) -> list[WriteResult]:
-        """Store the items of a plan; durable when it returns."""
+        """Store the items of a plan. They are durable when it returns."""
         with self._aborting():
             self._written = self._write(plan, planner)
         sizes = {item.index: item.tensor_storage_size() or 0 for item in plan.items}
         results = [WriteResult(item.index, sizes[item.index], None) for item in plan.items]
-        results = results or [WriteResult(MetadataIndex(""), 0, None)]  # what was compared must reach the coordinator
-        return [replace(one, storage_data=self._written) if not i else one for i, one in enumerate(results)]
+        results = results or [WriteResult(MetadataIndex(""), 0, None)]  # to carry the samples to the coordinator
+        return [replace(results[0], storage_data=self._written), *results[1:]]
 
     def _write(self, plan: SavePlan, planner: Resolver) -> Written:
         values = values_of(plan.items, planner, allow_pickle=self.options.allow_pickle)
         tensors = tensors_of(plan.items, alone=self.alone)
-        txid, known, told = self._knowledge(plan)
-        looker = None if told.unlooked is None else HealthScan(told.unlooked)
+        txid, offer = self._offer(plan)
+        known = known_from(self.repo, self.options.run, offer)
+        looker = None if offer.unlooked is None else HealthScan(offer.unlooked)
         is_frozen = frozen_by(self.options.frozen)
         others, shares = [*values.sources, *self._extra.sources], []
         threads, progress = self.options.threads, self._progress
-        with coding(self.repo, known, self.options, told=told.compress) as coder:
+        with coding(self.repo, known, self.options, told=offer.compress) as coder:
             for window in tensors.windows(planner):
                 sources, others = [*others, *sources_of(window, planner, is_frozen)], []
                 prepared = Prepared(sources, [], [], b"")
@@ -238,92 +226,95 @@ class WriterSession:
         )  # fmt: skip
 
     def _samples(self, planner: Resolver) -> Samples | None:
-        """Of what this rank holds whole, also where DCP has another one write it; None where nothing is compared."""
+        """Samples of what this rank holds whole, even if another rank writes it; None if nothing is compared."""
         if self.alone or self.options.check_replicas == "off" or not isinstance(planner, DefaultSavePlanner):
             return None
         sources = [tensor_source(key, value, None, together=True) for key, value in planner.state_dict.items()
                    if is_whole(value)]  # fmt: skip
         return samples_of(sources, self.options.run, self.options.step, str(self.options.check_replicas))
 
-    def _knowledge(self, plan: SavePlan) -> tuple[TxId, ReusableCells, ReuseOffer]:
-        """(whose folder to upload to, what may be reused, what else was told)."""
-        if self._known is not None and self._txid is not None:
-            return self._txid, known_from(self.repo, self.options.run, self._known), self._known
-        told, options = plan.storage_data, self.options
-        if isinstance(told, GlobalStorageData) and told.number == self.number:
-            told.home.check_shared(self.repo, told.txid)
-            return told.txid, known_from(self.repo, options.run, told.knowledge), told.knowledge
-        if isinstance(told, GlobalStorageData):
-            told.home.check(self.repo)
-        parent = newest_reusable(self.repo, options.run, anew=True)  # after the plan came: the coordinator has begun
-        knowledge = reusable(self.repo, parent, _streams([plan]), run=options.run, dedup=options.dedup)
+    def _offer(self, plan: SavePlan) -> tuple[TxId, ReuseOffer]:
+        """The transaction in whose folder this rank uploads, and what it may reuse."""
+        if self._begun is not None:
+            return self._begun.txid, self._begun.offer
+        answer, options = plan.storage_data, self.options
+        if isinstance(answer, GlobalStorageData):
+            if answer.number == self.number:
+                answer.home.check_shared(self.repo, answer.txid)
+                return answer.txid, answer.offer
+            answer.home.check(self.repo)
+        parent = newest_reusable(self.repo, options.run, anew=True)  # the plan has come, so the coordinator has begun
+        offer = reusable(self.repo, parent, _streams([plan]), run=options.run, dedup=options.dedup)
         compress = usable_compress(self.repo.settings.compress or "off")
         unlooked = Parent.of_commit(self.repo, parent).unknown if options.health else None
-        knowledge = replace(knowledge, compress=compress, unlooked=unlooked)
-        return self.repo.new_txid(options.run, options.step), known_from(self.repo, options.run, knowledge), knowledge
+        return self.repo.new_txid(options.run, options.step), replace(offer, compress=compress, unlooked=unlooked)
+
+
+def _answer(asked: object, begun: GlobalStorageData) -> GlobalStorageData | None:
+    return replace(begun, number=asked.number) if isinstance(asked, LocalStorageData) else None
 
 
 def _give_up(leader: Leader, process: int) -> None:
-    if os.getpid() == process:  # a forked child has the save of its parent in memory, too
+    if os.getpid() == process:  # not in a forked child, which has the session of its parent in memory
         leader.abort(RankFailed("another rank failed, or DCP did"))
 
 
 def _streams(plans: Sequence[SavePlan]) -> Streams:
-    """Tensors as the planner means to save them."""
-    found: dict[Name, tuple[str, tuple[int, ...]]] = {}
+    """The tensors of plans."""
+    streams: dict[Name, tuple[str, tuple[int, ...]]] = {}
     for item in (item for plan in plans for item in plan.items):
         if item.tensor_data is not None:
             dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
-            found[TENSOR, item.index.fqn, 0, None] = (dtype, tuple(item.tensor_data.size))
-    return found
+            streams[TENSOR, item.index.fqn, 0, None] = (dtype, tuple(item.tensor_data.size))
+    return streams
 
 
 def _all_streams(metadata: Metadata, written: Sequence[Written]) -> Streams:
-    """Tensors in the order of the metadata, in the form in which they were stored. Raises InvalidInput."""
+    """The tensors in the order of the metadata, with the dtypes and shapes that were stored. Raises InvalidInput."""
     forms: dict[Name, tuple[str, tuple[int, ...]]] = {}
-    for one in written:
-        for name, (dtype, table) in one.stored.share.extents.items():
+    for part in written:
+        for name, (dtype, table) in part.stored.share.extents.items():
             form = (dtype, table.shape)
             if name[0] == TENSOR and forms.setdefault(name, form) != form:
                 raise InvalidInput(
-                    f"{name[1]!r} is {form} on rank {one.rank}, but {forms[name]} on another; nothing was saved",
+                    f"{name[1]!r} is {form} on rank {part.rank}, but {forms[name]} on another; nothing was saved",
                     key=name[1],
-                    rank=one.rank,
+                    rank=part.rank,
                 )
-    alone = {key for one in written for key in one.tensors.chunks}
-    found: dict[Name, tuple[str, tuple[int, ...]]] = {}
+    alone = {key for part in written for key in part.tensors.chunks}
+    streams: dict[Name, tuple[str, tuple[int, ...]]] = {}
     for key, value in metadata.state_dict_metadata.items():
         if isinstance(value, TensorStorageMetadata) and key not in alone:
-            stream: Name = (TENSOR, key, 0, None)
+            name = (TENSOR, key, 0, None)
             planned = (dtype_name(value.properties.dtype), tuple(value.size))
-            found[stream] = forms.pop(stream, planned)
-    return found | forms
+            streams[name] = forms.pop(name, planned)
+    return streams | forms
 
 
 def _nodes(metadata: Metadata, written: Sequence[Written]) -> dict[str, Node]:
-    """The node of every key. Raises InvalidInput for a value that nobody stored."""
-    nodes = {key: decode_tree(data) for one in written for key, data in one.nodes.items()}
-    objects = {entry.key for one in written for entry in one.stored.objects}
-    chunks = {key: parts for one in written for key, (_, parts) in one.tensors.chunks.items()}
-    found: dict[str, Node] = {}
+    """The node of every key. Raises InvalidInput for a value that no rank stored."""
+    encoded = {key: data for part in written for key, data in part.nodes.items()}
+    objects = {entry.key for part in written for entry in part.stored.objects}
+    chunks = {key: of_key for part in written for key, (_, of_key) in part.tensors.chunks.items()}
+    nodes: dict[str, Node] = {}
     for key, value in metadata.state_dict_metadata.items():
         if key in chunks:
-            found |= {part.key: TENSOR_LEAF for part in chunks[key]}
+            nodes |= {chunk.key: TENSOR_LEAF for chunk in chunks[key]}
         elif isinstance(value, BytesStorageMetadata):
-            if key not in nodes and key not in objects:
+            if key not in encoded and key not in objects:
                 raise InvalidInput(f"{key!r} was planned, but no rank stored it; nothing was saved", key=key)
-            found[key] = nodes.get(key, OBJECT)
+            nodes[key] = decode_tree(encoded[key]) if key in encoded else OBJECT
         else:
-            found[key] = TENSOR_LEAF
-    return found
+            nodes[key] = TENSOR_LEAF
+    return nodes
 
 
 def _note(metadata: Metadata, tree: Node, written: Sequence[Written]) -> Note:
-    opaque = frozenset(key for one in written for key in one.opaque)
-    chunks = {key: chunk for one in written for key, chunk in one.tensors.chunks.items()}
-    seen = schema_of(tree, lambda key: Opaque)
+    opaque = frozenset(key for part in written for key in part.opaque)
+    chunks = {key: chunk for part in written for key, chunk in part.tensors.chunks.items()}
+    schema = schema_of(tree, lambda key: Opaque)
     keys = list(metadata.state_dict_metadata)
-    as_usual = not chunks and not any(one.is_odd for one in written) and seen.paths == metadata.planner_data
-    if as_usual and set(keys) == {*seen.tensors, *seen.values}:
+    as_usual = not chunks and not any(part.is_odd for part in written) and schema.paths == metadata.planner_data
+    if as_usual and set(keys) == {*schema.tensors, *schema.values}:
         return Note(opaque=opaque)
     return Note(keys, metadata.planner_data, opaque, chunks)

@@ -29,13 +29,13 @@ from casckpt.saving.options import SaveOptions, WriterArguments
 class StorageWriter(Protocol):
     """``dcp.save(state_dict, storage_writer=StorageWriter(store, run="sft", step=100))``.
 
-    ``store``: one, a path or a URL. ``step`` may be left out where each call says ``checkpoint_id="sft@100"``, "100"
-    for the run of the writer, or a path, see `casckpt.frontends.dcp.ids`. The other arguments are those of
-    `casckpt.Store.save`; ``attachments`` are the coordinator's. ``allow_pickle``: store planner data that are not
-    plain, and values of `PickleFreeSavePlanner` that are not, as pickles.
+    ``store``: a Store, a path or a URL. ``step`` may be omitted if each call passes ``checkpoint_id="sft@100"``, "100"
+    for the run of the writer, or a path; see `casckpt.frontends.dcp.ids`. The other arguments are those of
+    `casckpt.Store.save`; ``attachments`` are those of the coordinator. ``allow_pickle``: store planner data and values
+    of `PickleFreeSavePlanner` that are not plain data as pickles.
 
-    Pickles, for asynchronous saves by a process; may serve several threads at a time. Raises InvalidInput for
-    arguments of no use; a save raises DCP's CheckpointException, on every rank, and leaves nothing visible.
+    A writer can be pickled, for asynchronous saves by a process, and several threads can use it. Raises InvalidInput
+    for unusable arguments. A save that fails raises DCP's CheckpointException on every rank, and nothing is visible.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class StorageWriter(Protocol):
 
     @hook
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The next save goes to ``checkpoint_id``, in whichever thread or process it runs; None leaves it as it is.
+        """Set the target of the next save, in any thread or process: RUN@STEP, a step, or a path. None changes nothing.
 
-        RUN@STEP, a step, or a path. Where threads save at a time, the next save of a thread goes where it said itself.
+        If several threads save at a time, the next save of a thread goes where that thread has set it.
         """
         if checkpoint_id is not None:
             self._place = self._here.place = _Target(*place_of(checkpoint_id, self._run))
@@ -74,7 +74,7 @@ class StorageWriter(Protocol):
         use_collectives: bool = True,
         **kwargs: object,
     ) -> None:
-        """A save begins, in this thread, to whose end all other calls are of it."""
+        """Begin a save in this thread. All further calls belong to it until it ends."""
         place = self._next
         place.used = True
         run, step = place.run, place.step
@@ -97,34 +97,34 @@ class StorageWriter(Protocol):
 
     @hook
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """See `WriterSession.write`. It is done when this returns, so no failure can hide in the future."""
+        """See `WriterSession.write`. The future is always done, so it hides no error."""
         future: Future[list[WriteResult]] = Future()
         future.set_result(self._session.write(plan, planner))
         return future
 
     @hook
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """See `WriterSession.finish`. All ranks find the id of the checkpoint in ``metadata.storage_data``."""
+        """See `WriterSession.finish`. Puts the id of the checkpoint into ``metadata.storage_data``."""
         session = self._session
-        session.finish(metadata, results)
+        txid = session.finish(metadata, results)
         metadata.storage_data = {"checkpoint": session.checkpoint}
-        stamp(metadata, session.options.run, session.options.step, session.txid)
+        stamp(metadata, session.options.run, session.options.step, txid)
 
     def storage_meta(self) -> StorageMeta | None:
-        """For the planner: which checkpoint the next save makes. It has no transaction yet whose id could be told."""
+        """The next checkpoint, for the planner. ``save_id`` is random, since there is no transaction yet."""
         place = self._next
         return StorageMeta(checkpoint_id=f"{place.run}@{place.step}", save_id=str(uuid4()))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether it is RUN@STEP, a step, or a path that names a run."""
+        """Whether an id is RUN@STEP, a step, or a path that names a run."""
         return is_usable(place_of, checkpoint_id)
 
     @property
     def _next(self) -> _Target:
-        """Tell where the next save of this thread goes: as it said itself, unless a save went there since."""
-        mine = self._here.place
-        return self._place if mine is None or mine.used else mine
+        """The target of the next save of this thread: as the thread has set it, unless a save went there since."""
+        own = self._here.place
+        return self._place if own is None or own.used else own
 
     @property
     def _session(self) -> WriterSession:
@@ -143,9 +143,9 @@ class _Target:
 
 
 class _Here(local):
-    """What a thread does with a writer: a save runs in one thread, and several may run at a time.
+    """The state of a writer in one thread. Each save runs in one thread, and several may run at a time.
 
-    ``place``: what was said in it last. A thread that DCP starts for a save may have been told nothing.
+    ``place``: the target that was last set in it; None in a thread that DCP has started for a save.
     """
 
     place: _Target | None = None

@@ -1,4 +1,4 @@
-"""Export in whatever format: `casckpt.export`, `casckpt.Store.export` and ``casckpt export`` are this one function."""
+"""Exports in every format, for `casckpt.export`, `casckpt.Store.export` and ``casckpt export``."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _FOREIGN: Final = {
     ".ckpt", ".engine", ".gguf", ".gz", ".h5", ".hdf5", ".keras", ".mlmodel", ".mlpackage", ".msgpack", ".npy", ".npz",
     ".onnx", ".pb", ".pickle", ".pkl", ".pte", ".tar", ".tflite", ".zip",
 }  # fmt: skip
-"""Suffixes of files that no format here is; a folder of such a name would only be found out by whoever opens it."""
+"""Suffixes of other formats. An export to such a name would be a folder, which no program expects."""
 _NOT_FOR: Final = {"dcp": ("keys", "strip_prefix", "rename", "max_shard_size"), "torch": ("max_shard_size",)}
-"""Arguments that a format knows nothing of."""
+"""Arguments that a format does not support."""
 
 
 def export(
@@ -46,31 +46,30 @@ def export(
     allow_pickle: bool = False,
     progress: Shown | None = None,
 ) -> Exported:
-    """Write a checkpoint for other programs; ``path`` may be a URL. Every byte that is read is verified.
+    """Write a checkpoint for other programs. ``path`` may be a URL. Every byte read is verified.
 
-    ``format``: "hf": the weights of the model alone, under the names that the model has, as ``from_pretrained`` of
-    Transformers loads them. "safetensors": all tensors under their keys. "dcp": all, for
-    `torch.distributed.checkpoint`. "torch": all, in one file for plain `torch.load`. None: the suffix of ``path`` says
-    it (.safetensors; .pt, .pth or .bin for "torch"); else it is "hf" where a config.json was saved along, and
-    "safetensors" where none was. Of "hf" and "safetensors" a folder is made, or one file if ``path`` ends so; what was
-    saved along is put into the folder.
+    ``format``: "hf": only the weights of the model, under their names in the model, as ``from_pretrained`` of
+    Transformers loads them. "safetensors": all tensors under their keys. "dcp": everything, for
+    `torch.distributed.checkpoint`. "torch": everything, in one file for plain `torch.load`. None: chosen by the suffix
+    of ``path`` (.safetensors; .pt, .pth or .bin for "torch"); without one of these, "hf" if config.json is an
+    attachment, else "safetensors". "hf" and "safetensors" make a folder, or one file if ``path`` ends in .safetensors.
 
-    ``keys``: only tensors whose key matches one of these fnmatch patterns. ``strip_prefix``: only those below it, named
-    without it. ``rename``: from a name to another, a function or a dict of regular expressions (matched against the
-    whole name) to replacements. ``max_shard_size``: of a safetensors file in a folder (default: "5GB").
-    ``attachments``: unless False, what was saved along is put into a folder. ``force``: over what is there.
-    ``allow_pickle``: what only a pickle could hold, too.
+    ``keys``: only tensors whose key matches one of these fnmatch patterns. ``strip_prefix``: only tensors below it,
+    named without it. ``rename``: maps names to new names; a function, or a dict from regular expressions (matched
+    against the whole name) to replacements. ``max_shard_size``: of a safetensors file in a folder (default: "5GB").
+    ``attachments``: unless False, attachments become files of the folder. ``force``: overwrite what exists.
+    ``allow_pickle``: also export values that only a pickle can hold.
 
-    Raises NotFound, MissingKey for a pattern or prefix that matches nothing, Conflict if something is at ``path``,
-    InvalidInput for what the format cannot hold, for a ``path`` in the folder of the store, and where it cannot be told
-    which part is the model; Damaged, StorageError. After an error nothing stands under the final names.
+    Raises NotFound, MissingKey for a pattern or prefix that matches nothing, Conflict if ``path`` exists, InvalidInput
+    for what the format cannot hold, for a ``path`` in the folder of the store, and if several parts may be the model;
+    Damaged, StorageError. After an error nothing exists under the final names.
     """
     opened = as_store(store)
     _check_outside(opened.url, path)
     if format is None and Path(path).suffix.lower() in _FOREIGN and not os.path.isdir(path):
         raise InvalidInput(
             f"casckpt writes no {Path(path).suffix} files: give a name that ends in .safetensors, .pt, .pth or .bin, "
-            f"or a folder, or say with format= (--format) which of {', '.join(FORMATS)} it is to be"
+            f"or a folder, or choose one of {', '.join(FORMATS)} with format= (--format)"
         )
     checkpoint = opened.get(ref)
     chosen = format or _by_suffix(path) or ("hf" if CONFIG in opened.attachments(checkpoint) else "safetensors")
@@ -92,13 +91,13 @@ def export(
 
 
 def _check_outside(store: str, path: str | os.PathLike[str]) -> None:
-    """Nothing else belongs into the folder of a store; and with ``force`` what is there would go."""
+    """Raise InvalidInput for a path in the folder of the store, where ``force`` would overwrite its files."""
     if is_url(path) or is_url(store):
         is_inside = os.fspath(path).rstrip("/") == store.rstrip("/")
     else:
         is_inside = local_path(path).resolve().is_relative_to(Path(store).resolve())
     if is_inside:
-        raise InvalidInput(f"{os.fspath(path)} is in the folder of the store itself, {store}; give another place")
+        raise InvalidInput(f"{os.fspath(path)} is in the folder of the store itself, {store}; give another path")
 
 
 def _by_suffix(path: str | os.PathLike[str]) -> Format | None:
@@ -106,19 +105,19 @@ def _by_suffix(path: str | os.PathLike[str]) -> Format | None:
 
 
 def _check_suffix(format: Format, path: str | os.PathLike[str]) -> None:
-    """A file under the name of another format would be found out by whoever loads it; a folder has any name."""
+    """Raise InvalidInput for a file with the suffix of another format. A folder may have any name."""
     of = _by_suffix(path)
     if of in (None, format) or (of, format) == ("safetensors", "hf") or os.path.isdir(path):
         return
-    raise InvalidInput(f"{Path(path).name} is a name for --format {of}, and {format} was asked for; give another name")
+    raise InvalidInput(f"{Path(path).name} is a name for --format {of}, but the format is {format}; give another name")
 
 
 def _check_known(format: Format, given: Sequence[str]) -> None:
     for name in _NOT_FOR.get(format, ()):
         if name in given:
-            others = " and ".join(one for one in FORMATS if name not in _NOT_FOR.get(one, ()))
+            others = " and ".join(other for other in FORMATS if name not in _NOT_FOR.get(other, ()))
             option = f"--{name.replace('_', '-')}"
-            raise InvalidInput(f"{option} is for {others}: --format {format} knows nothing of it")
+            raise InvalidInput(f"{option} is for {others}: --format {format} does not support it")
 
 
 def _export_dcp(
@@ -132,10 +131,10 @@ def _export_dcp(
     from casckpt.frontends.dcp.folder import METADATA
 
     casckpt_to_dcp(store, checkpoint, path, attachments=attachments, **options)
-    there, tensors = tuple(store.attachments(checkpoint)), checkpoint.tensors.values()
-    written, skipped = (there, ()) if attachments else ((), there)
+    attached, tensors = tuple(store.attachments(checkpoint)), checkpoint.tensors.values()
+    written, skipped = (attached, ()) if attachments else ((), attached)
     place = Path(path).expanduser()
-    names = [METADATA, *sorted(one.name for one in place.glob("*.distcp")), *written]
+    names = [METADATA, *sorted(file.name for file in place.glob("*.distcp")), *written]
     files = tuple(place / name for name in names) if place.is_dir() else (os.fspath(path),)
     nbytes = sum(info.bytes for info in tensors)
     return Exported(checkpoint, files, len(tensors), nbytes, written, skipped=skipped, format="dcp")

@@ -1,4 +1,4 @@
-"""New files and folders for a user: whole under their final names, or not there."""
+"""Writes files and folders that are either complete under their final names, or absent."""
 
 from __future__ import annotations
 
@@ -19,60 +19,61 @@ from casckpt.storage.paths import is_url, local_path
 from casckpt.store.store import Store
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # None: of torch.save, see `torch_saves`
-_LONGEST = 255  # bytes of a file's name
+_LONGEST = 255  # bytes in the name of a file
 
 
 @contextmanager
 def new_file(path: Path, *, force: bool) -> Iterator[Path]:
-    """A temporary path beside ``path``; what was written there becomes ``path`` at the end.
+    """Yield a temporary path beside ``path``. At the end the file there becomes ``path``.
 
-    ``force``: over what is there; else Conflict. Raises StorageError where the file system does not let us.
+    ``force``: overwrite ``path``; without it, raises Conflict if it exists. Raises StorageError for other errors of the
+    file system.
     """
     _check_no_file(path, force=force)
     with _said_as_ours(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _scratch(path.parent, path.name) as folder:
             yield folder / path.name
-            _check_no_file(path, force=force)  # somebody may have made it meanwhile
+            _check_no_file(path, force=force)  # another process may have made it meanwhile
             os.replace(folder / path.name, path)
             sync_folder(path.parent)
 
 
 @contextmanager
 def new_folder(path: Path, *, force: bool, stale: Callable[[str], bool], last: Sequence[str]) -> Iterator[Path]:
-    """A temporary folder; what was written there is in ``path`` at the end.
+    """Yield a temporary folder. At the end its files are in the folder ``path``.
 
-    A folder ``path`` that is there must be empty, else Conflict. ``force``: files are put into it, over those of the
-    same name, the ones named ``last`` in that order at the end; files at its top whose name is ``stale`` are removed.
+    If ``path`` exists and is not empty, raises Conflict. ``force``: move the files into it and overwrite files of the
+    same name. The files named ``last`` are moved last, in that order. Files of ``path`` that are ``stale`` are removed.
     """
     with _said_as_ours(path):
-        there = os.path.lexists(path)
-        if there and not path.is_dir():
+        exists = os.path.lexists(path)
+        if exists and not path.is_dir():
             raise Conflict(f"{path} is a file; give the name of a folder, or of a file ending in .safetensors")
-        if there:
+        if exists:
             _clear(path, path.name)
             _check_empty(path, force=force)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-        with _scratch(path if there else path.parent, path.name) as temporary:
+        with _scratch(path if exists else path.parent, path.name) as temporary:
             yield temporary
-            if not there and path.is_dir():  # somebody made it meanwhile
+            if not exists and path.is_dir():  # another process made it meanwhile
                 _check_empty(path, force=force)
-                there = True
-            if there:
+                exists = True
+            if exists:
                 _move_into(temporary, path, stale, last)
             else:
                 sync_folder(temporary)  # a file may have been moved here
                 os.rename(temporary, path)
-            sync_folder(path if there else path.parent)
+            sync_folder(path if exists else path.parent)
 
 
 @contextmanager
 def place_for(path: str | os.PathLike[str], *, force: bool, last: Sequence[str] = ()) -> Iterator[Path]:
-    """A local path for what is to stand at ``path``; for a URL one in a temporary folder, which is then copied there.
+    """Yield a local path for ``path``. For a URL it is in a temporary folder, and is copied to the URL at the end.
 
-    ``last``: names of files of a folder that are copied at the end, because others count as there when they are. Raises
-    Conflict if something is there, unless ``force``.
+    ``last``: names of files that are copied last, because their presence marks a folder as complete. Raises Conflict if
+    ``path`` exists, unless ``force``.
     """
     if not is_url(path):
         yield local_path(path)
@@ -88,15 +89,16 @@ def place_for(path: str | os.PathLike[str], *, force: bool, last: Sequence[str] 
 
 
 def check_file_names(names: Iterable[str], is_taken: Callable[[str], bool]) -> None:
-    """Raise InvalidInput, naming each attachment that cannot be a file of an export, and what to do.
+    """Raise InvalidInput, naming each attachment that cannot be a file of an export.
 
-    ``is_taken``: is this the name of a file that the export makes? It is asked in lower case, as some disks are.
+    ``is_taken``: whether the export makes a file of this name, which is given in lower case for file systems that
+    ignore case.
     """
     wrong = [f"{name!r} {why}" for name in names if (why := _why_no_file(name, is_taken))]
     if wrong:
         raise InvalidInput(
             f"the attachment {', '.join(wrong)}; leave attachments out with attachments=False (--no-attachments), and "
-            "get them with store.read_attachment"
+            "read them with store.read_attachment"
         )
 
 
@@ -120,7 +122,7 @@ def _check_empty(path: Path, *, force: bool) -> None:
 
 
 def _move_into(source: Path, target: Path, stale: Callable[[str], bool], last: Sequence[str]) -> None:
-    """Move all files of a tree; between the first and the last of them, ``target`` may hold some of old and new."""
+    """Move all files of a tree. Meanwhile ``target`` may hold old and new files."""
     names = [path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()]
     for path in target.iterdir():
         if stale(path.name) and path.is_file():
@@ -132,7 +134,7 @@ def _move_into(source: Path, target: Path, stale: Callable[[str], bool], last: S
 
 @contextmanager
 def _scratch(beside: Path, name: str) -> Iterator[Path]:
-    """A temporary folder in ``beside`` for what will be ``name``, locked for as long as this process works in it."""
+    """Yield a temporary folder in ``beside`` for ``name``, which is locked while this process uses it."""
     _clear(beside, name)
     with ExitStack() as held:
         folder = _newlocked(beside, name, held)
@@ -146,16 +148,16 @@ def _newlocked(beside: Path, name: str, held: ExitStack) -> Path:
     while True:
         folder = beside / f"{_prefix(name)}{secrets.token_hex(4)}"
         folder.mkdir()
-        with suppress(OSError):  # no locks here; or it was taken for left, in the instant before the lock
+        with suppress(OSError):  # the file system has no locks, or another process removed it before it was locked
             held.enter_context(locked(folder, fcntl.LOCK_SH))
         if folder.exists():
             return folder
 
 
 def _clear(beside: Path, name: str) -> None:
-    """Remove what processes that died have left of an export to ``name``: nobody holds the lock on their folder.
+    """Remove the temporary folders of processes that died, which nobody locks.
 
-    Where the file system has no locks for folders, as on NFS, it stays.
+    Folders stay on file systems that cannot lock folders, such as NFS.
     """
     for path in list(beside.iterdir()):
         if path.name.startswith(_prefix(name)):
@@ -169,7 +171,7 @@ def _prefix(name: str) -> str:
 
 @contextmanager
 def locked(folder: Path, how: int) -> Iterator[None]:
-    """Hold a lock on a folder. Raises OSError where there is none to be had."""
+    """Hold a lock on a folder. Raises OSError if it cannot be locked."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(handle, how)
@@ -191,10 +193,7 @@ def _said_as_ours(path: Path) -> Iterator[None]:
 
 @contextmanager
 def torch_saves() -> Iterator[None]:
-    """Inside, where the disk is full, torch.save fails with an OSError, and not with one about its zip file.
-
-    Raises InvalidInput for a dtype that it cannot write.
-    """
+    """Convert errors of torch.save: an OSError for a full disk, InvalidInput for a dtype that it cannot write."""
     try:
         yield
     except KeyError as error:
@@ -204,20 +203,20 @@ def torch_saves() -> Iterator[None]:
 
 
 def write_attached(store: Store, checkpoint: Checkpoint, names: Iterable[str], folder: Path) -> None:
-    """Write what was saved along into a folder, each under its name."""
+    """Write attachments into a folder, each under its name."""
     for name in names:
         write_durably(folder / name, store.read_attachment(checkpoint, name))
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Make a file, and the folders that it lies in."""
+    """Write a file, and make the folders above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with synced_file(path) as file:
         file.write(data)
 
 
 def copied(source: Path, target: Path) -> bool:
-    """Let the kernel copy a file, sharing its blocks where the file system can. False where it cannot copy."""
+    """Let the kernel copy a file, with shared blocks if the file system supports it. False if it cannot copy."""
     with source.open("rb") as old, target.open("xb") as new:
         left = os.fstat(old.fileno()).st_size
         try:
@@ -234,7 +233,7 @@ def copied(source: Path, target: Path) -> bool:
 
 @contextmanager
 def synced_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that is made; what was written to it is on the disk at the end."""
+    """Yield a new file. At the end its content is on the disk."""
     with path.open("xb") as file:
         yield file
         file.flush()
@@ -242,7 +241,7 @@ def synced_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, where the file system can."""
+    """Make the names in a folder durable, if the file system supports it."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     with suppress(OSError):
         os.fsync(handle)

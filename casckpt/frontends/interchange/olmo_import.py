@@ -1,4 +1,4 @@
-"""Checkpoints of OLMo-core into a store: of its first checkpointer, and of its later trainer."""
+"""Imports checkpoints of OLMo-core: of its first checkpointer, and of its later trainer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Tensor:
-    """One tensor as ``metadata.json`` describes it: its parts by file, each flat ranges or a box."""
+    """One tensor in ``metadata.json``: its parts by file, each as flat ranges or a box."""
 
     shape: tuple[int, ...]
     parts: Mapping[str, Mapping[str, Any]]
@@ -55,21 +55,21 @@ def import_olmo(
     allow_pickle: bool = False,
     **options: Unpack[ImportArguments],
 ) -> Checkpoint:
-    """Save a folder of OLMo-core 0.1: ``model/`` and ``optim/``, or one folder of ``metadata.json`` and its files.
+    """Save a folder of OLMo-core 0.1: ``model/`` and ``optim/``, or one folder with ``metadata.json`` and its files.
 
-    Keys are those of the training state of casckpt: ``model.<name>``, ``optim.state.<name>.<what>``, and groups of
+    The keys are those of a training state of casckpt: ``model.<name>``, ``optim.state.<name>.<what>``, and groups of
     parameters by name. Groups are pickles of plain data; anything else in them needs ``allow_pickle``.
 
-    Raises NotFound, Refused or InvalidInput for a folder of no use, and what `Store.save` raises.
+    Raises NotFound, Refused or InvalidInput for an unusable folder, and what `Store.save` raises.
     """
     check_keywords("import_olmo", options, ImportArguments)
     files, maps = LocalFiles(path), Maps(options.get("progress"))
     parts = {name: files.below(name) for name in PARTS if (files.path / name / METADATA).is_file()}
     if parts:
-        found = {name: _tensors(part, maps) for name, part in parts.items()}
-        state: dict[str, Any] = {"model": found.get("model", {})}
-        if "optim" in found:
-            state["optim"] = _optimizer(found["optim"], allow_pickle)
+        tensors = {name: _tensors(part, maps) for name, part in parts.items()}
+        state: dict[str, Any] = {"model": tensors.get("model", {})}
+        if "optim" in tensors:
+            state["optim"] = _optimizer(tensors["optim"], allow_pickle)
     else:
         state = dict(_tensors(files, maps))
     options["progress"] = maps.done
@@ -77,15 +77,15 @@ def import_olmo(
 
 
 def _tensors(files: LocalFiles, maps: Maps) -> dict[str, list[Shard]]:
-    """Give what one folder with ``metadata.json`` holds, as shards of whole tensors."""
+    """The tensors of a folder with ``metadata.json``, as shards."""
     described = _described(files)
-    names = sorted({name for one in described.values() for name in one.parts})
+    names = sorted({name for tensor in described.values() for name in tensor.parts})
     held = {name: _mapped(files, name, maps) for name in names}
-    return {key: list(_shards(key, one, held)) for key, one in described.items()}
+    return {key: list(_shards(key, tensor, held)) for key, tensor in described.items()}
 
 
 def _mapped(files: LocalFiles, name: str, maps: Maps) -> dict[str, torch.Tensor]:
-    files.size(name)  # refuses names that lead elsewhere, and says what is not there
+    files.size(name)  # raises for names outside the folder, and for missing files
     path = files.path / name
     return dict(maps.mapped(path, read_header(path)))
 
@@ -93,33 +93,33 @@ def _mapped(files: LocalFiles, name: str, maps: Maps) -> dict[str, torch.Tensor]
 def _described(files: LocalFiles) -> dict[str, _Tensor]:
     try:
         tensors = json.loads(files.read(METADATA))["tensors"]
-        return {str(key): _Tensor(tuple(map(int, one["shape"])), _parts(one)) for key, one in tensors.items()}
+        return {str(key): _Tensor(tuple(map(int, about["shape"])), _parts(about)) for key, about in tensors.items()}
     except _MISFORMED as error:
         raise Refused(f"{files.url}/{METADATA} is not one of OLMo-core's checkpointer: {error!r}") from error
 
 
-def _parts(one: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    if "shard_spec_per_file" in one:
-        return dict(one["shard_spec_per_file"])
-    old = one["flattened_offsets_per_file"]  # what it was called first
+def _parts(about: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    if "shard_spec_per_file" in about:
+        return dict(about["shard_spec_per_file"])
+    old = about["flattened_offsets_per_file"]  # the name in older versions
     return {name: {"flattened_offsets": [at] if at and isinstance(at[0], int) else at} for name, at in old.items()}
 
 
-def _shards(key: str, one: _Tensor, held: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[Shard]:
+def _shards(key: str, tensor: _Tensor, held: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[Shard]:
     seen: set[str] = set()
-    for name, spec in sorted(one.parts.items()):
+    for name, spec in sorted(tensor.parts.items()):
         if repr(spec) in seen:
             continue  # a replica, which every rank wrote
         seen.add(repr(spec))
         data = held[name].get(key)
         try:
-            found = [] if data is None else [_shard(data, one.shape, spec)]
-            absent = data is None and _numel(spec) > 0  # an empty part of an optimizer's state need not be there
+            shards = [] if data is None else [_shard(data, tensor.shape, spec)]
+            is_absent = data is None and _numel(spec) > 0  # an empty part of an optimizer's state may be left out
         except _MISFORMED as error:
-            raise Refused(f"{METADATA} says of {key!r} in {name} what cannot be: {error!r}", key=key) from error
-        if absent:
+            raise Refused(f"{METADATA} is malformed for {key!r} in {name}: {error!r}", key=key) from error
+        if is_absent:
             raise NotFound(f"{name} lacks {key!r}, which {METADATA} says is in it; get the whole folder", key=key)
-        yield from found
+        yield from shards
 
 
 def _numel(spec: Mapping[str, Any]) -> int:
@@ -141,9 +141,9 @@ def _optimizer(flat: Mapping[str, list[Shard]], allow_pickle: bool) -> dict[str,
     state: dict[str, dict[str, list[Shard]]] = {}
     groups = []
     for key, shards in flat.items():
-        found = _STATE.fullmatch(key)
-        if found:
-            state.setdefault(found[1], {})[found[2]] = shards
+        match = _STATE.fullmatch(key)
+        if match:
+            state.setdefault(match[1], {})[match[2]] = shards
         elif _GROUP.fullmatch(key):
             groups.append((int(key.removeprefix("param_group")), _group(key, shards, allow_pickle)))
     return {"state": state, "param_groups": [group for _, group in sorted(groups, key=lambda pair: pair[0])]}
@@ -152,7 +152,7 @@ def _optimizer(flat: Mapping[str, list[Shard]], allow_pickle: bool) -> dict[str,
 def _group(key: str, shards: list[Shard], allow_pickle: bool) -> dict[str, Any]:
     data = bytes(torch.cat([shard.data.reshape(-1) for shard in shards]).view(torch.uint8).numpy())
     where = f"{key!r} of the optimizer"
-    with misread(lambda why: Refused(f"{where} is no group of parameters, or it is damaged: {why}", key=key)):
+    with misread(lambda why: Refused(f"{where} is not a group of parameters, or is damaged: {why}", key=key)):
         try:
             group = dict(BoundedUnpickler(data, anything=allow_pickle).load())
         except pickle.UnpicklingError as error:
@@ -179,11 +179,11 @@ def import_olmo_trainer(
     allow_pickle: bool = False,
     **options: Unpack[ImportArguments],
 ) -> Checkpoint:
-    """Save a folder of OLMo-core's trainer: ``model_and_optim/``, which is a DCP folder, and what lies beside it.
+    """Save a folder of OLMo-core's trainer: ``model_and_optim/``, which is a DCP folder, and the files beside it.
 
-    The train state of each rank, ``train/rank<N>.pt``, is kept as `casckpt.frontends.trainer` keeps it, if torch's
-    restricted unpickler reads it or ``allow_pickle`` is given; else it is left out, with a line in the log. Other small
-    files become attachments. Raises what `dcp_to_casckpt` raises.
+    The train state of each rank, ``train/rank<N>.pt``, is saved as `casckpt.frontends.trainer` saves it, if torch's
+    restricted unpickler reads it or ``allow_pickle`` is given. Otherwise it is left out, and the log says so. Other
+    small files become attachments. Raises what `dcp_to_casckpt` raises.
     """
     from casckpt.frontends.dcp.importing import import_folder, small_files
 
@@ -192,23 +192,23 @@ def import_olmo_trainer(
     beside = {name: data for name, data in small_files(files).items() if not name.startswith(f"{MODEL_AND_OPTIM}/")}
     train: dict[int, Any] = {}
     for name in list(beside):
-        found = _TRAIN.fullmatch(name)
-        if found and (value := _train_state(name, beside.pop(name), allow_pickle)) is not None:
-            train[int(found[1])] = value
+        match = _TRAIN.fullmatch(name)
+        if match and (value := _train_state(name, beside.pop(name), allow_pickle)) is not None:
+            train[int(match[1])] = value
     more = {"train": dict(sorted(train.items()))} if train else {}
     given = SaveOptions(step=step, allow_pickle=allow_pickle, attachments=beside, **options)
     return import_folder(files.below(MODEL_AND_OPTIM), store, given, more)
 
 
 def _train_state(name: str, data: bytes, allow_pickle: bool) -> Any:
-    with misread(lambda why: Refused(f"{name} is no file that torch.save wrote, or it is damaged: {why}")):
+    with misread(lambda why: Refused(f"{name} is not a file of torch.save, or is damaged: {why}")):
         try:
-            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_pickle)
+            state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_pickle)
         except pickle.UnpicklingError as error:
             if allow_pickle:
                 raise
             what = refused_name(error)
-            log.warning("left out, for only unpickling reads it (allow_pickle, --allow-pickle): %s (%s)", name, what)
+            log.warning("left out, because it needs unpickling (allow_pickle, --allow-pickle): %s (%s)", name, what)
             return None
-    check_expansion(found, len(data), name)
-    return found
+    check_expansion(state, len(data), name)
+    return state

@@ -1,8 +1,7 @@
-"""Optimizers that count their parameters, as `optim.state_dict` does, by the names of the model's parameters.
+"""Names for the parameters of optimizers, which `optim.state_dict` numbers.
 
-Nothing in such a state says which parameter is which but the order: that of ``model.parameters()``, in each group. So
-the shapes of the state are laid beside those of the model, and a number is given a name only where there is just one
-way to do that.
+Such a state identifies parameters only by their order in ``model.parameters()``, within each group. The shapes of the
+state are compared with those of the model, and parameters are named only if there is exactly one way.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from casckpt.errors import Mismatch
 from casckpt.format.regions import Shape
 
 Positions: TypeAlias = tuple[int, ...]
-"""How many parameters of each group have a name."""
+"""The number of named parameters of each group."""
 
 Numbered: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]
 """An optimizer's state, and one of its groups."""
@@ -25,14 +24,14 @@ Numbered: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]
 _SHAPED = (
     "exp_avg", "momentum_buffer", "square_avg", "exp_avg_sq", "exp_inf", "sum", "acc_delta", "ax", "prev", "grad_avg",
 )  # fmt: skip
-"""State that has the shape of its parameter, in torch's optimizers and most others."""
+"""Names of states with the shape of their parameter, in torch's optimizers and most others."""
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _MAX_WAYS = 10_000
 
 
 def is_optimizer_state(value: Any) -> bool:
-    """Tell whether it is what `optim.state_dict` gives."""
+    """Whether a value is a state_dict of an optimizer."""
     return (
         isinstance(value, Mapping)
         and isinstance(value.get("state"), Mapping)
@@ -43,17 +42,17 @@ def is_optimizer_state(value: Any) -> bool:
 
 def is_named(optimizers: Sequence[Mapping[str, Any]]) -> bool:
     """Whether optimizers name their parameters already."""
-    params = [one for optim in optimizers for group in optim["param_groups"] for one in group["params"]]
-    return bool(params) and all(isinstance(one, str) for one in params)
+    params = [param for optim in optimizers for group in optim["param_groups"] for param in group["params"]]
+    return bool(params) and all(isinstance(param, str) for param in params)
 
 
 def by_name(
     optimizers: Sequence[Mapping[str, Any]], model: Mapping[str, Any], parameter_names: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """The states of optimizers that share out the parameters of a model, as one, by name; the tensors as they are.
+    """Merge the states of the optimizers of a model into one, by name. Tensors are not copied.
 
-    ``model``: its state_dict. ``parameter_names``: of all their parameters, in order. Raises Mismatch, saying why,
-    where it is not certain which parameter is which.
+    ``model``: its state_dict. ``parameter_names``: the names of all parameters, in order. Raises Mismatch if the names
+    are not certain.
     """
     for optim in optimizers:
         others = [key for key in optim if key not in ("state", "param_groups")]
@@ -67,7 +66,7 @@ def by_name(
     if names is None:
         names = _names([[_shape(optim, number) for number in group["params"]] for optim, group in numbered], model)
     if names is None:
-        raise Mismatch("by their shapes its parameters may be the model's in several ways, or in none")
+        raise Mismatch("the shapes of its parameters match those of the model in several ways, or in none")
     _check(names, numbered, model)
     state: dict[Any, Any] = {}
     groups = []
@@ -80,7 +79,7 @@ def by_name(
 
 
 def _given(numbered: Sequence[Numbered], parameter_names: Sequence[str] | None) -> list[list[str]] | None:
-    """The names that somebody gave for each group: the caller, or who made the optimizer from named_parameters."""
+    """The names that the caller gave, or that an optimizer made from named_parameters holds, by group."""
     if parameter_names is None:
         given = [list(group.get("param_names", [])) for _, group in numbered]
         whole = all(len(own) == len(group["params"]) for own, (_, group) in zip(given, numbered, strict=True))
@@ -96,19 +95,19 @@ def _check(names: Sequence[Sequence[str]], numbered: Sequence[Numbered], model: 
         for name, number in zip(own, group["params"], strict=True):
             shape = _shape(optim, number)
             if name not in model or (shape is not None and tuple(model[name].shape) != shape):
-                raise Mismatch(f"it names {name!r}, which is no parameter of the model of that shape")
+                raise Mismatch(f"it names {name!r}, but the model has no such parameter of that shape")
 
 
 def _shape(optim: Mapping[str, Any], number: Any) -> Shape | None:
-    """The shape of a parameter, as its state tells; None if it does not."""
+    """The shape of a parameter according to its state; None if that does not show it."""
     state = optim["state"].get(number)
-    found = [state[name] for name in _SHAPED if isinstance(state, Mapping) and name in state]
-    shapes = [tuple(value.shape) for value in found if isinstance(value, torch.Tensor)]
+    values = [state[name] for name in _SHAPED if isinstance(state, Mapping) and name in state]
+    shapes = [tuple(value.shape) for value in values if isinstance(value, torch.Tensor)]
     return shapes[0] if shapes else None
 
 
 def _candidates(model: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
-    """Give what may be a parameter, in the order of ``model.parameters()``; a tied one once."""
+    """Yield the tensors that may be parameters, in the order of ``model.parameters()``. Tied ones occur once."""
     seen = set()
     for name, value in model.items():
         if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] in _BUFFERS:
@@ -122,16 +121,16 @@ def _candidates(model: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
 
 
 def _names(groups: Sequence[Sequence[Shape | None]], model: Mapping[str, Any]) -> list[list[str]] | None:
-    """The names for each group, all in the order of the model, if there is just one way to choose them."""
+    """The names for each group in the order of the model, if there is exactly one way to choose them."""
     wanted = sum(map(len, groups))
     candidates = list(_candidates(model))
     spare = len(candidates) - wanted
-    ways: dict[Positions, tuple[int, Any]] = {(0,) * len(groups): (1, None)}  # how many, and the last choices of one
+    ways: dict[Positions, tuple[int, Any]] = {(0,) * len(groups): (1, None)}  # number of ways, choices of one
     for at, (_, shape) in enumerate(candidates):
         following: dict[Positions, tuple[int, Any]] = {}
         for positions, (count, chosen) in ways.items():
             steps: list[tuple[Positions, int | None]] = list(_steps(positions, groups, shape))
-            if at - sum(positions) < spare:  # no parameter of the optimizer: a buffer, or frozen
+            if at - sum(positions) < spare:  # not a parameter of the optimizer, but a buffer, or frozen
                 steps.append((positions, None))
             for after, group in steps:
                 known, _ = following.get(after, (0, None))
@@ -153,7 +152,7 @@ def _names(groups: Sequence[Sequence[Shape | None]], model: Mapping[str, Any]) -
 def _steps(
     positions: Positions, groups: Sequence[Sequence[Shape | None]], shape: Shape
 ) -> Iterator[tuple[Positions, int | None]]:
-    """The groups whose next parameter may have this shape, with the positions after it."""
+    """Yield the groups whose next parameter may have this shape, with the positions after it."""
     for number, (at, group) in enumerate(zip(positions, groups, strict=True)):
         if at < len(group) and group[at] in (None, shape):
             yield (*positions[:number], at + 1, *positions[number + 1 :]), number

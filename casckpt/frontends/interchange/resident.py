@@ -1,4 +1,4 @@
-"""Files that are mapped into memory, and how many of their pages stay there while a save goes over them."""
+"""Limits the resident pages of memory-mapped files while a save reads them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Final
 from casckpt.base.progress import Shown
 
 RESIDENT_BYTES: Final = 256 << 20
-"""So much of mapped files is resident at most, more or less."""
+"""About the most resident bytes of mapped files."""
 
 
 def letting_go(shown: Shown | None, let_go: Callable[[], None]) -> Shown:
-    """The progress of a save, which has the pages that were read let go every `RESIDENT_BYTES`.
+    """The progress of a save, which also calls ``let_go`` every `RESIDENT_BYTES` to release the pages that were read.
 
-    So memory is bounded for those too who count pages of files. Nothing was written to them, so nothing is lost:
-    whoever needs one again has it from the page cache.
+    This bounds memory as container limits count it. The pages are unchanged, so a later access reads them again.
     """
     next_at = RESIDENT_BYTES
 

@@ -1,4 +1,4 @@
-"""Files of torch.save into a store, and out of it, without a whole state in memory."""
+"""Imports and exports files of torch.save, without a whole state in memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch._weights_only_unpickler import _get_allowed_globals, get_globals_in_p
 from torch.serialization import skip_data
 
 from casckpt.base.keywords import check_keywords
-from casckpt.base.progress import Shown
+from casckpt.base.progress import Progress, Shown
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.signatures import get_trusted
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Refused
@@ -54,13 +54,13 @@ from casckpt.tensors.untrusted import check_expansion, misread
 log = logging.getLogger(__name__)
 
 _Storage: TypeAlias = ViewTensor | bytes
-"""What fills a hole of a file: a tensor of the checkpoint, or the data of one inside of an object."""
+"""The content of a storage in a file: a tensor of the checkpoint, or the data of a tensor in an object."""
 _DEFINE = (
     "Each class must be where it was when the file was saved. For one of __main__, import it in a program, set it with "
     "`import __main__; __main__.NAME = NAME`, and call torch_save_to_casckpt of casckpt.frontends.convert there, with "
     "allow_pickle=True"
 )
-_CENTRAL = struct.Struct("<4s12xL8xHHH12x")  # a record of a zip's directory: its crc, and lengths of what follows it
+_CENTRAL = struct.Struct("<4s12xL8xHHH12x")  # a record of the directory of a zip file: crc, and lengths of its fields
 
 
 def torch_save_to_casckpt(
@@ -73,37 +73,39 @@ def torch_save_to_casckpt(
     parameter_names: Sequence[str] | None = None,
     **options: Unpack[ImportArguments],
 ) -> Checkpoint:
-    """Save what a file of torch.save holds, a mapping of names to tensors and plain data. The file stays mapped.
+    """Save the content of a file of torch.save, a mapping of names to tensors and plain data. The file is mapped.
 
-    A model and its optimizer in it come under ``model`` and, by the names of parameters, ``optim``, so that
-    `load_model_and_optim_state` and `Checkpointer.resume` find them; the rest is the train state of rank 0. What could
-    not be laid out so is as it was, and stands in ``notes`` of the result and in the log. ``as_is``: leave it all so.
-    ``parameter_names``: of the optimizer's parameters in their order, as ``[name for name, one in
-    model.named_parameters() if one.requires_grad]``, where the shapes of its state leave it open. Mismatch if they do
-    not fit.
+    A model and its optimizer are saved under ``model`` and, by names of parameters, ``optim``, where
+    `load_model_and_optim_state` and `Checkpointer.resume` find them. The rest becomes the train state of rank 0. Parts
+    that cannot be arranged so are saved unchanged; ``notes`` of the result and the log name them. ``as_is``: save
+    everything unchanged. ``parameter_names``: the names of the optimizer's parameters in order, such as ``[name for
+    name, parameter in model.named_parameters() if parameter.requires_grad]``, if their shapes do not determine them.
+    Raises Mismatch if they do not fit.
 
-    It is read by torch's restricted unpickler; ``allow_pickle``: by the other one, which runs what is in the file.
-    Raises NotFound, InvalidInput, Refused for a file of no use, and what `Store.save` raises.
+    torch's restricted unpickler reads the file. ``allow_pickle``: use the other one, which runs code from the file.
+    Raises NotFound, InvalidInput, Refused for an unusable file, and what `Store.save` raises.
     """
     check_keywords("torch_save_to_casckpt", options, ImportArguments)
     given = local_path(path)
     state = _read(given, allow_pickle)
     if not isinstance(state, Mapping):
         raise InvalidInput(f"{given} holds a {type(state).__name__}; only mappings of names to values can be imported")
-    laid = TorchState(state) if as_is else laid_out(state, parameter_names)
-    for note in laid.notes:
+    arranged = TorchState(state) if as_is else laid_out(state, parameter_names)
+    for note in arranged.notes:
         log.warning("%s: %s", given, note)
     options["progress"] = letting_go(options.get("progress"), _unmapper(given))
-    saved = as_store(store).save(OfObjects(laid.state), step=step, allow_pickle=allow_pickle, no_dist=True, **options)
-    return replace(saved, notes=laid.notes)
+    saved = as_store(store).save(
+        OfObjects(arranged.state), step=step, allow_pickle=allow_pickle, no_dist=True, **options
+    )
+    return replace(saved, notes=arranged.notes)
 
 
 def _read(path: Path, allow_pickle: bool) -> Any:
     if not path.is_file():
         raise NotFound(f"there is no file {path}; give the path of a file that torch.save wrote")
-    with misread(lambda why: Refused(f"{path} is no file that torch.save wrote, or it is damaged: {why}")):
+    with misread(lambda why: Refused(f"{path} is not a file of torch.save, or is damaged: {why}")):
         with path.open("rb") as file:
-            mapped = is_archive(file.read(4))  # the form before torch 1.6 cannot be
+            mapped = is_archive(file.read(4))  # the format before torch 1.6 cannot be mapped
         try:
             state = torch.load(path, map_location="cpu", mmap=mapped, weights_only=not allow_pickle)
         except pickle.UnpicklingError as error:
@@ -125,7 +127,7 @@ def _read(path: Path, allow_pickle: bool) -> Any:
 
 
 def _unmapper(path: Path) -> Callable[[], None]:
-    """Make what lets the pages of a file go that torch has mapped, and of which it hands out no map."""
+    """Return a function that releases the pages of a file that torch has mapped."""
     spans, advise = list(_spans(path)), ctypes.CDLL(None, use_errno=True).madvise
 
     def let_go() -> None:
@@ -136,7 +138,7 @@ def _unmapper(path: Path) -> Callable[[], None]:
 
 
 def _spans(path: Path) -> Iterator[tuple[int, int]]:
-    """(address, length) of where this process has mapped a file; none where the kernel does not tell."""
+    """Yield (address, length) of the mappings of a file in this process, if the kernel lists them."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return
@@ -155,11 +157,12 @@ def casckpt_to_torch_save(
 ) -> Checkpoint:
     """Write a checkpoint, nested as it was saved, as one file for `torch.load`; see `export_torch`.
 
-    What is left out is told of in the log.
+    The log names the values that are left out.
     """
     done = export_torch(store, ref, path, **options)
     if done.left_out:
-        log.warning("left out, for plain torch.load does not read it (allow_pickle=True): %s", ", ".join(done.left_out))
+        names = ", ".join(done.left_out)
+        log.warning("left out, because plain torch.load does not read it (allow_pickle=True): %s", names)
     return done.checkpoint
 
 
@@ -180,14 +183,14 @@ def export_torch(
     The file holds the whole checkpoint, nested as it was saved. With ``keys``, ``strip_prefix`` or ``rename`` (see
     `casckpt.frontends.views.view`) it holds a dict of tensors by name. Values that torch's restricted unpickler does
     not read, such as numpy arrays, are left out; a list or tuple that loses items becomes a dict by index.
-    ``allow_pickle``: nothing is left out, and what only a pickle
-    could hold is unpickled, and pickled again; then it takes ``torch.load(..., weights_only=False)``.
+    ``allow_pickle``: nothing is left out; pickles are unpickled and pickled again, and loading the file takes
+    ``torch.load(..., weights_only=False)``.
 
-    Every byte that is read is verified. ``path``: of a file, or a URL, to which a temporary file is copied. ``force``:
-    over what is there.
+    Every byte read is verified. ``path``: of a file, or a URL, to which a temporary file is copied. ``force``:
+    overwrite what exists.
 
-    Raises NotFound, MissingKey, Conflict if ``path`` is there, InvalidInput, Damaged, StorageError. After an error
-    nothing stands under the final name.
+    Raises NotFound, MissingKey, Conflict if ``path`` exists, InvalidInput, Damaged, StorageError. After an error
+    nothing exists under the final name.
     """
     opened = as_store(store)
     checkpoint = opened.get(ref)
@@ -195,7 +198,9 @@ def export_torch(
     job = _Export(opened, checkpoint, allow_pickle)
     state, view, storages = job.whole() if rules.is_plain else job.seen(rules)
     with place_for(path, force=force) as place, new_file(place, force=force) as target:
-        job.write(target, state, storages, WindowReader(opened.repository, job.manifest, view.nbytes, progress))
+        job.write(
+            target, state, storages, WindowReader(opened.repository, job.manifest, view.nbytes, Progress(progress))
+        )
         name = os.fspath(path) if is_url(path) else place
     return Exported(
         checkpoint, (name,), len(view.tensors), view.nbytes, (), view.left_out, tuple(opened.attachments(checkpoint)),
@@ -204,7 +209,7 @@ def export_torch(
 
 
 class _Export:
-    """One file: torch writes it with holes for the data of tensors, which are filled afterwards."""
+    """One export. torch writes the file without the data of tensors, which is filled in afterwards."""
 
     def __init__(self, store: Store, checkpoint: Checkpoint, allow_pickle: bool) -> None:
         self.manifest = get_trusted(store.repository, checkpoint.commit)
@@ -214,7 +219,7 @@ class _Export:
         self._fake = FakeTensorMode()
 
     def whole(self) -> tuple[Any, View, Sequence[_Storage]]:
-        """All of the checkpoint, nested as it was saved, of tensors without data; and what fills it, in its order."""
+        """The whole checkpoint, nested as it was saved, with tensors without data; and its storages, in order."""
         tree = self._contents.whole_tree()
         keys = [join(path) for path, node in leaves(tree) if node == TENSOR]
         check_whole(self.manifest, [self._contents.stored_tensor(key) for key in keys])
@@ -236,17 +241,17 @@ class _Export:
         return state, View(tuple(tensors), left_out), storages
 
     def seen(self, rules: Rules) -> tuple[Any, View, Sequence[_Storage]]:
-        """The same of its tensors by the names of a view."""
+        """The tensors of a view by name, without data; and their storages, in order."""
         view = view_of(self.manifest, rules)
-        return {one.name: self._empty(one.entry) for one in view.tensors}, view, view.tensors
+        return {tensor.name: self._empty(tensor.entry) for tensor in view.tensors}, view, view.tensors
 
     def _empty(self, entry: Entry) -> torch.Tensor:
         with self._fake:
             return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
 
     def write(self, path: Path, state: Any, storages: Sequence[_Storage], reader: WindowReader) -> None:
-        """All of it, durable."""
-        path.open("xb").close()  # so that Python says what is wrong where nothing may be written
+        """Write the file. It is durable when this returns."""
+        path.open("xb").close()  # raises a clear error if the folder is not writable
         with skip_data(materialize_fake_tensors=True), torch_saves():
             torch.save(state, path)
         _write_sums(path, _filled(path, storages, reader))
@@ -255,54 +260,54 @@ class _Export:
 
 
 def _storages_in(value: Any) -> Iterator[bytes]:
-    """The data of the storages that torch.save finds in a value, in its order: an object may hold tensors, too."""
+    """Yield the data of the storages that torch.save finds in an object, in its order."""
     with zipfile.ZipFile(BytesIO(write_archive(value))) as archive:
-        found = {name.partition("/")[2]: name for name in archive.namelist()}
+        names = {name.partition("/")[2]: name for name in archive.namelist()}
         for index in count():
-            if f"data/{index}" not in found:
+            if f"data/{index}" not in names:
                 return
-            yield archive.read(found[f"data/{index}"])
+            yield archive.read(names[f"data/{index}"])
 
 
 def _filled(path: Path, storages: Sequence[_Storage], reader: WindowReader) -> dict[str, int]:
-    """Write the data of all storages into their holes; the crc of each record."""
+    """Write the data of all storages into the file. Returns the crc of each record."""
     places: Any = torch._C.PyTorchFileReader(str(path))
     with zipfile.ZipFile(path) as archive:
         sizes = {info.filename.partition("/")[2]: info.file_size for info in archive.infolist()}
     sums: dict[str, int] = {}
     with path.open("r+b") as file:
         for index, storage in enumerate(storages):
-            record = f"data/{index}"  # in this order torch numbers them
+            record = f"data/{index}"  # torch numbers them in this order
             if sizes.get(record) != (len(storage) if isinstance(storage, bytes) else storage.entry.nbytes):
-                raise InvalidInput(f"torch {torch.__version__} numbers storages otherwise than is known here")
+                raise InvalidInput(f"torch {torch.__version__} numbers storages in an unknown order")
             sums[record] = 0
             file.seek(places.get_record_offset(record))
-            for data in [storage] if isinstance(storage, bytes) else reader.read([storage]):
+            for data in [storage] if isinstance(storage, bytes) else reader.read_tensors([storage]):
                 file.write(data)
                 sums[record] = zlib.crc32(data, sums[record])
     return sums
 
 
 def _of_plain_kinds(node: Node) -> Node:
-    """The same tree, of the kinds of containers, and ``_metadata``, that torch's restricted unpickler makes."""
+    """The same tree, with only the containers and ``_metadata`` that torch's restricted unpickler makes."""
     if isinstance(node, int):
         return node
-    found: dict[Element, Node] = {element: _of_plain_kinds(child) for element, child in children(node)}
-    made: Node = found if isinstance(node, defaultdict) else container(type(node), found, node)
+    below: dict[Element, Node] = {element: _of_plain_kinds(child) for element, child in children(node)}
+    made: Node = below if isinstance(node, defaultdict) else container(type(node), below, node)
     if isinstance(made, OrderedDict) and not _is_read(vars(made).get("_metadata")):
         del vars(made)["_metadata"]
     return made
 
 
 def _is_read(value: Any) -> bool:
-    """Tell whether plain `torch.load` reads a value."""
+    """Whether plain `torch.load` reads a value."""
     if type(value) in (NoneType, bool, float, str) or (type(value) is int and value.bit_length() < 64):
         return True
     data = write_archive(value)
     with zipfile.ZipFile(BytesIO(data)) as archive:
         pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
     try:
-        # not what this process has registered besides, or a library that it has imported: others have not
+        # only globals that torch allows by itself, since another process may not have registered others
         if get_globals_in_pkl(BytesIO(pickled)) - _get_allowed_globals().keys():
             return False
         read_archive(data)
@@ -312,7 +317,7 @@ def _is_read(value: Any) -> bool:
 
 
 def _write_sums(path: Path, sums: Mapping[str, int]) -> None:
-    """Put checksums into the directory of a zip: torch does not look at them, other programs do."""
+    """Write checksums into the directory of a zip file. torch ignores them, but other programs check them."""
     with zipfile.ZipFile(path) as archive:
         position, names = archive.start_dir, [info.filename for info in archive.infolist()]
     with path.open("r+b", buffering=0) as file:
@@ -335,19 +340,19 @@ _WRAPPERS = ("module.", "_orig_mod.")
 
 @dataclass(frozen=True)
 class TorchState:
-    """A state to save. ``notes``: what of it is not in the layout, and why."""
+    """A state to save. ``notes``: which parts do not have the usual layout, and why."""
 
     state: Mapping[str, Any]
     notes: tuple[str, ...] = ()
 
 
 def laid_out(state: Mapping[str, Any], parameter_names: Sequence[str] | None = None) -> TorchState:
-    """Weights under ``model``, optimizers as one under ``optim`` by the names of parameters, the rest as train state.
+    """Arrange a state: weights under ``model``, one optimizer by names under ``optim``, the rest as train state.
 
-    Where the optimizer cannot be told by names, all stays as it is, and a note says why. A state without an optimizer
-    stays as it is. Of a file of Lightning the rest is where `casckpt.frontends.lightning` looks for it.
-    ``parameter_names``: of the optimizer's parameters, in order, where their shapes do not tell. Raises Mismatch if
-    these do not fit.
+    If the optimizer's parameters cannot be named, the state stays unchanged, and a note says why. A state without an
+    optimizer stays unchanged. The rest of a file of Lightning goes where `casckpt.frontends.lightning` expects it.
+    ``parameter_names``: the names of the optimizer's parameters, in order, if their shapes do not determine them.
+    Raises Mismatch if these do not fit.
     """
     if is_optimizer_state(state) and not is_named([state]):
         return TorchState(state, (_note("the optimizer", "there is no model beside it that could give names"),))
@@ -373,31 +378,31 @@ def laid_out(state: Mapping[str, Any], parameter_names: Sequence[str] | None = N
 
 
 def _of_lightning(state: Mapping[str, Any], home: str) -> Mapping[str, Any]:
-    """Where `casckpt.frontends.lightning` looks for it: all of the file, optimizers included, beside the weights."""
+    """The layout of `casckpt.frontends.lightning`: the whole file, optimizers included, beside the weights."""
     return {"model": state[home], "lightning": {key: value for key, value in state.items() if key != home}}
 
 
 def _note(what: str, why: str, advice: str = "Load") -> str:
     return (
-        f"{what} counts its parameters, and is stored as it is, without their names ({why}): no resume will find "
+        f"{what} numbers its parameters, and is stored unchanged, without their names ({why}): a resume does not find "
         f"it. {advice} it with store.read and optim.load_state_dict"
     )
 
 
 def _optimizers(value: Any) -> Sequence[Mapping[str, Any]]:
-    """One, or several, if that is what it is."""
-    found = [value] if is_optimizer_state(value) else value
-    found = list(found.values()) if isinstance(found, Mapping) else found
-    several = isinstance(found, list | tuple) and all(is_optimizer_state(one) for one in found)
-    return list(found) if several else []
+    """The states of one or several optimizers; empty for any other value."""
+    states = [value] if is_optimizer_state(value) else value
+    states = list(states.values()) if isinstance(states, Mapping) else states
+    are_states = isinstance(states, list | tuple) and all(is_optimizer_state(state) for state in states)
+    return list(states) if are_states else []
 
 
 def _is_model(value: Any) -> bool:
-    return isinstance(value, Mapping) and any(isinstance(one, torch.Tensor) for one in value.values())
+    return isinstance(value, Mapping) and any(isinstance(tensor, torch.Tensor) for tensor in value.values())
 
 
 def _unwrapped(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state_dict under plain names: without what DistributedDataParallel and torch.compile put before all of them."""
+    """A state_dict without the prefixes that DistributedDataParallel and torch.compile add to all names."""
     for prefix in _WRAPPERS * 2:
         if all(str(key).startswith(prefix) for key in model):
             model = {str(key).removeprefix(prefix): value for key, value in model.items()}

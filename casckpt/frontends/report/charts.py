@@ -1,4 +1,4 @@
-"""The charts of a report: SVG by matplotlib, in the colours of the page around them."""
+"""The charts of a report: SVG made by matplotlib, in the colours of the page."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ except ImportError as error:
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WIDTH: Final = 4.0  # inches: 384 pixels, so that text has its own size on a telephone
-POINTS: Final = 200  # of a line: more are not seen
+WIDTH: Final = 4.0  # inches: 384 pixels, so that text keeps its size on a phone
+POINTS: Final = 200  # of a line; more would not be visible
 BLUE, GREEN, GREY = "#3b82f6", "#16a34a", "#8b949e"
-_INK = "#010203"  # becomes the colour of the text around
+_INK = "#010203"  # replaced by the colour of the page's text
 _SETTINGS: Any = {  # its type is a list of all names that matplotlib knows
     "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9, "text.parse_math": False,
     "text.color": _INK, "axes.labelcolor": _INK, "axes.edgecolor": _INK, "xtick.color": _INK, "ytick.color": _INK,
@@ -39,7 +39,7 @@ _HEAT = LinearSegmentedColormap.from_list("heat", [(0.23, 0.51, 0.96, 0.07), (0.
 
 @contextmanager
 def _figure(height: float, salt: str) -> Iterator[tuple[Figure, Axes, list[str]]]:
-    """Give a figure, and a list for what is drawn of it. ``salt``: tells the ids of one chart from those of another."""
+    """Yield a figure, its axes, and a list that receives the SVG. ``salt``: makes the ids of a chart unique."""
     drawn: list[str] = []
     with mpl.rc_context(_SETTINGS | {"svg.hashsalt": salt}):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -50,7 +50,7 @@ def _figure(height: float, salt: str) -> Iterator[tuple[Figure, Axes, list[str]]
 
 
 def _bare(svg: str) -> str:
-    """Leave out what stands for a file of its own, and take the colour of the text around."""
+    """Remove what only a separate file needs, and use the colour of the page's text."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg [^>]*?)width="[\d.]+pt" height="[\d.]+pt"', r"\1", svg)
@@ -59,7 +59,7 @@ def _bare(svg: str) -> str:
 
 
 def _bytes(axis: Any, most: int, marks: int = 5) -> None:
-    """Mark an axis from 0 on at round numbers of a unit of bytes."""
+    """Set the ticks of an axis at round numbers of a unit of bytes, from 0 on."""
     unit = 1024 ** ((max(most, 1).bit_length() - 1) // 10)
     axis.set_ticks([value * unit for value in MaxNLocator(nbins=marks).tick_values(0, max(most, 1) / unit)][:-1])
     axis.set_major_formatter(_AS_SIZE)
@@ -69,14 +69,14 @@ _AS_SIZE = FuncFormatter(lambda value, _: format_size(int(value)).replace(".0 ",
 
 
 def thinned(count: int, most: int = POINTS) -> list[int]:
-    """Give the indices to draw, evenly chosen, with the first and the last."""
+    """The indices to draw: evenly spaced, including the first and the last."""
     if count <= most:
         return list(range(count))
     return [round(place * (count - 1) / (most - 1)) for place in range(most)]
 
 
 def growth(logical: Sequence[int], stored: Sequence[int]) -> str:
-    """Draw what all checkpoints so far would take one by one, and what they take, checkpoint by checkpoint."""
+    """Draw the size of all checkpoints so far if stored one by one, and their stored size."""
     chosen = thinned(len(logical))
     with _figure(2.6, "growth") as (_, axes, drawn):
         numbers = [place + 1 for place in chosen]
@@ -94,7 +94,7 @@ def growth(logical: Sequence[int], stored: Sequence[int]) -> str:
 
 
 def run_growth(run: str, steps: Sequence[int], sizes: Sequence[int], added: Sequence[int]) -> str:
-    """Draw the size of each checkpoint of a run and what it added, on a scale of powers."""
+    """Draw the size of each checkpoint of a run and the bytes that it added, on a logarithmic scale."""
     chosen = thinned(len(steps))
     with _figure(2.4, f"run {run}") as (_, axes, drawn):
         for values, colour, name in ((sizes, GREY, "size of state"), (added, GREEN, "added")):
@@ -103,7 +103,7 @@ def run_growth(run: str, steps: Sequence[int], sizes: Sequence[int], added: Sequ
         axes.yaxis.set_major_locator(mpl.ticker.LogLocator(base=2, numticks=6))
         axes.minorticks_off()
         shown = [max(values[n], 1) for values in (sizes, added) for n in chosen]
-        axes.set_ylim(min(shown) / 2, 2 * max(shown))  # so that there are marks, however little they differ
+        axes.set_ylim(min(shown) / 2, 2 * max(shown))  # so that there are ticks even if all values are close
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
         axes.yaxis.set_major_formatter(_AS_SIZE)
@@ -112,7 +112,7 @@ def run_growth(run: str, steps: Sequence[int], sizes: Sequence[int], added: Sequ
 
 
 def side_by_side(runs: Sequence[RunUsage]) -> str:
-    """Draw what the checkpoints of each run take, and what of that no other run uses."""
+    """Draw the stored size of each run, and how much of it no other run uses."""
     with _figure(0.7 + 0.36 * len(runs), "runs") as (_, axes, drawn):
         places = list(range(len(runs)))
         axes.barh(places, [run.bytes_used for run in runs], color=GREEN, alpha=0.35, label="stored")
@@ -125,7 +125,7 @@ def side_by_side(runs: Sequence[RunUsage]) -> str:
 
 
 def heat_map(run: str, heat: Heat) -> str:
-    """Draw layers by steps: how much of each changed."""
+    """Draw how much of each layer changed at each step."""
     with _figure(min(0.9 + 0.16 * len(heat.layers), 7.5), f"heat {run}") as (figure, axes, drawn):
         filled = [[float("nan") if share is None else share for share in row] for row in heat.shares]
         image = axes.imshow(filled, cmap=_HEAT, vmin=0, vmax=1, aspect="auto", interpolation="none")
@@ -145,5 +145,5 @@ def _short(name: str, most: int = 24) -> str:
 
 
 def printable(text: str) -> str:
-    """Give text without what would not be seen, or would break a page."""
-    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
+    """Replace characters that are invisible or would break a page."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

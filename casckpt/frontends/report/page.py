@@ -25,14 +25,14 @@ from casckpt.upkeep.footprint import RuleUsage
 from casckpt.upkeep.history import Added, Heat, History, heat, history
 from casckpt.upkeep.usage import StoreUsage
 
-RUNS: Final = 12  # beside each other
-CLOSER: Final = 3  # runs with charts of their own
-ROWS: Final = 150  # checkpoints in the table: the newest
-_NAMED: Final = 20  # damaged things by name
+RUNS: Final = 12  # in the chart of all runs
+CLOSER: Final = 3  # runs with their own charts
+ROWS: Final = 150  # checkpoints in the table
+_NAMED: Final = 20  # damaged objects in the list
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Content:
     """All that a page shows."""
 
     url: str
@@ -44,10 +44,9 @@ class _Found:
 
 
 def write_report(store: Store, path: str | os.PathLike[str]) -> int:
-    """Write the report of ``store`` to the file ``path``, in place of what is there; its bytes.
+    """Write the report of ``store`` to the file ``path``, which is replaced atomically. Returns its size in bytes.
 
-    The file is there as a whole or not at all. Raises NotFound where there is no store, Unsupported without matplotlib,
-    StorageError.
+    Raises NotFound if there is no store, Unsupported without matplotlib, StorageError.
     """
     text = page(store).encode()
     with new_file(Path(path), force=True) as made:
@@ -56,19 +55,18 @@ def write_report(store: Store, path: str | os.PathLike[str]) -> int:
 
 
 def page(store: Store) -> str:
-    """Give the report of ``store`` as HTML, below 300 KB. Raises NotFound, Unsupported, StorageError."""
+    """The report of ``store`` as HTML, below 300 KB. Raises NotFound, Unsupported, StorageError."""
     repo, usage = store.repository, store.report()
-    found = history(repo, [run.run for run in usage.runs[:RUNS]])
-    heats = {
-        run.run: made for run in usage.runs[:CLOSER] if (made := heat(repo, _of_run(found.added, run.run))) is not None
-    }
-    found_tags = tags.list_tags(repo).tags
-    named: dict[str, list[str]] = grouped(found_tags, lambda name: found_tags[name].manifest)
-    return _page(_Found(store.url, usage, found, heats, named, _rules(store)))
+    past = history(repo, [run.run for run in usage.runs[:RUNS]])
+    of_runs = {run.run: heat(repo, _of_run(past.added, run.run)) for run in usage.runs[:CLOSER]}
+    heats = {run: changes for run, changes in of_runs.items() if changes is not None}
+    tagged = tags.list_tags(repo).tags
+    names: dict[str, list[str]] = grouped(tagged, lambda name: tagged[name].manifest)
+    return _page(_Content(store.url, usage, past, heats, names, _rules(store)))
 
 
 def _rules(store: Store) -> Sequence[RuleUsage]:
-    """Give what some rules would free, each by itself; nothing where damage stands in the way, which the page names."""
+    """What some rules would free, each by itself; nothing if damage prevents that, which the page shows."""
     try:
         return store.footprint(keep_last=3, keep_daily=7, keep_weekly=8, keep_monthly=12).rules
     except (Damaged, Refused):
@@ -76,69 +74,69 @@ def _rules(store: Store) -> Sequence[RuleUsage]:
 
 
 def _of_run(added: Sequence[Added], run: str) -> list[Added]:
-    return [one for one in added if one.commit.run == run]
+    return [entry for entry in added if entry.commit.run == run]
 
 
-def _page(found: _Found) -> str:
+def _page(content: _Content) -> str:
     style = (files("casckpt.frontends.report") / "style.css").read_text()
-    title = f"casckpt: {_text(found.url)}"
+    title = f"casckpt: {_text(content.url)}"
     made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, casckpt {__version__}"
-    cards = "".join((_growth(found), _runs(found), _health(found), *_closer(found)))
+    cards = "".join((_growth(content), _runs(content), _health(content), *_closer(content)))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
         f"<title>{title}</title><style>{style}</style></head><body>"
-        f"<header><h1>{_text(found.url)}</h1><p>{made}</p></header>"
-        f'<main>{_facts(found)}<div class="cards">{cards}</div>{_checkpoints(found)}</main></body></html>\n'
+        f"<header><h1>{_text(content.url)}</h1><p>{made}</p></header>"
+        f'<main>{_facts(content)}<div class="cards">{cards}</div>{_checkpoints(content)}</main></body></html>\n'
     )
 
 
-def _facts(found: _Found) -> str:
-    added = found.history.added
-    logical = sum(one.commit.committed.bytes_total for one in added)
-    stored = found.usage.bytes_blobs
+def _facts(content: _Content) -> str:
+    added = content.history.added
+    logical = sum(entry.commit.committed.bytes_total for entry in added)
+    stored = content.usage.bytes_blobs
     times = f"{logical / stored:.1f}" if stored and logical else "-"
     facts = (
-        (str(len(added)), f"checkpoints of {len(found.usage.runs)} runs"),
+        (str(len(added)), f"checkpoints of {len(content.usage.runs)} runs"),
         (format_size(logical), "if stored one by one"),
         (format_size(stored), "stored"),
         (times, "times smaller"),
-        (format_size(found.usage.freed.now), "a gc would free now"),
+        (format_size(content.usage.freed.now), "a gc would free now"),
     )
     cells = "".join(f"<div><b>{_text(value)}</b><span>{_text(what)}</span></div>" for value, what in facts)
     return f'<section class="facts">{cells}</section>'
 
 
-def _growth(found: _Found) -> str:
-    added = found.history.added
+def _growth(content: _Content) -> str:
+    added = content.history.added
     if not added:
         return '<section class="card"><h2>Growth</h2><p>There are no checkpoints.</p></section>'
-    logical = list(accumulate(one.commit.committed.bytes_total for one in added))
-    stored = list(accumulate(one.bytes_added for one in added))
+    logical = list(accumulate(entry.commit.committed.bytes_total for entry in added))
+    stored = list(accumulate(entry.bytes_added for entry in added))
     text = "What all checkpoints so far take, and what they would take one by one."
     return _card("Growth", charts.growth(logical, stored), text)
 
 
-def _runs(found: _Found) -> str:
-    shown = found.usage.runs[:RUNS]
+def _runs(content: _Content) -> str:
+    shown = content.usage.runs[:RUNS]
     if not any(run.bytes_used for run in shown):
         return ""
-    more = len(found.usage.runs) - len(shown)
+    more = len(content.usage.runs) - len(shown)
     text = "What they take." if more <= 0 else f"The largest; {more} more are not shown."
     return _card("Runs", charts.side_by_side(shown), text)
 
 
-def _closer(found: _Found) -> Iterable[str]:
-    for run in found.usage.runs[:CLOSER]:
-        of_run = _of_run(found.history.added, run.run)
+def _closer(content: _Content) -> Iterable[str]:
+    for run in content.usage.runs[:CLOSER]:
+        of_run = _of_run(content.history.added, run.run)
         if of_run:
-            steps = [one.commit.step for one in of_run]
-            sizes = [one.commit.committed.bytes_total for one in of_run]
-            drawn = charts.run_growth(run.run, steps, sizes, [one.bytes_added for one in of_run])
+            steps = [entry.commit.step for entry in of_run]
+            sizes = [entry.commit.committed.bytes_total for entry in of_run]
+            drawn = charts.run_growth(run.run, steps, sizes, [entry.bytes_added for entry in of_run])
             yield _card(f"{run.run}: each checkpoint", drawn, "Its size, and how much of it no earlier checkpoint had.")
-        if run.run in found.heats:
-            drawn = charts.heat_map(run.run, found.heats[run.run])
+        if run.run in content.heats:
+            drawn = charts.heat_map(run.run, content.heats[run.run])
             yield _card(
                 f"{run.run}: what changed",
                 drawn,
@@ -146,8 +144,8 @@ def _closer(found: _Found) -> Iterable[str]:
             )
 
 
-def _health(found: _Found) -> str:
-    usage, freed = found.usage, found.usage.freed
+def _health(content: _Content) -> str:
+    usage, freed = content.usage, content.usage.freed
     rows = [
         f"A gc without rules would free {format_size(freed.now)} now, and {format_size(freed.later)} later.",
         "Later means once what is forgotten can no longer be restored.",
@@ -155,24 +153,24 @@ def _health(found: _Found) -> str:
         f"Several runs share {format_size(usage.bytes_shared)}.",
     ]
     damage = [
-        *(f"blob {blob} is marked as damaged" for blob in found.history.damaged),
-        *(f"the record {key} cannot be read" for key in found.history.damaged_records),
+        *(f"blob {blob} is marked as damaged" for blob in content.history.damaged),
+        *(f"the record {key} cannot be read" for key in content.history.damaged_records),
         *(f"checkpoint {id} cannot be read" for id in usage.unreadable),
     ]
     if damage:
         shown = "".join(f"<li>{_text(line)}</li>" for line in damage[:_NAMED])
         more = f"<li>and {len(damage) - _NAMED} more</li>" if len(damage) > _NAMED else ""
-        said = f'<p class="bad">There is damage: see casckpt verify, and casckpt repair.</p><ul>{shown}{more}</ul>'
+        verdict = f'<p class="bad">There is damage: see casckpt verify, and casckpt repair.</p><ul>{shown}{more}</ul>'
     else:
-        said = '<p class="good">No damage is known. casckpt verify looks for it.</p>'
-    rows += [f"gc --{one.rule} would free {format_size(one.bytes)} in the end." for one in found.rules]
+        verdict = '<p class="good">No damage is known. casckpt verify looks for it.</p>'
+    rows += [f"gc --{rule.rule} would free {format_size(rule.bytes)} in the end." for rule in content.rules]
     lines = "".join(f"<p>{_text(row)}</p>" for row in rows)
-    return f'<section class="card"><h2>Space and health</h2>{lines}{said}</section>'
+    return f'<section class="card"><h2>Space and health</h2>{lines}{verdict}</section>'
 
 
-def _checkpoints(found: _Found) -> str:
-    added = found.history.added
-    rows = "".join(_row(one, found.tags.get(one.commit.id, [])) for one in reversed(added[-ROWS:]))
+def _checkpoints(content: _Content) -> str:
+    added = content.history.added
+    rows = "".join(_row(entry, content.tags.get(entry.commit.id, [])) for entry in reversed(added[-ROWS:]))
     head = "".join(f"<th>{name}</th>" for name in ("Checkpoint", "Saved (UTC)", "Size", "Added", "Why"))
     more = f"<p>The newest {ROWS} of {len(added)}.</p>" if len(added) > ROWS else ""
     return (
@@ -181,15 +179,15 @@ def _checkpoints(found: _Found) -> str:
     )
 
 
-def _row(one: Added, named: Sequence[str]) -> str:
-    commit = one.commit
+def _row(entry: Added, named: Sequence[str]) -> str:
+    commit = entry.commit
     marks = "".join(f" <i>{_text(name)}</i>" for name in sorted(named))
     cells = (
         ("", f"{_text(f'{commit.run}@{commit.step}')}{marks}"),
         ("Saved", f"{time_of(commit.committed.created_at):%Y-%m-%d %H:%M}"),
         ("Size", format_size(commit.committed.bytes_total)),
-        ("Added", format_size(one.bytes_added)),
-        ("", _text(one.why)),
+        ("Added", format_size(entry.bytes_added)),
+        ("", _text(entry.why)),
     )
     return "<tr>" + "".join(f'<td data-what="{what}">{cell}</td>' for what, cell in cells) + "</tr>"
 
@@ -201,5 +199,5 @@ def _card(title: str, drawn: str, text: str) -> str:
 
 
 def _text(text: str, most: int = 300) -> str:
-    """Text of a store as text of a page, whatever is in it."""
+    """Escape text of a store for a page."""
     return escape(charts.printable(text if len(text) <= most else f"{text[:most]}..."))

@@ -1,4 +1,4 @@
-"""Who may ask: those with the token; on loopback, where none is needed, whoever did not come by way of a web page."""
+"""Access control: a token; or, on loopback without tokens, a Host header that names this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine reaches an address."""
+    """Whether only this machine reaches an address."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -28,20 +28,20 @@ def is_loopback(host: str) -> bool:
 
 
 def tokens_in(text: str, where: str) -> frozenset[str]:
-    """The tokens of a file, one a line. Raises InvalidInput where there is none, or one that no header can hold."""
-    found = frozenset(line.strip() for line in text.splitlines() if line.strip())
-    if not found:
-        raise InvalidInput(f"{where} holds no token; write one into it, one a line")
-    if not all(one.isascii() and one.isprintable() and " " not in one for one in found):
-        raise InvalidInput(f"{where} holds a token with a space, or with letters beyond ASCII; write another one")
-    return found
+    """The tokens of a file, one a line. Raises InvalidInput if there is none, or one that no header can hold."""
+    tokens = frozenset(line.strip() for line in text.splitlines() if line.strip())
+    if not tokens:
+        raise InvalidInput(f"{where} holds no token; write tokens into it, one a line")
+    if not all(token.isascii() and token.isprintable() and " " not in token for token in tokens):
+        raise InvalidInput(f"{where} holds a token with a space, or with characters beyond ASCII; write another one")
+    return tokens
 
 
 @dataclass(frozen=True)
 class Guard:
-    """Lets through what has one of ``tokens``. Without any: what names this machine as the host.
+    """Passes on requests with one of ``tokens``. Without tokens: requests whose Host header names this machine.
 
-    So a page of some web site, whose name was made to mean this machine, reads nothing.
+    The check of the host stops web pages whose domain resolves to this machine (DNS rebinding).
     """
 
     app: ASGIApp
@@ -72,7 +72,7 @@ class Guard:
 
 
 def _given(header: str) -> str | None:
-    """The token of a header: as a Bearer, or for the page as the password of a browser."""
+    """The token of a header: a Bearer token, or the password that a browser sends."""
     kind, _, value = header.partition(" ")
     if kind.lower() == "bearer":
         return value.strip()

@@ -1,4 +1,4 @@
-"""What a hub says where it has nothing to give: a status, a word for programs, and a sentence for people."""
+"""Error responses of a hub: a status, a code for programs, and a message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from casckpt.errors import CasckptError, Damaged, InvalidInput, MissingKey, NotF
 
 
 class Refusal(Exception):
-    """An answer that is none of what was asked for. ``code``: as ``huggingface_hub`` knows it, or ""."""
+    """An error response. ``code``: an error code of ``huggingface_hub``, or ""."""
 
     def __init__(self, status: int, code: str, message: str, **headers: str) -> None:
         super().__init__(message)
@@ -16,30 +16,30 @@ class Refusal(Exception):
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
     def response(self) -> Response:
-        """It, as a response."""
-        said = {"X-Error-Code": self.code} if self.code else {}
-        headers = {"X-Error-Message": one_line(str(self)), **said, **self.headers}
+        """The response to send."""
+        code = {"X-Error-Code": self.code} if self.code else {}
+        headers = {"X-Error-Message": one_line(str(self)), **code, **self.headers}
         return JSONResponse({"error": str(self)}, self.status, headers=headers)
 
 
 def no_repository(repo: str) -> Refusal:
-    """There is no such run."""
+    """The response for a run that does not exist."""
     return Refusal(404, "RepoNotFound", f"there is no run {repo!r:.200} in this store; / lists them")
 
 
 def no_revision(repo: str, revision: str) -> Refusal:
-    """There is no such checkpoint of the run."""
+    """The response for a checkpoint that the run does not have."""
     message = f"{repo!r:.200} has no revision {revision!r:.120}; give a step, a tag, latest, main or an id"
     return Refusal(404, "RevisionNotFound", message)
 
 
 def no_file(path: str, commit: str) -> Refusal:
-    """A checkpoint has no such file. Clients remember that of its ``commit``."""
+    """The response for a file that a checkpoint does not have. Clients cache it for the ``commit``."""
     return Refusal(404, "EntryNotFound", f"there is no file {path!r:.200} in this checkpoint", X_Repo_Commit=commit)
 
 
 def refusal_of(error: CasckptError) -> Refusal:
-    """What is said for an error of the store. No 429 and no 503 for what trying again does not mend."""
+    """The response for an error of the store. It is never 429 or 503 for an error that a retry does not solve."""
     if isinstance(error, Damaged):
         return Refusal(500, "", str(error))
     if isinstance(error, Unsigned):
@@ -54,6 +54,6 @@ def refusal_of(error: CasckptError) -> Refusal:
 
 
 def one_line(text: str) -> str:
-    """Text as a header may hold it: one line of ASCII."""
+    """Convert text for a header: one line of ASCII."""
     plain = "".join(letter if letter.isprintable() else " " for letter in text)
     return " ".join(plain.split()).encode("ascii", "replace").decode()[:1000]

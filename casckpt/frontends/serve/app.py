@@ -1,4 +1,4 @@
-"""The requests that the clients of a hub make, and what answers each."""
+"""Routes the requests of hub clients."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _STYLE = (
 
 
 def page_of(url: str, endpoint: str, repos: Mapping[str, Sequence[Checkpoint]], tags: Mapping[str, Checkpoint]) -> str:
-    """The page. ``endpoint``: where this server answers."""
-    runs = "".join(_run(repo, found, tags) for repo, found in repos.items()) or "<p>There is no checkpoint yet.</p>"
+    """The page with all runs. ``endpoint``: the URL of this server."""
+    runs = "".join(_run(repo, of_run, tags) for repo, of_run in repos.items()) or "<p>There is no checkpoint yet.</p>"
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
         f"<title>casckpt serve</title><style>{_STYLE}</style><h1>{escape(url)}</h1>"
@@ -51,23 +51,23 @@ def page_of(url: str, endpoint: str, repos: Mapping[str, Sequence[Checkpoint]], 
     )
 
 
-def _run(repo: str, found: Sequence[Checkpoint], tags: Mapping[str, Checkpoint]) -> str:
-    run, newest = found[-1].run, found[-1]
-    called = "" if repo == run else f"<p>No hub takes this name: it is served as <code>{escape(repo)}</code>.</p>"
+def _run(repo: str, checkpoints: Sequence[Checkpoint], tags: Mapping[str, Checkpoint]) -> str:
+    run, newest = checkpoints[-1].run, checkpoints[-1]
+    called = "" if repo == run else f"<p>Hub clients refuse this name: use <code>{escape(repo)}</code>.</p>"
     call = f'AutoModel.from_pretrained("{repo}", revision="{newest.step}")'
-    more = f"<p>... and {len(found) - _MOST} older ones.</p>" if len(found) > _MOST else ""
-    rows = "".join(_rows(found[: -_MOST - 1 : -1], tags))
+    more = f"<p>... and {len(checkpoints) - _MOST} older ones.</p>" if len(checkpoints) > _MOST else ""
+    rows = "".join(_rows(checkpoints[: -_MOST - 1 : -1], tags))
     return (
         f"<h2>{escape(run)}</h2>{called}<pre>{escape(call)}\nhf download {escape(repo)} --revision {newest.step}</pre>"
         f"<table><tr><th>revision<th>saved<th>size<th>tags<th>commit</tr>{rows}</table>{more}"
     )
 
 
-def _rows(found: Sequence[Checkpoint], tags: Mapping[str, Checkpoint]) -> Iterator[str]:
-    for one in found:
-        named = ", ".join(sorted(name for name, tagged in tags.items() if tagged.id == one.id))
-        size, saved = format_size(one.stats.bytes_total), f"{one.created_at:%Y-%m-%d %H:%M} UTC"
-        yield f"<tr><td>{one.step}<td>{saved}<td>{size}<td>{escape(named)}<td><code>{commit_of(one.id)}</code></tr>"
+def _rows(checkpoints: Sequence[Checkpoint], tags: Mapping[str, Checkpoint]) -> Iterator[str]:
+    for saved in checkpoints:
+        names = ", ".join(sorted(name for name, tagged in tags.items() if tagged.id == saved.id))
+        size, time = format_size(saved.stats.bytes_total), f"{saved.created_at:%Y-%m-%d %H:%M} UTC"
+        yield f"<tr><td>{saved.step}<td>{time}<td>{size}<td>{escape(names)}<td><code>{commit_of(saved.id)}</code></tr>"
 
 
 _VERBS = ("revision", "tree", "refs", "commits", "paths-info")
@@ -101,7 +101,7 @@ def app_of(hub: Hub, *, tokens: frozenset[str] | None, checks_host: bool = True,
         Refusal: _refused, CasckptError: _failed, HTTPException: _not_allowed, ClientDisconnect: _gone,
     }  # fmt: skip
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=desk)
-    app.router.redirect_slashes = False  # it would lead to an address made of what the client calls this host
+    app.router.redirect_slashes = False  # it would redirect to a URL made from the client's Host header
     return Guard(app, tokens, checks_host)
 
 
@@ -113,7 +113,7 @@ async def _page(hub: Hub, request: Request) -> Response:
 
 
 async def _report(request: Request) -> Response:
-    """Growth, runs and layers, as `casckpt report -o` draws them."""
+    """The report of `casckpt report -o`."""
     desk: Desk = request.app.state.desk
     return HTMLResponse(await desk.charts(), headers=_CHARTS)
 
@@ -128,21 +128,21 @@ async def _get(hub: Hub, request: Request) -> Response | RangeResponse:
     folder, file = await _ask(request, partial(hub.file, repo, rest[0], "/".join(rest[1:])))
     commit = commit_of(folder.checkpoint.id)
     if rest[0] != commit:
-        return _led_to(commit, rest[1:])
+        return _redirected(commit, rest[1:])
     return _file(request, folder, file)
 
 
-def _led_to(commit: str, parts: Sequence[str]) -> Response:
-    """To the same file by its commit: what is asked for next is of the same checkpoint, whatever is saved meanwhile.
+def _redirected(commit: str, parts: Sequence[str]) -> Response:
+    """Redirect to the same file by its commit, so that a client gets all files from one checkpoint.
 
-    The way there is relative, so it leads through any proxy.
+    The location is relative, so it works behind any proxy.
     """
     location = "../" * len(parts) + "/".join((commit, *(quote(part, safe="") for part in parts)))
     return Response(status_code=307, headers={"Location": location, "X-Repo-Commit": commit})
 
 
 def _api_call(hub: Hub, request: Request, parts: Sequence[str]) -> Callable[[], Any]:
-    """What answers a question about models."""
+    """The call that answers a request about models."""
     if not any(parts):
         return partial(hub.models, request.query_params.get("search", ""))
     repo, verb, rest = _cut(parts, _VERBS)
@@ -158,12 +158,12 @@ def _api_call(hub: Hub, request: Request, parts: Sequence[str]) -> Callable[[], 
     }  # fmt: skip
     calls["revision"] = calls[""]
     if verb not in calls:
-        raise Refusal(405, "", "paths-info is asked by POST", Allow="POST")
+        raise Refusal(405, "", "paths-info takes a POST request", Allow="POST")
     return calls[verb]
 
 
 async def _post(hub: Hub, request: Request) -> Response:
-    """Which of some paths there are: the one question whose arguments are in a body."""
+    """Answer paths-info, the only request with a body."""
     parts = _parts(request)
     repo, verb, rest = _cut(parts[2:], _VERBS) if "paths-info" in parts else ("", "", ())
     if parts[:2] != ["api", "models"] or verb != "paths-info" or len(rest) != 1:
@@ -179,28 +179,28 @@ def _read_only() -> Refusal:
 
 
 async def _body(request: Request) -> bytes:
-    """A small body. Raises Refusal for one that is large, or does not come."""
-    found = bytearray()
+    """The body of a request. Raises Refusal for one that is too large or takes too long."""
+    body = bytearray()
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for chunk in request.stream():
-                found += chunk
-                if len(found) > _BODY_BYTES:
-                    raise Refusal(413, "", f"a body of more than {_BODY_BYTES} bytes is not read", Connection="close")
+                body += chunk
+                if len(body) > _BODY_BYTES:
+                    raise Refusal(413, "", f"the body has more than {_BODY_BYTES} bytes", Connection="close")
     except TimeoutError:
-        raise Refusal(408, "", "the body did not come", Connection="close") from None
-    return bytes(found)
+        raise Refusal(408, "", f"the body did not arrive in {_BODY_SECONDS:.0f} s", Connection="close") from None
+    return bytes(body)
 
 
 def _file(request: Request, folder: ServedFolder, file: File) -> Response | RangeResponse:
-    """A file, a range of it, or only what there is to say of it."""
+    """Send a file, a range of it, or only its headers."""
     size, etag = file.nbytes, f'"{file.etag}"'
     headers = {
         **_SAFE, "ETag": etag, "X-Repo-Commit": commit_of(folder.checkpoint.id), "Accept-Ranges": "bytes",
         "Content-Type": "application/json" if file.name.endswith(".json") else "application/octet-stream",
     }  # fmt: skip
     if not _names(request.headers.get("if-match", "*"), etag):
-        raise Refusal(412, "", f"the file is not what it was: it is {etag} now")
+        raise Refusal(412, "", f"the file has changed: its ETag is {etag} now")
     if _names(request.headers.get("if-none-match", ""), etag):
         return Response(status_code=304, headers=headers)
     headers["Content-Length"] = str(size)
@@ -221,24 +221,24 @@ def _file(request: Request, folder: ServedFolder, file: File) -> Response | Rang
 
 
 def _names(condition: str, etag: str) -> bool:
-    """Tell whether a condition is of this file; any is "*"."""
+    """Whether a condition names this file. "*" names any."""
     return condition.strip() == "*" or etag in condition
 
 
 def _parts(request: Request) -> list[str]:
-    """The parts of the path, each decoded by itself: what is a slash in a part parts nothing. Raises Refusal."""
+    """The parts of the path, decoded one by one, so that an encoded slash separates nothing. Raises Refusal."""
     raw: bytes = request.scope["raw_path"]
     try:
         parts = [unquote_to_bytes(part).decode() for part in raw.split(b"/")[1:]]
     except UnicodeDecodeError:
-        raise Refusal(400, "", "the path is no UTF-8") from None
+        raise Refusal(400, "", "the path is not UTF-8") from None
     if any(ord(letter) < 32 for part in parts for letter in part):
         raise Refusal(400, "", "the path has control characters")
     return parts
 
 
 def _cut(parts: Sequence[str], verbs: Sequence[str]) -> tuple[str, str, Sequence[str]]:
-    """The repository that a path begins with, what is asked of it ("" for nothing), and what follows."""
+    """The repository that a path begins with, the verb that follows ("" if none does), and the rest."""
     for count in (1, 2):
         if len(parts) > count and parts[count] in verbs:
             return "/".join(parts[:count]), parts[count], parts[count + 1 :]
@@ -261,17 +261,17 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """What the store raised."""
+    """Answer with an error of the store."""
     log.warning("%s %s: %s", request.method, request.url.path, error)
     return (refusal_of(error) if isinstance(error, CasckptError) else Refusal(500, "", "")).response()
 
 
 async def _not_allowed(_: Request, error: Exception) -> Response:
-    """What the framework refuses: another method."""
+    """Answer a request that the framework refuses, such as one with another method."""
     return (
         _read_only() if getattr(error, "status_code", 0) == 405 else Refusal(404, "", "there is nothing")
     ).response()
 
 
 async def _gone(_: Request, __: Exception) -> Response:
-    return Response(status_code=400)  # nobody reads it
+    return Response(status_code=400)  # the client is gone

@@ -1,7 +1,7 @@
-"""The files of a checkpoint, as a hub has them: made of the manifest alone, and their ETags of what is in them.
+"""The files of a checkpoint on a hub, planned from the manifest alone, and their ETags.
 
-An ETag is a hash of the first bytes of a file and of the digests of the cells that follow. So no data is read for it,
-it does not depend on where anything lies, and a tensor that did not change leaves that of its file as it is.
+An ETag is a hash of the first bytes of a file and of the digests of its cells. So it needs no read of data, and stays
+the same as long as the tensors of the file stay the same.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class File:
 
 @dataclass(frozen=True)
 class ServedFolder:
-    """What is served of one checkpoint. ``files``: by name, sorted. ``tensors``: what is in those with weights."""
+    """The files of one checkpoint. ``files``: by name, sorted. ``tensors``: the tensors in these files."""
 
     checkpoint: Checkpoint
     manifest: Manifest
@@ -58,7 +58,7 @@ class ServedFolder:
 
 @dataclass
 class ServedFolders:
-    """The folders that were asked for last. ``rules``: those of the user for all; None: what each checkpoint says."""
+    """The most recently used folders. ``rules``: for all checkpoints; None: each checkpoint's own rules."""
 
     store: Store
     rules: Rules | None
@@ -68,36 +68,37 @@ class ServedFolders:
     _making: Sequence[threading.Lock] = field(default_factory=lambda: [threading.Lock() for _ in range(_KEPT)])
 
     def held(self, commit: str) -> ServedFolder | None:
-        """The folder whose checkpoint has an id that begins so, if it is at hand."""
+        """The folder of the checkpoint whose id begins with ``commit``, if it is in memory."""
         with self._lock:
-            return next((one for id, one in self._held.items() if id.startswith(commit)), None)
+            return next((folder for id, folder in self._held.items() if id.startswith(commit)), None)
 
     def of(self, checkpoint: Checkpoint) -> ServedFolder:
-        """The folder of a checkpoint. Raises InvalidInput for what no such files can hold, and as a load."""
-        with self._making[hash(checkpoint.id) % _KEPT]:  # of several who ask for one, one makes it
-            found = self.held(checkpoint.id)
-            if found is None or _place(found.checkpoint) != _place(checkpoint):  # a false record may name any id
-                found = self._made(checkpoint)
+        """The folder of a checkpoint. Raises InvalidInput for what safetensors cannot hold, and what a load raises."""
+        with self._making[hash(checkpoint.id) % _KEPT]:  # of several requests, one plans the folder
+            folder = self.held(checkpoint.id)
+            if folder is None or _place(folder.checkpoint) != _place(checkpoint):  # a forged record may name any id
+                folder = self._made(checkpoint)
             with self._lock:
-                self._held[checkpoint.id] = found
+                self._held[checkpoint.id] = folder
                 self._held.move_to_end(checkpoint.id)
                 while len(self._held) > _KEPT:
                     self._held.popitem(last=False)
-        return found
+        return folder
 
     def drop(self, folder: ServedFolder) -> None:
-        """Look a checkpoint up again when it is asked for: its bytes were not where they were said to be."""
+        """Forget a folder whose bytes could not be read, so that the next request plans it anew."""
         with self._lock:
             self._held.pop(folder.checkpoint.id, None)
 
     def _made(self, checkpoint: Checkpoint) -> ServedFolder:
         plan = self._plan(checkpoint)
         layout = plan.lay_out(self.max_shard_size)
-        files = {one.name: one for one in layout.files}
+        files = {file.name: file for file in layout.files}
         if layout.index is not None:
             files[INDEX] = FileLayout(INDEX, layout.index, ())
         names, _ = plan.attachments()
-        files |= {one.name: one for one in _attached(plan, names) if one.name not in files and one.name != VIEW_FILE}
+        attached = _attached(plan, names)
+        files |= {file.name: file for file in attached if file.name not in files and file.name != VIEW_FILE}
         made = {name: File(name, etag_of(plan.manifest, file), FileMap(file)) for name, file in sorted(files.items())}
         return ServedFolder(checkpoint, plan.manifest, made, plan.view.tensors)
 
@@ -123,7 +124,7 @@ def _place(checkpoint: Checkpoint) -> tuple[str, int]:
 
 
 def _attached(plan: FolderPlan, names: list[str]) -> Iterator[FileLayout]:
-    """What was saved along: short files as they are, of long ones where their bytes lie."""
+    """The attachments: small ones with their bytes, large ones as entries."""
     wanted, manifest = frozenset(names), plan.manifest
     for short in manifest.body.attachments:
         if short.key in wanted:
@@ -134,11 +135,11 @@ def _attached(plan: FolderPlan, names: list[str]) -> Iterator[FileLayout]:
 
 
 def etag_of(manifest: Manifest, file: FileLayout) -> str:
-    """A hash of what is in a file, of the digests that the manifest has. Raises what reading a manifest does."""
+    """A hash of the content of a file, from the digests in the manifest. Raises what reading a manifest raises."""
     hasher = Hasher()
     _add(hasher, _ETAG_OF, file.head)
-    for one in file.tensors:
-        for source in one.sources:
+    for tensor in file.tensors:
+        for source in tensor.sources:
             _add(hasher, f"{source.lo} {source.hi} {source.entry.numel}".encode(), manifest.raw_cells(source.entry))
     return hasher.digest()[:_ETAG_BYTES].hex()
 

@@ -1,4 +1,4 @@
-"""What a hub says of a store: repositories, revisions, trees. Plain data, as ``huggingface_hub`` reads it."""
+"""A store as a hub: repositories, revisions and trees, as JSON for ``huggingface_hub``."""
 
 from __future__ import annotations
 
@@ -28,61 +28,61 @@ _COMMIT = re.compile(rf"[0-9a-f]{{{COMMIT_DIGITS},}}")
 
 
 class Hub:
-    """A store by the names of a hub. ``rules``: of the view of every checkpoint; None: each has its own.
+    """A store under the names of a hub. ``rules``: of the view of every checkpoint; None: each has its own.
 
-    Raises InvalidInput for files of no bytes. All of it raises `Refusal` for what is not there, else the errors of a
-    store.
+    Raises InvalidInput for a ``max_shard_size`` below 1. The methods raise `Refusal` for what does not exist, and the
+    errors of a store.
     """
 
     def __init__(self, store: Store, *, rules: Rules | None = None, max_shard_size: int = MAX_SHARD_SIZE) -> None:
-        plan_shards((), max_shard_size)  # refuses what would be refused at each request
+        plan_shards((), max_shard_size)  # so that a bad size is refused now, and not at each request
         self.store = store
         self.folders = ServedFolders(store, rules, max_shard_size)
 
     def repos(self) -> dict[str, list[Checkpoint]]:
-        """The visible checkpoints of each repository, oldest first; that with the newest comes first."""
-        found = grouped(self._checkpoints(), lambda one: one.run)
+        """The visible checkpoints of each repository, oldest first. The repository saved to last comes first."""
+        by_run = grouped(self._checkpoints(), lambda checkpoint: checkpoint.run)
         of_repo: dict[str, list[Checkpoint]] = {}
-        for run in sorted(found, key=lambda run: (run != repo_of(run), run)):  # as `run_of` chooses
-            of_repo.setdefault(repo_of(run), found[run])
+        for run in sorted(by_run, key=lambda run: (run != repo_of(run), run)):  # as `run_of` chooses
+            of_repo.setdefault(repo_of(run), by_run[run])
         return dict(sorted(of_repo.items(), key=lambda item: item[1][-1].created_at, reverse=True))
 
     def tags(self) -> dict[str, Checkpoint]:
-        """The tags of the store, but for leases: these come and go with what is sent."""
-        return {name: one for name, one in self.store.tags().items() if not _LEASE.fullmatch(name)}
+        """The tags of the store without leases, which come and go with downloads."""
+        return {name: tagged for name, tagged in self.store.tags().items() if not _LEASE.fullmatch(name)}
 
     def _checkpoints(self) -> list[Checkpoint]:
         try:
             return self.store.checkpoints()
-        except NotFound:  # there is no store yet
+        except NotFound:  # the store does not exist yet
             return []
 
     def run(self, repo: str) -> str:
-        """The run of a repository, be there one or not."""
+        """The run of a repository, which need not exist."""
         return run_of(repo, self._runs())
 
     def _runs(self) -> Iterator[str]:
-        """All runs, which are looked up by whoever goes through them."""
-        yield from sorted({one.run for one in self._checkpoints()})
+        """Yield all runs. They are listed when the first is asked for."""
+        yield from sorted({checkpoint.run for checkpoint in self._checkpoints()})
 
     def checkpoint(self, repo: str, revision: str) -> Checkpoint:
-        """The checkpoint that a revision of a repository means now."""
+        """The checkpoint that a revision of a repository names now."""
         run = self.run(repo)
         if not is_of(run, repo):
             raise no_repository(repo)
         ref = reference(run, revision)
         try:
-            found = None if ref is None else self.store.get(ref)
+            named = None if ref is None else self.store.get(ref)
         except (NotFound, InvalidInput):
-            found = None
-        if found is not None and found.run == run:
-            return found
-        if any(one.run == run for one in self._checkpoints()):
+            named = None
+        if named is not None and named.run == run:
+            return named
+        if any(checkpoint.run == run for checkpoint in self._checkpoints()):
             raise no_revision(repo, revision)
         raise no_repository(repo)
 
     def folder(self, repo: str, revision: str) -> ServedFolder:
-        """The files of a revision. What an id named once is not looked up again."""
+        """The files of a revision. A revision that is an id is looked up only once."""
         held = self.folders.held(revision) if _COMMIT.fullmatch(revision) else None
         if held is not None and is_of(held.checkpoint.run, repo):
             return held
@@ -96,13 +96,13 @@ class Hub:
         return folder, folder.files[path]
 
     def models(self, search: str) -> list[Json]:
-        """A line of each repository whose name has ``search`` in it."""
-        return [_head(repo, found[-1]) for repo, found in self.repos().items() if search.lower() in repo.lower()]
+        """Describe each repository whose name contains ``search``."""
+        return [_head(repo, saved[-1]) for repo, saved in self.repos().items() if search.lower() in repo.lower()]
 
     def info(self, repo: str, revision: str, *, blobs: bool) -> Json:
-        """What there is to say of a revision. ``blobs``: sizes and ETags of its files, too."""
+        """Describe a revision. ``blobs``: with sizes and ETags of its files."""
         folder = self.folder(repo, revision)
-        siblings = [{"rfilename": one.name} | (_size(one) if blobs else {}) for one in folder.files.values()]
+        siblings = [{"rfilename": file.name} | (_size(file) if blobs else {}) for file in folder.files.values()]
         counts = Counter[str]()
         for tensor in folder.tensors:
             counts[NAMES[tensor.entry.dtype]] += tensor.entry.numel
@@ -110,56 +110,56 @@ class Hub:
         return _head(repo, folder.checkpoint) | kind | {
             "siblings": siblings,
             "safetensors": {"parameters": dict(counts), "total": counts.total()},
-            "usedStorage": sum(one.nbytes for one in folder.files.values()),
+            "usedStorage": sum(file.nbytes for file in folder.files.values()),
         }  # fmt: skip
 
     def refs(self, repo: str) -> Json:
-        """Its branch, which is `main`; and as tags its steps, and the tags of the store on its checkpoints."""
+        """The branch of a repository, `main`, and its tags: its steps, and the tags of the store."""
         newest, run = self.checkpoint(repo, MAIN), self.run(repo)
-        steps = {str(one.step): one for one in self.store.checkpoints(run)}
-        named = steps | {name: one for name, one in self.tags().items() if one.run == run and name not in steps}
-        tags = [_ref("tags", name, one) for name, one in named.items()]
+        steps = {str(checkpoint.step): checkpoint for checkpoint in self.store.checkpoints(run)}
+        of_store = {name: tagged for name, tagged in self.tags().items() if tagged.run == run and name not in steps}
+        tags = [_ref("tags", name, checkpoint) for name, checkpoint in (steps | of_store).items()]
         return {"branches": [_ref("heads", MAIN, newest)], "converts": [], "tags": tags, "pullRequests": []}
 
     def commits(self, repo: str, revision: str) -> list[Json]:
         """A revision and all checkpoints of the run that were saved before it, newest first."""
         last = self.checkpoint(repo, revision)
-        found = [one for one in self.store.checkpoints(last.run) if one.created_at <= last.created_at]
-        every = found if last in found else [*found, last]
-        return [{**_commit(one), "message": "", "authors": [{"user": "casckpt"}]} for one in reversed(every)]
+        until = [earlier for earlier in self.store.checkpoints(last.run) if earlier.created_at <= last.created_at]
+        every = until if last in until else [*until, last]
+        return [{**_commit(saved), "message": "", "authors": [{"user": "casckpt"}]} for saved in reversed(every)]
 
     def tree(self, repo: str, revision: str, path: str, *, recursive: bool, expand: bool) -> list[Json]:
         """The files of a folder of a revision, and its folders."""
         folder = self.folder(repo, revision)
         prefix = f"{path}/" if path else ""
-        below = [one for one in folder.files.values() if one.name.startswith(prefix)]
+        below = [file for file in folder.files.values() if file.name.startswith(prefix)]
         if not below:
             raise no_file(path, commit_of(folder.checkpoint.id))
-        deep = [one for one in _entries(below, prefix) if recursive or "/" not in one["path"][len(prefix) :]]
-        return [one | _last(folder, expand=expand) for one in deep]
+        listed = [entry for entry in _entries(below, prefix) if recursive or "/" not in entry["path"][len(prefix) :]]
+        return [entry | _last(folder, expand=expand) for entry in listed]
 
     def paths(self, repo: str, revision: str, paths: Sequence[str], *, expand: bool) -> list[Json]:
-        """Those of some paths that are files or folders of a revision."""
+        """The files and folders of a revision that are among ``paths``."""
         folder = self.folder(repo, revision)
-        every = {one["path"]: one for one in _entries(list(folder.files.values()), "")}
+        every = {entry["path"]: entry for entry in _entries(list(folder.files.values()), "")}
         return [every[path] | _last(folder, expand=expand) for path in dict.fromkeys(paths) if path in every]
 
 
 def _entries(files: Sequence[File], prefix: str) -> Iterator[Json]:
-    """All files, and the folders between them and ``prefix``."""
+    """Yield all files, and the folders below ``prefix`` that hold them."""
     folders: set[str] = set()
-    for one in files:
-        parts = one.name[len(prefix) :].split("/")[:-1]
+    for file in files:
+        parts = file.name[len(prefix) :].split("/")[:-1]
         for count in range(1, len(parts) + 1):
             name = prefix + "/".join(parts[:count])
             if name not in folders:
                 folders.add(name)
                 yield {"type": "directory", "oid": hex_digest(name.encode())[:40], "size": 0, "path": name}
-        yield {"type": "file", "oid": one.etag, "size": one.nbytes, "path": one.name}
+        yield {"type": "file", "oid": file.etag, "size": file.nbytes, "path": file.name}
 
 
-def _size(one: File) -> Json:
-    return {"size": one.nbytes, "blobId": one.etag}
+def _size(file: File) -> Json:
+    return {"size": file.nbytes, "blobId": file.etag}
 
 
 def _head(repo: str, checkpoint: Checkpoint) -> Json:

@@ -1,4 +1,4 @@
-"""Leases on what is being sent: one for a checkpoint, whoever asks for its files, and some time beyond the last."""
+"""Leases on checkpoints that are being sent. Each has one lease, which ends some time after its last file."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from casckpt.store.store import Store
 
 _EXPIRES = "10m"
 _MOST_IDLE = 32
-"""So many outlive their last file at once: each has threads."""
+"""The most leases without a file being sent, because each has threads."""
 LINGER_SECONDS = 30.0
-"""So long a lease outlives the last file: the client asks for the next one."""
+"""How long a lease outlives the last file, since the client may ask for the next one."""
 
 log = logging.getLogger("casckpt.frontends.serve")
 
 
 @dataclass
 class _Held:
-    """``lease``: what ends it; None while it is being taken."""
+    """The lease of one checkpoint. ``lease``: ends it when closed; None while it is being taken."""
 
     users: int = 0
     lease: ExitStack | None = None
@@ -31,7 +31,7 @@ class _Held:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def end(self) -> None:
-        """End the lease, and what would end it later."""
+        """End the lease, and stop its timer."""
         if self.timer is not None:
             self.timer.cancel()
         if self.lease is not None:
@@ -39,17 +39,17 @@ class _Held:
 
 
 class Leases:
-    """The leases of a server. Where none can be had, as with keys that only read, it serves without, and says so."""
+    """The leases of a server. If none can be taken, as with read-only credentials, it logs that and serves without."""
 
     def __init__(self, store: Store, linger: float = LINGER_SECONDS) -> None:
         self._store, self._linger = store, linger
         self._held: dict[str, _Held] = {}
         self._lock = threading.Lock()
-        self._told = self._is_closed = False
+        self._has_warned = self._is_closed = False
 
     @contextmanager
     def hold(self, checkpoint: Checkpoint) -> Iterator[None]:
-        """Hold a checkpoint for a block, and a while longer. Never raises: what was purged shows in the read."""
+        """Hold a checkpoint for a block and a while longer. Never raises; the read of a purged checkpoint does."""
         held = self._enter(checkpoint.id)
         try:
             with held.lock:
@@ -77,9 +77,9 @@ class Leases:
             except NotFound as error:
                 log.info("%s is sent without a lease: %s", checkpoint, error)
             except CasckptError as error:
-                level = logging.DEBUG if self._told else logging.WARNING
+                level = logging.DEBUG if self._has_warned else logging.WARNING
                 log.log(level, "no lease can be taken, so a gc may delete what is being sent: %s", error)
-                self._told = True
+                self._has_warned = True
             return taken.pop_all()
 
     def _leave(self, id: str, held: _Held) -> None:
@@ -102,7 +102,7 @@ class Leases:
         held.end()
 
     def close(self) -> None:
-        """End all of them."""
+        """End all leases."""
         with self._lock:
             self._is_closed = True
             every, self._held = self._held, {}

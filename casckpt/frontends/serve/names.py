@@ -1,4 +1,4 @@
-"""The names of a hub for what is in a store: runs are repositories, checkpoints are revisions. Pure."""
+"""Names of a hub for a store: runs are repositories, checkpoints are revisions. Pure."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _RESERVED = frozenset({
     "api", "models", "datasets", "spaces", "kernels", "buckets", "resolve", "raw", "blob", "revision", "tree", "refs",
     "commits", "paths-info",
 })  # fmt: skip
-"""Parts of the paths of a hub: as a part of a repository's name they could be taken for that."""
+"""Words in the paths of a hub, which would be ambiguous as a part of a repository's name."""
 NAMESPACE: Final = "runs/"
-"""May stand before any repository: what parses ``hf://`` paths wants names of two parts."""
+"""An optional prefix of every repository, for parsers of ``hf://`` paths, which require names of two parts."""
 _ALIAS = re.compile(r".+-[0-9a-f]{8}")
 _STEP = re.compile(r"[0-9]{1,19}")
 _COMMIT = re.compile(rf"[0-9a-f]{{{COMMIT_DIGITS}}}|[0-9a-f]{{64}}")
@@ -27,7 +27,7 @@ _TAG = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
 
 
 def is_repo(run: str) -> bool:
-    """Tell whether the clients of a hub take the name of a run for that of a repository."""
+    """Whether hub clients accept the name of a run as the name of a repository."""
     parts = run.split("/")
     plain = all(_PART.fullmatch(part) and part.lower() not in _RESERVED for part in parts)
     fits = len(parts) <= 2 and not run.startswith(NAMESPACE) and not run.endswith(".git")
@@ -35,9 +35,9 @@ def is_repo(run: str) -> bool:
 
 
 def repo_of(run: str) -> str:
-    """The repository that a run is: its own name, or where no client takes that, a like one with a part of its hash.
+    """The repository of a run: its name, or, if clients do not accept that, a similar name with a part of its hash.
 
-    It is the same for ever, whatever other runs there are.
+    The name of the repository never changes and does not depend on other runs.
     """
     if is_repo(run):
         return run
@@ -46,9 +46,9 @@ def repo_of(run: str) -> str:
 
 
 def run_of(repo: str, runs: Iterable[str]) -> str:
-    """The run of a repository. ``runs``: all that there are; asked for only where the name may stand for another.
+    """The run of a repository. A run with exactly this name is preferred.
 
-    A run that has this very name goes first.
+    ``runs``: all runs; iterated only if the name may stand for another one.
     """
     repo = repo.removeprefix(NAMESPACE)
     if not _ALIAS.fullmatch(repo):
@@ -58,14 +58,15 @@ def run_of(repo: str, runs: Iterable[str]) -> str:
 
 
 def is_of(run: str, repo: str) -> bool:
-    """Tell whether a run is this repository."""
+    """Whether ``repo`` is the repository of a run."""
     return repo_of(run) == repo.removeprefix(NAMESPACE)
 
 
 def reference(run: str, revision: str) -> str | None:
-    """What casckpt calls a revision of a run; None for what names none.
+    """The casckpt reference for a revision of a run; None for one that is no valid name.
 
-    ``main`` and ``latest`` are the newest, a number is a step, 40 or 64 hex digits begin an id, all else is a tag.
+    ``main`` and ``latest`` are the newest checkpoint, a number is a step, 40 or 64 hex digits are an id, anything else
+    is a tag.
     """
     if revision in LATEST:
         return f"{run}@latest"
@@ -77,5 +78,5 @@ def reference(run: str, revision: str) -> str | None:
 
 
 def commit_of(id: str) -> str:
-    """The id of a checkpoint as a hub's clients take it."""
+    """The id of a checkpoint as a commit hash of a hub."""
     return id[:COMMIT_DIGITS]

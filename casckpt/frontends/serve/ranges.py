@@ -1,4 +1,4 @@
-"""Ranges of bytes of a file that is made while it is sent: what a header asks for, and which elements hold it. Pure."""
+"""Byte ranges of files that are produced on request: parsed from headers, and mapped to elements. Pure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from bisect import bisect_left, bisect_right
 from itertools import accumulate
 from typing import NamedTuple
 
-from casckpt.format.dtypes import itemsize
 from casckpt.frontends.interchange.safetensors.layout import FileLayout
-from casckpt.frontends.views.recut import EntrySlice
+from casckpt.loading.regions import EntrySlice
 
 _ONE = re.compile(r"bytes=[ \t]*([0-9]*)-([0-9]*)[ \t]*", re.IGNORECASE)
 _DIGITS = 19
 
 
 class Unsatisfiable(ValueError):
-    """A range that no byte of the file lies in, or that ends before it begins."""
+    """A range that contains no byte of the file."""
 
 
 class FileSpan(NamedTuple):
@@ -27,15 +26,15 @@ class FileSpan(NamedTuple):
 
 
 def parse_range(header: str | None, size: int) -> FileSpan | None:
-    """The bytes of a file of ``size`` bytes that a Range header asks for; None for all of it.
+    """The bytes that a Range header asks for, of a file of ``size`` bytes; None for the whole file.
 
-    Several ranges, other units and what is no range ask for all, as a server may answer (RFC 9110, 14.2). Raises
+    For several ranges, other units and malformed headers it is the whole file, which RFC 9110 (14.2) allows. Raises
     Unsatisfiable.
     """
-    found = None if header is None else _ONE.fullmatch(header)
-    if found is None or found.groups() == ("", ""):
+    match = None if header is None else _ONE.fullmatch(header)
+    if match is None or match.groups() == ("", ""):
         return None
-    first, last = found.groups()
+    first, last = match.groups()
     if not first:
         wanted = _number(last)
         start, stop = max(size - wanted, 0), size
@@ -47,14 +46,14 @@ def parse_range(header: str | None, size: int) -> FileSpan | None:
 
 
 def _number(digits: str) -> int:
-    """What has more digits than any file has bytes is as good as the greatest number; int() of a long text is slow."""
+    """Convert digits, limited to a number beyond any file size, because int() of a long text is slow."""
     return int(digits) if len(digits) <= _DIGITS else 10**_DIGITS
 
 
 class RequestedRange(NamedTuple):
-    """What a range is made of: ``head``, then the bytes of ``sources`` but for the first ``skip``.
+    """The content of a range: ``head``, then the bytes of ``sources`` after the first ``skip``.
 
-    The last element may be cut short.
+    The range may end within the last element.
     """
 
     head: memoryview
@@ -63,12 +62,12 @@ class RequestedRange(NamedTuple):
 
 
 class FileMap:
-    """Of which elements each byte of a file is made."""
+    """Maps the bytes of a file to elements."""
 
     def __init__(self, file: FileLayout) -> None:
         self._head = memoryview(file.head)
-        self._sources = [source for one in file.tensors for source in one.sources if source.nbytes]
-        self._begins = list(accumulate((one.nbytes for one in self._sources), initial=0))
+        self._sources = [source for tensor in file.tensors for source in tensor.sources if source.nbytes]
+        self._begins = list(accumulate((source.nbytes for source in self._sources), initial=0))
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +75,7 @@ class FileMap:
         return len(self._head) + self._begins[-1]
 
     def wanted(self, span: FileSpan) -> RequestedRange:
-        """What bytes ``span`` are made of: whole elements, as few as hold them."""
+        """The fewest whole elements that contain the bytes ``span``."""
         start, stop = (max(at - len(self._head), 0) for at in span)
         sources, skip = self._elements(start, stop)
         return RequestedRange(self._head[span.start : span.stop], sources, skip)
@@ -86,12 +85,12 @@ class FileMap:
         if start >= stop:
             return [], 0
         first, last = bisect_right(self._begins, start) - 1, bisect_left(self._begins, stop)
-        found = [self._cut(number, start, stop) for number in range(first, last)]
-        return found, (start - self._begins[first]) % itemsize(found[0].entry.dtype)
+        sources = [self._cut(number, start, stop) for number in range(first, last)]
+        return sources, (start - self._begins[first]) % sources[0].entry.itemsize
 
     def _cut(self, number: int, start: int, stop: int) -> EntrySlice:
-        one, begin = self._sources[number], self._begins[number]
-        size = itemsize(one.entry.dtype)
+        source, begin = self._sources[number], self._begins[number]
+        size = source.entry.itemsize
         lo = max(start - begin, 0) // size
-        hi = -(-min(stop - begin, one.nbytes) // size)
-        return one._replace(lo=one.lo + lo, hi=one.lo + hi)
+        hi = -(-min(stop - begin, source.nbytes) // size)
+        return source._replace(lo=source.lo + lo, hi=source.lo + hi)

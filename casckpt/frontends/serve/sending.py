@@ -1,14 +1,13 @@
-"""A range of a file on its way: read ahead by one window, in bounded memory, and ended for clients that do not read."""
+"""Sends ranges of files: reads ahead in bounded memory, and disconnects clients that do not read."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from time import monotonic
 from typing import Final, NamedTuple, TypeVar
@@ -23,42 +22,19 @@ from casckpt.frontends.serve.answers import refusal_of
 from casckpt.frontends.serve.folders import File, ServedFolder, ServedFolders
 from casckpt.frontends.serve.leases import Leases
 from casckpt.frontends.serve.ranges import FileSpan, RequestedRange
-from casckpt.frontends.views.recut import EntrySlice
-from casckpt.frontends.views.windows import plan_windows, requests
 from casckpt.loading.entry_reader import EntryReader
+from casckpt.loading.regions import EntrySlice, plan_windows, requests, views
 from casckpt.repository.repository import Repository
-from casckpt.storage.buffers import AlignedBuffer
+from casckpt.storage.buffers import BufferPool
 from casckpt.store.store import Store
 
 WINDOW_BYTES: Final = 3 << 20
 FIRST_BYTES: Final = 1 << 20
-"""Of the first window of a range: its bytes are on their way sooner."""
-
-
-class Buffers:
-    """Buffers for a window each, used again and again; the one that came back last goes first, and is warm.
-
-    Whoever takes one counts them.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[AlignedBuffer] = []
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def lent(self) -> Iterator[memoryview]:
-        """Inside, one of them is in use, a new one if there is none."""
-        with self._lock:
-            buffer = self._free.pop() if self._free else AlignedBuffer(WINDOW_BYTES)
-        try:
-            yield buffer.view
-        finally:
-            with self._lock:
-                self._free.append(buffer)
+"""Size of the first window of a range, which is smaller so that it is sent sooner."""
 
 
 class Window(NamedTuple):
-    """Bytes [start, stop) of a file: those of ``sources`` but for the first ``skip``."""
+    """Bytes [start, stop) of a file: the bytes of ``sources`` after the first ``skip``."""
 
     start: int
     stop: int
@@ -67,15 +43,15 @@ class Window(NamedTuple):
 
 
 class RangeReader:
-    """Reads one range of a file. ``head``: what needs no read. `next` is for one thread, `read` for any."""
+    """Reads one range of a file. ``head``: the bytes that need no read. `next` is for one thread, `read` for any."""
 
     def __init__(self, repo: Repository, folder: ServedFolder, file: File, span: FileSpan) -> None:
         wanted = file.map.wanted(span)
         self.head = wanted.head
         self._folder = folder
         self._tables: dict[int, ExtentTable] = {}
-        # one thread: others read for other clients, and over a network a window is one or two requests
-        self._download = EntryReader(repo, folder.manifest, verify=True, threads=1, shared=True)
+        # one thread, since other threads read for other clients, and a window is one or two requests over a network
+        self._reader = EntryReader(repo, folder.manifest, verify=True, threads=1, shared=True)
         self._windows = self._plan(span, wanted)
 
     def next(self) -> Window | None:
@@ -86,69 +62,65 @@ class RangeReader:
         start, skip = span.start + len(wanted.head), wanted.skip
         cell_bytes = self._folder.manifest.body.cell_bytes
         for sources in plan_windows(wanted.sources, WINDOW_BYTES, cell_bytes, FIRST_BYTES):
-            stop = min(start + sum(one.nbytes for one in sources) - skip, span.stop)
+            stop = min(start + sum(source.nbytes for source in sources) - skip, span.stop)
             yield Window(start, stop, sources, skip)
             start, skip = stop, 0
 
     def read(self, window: Window, buffer: memoryview) -> memoryview:
-        """The bytes of a window, in ``buffer`` until that is used again.
-
-        Raises Damaged, Gone, StorageError; then nothing of the window is given.
-        """
-        self._download.run(requests(window.sources, buffer, self._learn(window.sources)))
+        """Read a window into ``buffer``, and return its bytes there. Raises Damaged, Gone, StorageError."""
+        self._reader.run(requests(views(window.sources, buffer), self._extents(window.sources)))
         return buffer[window.skip : window.skip + window.stop - window.start]
 
-    def _learn(self, sources: list[EntrySlice]) -> dict[int, ExtentTable]:
-        """The extents of what is read; those of a large tensor are asked for again and again."""
+    def _extents(self, sources: list[EntrySlice]) -> dict[int, ExtentTable]:
+        """The extents of these entries. They are kept for the next window, which often has the same tensor."""
         manifest, held = self._folder.manifest, self._tables
-        wanted = {one.entry.number for one in sources}
+        wanted = {source.entry.number for source in sources}
         manifest.ready(wanted - held.keys(), ())
-        found = {n: held[n] if n in held else manifest.extents(manifest.entries[n]) for n in wanted}
-        self._tables = found
-        return found
+        self._tables = {n: held[n] if n in held else manifest.extents(manifest.entries[n]) for n in wanted}
+        return self._tables
 
 
 WINDOWS: Final = 8
-"""In memory at once, for all clients together."""
+"""The most windows in memory, for all clients together."""
 _SLOW_WINDOWS = 3
-_AHEAD = 3  # windows of a file over a network
+_AHEAD = 3  # windows that are read ahead over a network
 _CHUNK_BYTES = 256 << 10
 REMEMBERED_SECONDS: Final = 5.0
-"""So long a client that comes again for the rest is told at once what is wrong with it, by a status."""
+"""How long an error is remembered, so that a client that asks for the rest of a file gets an error status at once."""
 CHARTS_SECONDS: Final = 30.0
-"""So old the charts may be that somebody is shown."""
-_ASIDE = 4  # threads for what is quick
+"""How long drawn charts are reused."""
+_ASIDE = 4  # threads for quick calls
 
 log = logging.getLogger("casckpt.frontends.serve")
 T = TypeVar("T")
 
 
 class Desk:
-    """What all responses share: threads, memory, leases. ``slow_seconds``: a window must be taken in so long."""
+    """What all responses share: threads, memory, leases. ``slow_seconds``: the time limit for sending a window."""
 
     def __init__(self, store: Store, folders: ServedFolders, *, slow_seconds: float = 30.0) -> None:
         self.store, self.folders, self.slow_seconds = store, folders, slow_seconds
         self.leases = Leases(store)
         self.slots, self.slow_slots = asyncio.Semaphore(WINDOWS), asyncio.Semaphore(_SLOW_WINDOWS)
-        self.buffers = Buffers()
+        self.buffers = BufferPool(WINDOWS, WINDOW_BYTES)
         self.windows: dict[object, _Held] = {}
         self._charts: asyncio.Future[str] | None = None
         self._wrong: dict[tuple[str, str], tuple[float, int, CasckptError]] = {}
-        remote = store.repository.storage.traits.remote  # there threads wait; here they work, each in memory of its own
+        remote = store.repository.storage.traits.remote  # if so, threads mostly wait
         self.ahead = _AHEAD if remote else 1
         self._readers = ThreadPoolExecutor(WINDOWS if remote else 1 + usable_threads(None), "casckpt-read")
         self._others = ThreadPoolExecutor(_ASIDE, "casckpt-serve")
 
     async def ask(self, call: Callable[[], T]) -> T:
-        """Call what may wait for a storage."""
+        """Call something quick, which may wait for the storage, in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._others, call)
 
     async def read(self, call: Callable[[], T]) -> T:
-        """Call what reads much."""
+        """Call something that reads much data in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, call)
 
     async def charts(self) -> str:
-        """The report as a page: drawn once for all who ask meanwhile, and a moment longer. Raises as `page` does."""
+        """The report as a page. It is drawn once for all requests of `CHARTS_SECONDS`. Raises what `page` raises."""
         if self._charts is None:
             self._charts = asyncio.ensure_future(self.ask(partial(_drawn, self.store)))
             self._charts.add_done_callback(self._keep_charts)
@@ -161,11 +133,11 @@ class Desk:
     def note_wrong(self, folder: ServedFolder, file: File, at: int, error: CasckptError) -> None:
         """Remember that the bytes of a file from ``at`` on could not be read."""
         self.folders.drop(folder)
-        self._wrong = {key: one for key, one in self._wrong.items() if one[0] > monotonic()}
+        self._wrong = {key: wrong for key, wrong in self._wrong.items() if wrong[0] > monotonic()}
         self._wrong[folder.checkpoint.id, file.name] = monotonic() + REMEMBERED_SECONDS, at, error
 
     def check(self, folder: ServedFolder, file: File, span: FileSpan) -> None:
-        """Raise what was raised a moment ago for bytes of this range."""
+        """Raise a remembered error for bytes of this range."""
         until, at, error = self._wrong.get((folder.checkpoint.id, file.name), (0.0, 0, None))
         if error is not None and until > monotonic() and span.start <= at < span.stop:
             raise error
@@ -178,13 +150,13 @@ class Desk:
 
 
 def _drawn(store: Store) -> str:
-    from casckpt.frontends.report import page  # needs matplotlib, which is no part of this extra
+    from casckpt.frontends.report import page  # needs matplotlib, which the extra "serve" does not install
 
     return page(store)
 
 
 class _Held:
-    """A window in memory, or on its way there, for all who are to send it. The last gives back what it takes."""
+    """A window that is in memory or being read, for all responses that send it. The last one frees it."""
 
     def __init__(self, desk: Desk, key: object, reader: RangeReader, window: Window, *, slow: bool) -> None:
         self.data = memoryview(b"")
@@ -198,17 +170,17 @@ class _Held:
             for slots in (desk.slow_slots, desk.slots) if slow else (desk.slots,):
                 await slots.acquire()
                 taken.callback(slots.release)
-            buffer = taken.enter_context(desk.buffers.lent())
-            reading = asyncio.ensure_future(desk.read(partial(reader.read, window, buffer)))
+            buffer = taken.enter_context(desk.buffers.borrow())  # as many as `desk.slots`, so this never waits
+            reading = asyncio.ensure_future(desk.read(partial(reader.read, window, buffer.view)))
             try:
                 self.data = await asyncio.shield(reading)
             except asyncio.CancelledError:
-                await asyncio.wait([reading])  # its thread writes to the buffer until then
+                await asyncio.wait([reading])  # until then its thread writes to the buffer
                 raise
             self._taken = taken.pop_all()
 
     async def join(self) -> _Held:
-        """Wait until it is there; `leave` it then. Raises what the read did."""
+        """Wait until it is in memory. `leave` it afterwards. Raises what the read raises."""
         self._users += 1
         try:
             await asyncio.shield(self._reading)
@@ -218,12 +190,12 @@ class _Held:
         return self
 
     def leave(self) -> None:
-        """It was sent, or nobody is there to send it to."""
+        """End one use: it was sent, or the client is gone."""
         self._users -= 1
         if not self._users:
             if self._desk.windows.get(self._key) is self:
                 del self._desk.windows[self._key]
-            self._reading.cancel()  # of what is done nothing comes
+            self._reading.cancel()  # does nothing if the read has ended
             self._taken.close()
 
 
@@ -232,14 +204,14 @@ class _Slow(Exception):
 
 
 class RangeResponse:
-    """Sends bytes ``span`` of a file. What is wrong with the first of them is said by the status."""
+    """Sends bytes ``span`` of a file. If the first window cannot be read, the status says so."""
 
     def __init__(
         self, desk: Desk, folder: ServedFolder, file: File, span: FileSpan, headers: Mapping[str, str]
     ) -> None:
         self._desk, self._folder, self._file, self._span, self._headers = desk, folder, file, span, headers
         self._begun = False
-        self._window: Window | None = None  # the next one that nobody has asked for
+        self._window: Window | None = None  # the next window that is not being read
         self._is_slow = False
         self._sent = 0
 
@@ -269,7 +241,7 @@ class RangeResponse:
             await desk.ask(held.close)
 
     async def _send_all(self, send: Send, gone: asyncio.Future[None], lease: asyncio.Future[None]) -> None:
-        """The lease is taken while the first bytes are read and sent: what was purged before it shows in a read."""
+        """Send the range. The lease is taken meanwhile; if the checkpoint was purged before, the read fails."""
         self._desk.check(self._folder, self._file, self._span)
         reader = RangeReader(self._desk.store.repository, self._folder, self._file, self._span)
         held = await self._join(reader, reader.next())
@@ -285,8 +257,8 @@ class RangeResponse:
                 held = None
                 held = await (ahead.popleft() if ahead else self._join_next(reader))
         finally:
-            for one in ahead:
-                one.cancel()
+            for joining in ahead:
+                joining.cancel()
             _leave(held, *await asyncio.gather(*ahead, return_exceptions=True))
         if not gone.done():
             await self._in_time(send({"type": "http.response.body", "body": b"", "more_body": False}))
@@ -298,7 +270,7 @@ class RangeResponse:
         await self._send(send, gone, head)
 
     def _read_ahead(self, reader: RangeReader, ahead: deque[asyncio.Future[_Held | None]]) -> None:
-        """Begin to read what comes next, as far as there is memory for it."""
+        """Begin to read the next windows, as far as there is memory for them."""
         while self._window is not None and len(ahead) < self._desk.ahead and self._has_room(self._window):
             ahead.append(asyncio.ensure_future(self._join_next(reader)))
 
@@ -308,14 +280,14 @@ class RangeResponse:
         return self._join(reader, window)
 
     def _key(self, window: Window) -> object:
-        """By what others who send the same at this moment find it. A slow one would hold what is theirs."""
+        """The key by which responses share windows. A slow response shares none, since it would hold them too long."""
         return object() if self._is_slow else (self._folder.checkpoint.id, self._file.etag, window.start, window.stop)
 
     def _has_room(self, window: Window) -> bool:
         return self._key(window) in self._desk.windows or not (self._is_slow or self._desk.slots.locked())
 
     async def _join(self, reader: RangeReader, window: Window | None) -> _Held | None:
-        """A window in memory: one that somebody else sends, too, or one that is read now; None at the end."""
+        """A window in memory, shared with other responses or read now; None at the end."""
         if window is None:
             return None
         windows, key = self._desk.windows, self._key(window)
@@ -324,7 +296,7 @@ class RangeResponse:
         return await windows[key].join()
 
     async def _send(self, send: Send, gone: asyncio.Future[None], data: memoryview) -> None:
-        """Raises _Slow."""
+        """Send within the time limit. Raises _Slow."""
         began = monotonic()
         await self._in_time(self._send_chunks(send, gone, data))
         self._is_slow = monotonic() - began > self._desk.slow_seconds / 10
@@ -333,13 +305,13 @@ class RangeResponse:
         for start in range(0, len(data), _CHUNK_BYTES):
             if gone.done():
                 return
-            chunk = bytes(data[start : start + _CHUNK_BYTES])  # the server may hold on to it
+            chunk = bytes(data[start : start + _CHUNK_BYTES])  # a copy, since the server may keep it
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
             self._sent += len(chunk)
-            await asyncio.sleep(0)  # others have their turn; and that the client is gone is heard of
+            await asyncio.sleep(0)  # let other responses run, and learn whether the client is gone
 
     async def _in_time(self, sending: Awaitable[None]) -> None:
-        """Raises _Slow."""
+        """Send within the time limit. Raises _Slow."""
         try:
             async with asyncio.timeout(self._desk.slow_seconds):
                 await sending
@@ -348,14 +320,14 @@ class RangeResponse:
 
     def _what(self, scope: Scope) -> str:
         host, _ = scope.get("client") or ("?", 0)
-        one = self._folder.checkpoint
-        return f"{one.run}@{one.step}/{self._file.name} [{self._span.start}-{self._span.stop}) to {host}"
+        saved = self._folder.checkpoint
+        return f"{saved.run}@{saved.step}/{self._file.name} [{self._span.start}-{self._span.stop}) to {host}"
 
 
-def _leave(*found: object) -> None:
-    for one in found:
-        if isinstance(one, _Held):
-            one.leave()
+def _leave(*windows: object) -> None:
+    for window in windows:
+        if isinstance(window, _Held):
+            window.leave()
 
 
 async def _gone(receive: Receive) -> None:
@@ -365,7 +337,7 @@ async def _gone(receive: Receive) -> None:
 
 
 def _abort(scope: Scope) -> None:
-    """Close the connection at once, and not when all is sent that the client does not take."""
+    """Close the connection at once, without waiting for the client to receive what was sent."""
     connection = scope.get("state", {}).get("connection")
     if connection is not None:
         connection.abort()

@@ -1,4 +1,4 @@
-"""The server: which connections it keeps, how long it waits for a request, and its end."""
+"""The server: how many connections it keeps, and how long it waits for requests and clients."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS: Final = 512
 REQUEST_SECONDS: Final = 10.0
-"""A request must have come whole so long after the first byte, or the connection, was there."""
+"""The time limit for a complete request, from the connection or its first byte on."""
 STUCK_SECONDS: Final = 30.0
-"""A client that takes nothing of what it was sent for so long, or at most twice that, is gone."""
-_BACKLOG = 512  # so many are taken at once, too
+"""A client that receives nothing for this long, or at most twice this, is disconnected."""
+_BACKLOG = 512
 _KEEP_ALIVE_SECONDS = 30
 _LAST_SECONDS = 3
 
@@ -26,7 +26,7 @@ log = logging.getLogger("casckpt.frontends.serve")
 
 
 class Connection(H11Protocol):
-    """A connection. Of more than there may be, the one that has waited longest for a request of its client ends."""
+    """A connection. If there are too many, the one that has waited longest for a request is closed."""
 
     waiting: dict[Connection, None]
     most: int
@@ -59,7 +59,7 @@ class Connection(H11Protocol):
         self._is_stuck = False
 
     def _watch(self) -> None:
-        """End it if all the time since the last look it could not send, or not close."""
+        """Close the connection if it could not send, or not close, since the last check."""
         if self._is_stuck:
             self.abort()
             return
@@ -93,18 +93,18 @@ class Connection(H11Protocol):
             self._timer = None
 
     def abort(self) -> None:
-        """Close it now, whatever is not sent."""
+        """Close the connection now, even with unsent data."""
         self._wait_no_longer()
         self.transport.abort()
 
 
 def _connections() -> type[Connection]:
-    """The class of the connections of one server."""
+    """Make the class of the connections of one server."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = min(MAX_CONNECTIONS, max(files // 4, 16))
 
     class OfServer(Connection):
-        waiting: dict[Connection, None] = {}  # noqa: RUF012 - of the server
+        waiting: dict[Connection, None] = {}  # noqa: RUF012 - shared by the connections of the server
         most = 0
 
     OfServer.most = most
@@ -112,20 +112,20 @@ def _connections() -> type[Connection]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket for the server. Raises OSError."""
+    """Open a socket for the server. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=_BACKLOG)
 
 
 def endpoint_of(host: str, listening: socket.socket) -> str:
-    """What clients call the server."""
+    """The URL of the server."""
     name = f"[{host}]" if ":" in host else host
     return f"http://{name}:{listening.getsockname()[1]}"
 
 
 def server_of(app: ASGIApp) -> uvicorn.Server:
-    """The server for an application; ``run(sockets=[...])`` answers until the process is asked to end."""
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what goes wrong is told by us, in our words
+    """The server for an application. ``run(sockets=[...])`` serves until the process gets a signal to end."""
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # casckpt logs errors itself
     config = uvicorn.Config(
         app, http=_connections(), ws="none", loop="asyncio", log_config=None, access_log=False, server_header=False,
         backlog=_BACKLOG, timeout_keep_alive=_KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=_LAST_SECONDS,

@@ -1,4 +1,4 @@
-"""A file that says how a checkpoint is to be seen: rules of a view, as JSON. It may travel along with a checkpoint."""
+"""Rules of a view as a JSON file. It may be an attachment of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any, Final, NamedTuple
 
 from casckpt.errors import InvalidInput
 from casckpt.frontends.views.view import Rules
+from casckpt.loading.arguments import compiled
 
-_MOST_WAYS: Final = 4_000_000  # of one match; a quarter of a second
-_MOST_SECONDS: Final = 10.0  # of this thread, for all names of a checkpoint
+_MOST_WAYS: Final = 4_000_000  # for one match; takes a quarter of a second
+_MOST_SECONDS: Final = 10.0  # of CPU time, for all names of a checkpoint
 _MOST_CHARACTERS: Final = 1000
-_MOST_ESCAPES: Final = 20  # of a replacement: each may stand for all of a name
+_MOST_ESCAPES: Final = 20  # in a replacement, since each may stand for a whole name
 _TOKEN: Final = re.compile(
     r"""
     (?P<atom> [^\\\[\](){}|*+?^$] | \\[dDsSwW] | \\[^0-9A-Za-z] | \[\^?+\]?+(?:[^\]\\\[]|\\.)*+\] )
@@ -31,45 +32,42 @@ _TOKEN: Final = re.compile(
 
 
 class Ways(NamedTuple):
-    """How many ways there may be: ``repeats`` that share the letters of a name, times ``choices``."""
+    """A bound on the attempts of a match: ``repeats`` share the letters of a name, times ``choices``."""
 
     repeats: int
     choices: int
 
     def of(self, name: str) -> int:
-        """No match with ``name`` tries more than so many."""
+        """The most attempts of a match with ``name``."""
         return comb(len(name) + self.repeats, self.repeats) * self.choices
 
 
 def ways(pattern: str) -> Ways:
-    """Tell how many ways an expression may try. Raises InvalidInput for one whose ways cannot be told.
-
-    It is one that `re` compiles.
-    """
+    """Bound the attempts of an expression that `re` compiles. Raises InvalidInput for one that is not bounded."""
     if len(pattern) > _MOST_CHARACTERS:
         raise InvalidInput(f"{pattern[:20]!r}... has more than {_MOST_CHARACTERS} characters")
     repeats, choices, at, bars = 0, 1, 0, [0]
     while at < len(pattern):
-        found = _TOKEN.match(pattern, at)
-        if found is None:
+        token = _TOKEN.match(pattern, at)
+        if token is None:
             raise InvalidInput(
                 f"{pattern!r:.80} has {pattern[at : at + 8]!r}; there may be letters, '.', \\d, [...], (...) and |, "
                 "and *, +, ? and {n} behind single ones"
             )
-        repeats += found["repeat"] not in (None, "?")
-        choices *= 2 if found["repeat"] == "?" or found["maybe"] else 1
-        if found["open"]:
+        repeats += token["repeat"] not in (None, "?")
+        choices *= 2 if token["repeat"] == "?" or token["maybe"] else 1
+        if token["open"]:
             bars.append(0)
-        elif found["close"]:
+        elif token["close"]:
             choices *= bars.pop() + 1
-        elif found["bar"]:
+        elif token["bar"]:
             bars[-1] += 1
-        at = found.end()
+        at = token.end()
     return Ways(repeats, choices * (bars[0] + 1))
 
 
 class BoundedMatch:
-    """`re.fullmatch` for patterns that somebody else wrote, in bounded time. For use in one thread.
+    """`re.fullmatch` in bounded time, for patterns from an untrusted source. For use in one thread.
 
     A match of `re` blocks the interpreter, and a short pattern can run for years. So a view that travels with a
     checkpoint may use only patterns whose number of possible matches is known: groups do not repeat, and there is no
@@ -77,19 +75,19 @@ class BoundedMatch:
     """
 
     def __init__(self, where: str, patterns: Collection[str], replacements: Iterable[str]) -> None:
-        """Raises InvalidInput, naming ``where``, for an expression whose ways cannot be told, or too long names."""
+        """Raises InvalidInput, naming ``where``, for an expression that is not bounded, or a name that is too long."""
         try:
             self._ways = {pattern: ways(pattern) for pattern in patterns}
         except InvalidInput as error:
             raise _refused(where, str(error)) from error
-        for one in replacements:
-            if len(one) > _MOST_CHARACTERS or one.count("\\") > _MOST_ESCAPES:
-                raise _refused(where, f"{one!r:.80} is too long a name")
+        for name in replacements:
+            if len(name) > _MOST_CHARACTERS or name.count("\\") > _MOST_ESCAPES:
+                raise _refused(where, f"{name!r:.80} is too long a name")
         self._where = where
         self._until = time.thread_time() + _MOST_SECONDS
 
     def __call__(self, pattern: re.Pattern[str], name: str) -> re.Match[str] | None:
-        """Match all of a name. Raises InvalidInput where that may take too long."""
+        """Match a whole name. Raises InvalidInput if that may take too long."""
         if self._ways[pattern.pattern].of(name) > _MOST_WAYS:
             raise _refused(self._where, f"{pattern.pattern!r:.80} may match {name!r:.80} in too many ways")
         if time.thread_time() > self._until:
@@ -99,8 +97,8 @@ class BoundedMatch:
 
 def _refused(where: str, why: str) -> InvalidInput:
     return InvalidInput(
-        f"{where} travels with the checkpoint, and is not used: {why}. Write it more simply, or start casckpt serve "
-        "with --view FILE, which may be anything"
+        f"{where} was saved with the checkpoint, and is not used: {why}. Simplify it, or start casckpt serve with "
+        "--view FILE, which has no such limits"
     )
 
 
@@ -117,52 +115,44 @@ _FIELDS: Final[Mapping[str, Any]] = {
 
 
 def read_rules(text: bytes, where: str, *, travels: bool = False) -> Rules:
-    """The rules that a file has. Raises InvalidInput, naming ``where`` it comes from, for what is none.
+    """Parse the rules of a file. Raises InvalidInput, naming ``where``, for an unusable file.
 
-    ``travels``: it came with a checkpoint, whoever wrote that, so its expressions are matched in `BoundedMatch`.
-
-    ``keys``, ``strip_prefix``, ``rename``, ``model``, ``split``, ``concat``: as in
-    `casckpt.frontends.views.view.Rules`. ``model`` is true where it is not said.
+    ``travels``: the file is an attachment and may come from an untrusted source, so `BoundedMatch` matches its
+    expressions. The file may have the fields ``keys``, ``strip_prefix``, ``rename``, ``model`` (default: true),
+    ``split`` and ``concat`` of `casckpt.frontends.views.view.Rules`.
     """
     try:
-        found = json.loads(text) if len(text) <= _MAX_BYTES else None
+        content = json.loads(text) if len(text) <= _MAX_BYTES else None
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{where} is not JSON ({error}); write an object with some of {_names()}") from error
-    if not isinstance(found, dict):
-        raise InvalidInput(f"{where} is no view; write a JSON object with some of {_names()}")
-    for name, value in found.items():
+    if not isinstance(content, dict):
+        raise InvalidInput(f"{where} is not a JSON object; write one with some of {_names()}")
+    for name, value in content.items():
         _check(where, name, value)
-    rules = Rules(**{"model": True, **found})
-    return replace(rules, fullmatch=_bounded(where, found)) if travels else rules
+    rules = Rules(**{"model": True, **content})
+    return replace(rules, fullmatch=_bounded(where, content)) if travels else rules
 
 
-def _bounded(where: str, found: Mapping[str, Any]) -> BoundedMatch:
-    maps = [found.get(name, {}) for name in ("rename", "split", "concat")]
-    names = (name for one in maps for to in one.values() for name in ([to] if isinstance(to, str) else to))
-    return BoundedMatch(where, {pattern for one in maps for pattern in one}, names)
+def _bounded(where: str, content: Mapping[str, Any]) -> BoundedMatch:
+    maps = [content.get(name, {}) for name in ("rename", "split", "concat")]
+    names = (name for rules in maps for to in rules.values() for name in ([to] if isinstance(to, str) else to))
+    return BoundedMatch(where, {pattern for rules in maps for pattern in rules}, names)
 
 
 def _check(where: str, name: str, value: Any) -> None:
     kind = _FIELDS.get(name)
     if kind is None:
-        raise InvalidInput(f"{where} has {name!r:.80}, which no view knows; there are {_names()}")
+        raise InvalidInput(f"{where} has the unknown field {name!r:.80}; the fields are {_names()}")
     if type(value) is not kind or not all(map(_is_text, value if kind is list else ())):
         raise InvalidInput(f"{where}: {name} is {value!r:.80}; see docs/serving.md for what it may be")
-    for pattern in value if kind is dict else ():
-        _check_pattern(where, pattern)
+    if kind is dict:
+        compiled(value, f"{where}: ")
     if name == "rename" and not all(map(_is_text, value.values())):
         raise InvalidInput(f"{where}: rename maps a regular expression to a name, both text")
     if name == "split" and not all(map(_are_shares, value.values())):
         raise InvalidInput(f"{where}: split maps a regular expression to names, or to an object of names and shares")
     if name == "concat" and not all(map(_are_names, value.values())):
         raise InvalidInput(f"{where}: concat maps a regular expression to the name of the whole, and those that follow")
-
-
-def _check_pattern(where: str, pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise InvalidInput(f"{where}: {pattern!r:.80} is no regular expression: {error}") from error
 
 
 def _are_shares(value: object) -> bool:

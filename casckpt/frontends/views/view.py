@@ -1,11 +1,10 @@
-"""A view of a checkpoint: which of its tensors a program is to see, and under which names. A value; reads no data."""
+"""A view of a checkpoint: which tensors a program sees, and under which names. It reads no data."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 
 from casckpt.errors import Damaged, InvalidInput, MissingKey
 from casckpt.format.manifest import Manifest
@@ -13,7 +12,7 @@ from casckpt.format.regions import whole
 from casckpt.format.sections.index import TENSOR, Entry
 from casckpt.frontends.views.model_part import check_no_adapters, model_part, plain_names
 from casckpt.frontends.views.recut import Concat, Split, ViewTensor, recut
-from casckpt.loading.arguments import FullMatch, Rename, matches, renamer, usable_patterns
+from casckpt.loading.arguments import FullMatch, Rename, check_used, matches, renamer, usable_patterns
 from casckpt.loading.contents import Contents
 from casckpt.plan.reads import covers
 
@@ -22,11 +21,11 @@ from casckpt.plan.reads import covers
 class Rules:
     """How a view is made. ``keys``: fnmatch patterns on the keys of the checkpoint; None for all.
 
-    ``strip_prefix``: only what lies below it, named without it; "" for all. ``model``: the weights of the model alone,
-    under the names that they have in it without wrappers; ``strip_prefix`` says where it lies, None: that is to be
-    found out. ``rename``: from a name to another one, after all that; as in `casckpt.Store.load`, but from the
-    checkpoint's side. ``split``, ``concat``: tensors that are cut apart, and then put together, by their new names.
-    ``fullmatch``: what matches the regular expressions of all three.
+    ``strip_prefix``: only the tensors below it, named without it; "" for all. ``model``: only the weights of the model,
+    under their names in the unwrapped model. ``strip_prefix`` then says where the model is; None finds it. ``rename``:
+    maps the resulting names to new ones, as in `casckpt.Store.load`, but from names of the checkpoint. ``split``,
+    ``concat``: tensors to split, and then to concatenate, by their new names. ``fullmatch``: matches the regular
+    expressions of all three.
     """
 
     keys: Sequence[str] | None = None
@@ -39,13 +38,13 @@ class Rules:
 
     @property
     def is_plain(self) -> bool:
-        """Tell whether everything is seen as it is."""
+        """Whether the view shows everything unchanged."""
         return replace(self, keys=self.keys or None) == Rules()
 
 
 @dataclass(frozen=True)
 class View:
-    """``tensors``: sorted by name. ``left_out``: keys that were asked for and are not seen. ``prefix``: of all keys."""
+    """``tensors``: sorted by name. ``left_out``: keys that match but are not shown. ``prefix``: of all keys shown."""
 
     tensors: tuple[ViewTensor, ...]
     left_out: tuple[str, ...] = ()
@@ -54,53 +53,45 @@ class View:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(one.entry.nbytes for one in self.tensors)
+        return sum(tensor.entry.nbytes for tensor in self.tensors)
 
 
 def view_of(manifest: Manifest, rules: Rules) -> View:
-    """The view of a checkpoint by some rules. The same for the same state, whatever ranks saved it.
+    """The view of a checkpoint by some rules. It is the same for the same state, whichever ranks saved it.
 
-    Raises MissingKey if a pattern or prefix matches nothing, InvalidInput if two tensors get one name or it cannot be
-    told what the model is, Damaged for a tensor that is not whole.
+    Raises MissingKey if a pattern or prefix matches nothing, InvalidInput if two tensors get one name or several parts
+    may be the model, Damaged for a tensor that is not whole.
     """
     contents = Contents(manifest, 0)
     patterns = usable_patterns(rules.keys) or None
     where = f"{manifest.body.run}@{manifest.body.step}"
     entries = contents.entries.values()
     asked = {entry.key: entry for entry in entries if entry.kind == TENSOR and matches(entry.key, patterns)}
-    _check_used(where, list(asked), patterns)
+    check_used(patterns, asked, where)
     prefix, keys = _part(contents, list(asked), rules, where)
     names = _names(keys, prefix, rules)
     tensors = [ViewTensor(name, asked[key]) for key, name in zip(keys, names, strict=True)]
-    check_whole(manifest, [one.entry for one in tensors])
+    check_whole(manifest, [tensor.entry for tensor in tensors])
     if rules.split or rules.concat:
         tensors = recut(tensors, rules.split, rules.concat, rules.fullmatch)
-        _check_names((one.name, one.entry.key) for one in tensors)
-    seen = {source.entry.number for one in tensors for source in one.sources}
+        _check_names((tensor.name, tensor.entry.key) for tensor in tensors)
+    seen = {source.entry.number for tensor in tensors for source in tensor.sources}
     objects = [key for key in contents.objects if matches(key, patterns)]
     others = [_other(entry) for entry in manifest.entries
               if entry.kind == TENSOR and entry.number not in seen and matches(entry.key, patterns)]  # fmt: skip
-    return View(tuple(sorted(tensors, key=lambda one: one.name)), (*objects, *others), prefix)
+    return View(tuple(sorted(tensors, key=lambda tensor: tensor.name)), (*objects, *others), prefix)
 
 
 def check_whole(manifest: Manifest, entries: Sequence[Entry]) -> None:
-    """Raise Damaged for a tensor with holes, Refused for unusable extents: before a hostile shape takes memory."""
+    """Raise Damaged for a tensor with holes, Refused for unusable extents, before memory is allocated for it."""
     manifest.ready([entry.number for entry in entries], ())
     for entry in entries:
         if not covers(manifest.extents(entry), whole(entry.shape)):
             raise Damaged(f"the checkpoint holds {entry.key!r} only in part", key=entry.key)
 
 
-def _check_used(where: str, keys: Sequence[str], patterns: Sequence[str] | None) -> None:
-    for pattern in patterns or ():
-        if not any(fnmatchcase(key, pattern) for key in keys):
-            raise MissingKey(
-                f"no tensor of {where} matches {pattern!r}; `casckpt show --tensors` lists them", keys=(pattern,)
-            )
-
-
 def _part(contents: Contents, keys: Sequence[str], rules: Rules, where: str) -> tuple[str, Sequence[str]]:
-    """The prefix, and the keys that are seen."""
+    """The prefix, and the keys below it."""
     if rules.strip_prefix is None:
         return model_part(contents.tree, keys, where) if rules.model else ("", keys)
     prefix = rules.strip_prefix and f"{rules.strip_prefix.removesuffix('.')}."
@@ -118,18 +109,18 @@ def _names(keys: Sequence[str], prefix: str, rules: Rules) -> list[str]:
         names = plain_names(names)
     rename: Callable[[str], str] = renamer(rules.rename, rules.fullmatch)
     names = [rename(name) for name in names]
-    if rules.model and rules.strip_prefix is None and prefix:  # of a training, and nobody has said that it is right
+    if rules.model and rules.strip_prefix is None and prefix:  # found in a training, and not confirmed by the user
         check_no_adapters(names, prefix)
     _check_names(zip(names, keys, strict=True))
     return names
 
 
 def _check_names(named: Iterable[tuple[str, str]]) -> None:
-    """``named``: names, and the keys of the tensors that have them."""
+    """Raise InvalidInput for empty names and names that occur twice. ``named``: names, and the keys of tensors."""
     key_of: dict[str, str] = {}
     for name, key in named:
         if not name:
-            raise InvalidInput(f"nothing is left of the name of {key!r}; strip less of it", key=key)
+            raise InvalidInput(f"the name of {key!r} would be empty; strip less of it", key=key)
         if name in key_of:
             raise InvalidInput(f"{key_of[name]!r} and {key!r} would both be named {name!r}; rename one", key=key)
         key_of[name] = key

@@ -30,7 +30,7 @@ def network() -> torch.nn.Module:
         ("m.safetensors", True, "safetensors"), ("out", False, "safetensors"), ("out.v2", True, "hf"),
     ],
 )  # fmt: skip
-def test_the_suffix_and_what_travels_along_name_the_format(
+def test_suffix_and_attachments_choose_the_format(
     store: Store, tmp_path: Path, name: str, config: bool, format: str
 ) -> None:
     saved = store.save({"w": torch.ones(2)}, step=1, attachments={"config.json": b"{}"} if config else {})
@@ -74,7 +74,7 @@ def test_no_folder_becomes_one_that_loads_as_random_weights(store: Store, tmp_pa
     assert list(load_file(tmp_path / "all" / "model.safetensors")) == ["w"]
 
 
-def test_what_a_library_has_registered_is_left_out_all_the_same(store: Store, tmp_path: Path) -> None:
+def test_values_of_registered_classes_are_left_out(store: Store, tmp_path: Path) -> None:
     """Whoever reads the file may not have imported it: Megatron-core lets torch.load read paths and numpy's arrays."""
     store.save({"path": PurePosixPath("x"), "w": torch.ones(2)}, step=1)
     with torch.serialization.safe_globals([PurePosixPath]):
@@ -185,7 +185,9 @@ def test_nothing_is_made_for_a_tensor_that_is_not_whole(
         ({"format": "torch", "max_shard_size": "1GB"}, "--max-shard-size is for hf and safetensors: --format torch"),
     ],
 )
-def test_what_a_format_knows_nothing_of_is_refused(store: Store, tmp_path: Path, options: Any, match: str) -> None:
+def test_arguments_that_a_format_does_not_support_are_refused(
+    store: Store, tmp_path: Path, options: Any, match: str
+) -> None:
     store.save({"w": torch.ones(2)}, step=1)
     with pytest.raises(InvalidInput, match=match):
         casckpt.export(store, "latest", tmp_path / "out", **options)
@@ -226,13 +228,13 @@ def test_a_suffix_that_names_another_format_is_refused(
     store: Store, tmp_path: Path, name: str, format: Any, of: str
 ) -> None:
     store.save({"w": torch.ones(2)}, step=1)
-    with pytest.raises(InvalidInput, match=rf"{name} is a name for --format {of}, and {format} was asked for"):
+    with pytest.raises(InvalidInput, match=rf"{name} is a name for --format {of}, but the format is {format}"):
         store.export("latest", tmp_path / name, format=format)
     assert not (tmp_path / name).exists()
 
 
 @pytest.mark.parametrize("name", ["m.onnx", "m.gguf", "M.ONNX"])
-def test_a_suffix_of_what_is_never_written_is_refused(name: str, store: Store, tmp_path: Path) -> None:
+def test_suffixes_of_other_formats_are_refused(name: str, store: Store, tmp_path: Path) -> None:
     store.save({"w": torch.ones(2)}, step=1)
     with pytest.raises(InvalidInput, match=r"writes no \.\w+ files: give a name that ends in \.safetensors"):
         store.export("latest", tmp_path / name)

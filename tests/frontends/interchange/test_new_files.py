@@ -37,7 +37,7 @@ def export(kind: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "folder that is there"])
-def test_what_a_killed_export_left_goes_with_the_next(tmp_path: Path, kind: str) -> None:
+def test_an_export_removes_what_a_killed_one_left(tmp_path: Path, kind: str) -> None:
     out = tmp_path / "out"
     if kind == "folder that is there":
         out.mkdir()
@@ -59,7 +59,7 @@ def test_a_folder_with_nothing_but_leftovers_is_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_what_another_process_works_at_stays(tmp_path: Path, kind: str) -> None:
+def test_the_folder_of_a_running_export_stays(tmp_path: Path, kind: str) -> None:
     out = tmp_path / "out"
     with new_file(out, force=True) as temporary:
         temporary.write_bytes(b"of the first")

@@ -155,7 +155,7 @@ def test_names_that_the_optimizer_was_given_count(tmp_path: Path) -> None:
     assert named["state"]["b.weight"] is state["state"][0]
     assert [group["params"] for group in named["param_groups"]] == [["b.weight", "b.bias"], ["a.weight", "a.bias"]]
     state["param_groups"][0]["param_names"] = ["b.bias", "b.weight"]
-    with pytest.raises(Mismatch, match=r"'b\.bias', which is no parameter of the model of that shape"):
+    with pytest.raises(Mismatch, match=r"'b\.bias', but the model has no such parameter of that shape"):
         by_name([state], model.state_dict())
 
 
@@ -201,7 +201,9 @@ def odd_files() -> dict[str, tuple[dict[str, Any], str]]:
 
 
 @pytest.mark.parametrize("name", odd_files())
-def test_what_cannot_be_named_is_left_and_told(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_optimizer_that_cannot_be_named_stays_with_a_note(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file, why = odd_files()[name]
     torch.save(file, tmp_path / "ckpt.pt")
     store = small()
@@ -210,7 +212,7 @@ def test_what_cannot_be_named_is_left_and_told(name: str, tmp_path: Path, caplog
     assert len(made.notes) == 1
     assert why in made.notes[0]
     what = "the optimizer" if name == "an optimizer alone" else "'optimizer'"
-    assert made.notes[0].startswith(f"{what} counts its parameters")
+    assert made.notes[0].startswith(f"{what} numbers its parameters")
     assert [made.notes[0] in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         True
     ]

@@ -197,4 +197,4 @@ def test_what_nobody_signed_is_loaded_from_no_folder_where_signatures_are_demand
     alice = pair(tmp_path / "keys")
     *pointed, foreign = ranks.run(1, trusting_loads, tmp_path, alice.public)[0]
     assert all("has no valid signature of" in one for one in pointed), pointed
-    assert "is in no store, so nobody has signed it" in foreign
+    assert "is not in a store, so it has no signature" in foreign

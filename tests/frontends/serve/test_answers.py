@@ -148,7 +148,7 @@ def test_ranges(served: Served, asked: str, status: int, start: int, stop: int |
 
 @pytest.mark.parametrize("revision", ["main", "latest", "1", "64 digits"])
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_another_name_leads_to_the_commit(small_store: Store, served: Served, revision: str, method: str) -> None:
+def test_a_tag_or_step_redirects_to_the_commit(small_store: Store, served: Served, revision: str, method: str) -> None:
     id = small_store.get("sft@1").id
     for repo, path in (("sft", "config.json"), ("runs/sft", "sub/x.bin"), ("sft", "sub%2Fx.bin")):
         asked = f"/{repo}/resolve/{id if revision == '64 digits' else revision}/{path}"
@@ -157,7 +157,7 @@ def test_another_name_leads_to_the_commit(small_store: Store, served: Served, re
         assert urljoin(asked, led.headers["Location"]) == f"/{repo}/resolve/{commit_of(id)}/{path}"
 
 
-def test_what_is_saved_meanwhile_is_not_mixed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_never_mixes_two_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub: Any = pytest.importorskip("huggingface_hub", reason="needs casckpt[transformers]")
     downloads: Any = pytest.importorskip("huggingface_hub.file_download", reason="needs casckpt[transformers]")
     store = casckpt.open(tmp_path / "store")
@@ -200,7 +200,7 @@ def test_it_is_read_only(served: Served, method: str) -> None:
         assert served.get(path, method).status == 405
 
 
-def test_what_nobody_thought_of_is_told_in_the_log(
+def test_unexpected_errors_are_logged(
     small_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Hub, "refs", lambda *_: 1 / 0)
@@ -423,7 +423,7 @@ def test_a_killed_server_and_a_client_that_resumes(tmp_path: Path) -> None:
     assert found + rest.body == whole  # type: ignore[attr-defined]
 
 
-def test_what_is_purged_while_it_is_held_in_mind(tmp_path: Path) -> None:
+def test_a_purged_checkpoint_is_not_served_from_memory(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     for step in (1, 2):
         store.save({"model": {"w": torch.arange(200_000) + step}}, run="sft", step=step)
@@ -439,7 +439,7 @@ def test_what_is_purged_while_it_is_held_in_mind(tmp_path: Path) -> None:
         assert served.get(path).status == 404
 
 
-def test_a_gc_beside_takes_nothing_under_a_file_that_is_sent(tmp_path: Path) -> None:
+def test_gc_keeps_checkpoints_that_are_being_sent(tmp_path: Path) -> None:
     store = casckpt.open(tmp_path / "store")
     for step in (1, 2):
         store.save({"model": {"w": torch.arange(4 << 20) + step}}, run="sft", step=step)
@@ -481,7 +481,7 @@ def test_a_false_record_is_not_answered_with_what_another_revision_was_asked_for
         assert served.get("/sft/resolve/2/model.safetensors").status == 422
 
 
-def test_where_no_lease_can_be_had_it_says_so_once(
+def test_a_server_without_leases_warns_once(
     small_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object, **__: object) -> Any:
@@ -495,7 +495,7 @@ def test_where_no_lease_can_be_had_it_says_so_once(
     assert sum("no lease can be taken" in one.message for one in caplog.records if one.levelno >= logging.WARNING) == 1
 
 
-def test_what_several_clients_are_sent_at_once_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_for_several_clients_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = casckpt.open(tmp_path / "store")
     store.save({"model": {"w": torch.arange(3 << 20, dtype=torch.int64)}}, run="sft", step=1)
     folders = ServedFolders(store, None, 1 << 30)

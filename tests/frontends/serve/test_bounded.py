@@ -25,7 +25,7 @@ from casckpt.frontends.serve.view_file import BoundedMatch, ways
         (r"a|b(c|d|e)", 0, 6),
     ],
 )
-def test_how_many_ways_there_are(pattern: str, repeats: int, choices: int) -> None:
+def test_ways_counts_the_attempts_of_a_pattern(pattern: str, repeats: int, choices: int) -> None:
     assert ways(pattern) == (repeats, choices)
 
 
@@ -34,19 +34,19 @@ def test_how_many_ways_there_are(pattern: str, repeats: int, choices: int) -> No
     ["(a|a)*b", "(a*)*b", "(?:a+)+", "(a){2}", "(a+)?*", r"(a)\1", "(?=a)a", "(?<=a)a", "(?i)a", r"a\b", "a*+",
      "(?>a*)", "(a?){9}", "[[a]", "a{1}{2}", "x" * 1001, "(?#a)b", r"\Aa", "(?P=a)", "(?a:b)"],
 )  # fmt: skip
-def test_whose_ways_cannot_be_told_is_refused(pattern: str) -> None:
+def test_a_pattern_with_unbounded_attempts_is_refused(pattern: str) -> None:
     with pytest.raises(InvalidInput):
         ways(pattern)
 
 
 @given(st.text("a", min_size=50, max_size=200), st.sampled_from(["a?", "a*", ".*?", "(a|a)", "(a*)?", "[a-c]{0,30}"]))
-def test_what_tries_too_much_is_refused_before_it_tries(name: str, piece: str) -> None:
+def test_a_match_with_too_many_attempts_is_refused(name: str, piece: str) -> None:
     match = BoundedMatch("the view", {pattern := piece * 25 + "b"}, [])
-    with pytest.raises(InvalidInput, match=r"(?s)the view travels.*too many ways.*--view FILE"):
+    with pytest.raises(InvalidInput, match=r"(?s)the view was saved with the checkpoint.*too many ways.*--view FILE"):
         match(re.compile(pattern), name)
 
 
-def test_no_match_tries_more_than_is_told() -> None:
+def test_no_match_makes_more_attempts_than_counted() -> None:
     """As `re` does at worst: of what repeats here, each number of letters."""
     name = "a" * 12
     for repeats in range(1, 5):

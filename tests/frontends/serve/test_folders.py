@@ -134,7 +134,7 @@ def test_an_etag_tells_names_dtypes_and_shapes_apart() -> None:
     assert len(seen) == 5
 
 
-def test_what_has_no_model_is_served_with_all_tensors_and_no_config() -> None:
+def test_a_checkpoint_without_a_model_is_served_without_config() -> None:
     store = small()
     store.save({"one": {"w": cells(1)}, "other": {"w": cells(1)}}, step=1, attachments={"config.json": b"{}", "a": b""})
     of = folder(store)
@@ -179,8 +179,8 @@ VIEW = (
     ("text", "match"),
     [
         (b"{", "not JSON"),
-        (b"[]", "no view"),
-        (b'{"foo": 1}', "no view knows"),
+        (b"[]", "not a JSON object"),
+        (b'{"foo": 1}', "unknown field 'foo'"),
         (b'{"keys": "a"}', "keys is"),
         (b'{"keys": [1]}', "keys is"),
         (b'{"model": 1}', "model is"),
@@ -195,7 +195,7 @@ VIEW = (
         (b'{"concat": {"a": []}}', "concat"),
     ],
 )
-def test_a_file_that_is_no_view(text: bytes, match: str) -> None:
+def test_an_unusable_view_file_is_refused(text: bytes, match: str) -> None:
     with pytest.raises(InvalidInput, match=match):
         read_rules(text, "the file")
 
@@ -205,11 +205,12 @@ def test_a_file_that_is_no_view(text: bytes, match: str) -> None:
     [{"rename": {"(a|a)*b": "x"}}, {"split": {"(a+)+b": ["x"]}}, {"concat": {"a*a*a*a*a*a*a*b": ["x", "y"]}}],
     ids=lambda view: next(iter(view)),
 )
-def test_an_expression_that_travels_keeps_nobody_busy(view: dict[str, object]) -> None:
+def test_a_slow_expression_in_an_attachment_is_refused(view: dict[str, object]) -> None:
     store = small()
     store.save({"model": {"a" * 90 + "!": cells(1)}}, step=1, attachments={VIEW_FILE: json.dumps(view).encode()})
     with pytest.raises(
-        InvalidInput, match=r"casckpt\.view\.json of default@1 .*travels.*start casckpt serve with --view"
+        InvalidInput,
+        match=r"casckpt\.view\.json of default@1 .*saved with the checkpoint.*start casckpt serve with --view",
     ):
         ServedFolders(store, None, 1 << 30).of(store.get("latest"))
     read_rules(json.dumps(view).encode(), "the user's")

@@ -42,7 +42,7 @@ def saved(count: int) -> tuple[Store, list[Checkpoint]]:
     return store, store.checkpoints()
 
 
-def test_who_asks_for_many_checkpoints_has_few_leases(taken: list[int]) -> None:
+def test_few_leases_outlive_their_downloads(taken: list[int]) -> None:
     store, found = saved(_MOST_IDLE + 4)
     leases = Leases(store)
     with leases.hold(found[0]):
@@ -137,7 +137,7 @@ def test_two_that_ask_at_once_take_one_lease(taken: list[int], timers: list[Time
     assert taken == []
 
 
-def test_who_can_take_no_lease_says_so_once(
+def test_leases_that_cannot_be_taken_are_logged_once(
     timers: list[Timer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, found = saved(3)

@@ -48,13 +48,15 @@ def test_put_together() -> None:
         ({}, {"x": ["whole", "other"]}, "cannot be put together"),
     ],
 )
-def test_what_does_not_fit(split: dict[str, Any], concat: dict[str, Any], match: str) -> None:
+def test_unusable_splits_and_concatenations_are_refused(
+    split: dict[str, Any], concat: dict[str, Any], match: str
+) -> None:
     with pytest.raises(InvalidInput, match=match):
         recut([tensor("x", 4, 2), tensor("other", 4, 3, number=1)], split, concat)
 
 
 @given(rows=st.lists(st.integers(1, 4), min_size=1, max_size=4), width=st.integers(1, 3))
-def test_what_is_cut_apart_and_put_together_is_as_before(rows: list[int], width: int) -> None:
+def test_split_and_concatenated_tensors_are_unchanged(rows: list[int], width: int) -> None:
     one = tensor("x", sum(rows), width)
     names = {f"p{n}": count for n, count in enumerate(rows)}
     apart = recut([one], {"x": names}, {})

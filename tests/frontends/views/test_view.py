@@ -81,9 +81,9 @@ UNCLEAR: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("layout", UNCLEAR)
-def test_what_cannot_be_told_is_asked_for(store: Store, layout: str) -> None:
+def test_several_possible_models_are_refused(store: Store, layout: str) -> None:
     state, choices = UNCLEAR[layout]
-    with pytest.raises(InvalidInput, match="which part of default@0 is the model cannot be told") as caught:
+    with pytest.raises(InvalidInput, match="several parts of default@0 may be the model") as caught:
         view(store, state, model=True)
     for choice in choices:
         assert f"--strip-prefix {choice}" in str(caught.value)
@@ -141,10 +141,10 @@ def test_wrappers_go_from_the_names_of_a_model_that_was_chosen_too(store: Store)
 @pytest.mark.parametrize(
     ("rules", "kind", "match"),
     [
-        ({"keys": ["nothing*"]}, MissingKey, "no tensor of default@0 matches 'nothing"),
+        ({"keys": ["nothing*"]}, MissingKey, "nothing in default@0 matches 'nothing"),
         ({"strip_prefix": "mod"}, MissingKey, "no tensor of default@0 lies below 'mod.'"),
         ({"rename": {r".*\.w": "w"}}, InvalidInput, "would both be named 'w'"),
-        ({"rename": {r".*\.w": ""}}, InvalidInput, "nothing is left of the name"),
+        ({"rename": {r".*\.w": ""}}, InvalidInput, "would be empty"),
         ({"rename": {"(": "w"}}, InvalidInput, "no regular expression"),
     ],
 )

@@ -1,7 +1,7 @@
-"""A checkpoint out of a store, into safetensors files: window by window, never a whole model in memory.
+"""Exports a checkpoint as safetensors files, window by window, without a whole model in memory.
 
-What is written stands under temporary names until it is whole and on the disk. A folder may be made of what an earlier
-export has left of another checkpoint: then little is read, and where the file system can share blocks, little written.
+Files have temporary names until they are complete and on the disk. A folder can be made from an earlier export of
+another checkpoint. Then only what differs is read, and, if the file system shares blocks, written.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from casckpt.base.progress import Shown
+from casckpt.base.progress import Progress, Shown
 from casckpt.base.sizes import parse_size
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Conflict
@@ -41,7 +41,7 @@ _OURS = re.compile(rf"{STEM}(-[0-9]{{5}}-of-[0-9]{{5}})?\{SUFFIX}")
 
 
 class Base(NamedTuple):
-    """A folder that an export made of a checkpoint. ``is_taken``: its files may be moved away, for nobody uses them."""
+    """A folder with an earlier export of ``checkpoint``. ``is_taken``: its files may be moved, since nobody uses it."""
 
     checkpoint: Checkpoint
     folder: Path
@@ -63,21 +63,20 @@ def export_safetensors(
     progress: Shown | None = None,
     base: Base | None = None,
 ) -> Exported:
-    """Write the tensors of a checkpoint as safetensors, under their flat keys; every byte that is read is verified.
+    """Write the tensors of a checkpoint as safetensors, under their flat keys. Every byte read is verified.
 
-    ``out``, a path or a URL (to which a temporary one is copied): with the suffix ".safetensors" that one file; else a
-    folder, for which ``model.safetensors``, or several files of at most ``max_shard_size`` (5GB) and their index, and
-    all attachments are made (``attachments``: unless False). ``force``: write over what is there. ``progress``: of the
-    bytes of tensors. ``base``: of its files those of a folder are made where they lie alike; all is hashed, and the
-    rest written in full.
+    ``out``: a path, or a URL to which a temporary copy is uploaded. With the suffix ".safetensors" it is one file; else
+    a folder with ``model.safetensors``, or several files of at most ``max_shard_size`` (5GB) and their index, and all
+    attachments (unless ``attachments=False``). ``force``: overwrite what exists. ``progress``: counts bytes of tensors.
+    ``base``: an earlier export, whose files are reused if their layout is the same. They are hashed completely.
 
-    ``keys``, ``strip_prefix``, ``rename``: see `casckpt.frontends.views.view.Rules`. ``model``: the weights of the
-    model alone, as `from_pretrained` of Transformers loads them. Without it a folder of other names gets no
+    ``keys``, ``strip_prefix``, ``rename``: see `casckpt.frontends.views.view.Rules`. ``model``: only the weights of the
+    model, as `from_pretrained` of Transformers loads them. Without it, a folder that is not a model gets no
     config.json.
 
-    Raises NotFound, MissingKey if a pattern matches nothing, Conflict if ``out`` is there, InvalidInput naming a key
-    that safetensors cannot hold or an attachment that can be no file, or saying that the model cannot be told from the
-    rest, Damaged, StorageError. After an error nothing stands under the final names.
+    Raises NotFound, MissingKey if a pattern matches nothing, Conflict if ``out`` exists, InvalidInput for a key that
+    safetensors cannot hold, for an attachment whose name no file can have, and if several parts may be the model,
+    Damaged, StorageError. After an error nothing exists under the final names.
     """
     opened = as_store(store)
     rules = Rules(keys, strip_prefix, rename, model)
@@ -93,7 +92,7 @@ def export_safetensors(
 def _exported_to(
     target: Path, job: _Job, max_shard_size: int | str | None, *, attached: bool, force: bool, base: Base | None
 ) -> Exported:
-    if target.suffix == SUFFIX and not os.path.isdir(target):  # Path.is_dir raises what the system refuses
+    if target.suffix == SUFFIX and not os.path.isdir(target):  # Path.is_dir raises some OSErrors
         (file,) = job.lay_out(None).files
         with new_file(target, force=force) as path:
             job.write(path, file.head, file.tensors)
@@ -122,17 +121,17 @@ class _Job(FolderPlan):
 
     def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules, progress: Shown | None) -> None:
         super().__init__(store, checkpoint, rules)
-        self._reader = WindowReader(store.repository, self.manifest, self.view.nbytes, progress)
+        self._reader = WindowReader(store.repository, self.manifest, self.view.nbytes, Progress(progress))
 
     def write(self, path: Path, head: bytes, streams: Sequence[ViewTensor]) -> None:
-        """Write one file: some bytes, then the data of ``streams``."""
+        """Write one file: ``head``, then the data of ``streams``."""
         with synced_file(path) as file:
             file.write(head)
-            for window in self._reader.read(streams):
+            for window in self._reader.read_tensors(streams):
                 file.write(window)
 
     def revise(self, path: Path, file: FileLayout, base: Base) -> bool:
-        """Make one file of that of a base; False where that has none like it."""
+        """Make one file from the file of a base. False if the base has none with the same layout."""
         old = base.folder / file.name
         if not _is_like(old, file):
             return False
@@ -166,5 +165,5 @@ def _is_like(path: Path, file: FileLayout) -> bool:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether an export of another shape made this file, which then must not stay beside the new ones."""
+    """Whether an earlier export made this file, which must not stay beside the new ones."""
     return name == INDEX or _OURS.fullmatch(name) is not None

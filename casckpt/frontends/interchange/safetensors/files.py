@@ -1,4 +1,4 @@
-"""The metadata of safetensors files and of Hugging Face's index: names of dtypes, headers, indexes. No tensor data."""
+"""The metadata of safetensors files and Hugging Face indexes: dtypes, headers, indexes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from casckpt.format.regions import Shape, check_shape
 
 INDEX_SUFFIX: Final = ".safetensors.index.json"
 MAX_HEADER_BYTES: Final = 100_000_000
-"""More, and readers of safetensors files refuse it."""
+"""The limit of readers of safetensors files."""
 MAX_INDEX_BYTES: Final = 256 << 20
 
 # torch's name -> the file's, for dtypes that blobs of a store hold as U8
@@ -27,17 +27,17 @@ _MORE = {
 }
 _ALREADY = {dtypes.stored_name(name): name for name in dtypes.DTYPES if dtypes.stored_name(name) != "U8"}
 NAMES: Final[Mapping[str, str]] = {"uint8": "U8"} | {name: stored for stored, name in _ALREADY.items()} | _MORE
-"""What a safetensors file calls each dtype that it can hold, by torch's name."""
+"""The safetensors name of each dtype that such a file can hold, by torch's name."""
 _DTYPES = {stored: name for name, stored in NAMES.items()}
 _ORDER = (
     "BOOL", "F4", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I16", "U16", "F16",
     "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64",
 )  # fmt: skip
 
-_BY_TORCH, _BY_ITS_OWN = "`casckpt import` takes it", "Read it with a library of its own, and save that with store.save"
+_BY_TORCH, _BY_ITS_OWN = "`casckpt import` reads it", "Read it with its own library, and save the state with store.save"
 _MAGIC = (
     (b"PK\x03\x04", "a zip file, as torch.save writes", _BY_TORCH),
-    (b"\x80", "a pickle, as torch.save wrote long ago", _BY_TORCH),
+    (b"\x80", "a pickle, as old versions of torch.save wrote", _BY_TORCH),
     (b"GGUF", "a GGUF file", _BY_ITS_OWN),
     (b"\x89HDF", "an HDF5 file", _BY_ITS_OWN),
 )
@@ -45,7 +45,7 @@ _MAGIC = (
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """One tensor of a file: its name there, dtype as torch names it, shape, and size in bytes."""
+    """One tensor of a file: its name, torch's name of the dtype, shape, and size in bytes."""
 
     key: str
     dtype: str
@@ -55,7 +55,7 @@ class TensorHeader:
 
 @dataclass(frozen=True)
 class Header:
-    """``tensors``: in the order in which they lie from byte ``start`` of the file on, without holes."""
+    """The header of a file. ``tensors``: in the order of their data, which begins at byte ``start``, without holes."""
 
     tensors: tuple[TensorHeader, ...]
     start: int
@@ -63,20 +63,19 @@ class Header:
 
 
 def encode_header(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a safetensors file before its data, in which ``tensors`` lie one after the other, without holes.
+    """The bytes of a safetensors file before its data, which are those of ``tensors`` in order, without holes.
 
     Raises InvalidInput, naming the key, for what such a file cannot hold.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
-    for one in tensors:
-        if one.key == "__metadata__":
-            raise InvalidInput(
-                "a safetensors file cannot hold a tensor named '__metadata__'; leave it out", key=one.key
-            )
-        name, shape = file_type(one.key, one.dtype, one.shape)
-        header[one.key] = {"dtype": name, "shape": shape, "data_offsets": [start, start + one.nbytes]}
-        start += one.nbytes
+    for tensor in tensors:
+        key = tensor.key
+        if key == "__metadata__":
+            raise InvalidInput("a safetensors file cannot hold a tensor named '__metadata__'; leave it out", key=key)
+        name, shape = file_type(key, tensor.dtype, tensor.shape)
+        header[key] = {"dtype": name, "shape": shape, "data_offsets": [start, start + tensor.nbytes]}
+        start += tensor.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(-(-len(text) // 8) * 8)  # so that data is aligned
     if len(text) > MAX_HEADER_BYTES:
@@ -88,7 +87,7 @@ def encode_header(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) 
 
 
 def file_type(key: str, dtype: str, shape: Shape) -> tuple[str, list[int]]:
-    """Dtype and shape as a safetensors file says them. Raises InvalidInput, naming the key."""
+    """The dtype and shape of a tensor in a safetensors file. Raises InvalidInput, naming the key."""
     name = NAMES.get(dtype)
     if name is None or (name == "F4" and not shape):
         raise InvalidInput(
@@ -99,15 +98,15 @@ def file_type(key: str, dtype: str, shape: Shape) -> tuple[str, list[int]]:
 
 
 def rank_of(dtype: str) -> int:
-    """The place of a dtype, by torch's name, in the order of the safetensors library.
+    """The rank of a dtype, by torch's name, in the safetensors library.
 
-    The library puts tensors into a file by it, highest first, then by name; so all are aligned.
+    The library orders the tensors of a file by rank, highest first, then by name, so that all are aligned.
     """
     return _ORDER.index(NAMES[dtype])
 
 
 def read_header(path: Path) -> Header:
-    """Give what a safetensors file holds. Raises NotFound, InvalidInput, or Unsupported saying what it is instead."""
+    """Read the header of a file. Raises NotFound, InvalidInput, or Unsupported, naming the format it has instead."""
     check_safetensors(path)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -119,7 +118,7 @@ def read_header(path: Path) -> Header:
     except Unsupported as error:
         raise Unsupported(f"{path}: {error}; convert it first", key=error.key) from error
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path} is no usable safetensors file: {error}; get a whole one") from error
+        raise InvalidInput(f"{path} is not a usable safetensors file: {error}; get a whole one") from error
 
 
 def _decoded(text: bytes, size: int) -> Header:
@@ -130,13 +129,13 @@ def _decoded(text: bytes, size: int) -> Header:
         raise InvalidInput("its __metadata__ is not made of text")
     places = sorted((_place(key, entry) for key, entry in found.items()), key=lambda place: place[:2])
     end = 0
-    for start, stop, one in places:
-        if start != end or stop - start != one.nbytes:
-            raise InvalidInput(f"{one.key!r:.200} is said to lie at bytes {start} to {stop}, which does not fit")
+    for start, stop, tensor in places:
+        if start != end or stop - start != tensor.nbytes:
+            raise InvalidInput(f"{tensor.key!r:.200} is said to lie at bytes {start} to {stop}, which does not fit")
         end = stop
     if end != size:
         raise InvalidInput(f"its tensors have {end} bytes, but it has {size}")
-    return Header(tuple(one for _, _, one in places), 8 + len(text), metadata)
+    return Header(tuple(tensor for _, _, tensor in places), 8 + len(text), metadata)
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -147,7 +146,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _place(key: str, entry: Any) -> tuple[int, int, TensorHeader]:
-    """(first byte, byte behind the last one, tensor)."""
+    """The first byte, the byte after the last one, and the tensor."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise InvalidInput(f"what it says of {key!r:.200} is not usable")
     kind, shape, offsets = entry["dtype"], _numbers(key, entry["shape"]), _numbers(key, entry["data_offsets"])
@@ -174,7 +173,7 @@ def _numbers(key: str, given: Any) -> list[int]:
 
 
 def check_safetensors(path: Path) -> None:
-    """Raise NotFound, InvalidInput, or Unsupported saying what it is instead, by the beginning of a file."""
+    """Check the first bytes. Raises NotFound, InvalidInput, or Unsupported, naming the format it has instead."""
     if not path.is_file():
         raise NotFound(f"there is no file {path}; give the path of a safetensors file, or of a folder with some")
     with path.open("rb") as file:
@@ -184,21 +183,21 @@ def check_safetensors(path: Path) -> None:
         return
     for magic, what, advice in _MAGIC:
         if head.startswith(magic):
-            raise Unsupported(f"{path} is {what}, and no safetensors file. {advice}")
-    raise InvalidInput(f"{path} is no safetensors file, or was cut short; get a whole one")
+            raise Unsupported(f"{path} is {what}, not a safetensors file. {advice}")
+    raise InvalidInput(f"{path} is not a safetensors file, or was cut short; get a whole one")
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """By key: the name of the file that holds it; all lie beside the index. Raises InvalidInput for any other index."""
+    """The name of the file that holds each key, in the folder of the index. Raises InvalidInput for a bad index."""
     if path.stat().st_size > MAX_INDEX_BYTES:
-        raise InvalidInput(f"{path} is larger than {MAX_INDEX_BYTES} bytes: that is no index of safetensors files")
+        raise InvalidInput(f"{path} has more than {MAX_INDEX_BYTES} bytes: it is not an index of safetensors files")
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{path} is not JSON ({error}); get a whole one") from error
     weights = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(weights, dict) or not weights:
-        raise InvalidInput(f"{path} has no weight_map: it is no index of safetensors files")
+        raise InvalidInput(f"{path} has no weight_map: it is not an index of safetensors files")
     for key, name in weights.items():
         if not _is_plain(name):
             raise InvalidInput(

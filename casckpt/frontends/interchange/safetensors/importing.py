@@ -1,4 +1,4 @@
-"""Safetensors files, and Hugging Face folders of them, into a store: tensors stay mapped, none is copied as a whole."""
+"""Imports safetensors files and Hugging Face folders. Tensors are memory-mapped, and never copied as a whole."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from casckpt.frontends.interchange.resident import letting_go
 from casckpt.frontends.interchange.safetensors.files import (
     INDEX_SUFFIX,
     Header,
-    TensorHeader,
     check_safetensors,
     read_header,
     read_index,
@@ -39,11 +38,12 @@ from casckpt.frontends.interchange.safetensors.parts import (
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.saving.options import ImportArguments
 from casckpt.tensors.dtypes import torch_dtype
+from casckpt.tensors.memory import tensor_over
 
 MAX_ATTACHMENT_BYTES: Final = 64 << 20
 MAX_ATTACHMENTS_BYTES: Final = 256 << 20
 METADATA_KEY: Final = "safetensors"
-"""Where the ``__metadata__`` of a file stands in the metadata of a checkpoint."""
+"""The key in the metadata of a checkpoint for the ``__metadata__`` of imported files."""
 
 _WEIGHTS = frozenset((
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".hdf5", ".msgpack", ".onnx", ".gguf",
@@ -55,9 +55,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ImportSources:
-    """What an import reads. ``attachments``: files that travel along, by name. ``skipped``: names of files left out.
+    """What an import reads. ``attachments``: files to attach, by name. ``skipped``: names of files left out.
 
-    ``keys``: which an index says that the files hold.
+    ``keys``: the keys that the index lists.
     """
 
     weights: tuple[Path, ...]
@@ -70,11 +70,6 @@ class ImportSources:
         """Bytes of the files with weights."""
         return sum(path.stat().st_size for path in self.weights)
 
-    @property
-    def folder(self) -> Path:
-        """Tell where they lie."""
-        return self.weights[0].parent
-
 
 def import_safetensors(
     store: AnyStore,
@@ -83,10 +78,10 @@ def import_safetensors(
     step: int,
     **options: Unpack[ImportArguments],
 ) -> Checkpoint:
-    """Save the tensors of a safetensors file, or of a Hugging Face folder, under their own keys, and return.
+    """Save the tensors of a safetensors file, or of a Hugging Face folder, under their own keys.
 
-    Of a folder, config, tokenizer and other small files become attachments. The ``__metadata__`` of the files stands in
-    the checkpoint's metadata under "safetensors"; `export_safetensors` gives all of it back.
+    The config, the tokenizer and other small files of a folder become attachments. The ``__metadata__`` of the files
+    goes into the checkpoint's metadata under "safetensors"; `export_safetensors` restores all of it.
 
     Raises NotFound, InvalidInput or Unsupported for files that cannot be imported, and what `Store.save` raises.
     """
@@ -96,24 +91,24 @@ def import_safetensors(
     if notes:
         log.warning("left out: %s", ", ".join(sources.skipped))
     maps = Maps(options.get("progress"))
-    said = maps.add_all(sources.weights)
-    state = maps.state | put_together(sources.folder, maps.parts)
+    file_metadata = maps.add_all(sources.weights)
+    state = maps.state | put_together(sources.weights[0].parent, maps.parts)
     if maps.parts and not sources.keys:
         log.warning(
-            "put together from %d files of ranks, which do not say how many there were: see that the folder is whole",
+            "assembled from %d files of ranks, which do not say how many there were: check that the folder is complete",
             len(sources.weights),
         )
     if missing := sorted(sources.keys - state.keys()):
         log.warning("the index of %s names tensors that no file holds: %s", path, _few(missing))
     attachments = {name: file.read_bytes() for name, file in sources.attachments.items()}
     options["progress"] = maps.done
-    options["metadata"] = {METADATA_KEY: said} | dict(options.get("metadata") or {})
+    options["metadata"] = {METADATA_KEY: file_metadata} | dict(options.get("metadata") or {})
     saved = as_store(store).save(state, step=step, attachments=attachments, no_dist=True, **options)
     return replace(saved, notes=notes)
 
 
 def find_sources(path: str | os.PathLike[str]) -> ImportSources:
-    """Give what an import of ``path`` would read: one safetensors file, an index of several, or a folder with either.
+    """The files that an import of ``path`` reads. ``path``: a safetensors file, an index, or a folder with either.
 
     Raises NotFound, InvalidInput or Unsupported, saying what it is instead.
     """
@@ -149,13 +144,13 @@ def _weights_of(folder: Path) -> ImportSources:
 
 
 def _shards(index: Path) -> ImportSources:
-    named = read_index(index)
-    found = [index.parent / name for name in sorted(set(named.values()))]
-    for path in found:
+    file_of = read_index(index)
+    paths = [index.parent / name for name in sorted(set(file_of.values()))]
+    for path in paths:
         if not path.is_file():
             raise NotFound(f"{index} names {path.name}, which is not there; get the file, or a whole folder")
         check_safetensors(path)
-    return ImportSources(tuple(found), {}, keys=frozenset(named))
+    return ImportSources(tuple(paths), {}, keys=frozenset(file_of))
 
 
 def _few(names: Sequence[str]) -> str:
@@ -182,9 +177,9 @@ def _nothing_in(folder: Path) -> Exception:
 
 
 class Maps:
-    """Files mapped into memory: ``state``, whole tensors, and ``parts`` of others, each with where it begins.
+    """Files mapped into memory. ``state``: whole tensors. ``parts``: parts of tensors, each with its offset.
 
-    ``done``: to be called with the bytes just saved; see `letting_go`.
+    ``done``: the progress to pass to the save; see `letting_go`.
     """
 
     def __init__(self, shown: Shown | None) -> None:
@@ -194,13 +189,13 @@ class Maps:
         self.done = letting_go(shown, partial(_let_go, self._maps))
 
     def add_all(self, weights: Sequence[Path]) -> dict[str, str]:
-        """Map the tensors of all files, in the order in which they lie there; what the files say of themselves."""
-        said: dict[str, str] = {}
+        """Map the tensors of all files, in their order. Returns the metadata of the files."""
+        metadata: dict[str, str] = {}
         for path in weights:
             header = read_header(path)
-            said = dict(header.metadata) | said
+            metadata = dict(header.metadata) | metadata
             self._add(path, header, offsets_of(path, header))
-        return {name: text for name, text in said.items() if name not in WRITERS_OWN}
+        return {name: text for name, text in metadata.items() if name not in WRITERS_OWN}
 
     def _add(self, path: Path, header: Header, offsets: Mapping[str, Shape] | None) -> None:
         for key, tensor in self.mapped(path, header):
@@ -212,14 +207,14 @@ class Maps:
                 self.parts.setdefault(key, []).append((offsets[key], tensor))
 
     def mapped(self, path: Path, header: Header) -> Iterator[tuple[str, torch.Tensor]]:
-        """Map the tensors of one file, by key; they are no part of ``state`` yet."""
+        """Map the tensors of one file. Yields them by key, and does not add them to ``state``."""
         with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch takes what can be written to
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch requires writable memory
         self._maps.append(data)
-        start = header.start
-        for one in header.tensors:
-            yield one.key, _tensor(data, start, one)
-            start += one.nbytes
+        view, start = memoryview(data), header.start
+        for tensor in header.tensors:
+            yield tensor.key, tensor_over(view[start : start + tensor.nbytes], torch_dtype(tensor.dtype), tensor.shape)
+            start += tensor.nbytes
 
 
 def _let_go(maps: Sequence[mmap.mmap]) -> None:
@@ -227,27 +222,19 @@ def _let_go(maps: Sequence[mmap.mmap]) -> None:
         data.madvise(mmap.MADV_DONTNEED)
 
 
-def _tensor(data: mmap.mmap, start: int, one: TensorHeader) -> torch.Tensor:
-    dtype = torch_dtype(one.dtype)
-    if not one.nbytes:
-        return torch.empty(one.shape, dtype=dtype, device="cpu")
-    flat = torch.frombuffer(data, dtype=torch.uint8, offset=start, count=one.nbytes)
-    return flat.view(dtype).view(one.shape)
-
-
-# what travels along
+# attachments
 
 
 def _attachments(folder: Path, weights: Iterable[Path]) -> tuple[dict[str, Path], list[str]]:
-    """Files by name, and the names of those that are left out."""
+    """The files to attach by name, and the names of those that are left out."""
     chosen: dict[str, Path] = {}
     skipped: list[str] = []
     left = MAX_ATTACHMENTS_BYTES
     used = set(weights)
     for name, path in _files(folder):
         if path in used or ("/" not in name and name.endswith(INDEX_SUFFIX)):
-            continue  # an export makes an index of its own
-        nbytes = path.stat().st_size if _travels(folder, name, path) else MAX_ATTACHMENT_BYTES + 1
+            continue  # an export makes its own index
+        nbytes = path.stat().st_size if _is_attachable(folder, name, path) else MAX_ATTACHMENT_BYTES + 1
         if nbytes > min(left, MAX_ATTACHMENT_BYTES):
             skipped.append(name)
             continue
@@ -257,9 +244,9 @@ def _attachments(folder: Path, weights: Iterable[Path]) -> tuple[dict[str, Path]
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Names, relative to the folder, and paths of what lies below it, sorted; what is hidden is passed by.
+    """Yield the relative names and the paths of the files below a folder, sorted, without hidden ones.
 
-    Links to folders are not followed: they are given as they are.
+    Links to folders are not followed, but yielded themselves.
     """
     for place, folders, names in os.walk(folder):
         names += [name for name in folders if Path(place, name).is_symlink()]
@@ -270,7 +257,7 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
                 yield path.relative_to(folder).as_posix(), path
 
 
-def _travels(folder: Path, name: str, path: Path) -> bool:
+def _is_attachable(folder: Path, name: str, path: Path) -> bool:
     if not path.is_file() or any(name.lower().endswith(suffix) for suffix in _WEIGHTS):
         return False
     if not is_attachment_name(name):
@@ -279,7 +266,7 @@ def _travels(folder: Path, name: str, path: Path) -> bool:
 
 
 def _leads_inside(folder: Path, link: Path) -> bool:
-    """Whether a link stays in the folder, or in Hugging Face's cache: others may lead to anybody's files."""
+    """Whether a link stays in the folder or in Hugging Face's cache, and not at any file of the system."""
     homes = [folder.resolve()]
     if folder.parent.name == "snapshots":
         homes.append(folder.resolve().parent.parent / "blobs")

@@ -1,4 +1,4 @@
-"""The layout of safetensors files: where each tensor lies is known before a byte is read or written. Pure."""
+"""The layout of safetensors files: every byte position, before anything is read or written. Pure."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from casckpt.frontends.interchange.safetensors.files import (
     rank_of,
 )
 from casckpt.frontends.views.recut import ViewTensor
+from casckpt.plan.lots import in_batches
 
 STEM, SUFFIX = "model", ".safetensors"
 INDEX: Final = f"{STEM}{INDEX_SUFFIX}"
@@ -24,7 +25,7 @@ INDEX: Final = f"{STEM}{INDEX_SUFFIX}"
 
 @dataclass(frozen=True)
 class FileLayout:
-    """One file: ``head``, its first bytes, and then the data of ``tensors``, one after the other without holes."""
+    """One file: the bytes ``head``, then the data of ``tensors`` in order, without holes."""
 
     name: str
     head: bytes
@@ -33,65 +34,56 @@ class FileLayout:
     @property
     def nbytes(self) -> int:
         """Size of the file."""
-        return len(self.head) + sum(one.entry.nbytes for one in self.tensors)
+        return len(self.head) + sum(tensor.entry.nbytes for tensor in self.tensors)
 
     @property
     def starts(self) -> list[int]:
         """The byte of the file at which each tensor begins."""
-        return list(accumulate((one.entry.nbytes for one in self.tensors[:-1]), initial=len(self.head)))
+        return list(accumulate((tensor.entry.nbytes for tensor in self.tensors[:-1]), initial=len(self.head)))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """``files``: with tensors. ``index``: the bytes of the file `INDEX`, where there are several."""
+    """``files``: the files with tensors. ``index``: the bytes of the file `INDEX`, if there are several."""
 
     files: tuple[FileLayout, ...]
     index: bytes | None = None
 
     @property
     def names(self) -> list[str]:
-        """Of all files, that of the index at the end: a folder counts as whole when it is there."""
-        return [one.name for one in self.files] + ([INDEX] if self.index is not None else [])
+        """The names of all files. The index is last, because its presence marks a folder as complete."""
+        return [file.name for file in self.files] + ([INDEX] if self.index is not None else [])
 
 
 def lay_out(tensors: Iterable[ViewTensor], metadata: Mapping[str, str], most: int | None = None) -> Layout:
-    """The files for some tensors: the same, to the byte, for the same names, dtypes, shapes and ``metadata``.
+    """Lay out files for some tensors. The same names, dtypes, shapes and ``metadata`` give the same bytes.
 
-    ``most``: bytes of data in one file, of which a larger tensor has its own; None: one file, whatever its size.
-    Within a file tensors lie as the safetensors library orders them. Raises InvalidInput, naming the name, for what
-    such a file cannot hold.
+    ``most``: the most bytes of data in a file; a larger tensor has its own file. None: one file of any size. Tensors
+    have the order of the safetensors library. Raises InvalidInput, naming the tensor, for what such a file cannot hold.
     """
-    given = sorted(tensors, key=lambda one: one.name)
-    for one in given:
-        file_type(one.name, one.entry.dtype, one.entry.shape)
+    given = sorted(tensors, key=lambda tensor: tensor.name)
+    for tensor in given:
+        file_type(tensor.name, tensor.entry.dtype, tensor.entry.shape)
     shards = [given] if most is None else plan_shards(given, most)
     names = _file_names(len(shards))
     files = tuple(_file(name, shard, metadata) for name, shard in zip(names, shards, strict=True))
     if len(files) == 1:
         return Layout(files)
-    weight_map = {one.name: file.name for file in files for one in file.tensors}
-    return Layout(files, encode_index(weight_map, sum(one.entry.nbytes for one in given)))
+    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
+    return Layout(files, encode_index(weight_map, sum(tensor.entry.nbytes for tensor in given)))
 
 
 def _file(name: str, tensors: Sequence[ViewTensor], metadata: Mapping[str, str]) -> FileLayout:
-    ordered = sorted(tensors, key=lambda one: (-rank_of(one.entry.dtype), one.name))
-    named = (TensorHeader(one.name, one.entry.dtype, one.entry.shape, one.entry.nbytes) for one in ordered)
-    return FileLayout(name, encode_header(named, metadata), tuple(ordered))
+    ordered = sorted(tensors, key=lambda tensor: (-rank_of(tensor.entry.dtype), tensor.name))
+    headers = (TensorHeader(name, entry.dtype, entry.shape, entry.nbytes) for name, entry, _ in ordered)
+    return FileLayout(name, encode_header(headers, metadata), tuple(ordered))
 
 
 def plan_shards(streams: Sequence[ViewTensor], most: int) -> list[list[ViewTensor]]:
-    """Split into files of at most ``most`` bytes of data, in order; a larger tensor has its own. One at least."""
+    """Split into files of at most ``most`` bytes of data, in order. A larger tensor has its own. At least one file."""
     if most < 1:
         raise InvalidInput(f"files of at most {most} bytes hold nothing; give a larger --max-shard-size")
-    shards: list[list[ViewTensor]] = [[]]
-    room = most
-    for one in streams:
-        if one.entry.nbytes > room and shards[-1]:
-            shards.append([])
-            room = most
-        shards[-1].append(one)
-        room -= one.entry.nbytes
-    return shards
+    return list(in_batches(streams, lambda tensor: tensor.entry.nbytes, most)) or [[]]
 
 
 def _file_names(count: int) -> list[str]:

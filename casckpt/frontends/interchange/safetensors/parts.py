@@ -1,7 +1,7 @@
-"""Safetensors files that hold parts of tensors: told from those that hold whole ones, and put together.
+"""Recognizes safetensors files with parts of tensors, and assembles the tensors.
 
-torch's `HuggingFaceStorageWriter(path, save_distributed=True)` writes a file, or several, for each rank, and says in
-each where in the whole tensors its parts begin. It does not say how large those are, nor how many ranks there were.
+torch's `HuggingFaceStorageWriter(path, save_distributed=True)` writes files for each rank. A file has the offset of
+each part in the whole tensor, but neither the shape of the whole tensor nor the number of ranks.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from casckpt.plan.coverage import holes_and_overlaps
 from casckpt.tensors.values import Shard
 
 PLACES: Final = "DCP_SHARDING_INFO"
-"""Where in the metadata of a file the places of its parts stand, as JSON."""
+"""The metadata key of a file that holds the offsets of its parts, as JSON."""
 WRITERS_OWN: Final = frozenset((PLACES, "DCP_VERSION"))
-"""What a file says of how it was cut: true of that file only, and of nothing that is made of it."""
+"""Metadata keys that describe only the file itself, so they are not saved with the checkpoint."""
 
 _OF_RANK = re.compile(r"shard-([0-9]{1,9})-model-[0-9]+-of-[0-9]+\.safetensors")
 _OTHERS = re.compile(r"(?:rank_?|model-rank-)([0-9]{1,9})(?:-part-[0-9]+)?\.safetensors")
-"""Parts that say nothing of themselves: OLMo-core's, TensorRT-LLM's, vLLM's sharded state."""
+"""Names of files with parts but without offsets: those of OLMo-core, TensorRT-LLM and vLLM's sharded state."""
 
 Part = tuple[Shape, torch.Tensor]
 
 
 def offsets_of(path: Path, header: Header) -> Mapping[str, Shape] | None:
-    """Tell where each tensor of a file begins in the whole one; None where the file does not say so.
+    """The offset of each tensor of a file in the whole tensor; None if the file has no offsets.
 
-    Raises InvalidInput for what it says if that is not usable.
+    Raises InvalidInput for unusable offsets.
     """
     text = header.metadata.get(PLACES)
     if text is None:
         return None
     try:
-        said = json.loads(text)
-        return {one.key: _offset(said[one.key]["saved_offsets"], len(one.shape)) for one in header.tensors}
+        places = json.loads(text)
+        return {part.key: _offset(places[part.key]["saved_offsets"], len(part.shape)) for part in header.tensors}
     except (LookupError, TypeError, ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path} does not say where its parts of tensors lie ({error!r:.100})") from error
+        raise InvalidInput(f"{path} does not say where its parts of tensors belong ({error!r:.100})") from error
 
 
 def _offset(given: Any, dimensions: int) -> Shape:
@@ -55,12 +55,12 @@ def _offset(given: Any, dimensions: int) -> Shape:
 
 
 def check_alone(path: Path, header: Header) -> None:
-    """Raise InvalidInput for a file that holds a part of what several ranks saved, and is to be imported alone."""
+    """Raise InvalidInput if a file that is imported alone holds a part of what several ranks saved."""
     offsets = offsets_of(path, header)
     part = offsets is not None and any(any(offset) for offset in offsets.values())
     if part or _OF_RANK.fullmatch(path.name) or _is_of_others(path):
         raise InvalidInput(
-            f"{path.name} holds the parts of tensors that one rank had, of a model that several may have saved; give "
+            f"{path.name} holds the parts of tensors that one rank saved, of a model that several may have saved; give "
             f"the folder {path.parent} with the files of all ranks"
         )
 
@@ -73,8 +73,8 @@ def _is_of_others(path: Path) -> bool:
 
 
 def check_numbers(files: Iterable[Path]) -> None:
-    """Raise InvalidInput where the file of a rank is missing. Behind the last one that is there, no name tells."""
-    numbers = sorted({int(found[1]) for path in files if (found := _OF_RANK.fullmatch(path.name))})
+    """Raise InvalidInput if the file of a rank is missing. Missing files of the last ranks are not noticed."""
+    numbers = sorted({int(match[1]) for path in files if (match := _OF_RANK.fullmatch(path.name))})
     missing = next((here for here, number in enumerate(numbers, 1) if here != number), None)
     if missing is not None:
         raise InvalidInput(
@@ -84,8 +84,8 @@ def check_numbers(files: Iterable[Path]) -> None:
 
 
 def put_together(folder: Path, parts: Mapping[str, Sequence[Part]]) -> dict[str, list[Shard]]:
-    """Each tensor as shards of the whole. Raises InvalidInput, naming the key, unless its parts make up one."""
-    return {key: _tensor(folder, key, found) for key, found in parts.items()}
+    """Make each tensor from its parts, as shards. Raises InvalidInput, naming the key, if they do not fit together."""
+    return {key: _tensor(folder, key, of_tensor) for key, of_tensor in parts.items()}
 
 
 def _tensor(folder: Path, key: str, parts: Sequence[Part]) -> list[Shard]:

@@ -124,7 +124,7 @@ def test_an_unknown_dtype_is_named(tmp_path: Path) -> None:
         read_header(write(tmp_path / "a.safetensors", {"a": entry("F6_E2M3")}, bytes(8)))
 
 
-def test_what_is_no_safetensors_file_is_told_by_its_kind(tmp_path: Path) -> None:
+def test_errors_for_other_files_name_their_format(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(2)}, tmp_path / "new.pt")
     torch.save({"a": torch.zeros(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "a.gguf").write_bytes(b"GGUF" + bytes(20))
@@ -135,9 +135,9 @@ def test_what_is_no_safetensors_file_is_told_by_its_kind(tmp_path: Path) -> None
         ("new.pt", Unsupported, "torch.save writes"),
         ("old.pt", Unsupported, "a pickle"),
         ("a.gguf", Unsupported, "GGUF"),
-        ("text", InvalidInput, "no safetensors file"),
+        ("text", InvalidInput, "not a safetensors file"),
         ("short", InvalidInput, "cut short"),
-        ("empty", InvalidInput, "no safetensors file"),
+        ("empty", InvalidInput, "not a safetensors file"),
         ("absent", NotFound, "there is no file"),
     ):
         with pytest.raises(kind, match=match):
@@ -168,7 +168,7 @@ def test_an_index_names_plain_files_only(tmp_path: Path, name: Any) -> None:
 @pytest.mark.parametrize(
     "text", ["", "nonsense", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', "[" * 100_000]
 )
-def test_what_is_no_index_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_unusable_index_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(text)
     with pytest.raises(InvalidInput):
