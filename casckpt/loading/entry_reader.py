@@ -38,6 +38,7 @@ from casckpt.loading.planned_reads import (
     part,
     place,
     place_of,
+    plan_lots,
 )
 from casckpt.loading.transfer import Task, Transfer
 from casckpt.plan.reads import Batch, plan_units

@@ -144,7 +144,7 @@ def place_of(unit: Unit) -> Hashable:
     return unit[:3] if unit.frame is None else tuple(map(_range, unit.chain))
 
 
-def plan_in_batches(items: Sequence[PlannedRead], traits: Traits, *, most: int, scratch: int) -> Reads:
+def plan_lots(items: Sequence[PlannedRead], traits: Traits, *, most: int, scratch: int) -> Reads:
     """Plan reads of ``most`` bytes if nearly everything is read into place, else of ``scratch`` bytes."""
     loose = sum(item.nbytes for item in items if item.place is None)
     in_place = traits.remote or _FEW * loose <= sum(item.nbytes for item in items)
