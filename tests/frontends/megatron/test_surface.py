@@ -40,7 +40,7 @@ ShardedTensor.global_slice                  test_mapping.test_coordinates_are_th
 ShardedTensor.global_coordinates            test_mapping.test_coordinates_are_those_of_the_elements
 ShardedTensor.local_coordinates             test_mapping.test_coordinates_are_those_of_the_elements
 ShardedTensor.max_allowed_chunks            test_mapping.test_an_axis_that_does_not_divide
-ShardedTensor.narrow                        test_narrowing.test_all_parts_together_are_the_narrowed_tensor
+ShardedTensor.narrow                        test_parts.test_all_parts_together_are_the_narrowed_tensor
 ShardedTensor.without_data                  test_mapping.test_what_has_a_key_is_a_sharded_base
 ShardedTensor.init_data                     test_mapping.test_data_is_made_only_where_there_is_none
 ShardedObject                               test_mapping.test_an_object_with_one_offset_too_few_is_refused
@@ -114,23 +114,23 @@ map_reduce                                  test_nesting.test_map_reduce_groups_
 merge                                       test_nesting.test_merge_puts_the_second_into_the_first
 nested_items_iter                           test_nesting.test_leaves_come_in_order_and_tuples_are_leaves
 nested_values                               test_nesting.test_leaves_come_in_order_and_tuples_are_leaves
-add_prefix_for_sharding                     test_selecting.test_a_prefix_goes_before_every_key
-apply_prefix_mapping                        test_selecting.test_the_first_prefix_that_fits_is_replaced
-replace_prefix_for_sharding                 test_selecting.test_a_prefix_that_some_key_lacks_is_refused
-extract_nonpersistent                       test_selecting.test_parts
-extract_sharded_base                        test_selecting.test_parts
-extract_sharded_tensors                     test_selecting.test_parts
-extract_sharded_tensors_and_factories       test_selecting.test_parts
-extract_sharded_tensors_or_nonpersistent    test_selecting.test_parts
+add_prefix_for_sharding                     test_kinds.test_a_prefix_goes_before_every_key
+apply_prefix_mapping                        test_kinds.test_the_first_prefix_that_fits_is_replaced
+replace_prefix_for_sharding                 test_kinds.test_a_prefix_that_some_key_lacks_is_refused
+extract_nonpersistent                       test_kinds.test_parts
+extract_sharded_base                        test_kinds.test_parts
+extract_sharded_tensors                     test_kinds.test_parts
+extract_sharded_tensors_and_factories       test_kinds.test_parts
+extract_sharded_tensors_or_nonpersistent    test_kinds.test_parts
 CasSaveShardedStrategy                      test_strategies.test_core_loads_in_another_configuration
 CasLoadShardedStrategy                      test_strategies.test_core_loads_in_another_configuration
 register_strategies                         test_strategies.test_core_finds_the_strategy_that_is_registered
 remove_sharded_tensors                      test_dropping.test_what_begins_with_a_prefix_is_removed
-forget_removed                              test_removed.test_what_lies_in_folders_that_are_gone_is_forgotten
+forget_removed                              test_removing.test_what_lies_in_folders_that_are_gone_is_forgotten
 install                                     test_training_loop.test_the_loop_saves_into_the_store_and_resumes
 Installed                                   test_training_loop.test_all_is_as_before_when_it_is_undone
 Installed.undo                              test_training_loop.test_all_is_as_before_when_it_is_undone
-write_folder                                test_core_failures.test_a_folder_made_of_what_our_own_save_wrote
+write_folder                                test_folders.test_a_folder_made_of_what_our_own_save_wrote
 """
 ROWS: dict[str, str] = dict(line.split() for line in TABLE.strip().splitlines())
 

@@ -414,7 +414,7 @@ def test_a_folder_of_the_later_trainer(store: Store, tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
 def test_conversions_take_a_bounded_amount_of_memory(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.peak_convert", str(tmp_path), "64"]
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     found = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
     assert max(map(float, found.split())) <= 32  # MiB, of a state of 64: windows of 4, and what is in flight
 

@@ -30,7 +30,7 @@ from tests.support.training import identical
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-TRAINING = Path(__file__).parents[2] / "docs" / "training.md"
+TRAINING = Path(__file__).parents[3] / "docs" / "training.md"
 
 AS_IT_IS = "as it is"
 ON_ONE = "as it is, on one process"
