@@ -82,3 +82,11 @@ def test_without_a_store_there_are_no_settings(tmp_path: Path) -> None:
         _ = store.settings
     with pytest.raises(NotFound):
         store.change_settings(min_age="1d")
+
+
+def test_init_makes_a_store_with_its_sizes_once(store_path: Path, as_json: AsJson, run: Run) -> None:
+    made = as_json("init", store_path, "--cell-size", "64KiB", "--blob-size", "4MiB")
+    assert (made["cell_bytes"], made["blob_bytes"]) == (64 << 10, 4 << 20)
+    assert casckpt.open(store_path).repository.marker.store_id == made["store_id"]
+    assert as_json("init", store_path, status=5)["error"]["kind"] == "conflict"
+    assert "not a size" in run("init", store_path, "--cell-size", "big", status=2).stderr

@@ -9,26 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 import casckpt
 from casckpt.errors import InvalidInput
-from casckpt.frontends.dcp import StorageReader, StorageWriter, casckpt_to_dcp
+from casckpt.frontends.dcp import StorageReader, StorageWriter
 from tests.support.dcp import failure, load, save
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
-
 try:
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 except ImportError:  # of an older torch, whose metadata know no version
     CURRENT_DCP_VERSION = None  # type: ignore[assignment,misc]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore::FutureWarning")
+
 
 Store = casckpt.Store
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore::FutureWarning")
 
 
 def places(store: Store) -> list[tuple[str, int]]:
@@ -147,52 +144,3 @@ def test_what_a_thread_said_itself_goes_before_what_another_said_since(store: St
     assert places(store) == [("r", 1)]
     save({"x": 2}, writer)  # what it said itself is done
     assert places(store) == [("r", 1), ("r", 2)]
-
-
-# what DCP's metadata tell
-
-
-class Told(DefaultSavePlanner):
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        self.told = storage_meta
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
-
-
-def test_metadata_say_which_save_and_which_load_they_are_of(store: Store, tmp_path: Path) -> None:
-    writer, planner, second = StorageWriter(store, run="r"), Told(), Told()
-    written = save_state({"x": torch.ones(2)}, storage_writer=writer, planner=planner, checkpoint_id="/ckpt/step-5")
-    save_state({"x": torch.ones(2)}, storage_writer=writer, planner=second, checkpoint_id="/ckpt/step-6")
-    assert planner.told.checkpoint_id == "ckpt/step@5"
-    assert planner.told.save_id
-    assert second.told.save_id not in (None, planner.told.save_id)
-    reader = StorageReader(store, "ckpt/step@5")
-    read = reader.read_metadata()
-    assert read.storage_meta is not None
-    assert written.storage_meta is not None
-    assert read.storage_meta.save_id == written.storage_meta.save_id == store.get("ckpt/step@5").commit.txid
-    assert read.storage_data == written.storage_data == {"checkpoint": store.get("ckpt/step@5").id}
-    assert read.storage_meta.checkpoint_id == written.storage_meta.checkpoint_id == "ckpt/step@5"
-    first = read.storage_meta.load_id
-    reader.reset()
-    again = reader.read_metadata().storage_meta
-    assert again is not None
-    assert again.load_id not in (None, first)
-    casckpt_to_dcp(store, "ckpt/step@5", tmp_path / "out")
-    out = FileSystemReader(tmp_path / "out").read_metadata()
-    for one in (read, written, out):
-        assert getattr(one, "version", None) == CURRENT_DCP_VERSION
-    assert out.storage_meta is not None
-    assert out.storage_meta.save_id == read.storage_meta.save_id
-
-
-def test_metadata_have_every_field_that_those_of_torch_have(store: Store, tmp_path: Path) -> None:
-    """So that whoever reads one of its metadata finds it in ours; ``modules`` nobody fills."""
-    state = {"x": torch.ones(2), "n": 1}
-    save(state, StorageWriter(store, step=1))
-    save(state, FileSystemWriter(tmp_path / "torch"))
-    ours, theirs = (
-        r.read_metadata() for r in (StorageReader(store, "default@1"), FileSystemReader(tmp_path / "torch"))
-    )
-    for one, other in ((ours, theirs), (ours.storage_meta, theirs.storage_meta)):
-        unset = {name for name, value in vars(one).items() if value is None}
-        assert unset <= {name for name, value in vars(other).items() if value is None}

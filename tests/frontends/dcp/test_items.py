@@ -5,22 +5,32 @@ from __future__ import annotations
 import enum
 import hashlib
 import io
+import json
 import logging
+import pickle
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 import casckpt
 from casckpt.contents import manifests
-from casckpt.frontends.dcp import StorageReader, StorageWriter, casckpt_to_dcp, dcp_to_casckpt
-from tests.support.dcp import load, save
+from casckpt.errors import InvalidInput
+from casckpt.frontends.dcp import (
+    StorageReader,
+    StorageWriter,
+    casckpt_to_dcp,
+    dcp_to_casckpt,
+)
+from tests.support.dcp import PLAIN, causes, failure, load, save, zeros
 from tests.support.exact import same
+from tests.support.together import numbers
 
 Store = casckpt.Store
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -176,3 +186,114 @@ def test_objects_of_megatron_are_exported_as_they_were_imported(
     load(dict(state), FileSystemReader(tmp_path / "new"), planner=got)
     found = {key: torch.load(io.BytesIO(got.got[key]), weights_only=False) for key in state}
     assert str(found) == str({key: [value] for key, value in state.items()})
+
+
+Store = casckpt.Store
+
+
+# what is stored is what the native API stores
+
+
+def test_plain_values_are_kept_without_a_pickle(store: Store) -> None:
+    save(PLAIN, StorageWriter(store, run="dcp", step=1))
+    store.save(PLAIN, run="native", step=1)
+    body = manifests.get(store.repository, store.get("dcp@1").commit).body
+    assert not any(one.pickled for one in body.objects)
+    assert body.notes == {}
+    for ref in ("dcp@1", "native@1"):
+        assert same(store.read(ref), {**PLAIN, "ordered": store.read(ref)["ordered"]})
+        found = load({key: None for key in PLAIN if key != "ordered"}, StorageReader(store, ref))
+        assert all(same(found[key], PLAIN[key]) for key in found)
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def test_what_only_a_pickle_holds_needs_leave_to_be_loaded(store: Store) -> None:
+    state = {"colour": Colour.RED, "parameters": (nn.Parameter(torch.ones(2)),), "a": 1}
+    save(state, StorageWriter(store, step=1))
+    assert load({"a": 0}, StorageReader(store, "default@1"))["a"] == 1
+    found = load({"parameters": None}, StorageReader(store, "default@1"))  # the restricted unpickler reads this one
+    assert isinstance(found["parameters"][0], nn.Parameter)
+    error = failure(lambda: load({"colour": None}, StorageReader(store, "default@1")))
+    assert "allow_pickle=True" in str(causes(error)[0])
+    assert load({"colour": None}, StorageReader(store, "default@1", allow_pickle=True))["colour"] is Colour.RED
+    with pytest.raises(InvalidInput, match=r"colour is stored as a pickle.*allow_pickle=True"):
+        store.read("default@1")
+    assert store.read("default@1", allow_pickle=True)["colour"] is Colour.RED
+    assert store.read("default@1", keys=["parameters*", "a"])["a"] == 1
+
+
+class Json(DefaultSavePlanner):
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(json.dumps(object).encode())
+        return super().transform_object(write_item, object)
+
+
+class FromJson(DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = json.loads(value.read())
+
+
+class Evil(DefaultSavePlanner):
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        return io.BytesIO(pickle.dumps(Run()))
+
+
+class Run:
+    def __reduce__(self) -> Any:
+        return print, ("run",)
+
+
+def test_bytes_of_a_planner_come_back_to_it_and_are_unpickled_by_nobody_else(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save({"a": [1, 2], "t": (3, "x")}, StorageWriter(store, step=1), planner=Json())
+    found = load({"a": None, "t": None}, StorageReader(store, "default@1"), planner=FromJson())
+    assert found == {"a": [1, 2], "t": [3, "x"]}
+    assert store.read("default@1")["a"] == b"[1, 2]"
+    save({"a": 1}, StorageWriter(store, step=2), planner=Evil())
+    for ref in ("default@1", "default@2"):
+        error = failure(lambda ref=ref: load({"a": None}, StorageReader(store, ref)))  # type: ignore[misc] # mypy on defaults
+        assert "allow_pickle=True" in str(causes(error)[0])
+    assert capsys.readouterr().out == ""
+
+
+# the patterns of torch's own documentation of planners
+
+
+class Fp16Save(DefaultSavePlanner):
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        for item in plan.items:
+            if item.tensor_data is not None:
+                item.tensor_data.properties.dtype = torch.float16
+        return plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        found: Any = super().resolve_data(write_item)
+        return found if write_item.type == WriteItemType.BYTE_IO else found.to(torch.float16)
+
+
+class SilentFp16Save(Fp16Save):
+    """Its metadata tell of float32."""
+
+    def create_local_plan(self) -> SavePlan:
+        return DefaultSavePlanner.create_local_plan(self)
+
+
+@pytest.mark.parametrize("planner", [Fp16Save, SilentFp16Save])
+def test_pattern_cast_on_save(store: Store, planner: type[DefaultSavePlanner], monkeypatch: pytest.MonkeyPatch) -> None:
+    from casckpt.frontends.dcp import items
+
+    monkeypatch.setattr(items, "WINDOW_BYTES", 1000)  # several windows
+    state = {f"a{i}": numbers(f"a{i}", 100) for i in range(7)} | {"n": 1}
+    save(state, StorageWriter(store, step=1), planner=planner())
+    assert {info.dtype for info in store.get("default@1").tensors.values()} == {"float16"}
+    into = load(zeros(state), StorageReader(store, "default@1"))
+    assert all(torch.equal(into[f"a{i}"], numbers(f"a{i}", 100).half().float()) for i in range(7))
+    assert into["n"] == 1
+    told: Any = StorageReader(store, "default@1").read_metadata().state_dict_metadata["a0"]
+    assert told.properties.dtype == torch.float16

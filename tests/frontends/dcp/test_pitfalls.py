@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import casckpt
 from casckpt.contents import manifests
-from casckpt.errors import Conflict, InvalidInput, Mismatch, StorageError
+from casckpt.errors import Conflict, InvalidInput, Mismatch
 from casckpt.frontends.dcp import StorageReader, StorageWriter
 from casckpt.frontends.dcp.session import WriterSession
 from casckpt.saving.options import SaveOptions
@@ -41,6 +41,7 @@ from tests.support.together import line, numbers, watched
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
+
 
 Store = casckpt.Store
 
@@ -82,47 +83,7 @@ def test_01_cached_plans_of_an_earlier_save_are_not_taken_for_those_of_this_one(
     assert not list((store_path / "transactions").glob("*"))
 
 
-# 2: errors that do not come back from a pickle leave the ranks waiting for each other
-
-
-class TwoTexts(Exception):
-    def __init__(self, one: str, other: str) -> None:
-        super().__init__(one)
-        self.lock = threading.Lock()
-
-
-class FailingPlanner(DefaultSavePlanner):
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        raise TwoTexts("no data", "today")
-
-
-def failing_save(rank: int, size: int, path: Path) -> Any:
-    planner = FailingPlanner() if rank == 1 else DefaultSavePlanner()
-    state = {"a": distribute_tensor(numbers("a", 4, 4), line(size), [Shard(0)])}
-    return failed(lambda: save(state, StorageWriter(path, step=1), planner=planner))
-
-
-def test_02_an_error_that_cannot_be_pickled_reaches_every_rank_as_text(ranks: Pool, store_path: Path) -> None:
-    for told in ranks.run(2, failing_save, store_path):
-        assert told == {1: ("RankFailed", "TwoTexts: no data")}
-    assert casckpt.open(store_path).checkpoints() == []
-
-
 # 3: a writer thread that fails must fail the save; a planned item that nobody wrote too
-
-
-def test_03_a_failed_writer_thread_fails_the_save(store_path: Path) -> None:
-    store, storage = watched(store_path)
-    store.create(blob_bytes=1 << 20)
-    storage.inject(fail_before("put", at=2, times=9, key="objects/*.safetensors"))
-    state = {str(i): numbers(str(i), 1 << 18) for i in range(8)}
-    error = failure(lambda: save(state, StorageWriter(store, step=1, threads=2)))
-    assert isinstance(causes(error)[0], StorageError)
-    assert store.checkpoints() == []
-    assert storage.count("put", "commits/*") == 1  # the transaction was given up at once
-    storage.heal()
-    save(state, StorageWriter(store, step=1, threads=2))
-    assert torch.equal(store.read("default@1")["7"], state["7"])
 
 
 def test_03_a_planned_value_without_a_result_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

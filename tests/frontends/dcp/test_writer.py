@@ -16,9 +16,10 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import Shard
 
 import casckpt
+from casckpt.errors import InvalidInput
 from casckpt.frontends.dcp import StorageReader, StorageWriter
 from tests.support.cut import cut
-from tests.support.dcp import failed, forget_plans, load
+from tests.support.dcp import failed, forget_plans, load, save
 from tests.support.together import line, numbers
 
 try:
@@ -152,3 +153,43 @@ def test_a_failure_shows_in_the_future(store: casckpt.Store) -> None:
     future: Any = async_save(save, storage_writer=StorageWriter(store, step=1))
     with pytest.raises(BaseException, match="default@1 exists already"):
         future.result()
+
+
+Store = casckpt.Store
+
+
+# what is stored is what the native API stores
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("name", ["allow_pickel", "owners", "process_group", "no_dist"])
+def test_a_keyword_that_no_writer_has_is_named(store: Store, name: str) -> None:
+    options: dict[str, Any] = {name: None}
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        StorageWriter(store, step=1, **options)
+
+
+# features
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_options_of_a_save(store: Store) -> None:
+    save({"a": torch.ones(2)}, StorageWriter(store, step=1))
+    save({"a": torch.zeros(2)}, StorageWriter(store, step=1, overwrite=True, ephemeral=True))
+    assert torch.equal(store.read("default@1")["a"], torch.zeros(2))
+    assert store.get("default@1").ephemeral
+    with pytest.raises(InvalidInput, match="dedup"):
+        StorageWriter(store, step=1, dedup="what")  # type: ignore[arg-type] # that it is refused is the point
+    with pytest.raises(InvalidInput, match="threads"):
+        StorageReader(store, "a@1", threads=0)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_resave_writes_the_changed_cells(store: Store) -> None:
+    big = {f"backbone.{i}": numbers(f"b{i}", 1 << 18) for i in range(24)}
+    head = numbers("head", 1 << 18)
+    save(big | {"head": head}, StorageWriter(store, step=1))
+    save(big | {"head": head + 1}, StorageWriter(store, step=2))
+    assert head.nbytes <= store.get("default@2").stats.bytes_written <= 1.02 * head.nbytes
+    save(big | {"head": head + 2}, StorageWriter(store, step=3, frozen=["backbone.*"]))
+    assert store.get("default@3").stats.bytes_written <= 1.02 * head.nbytes

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from casckpt.frontends import megatron
+from casckpt.frontends.megatron import (
+    CheckpointingException,
+    ShardedTensor,
+    load_plain_tensors,
+    save,
+)
+from tests.support.ranks import outcome_of
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
 import inspect
 import multiprocessing
 import subprocess
 import sys
 import threading
 import warnings
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
-import pytest
 import torch.distributed as dist
 
-from casckpt.frontends import megatron
 from casckpt.frontends.megatron.background import Ending, wait_for_end
 from tests.support import gpt
 from tests.support.gpt import Topology, differences
 from tests.support.megatron_core import core, own_state, since, theirs, without_cuda
-from tests.support.ranks import outcome_of
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -125,3 +139,21 @@ def verified(rank: int, size: int, path: Path) -> list[Any]:
 def test_its_check_of_files(tmp_path: Path, ranks: Pool) -> None:
     names = sorted([*OURS, "integrity.json"])
     assert ranks.run(2, verified, tmp_path) == [[names, [], True]] * 2
+
+
+def test_in_the_background(tmp_path: Path) -> None:
+    data = torch.ones(4)
+    request = save({"w": ShardedTensor.from_rank_offsets("w", data)}, f"{tmp_path}#a@1", async_sharded_save=True)
+    data.zero_()
+    assert isinstance(request, megatron.AsyncRequest)
+    called: list[int] = []
+    request.add_finalize_fn(lambda: called.append(1))
+    with pytest.raises(RuntimeError, match="frozen"):
+        request.freeze().add_finalize_fn(print)
+    request.execute_sync()
+    assert called == [1]
+    assert load_plain_tensors(f"{tmp_path}#a@1")["w"].tolist() == [1] * 4
+    failing = save({"w": ShardedTensor.from_rank_offsets("w", data)}, f"{tmp_path}#a@1", async_sharded_save=True)
+    assert failing is not None
+    with pytest.raises(CheckpointingException, match="exists already"):
+        failing.execute_sync()

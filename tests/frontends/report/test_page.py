@@ -13,15 +13,15 @@ import torch
 from click.testing import CliRunner
 
 pytest.importorskip("matplotlib", reason="needs casckpt[report]")
-
 import casckpt
 from casckpt.cli.main import cli
 from casckpt.errors import NotFound
 from casckpt.frontends.report import page, write_report
-from casckpt.frontends.report.charts import run_growth, thinned
 from casckpt.store.store import Store
 
 pytestmark = pytest.mark.process  # matplotlib asks for the fonts of the system
+
+
 EMPTY = {"meta", "link", "br", "path", "use", "image", "rect", "circle"}
 
 
@@ -70,27 +70,12 @@ def layers(step: int) -> dict[str, object]:
     return {"model": {"layers": {str(n): torch.full((512,), float(step * (n > 1))) for n in range(4)}}}
 
 
-@pytest.fixture
-def store(store_path: Path) -> Store:
-    store = casckpt.open(store_path)
-    for step in range(1, 5):
-        store.save(layers(step), run="sft", step=step * 10)
-    store.save(layers(4), run="other", step=1)
-    store.tag("best", "sft@30")
-    return store
-
-
 def test_it_shows_growth_runs_layers_and_checkpoints(store: Store) -> None:
     words = checked(page(store))
     for word in ("sft@40", "other@1", "best", "model.layers.3", "one by one", "changed: model 4.0 KiB", "No damage"):
         assert word in words
     assert "gc --keep-last 3 would free" in words
     assert page(store).count("<svg") == 2 + 2 + 1  # growth, runs; of sft two, of the other none that were compared
-
-
-def test_sizes_that_hardly_differ_have_marks() -> None:
-    drawn = run_growth("sft", [300, 400], [3_000_000, 3_000_000], [3_020_000, 3_020_000])
-    assert {"2 MiB", "4 MiB"} <= set(re.findall(r">([\d.]+ [KM]iB)<", drawn))
 
 
 def test_names_from_a_store_are_no_markup(store_path: Path) -> None:
@@ -143,20 +128,7 @@ def test_the_command_writes_it_over_what_was_there(store: Store, tmp_path: Path)
     checked(target.read_text())
 
 
-def test_the_same_store_gives_the_same_charts(store: Store) -> None:
-    charts = [re.findall(r"<svg.*?</svg>", page(store), re.DOTALL) for _ in range(2)]
-    assert charts[0] == charts[1]
-
-
 def test_it_does_not_wait_for_torch() -> None:
     code = "import sys, casckpt.frontends.report; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
-
-
-@pytest.mark.parametrize(("count", "most"), [(0, 5), (1, 5), (5, 5), (6, 5), (1000, 5)])
-def test_what_is_drawn_has_both_ends(count: int, most: int) -> None:
-    found = thinned(count, most)
-    assert len(found) == min(count, most)
-    assert found == sorted(set(found))
-    assert not found or (found[0], found[-1]) == (0, count - 1)

@@ -22,7 +22,6 @@ from casckpt.format.names import ManifestId
 from casckpt.format.records import Committed
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.frontends.trainer.rotation import Rotation, plan_rotation
-from casckpt.frontends.trainer.settings import TrainerSettings
 from casckpt.history.commits import Commit, list_commits
 from casckpt.plan.retention import Policy
 from casckpt.repository.repository import Repository
@@ -113,49 +112,6 @@ def test_what_must_stay_stays(
     assert len(free) <= number + 1 or every is not None  # one more: what is newest, and counts for nothing else
     assert plan_rotation(stays, rotation, names, now=0) == []
     assert gone <= {one.txid for one in plan_rotation(commits, rotation, (), now=0)}  # tags only ever keep more
-
-
-# when
-
-
-def test_when_a_step_is_due() -> None:
-    settings = TrainerSettings(
-        save_interval=100, fixed_steps=[1, 250], ephemeral_save_interval=25, ephemeral_cooldown=30
-    )
-    last: int | None = None
-    found = []
-    for step in range(301):
-        kind = settings.due(step, last)
-        if kind:
-            found.append((step, kind[0]))
-            last = step
-    assert found == [
-        (1, "p"), (50, "e"), (100, "p"), (150, "e"), (200, "p"), (250, "p"), (300, "p"),
-    ]  # fmt: skip
-    assert TrainerSettings().due(100, None) is None
-
-
-@given(
-    every=st.none() | st.integers(1, 9),
-    fixed=st.frozensets(st.integers(0, 40), max_size=3),
-    ephemeral=st.none() | st.integers(1, 9),
-    cooldown=st.none() | st.integers(1, 9),
-)
-def test_no_gap_is_longer_than_the_longest(
-    every: int | None, fixed: frozenset[int], ephemeral: int | None, cooldown: int | None
-) -> None:
-    settings = TrainerSettings(
-        save_interval=every, fixed_steps=fixed, ephemeral_save_interval=ephemeral, ephemeral_cooldown=cooldown
-    )
-    last: int | None = None
-    gaps = []
-    for step in range(1, 61):
-        if settings.due(step, last):
-            gaps.append(step - (last or 0))
-            last = step
-    longest = settings.longest_gap
-    assert (longest is None) == (every is None and ephemeral is None)
-    assert longest is None or longest >= max(gaps)
 
 
 # with a store
@@ -271,16 +227,6 @@ def test_a_run_that_is_rolled_back_forgets_what_it_abandons_and_goes_on() -> Non
     assert checkpointer.latest_checkpoint().step == 900
 
 
-def test_gc_follows_a_save_where_that_is_wanted() -> None:
-    store, model = small(), nn.Linear(50, 50)
-    with Checkpointer(store, run="sft", max_checkpoints=1, gc=True) as checkpointer:
-        for step in range(4):
-            model.weight.data.fill_(step)
-            checkpointer.save(step, model)
-    found = store.stats()
-    assert (found.checkpoints, found.blobs) == (1, 2)  # the bias did not change, and lies where the first save put it
-
-
 def test_what_is_rotated_out_is_purged_at_once_and_its_space_spoken_of_once(caplog: pytest.LogCaptureFixture) -> None:
     """A number of checkpoints is about space: the next gc frees it, and who forgot to have one is told."""
     store = small()
@@ -293,26 +239,6 @@ def test_what_is_rotated_out_is_purged_at_once_and_its_space_spoken_of_once(capl
     assert store.stats().bytes_freed_now > 0
     assert store.gc().deleted_blobs == 3
     assert [step for _, step in steps(store)] == [4, 5]
-
-
-def test_a_checkpointer_with_gc_frees(caplog: pytest.LogCaptureFixture) -> None:
-    store = small()
-    with caplog.at_level("WARNING"), Checkpointer(store, run="sft", max_checkpoints=1, gc=True) as checkpointer:
-        for step in range(1, 4):
-            checkpointer.save(step, nn.Linear(30, 30))
-    assert (store.stats().blobs, caplog.messages) == (1, [])
-
-
-def test_a_minimum_age_of_the_store_holds_for_a_checkpointer() -> None:
-    store = small()
-    store.create()
-    store.repository.change_settings(min_age_seconds=3600.0)
-    checkpointer = Checkpointer(store, run="sft", max_checkpoints=1)
-    for step in range(1, 4):
-        checkpointer.save(step, nn.Linear(2, 2))
-    assert store.stats().forgotten == 2
-    store.restore(store.checkpoints(forgotten=True)[0])
-    assert [step for _, step in steps(store)] == [1, 3]
 
 
 def test_what_is_not_in_the_mirror_is_not_rotated_out(tmp_path: Path) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch import nn, optim
-from torch.distributed.tensor import DTensor
 
 import casckpt
 from casckpt.errors import InvalidInput
@@ -18,11 +16,8 @@ from casckpt.frontends.training_state import (
     save_model_and_optim_state,
     unshard_optim_state,
 )
-from tests.support.parallel import Factory, build, local, step
+from tests.support.parallel import Factory
 from tests.support.training import everything, identical
-
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
 
 
 class Projector:
@@ -88,29 +83,3 @@ def test_pickled_entries_come_back_where_pickles_are_allowed(store: casckpt.Stor
     with pytest.raises(InvalidInput, match="pass allow_pickle=True"):
         Checkpointer(store, run="a").resume(fresh, other)
     assert identical(everything(fresh, other), before)
-
-
-def over_shards(rank: int, size: int, path: Path) -> list[tuple[str, bool, bool]]:
-    model, optimizer = build("fsdp2 on 2", 1)
-    step(model, optimizer, range(2))
-    added: dict[str, Any] = {"history": torch.arange(7.0), "scale": torch.tensor(2.0)}
-    for parameter, state in optimizer.state.items():
-        state.update({name: value.clone() for name, value in added.items()}, ema=parameter.detach().clone())
-    save_model_and_optim_state(path, model, optimizer, run="a", step=2)
-    fresh, other = build("fsdp2 on 2", 2, shape_seed=1)
-    load_model_and_optim_state(path, "a@2", fresh, other)
-    pairs = zip(optimizer.param_groups[0]["params"], other.param_groups[0]["params"], strict=True)
-    found = []
-    for source, parameter in pairs:
-        for name, value in optimizer.state.get(source, {}).items():
-            loaded = other.state[parameter][name]
-            alike = type(loaded) is type(value) and torch.equal(local(loaded), local(value))
-            found.append((name, isinstance(loaded, DTensor), alike))
-    return found
-
-
-def test_entries_beside_shards_stay_whole_and_those_of_their_shape_stay_shards(store_path: Path, ranks: Pool) -> None:
-    for found in ranks.run(2, over_shards, store_path):
-        assert {name for name, _, _ in found} == {"step", "exp_avg", "exp_avg_sq", "history", "scale", "ema"}
-        assert all(alike for _, _, alike in found)
-        assert all(sharded == (name in ("exp_avg", "exp_avg_sq", "ema")) for name, sharded, _ in found)

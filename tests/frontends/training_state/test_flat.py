@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +23,7 @@ from casckpt.frontends.training_state import (
     save_model_and_optim_state,
     unshard_model_state,
 )
+from casckpt.frontends.training_state.flat import flat_parts, reshard
 from tests.support.parallel import (
     Blocks,
     Stack,
@@ -38,7 +40,7 @@ from tests.support.parallel import (
     tp,
 )
 from tests.support.ranks import outcome_of
-from tests.support.training import identical
+from tests.support.training import Network, identical
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -184,3 +186,10 @@ def before_the_first_step(rank: int, size: int, path: Path, topology: str) -> No
 @pytest.mark.parametrize("topology", ["fsdp2 on 2", "fsdp1 nested", "tp"])
 def test_before_the_first_step(store_path: Path, ranks: Pool, topology: str) -> None:
     ranks.run(2, before_the_first_step, store_path, topology)
+
+
+def test_where_fsdp_is_not_loaded_nothing_is_wrapped_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torch.distributed.fsdp", "torch.distributed.fsdp.fully_sharded_data_parallel"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert flat_parts(Network(1)) == {}
+    reshard(Network(1))

@@ -10,8 +10,12 @@ import torch
 from torch import nn
 
 import casckpt
-from casckpt.errors import Mismatch
-from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
+from casckpt.errors import InvalidInput, Mismatch, MissingKey
+from casckpt.frontends.training_state import (
+    load_model_and_optim_state,
+    save_model_and_optim_state,
+    unshard_model_state,
+)
 from casckpt.frontends.training_state.model import model_state, passed_by
 from tests.support.training import everything, identical
 
@@ -249,3 +253,94 @@ def test_a_linear_of_bitsandbytes_is_refused_by_the_names_of_its_scales(store: c
     model[0].weight = bnb.nn.Params4bit.from_prequantized(saved["0.weight"], packed, device="cpu")
     store.load({"model": {"0.bias": model[0].bias}}, "a@1")
     assert torch.equal(model(x), quantised(0)(x))
+
+
+# extra state
+
+
+class Extra(nn.Linear):
+    """A layer with state of its own."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [None, 7, {"amax": [1.0, 2.0]}, {}, {"history": torch.ones(3), "deep": [torch.zeros(2), "x"]}, torch.arange(4)],
+)
+def test_extra_state(store: casckpt.Store, extra: Any) -> None:
+    save_model_and_optim_state(store, nn.Sequential(Extra(extra)), run="a", step=1)
+    for there in (None, {"other": torch.ones(1)}, torch.zeros(9)):
+        fresh = Extra(there)
+        load_model_and_optim_state(store, "a@1", nn.Sequential(fresh))
+        assert identical(fresh.extra, extra)
+    assert identical(unshard_model_state(store, "a@1")["0._extra_state"], extra)
+
+
+class Odd:
+    """What is no plain data."""
+
+    x = 0
+
+
+def test_extra_state_that_is_no_plain_data_is_refused_by_name(store: casckpt.Store) -> None:
+    odd = Odd()
+    odd.x = 7
+    model = nn.Sequential(Extra(odd))
+    with pytest.raises(InvalidInput, match=r"model\.0\._extra_state"):
+        save_model_and_optim_state(store, model, run="a", step=1)
+    save_model_and_optim_state(store, model, run="a", step=1, allow_pickle=True)
+    fresh = Extra(None)
+    load_model_and_optim_state(store, "a@1", nn.Sequential(fresh), allow_pickle=True)
+    assert fresh.extra.x == 7
+
+
+def test_extra_state_that_the_checkpoint_lacks(store: casckpt.Store) -> None:
+    model = nn.Linear(2, 2)
+    save_model_and_optim_state(store, model, run="a", step=1)
+    fresh = Extra("mine")
+    with pytest.raises(MissingKey, match="_extra_state"):
+        load_model_and_optim_state(store, "a@1", fresh)
+    load_model_and_optim_state(store, "a@1", fresh, strict=False)
+    assert fresh.extra == "mine"
+    assert torch.equal(fresh.weight, model.weight)
+
+
+# hooks
+
+
+class Transposed(nn.Module):
+    """Its state_dict holds the weight another way round than the module does."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 2, generator=torch.Generator().manual_seed(seed)))
+        self.loads = 0
+        hooked: Any = self  # torch has no types for these
+        hooked.register_state_dict_post_hook(lambda module, state, prefix, local: turn(state, prefix))
+        hooked.register_load_state_dict_pre_hook(lambda module, state, prefix, *rest: turn(state, prefix))
+        hooked.register_load_state_dict_post_hook(lambda module, keys: module.loaded())
+
+    def loaded(self) -> None:
+        self.loads += 1
+
+
+def turn(state: Any, prefix: str) -> None:
+    state[f"{prefix}weight"] = state[f"{prefix}weight"].t().contiguous()
+
+
+def test_hooks_of_a_module_are_heeded(store: casckpt.Store) -> None:
+    model, fresh = Transposed(1), Transposed(2)
+    saved = save_model_and_optim_state(store, model, run="a", step=1)
+    assert saved.tensors["model.weight"].shape == (2, 3)
+    load_model_and_optim_state(store, "a@1", fresh)
+    assert torch.equal(fresh.weight, model.weight)
+    assert fresh.loads == 1

@@ -22,10 +22,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 import casckpt
 from casckpt.errors import InvalidInput
 from casckpt.frontends.trainer import Checkpointer, TrainState
-from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
+from casckpt.frontends.training_state import (
+    load_model_and_optim_state,
+    save_model_and_optim_state,
+)
 from tests.support.ranks import outcome_of
 from tests.support.saves import small
-from tests.support.training import identical
+from tests.support.training import Network, identical
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -433,3 +436,15 @@ def test_muon_goes_on_with_the_momentum_of_its_owners(store_path: Path, ranks: P
     pytest.importorskip("muon")
     for refused in ranks.run(2, muon_resumed, store_path, name):
         assert "owners=" in refused
+
+
+def test_hooks_of_an_optimizer_are_heeded(store: casckpt.Store) -> None:
+    seen: list[str] = []
+    model = Network(1)
+    trained = optim.AdamW(model.parameters())
+    trained.register_state_dict_post_hook(lambda optimizer, state: seen.append("save"))
+    trained.register_load_state_dict_pre_hook(lambda optimizer, state: seen.append("before"))
+    trained.register_load_state_dict_post_hook(lambda optimizer: seen.append("after"))
+    save_model_and_optim_state(store, model, trained, run="a", step=1)
+    load_model_and_optim_state(store, "a@1", model, trained)
+    assert seen == ["save", "before", "after"]
