@@ -879,7 +879,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "S3Client._delete_versions",
         'self.call("delete_object", Key=one["Key"], VersionId=one["VersionId"])',
         "pass",
-        "tests/storage/remote/test_store.py",
+        "tests/storage/remote/s3/test_client.py",
     ),
     (
         "an answer that is whole is taken for a part",

@@ -66,7 +66,7 @@ PLANTED = (
         "_standing",
         "        return UNSETTLED, None\n",
         "        return STANDS, None\n",
-        REWRITING,
+        "tests/history/test_folding.py",
     ),
     Planted(
         "a rewriter who finds its number taken takes the next one",
@@ -80,21 +80,21 @@ PLANTED = (
         "_standing",
         "    if base.standing == VOID or base.replaced == (number, commit.txid):\n        return base.standing, None\n",
         "    if base.replaced == (number, commit.txid):\n        return STANDS, None\n",
-        REWRITING,
+        "tests/history/test_folding.py",
     ),
     Planted(
         "a rewrite stands although its base was restored",
         "fold",
         "        replaced=link if link is not None and link[0] > restored else None,\n",
         "        replaced=link,\n",
-        REWRITING,
+        "tests/history/test_folding.py",
     ),
     Planted(
         "a rewrite that is not settled may be forgotten",
         "_check_standing",
         "    if commit.standing != STANDS and wanted",
         "    if commit.standing == VOID and wanted",
-        REWRITING,
+        "tests/history/test_folding.py",
     ),
     Planted(
         "a gc never takes the number that a dead rewriter wants",
@@ -1013,7 +1013,7 @@ PLANTED = (
         "_file",
         '    is_current = request.headers.get("if-range", etag) == etag\n',
         "    is_current = True\n",
-        "tests/frontends/serve/test_app.py",
+        "tests/frontends/serve/test_answers.py",
     ),
     Planted(
         "a save fails where it may not remove the files of its transaction",
@@ -1153,7 +1153,7 @@ PLANTED = (
         "RemoteStore._pages",
         "            after = page.after\n            if after is None:",
         "            if True:",
-        "tests/storage/remote/test_store.py",
+        "tests/storage/remote/s3/test_client.py",
     ),
     Planted(
         "a read in a bucket ends a byte early",
@@ -1217,14 +1217,14 @@ PLANTED = (
         "Coder._delta",
         "if held is None or held.digest != old.digest or len(",
         "if held is None or len(",
-        "tests/saving/test_encoder.py",
+        "tests/saving/test_previous_cells.py",
     ),
     Planted(
         "bytes that one save changes are held for another",
         "PreviousCells.take",
         "        return self._cells.pop(name, None)\n",
         "        return self._cells.get(name)\n",
-        "tests/saving/test_encoder.py",
+        "tests/saving/test_previous_cells.py",
     ),
     Planted(
         "a frame is stored without a look at what it decodes to",
@@ -1238,7 +1238,7 @@ PLANTED = (
         "_older",
         "    if [one.base for one in frames] != [one.digest for one in bases]:\n",
         "    if len(frames) != len(bases):\n",
-        "tests/saving/test_encoder.py",
+        "tests/saving/test_previous_cells.py",
     ),
     Planted(
         "cells that left the state are held on",
@@ -1322,14 +1322,14 @@ PLANTED = (
         "HealthScan.look",
         "        if not is_as_before or source.name in self.unknown:\n",
         "        if not is_as_before:\n",
-        "tests/saving/test_health.py",
+        "tests/saving/test_health_scan.py",
     ),
     Planted(
         "negative numbers are not looked at",
         "_top",
         '    return max(int(most(bits.view(f"<i{kind.width}"))), int(most(bits)) - (1 << (8 * kind.width - 1)))\n',
         '    return max(int(most(bits.view(f"<i{kind.width}"))), 0)\n',
-        "tests/saving/test_health.py",
+        "tests/saving/test_health_scan.py",
     ),
     Planted(
         "a NaN counts more than the user's word",
@@ -1371,7 +1371,7 @@ PLANTED = (
         "BlobUse.alone",
         "numbers[counts == self._users[numbers]]",
         "numbers",
-        "tests/upkeep/test_footprint.py",
+        "tests/upkeep/test_blob_use.py",
     ),
     Planted(
         "a blob in which a visible checkpoint has cells counts as bases",
@@ -1539,7 +1539,7 @@ PLANTED = (
         "_compared",
         'return np.full(len(layout.held), check != "off")',
         "return np.full(len(layout.held), True)",
-        "tests/saving/test_replicas.py",
+        "tests/saving/test_layout.py",
     ),
     Planted(
         "a save that failed counts as having told of a difference",
@@ -1553,14 +1553,14 @@ PLANTED = (
         "plan_writes",
         "    _check_owners(layouts, first)\n",
         "",
-        "tests/saving/test_replicas.py",
+        "tests/saving/test_layout.py",
     ),
     Planted(
         "a difference outside of the samples is saved where any is to be refused",
         "runs_of",
         '    return 0 if check == "raise" else RUNS\n',
         "    return RUNS\n",
-        "tests/saving/test_replicas.py",
+        "tests/saving/test_layout.py",
     ),
     Planted(
         "replicas that DCP has one rank write are not compared",
@@ -1637,7 +1637,7 @@ PLANTED = (
         "_look",
         "    if path or len(own) < single:\n",
         "    if path and len(own) < single - 1:\n",
-        "tests/loading/test_template.py",
+        "tests/loading/test_unread.py",
     ),
     Planted(
         "parts per rank that nobody takes are not named",
@@ -1903,7 +1903,7 @@ PLANTED = (
         "_load.compare",
         "if key in held and not that_hold",
         "if key in first.per_rank and not that_hold",
-        "tests/loading/test_load.py",
+        "tests/loading/test_unread.py",
     ),
     Planted(
         "a state_dict of an optimizer that nobody holds is not told of",
@@ -2113,7 +2113,7 @@ PLANTED = (
         "_Flattener.node",
         "type(value) not in (kind, dict)",
         "type(value) in (kind, dict)",
-        "tests/saving/test_save.py",
+        "tests/saving/test_prepare.py",
     ),
     Planted(
         "a step that was purged is told like one that never was",
@@ -2268,7 +2268,7 @@ PLANTED = (
         "astray",
         "call, rank = away[0].call, away[0].rank",
         "call, rank = away[0].step, away[0].rank",
-        "tests/ranks/test_ranks.py",
+        "tests/ranks/test_messages.py",
     ),
     Planted(
         "a save of Lightning's that fails late does not name the callback",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+import types
+from collections import OrderedDict, UserDict, defaultdict
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import casckpt
+from tests.support.saves import small
 
 
 class Kind(enum.IntEnum):
@@ -38,3 +41,34 @@ def test_what_is_stored_as_a_pickle_is_named_once(store: casckpt.Store, caplog: 
 def test_a_save_that_pickles_nothing_says_nothing(store: casckpt.Store, caplog: pytest.LogCaptureFixture) -> None:
     store.save({"w": torch.ones(3), "n": (1, "a")}, step=1, allow_pickle=True)
     assert not caplog.messages
+
+
+class Settings(dict[str, int]):
+    """A dict of its own kind."""
+
+
+def test_the_class_of_a_mapping_that_is_not_kept_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    store, one = small(), torch.ones(2)
+    tensors: defaultdict[str, Any] = defaultdict(dict, w=one)
+    kept = {"a": {"x": 1}, "b": OrderedDict(y=one), "c": defaultdict(list, z=[1]), "d": tensors}
+    store.save(kept, step=1)
+    assert not caplog.records
+    lost = {
+        "a": {"s": Settings(x=1)}, "b": [UserDict(y=one)], "c": types.MappingProxyType({"z": 1}),
+        "d": defaultdict(lambda: 0, w=1),
+    }  # fmt: skip
+    for step in (2, 3):
+        store.save(kept | lost, step=step)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 4
+    for text, (place, kind) in zip(
+        told,
+        {"['a']['s']": "Settings", "['b'][0]": "UserDict", "['c']": "mappingproxy", "['d']": "defaultdict"}.items(),
+        strict=True,
+    ):
+        assert f"state{place} is a {kind}, which is stored as a dict" in text
+    assert type(store.read("latest")["a"]["s"]) is dict
+    into = {"a": {"s": Settings(x=0)}}
+    store.load(into, "latest", unread="ignore")
+    assert into == {"a": {"s": Settings(x=1)}}
+    assert type(into["a"]["s"]) is Settings
