@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +14,6 @@ from tests.support.gcs import collect
 from tests.support.repositories import meanwhile, memory
 from tests.support.rewrites import move
 from tests.support.saves import blob_keys, flip, same_state, small
-
-if TYPE_CHECKING:
-    pass
-
 
 KEYS = 6
 

@@ -2,22 +2,17 @@ from __future__ import annotations
 
 import itertools
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from casckpt.errors import InvalidInput
 from casckpt.loading.unread import EVERYTHING, also_unread, on_all, warn_unread
-from tests.support.saves import small
-from tests.support.training import Network
-
-if TYPE_CHECKING:
-    pass
-
-
 from casckpt.tensors.values import PerRank
 from tests.loading.test_template import trained
+from tests.support.saves import small
+from tests.support.training import Network
 
 REF = "default@1"
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 from hypothesis import given
@@ -15,10 +13,6 @@ from casckpt.saving.health_scan import has_health, health_of
 from tests.saving.test_health import expected
 from tests.support.saves import CELL, cells, small, trained
 from tests.support.tensors import NAMES
-
-if TYPE_CHECKING:
-    pass
-
 
 PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 

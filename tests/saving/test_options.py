@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from casckpt.errors import InvalidInput
-from casckpt.store.store import Store
-from tests.support.saves import CELL, small, small_folder
-
-if TYPE_CHECKING:
-    pass
-
 from casckpt.format.keys import MAX_STEP
 from casckpt.store.opening import open as open_store
+from casckpt.store.store import Store
 from tests.saving.test_encoder import check, links, versions
 from tests.support.ids import named
-from tests.support.saves import steps
+from tests.support.saves import CELL, small, small_folder, steps
 
 STATE = {"w": torch.arange(6.0), "x": [1]}
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
@@ -17,10 +16,6 @@ from casckpt.store.store import Store
 from tests.saving.test_encoder import check, first, links, stepped, versions
 from tests.support.saves import CELL, reopened, same_state, small, small_folder
 from tests.support.tensors import bytes_of
-
-if TYPE_CHECKING:
-    pass
-
 
 NUMEL = 40 * CELL // 2  # of 2 bytes
 
