@@ -345,8 +345,8 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "any replica with several numbers is the main one",
         "is_main_replica",
-        "all(one == 0 ",
-        "all(one >= 0 ",
+        "all(number == 0 ",
+        "all(number >= 0 ",
         "tests/frontends/megatron/test_mapping.py",
     ),
     (
@@ -400,7 +400,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "replicas are handed in though nobody asked for it",
-        "Saving.handed_in",
+        "Saving.select",
         'if self.fully_parallel or self.check_replicas == "raise" else set()',
         "",
         "tests/frontends/megatron/test_saving.py",
@@ -449,14 +449,14 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "classes that a load elsewhere needs are told at every save",
-        "CasSaveShardedStrategy._say_what_needs_classes",
-        "self._said = True",
+        "CasSaveShardedStrategy._warn_of_classes",
+        "self._warned = True",
         "pass",
         "tests/frontends/megatron/test_folders.py",
     ),
     (
         "our strategy is handed Megatron's own",
-        "_handing_over.method",
+        "_dispatching.method",
         "*arguments[1:]",
         "*arguments[:]",
         "tests/frontends/megatron/test_training_loop.py",

@@ -1,3 +1,5 @@
+"""Logs of rewrites, folded with those of their bases."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Saves in progress: their files, their signs of life, and which process is provably dead."""
+"""Saves in progress: their files and their signs of life."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Loads of damaged, forgotten and purged checkpoints say what happened."""
+
 from __future__ import annotations
 
 from typing import Any

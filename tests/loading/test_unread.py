@@ -1,3 +1,5 @@
+"""A load reports the parts of a checkpoint that it did not read."""
+
 from __future__ import annotations
 
 import itertools

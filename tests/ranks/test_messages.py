@@ -1,3 +1,5 @@
+"""An error of one rank reaches all ranks, in words that name the rank."""
+
 from __future__ import annotations
 
 import threading

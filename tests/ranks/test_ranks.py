@@ -1,4 +1,4 @@
-"""Ranks exchange values, or all of them fail alike: whatever is raised, whoever dies or stalls, in whatever phase."""
+"""Ranks exchange values, alone, in groups, and in forked children."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Ranks that die or stall are named."""
+
 from __future__ import annotations
 
 import threading

@@ -1,3 +1,5 @@
+"""A process on this host is proved dead, or counts as alive."""
+
 from __future__ import annotations
 
 import os

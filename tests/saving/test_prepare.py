@@ -1,4 +1,4 @@
-"""A save that pickles something says so once."""
+"""Pickled values and classes of mappings are reported once."""
 
 from __future__ import annotations
 

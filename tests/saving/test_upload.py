@@ -1,4 +1,4 @@
-"""Cells that are copied out of a GPU's memory: several at once, and each gets its own bytes."""
+"""Cells in a GPU's memory are copied several at once, and each gets its own bytes."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""A checkpoint as DCP sees it: its metadata and its values."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -48,9 +50,6 @@ def test_tensors_of_one_memory_that_differ_in_the_checkpoint(store: Store) -> No
     assert isinstance(error, Mismatch)
     assert "'a' and 'b' share memory here" in str(error)
     assert shared.eq(1).all()
-
-
-Store = casckpt.Store
 
 
 class Told(DefaultSavePlanner):

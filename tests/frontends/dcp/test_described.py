@@ -1,3 +1,5 @@
+"""Damaged and hostile ``.metadata`` files: an error, and no code runs."""
+
 from __future__ import annotations
 
 import pickle

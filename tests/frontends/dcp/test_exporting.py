@@ -1,3 +1,5 @@
+"""Exports to folders of torch.distributed.checkpoint."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Folders of torch.distributed.checkpoint, read without their pickles."""
+
 from __future__ import annotations
 
 import pickle

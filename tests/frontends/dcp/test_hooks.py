@@ -1,3 +1,5 @@
+"""Errors in a hook reach every rank."""
+
 from __future__ import annotations
 
 import threading

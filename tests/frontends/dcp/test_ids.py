@@ -1,4 +1,4 @@
-"""Where saves and loads of torch.distributed.checkpoint go: ids, paths, and writers that another thread has told."""
+"""Ids and paths name the place of a save or load; a writer may be set up in another thread."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Imports of folders that torch.distributed.checkpoint wrote."""
+
 from __future__ import annotations
 
 import enum

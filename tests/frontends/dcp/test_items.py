@@ -1,4 +1,4 @@
-"""Bytes that a planner makes of values come back to it as they were, and are stored as plain data where both hold."""
+"""Values of a DCP plan, stored as tensors, as plain data or as bytes of the planner."""
 
 from __future__ import annotations
 
@@ -186,9 +186,6 @@ def test_objects_of_megatron_are_exported_as_they_were_imported(
     load(dict(state), FileSystemReader(tmp_path / "new"), planner=got)
     found = {key: torch.load(io.BytesIO(got.got[key]), weights_only=False) for key in state}
     assert str(found) == str({key: [value] for key, value in state.items()})
-
-
-Store = casckpt.Store
 
 
 # what is stored is what the native API stores

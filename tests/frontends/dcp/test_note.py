@@ -1,3 +1,5 @@
+"""The note for DCP keeps what the tree does not hold."""
+
 from __future__ import annotations
 
 import enum

@@ -1,3 +1,5 @@
+"""Planners that pass values on without a pickle."""
+
 from __future__ import annotations
 
 import enum

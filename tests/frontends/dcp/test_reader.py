@@ -1,4 +1,4 @@
-"""Saves and loads through torch.distributed.checkpoint, in one process: its features, and the planners of its users."""
+"""Loads through torch.distributed.checkpoint, and the planners of its users."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Keys and nesting of DCP's metadata, and the tree of a checkpoint."""
+
 from __future__ import annotations
 
 from typing import Any

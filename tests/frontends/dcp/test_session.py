@@ -1,4 +1,4 @@
-"""Through torch.distributed.checkpoint on real ranks: meshes, replicas, optimizers, and ranks that save alone."""
+"""Saves and loads through torch.distributed.checkpoint on several ranks."""
 
 from __future__ import annotations
 

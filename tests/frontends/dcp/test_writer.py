@@ -1,4 +1,4 @@
-"""Asynchronous saves of torch.distributed.checkpoint: by a thread and by a process, over weights that change."""
+"""The storage writer for DCP: options of a save, and asynchronous saves by a thread and by a process."""
 
 from __future__ import annotations
 

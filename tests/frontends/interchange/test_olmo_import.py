@@ -1,3 +1,5 @@
+"""Imports of folders of OLMo-core."""
+
 from __future__ import annotations
 
 import enum

@@ -1,3 +1,5 @@
+"""Pages of mapped files do not pile up in memory."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint, files of torch.save, folders of OLMo-core: into a store, and out of it."""
+"""Files of torch.save go into a store and out of it; contents and URLs of all formats."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""The files of Lightning and the checkpoints that they name: moved, removed, or left by a crash."""
+
 # ruff: noqa: E402 - what is optional is asked for first
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from casckpt.errors import CasckptError, NotFound
 from casckpt.frontends.lightning import CasCheckpointIO
 from casckpt.store.store import Store
 from tests.support.faulty import call_first
+from tests.support.lightning_training import Model, Slow, data, trainer
 from tests.support.saves import small_folder, steps
 from tests.support.training import identical
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore"
 )  # of Lightning and of what it imports: about devices, loggers, workers
-from tests.support.lightning_training import Model, Slow, data, trainer
 
 
 def test_the_last_file_moves_and_what_it_named_goes(tmp_path: Path) -> None:

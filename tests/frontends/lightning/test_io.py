@@ -22,13 +22,13 @@ from casckpt.frontends.lightning import CasCheckpointCheck, CasCheckpointIO
 from casckpt.frontends.training_state import unshard_model_state
 from casckpt.store.store import Store
 from tests.support.faulty import fail_before
+from tests.support.lightning_training import Losses, Model, Slow, data, trainer
 from tests.support.saves import small_folder, steps
 from tests.support.training import identical
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore"
 )  # of Lightning and of what it imports: about devices, loggers, workers
-from tests.support.lightning_training import Losses, Model, Slow, data, trainer
 
 
 def best_two(folder: Path, **options: Any) -> ModelCheckpoint:

@@ -1,3 +1,5 @@
+"""The small file in which Lightning finds a checkpoint."""
+
 # ruff: noqa: E402 - what is optional is asked for first
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from casckpt.frontends.lightning import CasCheckpointIO, restore_checkpoint
 from casckpt.frontends.lightning.pointer import Pointer
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
+from tests.support.lightning_training import Losses, Model, Slow, data, trainer
 from tests.support.saves import small_folder
 from tests.support.signing import pair
 from tests.support.training import identical
@@ -23,7 +26,6 @@ from tests.support.training import identical
 pytestmark = pytest.mark.filterwarnings(
     "ignore"
 )  # of Lightning and of what it imports: about devices, loggers, workers
-from tests.support.lightning_training import Losses, Model, Slow, data, trainer
 
 
 def best_two(folder: Path, **options: Any) -> ModelCheckpoint:

@@ -1,4 +1,4 @@
-"""What the real Megatron-core puts around a strategy: its wrappers, its queue of saves, its check of files."""
+"""Background saves through Megatron-core's wrappers and queues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a checkpoint is, and the config that it has there."""
+"""The config of a checkpoint: written, read, and refused."""
 
 from __future__ import annotations
 

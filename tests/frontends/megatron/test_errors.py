@@ -1,3 +1,5 @@
+"""Errors are those of Megatron and of casckpt."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Saves and loads of the real Megatron-core that cannot go well: every rank hears of it, and nothing is half there."""
+"""Folders of Megatron-core for checkpoints in a store, after saves that fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a sharded state dict, and other keys."""
+"""Parts of a sharded state dict by kind, and prefixes of keys."""
 
 from __future__ import annotations
 

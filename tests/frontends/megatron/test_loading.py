@@ -1,4 +1,4 @@
-"""Loads: what is asked for and what is there, other shapes, objects, and parts of a checkpoint."""
+"""Loads into a sharded state dict: other shapes, objects, factories, and errors on all ranks."""
 
 from __future__ import annotations
 

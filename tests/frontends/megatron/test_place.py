@@ -1,3 +1,5 @@
+"""The forms in which a place can be given."""
+
 from __future__ import annotations
 
 import os

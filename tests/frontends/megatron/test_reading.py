@@ -1,3 +1,5 @@
+"""Parts of a checkpoint without a sharded state dict."""
+
 from __future__ import annotations
 
 from typing import Any

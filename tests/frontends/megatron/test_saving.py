@@ -74,7 +74,7 @@ def test_writing_is_balanced_by_bytes_and_every_byte_is_read_once(tmp_path: Path
 @pytest.mark.parametrize("options", [{}, {"fully_parallel": True}, {"check_replicas": "raise"}])
 def test_replicas_are_handed_in_only_where_they_share_the_writing_or_are_compared(options: Any) -> None:
     claims = [claims_of([tensor("w", torch.ones(3), replica_id=rank)]) for rank in range(2)]
-    assert Saving({}, 0, **options).handed_in(claims) == [[True], [bool(options)]]
+    assert Saving({}, 0, **options).select(claims) == [[True], [bool(options)]]
 
 
 def differing(rank: int, size: int, where: str, fully_parallel: bool) -> str:

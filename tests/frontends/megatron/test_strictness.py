@@ -1,3 +1,5 @@
+"""Missing and unexpected keys under each strictness."""
+
 from __future__ import annotations
 
 import logging

@@ -1,3 +1,5 @@
+"""Charts are the same for the same store, and show both ends."""
+
 from __future__ import annotations
 
 import re

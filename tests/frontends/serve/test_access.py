@@ -1,3 +1,5 @@
+"""A server asks for its token, and answers no web site."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""Headers of answers, and answers without a body."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""What a hub says to requests that no client makes, to clients that misbehave, and when bytes are damaged."""
+"""Requests of clients and browsers, and the page of a server."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Repositories and revisions as a hub lists them."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Files on their way: damaged bytes, slow clients, and clients that leave."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""Connections of a server: idle, silent, and cut off."""
+
 from __future__ import annotations
 
 import http.client

@@ -1,3 +1,5 @@
+"""The contents of a checkpoint on many ranks."""
+
 from __future__ import annotations
 
 import logging

@@ -1,3 +1,5 @@
+"""A gc beside the training."""
+
 from __future__ import annotations
 
 import pytest

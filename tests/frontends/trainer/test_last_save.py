@@ -1,3 +1,5 @@
+"""One last save after a signal, on all ranks."""
+
 from __future__ import annotations
 
 import os

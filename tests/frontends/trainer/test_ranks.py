@@ -1,4 +1,4 @@
-"""Many ranks: train state of each, agreement, failures of one, signals, and turns to upload."""
+"""Failures of one rank of many, and agreement on the checkpoint to resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: by rule, for any history, and at any instant at which the process may die."""
+"""Checkpoints that stay: by rule, for any history, and whenever the process dies."""
 
 from __future__ import annotations
 

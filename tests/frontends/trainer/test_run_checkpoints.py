@@ -1,3 +1,5 @@
+"""The checkpoints of a run, from one listing, and runs that do not exist."""
+
 from __future__ import annotations
 
 import logging

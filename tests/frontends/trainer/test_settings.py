@@ -1,3 +1,5 @@
+"""The settings of a checkpointer, and the steps at which it saves."""
+
 from __future__ import annotations
 
 from typing import Any

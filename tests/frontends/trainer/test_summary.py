@@ -1,3 +1,5 @@
+"""The line that sums up a save."""
+
 from __future__ import annotations
 
 import logging

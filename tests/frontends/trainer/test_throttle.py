@@ -1,3 +1,5 @@
+"""Only some ranks of a node upload at a time."""
+
 from __future__ import annotations
 
 import signal

@@ -1,4 +1,4 @@
-"""Training state of what FSDP and wrappers of wrappers make of a model, in whatever condition they are."""
+"""Training state of FSDP's flat parameters, and of wrappers in other wrappers."""
 
 from __future__ import annotations
 

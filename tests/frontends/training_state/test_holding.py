@@ -1,3 +1,5 @@
+"""The part of a parameter, and of its optimizer state, that a process holds."""
+
 from __future__ import annotations
 
 from pathlib import Path

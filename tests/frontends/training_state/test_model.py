@@ -1,4 +1,4 @@
-"""What a model saves and would not read: found before the first byte changes, without a call of its code."""
+"""Keys that a model saves but would not read are refused; extra state and hooks work."""
 
 from __future__ import annotations
 

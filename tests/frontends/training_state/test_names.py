@@ -1,3 +1,5 @@
+"""Parameters keep their plain names under wrappers."""
+
 from __future__ import annotations
 
 import importlib

@@ -1,4 +1,4 @@
-"""The table of optimizers in docs/training.md, row by row; the rows of packages that are not installed are skipped."""
+"""The table of optimizers in docs/training.md, row by row; rows of missing packages are skipped."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Lists of models and of optimizers."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,3 +1,5 @@
+"""State of schedulers, generators and containers is filled in place."""
+
 from __future__ import annotations
 
 import random

@@ -1,3 +1,5 @@
+"""Optimizer state in a checkpoint, by name and by number."""
+
 from __future__ import annotations
 
 from typing import Any

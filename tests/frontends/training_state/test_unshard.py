@@ -1,4 +1,4 @@
-"""Wrappers and their names, extra state, hooks, and state that is taken out of a checkpoint without a model."""
+"""Whole weights and optimizer state out of a checkpoint, without a model."""
 
 from __future__ import annotations
 

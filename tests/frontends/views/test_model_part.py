@@ -1,3 +1,5 @@
+"""The model is found in each layout in which trainings save."""
+
 from __future__ import annotations
 
 from typing import Any

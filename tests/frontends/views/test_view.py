@@ -1,4 +1,4 @@
-"""Views: which tensors of a checkpoint a program sees, under which names; and which part of it is the model."""
+"""Views: the tensors of a checkpoint that a program sees, and their names."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Windows hold every element once, in order."""
+
 from __future__ import annotations
 
 import random

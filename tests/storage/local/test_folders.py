@@ -1,3 +1,5 @@
+"""Folders of a local store: durable, without symlinks, and removed when unused."""
+
 from __future__ import annotations
 
 import errno

@@ -1,3 +1,5 @@
+"""URLs of buckets and their options; secrets are never shown."""
+
 from __future__ import annotations
 
 import importlib.util

@@ -1,3 +1,5 @@
+"""Damage names the keys and checkpoints that it affects, and no others."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Checks of single blobs."""
+
 from __future__ import annotations
 
 from pathlib import Path

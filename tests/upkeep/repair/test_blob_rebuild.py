@@ -1,3 +1,5 @@
+"""A damaged blob is rebuilt from copies and from equal cells."""
+
 from __future__ import annotations
 
 from dataclasses import replace

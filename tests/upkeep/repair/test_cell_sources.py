@@ -1,3 +1,5 @@
+"""Repairs take right bytes from other blobs, stores and caches."""
+
 from __future__ import annotations
 
 from pathlib import Path

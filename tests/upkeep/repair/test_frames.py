@@ -1,3 +1,5 @@
+"""Coded cells are decoded and compared."""
+
 from __future__ import annotations
 
 import pytest

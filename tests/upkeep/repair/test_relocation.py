@@ -1,3 +1,5 @@
+"""A checkpoint that lost a blob is rewritten."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Exports of a state to safetensors files, and exports that fail."""
+
 from __future__ import annotations
 
 import json

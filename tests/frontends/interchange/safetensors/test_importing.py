@@ -1,3 +1,5 @@
+"""Imports of safetensors files and of folders of them."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""A folder of safetensors files holds a whole model with its config, or is refused."""
+
 from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
