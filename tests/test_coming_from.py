@@ -28,7 +28,7 @@ ELSEWHERE = {
     "safetensors": "test_docs.py runs it",
     "torch.distributed.checkpoint": "test_docs.py runs it, on two ranks",
     "OLMo-core": "not among what tests install: tools/bench makes it an environment of its own; "
-    "test_convert_torch.py imports folders as it writes them",
+    "interchange/test_torch_files.py imports folders as it writes them",
     "Orbax": "needs JAX, which casckpt has no other use for",
 }
 """Why a section is not run here. Of Megatron-core, what is before needs a GPU; casckpt is given a folder of its."""

@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 import casckpt
 from casckpt.cli.main import cli
+from tests.support.servers import Server
 
 Run = Callable[..., Result]
 AsJson = Callable[..., Any]
@@ -50,3 +51,10 @@ def saved(store: casckpt.Store, store_path: Path) -> Path:
         store.save(state, run="a", step=step, metadata={"loss": 1 / step})
     store.save({"shared": shared, "other": torch.zeros(2, 3, dtype=torch.bfloat16)}, run="b", step=1)
     return store_path
+
+
+@pytest.fixture(params=[pytest.param("moto_server", marks=pytest.mark.soak), "seaweed_server"])
+def safe(request: pytest.FixtureRequest) -> Server:
+    """A server that keeps all promises."""
+    server: Server = request.getfixturevalue(request.param)
+    return server

@@ -16,7 +16,6 @@ import casckpt
 from casckpt.cli import main
 from casckpt.cli.main import cli, command_modules
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.types import SETTING
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, MissingKey, NotFound, Revoked, StorageError
 from casckpt.format.digest import hex_digest
 from tests.cli.conftest import AsJson, Run
@@ -154,27 +153,6 @@ def test_every_command_has_the_same_frame(name: str) -> None:
     if name not in WITHOUT_STORE:
         assert command.params[0].human_readable_name == "STORE"
         assert {"--storage-option", "--cache-dir"} <= options
-
-
-def test_the_last_word_of_a_refused_storage_option_is_about_it(run: Run, saved: Path) -> None:
-    assert "would do nothing: ['anon']" in run("list", saved, "--storage-option", "anon=true", status=1).stderr
-    assert "KEY=VALUE" in run("list", saved, "--storage-option", "anon", status=2).stderr
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("a=true", True),
-        ("a=8", 8),
-        ('a={"b": 1}', {"b": 1}),
-        ("a=text", "text"),
-        ('a="8"', "8"),
-        ("a=x=y", "x=y"),
-        ("a=", ""),
-    ],
-)
-def test_values_of_storage_options_are_json_or_text(text: str, value: Any) -> None:
-    assert SETTING.convert(text, None, None) == ("a", value)
 
 
 def test_verbose_shows_the_log_and_leaves_no_trace(failing: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.head import HEAD_BYTES, decode_head
 from casckpt.history import commits
 from casckpt.history.commits import Commit, forget, just_committed, list_commits, purge
-from casckpt.repository import caches
 from casckpt.repository.repository import Repository
 from casckpt.storage.counts import IoCounts
 from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before, truncate
@@ -57,20 +56,6 @@ def test_a_manifest_is_read_once_and_what_was_just_written_not_at_all(
     other = fresh(tmp_path, repo)
     assert manifests.get(other, commit) is manifests.get(other, commit)
     assert faults.count("get", "objects/*") == 1
-
-
-def test_memory_of_manifests_is_bounded(tmp_path: Path, repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caches, "MAX_MANIFESTS", 2)
-    one, two, three = (save(repo, "a", step) for step in range(3))
-    other = fresh(tmp_path, repo)
-    for commit in (one, two, one, three):
-        manifests.get(other, commit)
-    held = [other.manifests.get(commit.txid, commit.committed.head) is not None for commit in (one, two, three)]
-    assert held == [True, False, True]
-    monkeypatch.setattr(caches, "MAX_BYTES", 10)
-    manifests.get(other, two)
-    assert other.manifests.get(two.txid, two.committed.head) is not None
-    assert other.manifests.get(one.txid, one.committed.head) is None
 
 
 def test_a_manifest_that_is_there_already_is_ours(repo: Repository) -> None:

@@ -8,7 +8,6 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
 
 import casckpt
-from casckpt.errors import CasckptError, InvalidInput, NotFound, Refused
+from casckpt.errors import InvalidInput, NotFound, Refused
 from casckpt.format.tree import OBJECT, Node, encode_tree
 from casckpt.frontends.convert import import_any, import_olmo, import_olmo_trainer, look_at
 from casckpt.frontends.dcp import (
@@ -37,6 +35,8 @@ from tests.support.dcp import causes, failure, load, save
 from tests.support.fuzz import KINDS, Bender, Canary, sung
 
 ROOT = Path(__file__).parents[2]
+
+
 SURROGATE = "a\ud800"
 
 
@@ -115,81 +115,6 @@ def folder(tmp_path: Path) -> Path:
     """As DCP writes it."""
     save({"a": torch.ones(4, 2), "b": {"c": 1}}, FileSystemWriter(tmp_path / "in"))
     return tmp_path / "in"
-
-
-def twin() -> Any:
-    """Something else that has the attributes of a chunk."""
-    made = MetadataIndex("a")
-    vars(made).update(offsets=torch.Size([0, 0]), sizes=torch.Size([4, 2]))
-    return made
-
-
-class Missing:
-    """In place of an attribute that is to go."""
-
-
-PLACES: dict[str, Callable[[Any], Any]] = {
-    "metadata": lambda found: found,
-    "tensor": lambda found: found.state_dict_metadata["a"],
-    "properties": lambda found: found.state_dict_metadata["a"].properties,
-    "chunk": lambda found: found.state_dict_metadata["a"].chunks[0],
-    "place": lambda found: next(iter(found.storage_data.values())),
-}
-SPOILT: dict[tuple[str, str], tuple[Any, ...]] = {
-    ("metadata", "state_dict_metadata"): (Missing, None, [1], {1: 2}, {"a": 1}, {"a": None}),
-    ("metadata", "storage_data"): ({}, [1], {1: 2}, {MetadataIndex("a"): 3}, "x"),
-    ("tensor", "size"): (Missing, None, 4, *map(torch.Size, ([4], [4, 2, 1], [2, 2], [1 << 60, 2]))),
-    ("tensor", "chunks"): (Missing, None, 5, "ab", [1], [None], [twin()]),
-    ("tensor", "properties"): (Missing, None, "x"),
-    ("properties", "dtype"): ("x", None),
-    ("chunk", "sizes"): (Missing, None, 3, torch.Size([4]), torch.Size([5, 2]), [4, 2]),
-    ("chunk", "offsets"): (Missing, None, torch.Size([1, 0])),
-    ("place", "relative_path"): (Missing, None, 3, "../x", "/x"),
-    ("place", "offset"): (Missing, None, "1", -5, 1 << 80),
-    ("place", "length"): (Missing, None, 1.5, -5, 1),
-}
-"""Of what which attribute is given which values."""
-
-
-@pytest.mark.parametrize(("what", "name"), SPOILT)
-def test_metadata_of_another_form_are_an_error(store: casckpt.Store, folder: Path, what: str, name: str) -> None:
-    good = (folder / ".metadata").read_bytes()
-    for value in SPOILT[what, name]:
-        found = pickle.loads(good)
-        held = vars(PLACES[what](found))
-        if value is Missing:
-            del held[name]
-        else:
-            held[name] = value
-        (folder / ".metadata").write_bytes(pickle.dumps(found))
-        with pytest.raises(CasckptError):
-            dcp_to_casckpt(folder, store, step=1)
-    assert not Path(store.url).exists() or store.checkpoints() == []
-
-
-def test_metadata_of_another_form_are_an_error_where_they_may_run_code(store: casckpt.Store, folder: Path) -> None:
-    for data in (b"", b"\x80\x02R.", pickle.dumps(SavePlan([])), pickle.dumps({"state_dict_metadata": {}})):
-        (folder / ".metadata").write_bytes(data)
-        with pytest.raises(Refused, match=r"\.metadata"):
-            dcp_to_casckpt(folder, store, step=1, allow_pickle=True)
-
-
-def test_a_set_in_metadata_holds_text_and_numbers_alone(store: casckpt.Store, folder: Path) -> None:
-    """Whatever else stands in it would be asked for its hash."""
-    found = pickle.loads((folder / ".metadata").read_bytes())
-    for member, is_read in ((3, True), (torch.Size([3]), False)):
-        found.planner_data = {"a": ("a",), "b.c": ("b", "c"), "x": {member}}
-        (folder / ".metadata").write_bytes(pickle.dumps(found, protocol=3))
-        with (
-            nullcontext() if is_read else pytest.raises(Refused, match="a set of something other than text or numbers")
-        ):
-            dcp_to_casckpt(folder, store, step=1)
-
-
-def test_nine_bytes_of_metadata_take_no_memory(store: casckpt.Store, folder: Path) -> None:
-    (folder / ".metadata").write_bytes(b"\x80\x02Nr\xff\xff\xff\x7f.")
-    with pytest.raises(Refused, match=r"\.metadata is no metadata"):
-        dcp_to_casckpt(folder, store, step=1)
 
 
 def test_a_damaged_value_is_not_committed(store: casckpt.Store, folder: Path) -> None:

@@ -44,14 +44,14 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/ranks/test_waiting.py::test_a_gloo_that_cannot_start_is_reported_on_all_ranks"
     ),
     Case("ranks/messages.py:astray", "give the objects on every rank, or the state_dict of each"): (
-        "tests/frontends/test_training_state_objects.py::"
+        "tests/frontends/training_state/test_objects.py::"
         "test_objects_on_one_rank_alone_are_refused_at_once_on_all_ranks"
     ),
     Case("loading/entries.py:no_entry", "Give the key of the mapping, as rename="): (
         "tests/loading/test_entries.py::test_a_rename_of_single_entries_is_refused"
     ),
     Case("loading/template.py:Template._check_packed", "Params4bit.from_prequantized"): (
-        "tests/frontends/test_training_state_passed_by.py::"
+        "tests/frontends/training_state/test_model.py::"
         "test_a_state_dict_with_a_copy_of_what_its_module_keeps_is_filled_only_with_the_same"
     ),
     Case("frontends/trainer/contents.py:_with", "is the state_dict of an optimizer"): (
@@ -61,7 +61,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/frontends/test_accelerate.py::test_a_model_that_accelerate_offloaded_is_told_from_one_without_values"
     ),
     Case("frontends/interchange/torch_files.py:", "call torch_save_to_casckpt of casckpt.frontends.convert there"): (
-        "tests/frontends/test_convert_torch.py::"
+        "tests/frontends/interchange/test_torch_files.py::"
         "test_a_class_of_the_script_that_saved_a_file_is_named_and_can_be_put_there"
     ),
     Case("storage/remote/s3/errors.py:", "set AWS_REQUEST_CHECKSUM_CALCULATION"): (
@@ -72,17 +72,19 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/frontends/serve/test_clients.py::test_from_pretrained_with_an_endpoint_alone"
     ),
     Case("frontends/megatron/folders.py:check_common", "puts back what was saved"): (
-        "tests/frontends/megatron/test_core_failures.py::"
+        "tests/frontends/megatron/test_folders.py::"
         "test_a_save_that_failed_over_a_folder_is_not_mixed_with_what_was_there"
     ),
     Case(
         "frontends/training_state/optimizer.py:_state_of", "in a TrainState, or by its state_dict() with store.save"
-    ): ("tests/frontends/test_optimizers.py::test_an_optimizer_with_more_in_its_state_is_saved_as_an_object"),
+    ): (
+        "tests/frontends/training_state/test_optimizer.py::test_an_optimizer_with_more_in_its_state_is_saved_as_an_object"
+    ),
     Case("frontends/training_state/optimizer.py:local_optimizer", "make it without overlap_with_ddp"): (
-        "tests/frontends/test_optimizers.py::test_zero_redundancy_goes_on_with_its_parts_and_without_them"
+        "tests/frontends/training_state/test_optimizer.py::test_zero_redundancy_goes_on_with_its_parts_and_without_them"
     ),
     Case("tensors/objects.py:encode_object", "pass allow_pickle=True to store it as torch.save does"): (
-        "tests/frontends/test_optimizers.py::test_tensors_made_of_others_are_stored_where_pickles_are_allowed"
+        "tests/frontends/training_state/test_optimizer.py::test_tensors_made_of_others_are_stored_where_pickles_are_allowed"
     ),
     Case("history/commits.py:gone", "lease=True, or Store.lease"): "tests/store/test_gone.py::test_what_it_says_helps",
 }

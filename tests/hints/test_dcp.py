@@ -19,7 +19,7 @@ import casckpt
 from casckpt.errors import InvalidInput
 from casckpt.frontends.dcp import StorageReader, StorageWriter
 from casckpt.frontends.dcp.importing import dcp_to_casckpt
-from tests.frontends.test_dcp import PickledExtra
+from tests.frontends.dcp.test_note import PickledExtra
 from tests.hints.conftest import Run
 from tests.support.dcp import causes, failed, failure, load, save
 from tests.support.hints import Advice, Told, follows

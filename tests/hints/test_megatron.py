@@ -40,7 +40,7 @@ def where(store_path: Path) -> str:
 
 @follows("frontends/megatron/claims.py:_check_cover", "give all but one of them another replica_id")
 @follows("frontends/megatron/claims.py:_check_object", "give all but one of them another replica_id")
-@follows("frontends/megatron/claims.py:_nobody", "give one rank replica_id 0")
+@follows("frontends/megatron/claims.py:_without_main", "give one rank replica_id 0")
 def test_of_replicas_one_is_the_main_one(store_path: Path, told: Told) -> None:
     def shared(replica_id: int) -> ShardedObject:
         return ShardedObject("w", {"n": 1}, (1,), (0,), replica_id=replica_id)
@@ -215,9 +215,7 @@ def test_state_of_another_shape_is_left_out_of_what_is_sharded(store_path: Path,
 @follows(
     "frontends/megatron/common.py:read", "pass allow_pickle=True if you trust whoever wrote it. Classes of Megatron"
 )
-@follows(
-    "frontends/megatron/strategies.py:CasSaveShardedStrategy._say_what_needs_classes", "allow_pickle=True for the rest"
-)
+@follows("frontends/megatron/strategies.py:CasSaveShardedStrategy._warn_of_classes", "allow_pickle=True for the rest")
 def test_classes_in_the_common_part_are_loaded_with_leave_or_by_megatron(
     store_path: Path, tmp_path: Path, told: Told
 ) -> None:

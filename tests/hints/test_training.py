@@ -19,7 +19,7 @@ from casckpt import load_model_and_optim_state, save_model_and_optim_state
 from casckpt.errors import InvalidInput, Mismatch, MissingKey, NotFound, StorageError
 from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, TrainState, restore_rng, rng_state
 from casckpt.frontends.training_state import model as of_models
-from tests.frontends.test_training_state_passed_by import Reading, Scaled
+from tests.frontends.training_state.test_model import Reading, Scaled
 from tests.hints.conftest import Run
 from tests.hints.test_checkpoint import heard
 from tests.support.hints import Advice, Told, follows

@@ -1,23 +1,19 @@
-"""Saves in progress: their files, their signs of life, and which process is provably dead."""
+"""Saves in progress: their files and their signs of life."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import multiprocessing
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from casckpt.errors import Conflict, Revoked, StorageError
 from casckpt.format.keys import commit_key, transaction_key
 from casckpt.format.names import ManifestId
-from casckpt.format.records import Process, RevokedRecord
+from casckpt.format.records import RevokedRecord
 from casckpt.history.commits import commit, list_commits, list_names
 from casckpt.history.transactions import (
     Transaction,
@@ -26,17 +22,12 @@ from casckpt.history.transactions import (
     remove_closed,
     revoke,
 )
-from casckpt.repository import processes
-from casckpt.repository.processes import is_dead, this_process
+from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
 from tests.support.repositories import committed
 
 NEVER = 1e6  # seconds between signs of life, for tests that want none
-
-
-def changed(process: Process, **fields: object) -> Process:
-    return Process(**{name: getattr(process, name) for name in process.__struct_fields__} | fields)
 
 
 @pytest.fixture
@@ -283,115 +274,3 @@ def test_a_long_reason_is_cut(repo: Repository) -> None:
     assert revoke(repo, txid, "x" * 10_000_000)
     assert repo.storage.size(commit_key(txid)) is not None
     assert list_names(repo) == {txid}
-
-
-# ---- who is dead
-
-
-@pytest.fixture
-def child() -> Iterator[subprocess.Popen[bytes]]:
-    code = (
-        "from casckpt.repository.processes import this_process as p; from casckpt.format.records import encode;"
-        "print(encode(p()).decode().splitlines()[0], flush=True); input()"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        yield process
-        process.kill()
-
-
-def identity(child: subprocess.Popen[bytes]) -> Process:
-    import msgspec
-
-    assert child.stdout is not None
-    return msgspec.json.decode(child.stdout.readline(), type=Process)
-
-
-needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-
-
-@needs_proc
-def test_a_process_is_dead_once_it_was_killed(child: subprocess.Popen[bytes]) -> None:
-    process = identity(child)
-    assert process.pid == child.pid
-    assert not is_dead(process)
-    child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it ended, and is a zombie
-    assert is_dead(process)
-    child.wait()
-    assert is_dead(process)
-
-
-@needs_proc
-def test_this_process_lives() -> None:
-    me = this_process()
-    assert me.pid == os.getpid()
-    assert me.started > 0
-    assert me.boot_id
-    assert me.pid_namespace
-    assert not is_dead(me)
-
-
-@needs_proc
-def test_a_number_that_was_given_to_another_process_proves_death() -> None:
-    me = this_process()
-    assert is_dead(changed(me, started=me.started - 1))
-
-
-@needs_proc
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"boot_id": "another boot, maybe another host"},
-        {"boot_id": ""},
-        {"pid_namespace": "pid:[1]"},
-        {"pid_namespace": ""},
-        {"started": 0},
-        {"started": -5},
-        {"pid": 0},
-        {"pid": -1},
-        {"pid": 1 << 40},
-    ],
-)
-def test_where_there_is_doubt_nobody_is_dead(child: subprocess.Popen[bytes], fields: dict[str, object]) -> None:
-    process = identity(child)
-    child.kill()
-    child.wait()
-    assert is_dead(process)
-    assert not is_dead(changed(process, **fields))
-
-
-def test_without_proc_nobody_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = this_process()
-    monkeypatch.setattr(processes, "PROC", tmp_path)
-    me = this_process()
-    assert (me.boot_id, me.pid_namespace, me.started) == ("", "", 0)
-    assert me.pid == os.getpid()
-    assert not is_dead(me)
-    assert not is_dead(before)
-
-
-@needs_proc
-def test_a_process_that_proc_hides_is_not_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    me = this_process()
-    (tmp_path / "sys/kernel/random").mkdir(parents=True)
-    (tmp_path / "sys/kernel/random/boot_id").write_text(me.boot_id)
-    (tmp_path / "self").symlink_to("/proc/self")  # as with hidepid=2: only some entries are shown
-    monkeypatch.setattr(processes, "PROC", tmp_path)
-    assert this_process().boot_id == me.boot_id
-    assert not is_dead(me)
-
-
-@needs_proc
-@pytest.mark.parametrize(("state", "alive", "dead"), [("S", 1, False), ("Z", 1, True), ("Z", 2, False), ("X", 0, True)])
-def test_names_hold_anything_and_leaders_end_before_their_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, alive: int, dead: bool
-) -> None:
-    me = this_process()
-    (tmp_path / "sys/kernel/random").mkdir(parents=True)
-    (tmp_path / "sys/kernel/random/boot_id").write_text(me.boot_id)
-    (tmp_path / "self").symlink_to("/proc/self")
-    (tmp_path / str(me.pid)).mkdir()
-    fields = [state, *["0"] * 16, str(alive), "0", str(me.started), "0"]
-    (tmp_path / str(me.pid) / "stat").write_text(f"{me.pid} (a) Z 1 ) 2) {' '.join(fields)}\n")
-    monkeypatch.setattr(processes, "PROC", tmp_path)
-    assert is_dead(me) is dead

@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+import casckpt
+from casckpt.storage.local.syscalls import Lacking
+from casckpt.store.store import Store
+from tests.support.reads import pages
 from tests.support.saves import small_folder
 
 
@@ -14,3 +19,17 @@ def path(tmp_path: Path) -> Path:
     """A store with small cells and blobs."""
     small_folder(tmp_path / "store")
     return tmp_path / "store"
+
+
+@pytest.fixture
+def droppable(tmp_path: Path) -> Store:
+    """A store with a checkpoint of 8 MiB, none of it in the page cache."""
+    store = casckpt.open(tmp_path / "store")
+    store.save({"w": torch.arange(1 << 20)}, step=0)
+    try:
+        held, _ = pages(store, drop=True)
+    except Lacking:
+        pytest.skip("this kernel does not count cached pages")
+    if held:
+        pytest.skip("this file system keeps its files in memory")
+    return store

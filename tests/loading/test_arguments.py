@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,6 @@ import torch
 
 import casckpt
 from casckpt.errors import ForgottenWarning, Gone, InvalidInput, NotFound
-from casckpt.loading.load_plan import LoadArguments, LoadOptions, MatchArguments, ReadArguments
-from casckpt.saving.options import SaveArguments, SaveOptions
 from tests.support.repositories import memory
 from tests.support.saves import small
 
@@ -80,52 +76,6 @@ def test_attachments(saved: casckpt.Store, given: Any) -> None:
         saved.save({}, step=2, attachments=given)
 
 
-@pytest.mark.parametrize("name", ["save", "save_async", "load", "read", "pre_download"])
-def test_a_misspelt_keyword_is_named_by_the_call(saved: casckpt.Store, name: str) -> None:
-    given: dict[str, Any] = {"step": 2} if name.startswith("save") else {"ref": "default@1"}
-    state: dict[str, Any] = {} if name == "read" else {"state": {}}
-    with pytest.raises(TypeError, match=rf"^Store\.{name}\(\) got an unexpected keyword argument 'allow_pickel'$"):
-        getattr(saved, name)(**state, **given, allow_pickel=True)
-    assert [one.step for one in saved.checkpoints()] == [1]
-
-
-@pytest.mark.parametrize(
-    ("name", "keyword"),
-    [
-        ("read", "strict"),
-        ("read", "rename"),
-        ("read", "process_group"),
-        ("load", "ranks"),
-        ("load", "alive"),
-        ("pre_download", "unread"),
-        ("pre_download", "verify"),
-    ],
-)
-@pytest.mark.parametrize("state", [{}, {"state": {}}], ids=["no state", "state"])
-def test_a_keyword_of_another_call_is_refused_not_passed_by(
-    saved: casckpt.Store, name: str, keyword: str, state: dict[str, Any]
-) -> None:
-    given = {"load": {"state": {}}, "read": {}, "pre_download": state}[name]
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'"):
-        getattr(saved, name)(ref="default@1", **given, **{keyword: None})
-
-
-@pytest.mark.parametrize(
-    ("call", "names", "options"),
-    [
-        ("save", SaveArguments, SaveOptions),
-        ("load", LoadArguments, LoadOptions),
-        ("read", ReadArguments, LoadOptions),
-        ("pre_download", MatchArguments, LoadOptions),
-    ],
-)
-def test_every_option_has_a_default_and_stands_in_the_docstring(call: str, names: Any, options: Any) -> None:
-    described = inspect.getdoc(getattr(casckpt.Store, call)) or ""
-    assert [name for name in names.__annotations__ if f"``{name}``" not in described] == []
-    defaults = {one.name for one in fields(options) if one.default is not MISSING}
-    assert names.__annotations__.keys() <= defaults
-
-
 @pytest.mark.parametrize("duration", [-1, 7, "1", float("nan")])
 @pytest.mark.parametrize("name", ["wait", "revoke_after", "min_age", "keep_within"])
 def test_durations_of_a_gc(saved: casckpt.Store, name: str, duration: Any) -> None:
@@ -158,11 +108,6 @@ def test_a_checkpoint_object_is_a_reference_everywhere(saved: casckpt.Store) -> 
         saved.get("default@1")
 
 
-def test_a_store_is_opened_and_not_made() -> None:
-    with pytest.raises(InvalidInput, match=r"casckpt.open\('ckpts'\)"):
-        casckpt.Store("ckpts")  # type: ignore[arg-type]  # what people try
-
-
 def test_runs_are_named(saved: casckpt.Store) -> None:
     saved.save({}, run="zoo", step=1)
     saved.save({}, run="away", step=1)
@@ -174,20 +119,6 @@ def test_results_are_short_when_they_are_printed(saved: casckpt.Store) -> None:
     saved.save({"w": torch.zeros(3)}, step=2)
     ckpt = saved.get("default@1")
     assert repr(saved.gc(keep_last=1).forgotten) == f"(<Commit default@1 ({ckpt.id[:12]}), forgotten>,)"
-
-
-def test_a_notebook_shows_tables_and_runs_no_markup(saved: casckpt.Store) -> None:
-    saved.save({"<b>w": torch.ones(3)}, run="r", step=2, metadata={"<script>": "<i>"})
-    shown = {
-        "store": saved._repr_html_(),
-        "checkpoint": saved.get("r@2")._repr_html_(),
-        "diff": saved.diff("default@1", "r@2")._repr_html_(),
-    }
-    assert all(text.startswith("<div><b>") and text.count("<table>") == 1 for text in shown.values())
-    assert "<td>r</td><td>2</td>" in shown["store"]
-    assert "<td>&lt;script&gt;</td><td>&lt;i&gt;</td>" in shown["checkpoint"]
-    assert "<td>added</td><td>&lt;b&gt;w</td>" in shown["diff"]
-    assert "0 checkpoints" in small(memory())._repr_html_()
 
 
 def test_repair_from_a_path(tmp_path: Path) -> None:

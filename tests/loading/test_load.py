@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from casckpt.errors import CasckptError, InvalidInput, Mismatch, MissingKey, NotFound
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
-from casckpt.tensors.values import PerRank
 from tests.support.ids import named
 from tests.support.saves import cells, same_state, small
 from tests.support.tensors import NAMES, dtype_of, raw, same
@@ -343,20 +342,6 @@ def test_a_checkpoint_that_is_not_there(store: Store, ref: str) -> None:
             call()
 
 
-def test_a_mistyped_path_says_that_there_is_no_store_and_makes_none(tmp_path: Path) -> None:
-    path = tmp_path / "no" / "store"
-    store = open_store(path)
-    calls: list[Any] = [
-        lambda: store.load({"w": torch.zeros(1)}, REF), lambda: store.read("latest"), lambda: store.get(REF),
-        store.checkpoints, store.stats, lambda: store.attachments(REF), lambda: store.diff(REF, REF),
-    ]  # fmt: skip
-    for call in calls:
-        with pytest.raises(NotFound, match=rf"there is no store at {re.escape(str(path))}"):
-            call()
-    assert not path.parent.exists()
-    assert store.repository.exists() is False
-
-
 @pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True])
 def test_unusable_threads(store: Store, threads: Any) -> None:
     for call in (
@@ -429,16 +414,3 @@ def test_a_leaf_where_a_container_was_saved_is_a_mismatch(tmp_path: Path, here: 
     store.save({"a": {"b": torch.ones(2)}}, step=1)
     with pytest.raises(Mismatch, match=r"'a' is .* here, but a dict in the checkpoint"):
         store.load({"a": here}, "default@1")
-
-
-def test_values_per_rank_that_are_left_unread_are_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, looked = small(), list[str]()
-    store.save({"seen": PerRank({f"k{number}": number for number in range(50)})}, step=1)
-
-    def is_generator(key: str) -> bool:
-        looked.append(key)
-        return False
-
-    monkeypatch.setattr("casckpt.loading.template.is_generator", is_generator)
-    store.load({"seen": PerRank({"k3": None})}, REF)
-    assert len(looked) <= 100  # once before the load, and once after it; not once for each

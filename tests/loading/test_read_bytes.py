@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import random
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import casckpt
-from casckpt.base import parallel
-from casckpt.loading import entry_reader as download
 from casckpt.repository.repository import Repository
-from casckpt.storage.local import reader as localreader
-from casckpt.storage.local import store as localstore
-from casckpt.storage.local.syscalls import Lacking, cached_pages
 from casckpt.store.store import Store
 from casckpt.tensors.values import Shard
 from tests.support.faulty import FaultyStore
+from tests.support.reads import pages
 from tests.support.repositories import memory
-from tests.support.saves import CELL, cells, counted, same_state, small, small_folder
+from tests.support.saves import CELL, cells, counted, same_state, small
 
 PER = CELL // 4  # float32 of a cell
 
@@ -123,31 +113,6 @@ def test_a_column_of_wide_rows() -> None:
     assert torch.equal(shard.data, weight[:, 7 * PER + 3 : 7 * PER + 13])
 
 
-def test_near_ranges_of_a_blob_are_one_request(tmp_path: Path) -> None:
-    """In a folder 128 KiB of unwanted bytes cost less than another request."""
-    state = {f"w{i}": cells(1) for i in range(14)}
-    store = small_folder(tmp_path / "store")
-    saved = store.save(state, step=1, threads=1)
-    with counted(store) as around:
-        store.read(saved, keys=[])
-    with counted(store) as io:
-        store.read(saved, keys=["w1", "w3", "w11"])
-    # they lie in the order of their keys: w1, w10, w11, w12, w13, w2, w3
-    assert io.bytes_read - around.bytes_read == 7 * CELL
-    assert io.reads - around.reads == 1
-
-
-def test_each_blob_is_opened_once() -> None:
-    faulty = FaultyStore(memory())
-    store = small(faulty)
-    state = {"w": cells(100), "v": cells(60).view(64, -1).t()}
-    store.save(state, step=1)
-    store.read("default@1")
-    opened = faulty.keys("open")
-    assert len(opened) == len(set(opened)) > 8
-    assert faulty.count("get", "objects/*.manifest") == 0  # it was saved by this process
-
-
 def test_another_process_reads_marker_and_manifest_once() -> None:
     faulty = FaultyStore(memory())
     store = small(faulty)
@@ -160,109 +125,6 @@ def test_another_process_reads_marker_and_manifest_once() -> None:
     assert faulty.count("get", "objects/*.manifest") == 1
     assert faulty.count("get", "commits/*") == 6  # its record, and whether there is another one
     assert faulty.count("list", "commits/") == 0
-
-
-@given(st.integers(1, 6 * PER), st.data())
-def test_any_ranges_at_once(numel: int, data: st.DataObject) -> None:
-    """Several shards of one tensor, which may overlap: every byte of the union is read once."""
-    weight = torch.arange(numel, dtype=torch.int32)
-    store = warmed({"w": weight})
-    bounds = data.draw(
-        st.lists(st.tuples(st.integers(0, numel), st.integers(0, numel)).map(sorted), min_size=1, max_size=4)
-    )
-    shards = [Shard(torch.full((hi - lo,), -1, dtype=torch.int32), (numel,), flat=(lo, hi)) for lo, hi in bounds]
-    read = bytes_read(store, lambda: store.load({"w": shards}, "default@1", verify=False))
-    assert read == 4 * len({i for lo, hi in bounds for i in range(lo, hi)})
-    verified = bytes_read(store, lambda: store.load({"w": shards}, "default@1"))
-    cells_ = {i // PER for lo, hi in bounds for i in range(lo, hi)}
-    assert verified == sum(4 * (min(numel, (i + 1) * PER) - i * PER) for i in cells_)
-    for (lo, hi), shard in zip(bounds, shards, strict=True):
-        assert torch.equal(shard.data, weight[lo:hi])
-
-
-@pytest.mark.parametrize(("cached", "page_cache", "threads"), [(True, False, 1), (False, False, 8), (False, True, 6)])
-def test_a_rank_reads_memory_with_its_own_cores_and_a_disk_with_more(
-    cached: bool, page_cache: bool, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = casckpt.open(tmp_path / "store", page_cache=page_cache)
-    store.save({"w": torch.arange(1 << 20)}, step=0)
-    monkeypatch.setattr(localreader, "is_cached", lambda *_: cached)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    used: list[tuple[int, bool]] = []
-
-    def run_all(call: Any, tasks: Sequence[Any], threads: int) -> None:
-        used.append((threads, isinstance(call.__self__.turns, nullcontext)))
-        parallel.run_all(call, tasks, threads)
-
-    monkeypatch.setattr(download, "run_all", run_all)
-    target = torch.zeros(1 << 20, dtype=torch.int64)
-    store.load({"w": target}, "default@0", threads=4)
-    assert torch.equal(target, torch.arange(1 << 20))
-    # some to compute, some to have reads in flight, of which the kernel has some of its own; turns where there are more
-    # than may compute
-    assert used == [(threads, threads == 1)]
-
-
-@pytest.mark.parametrize(("loose", "reads"), [(2, 1), (8, 16)])
-def test_a_few_cells_that_are_copied_make_no_small_reads(
-    loose: int, reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(download, "_SCRATCH_BYTES", CELL)
-    store = small_folder(tmp_path / "store")
-    state = {"a": cells(loose / 2), "b": cells(16 - loose), "c": cells(loose / 2)}
-    store.save(state, step=1)
-    into = {key: torch.zeros(2 * len(state[key]))[::2] for key in ("a", "c")} | {"b": torch.zeros_like(state["b"])}
-    with counted(store) as before:
-        store.load({}, "default@1", unread="ignore")
-    with counted(store) as io:
-        store.load(into, "default@1")
-    assert all(torch.equal(into[key], state[key]) for key in state)
-    assert io.reads - before.reads == reads
-
-
-def pages(store: Store, *, drop: bool = False) -> tuple[int, int]:
-    """How many pages of the blobs the page cache holds, and how many there are; both of what is left of a drop."""
-    held = total = 0
-    for path in Path(store.url, "objects").rglob("*"):
-        if path.is_file() and path.stat().st_size > 1 << 20:
-            with path.open("rb") as file:
-                if drop:
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                held += cached_pages(file.fileno(), 0, path.stat().st_size)
-                total += -(-path.stat().st_size // mmap.PAGESIZE)
-    return held, total
-
-
-@pytest.fixture
-def droppable(tmp_path: Path) -> Store:
-    """A store with a checkpoint of 8 MiB, none of it in the page cache."""
-    store = casckpt.open(tmp_path / "store")
-    store.save({"w": torch.arange(1 << 20)}, step=0)
-    try:
-        held, _ = pages(store, drop=True)
-    except Lacking:
-        pytest.skip("this kernel does not count cached pages")
-    if held:
-        pytest.skip("this file system keeps its files in memory")
-    return store
-
-
-@pytest.mark.parametrize(
-    ("page_cache", "free", "stays"),
-    [(True, 0, True), (False, 1 << 40, False), (None, 0, False), (None, 4 * (8 << 20), True)],
-)
-def test_a_load_leaves_in_memory_what_there_is_memory_for(
-    page_cache: bool | None, free: int, stays: bool, droppable: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(download, "headroom", lambda: free)
-    monkeypatch.setattr(download, "_ALWAYS", 0)
-    monkeypatch.setattr(localstore, "caches_well", lambda path: True)
-    store = casckpt.open(droppable.url, page_cache=page_cache)
-    target = torch.zeros(1 << 20, dtype=torch.int64)
-    store.load({"w": target}, "default@0")
-    assert torch.equal(target, torch.arange(1 << 20))
-    held, total = pages(store)
-    assert held >= 0.9 * total if stays else held < 0.5 * total
 
 
 def test_of_a_blob_that_is_read_for_the_lesser_part_nothing_stays(droppable: Store) -> None:

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from casckpt.contents import manifests
-from casckpt.errors import Damaged, Gone
-from casckpt.history.commits import forget, list_commits, restore
+from casckpt.history.commits import list_commits, restore
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, call_first
 from tests.support.gcs import collect
 from tests.support.repositories import meanwhile, memory
 from tests.support.rewrites import move
-from tests.support.saves import BLOB, CELL, blob_keys, cells, flip, same_state, small, small_folder
+from tests.support.saves import BLOB, CELL, cells, same_state, small, small_folder
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
+
 
 KEYS = 6
 
@@ -118,19 +118,6 @@ def test_what_was_read_is_kept(store: Store, faults: FaultyStore, threads: int) 
     assert len(new) < len(faults.keys("read_into")) < reads
 
 
-def test_a_blob_that_is_damaged_while_a_repair_moves_the_checkpoint(store: Store, faults: FaultyStore) -> None:
-    def change() -> None:
-        repo = elsewhere(store)
-        commit = store.get("default@1").commit
-        keys = [key for key in blob_keys(store) if commit.txid in key]
-        move(repo, commit)
-        for key in keys:
-            flip(store, key, 4100)
-
-    faults.inject(call_first("read_into", meanwhile(change), key="objects/*"))
-    assert same_state(store.read("default@1"), state())
-
-
 def test_a_manifest_that_goes_before_it_is_read(store: Store, faults: FaultyStore) -> None:
     for method in ("load", "read"):
         faults.inject(call_first("get", meanwhile(lambda: rewritten(elsewhere(store))), key="objects/*.manifest"))
@@ -155,28 +142,6 @@ def test_a_large_manifest_that_goes_while_it_is_read_by_range(
     target = zeros()
     user.load(target, "default@1")
     assert same_state(target, state())
-
-
-def test_what_was_forgotten_and_purged_is_said_to_be_gone(store: Store, faults: FaultyStore) -> None:
-    def change() -> None:
-        repo = elsewhere(store)
-        forget(repo, list_commits(repo).visible()[0])
-        collect(repo)
-
-    faults.inject(call_first("read_into", meanwhile(change), key="objects/*"))
-    with pytest.raises(Gone, match="was purged while it was read"):
-        store.load(zeros(), "default@1")
-
-
-def test_what_is_damaged_everywhere_is_said_to_be(store: Store) -> None:
-    repo = elsewhere(store)
-    commit = store.get("default@1").commit
-    made = move(repo, commit)
-    for key in blob_keys(store):
-        flip(store, key, 4100)
-    with pytest.raises(Damaged, match="is damaged") as caught:
-        store.read("default@1")
-    assert caught.value.checkpoints == (made.id,)
 
 
 def load_while_it_moves(rank: int, size: int, path: Path) -> bool:

@@ -16,8 +16,6 @@ from casckpt.errors import Damaged
 from casckpt.format import records
 from casckpt.format.keys import commit_key
 from casckpt.history.commits import forget, list_commits
-from casckpt.history.tags import set_tag, tags
-from casckpt.repository import caches
 from casckpt.storage.base import ListedObject
 from casckpt.storage.memory import MemoryStore
 from tests.support.faulty import FaultyStore
@@ -103,19 +101,3 @@ def test_anew_sees_what_the_disk_did_to_a_known_record(tmp_path: Path) -> None:
     repo.storage.replace(commit_key(made.txid), data.replace(b"run", b"ruN"))
     assert made.txid in list_commits(repo).commits
     assert made.txid in list_commits(repo, anew=True).damaged
-
-
-def test_more_records_than_are_kept_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caches, "MAX_RECORDS", 3)
-    repo = repository(tmp_path)
-    made = [commit_bare(repo, step=step) for step in range(8)]
-    set_tag(repo, "best", made[0])
-    for _ in range(2):
-        assert [commit.txid for commit in list_commits(repo).live()] == [commit.txid for commit in made]
-        assert tags(repo)["best"].txid == made[0].txid
-
-
-def test_metadata_that_a_program_changes_is_its_own(store: casckpt.Store) -> None:
-    store.save({"w": torch.ones(4)}, step=0, metadata={"scores": [1]})
-    store.get("latest").metadata["scores"].append(2)
-    assert store.get("latest").metadata == {"scores": [1]}

@@ -16,25 +16,21 @@ import casckpt
 from casckpt.contents import manifests
 from casckpt.errors import InvalidInput
 from casckpt.format.blob import DATA_OFFSET
-from casckpt.format.digest import cell_digest
 from casckpt.format.encodings.frames import decode, encode_delta
-from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
-from casckpt.format.regions import full_box
 from casckpt.plan.bases import MAX_DELTAS
 from casckpt.repository.repository import Repository
 from casckpt.saving import encoder as coding
 from casckpt.saving.encoder import give_up
-from casckpt.saving.previous_cells import HeldCell, HeldFrame
 from casckpt.store.store import Store
 from tests.support.far import far
 from tests.support.held import held_bytes
 from tests.support.saves import CELL, another_process, reopened, same_state, small, small_folder
-from tests.support.tensors import bytes_of
 from tests.support.together import line, spread
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
+
 
 NUMEL = 40 * CELL // 2  # of 2 bytes
 
@@ -112,22 +108,6 @@ def test_without_a_word_cells_lie_as_they_are(store: Store) -> None:
     for step, state in enumerate(versions(3)):
         store.save(state, step=step, compress="off" if step == 2 else None)
     assert [set(links(store, f"default@{step}")) for step in range(3)] == [{0}] * 3
-
-
-def test_a_setting_counts_where_nothing_is_said(store: Store) -> None:
-    store.change_settings(compress="auto")
-    states = versions(4)
-    for step, state in enumerate(states):
-        store.save(state, step=step, compress="off" if step == 2 else None)
-    assert [max(links(store, f"default@{step}")) for step in range(4)] == [0, 1, 0, 1]
-    check(store, states)
-
-
-@pytest.mark.parametrize("given", ["zstd", "", True, 1])
-def test_what_is_no_way_to_compress_is_refused(store: Store, given: Any) -> None:
-    with pytest.raises(InvalidInput, match="auto"):
-        store.save({"w": weights()}, step=0, compress=given)
-    assert not store.checkpoints()
 
 
 def test_another_process_goes_on_from_what_a_folder_holds(tmp_path: Path) -> None:
@@ -300,21 +280,6 @@ def test_a_base_that_is_gone_though_its_bytes_are_held_is_no_base(store: Store, 
     assert 0 in links(store, "default@3")
 
 
-def test_an_older_version_is_what_the_manifest_says_or_none() -> None:
-    """A run that was rolled back may come to the same version by another way, in another process."""
-    first, second = (bytearray(bytes_of(one)) for one in (weights(numel=CELL), stepped(weights(numel=CELL), 1)))
-    frame = encode_delta(memoryview(second), 2, memoryview(first))
-    assert frame is not None
-    was, now = (
-        StoredCell(0, 0, CELL, full_box((CELL // 2,)), 0, CELL // 2, cell_digest(one)) for one in (first, second)
-    )
-    held = HeldCell(now.digest, second, (HeldFrame(frame, was.digest),))
-    assert coding._older(held, [now]) is None
-    assert coding._older(held, [was, was]) is None
-    assert coding._older(held, [was]) == HeldCell(was.digest, first)
-    assert held.plain == first, "in place"
-
-
 def test_blobs_of_frames_are_never_worn(store: Store) -> None:
     """To leave one would take all of its cells whole."""
     states = versions(4)
@@ -337,25 +302,6 @@ def first(call: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., A
         return next(calls, call)(*given)
 
     return called
-
-
-def test_saves_of_a_run_beside_each_other_do_not_share_what_is_held(store: Store) -> None:
-    """The second one begins, with the same parent, and ends while the first one encodes a cell."""
-    states, encode = versions(4), encode_delta
-    store.save(states[0], step=0, compress="auto")
-    other = states[0] | {"w": stepped(states[0]["w"], 77)}
-
-    def beside(plain: memoryview, width: int, base: memoryview) -> bytes | None:
-        store.save(other, step=10, compress="auto", threads=1)
-        return encode(plain, width, base)
-
-    with patch.object(coding, "encode_delta", first(encode, beside)):
-        store.save(states[1], step=1, compress="auto", threads=1)
-    for step in (2, 3):
-        store.save(states[step], step=step, compress="auto")
-    check(store, states)
-    assert same_state(reopened(store).read("default@10"), other)
-    assert max(links(store, "default@1")) == max(links(store, "default@10")) == 1
 
 
 def test_bytes_that_were_being_changed_when_a_save_broke_off_are_no_base(store: Store) -> None:

@@ -9,24 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
 import casckpt
 from casckpt.contents import manifests
 from casckpt.contents.checkpoint import Checkpoint, TensorHealth
 from casckpt.errors import InvalidInput
-from casckpt.format.dtypes import DTYPES
 from casckpt.format.keys import manifest_key
 from casckpt.format.records import Health
-from casckpt.format.sections.health import CellHealth
 from casckpt.repository.repository import Repository
-from casckpt.saving import health_scan as looking
-from casckpt.saving.health_scan import has_health, health_of
 from casckpt.store.store import Store
 from tests.support.saves import CELL, cells, flip, small, trained
-from tests.support.tensors import NAMES
 from tests.support.together import line, numbers, spread
 from tests.support.worlds import World, reference
 
@@ -35,38 +28,14 @@ if TYPE_CHECKING:
 
     from tests.support.ranks import Pool
 
+
 NAN, INF = float("nan"), float("inf")
-PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
-NUMBERS = sorted(filter(has_health, DTYPES))
 
 
 def expected(tensors: Sequence[torch.Tensor]) -> TensorHealth:
     values = torch.cat([torch.empty(0), *(one.reshape(-1).to(torch.float64) for one in tensors)])
     finite = values[values.isfinite()].abs()
     return TensorHealth(int(values.isnan().sum()), int(values.isinf().sum()), float(finite.max()) if len(finite) else 0)
-
-
-# one cell
-
-
-@pytest.mark.parametrize("dtype", [name for name in NUMBERS if name in NAMES])
-@given(raw=st.binary(min_size=16, max_size=160).map(lambda raw: raw[: len(raw) // 16 * 16]), small=st.booleans())
-def test_a_cell_is_what_torch_says_of_it(dtype: str, raw: bytes, small: bool) -> None:
-    data = bytearray(byte // 3 for byte in raw) if small else bytearray(raw)  # few NaNs, or many
-    values = torch.frombuffer(data, dtype=getattr(torch, PARTS.get(dtype, dtype)))
-    wide = values.to(torch.float32).double() if dtype.startswith("float8") else values
-    found = health_of(dtype, memoryview(data))
-    if values.dtype == torch.uint64:  # torch rounds other than Python
-        assert found == CellHealth(0, 0, float(max(values.tolist())))
-    else:
-        assert TensorHealth(*found) == expected([wide])
-
-
-def test_what_holds_no_numbers_is_not_looked_at() -> None:
-    assert {*DTYPES} - {*NUMBERS} == {
-        "bool", "float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2",
-        *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
-    }  # fmt: skip
 
 
 # a save
@@ -104,42 +73,6 @@ def test_what_is_unhealthy_is_told_and_a_word_counts_more(caplog: pytest.LogCapt
     ]
     with pytest.raises(InvalidInput, match="health=1 is not usable"):
         store.save({}, step=4, health=1)  # type: ignore[arg-type]  # as a slip
-
-
-@pytest.fixture
-def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of each cell that is looked at."""
-    found: list[int] = []
-
-    def counting(dtype: str, data: memoryview) -> CellHealth:
-        found.append(len(data))
-        return health_of(dtype, data)
-
-    monkeypatch.setattr(looking, "health_of", counting)
-    return found
-
-
-def test_only_what_changed_is_looked_at(looked: list[int]) -> None:
-    store, tensors = small(), state()
-    store.save(tensors, step=1, health=True)
-    assert len(looked) == 5 + 3 + 1
-    looked.clear()
-    store.save(tensors, step=2, health=True)
-    assert not looked
-    tensors["big"][0] = 9e9
-    saved = store.save(tensors, step=3, health=True)
-    assert looked == [CELL]
-    assert saved.health == wanted(tensors)
-
-
-def test_of_a_parent_that_told_nothing_all_is_looked_at_once(looked: list[int]) -> None:
-    store, tensors = small(), state()
-    store.save(tensors, step=1)
-    saved = store.save(tensors, step=2, health=True)
-    assert (saved.stats.blobs_written, len(looked), saved.health) == (0, 9, wanted(tensors))
-    looked.clear()
-    assert store.save(tensors, step=3, health=True).health == wanted(tensors)
-    assert not looked
 
 
 def test_of_what_is_declared_frozen_the_parent_is_asked() -> None:

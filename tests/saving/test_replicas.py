@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,29 +121,6 @@ def test_a_parameter_of_which_each_rank_has_its_own_is_refused_on_all_ranks(
             assert "relative difference" in text
             assert "check_replicas='off'" in text
     assert visible(path) == []
-
-
-def save_unchecked(rank: int, size: int, path: Path) -> Any:
-    store, model = casckpt.open(path), Experts(rank)
-    casckpt.save_model_and_optim_state(store, model, run="off", step=1, check_replicas="off")
-    same: dict[str, Any] = {"model": Experts(0).state_dict()}
-    store.save(same, run="off", step=2, check_replicas=False)
-    store.save(same, run="raise", step=1, check_replicas="raise")
-    with torch.no_grad():
-        model.shared.weight[0, 0] += rank * 1e-6
-    same = {"model": {"shared": model.shared.weight}}
-    checks: list[Any] = ["raise", "no"]
-    return [outcome_of(partial(store.save, same, run="raise", step=2, check_replicas=check)) for check in checks]
-
-
-def test_all_is_compared_or_nothing_where_that_is_asked_for(ranks: Pool, path: Path) -> None:
-    for differs, unknown in ranks.run(2, save_unchecked, path):
-        assert isinstance(differs, InvalidInput)
-        assert "'model.shared' differs between ranks 0 and 1" in str(differs)
-        assert "give 'raise', 'sample' or 'off'" in str(unknown)
-    found = casckpt.open(path).read("off@1")["model"]
-    assert all(torch.equal(found[name], value) for name, value in Experts(0).state_dict().items())
-    assert visible(path) == [("off", 1), ("off", 2), ("raise", 1)]
 
 
 def save_with_other_words(rank: int, size: int, path: Path) -> Any:
@@ -316,41 +292,6 @@ def test_one_changed_element_is_found_in_64_saves_a_holder(
     assert [one[0] for one in found] == [["w"]] * size
     assert [one[1] for one in found] == [(rank == who) == (who == 0) for rank in range(size)]  # all of rank 0's
     assert [["'w'" in text for text in one[2]] for one in found] == [[True], *[[]] * (size - 1)]
-
-
-# owned
-
-
-def owned(rank: int, size: int, path: Path) -> Any:
-    store = casckpt.open(path)
-
-    def owners(key: str) -> int | None:
-        return size - 1 if key.startswith("ema.") else None
-
-    state: dict[str, Any] = {"w": torch.ones(4), "ema": {"w": torch.full((5 + rank,), float(rank)), "n": rank}}
-    if size > 1 and rank == 0:
-        state["ema"] = {"w": None}
-    store.save(state, run="a", step=1, owners=owners)
-    model = Experts(rank)
-    Checkpointer(store, run="b", owners=lambda key: 1 if "expert" in key else None).save(1, model)
-    bads: list[Any] = [lambda key: size, lambda key: 0 if key == "ema.n" else owners(key), 3]
-    errors = [str(outcome_of(partial(store.save, state, run="a", step=2, owners=bad))) for bad in bads]
-    empty = {"ema": {"w": torch.zeros(4 + size), "n": None}}
-    store.load(empty, "a@1")
-    return empty, errors
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_what_one_rank_maintains_is_that_ranks_for_all(ranks: Pool, path: Path, size: int) -> None:
-    for empty, errors in ranks.run(size, owned, path):
-        assert empty["ema"]["w"].tolist() == [size - 1] * (4 + size)
-        assert empty["ema"]["n"] == size - 1
-        for error, text in zip(errors, (f"to rank {size}", "does not hold it", "owners=3 is not usable"), strict=True):
-            assert text in error
-    assert torch.equal(casckpt.open(path).read("b@1")["model"]["expert.weight"], Experts(1).expert.weight)
-    alone = {"ema": {"w": torch.zeros(4 + size)}}
-    casckpt.open(path).load(alone, "a@1")
-    assert alone["ema"]["w"].tolist() == [size - 1] * (4 + size)
 
 
 # how far

@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import types
-from collections import OrderedDict, UserDict, defaultdict
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +14,17 @@ import torch
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Conflict, InvalidInput, NotFound
 from casckpt.format.keys import MAX_STEP
-from casckpt.format.names import TxId
 from casckpt.history.commits import list_commits
-from casckpt.history.following import greatest, look_at_all
-from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, fail_before
 from tests.support.ids import named
-from tests.support.repositories import Ticks, commit_bare, memory, repository
+from tests.support.repositories import memory
 from tests.support.saves import cells, reopened, same_state, small, steps
 
 STATE = {"w": torch.arange(6.0), "x": [1]}
-
-
-def test_what_a_checkpoint_says() -> None:
-    store = small()
-    before = datetime.now(UTC) - timedelta(seconds=1)
-    ckpt = store.save(STATE, run="sft/lora", step=100, metadata={"loss": 1.2}, ephemeral=True)
-    assert (ckpt.run, ckpt.step, ckpt.metadata, ckpt.ephemeral) == ("sft/lora", 100, {"loss": 1.2}, True)
-    assert len(ckpt.id) == 64
-    assert before <= ckpt.created_at <= datetime.now(UTC)
-    assert ckpt.created_at.tzinfo is UTC
-    assert ckpt.tags == []
-    assert not ckpt.forgotten
-    assert {key: (t.dtype, t.shape, t.bytes) for key, t in ckpt.tensors.items()} == {"w": ("float32", (6,), 24)}
-    assert ckpt.stats.bytes_total == 24
-    assert ckpt.stats.bytes_written == 4096 + 24 + 72  # header, data, proof
-    assert (ckpt.stats.blobs_written, ckpt.stats.blobs_reused, ckpt.stats.bytes_reused) == (1, 0, 0)
-    assert ckpt.stats.seconds >= 0
-    assert "sft/lora@100" in repr(ckpt)
 
 
 def test_metrics_and_health_stand_in_the_record() -> None:
@@ -62,70 +38,11 @@ def test_metrics_and_health_stand_in_the_record() -> None:
     assert (plain.metrics, plain.healthy) == ({}, None)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({"metrics": {"loss": True}}, "metric 'loss' is a bool"),
-        (
-            {"metrics": {"loss": torch.ones(1)}},
-            r"metric 'loss' is a Tensor of shape \[1\]; give a number, or a tensor of no dimensions",
-        ),
-        ({"metrics": {"loss": "low"}}, "metric 'loss' is a str"),
-        ({"metrics": {"x" * 101: 1}}, "'xxxx"),
-        ({"metrics": {str(n): n for n in range(65)}}, "65 metrics"),
-        ({"metrics": 3}, "metrics is a int"),
-        ({"healthy": 1}, "healthy=1 is not usable"),
-        ({"healthy": "no"}, "healthy='no' is not usable"),
-    ],
-)
-def test_other_metrics_are_refused(arguments: dict[str, Any], error: str) -> None:
-    store = small()
-    with pytest.raises(InvalidInput, match=error):
-        store.save(STATE, step=1, **arguments)
-    with pytest.raises(InvalidInput, match=error):
-        store.save_async(STATE, step=1, **arguments)
-    assert steps(store) == []
-
-
-def test_a_checkpoint_is_the_same_whoever_looks() -> None:
-    store = small()
-    ckpt = store.save(STATE, step=1, metadata={"a": [1, {"b": None}]})
-    again = Store(store.repository).get("default@1")
-    assert again == ckpt
-    assert hash(again) == hash(ckpt)
-    assert again.metadata == ckpt.metadata
-    assert again.stats == ckpt.stats
-    assert again.tensors == ckpt.tensors
-    assert again != store.save(STATE, step=2)
-
-
-@pytest.mark.parametrize("metadata", [{"loss": math.nan}, {"text": "x" * 70_000}], ids=["nan", "long"])
-def test_metadata_that_no_record_holds_is_read_from_the_manifest(metadata: dict[str, Any]) -> None:
-    store = small()
-    store.save(STATE, step=1, metadata=metadata)
-    assert repr(store.get("default@1").metadata) == repr(metadata)
-
-
 @pytest.mark.parametrize("metadata", [{"a": object()}, {1: 2}, "text", 5, {"t": torch.ones(1)}], ids=named)
 def test_metadata_that_no_json_holds_is_refused(metadata: Any, tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     with pytest.raises(InvalidInput, match="metadata"):
         store.save(STATE, step=1, metadata=metadata)
-    assert not (tmp_path / "store").exists()
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"run": "../up"}, {"run": ""}, {"run": "a@b"}, {"run": None}, {"step": -1}, {"step": 1.0}, {"step": True},
-        {"step": MAX_STEP + 1}, {"step": "1"}, {"dedup": "all"}, {"threads": 0},
-    ],
-    ids=named,
-)  # fmt: skip
-def test_unusable_arguments_are_refused_before_anything_is_made(arguments: Any, tmp_path: Path) -> None:
-    store = open_store(tmp_path / "store")
-    with pytest.raises(InvalidInput, match=r"not usable|not a usable|not known"):
-        store.save(STATE, **({"step": 1} | arguments))
     assert not (tmp_path / "store").exists()
 
 
@@ -300,26 +217,6 @@ def test_nothing_is_said_about_a_good_save(caplog: pytest.LogCaptureFixture) -> 
     assert caplog.text == ""
 
 
-def test_a_save_says_of_no_announcement_that_it_looked_which_another_thread_read_since(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The clock of another host is ahead: what it has saved stays the newest."""
-    store = small()
-    store.save(STATE, run="a", step=1)
-    ahead = repository(tmp_path, store.repository.storage, clock=Ticks(store.repository.clock() + 10**9))
-
-    def meanwhile(repo: Repository, known: RunCache, run: str) -> TxId | None:
-        found = greatest(repo, known, run)
-        commit_bare(ahead, run, 2)
-        look_at_all(repo, run)  # by another thread of this process
-        return found
-
-    monkeypatch.setattr("casckpt.saving.leader.greatest", meanwhile)
-    store.save(STATE, run="a", step=3)
-    monkeypatch.undo()
-    assert reopened(store).get("a@latest").step == list_commits(store.repository).visible()[-1].step == 2
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_a_save_into_a_store_without_its_announcements_finds_what_is_there(
     known: bool, caplog: pytest.LogCaptureFixture
@@ -350,34 +247,3 @@ def _finds_what_is_not_announced(made: Store, known: bool, caplog: pytest.LogCap
     assert again.stats.blobs_written == 0
     assert [one.step for one in reopened(store).checkpoints()] == [1, 2, 3]
     assert not store.verify().records
-
-
-class Settings(dict[str, int]):
-    """A dict of its own kind."""
-
-
-def test_the_class_of_a_mapping_that_is_not_kept_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    store, one = small(), torch.ones(2)
-    tensors: defaultdict[str, Any] = defaultdict(dict, w=one)
-    kept = {"a": {"x": 1}, "b": OrderedDict(y=one), "c": defaultdict(list, z=[1]), "d": tensors}
-    store.save(kept, step=1)
-    assert not caplog.records
-    lost = {
-        "a": {"s": Settings(x=1)}, "b": [UserDict(y=one)], "c": types.MappingProxyType({"z": 1}),
-        "d": defaultdict(lambda: 0, w=1),
-    }  # fmt: skip
-    for step in (2, 3):
-        store.save(kept | lost, step=step)
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 4
-    for text, (place, kind) in zip(
-        told,
-        {"['a']['s']": "Settings", "['b'][0]": "UserDict", "['c']": "mappingproxy", "['d']": "defaultdict"}.items(),
-        strict=True,
-    ):
-        assert f"state{place} is a {kind}, which is stored as a dict" in text
-    assert type(store.read("latest")["a"]["s"]) is dict
-    into = {"a": {"s": Settings(x=0)}}
-    store.load(into, "latest", unread="ignore")
-    assert into == {"a": {"s": Settings(x=1)}}
-    assert type(into["a"]["s"]) is Settings

@@ -46,14 +46,3 @@ def test_a_copy_in_another_process_is_refused_rather_than_empty(monkeypatch: pyt
         with pytest.raises(Unsupported, match="memory of another process"):
             call()
     assert pickle.dumps(copy) == pickled  # it knows where it is from, however far it travels
-
-
-def test_counts() -> None:
-    store = MemoryStore(uuid4().hex)
-    store.put("a", bytes(10))
-    store.get("a", limit=10)
-    with store.open("a") as reader:
-        reader.read_into(2, [memoryview(bytearray(3))])
-    counts = store.counts
-    assert (counts.puts, counts.bytes_written, counts.fsyncs) == (1, 10, 0)
-    assert (counts.reads, counts.bytes_read, counts.requests) == (2, 13, 4)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.planner import (
+    SavePlanner,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
@@ -67,3 +72,10 @@ def zeros(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: zeros(value) for key, value in state.items()}
     return [zeros(value) for value in state] if isinstance(state, list) else None
+
+
+PLAIN: dict[str, Any] = {
+    "step": 7, "loss": 0.25, "nan": float("nan"), "name": "x", "flags": [True, None], "pair": (1, "b"),
+    "big": 1 << 80, "array": np.arange(3000, dtype=np.int16), "scalar": np.float32(2), "size": torch.Size((1, 2)),
+    "dtype": torch.bfloat16, "bytes": b"y" * 9000, "ordered": OrderedDict(a=1), "path": Path("a/b"),
+}  # fmt: skip

@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
 SERVERS: Final = ("moto", "seaweed")
 _SUITES: Final = {
+    "base": ("keywords", "notebook"),
     "repository": ("commit_damage", "repository"),
     "history": ("commits", "tags", "transactions"),
-    "contents": ("blobs", "manifests", "refs"),
+    "contents": ("blobs", "checkpoint", "manifests", "refs"),
     "upkeep/gc": ("forgetting", "gc"),
-    "upkeep/repair": ("repair", "verify"),
-    "saving": ("async", "frozen", "reuse", "save"),
-    "loading": ("arguments", "load", "read_bytes"),
-    "store": ("damage", "faults", "roundtrip"),
+    "upkeep/repair": ("affected", "blob_check", "blob_rebuild", "cell_sources", "relocation", "repair", "verify"),
+    "saving": ("frozen", "reuse", "save", "saver"),
+    "loading": ("arguments", "entry_reader", "load", "load_plan", "read_bytes", "transfer"),
+    "store": ("damage", "faults", "opening", "roundtrip"),
 }
 MODULES: Final = {f"tests/{folder}/test_{name}.py" for folder, names in _SUITES.items() for name in names}
 """The suites that make their stores by `tests.support.repositories.memory`."""

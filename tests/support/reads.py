@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from casckpt.storage.local.syscalls import cached_pages
 from casckpt.store.store import Store
 
 
@@ -38,3 +42,16 @@ class _Counting:
     def read_into(self, offset: int, buffers: Any) -> None:
         self.found.extend(buffer.nbytes for buffer in buffers)
         self.inner.read_into(offset, buffers)
+
+
+def pages(store: Store, *, drop: bool = False) -> tuple[int, int]:
+    """How many pages of the blobs the page cache holds, and how many there are; both of what is left of a drop."""
+    held = total = 0
+    for path in Path(store.url, "objects").rglob("*"):
+        if path.is_file() and path.stat().st_size > 1 << 20:
+            with path.open("rb") as file:
+                if drop:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                held += cached_pages(file.fileno(), 0, path.stat().st_size)
+                total += -(-path.stat().st_size // mmap.PAGESIZE)
+    return held, total

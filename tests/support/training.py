@@ -109,3 +109,10 @@ def trained(seed: int = 0) -> tuple[Network, optim.AdamW]:
     model, optimizer = made(seed)
     train(model, optimizer, range(2))
     return model, optimizer
+
+
+def contents(model: nn.Module, optimizer: optim.Optimizer) -> Any:
+    """A copy of all that is saved of them."""
+    state = optimizer.state_dict()
+    groups = [dict(sorted(group.items())) for group in state["param_groups"]]
+    return copy.deepcopy([dict(model.state_dict()), state["state"], groups])

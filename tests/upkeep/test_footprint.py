@@ -35,21 +35,6 @@ def freed(store: Store, **rules: Any) -> int:
     return store.gc(min_age="0s", **rules).deleted_bytes
 
 
-def test_each_step_tells_what_is_its_own() -> None:
-    store = filled(small())
-    steps = store.footprint().steps
-    assert [(one.run, one.step, one.state, one.until, one.tags) for one in steps] == [
-        ("r", step, "visible", None, ()) for step in range(4)
-    ]
-    assert sum(one.bytes_new for one in steps) == store.stats().bytes_blobs
-    assert steps[0].bytes_new == steps[0].bytes_used > steps[0].bytes_alone
-    for one, saved in zip(steps[1:], store.checkpoints()[1:], strict=True):
-        assert one.bytes_new == one.bytes_alone == saved.stats.bytes_written
-        assert one.bytes_logical == saved.stats.bytes_total
-    store.forget("r@1")
-    assert freed(store) == steps[1].bytes_alone
-
-
 def test_what_waits_says_until_when_and_for_what() -> None:
     store = filled(small())
     store.tag("mine", "r@0")
@@ -220,12 +205,6 @@ class Lives(RuleBasedStateMachine):
 
 
 TestLives = Lives.TestCase
+
+
 TestLives.settings = settings(max_examples=15, stateful_step_count=8)
-
-
-def test_another_run_counts_as_a_user() -> None:
-    store = filled(small())
-    store.save(state(3), run="other", step=0)
-    (one,) = store.footprint("other").steps
-    assert one.bytes_alone == one.bytes_new == 0 < one.bytes_used
-    assert store.footprint("r").steps[3].bytes_alone == 0

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from casckpt.contents.refs import resolve
-from casckpt.errors import Conflict, Damaged, Refused, StorageError
+from casckpt.errors import Conflict, Damaged, StorageError
 from casckpt.format.keys import commit_key, parse_log, run_hash
 from casckpt.format.names import TxId
-from casckpt.format.records import Committed, Dropped, Replaced, changed
+from casckpt.format.records import Committed, Replaced, changed
 from casckpt.history.commits import (
     Commit,
     CommitList,
@@ -26,7 +26,7 @@ from casckpt.history.commits import (
     restore,
 )
 from casckpt.history.folding import STANDS, UNSETTLED, VOID
-from casckpt.history.following import at_step, is_visible, look_at_all, newest, newest_of_runs, newest_reusable
+from casckpt.history.following import is_visible, newest
 from casckpt.history.leases import hold
 from casckpt.history.tags import named_by, set_tag, tags
 from casckpt.repository.repository import Repository
@@ -36,10 +36,8 @@ from casckpt.upkeep.rewrite import rewrite
 from tests.support.announced import announcements
 from tests.support.faulty import Call, FaultyStore, call_first, fail_after, fail_before, look_on
 from tests.support.repositories import (
-    START,
     Ticks,
     commit_bare,
-    committed,
     half_rewrite,
     meanwhile,
     memory,
@@ -98,20 +96,6 @@ def test_it_goes_on_standing_when_the_base_is_purged(repo: Repository) -> None:
     assert visible(repo) == [made.txid]
 
 
-def test_a_restore_undoes_it_for_ever(repo: Repository) -> None:
-    base = commit_bare(repo)
-    made = rewrite_bare(repo, base)
-    upon = rewrite_bare(repo, made)
-    back = restore(repo, refresh(repo, base))
-    assert visible(repo) == [back.txid]
-    assert [now(repo, one).standing for one in (base, made, upon)] == [STANDS, VOID, VOID]
-    with pytest.raises(Conflict, match="does not stand"):
-        restore(repo, now(repo, upon))
-    other = rewrite_bare(repo, back)
-    assert visible(repo) == [other.txid]
-    assert now(repo, made).standing == VOID
-
-
 def test_a_rewrite_of_what_is_forgotten_then_is_forgotten_too(repo: Repository) -> None:
     base = commit_bare(repo)
     made = rewrite_bare(repo, base)
@@ -128,20 +112,6 @@ def test_another_checkpoint_under_its_step_keeps_it_from_being_undone(repo: Repo
     with pytest.raises(Conflict, match="visible under the same run and step"):
         restore(repo, refresh(repo, base))
     assert visible(repo) == [other.txid]
-
-
-def test_before_its_record_it_is_there_and_not_seen(repo: Repository, tmp_path: Path) -> None:
-    base = commit_bare(repo)
-    made = half_rewrite(repo, base)
-    assert (now(repo, made).standing, visible(repo)) == (UNSETTLED, [base.txid])
-    assert [one.txid for one in list_commits(repo).live()] == [made.txid, base.txid]
-    with pytest.raises(Conflict, match="does not stand"):
-        forget(repo, now(repo, made))
-    for host in (repo, repository(tmp_path / "new", repo.storage, seed=8)):
-        assert newest(host, "run", is_visible) == now(repo, base)
-        assert newest_reusable(host, "run", anew=True) == now(repo, base)
-    finish(repo, made)
-    assert visible(repo) == [made.txid]
 
 
 def test_a_gc_gives_up_on_a_rewriter_that_is_dead_and_not_on_one_that_is_slow(repo: Repository) -> None:
@@ -263,37 +233,6 @@ def test_a_rewrite_and_its_record_are_announced_before_they_are_there(repo: Repo
     faults.inject(look_on("put", look, key="commits/*", times=9))
     made = rewrite_bare(repo, base)
     assert seen == [(made.txid, 0), (base.txid, 1)]
-
-
-# order
-
-
-def test_the_latest_is_the_last_save_whatever_the_clocks_say(tmp_path: Path) -> None:
-    storage = memory()
-    ahead = repository(tmp_path / "ahead", storage, clock=Ticks(START + 600 * 10**6))
-    repo = repository(tmp_path / "behind", storage, seed=2)
-    one, two, three = (commit_bare(repo, "a", step) for step in (1, 2, 3))
-    commit_bare(repo, "b", 1)
-    made = rewrite_bare(ahead, two)
-    assert made.txid > three.txid
-    for host in (ahead, repo, repository(tmp_path / "new", storage, seed=3)):
-        assert resolve(host, "a@latest").txid == three.txid
-        assert newest_reusable(host, "a", anew=True) == now(host, three)
-        assert [c.txid for c in list_commits(host).visible() if c.run == "a"] == [one.txid, made.txid, three.txid]
-        assert next(c.txid for c in newest_of_runs(host, is_visible) if c.run == "a") == three.txid
-    again = rewrite_bare(ahead, three)
-    for host in (ahead, repo, repository(tmp_path / "newer", storage, seed=4)):
-        assert resolve(host, "a@latest") == now(host, again)
-        assert newest_reusable(host, "a", anew=True) == now(host, again)
-
-
-def test_of_twins_the_one_that_was_saved_last_answers(repo: Repository) -> None:
-    one, two = (commit_bare(repo, "a", 1) for _ in range(2))
-    rewrite_bare(repo, one)
-    assert resolve(repo, "a@1").txid == two.txid
-    assert [c.txid for c in list_commits(repo).current()] == [two.txid]
-    made = rewrite_bare(repo, two)
-    assert at_step(repo, look_at_all(repo, "a"), "a", 1, is_visible)[-1] == made
 
 
 # looks that take their time
@@ -476,30 +415,6 @@ def test_a_rewrite_of_what_was_given_up_can_be_read(repo: Repository) -> None:
     purge_unreadable(repo, base.txid)
     found = list_commits(repo)
     assert (set(found.damaged), [one.txid for one in found.visible()]) == ({made.txid}, [made.txid])
-
-
-@pytest.mark.parametrize("wrong", ["run", "step", "later"])
-def test_a_record_that_rewrites_something_else_is_refused(repo: Repository, wrong: str) -> None:
-    record = committed(repo, "a", 1)
-    base = repo.new_txid("b" if wrong == "run" else "a", 2 if wrong == "step" else 1)
-    if wrong != "later":
-        record = committed(repo, "a", 1)
-    for fields in ({"replaces": (base, 1)}, {"origin": base}):
-        with pytest.raises(Refused, match="not possible"):
-            changed(record, **fields)
-    with pytest.raises(Refused, match="not possible"):
-        Replaced(txid=record.txid, time=0, by=record.txid)
-
-
-def test_what_stands_in_for_what(repo: Repository) -> None:
-    base = commit_bare(repo)
-    made = rewrite_bare(repo, base)
-    thin = rewrite_bare(repo, made, dropped=Dropped(entries=1, bytes=4, rule="optimizer"))
-    again = rewrite_bare(repo, thin, dropped=thin.dropped)
-    found = list_commits(repo)
-    standins = [found.standin(found.commits[one.txid]).txid for one in (base, made, thin, again)]
-    assert standins == [made.txid, made.txid, again.txid, again.txid]
-    assert {one.txid for one in found.needed()} == {made.txid, again.txid}
 
 
 def test_a_save_callback_is_told_what_lives_after_the_transaction_began(repo: Repository, faults: FaultyStore) -> None:

@@ -1,4 +1,4 @@
-"""Megatron-style sharded state dicts: the surface of ``megatron.core.dist_checkpointing``, on casckpt's store.
+"""Saves and loads Megatron-style sharded state dicts: the API of ``megatron.core.dist_checkpointing`` on a store.
 
 ::
 
@@ -8,11 +8,11 @@
     save(state, "ckpts#sft@100")                      # STORE#RUN@STEP, or casckpt.at(store, run="sft", step=100)
     state = load(state, "ckpts#sft@latest")           # in any other parallel configuration
 
-In the checkpoint a sharded tensor lies whole under its key, a shard of an object under its unique key, and the common
-part at its place in the state dict, so that every other front end loads it; and this one loads what they wrote.
+A checkpoint holds each sharded tensor whole under its key, each shard of an object under its unique key, and the common
+part at its place in the state dict. Every other front end loads such a checkpoint, and this one loads theirs.
 
-Megatron-core itself is not needed. Its own objects are taken where ours are, and its own ``save`` and ``load`` take
-`CasSaveShardedStrategy` and `CasLoadShardedStrategy`; `install` lets its training loop use them.
+Megatron-core itself is not needed. The functions accept its objects too, and its own ``save`` and ``load`` accept
+`CasSaveShardedStrategy` and `CasLoadShardedStrategy`; `install` makes its training loop use them.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ if TYPE_CHECKING:
     from casckpt.frontends.megatron.training_loop import install as install
     from casckpt.frontends.megatron.training_loop import register_strategies as register_strategies
 
-# Not in __all__: a star import is to work without Megatron-core.
+# Not in __all__, so that a star import works without Megatron-core.
 _NEED_MEGATRON_CORE = {
     "CasLoadShardedStrategy": "strategies",
     "CasSaveShardedStrategy": "strategies",

@@ -1,4 +1,4 @@
-"""A save in the background: as Megatron's training loop schedules it, and its end, for another process to wait for."""
+"""Background saves as Megatron's training loop schedules them, with an end that another process can wait for."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 
 class AsyncRequest(NamedTuple):
-    """The fields and methods of Megatron-core's. The save runs already: what is left is to wait for it, in the end.
+    """A request with the fields and methods of Megatron-core's. The save runs already; the caller only waits for it.
 
-    ``async_fn``: what to run elsewhere; None, there is nothing. ``finalize_fns``: to be called, on every rank, when
-    ``async_fn`` is done on all; they return when the checkpoint is committed, and raise what went wrong.
+    ``async_fn``: a function to run in another process, or None. ``finalize_fns``: functions to call on every rank once
+    ``async_fn`` has returned on all ranks. They return when the checkpoint is committed, and raise the error of the
+    save.
     """
 
     async_fn: Callable[..., Any] | None
@@ -24,27 +25,27 @@ class AsyncRequest(NamedTuple):
     call_idx: int = 0
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Call ``fn`` too, after the others. Raises RuntimeError for a frozen request."""
+        """Add a function to call after the others. Raises RuntimeError if the request is frozen."""
         if self.is_frozen:
             raise RuntimeError("the request is frozen; add functions before it is scheduled")
         self.finalize_fns.append(fn)
 
     def execute_sync(self) -> None:
-        """Wait for all of it now."""
+        """Run ``async_fn`` and the finalize functions now."""
         if self.async_fn is not None:
             self.async_fn(*self.async_fn_args, **self.async_fn_kwargs)
         for fn in self.finalize_fns:
             fn()
 
     def freeze(self) -> AsyncRequest:
-        """The same, to which nothing can be added."""
+        """Return a copy that accepts no more functions."""
         return self._replace(is_frozen=True)
 
 
 class Ending:
-    """Something that has not ended yet: a file that this process holds locked, and the system unlocks if it dies.
+    """The end of a save, for other processes to wait for: a file that this process locks until `reached`.
 
-    A lock of the kind that a forked child does not inherit.
+    The system releases the lock if the process dies. A forked child does not inherit a lock of this kind.
     """
 
     def __init__(self) -> None:
@@ -53,16 +54,16 @@ class Ending:
 
     @property
     def path(self) -> str:
-        """Give what `wait_for_end` takes, in whatever process."""
+        """The argument of `wait_for_end`, for any process."""
         return self._file.name
 
     def reached(self) -> None:
-        """Let them go on who wait for it."""
+        """Release the processes that wait."""
         self._file.close()
 
 
 def wait_for_end(path: str) -> None:
-    """Return when it has ended. At once in the process that it goes on in, which cannot wait for itself here."""
+    """Return when the save has ended; at once in the process that runs it, which cannot wait for itself here."""
     try:
         with open(path, "rb") as file:
             fcntl.lockf(file, fcntl.LOCK_SH)

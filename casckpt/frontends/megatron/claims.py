@@ -1,7 +1,7 @@
-"""Claims: what each rank has of each sharded value, so that every element is written once, and read once.
+"""Claims: the parts of sharded values that each rank holds. They decide who writes and who reads each element.
 
-A save is refused unless each element is written by just one main replica. In a fully parallel load, what several ranks
-want alike is read by one of them, and handed on to the others.
+A save is refused unless exactly one main replica holds each element. In a fully parallel load, one rank reads what
+several ranks need, and sends it to the others.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TensorClaim:
-    """What a rank says of a part of a tensor that it holds.
+    """A part of a tensor that a rank holds.
 
-    ``form``: what all parts of one key have in common. ``filled``: it has data.
+    ``form``: properties that all parts of one key must share. ``main``: the part is a main replica. ``filled``: it has
+    data.
     """
 
     key: str
@@ -48,7 +49,7 @@ class TensorClaim:
 
 @dataclass(frozen=True, slots=True)
 class ObjectClaim:
-    """What a rank says of a shard of an object that it holds."""
+    """A shard of an object that a rank holds."""
 
     key: str
     shape: Shape
@@ -61,7 +62,7 @@ Claims: TypeAlias = Sequence[Claim]
 
 
 def claims_of(sharded: Iterable[Any]) -> list[Claim]:
-    """Of the sharded values of this rank. Raises CheckpointingException for what lies outside of its global shape."""
+    """Claims for the sharded values of this rank. Raises CheckpointingException for a part outside its global shape."""
     with checkpointing_errors():
         return [_claim(value) for value in sharded]
 
@@ -87,10 +88,10 @@ def _claim(value: Any) -> Claim:
 
 
 def validate_sharding_integrity(sharded_tensors: Any, process_group: ProcessGroup | None = None) -> None:
-    """Check the sharded values of all ranks together; every rank of ``process_group`` (None: all) makes the call.
+    """Check the sharded values of all ranks together. Every rank of ``process_group`` (None: all ranks) makes the call.
 
-    ``sharded_tensors``: those of this rank, in a list or a state dict. Raises CheckpointingException, naming key, ranks
-    and region, on every rank alike.
+    ``sharded_tensors``: the values of this rank, in a list or a state dict. Raises CheckpointingException on every rank
+    alike; it names key, ranks and region.
     """
     ranks = open_ranks(process_group)
     values = nested_values(sharded_tensors if isinstance(sharded_tensors, dict) else list(sharded_tensors))
@@ -103,9 +104,9 @@ def validate_sharding_integrity(sharded_tensors: Any, process_group: ProcessGrou
 
 
 def check_claims(gathered: Sequence[Claims]) -> None:
-    """Check the claims of all ranks. Raises CheckpointingException, naming key, ranks and region."""
+    """Check the claims of all ranks. Raises CheckpointingException that names key, ranks and region."""
     held = [(rank, claim) for rank, claims in enumerate(gathered) for claim in claims]
-    for key, holders in map_reduce(held, lambda one: one[1].key).items():
+    for key, holders in map_reduce(held, lambda holder: holder[1].key).items():
         tensors = [(rank, claim) for rank, claim in holders if isinstance(claim, TensorClaim)]
         objects = [(rank, claim) for rank, claim in holders if isinstance(claim, ObjectClaim)]
         if tensors and objects:
@@ -117,17 +118,16 @@ def check_claims(gathered: Sequence[Claims]) -> None:
 
 
 def _check_tensor(holders: Sequence[tuple[int, TensorClaim]]) -> None:
-    first, one = holders[0]
-    for rank, other in holders:
-        for (name, mine), (_, theirs) in zip(one.form, other.form, strict=False):
-            if mine != theirs:
-                differ = f"{name} is {mine} on rank {first}, but {theirs} on rank {rank}"
-                raise refused(one.key, f"{differ}; all parts of a tensor must agree", rank)
+    first_rank, first = holders[0]
+    for rank, claim in holders:
+        for (name, value), (_, other) in zip(first.form, claim.form, strict=False):
+            if value != other:
+                differ = f"{name} is {value} on rank {first_rank}, but {other} on rank {rank}"
+                raise refused(first.key, f"{differ}; all parts of a tensor must agree", rank)
+    if not prod(first.shape) and not any(claim.main for _, claim in holders):
+        raise _without_main(first.key, "it", [rank for rank, _ in holders])
     mains = [(rank, claim.region) for rank, claim in holders if claim.main and claim.region.numel]
-    empty = not prod(one.shape)
-    if empty and not any(claim.main for _, claim in holders):
-        raise _nobody(one.key, "it", [rank for rank, _ in holders])
-    _check_cover(one.key, one.shape, mains, sorted({rank for rank, _ in holders}))
+    _check_cover(first.key, first.shape, mains, sorted({rank for rank, _ in holders}))
 
 
 def _check_cover(key: str, shape: Shape, mains: Sequence[tuple[int, Region]], holders: Sequence[int]) -> None:
@@ -137,62 +137,68 @@ def _check_cover(key: str, shape: Shape, mains: Sequence[tuple[int, Region]], ho
         common = f"{region} of rank {rank} and {theirs} of rank {other} have elements in common"
         raise refused(key, f"{common}, and both are main replicas; give all but one of them another replica_id", other)
     if holes:
-        raise _nobody(key, " and ".join(map(str, holes)), holders)
+        raise _without_main(key, " and ".join(map(str, holes)), holders)
 
 
-def _nobody(key: str, what: str, holders: Sequence[int]) -> CheckpointingException:
+def _without_main(key: str, what: str, holders: Sequence[int]) -> CheckpointingException:
     lacking = f"no rank has a main replica of {what} (ranks that hold parts of it: {listed(holders)})"
     return refused(key, f"{lacking}; give one rank replica_id 0")
 
 
 def _check_object(holders: Sequence[tuple[int, ObjectClaim]]) -> None:
-    """Every shard of an object has one main replica."""
+    """Check that every shard of an object has exactly one main replica."""
     _check_object_shape(holders)
-    one = holders[0][1]
-    mains = map_reduce([one for one in holders if one[1].main], lambda one: one[1].offset, lambda one: one[0])
+    first = holders[0][1]
+    mains = map_reduce(
+        [holder for holder in holders if holder[1].main], lambda main: main[1].offset, lambda main: main[0]
+    )
     for offset, ranks in mains.items():
         if len(ranks) > 1:
-            both = f"the object at {offset} of {one.shape} has main replicas on rank {ranks[0]} and on rank {ranks[1]}"
-            raise refused(one.key, f"{both}; give all but one of them another replica_id", ranks[1])
-    missing = [at for at in product(*map(range, one.shape)) if at not in mains]
+            both = (
+                f"the object at {offset} of {first.shape} has main replicas on rank {ranks[0]} and on rank {ranks[1]}"
+            )
+            raise refused(first.key, f"{both}; give all but one of them another replica_id", ranks[1])
+    missing = [at for at in product(*map(range, first.shape)) if at not in mains]
     if missing:
-        raise _nobody(one.key, f"the objects at {listed(missing)} of {one.shape}", [rank for rank, _ in holders])
+        raise _without_main(
+            first.key, f"the objects at {listed(missing)} of {first.shape}", [rank for rank, _ in holders]
+        )
 
 
 def _check_object_shape(holders: Sequence[tuple[int, ObjectClaim]]) -> None:
-    first, one = holders[0]
-    for rank, other in holders:
-        inside = len(other.offset) == len(other.shape) and all(
-            0 <= at < extent for at, extent in zip(other.offset, other.shape, strict=True)
+    first_rank, first = holders[0]
+    for rank, claim in holders:
+        inside = len(claim.offset) == len(claim.shape) and all(
+            0 <= at < extent for at, extent in zip(claim.offset, claim.shape, strict=True)
         )
-        if other.shape != one.shape or not inside:
-            odd = f"the object at {other.offset} of {other.shape} on rank {rank} is none of the {one.shape}"
-            raise refused(one.key, f"{odd} that rank {first} has; global_offset counts shards, from 0", rank)
+        if claim.shape != first.shape or not inside:
+            odd = f"the object at {claim.offset} of {claim.shape} on rank {rank} is none of the {first.shape}"
+            raise refused(first.key, f"{odd} that rank {first_rank} has; global_offset counts shards, from 0", rank)
 
 
 def main_regions(gathered: Sequence[Claims]) -> set[tuple[str, Region]]:
-    """(key, region) of all main replicas."""
+    """(key, region) of each main replica of a tensor."""
     claims = [claim for claims in gathered for claim in claims if isinstance(claim, TensorClaim) and claim.main]
     return {(claim.key, normalise(claim.region, claim.shape)) for claim in claims}
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """One rank's part. A transfer is (which of its sharded values, the other rank).
+    """The transfers of one rank: (index of its sharded value, the other rank).
 
-    Any two ranks have their transfers in the same order.
+    Any two ranks list their transfers in the same order.
     """
 
     sends: list[tuple[int, int]] = field(default_factory=list)
     receives: list[tuple[int, int]] = field(default_factory=list)
 
     def is_read(self, number: int) -> bool:
-        """Tell whether this rank reads this value itself."""
+        """Whether this rank reads the value itself."""
         return all(received != number for received, _ in self.receives)
 
 
 def plan_sharing(gathered: Sequence[Claims]) -> list[Sharing]:
-    """Who reads what, for each rank; balanced by elements, the largest first. Pure."""
+    """Decide for each rank what it reads, balanced by elements, largest values first. Pure."""
     wanted: dict[tuple[str, Region, object], dict[int, int]] = {}
     load = [0] * len(gathered)
     for rank, claims in enumerate(gathered):
@@ -200,7 +206,7 @@ def plan_sharing(gathered: Sequence[Claims]) -> list[Sharing]:
             if isinstance(claim, TensorClaim) and claim.region.numel:
                 name = (claim.key, normalise(claim.region, claim.shape), claim.form)
                 if wanted.setdefault(name, {}).setdefault(rank, number) != number:
-                    load[rank] += claim.region.numel  # the same once more: it reads that by itself
+                    load[rank] += claim.region.numel  # a second copy on one rank, which the rank reads itself
     sharings = [Sharing() for _ in gathered]
     for (_, region, _), holders in sorted(wanted.items(), key=lambda item: -item[0][1].numel):
         reader = min(holders, key=lambda rank: load[rank])
@@ -212,23 +218,23 @@ def plan_sharing(gathered: Sequence[Claims]) -> list[Sharing]:
 
 
 def hand_on(ranks: Ranks, sharing: Sharing, data: Sequence[Any]) -> None:
-    """Send and take what ``sharing`` says; every rank makes the call when all have read. ``data``: of each tensor.
+    """Send and receive the tensors of ``sharing``. Every rank makes the call, after all ranks have read.
 
-    Raises RankFailed on every rank alike.
+    ``data``: the tensor of each sharded value. Raises RankFailed on every rank alike.
     """
     targets = [(local_of(data[number]).detach(), rank) for number, rank in sharing.receives]
-    taken = [(tensor if _is_plain(tensor) else _on_host(tensor), rank) for tensor, rank in targets]
+    received = [(tensor if _is_plain(tensor) else _on_host(tensor), rank) for tensor, rank in targets]
     sources = {number: local_of(data[number]).detach() for number, _ in sharing.sends}
     sent = {n: tensor if _is_plain(tensor) else _on_host(tensor).copy_(tensor) for n, tensor in sources.items()}
 
     def swap() -> None:
         ranks.swap(
             [(_bytes(sent[number]), rank) for number, rank in sharing.sends],
-            [(_bytes(tensor), rank) for tensor, rank in taken],
+            [(_bytes(tensor), rank) for tensor, rank in received],
         )
 
     ranks.exchange(swap, lambda done: done)
-    for (target, _), (tensor, _) in zip(targets, taken, strict=True):
+    for (target, _), (tensor, _) in zip(targets, received, strict=True):
         note_writes([target])
         if tensor is not target:
             target.copy_(tensor)
@@ -243,5 +249,5 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor on the CPU, which must outlive them."""
+    """View a contiguous CPU tensor as bytes. The tensor must outlive the view."""
     return torch.frombuffer(tensor_bytes(tensor), dtype=torch.uint8)

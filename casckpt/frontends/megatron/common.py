@@ -1,10 +1,10 @@
-"""The common part in a checkpoint: the file ``common.pt``, and the attachment ``megatron.json``.
+"""The common part of a checkpoint: the file ``common.pt`` and the attachment ``megatron.json``.
 
-``common.pt`` is the common part as Megatron-core stores it, by ``torch.save``; it is read without running code from it.
+``common.pt`` holds the common part as Megatron-core stores it with ``torch.save``. Reading it runs no code from it.
 
-``megatron.json`` says what nobody could tell of the common part by what lies in the checkpoint. Sharded tensors lie at
-the top of the tree, the common part at its place in the state dict. What of the common part would have the flat key of
-a sharded tensor is stored under another name, which this says, as it lists its tensors.
+``megatron.json`` describes the common part in the tree of a checkpoint. Sharded tensors lie at the top of the tree, the
+common part at its place in the state dict. The attachment lists the tensors of the common part, and the original names
+of values that are stored under another name because a sharded tensor has their flat key.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from casckpt.tensors.objects import is_archive, refused_name
 from casckpt.tensors.state import flatten
 
 COMMON_NAME = "common.pt"
-_DEEP = 20  # levels that are looked through; a value may contain itself
+_DEEP = 20  # levels that are searched; a value may contain itself
 
 _LOCK = Lock()
-if hasattr(os, "register_at_fork"):  # a fork while another thread reads would leave the child a lock that stays shut
+if hasattr(os, "register_at_fork"):  # else a fork during a read would leave the child a locked lock
     os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
 def read(data: bytes, where: str, allow_pickle: bool) -> Any:
-    """Give what the file holds. ``where``: the checkpoint, for messages.
+    """Read the contents of the file. ``where``: the checkpoint, for messages.
 
-    Raises CheckpointingException, naming a class, for what needs ``allow_pickle``.
+    Raises CheckpointingException that names a class if the contents need ``allow_pickle``.
     """
     try:
         if allow_pickle:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-        # What torch's restricted unpickler takes is one list for the process, and torch takes off it what it put there,
-        # even if it was there before: so only what is missing is put there, by one thread at a time.
+        # The process has one list of classes for torch's restricted unpickler. When the context ends, torch removes the
+        # classes that it added, even those that were listed before. So one thread at a time adds only what is missing.
         with _LOCK, safe_globals([kind for kind in (Namespace,) if kind not in get_safe_globals()]):
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -58,17 +58,17 @@ def read(data: bytes, where: str, allow_pickle: bool) -> Any:
 
 
 def classes_to_register(data: bytes) -> list[str]:
-    """The classes in the file that torch's restricted unpickler takes only where somebody registered them."""
+    """Names of the classes in the file that torch's restricted unpickler accepts only if they are registered."""
     if not is_archive(data):
         return []
-    registered = [one[0] if isinstance(one, tuple) else one for one in get_safe_globals()]
+    registered = [kind[0] if isinstance(kind, tuple) else kind for kind in get_safe_globals()]
     names = [(kind.__module__, kind.__qualname__) for kind in registered]
-    found = {f"{module}.{name}" for module, name in names if f"c{module}\n{name}\n".encode() in data}  # GLOBAL opcodes
-    return sorted(found.union(get_unsafe_globals_in_checkpoint(io.BytesIO(data))) - {_name(Namespace)})
+    used = {f"{module}.{name}" for module, name in names if f"c{module}\n{name}\n".encode() in data}  # GLOBAL opcodes
+    return sorted(used.union(get_unsafe_globals_in_checkpoint(io.BytesIO(data))) - {_name(Namespace)})
 
 
 def places_of(data: bytes, classes: Collection[str]) -> list[str]:
-    """Tell where values of these classes are in the file; nothing if it cannot be read without running code from it."""
+    """Paths of values of these classes in the file; none if reading it would run code from it."""
     try:
         return list(_places(read(data, COMMON_NAME, allow_pickle=False), classes, ""))
     except CheckpointingException:
@@ -92,26 +92,26 @@ def _name(kind: type) -> str:
 NOTES_NAME = "megatron.json"
 
 Name: TypeAlias = str | int
-"""Of something at the top of a state dict."""
+"""A key at the top of a state dict."""
 
 
 @dataclass(frozen=True)
 class Notes:
-    """``tensors``: flat keys of those of the common part. ``names``: the right ones of what is stored under others."""
+    """``tensors``: flat keys of the common part's tensors. ``names``: original names of renamed values."""
 
     tensors: frozenset[str] = frozenset()
     names: Mapping[str, Name] = field(default_factory=dict)
 
     def encoded(self) -> bytes:
-        """The contents of the attachment; nothing where there is nothing to say."""
+        """The contents of the attachment; empty if there is nothing to note."""
         if not self.tensors and not self.names:
             return b""
-        found: dict[str, Any] = {"common_tensors": sorted(self.tensors)}
-        return json.dumps(found | ({"common_names": dict(self.names)} if self.names else {})).encode()
+        notes: dict[str, Any] = {"common_tensors": sorted(self.tensors)}
+        return json.dumps(notes | ({"common_names": dict(self.names)} if self.names else {})).encode()
 
     @classmethod
     def decoded(cls, data: bytes) -> Notes:
-        """Raises Refused for what it cannot be."""
+        """Decode the attachment. Raises Refused for other contents."""
         try:
             found = json.loads(data)
             tensors, names = found["common_tensors"], dict(found.get("common_names", {}))
@@ -123,14 +123,14 @@ class Notes:
 
 
 def set_apart(common: Mapping[Any, Any], keys: Collection[str]) -> tuple[dict[Any, Any], Notes]:
-    """The common part as it can lie beside sharded tensors of these keys, and what is to be noted of it."""
+    """The common part, renamed so that no flat key is in ``keys``, and the notes on it."""
     stored: dict[Any, Any] = {}
     names: dict[str, Name] = {}
     for key, value in common.items():
         name = key
         if isinstance(key, Name) and _collides(key, value, keys):
             taken = {*map(str, common), *names}
-            name = next(one for one in _other_names(key) if one not in taken and not _collides(one, value, keys))
+            name = next(new for new in _other_names(key) if new not in taken and not _collides(new, value, keys))
             names[name] = key
         stored[name] = value
     tensors = (key for key, leaf in flatten(stored).leaves.items() if leaf.is_tensor)
@@ -143,7 +143,7 @@ def _other_names(key: Name) -> Iterator[str]:
 
 
 def _collides(name: Name, value: Any, keys: Collection[str]) -> bool:
-    """Tell whether a leaf or a container of it has one of these flat keys, or its place at the top."""
+    """Whether the value, or a leaf or container in it, has one of these flat keys."""
     within = [key for key in keys if key.startswith(f"{name}.")]
     if str(name) in keys or not within:
         return str(name) in keys

@@ -1,4 +1,4 @@
-"""The small file of a checkpoint that says how it was stored: ``metadata.json``, among the attachments."""
+"""The attachment ``metadata.json``, which says in which format Megatron finds a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ class CheckpointingConfig:
 
 
 OURS = CheckpointingConfig(BACKEND, VERSION)
-"""That of what `save` writes."""
+"""The config that `save` writes."""
 
 
 def encoded(config: Any) -> bytes:
-    """A config, ours or Megatron-core's, as JSON. From 0.19 on theirs says nothing of the common part."""
+    """Encode a config, ours or Megatron-core's, as JSON. From 0.19 on, theirs lacks the fields of the common part."""
     return json.dumps({name: getattr(config, name, value) for name, value in asdict(OURS).items()}).encode()
 
 
 def decoded(data: bytes) -> CheckpointingConfig | None:
-    """A config from JSON; None for what is none. Fields that are not known here are passed over."""
+    """Decode a config from JSON; None for other contents. Unknown fields are ignored."""
     try:
-        found = json.loads(data)
+        content = json.loads(data)
     except (UnicodeDecodeError, json.JSONDecodeError):
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("sharded_backend"), str):
+    if not isinstance(content, dict) or not isinstance(content.get("sharded_backend"), str):
         return None
-    known = {field.name: found[field.name] for field in fields(CheckpointingConfig) if field.name in found}
+    known = {field.name: content[field.name] for field in fields(CheckpointingConfig) if field.name in content}
     config = CheckpointingConfig(**known)
     right = all(isinstance(value, type(getattr(OURS, name))) for name, value in asdict(config).items())
     return config if right else None
 
 
 def maybe_load_config(checkpoint_dir: CheckpointDir) -> CheckpointingConfig | None:
-    """The config of a checkpoint (of a folder that Megatron wrote, too); None if there is none that can be read."""
+    """The config of a checkpoint, or of a folder that Megatron wrote; None without a readable config."""
     folder = folder_of(checkpoint_dir)
     try:
         if folder is not None:
@@ -63,15 +63,15 @@ def maybe_load_config(checkpoint_dir: CheckpointDir) -> CheckpointingConfig | No
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: CheckpointDir) -> bool:
-    """Tell whether there is a checkpoint with a valid config."""
+    """Whether there is a checkpoint with a valid config."""
     return maybe_load_config(checkpoint_dir) is not None
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: CheckpointDir) -> None:
-    """Put a config where none is; one process makes the call. `save` writes its own, so this is rarely needed.
+    """Write a config where none is. One process makes the call. `save` writes its own, so this is rarely needed.
 
-    In a store it becomes a checkpoint that holds nothing else, which a `save` to the same place replaces. Raises
-    CheckpointExists if there is a checkpoint with another config: what is committed does not change.
+    In a store, the config becomes a checkpoint that holds nothing else. A `save` to the same place replaces it. Raises
+    CheckpointExists if there is a checkpoint with another config, because a committed checkpoint never changes.
     """
     folder = folder_of(checkpoint_dir)
     if folder is not None:
@@ -92,8 +92,12 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: CheckpointDir) -> N
 
 
 def is_only_config(place: StoreRef) -> bool:
-    """Tell whether there is a checkpoint with nothing but what `save_config` wrote."""
+    """Whether there is a checkpoint that holds only the config that `save_config` wrote."""
     if place.ref not in place.store:
         return False
     body = manifests.get(place.store.repository, place.store.get(place.ref).commit).body
-    return not body.entry_columns.keys and not body.objects and [one.key for one in body.attachments] == [CONFIG_NAME]
+    return (
+        not body.entry_columns.keys
+        and not body.objects
+        and [attachment.key for attachment in body.attachments] == [CONFIG_NAME]
+    )

@@ -1,4 +1,4 @@
-"""Errors of the Megatron front end: Megatron's one exception, which is also the error of casckpt that it is."""
+"""Errors of the Megatron front end: each is a CheckpointingException, and also the matching error of casckpt."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from casckpt.errors import CasckptError, Conflict, InvalidInput, Mismatch, Missi
 
 
 class CheckpointingException(InvalidInput):
-    """A sharded state dict, or a checkpoint, that cannot be used as it is."""
+    """A sharded state dict or a checkpoint cannot be used."""
 
 
 class CheckpointNotFound(NotFound, CheckpointingException):
-    """There is no such store or checkpoint."""
+    """The store or the checkpoint does not exist."""
 
 
 class CheckpointExists(Conflict, CheckpointingException):
@@ -21,7 +21,7 @@ class CheckpointExists(Conflict, CheckpointingException):
 
 
 class ShardedKeyMissing(MissingKey, CheckpointingException):
-    """The checkpoint lacks what was asked for. ``keys`` lists it."""
+    """The checkpoint lacks requested keys. ``keys`` lists them."""
 
 
 class ShardedMismatch(Mismatch, CheckpointingException):
@@ -29,7 +29,7 @@ class ShardedMismatch(Mismatch, CheckpointingException):
 
 
 def refused(key: str, why: str, rank: int | None = None) -> CheckpointingException:
-    """Say what is wrong with a value of a state dict, by its key."""
+    """Make an error about the value of a state dict with this key."""
     return CheckpointingException(f"{key!r}: {why}", key=key, rank=rank)
 
 
@@ -44,7 +44,7 @@ _LIKE: dict[type[CasckptError], type[CheckpointingException]] = {
 
 @contextmanager
 def checkpointing_errors() -> Iterator[None]:
-    """Raise errors of casckpt that Megatron code expects as a CheckpointingException as one; the others as they are."""
+    """Raise the errors of casckpt in `_LIKE` as the matching CheckpointingException, and other errors unchanged."""
     try:
         yield
     except CheckpointingException:

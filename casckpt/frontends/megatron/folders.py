@@ -1,6 +1,6 @@
 """The folder that Megatron-core keeps for a checkpoint in a store: ``metadata.json``, ``common.pt``, ``casckpt.json``.
 
-``casckpt.json`` says where in a store the checkpoint is. Its attachment ``common.pt`` is the same as the file.
+``casckpt.json`` names the checkpoint in the store. The attachment ``common.pt`` of the checkpoint equals the file.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from casckpt.frontends.megatron.errors import CheckpointingException, checkpoint
 from casckpt.frontends.megatron.place import CheckpointDir, StoreRef, place_of
 from casckpt.frontends.megatron.reading import load_common_state_dict
 from casckpt.frontends.megatron.stored import MegatronCheckpoint
-from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.tensors.objects import write_archive
 
 POINTER_NAME = "casckpt.json"
-_TORCH_DIST = ".metadata"  # what Megatron-core's own strategy writes last
+_TORCH_DIST = ".metadata"  # the file that Megatron-core's own strategy writes last
 
 Folder: TypeAlias = str | os.PathLike[str]
 
 
 def write_folder(checkpoint_dir: CheckpointDir, folder: Folder, *, allow_pickle: bool = False) -> None:
-    """Make the folder from which Megatron-core loads a checkpoint; one process makes the call.
+    """Write the folder from which Megatron-core loads a checkpoint. One process makes the call.
 
-    For what another front end saved, or where the folder that `CasSaveShardedStrategy` made is lost. ``allow_pickle``:
+    Use it for checkpoints of other front ends, or if the folder of `CasSaveShardedStrategy` is lost. ``allow_pickle``:
     see `load_common_state_dict`. Raises CheckpointingException (also a NotFound) if there is no checkpoint.
     """
     with checkpointing_errors():
@@ -42,23 +41,17 @@ def write_folder(checkpoint_dir: CheckpointDir, folder: Folder, *, allow_pickle:
 
 
 def point(folder: Path, place: StoreRef, common: bytes | None) -> None:
-    """Say in a folder where the checkpoint is. ``common``: of the file common.pt; None: it is there."""
+    """Write the place of the checkpoint into a folder. ``common``: contents for common.pt; None keeps the file."""
     run, step = place.run_and_step()
     if common is not None:
         _write(folder / COMMON_NAME, common)
     _write(folder / POINTER_NAME, json.dumps({"store": place.store.url, "run": run, "step": step}).encode())
-    (folder / _TORCH_DIST).unlink(missing_ok=True)  # of what was there before: Megatron would load that
+    (folder / _TORCH_DIST).unlink(missing_ok=True)  # of an earlier checkpoint, which Megatron would load
 
 
 def is_pointed(folder: Folder) -> bool:
-    """Tell whether the checkpoint of a folder is in a store, and torch_dist has not written over it since."""
+    """Whether a folder names a checkpoint in a store, and torch_dist has not written over it since."""
     return Path(folder, POINTER_NAME).exists() and not Path(folder, _TORCH_DIST).exists()
-
-
-def place_in(folder: Folder, store: AnyStore | None = None) -> StoreRef:
-    """Tell where the checkpoint of a folder is; ``store``: in this one. Raises as `pointed_at`."""
-    url, ref = pointed_at(folder)
-    return StoreRef(as_store(url if store is None else store), ref)
 
 
 def pointed_at(folder: Folder) -> tuple[str, str]:
@@ -67,8 +60,8 @@ def pointed_at(folder: Folder) -> tuple[str, str]:
     if path.exists() and not is_pointed(folder):
         raise CheckpointingException(f"torch_dist has written over {folder}: load it with Megatron-core's own strategy")
     try:
-        found = json.loads(path.read_bytes())
-        url, ref = found["store"], f"{found['run']}@{found['step']}"
+        pointer = json.loads(path.read_bytes())
+        url, ref = pointer["store"], f"{pointer['run']}@{pointer['step']}"
     except FileNotFoundError as error:
         raise NotFound(f"{path} is not there: the checkpoint was not saved by a CasSaveShardedStrategy") from error
     except (ValueError, TypeError, KeyError, IsADirectoryError) as error:
@@ -79,7 +72,7 @@ def pointed_at(folder: Folder) -> tuple[str, str]:
 
 
 def check_common(stored: MegatronCheckpoint, folder: Folder) -> None:
-    """Raise CheckpointingException if common.pt, which Megatron reads in the folder, is of another save."""
+    """Raise CheckpointingException if common.pt in the folder, which Megatron reads, belongs to another save."""
     path = Path(folder, COMMON_NAME)
     if COMMON_NAME not in stored.store.attachments(stored.checkpoint) or not path.exists():
         return

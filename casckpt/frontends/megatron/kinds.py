@@ -1,6 +1,6 @@
-"""Kinds of values in a sharded state dict, its parts by kind, and other keys for what is sharded.
+"""Kinds of values in a sharded state dict: tests of a kind, extraction by kind, and new keys for sharded values.
 
-Kinds are told by attributes: of our classes and of Megatron-core's own alike.
+Attributes decide the kind, so that our classes and Megatron-core's work alike.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ def _has_key_and(value: Any, names: tuple[str, ...]) -> bool:
 
 
 def is_sharded_object(value: Any) -> bool:
-    """Tell whether it is a shard of an object."""
+    """Whether the value is a shard of an object."""
     return _has_key_and(value, _OBJECT) and not hasattr(value, "local_shape")
 
 
 def is_factory(value: Any) -> bool:
-    """Tell whether it is a factory of sharded tensors."""
+    """Whether the value is a factory of sharded tensors."""
     return _has_key_and(value, _FACTORY)
 
 
 def is_sharded_base(value: Any) -> bool:
-    """Tell whether it is one of these three."""
+    """Whether the value is a sharded tensor, a shard of an object, or a factory."""
     return is_sharded_tensor(value) or is_sharded_object(value) or is_factory(value)
 
 
 def is_nonpersistent(value: Any) -> bool:
-    """Tell whether it is what is not saved. Its class has no attribute that tells, so it is known by name."""
+    """Whether the value is not saved. Only the name of its class shows that."""
     return any(kind.__name__ in _NONPERSISTENT for kind in type(value).__mro__) and hasattr(value, "unwrap")
 
 
@@ -59,29 +59,29 @@ def extract_sharded_tensors_and_factories(sharded_state_dict: Nested) -> tuple[N
 
 
 def extract_sharded_tensors_or_nonpersistent(sharded_state_dict: Nested) -> tuple[Nested, Nested]:
-    """(sharded tensors, factories and what is not saved, the rest)."""
+    """(sharded tensors, factories and values that are not saved, the rest)."""
     return extract_matching_values(
         sharded_state_dict, lambda value: is_sharded_tensor(value) or is_factory(value) or is_nonpersistent(value)
     )
 
 
 def extract_sharded_base(sharded_state_dict: Nested) -> tuple[Nested, Nested]:
-    """(all that has a key: tensors, objects and factories, the rest)."""
+    """(values with a key, which are tensors, objects and factories, the rest)."""
     return extract_matching_values(sharded_state_dict, is_sharded_base)
 
 
 def extract_nonpersistent(sharded_state_dict: Nested) -> tuple[Nested, Nested]:
-    """(what is not saved, the rest)."""
+    """(values that are not saved, the rest)."""
     return extract_matching_values(sharded_state_dict, is_nonpersistent)
 
 
 def add_prefix_for_sharding(sharded_state_dict: Nested, prefix: str) -> None:
-    """Put ``prefix``, as it is, before every key, in place."""
+    """Prepend ``prefix`` to every key, in place."""
     _rekey(sharded_state_dict, lambda key: f"{prefix}{key}")
 
 
 def replace_prefix_for_sharding(sharded_state_dict: Nested, old_prefix: str, new_prefix: str) -> None:
-    """Replace the prefix of every key, in place. Raises CheckpointingException (a ValueError) if one lacks it."""
+    """Replace the prefix of every key, in place. Raises CheckpointingException (a ValueError) if a key lacks it."""
 
     def replaced(key: str) -> str:
         if not key.startswith(old_prefix):
@@ -92,7 +92,7 @@ def replace_prefix_for_sharding(sharded_state_dict: Nested, old_prefix: str, new
 
 
 def apply_prefix_mapping(sharded_state_dict: Nested, prefix_map: Mapping[str, str]) -> None:
-    """Replace the first prefix of ``prefix_map`` (old to new) that a key begins with, in place; other keys stay."""
+    """Replace the first matching prefix of ``prefix_map`` (old to new) in each key, in place. Other keys stay."""
 
     def replaced(key: str) -> str:
         for old, new in prefix_map.items():

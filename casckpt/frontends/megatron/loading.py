@@ -1,4 +1,4 @@
-"""Load into a sharded state dict: whatever ranks, shards and front end the checkpoint was saved from."""
+"""Loads into a sharded state dict, from any front end, number of ranks and sharding."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ def load(  # noqa: PLR0917 - the positions of Megatron-core's
     fully_parallel: bool = False,
     **options: Unpack[RankArguments],
 ) -> Any:
-    """Load; every rank of ``process_group`` (None: all) makes the call, with its own part.
+    """Load a checkpoint. Every rank of ``process_group`` (None: all ranks) makes the call with its own part.
 
-    Returns a new state dict: the common part of the checkpoint; what is not persistent, as it is here; and the sharded
-    values, in the tensors of ``sharded_state_dict`` where it has some, merged by its factories. Its plain values, and
-    its own dicts, are left alone. ``strict``: see `StrictHandling`; with one of its RETURN values the result is (state
-    dict, missing keys, unexpected keys).
+    Returns a new state dict: the common part of the checkpoint, the non-persistent values of this process, and the
+    sharded values. Those lie in the tensors of ``sharded_state_dict`` if it has some, merged by its factories. The
+    plain values and the dicts of ``sharded_state_dict`` stay as they are. ``strict``: see `StrictHandling`. With
+    one of its RETURN values the result is (state dict, missing keys, unexpected keys).
 
     ``checkpoint_dir`` may name any reference: ``ckpts#sft@latest``, ``ckpts#tag:best``. ``validate_access_integrity``:
-    the ranks together must ask for every element just once, by main replicas, as in `save`. ``fully_parallel``: what
-    several ranks ask for alike is read by one of them, and handed on. ``options``:
-    ``process_group``, ``no_dist``, ``allow_pickle``, ``verify``, ``threads`` and ``progress`` of `Store.load`.
+    the main replicas of all ranks together must request every element exactly once, as in `save`. ``fully_parallel``:
+    one rank reads what several ranks request, and sends it to the others. ``options``: ``process_group``, ``no_dist``,
+    ``allow_pickle``, ``verify``, ``threads`` and ``progress`` of `Store.load`.
 
-    Raises CheckpointingException before any tensor changes, on every rank alike: it is also a NotFound if there is no
-    such checkpoint, a MissingKey for unexpected keys, a Mismatch for another global shape without
-    ``allow_shape_mismatch``. Damaged and StorageError during the read, after which the tensors are undefined.
+    Raises CheckpointingException before any tensor changes, on every rank alike. It is also a NotFound if there is no
+    such checkpoint, a MissingKey for unexpected keys, and a Mismatch for another global shape without
+    ``allow_shape_mismatch``. Raises Damaged and StorageError during the read; the tensors are undefined after that.
     """
     with checkpointing_errors():
         ranks = open_ranks(options.get("process_group"), no_dist=options.get("no_dist", False))
@@ -97,7 +97,7 @@ def load(  # noqa: PLR0917 - the positions of Megatron-core's
 
 @dataclass(frozen=True)
 class _Part:
-    """What is to be read of a sharded tensor, and into which data; nothing of an object."""
+    """The shards to read of a sharded tensor, and its data; empty for an object."""
 
     data: torch.Tensor | None = None
     key: str = ""
@@ -119,7 +119,7 @@ class RankLoad:
         self._parts: list[_Part] = []
 
     def plan(self, strict: str | StrictHandling) -> tuple[list[Claim], set[str]]:
-        """Sort the state dict, and say what is to be read: (claims, flat keys). Nothing changes.
+        """Sort the state dict and plan the reads; return (claims, flat keys). Nothing changes.
 
         Raises CheckpointingException.
         """
@@ -131,10 +131,12 @@ class RankLoad:
         self._leave_out()
         wanted = list(nested_values(self._sharded))
         claims = claims_of(wanted)
-        return claims, {self._add_object(one) if is_sharded_object(one) else self._add_tensor(one) for one in wanted}
+        return claims, {
+            self._add_object(value) if is_sharded_object(value) else self._add_tensor(value) for value in wanted
+        }
 
     def _sorted(self) -> list[Any]:
-        """All sharded values; what they stand in, and what stands beside them, is kept."""
+        """All sharded values. Their containers, and the values beside them, are kept."""
         copy, _ = extract_matching_values(self._template, lambda value: not is_empty(value))
         self._factories, _ = extract_matching_values(copy, is_factory, return_lists_as_dicts=True)
         self._built = {id(factory): factory.build() for factory in nested_values(self._factories)}
@@ -149,7 +151,7 @@ class RankLoad:
         return self.stored.tensor_key(value.key) is None
 
     def _leave_out(self) -> None:
-        """Leave out what is unexpected, and with any part of what a factory built, all of it."""
+        """Leave out unexpected values, and all values of a factory that built one of them."""
         gone = {id(value) for value in nested_values(self._sharded) if value.key in self.unexpected}
         broken = [number for number, built in self._built.items() if any(id(v) in gone for v in _values(built))]
         gone.update(id(value) for number in broken for value in _values(self._built[number]))
@@ -159,14 +161,14 @@ class RankLoad:
         )
 
     def _add_object(self, value: Any) -> str:
-        """Ask for it; the key under which the checkpoint lists it."""
+        """Request the object; return the key under which the checkpoint lists it."""
         self._results[id(value)] = self.stored.ask_for(self._request, object_key(self.stored, value))
         self._parts.append(_Part())
         return str(value.key)
 
     def _add_tensor(self, value: Any) -> str:
-        """Plan what `read` is to read of it; its key in the checkpoint."""
-        key = self.stored.tensor_key(value.key) or str(value.key)  # what is unexpected is left out already
+        """Plan the read of the tensor; return its key in the checkpoint."""
+        key = self.stored.tensor_key(value.key) or str(value.key)  # unexpected values are left out already
         data = _data(value)
         self._parts.append(_Part(data, key, self._shards(value, data, self.stored.tensors[key].shape)))
         self._results[id(value)] = data.detach
@@ -189,7 +191,7 @@ class RankLoad:
         return list(self._clipped(value, data, stored))
 
     def _clipped(self, value: Any, data: torch.Tensor, stored: Shape) -> Iterator[Shard]:
-        """The parts of ``data`` that a tensor of another global shape has; what else there is becomes 0."""
+        """The parts of ``data`` that lie in a tensor of another global shape. All other elements become 0."""
         for box, piece in boxes_of(value, data):
             common = box.intersect(full_box(stored))
             if common is None:
@@ -200,7 +202,7 @@ class RankLoad:
             yield Shard(narrow(piece, here), stored, common.offset)
 
     def missing(self, used: frozenset[str]) -> set[str]:
-        """Give what no rank asked for, of the keys that all ranks ``used``."""
+        """The keys of the checkpoint that no rank requested. ``used``: the keys that the ranks requested."""
         if not self.strict.looks_for_missing:
             return set()
         have = {*self.stored.tensors, *self.stored.object_names}
@@ -208,32 +210,32 @@ class RankLoad:
         return have - used
 
     def put_into(self, common: dict[Any, Any]) -> None:
-        """Put what is not persistent, and what is to be loaded, to their places beside the common part.
+        """Put non-persistent values and values to load at their places in the common part.
 
-        Raises CheckpointingException if that has a value there.
+        Raises CheckpointingException if the common part has a value there.
         """
         merge(common, dict_list_map_outplace(lambda value: value.unwrap(), self._local))
         self._state = merge(common, dict_list_map_outplace(lambda value: value, self._sharded))
 
     def read(self, ranks: Ranks, sharing: Sharing | None, **options: Unpack[RankArguments]) -> None:
-        """Read all that was asked for, or take it from others. Raises what `Store.load` raises."""
+        """Read the requested values, or receive them from other ranks. Raises as `Store.load`."""
         for number, part in enumerate(self._parts):
             for shard in part.shards if sharing is None or sharing.is_read(number) else ():
                 self._request.add(part.key, shard)
         self._request.run(self.stored, **options)
         for data in self._padding:
             data.zero_()
-        for one in self._copies:
-            one.run()
+        for reshaped in self._copies:
+            reshaped.run()
         if sharing is not None:
             hand_on(ranks, sharing, [part.data for part in self._parts])
 
     def merged(self) -> Any:
-        """The whole state dict, of what was read and of what `put_into` put beside it."""
+        """The whole state dict: the values that were read, and those that `put_into` put beside them."""
         return apply_factory_merges(dict_list_map_inplace(self._loaded, self._state), self._factories)
 
     def loaded(self) -> Nested:
-        """The sharded values alone, as they were read."""
+        """Only the sharded values, as they were read."""
         return dict_list_map_outplace(self._loaded, self._sharded)
 
     def _loaded(self, value: Any) -> Any:
@@ -245,7 +247,7 @@ def _values(built: Nested) -> list[Any]:
 
 
 def _data(value: Any) -> torch.Tensor:
-    """Its own data, or new memory on the CPU."""
+    """The data of a sharded tensor, or new memory on the CPU."""
     if value.data is not None:
         data: torch.Tensor = value.data
         return data
@@ -255,7 +257,7 @@ def _data(value: Any) -> torch.Tensor:
 
 
 def _outside(data: torch.Tensor, box: Box) -> Iterator[torch.Tensor]:
-    """Give what of ``data`` does not lie in a box of it; corners several times."""
+    """Views of all of ``data`` outside a box. Corners are in several views."""
     for axis, (start, end) in enumerate(zip(box.offset, box.end, strict=True)):
         yield data.narrow(axis, 0, start)
         yield data.narrow(axis, end, data.shape[axis] - end)

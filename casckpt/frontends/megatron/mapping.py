@@ -1,7 +1,7 @@
-"""The classes by which a state dict says what is sharded: `ShardedTensor`, `ShardedObject`, factories.
+"""Classes for the sharded values of a state dict: `ShardedTensor`, `ShardedObject`, factories.
 
-Fields, defaults and constructors are those of ``megatron.core.dist_checkpointing.mapping`` (0.15.3, with
-``flattened_range``), so that code moves over by its imports. Units are elements; for a `ShardedObject`, shards.
+They have the fields, defaults and constructors of ``megatron.core.dist_checkpointing.mapping`` (0.15.3, with
+``flattened_range``), so that code only changes its imports. Units are elements; for a `ShardedObject`, shards.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
+from casckpt.format.regions import Shape
 from casckpt.frontends.megatron.errors import CheckpointingException, refused
 from casckpt.frontends.megatron.kinds import is_factory
 from casckpt.frontends.megatron.nesting import Nested, Path, dict_list_map_inplace
 from casckpt.frontends.megatron.parts import narrowed
 
 ReplicaId: TypeAlias = int | tuple[int, ...]
-Shape: TypeAlias = tuple[int, ...]
 FactoryBuildFn: TypeAlias = Callable[..., Nested]
 FactoryMergeFn: TypeAlias = Callable[[Nested], Any]
 
 
 class ShardedBase(ABC):
-    """What has a key of its own in a checkpoint, whatever its place in the state dict."""
+    """A value with its own key in a checkpoint, whatever its place in the state dict."""
 
     key: str
     data: Any
@@ -39,10 +39,10 @@ class ShardedBase(ABC):
 
     @abstractmethod
     def validate_metadata_integrity(self) -> None:
-        """Raise CheckpointingException where the fields contradict each other."""
+        """Raise CheckpointingException if the fields contradict each other."""
 
     def without_data(self) -> Self:
-        """A copy whose data is None."""
+        """Return a copy whose data is None."""
         other = copy(self)
         other.data = None
         return other
@@ -61,19 +61,20 @@ class _GivenFlat(_Given, total=False):
 
 
 def is_main_replica(replica_id: ReplicaId | Iterable[int]) -> bool:
-    """Tell whether it is the replica that is written: 0, or all zeros (also none at all)."""
-    return replica_id == 0 if isinstance(replica_id, int) else all(one == 0 for one in replica_id)
+    """Whether a save writes this replica: 0, only zeros, or an empty tuple."""
+    return replica_id == 0 if isinstance(replica_id, int) else all(number == 0 for number in replica_id)
 
 
 @dataclass
 class ShardedTensor(ShardedBase):
     """The part of a global tensor that a process holds.
 
-    ``local_shape``: of the part, without the ``prepend_axis_num`` axes of extent 1 that stand before it in the global
-    tensor. ``global_offset``: of the part. ``axis_fragmentations``: into how many parts each axis is cut, None for an
-    uneven cut. ``replica_id``: 0 (or zeros) on the one process that is to write it. ``allow_shape_mismatch``: on a load
-    the global shape may be another; what the checkpoint lacks becomes 0. ``flattened_range``: ``data`` is only this
-    slice of the part, flattened. Raises CheckpointingException where the fields contradict each other.
+    ``local_shape``: the shape of the part, without the ``prepend_axis_num`` leading axes of extent 1 that only the
+    global tensor has. ``global_offset``: the offset of the part. ``axis_fragmentations``: the number of parts along
+    each axis, None for an uneven cut. ``replica_id``: 0 (or zeros) on the one process that writes the part.
+    ``allow_shape_mismatch``: a load accepts another global shape, and elements that the checkpoint lacks become 0.
+    ``flattened_range``: ``data`` is only this slice of the flattened part. Raises CheckpointingException if the fields
+    contradict each other.
     """
 
     key: str
@@ -113,7 +114,7 @@ class ShardedTensor(ShardedBase):
         return zip(self.global_offset[self.prepend_axis_num :], self.local_shape, strict=True)
 
     def _before(self) -> Shape:
-        """The offsets of the prepended axes."""
+        """The offsets along the prepended axes."""
         return self.global_offset[: self.prepend_axis_num]
 
     def _problem_of(self, data: torch.Tensor) -> str | None:
@@ -126,37 +127,37 @@ class ShardedTensor(ShardedBase):
         return None
 
     def flat_elements(self) -> range:
-        """The elements of the part that ``data`` holds, in its row-major order."""
+        """The elements of the part that ``data`` holds, by their number in row-major order."""
         every = range(prod(self.local_shape))
         return every if self.flattened_range is None else every[self.flattened_range]
 
     @property
     def has_regular_grid(self) -> bool:
-        """Tell whether the global tensor is cut into equal parts along each axis."""
+        """Whether the global tensor is cut into equal parts along each axis."""
         return self.axis_fragmentations is not None
 
     def global_slice(self) -> tuple[int | slice, ...]:
-        """Give the index of this part in the global tensor: ints for prepended axes, slices for the others."""
+        """The index of this part in the global tensor: ints for prepended axes, slices for the others."""
         return (*self._before(), *(slice(start, start + extent) for start, extent in self._axes()))
 
     def local_coordinates(self) -> tuple[npt.NDArray[np.int64], ...]:
-        """Index arrays of the elements that ``flattened_range`` names, in the part.
+        """Index arrays of the elements of ``flattened_range`` in the part.
 
         Raises CheckpointingException without a ``flattened_range``.
         """
         if self.flattened_range is None:
             raise refused(self.key, "coordinates are those of a flattened_range, and it has none; use global_slice()")
-        if not self.local_shape:  # which numpy has no indices for
+        if not self.local_shape:  # numpy has no indices for no dimensions
             return ()
         return tuple(np.unravel_index(np.asarray(self.flat_elements(), dtype=np.int64), self.local_shape))
 
     def global_coordinates(self) -> tuple[int | npt.NDArray[np.int64], ...]:
-        """The same in the global tensor; of prepended axes one number each."""
+        """Index arrays of the same elements in the global tensor, with one number for each prepended axis."""
         local = self.local_coordinates()
         return (*self._before(), *(index + start for index, (start, _) in zip(local, self._axes(), strict=True)))
 
     def local_chunk_offset_in_global(self) -> Shape:
-        """Tell which part it is, along each axis of the grid of parts."""
+        """The index of this part in the grid of parts."""
         return (*self._before(), *(start // extent if extent else 0 for start, extent in self._axes()))
 
     def max_allowed_chunks(self) -> Shape:
@@ -175,16 +176,16 @@ class ShardedTensor(ShardedBase):
         return tuple(extent // count for extent, count in pairs)
 
     def narrow(self, dim: int, start: int, length: int) -> list[Self]:
-        """The same elements of each part along an axis: ``length`` from ``start`` on, with the data as a view.
+        """Keep ``length`` elements from ``start`` on along an axis, with the data as a view.
 
-        ``dim`` counts without the prepended axes. The global tensor is then what all parts together keep. One part, or
-        none where a ``flattened_range`` has none of these elements. Raises CheckpointingException for what is not
-        within the part, for an uneven cut, and for flat data along another axis than the first.
+        ``dim`` counts without the prepended axes. The new global tensor consists of the elements that all parts keep.
+        Returns one part, or none if the ``flattened_range`` has none of these elements. Raises CheckpointingException
+        for elements outside the part, for an uneven cut, and for flat data along another axis than the first.
         """
         return narrowed(self, dim, start, length)
 
     def init_data(self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty) -> None:
-        """Make ``data``, by ``init_fn(shape, dtype=..., device=...)``, if it is None."""
+        """Set ``data`` to ``init_fn(shape, dtype=..., device=...)`` if it is None."""
         if self.data is not None:
             return
         shape = self.local_shape if self.flattened_range is None else (len(self.flat_elements()),)
@@ -201,10 +202,10 @@ class ShardedTensor(ShardedBase):
         flattened_range: None = None,
         **init_kwargs: Unpack[_Given],
     ) -> Self:
-        """A part of a regular grid.
+        """Make a part of a regular grid.
 
-        ``rank_offsets``: (axis, which part, of how many) of each axis that is cut; axes count the prepended ones, of
-        two for one axis the last holds. Raises CheckpointingException for what is no such triple.
+        ``rank_offsets``: (axis, index of the part, number of parts) for each axis that is cut. Axes count the prepended
+        ones; the last of two triples for one axis holds. Raises CheckpointingException for any other triple.
         """
         if flattened_range is not None:
             raise refused(key, "for a flattened_range use from_rank_offsets_flat")
@@ -237,9 +238,9 @@ class ShardedTensor(ShardedBase):
         flattened_range: slice | None = None,
         **kwargs: Unpack[_GivenFlat],
     ) -> Self:
-        """A slice, ``flattened_range``, of a flattened part of shape ``non_flat_local_shape``; ``data`` is 1-d.
+        """Make a slice, ``flattened_range``, of a flattened part of shape ``non_flat_local_shape``; ``data`` is 1-d.
 
-        The rest as in `from_rank_offsets`. Raises CheckpointingException if slice and data do not fit.
+        All else is as in `from_rank_offsets`. Raises CheckpointingException if slice and data do not fit.
         """
         if flattened_range is None:
             raise refused(key, "it needs a flattened_range; or use from_rank_offsets")
@@ -258,9 +259,9 @@ def _checked(key: str, triple: Sequence[int], dims: int) -> Sequence[int]:
 
 @dataclass
 class ShardedObject(ShardedBase):
-    """One shard of an object that is never cut anew: it loads as it was saved.
+    """One shard of an object. Shards are never cut anew; each loads as it was saved.
 
-    ``global_shape``: how many shards there are along each axis. ``global_offset``: which one this is. Raises
+    ``global_shape``: the number of shards along each axis. ``global_offset``: the index of this shard. Raises
     CheckpointingException if they differ in length.
     """
 
@@ -281,32 +282,32 @@ class ShardedObject(ShardedBase):
 
     @property
     def unique_key(self) -> str:
-        """Its key in a checkpoint: ``<key>/shard_<offset>_<shape>``, numbers joined by dots."""
+        """The key in a checkpoint: ``<key>/shard_<offset>_<shape>``, with numbers joined by dots."""
         offset, shape = (".".join(map(str, numbers)) for numbers in (self.global_offset, self.global_shape))
         return f"{self.key}/shard_{offset}_{shape}"
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> Self:
-        """The object, without data, of a `unique_key`. Raises CheckpointingException for any other text."""
-        key, found, rest = unique_key.rpartition("/shard_")
+        """Make the object, without data, from a `unique_key`. Raises CheckpointingException for any other text."""
+        key, separator, rest = unique_key.rpartition("/shard_")
         try:
             offset, shape = (tuple(int(n) for n in part.split(".") if n) for part in rest.split("_"))
         except ValueError:
-            found = ""
+            separator = ""
             offset = shape = ()
-        if not found:
+        if not separator:
             raise CheckpointingException(f"{unique_key!r} names no shard of an object", key=unique_key)
         if len(shape) + 1 == len(offset):
-            shape += (-1,)  # as old versions of Megatron cut the last number off
+            shape += (-1,)  # old versions of Megatron cut off the last number
         return cls(key, None, shape, offset, replica_id)
 
 
 @dataclass
 class ShardedTensorFactory(ShardedBase):
-    """A tensor that is saved as something else: ``build_fn`` makes a sharded state dict of it, ``merge_fn`` undoes it.
+    """A tensor that is saved in another form: ``build_fn`` makes a sharded state dict of it, ``merge_fn`` undoes that.
 
-    ``build_fn(key, data, replica_id, flattened_range)``, or without the last one. It must depend on its arguments
-    alone: optimizer state is built by it with another key and data.
+    ``build_fn(key, data, replica_id, flattened_range)``; the last parameter is optional. The function must depend only
+    on its arguments, because it also builds optimizer state, with another key and other data.
     """
 
     key: str
@@ -317,7 +318,7 @@ class ShardedTensorFactory(ShardedBase):
     flattened_range: slice | None = None
 
     def build(self) -> Nested:
-        """The sharded state dict. Raises CheckpointingException if ``build_fn`` cannot take a flattened_range."""
+        """Build the sharded state dict. Raises CheckpointingException if ``build_fn`` takes no flattened_range."""
         if _takes_four(self.build_fn):
             return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
         if self.flattened_range is not None:
@@ -325,11 +326,11 @@ class ShardedTensorFactory(ShardedBase):
         return self.build_fn(self.key, self.data, self.replica_id)
 
     def merge(self, built: Nested) -> Any:
-        """Give what ``merge_fn`` makes of what was loaded for what `build` built."""
+        """Merge the loaded values of a built state dict by ``merge_fn``."""
         return self.merge_fn(built)
 
     def validate_metadata_integrity(self) -> None:
-        """There is nothing that could be checked before `build`."""
+        """Check nothing: a factory has no metadata before `build`."""
 
 
 def _takes_four(build_fn: Callable[..., Any]) -> bool:
@@ -337,13 +338,13 @@ def _takes_four(build_fn: Callable[..., Any]) -> bool:
         inspect.signature(build_fn).bind(None, None, None, None)
     except TypeError:
         return False
-    except ValueError:  # written in C, and silent about it
+    except ValueError:  # functions in C may have no signature
         return True
     return True
 
 
 class LocalNonpersistentObject:
-    """What is not saved; a load puts this process's own value in its place."""
+    """A value that is not saved. A load puts this process's own value in its place."""
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj
@@ -358,15 +359,15 @@ LocalNonpersitentObject = LocalNonpersistentObject
 
 
 def apply_factories(sharded_state_dict: Nested) -> None:
-    """Replace every factory by what it builds, in place."""
+    """Replace every factory by the state dict that it builds, in place."""
     dict_list_map_inplace(lambda x: x.build() if is_factory(x) else x, sharded_state_dict)
 
 
 def apply_factory_merges(x1: Nested, x2: Nested, key: Path = ()) -> Any:
-    """Undo `apply_factories` in ``x1``, in place, by the factories that ``x2`` has at the same places; and return it.
+    """Undo `apply_factories` in ``x1``, in place, by the factories at the same places in ``x2``; return ``x1``.
 
-    Where ``x1`` has a list, ``x2`` may have a dict by index. Raises CheckpointingException (a ValueError), with the
-    path, for a place that ``x1`` lacks.
+    If ``x1`` has a list, ``x2`` may have a dict by index. Raises CheckpointingException (a ValueError) with the path
+    for a place that ``x1`` lacks.
     """
     if is_factory(x2):
         return x2.merge_fn(x1)

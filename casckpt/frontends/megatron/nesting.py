@@ -1,7 +1,7 @@
-"""Nested dicts and lists: map, merge, split and compare them. Anything else, tuples too, is a leaf.
+"""Nested dicts and lists: map, merge, split and compare them. Any other value, also a tuple, is a leaf.
 
-Semantics are those of ``megatron.core.dist_checkpointing.dict_utils``; where its documentation and its code differ, the
-documentation holds.
+The functions behave like those of ``megatron.core.dist_checkpointing.dict_utils``. Where its documentation and its code
+differ, they follow the documentation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from casckpt.frontends.megatron.errors import CheckpointingException
 
 Nested: TypeAlias = Any
-"""A dict or a list, of leaves and of more of its kind."""
+"""A dict or a list of leaves and of more dicts and lists."""
 StateDict: TypeAlias = dict[str, Any]
 CommonStateDict: TypeAlias = dict[str, Any]
 ShardedStateDict: TypeAlias = dict[str, Any]
@@ -31,8 +31,7 @@ def _items(x: Nested) -> Iterable[tuple[Key, Any]]:
 
 def nested_values(x: Nested) -> Iterator[Any]:
     """All leaves, in order. Empty containers have none."""
-    for _, _, value in nested_items_iter(x):
-        yield value
+    return (value for _, _, value in nested_items_iter(x))
 
 
 def nested_items_iter(x: Nested) -> Iterator[tuple[Nested, Key, Any]]:
@@ -46,18 +45,17 @@ def nested_items_iter(x: Nested) -> Iterator[tuple[Nested, Key, Any]]:
 
 def dict_map(f: Callable[[Any], Any], d: Nested) -> None:
     """Replace every leaf by ``f(leaf)``, in place."""
-    for container, key, value in nested_items_iter(d):
-        container[key] = f(value)
+    dict_map_with_key(lambda _, value: f(value), d)
 
 
 def dict_map_with_key(f: Callable[[Key, Any], Any], d: Nested) -> None:
-    """Replace every leaf by ``f(key, leaf)``, in place; ``key`` is the innermost one, in a list the index."""
+    """Replace every leaf by ``f(key, leaf)``, in place. ``key`` is the innermost key, or the index in a list."""
     for container, key, value in nested_items_iter(d):
         container[key] = f(key, value)
 
 
 def dict_list_map_inplace(f: Callable[[Any], Any], x: Nested) -> Any:
-    """Replace every leaf by ``f(leaf)``, in place; the same container. Of a leaf, ``f`` of it."""
+    """Replace every leaf by ``f(leaf)``, in place, and return the container. For a leaf, return ``f(leaf)``."""
     if not isinstance(x, dict | list):
         return f(x)
     for key, value in _items(x):
@@ -66,7 +64,7 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Nested) -> Any:
 
 
 def dict_list_map_outplace(f: Callable[[Any], Any], x: Nested) -> Any:
-    """A copy, in new dicts and lists, with ``f(leaf)`` for every leaf."""
+    """Return a copy in new dicts and lists, with ``f(leaf)`` for every leaf."""
     if isinstance(x, dict):
         return {key: dict_list_map_outplace(f, value) for key, value in x.items()}
     if isinstance(x, list):
@@ -88,10 +86,10 @@ def map_reduce(
 
 
 def merge(x1: Nested, x2: Nested, key: Path = ()) -> Nested:
-    """Put what ``x2`` has into ``x1``, in place, and return it.
+    """Merge ``x2`` into ``x1``, in place, and return ``x1``.
 
-    Raises CheckpointingException (a ValueError), with the path, where both have a leaf, even if it is the same, or
-    where two lists have different lengths.
+    Raises CheckpointingException (a ValueError) with the path if both have a leaf at one place, even an equal one, or
+    if two lists differ in length.
     """
     if isinstance(x1, dict) and isinstance(x2, dict):
         for k, value in x2.items():
@@ -111,34 +109,34 @@ def merge(x1: Nested, x2: Nested, key: Path = ()) -> Nested:
 def extract_matching_values(
     x: Nested, predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
 ) -> tuple[Nested, Nested]:
-    """(leaves that match, the others), each in the hierarchy of ``x``; containers without any are left out.
+    """(matching leaves, other leaves), each in the hierarchy of ``x``. Containers without such leaves are left out.
 
-    A list that loses items closes the gaps, unless ``return_lists_as_dicts``: then it becomes a dict by index. An empty
-    container counts as one that does not match; inside a list, the predicate is asked. Raises CheckpointingException
-    (a ValueError) if ``x`` is neither dict nor list.
+    A list that loses items closes the gaps; with ``return_lists_as_dicts`` it becomes a dict by index. An empty
+    container in a dict does not match; for one in a list, the predicate decides. Raises CheckpointingException (a
+    ValueError) if ``x`` is neither dict nor list.
     """
     if not isinstance(x, dict | list):
         raise CheckpointingException(f"neither a dict nor a list, but {type(x).__name__}")
-    found: tuple[dict[Key, Any], dict[Key, Any]] = ({}, {})
+    sides: tuple[dict[Key, Any], dict[Key, Any]] = ({}, {})
     for key, value in _items(x):
         if isinstance(value, dict | list) and value:
-            for side, part in zip(found, extract_matching_values(value, predicate, return_lists_as_dicts), strict=True):
+            for side, part in zip(sides, extract_matching_values(value, predicate, return_lists_as_dicts), strict=True):
                 if part:
                     side[key] = part
         elif isinstance(x, dict) and isinstance(value, dict | list):
-            found[1][key] = {} if return_lists_as_dicts else type(value)()
+            sides[1][key] = {} if return_lists_as_dicts else type(value)()
         else:
-            found[0 if predicate(value) else 1][key] = value
+            sides[0 if predicate(value) else 1][key] = value
     if isinstance(x, list) and not return_lists_as_dicts:
-        return list(found[0].values()), list(found[1].values())
-    return found
+        return list(sides[0].values()), list(sides[1].values())
+    return sides
 
 
 def diff(x1: Any, x2: Any, prefix: Path = ()) -> tuple[list[Any], list[Any], list[Any]]:
-    """(paths only in the left, paths only in the right, mismatches).
+    """(paths only in ``x1``, paths only in ``x2``, mismatches).
 
-    A mismatch is (path, type of the left value, type of the right one). Items by which one list is longer are given by
-    their index alone. Tensors are equal if all their elements are; two sharded values if their data are.
+    A mismatch is (path, type in ``x1``, type in ``x2``). Items that only the longer of two lists has are given by their
+    index alone. Tensors are equal if all elements are, sharded values if their data are.
     """
     if isinstance(x1, dict) and isinstance(x2, dict):
         left: list[Any] = [(*prefix, key) for key in x1 if key not in x2]
@@ -147,14 +145,14 @@ def diff(x1: Any, x2: Any, prefix: Path = ()) -> tuple[list[Any], list[Any], lis
     elif isinstance(x1, list | tuple | np.ndarray) and type(x1) is type(x2):
         left = list(range(len(x1) - 1, len(x2) - 1, -1))
         right = list(range(len(x2) - 1, len(x1) - 1, -1))
-        pairs = [(i, one, other) for i, (one, other) in enumerate(zip(x1, x2, strict=False))]
+        pairs = [(i, *values) for i, values in enumerate(zip(x1, x2, strict=False))]
     elif type(x1) is type(x2) and hasattr(x1, "replica_id") and hasattr(x1, "data"):
         left, right, pairs = [], [], [(type(x1), x1.data, x2.data)]
     else:
         return [], [], [] if _equal(x1, x2) else [(prefix, type(x1), type(x2))]
     mismatch: list[Any] = []
-    for key, one, other in pairs:
-        below = diff(one, other, (*prefix, key))
+    for key, value, other in pairs:
+        below = diff(value, other, (*prefix, key))
         left, right, mismatch = left + below[0], right + below[1], mismatch + below[2]
     return left, right, mismatch
 
@@ -169,7 +167,7 @@ def _equal(x1: Any, x2: Any) -> bool:
 
 
 def inspect_types(x: Any, prefix: Path = (), indent: int = 4) -> None:
-    """Print the tree of a state dict: keys, and the type and the first 30 characters of each leaf."""
+    """Print the keys of a state dict as a tree, with the type and the first 30 characters of each leaf."""
     if not isinstance(x, dict | list):
         print(f"Tensor of shape {x.shape}" if isinstance(x, torch.Tensor) else f"[{type(x)}]: {_text(x)}")  # noqa: T201 - what it is for
         return

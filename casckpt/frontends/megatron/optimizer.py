@@ -1,4 +1,4 @@
-"""Sharded optimizer state from the sharding of the model's parameters."""
+"""Shards optimizer state like the parameters of the model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 
 
 def _memory(tensor: torch.Tensor | None) -> tuple[int, ...]:
-    """Tell where its elements lie, and its shape; nothing if it has none."""
+    """The address of the tensor's elements and its shape; empty for a tensor without memory."""
     local = None if tensor is None else local_of(tensor)
     return () if local is None or not local.numel() or not has_memory(local) else (local.data_ptr(), *local.shape)
 
 
 def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.Tensor]) -> dict[int, int]:
-    """From ``id(parameter)`` to its number in the optimizer; of tied ones the first."""
+    """Map ``id(parameter)`` to its number in the optimizer. A tied parameter has its first number."""
     numbers: dict[int, int] = {}
     for number, param in enumerate(optim_params_iter):
         numbers.setdefault(id(param), number)
@@ -37,35 +37,33 @@ def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.Tensor]) -> dict
 def get_param_id_to_sharded_param_map(
     model_sharded_state_dict: Nested, optim_params_iter: Iterable[torch.Tensor]
 ) -> dict[int, Any]:
-    """From the number of a parameter in the optimizer to its ShardedTensor or factory in the model's state dict.
+    """Map the number of a parameter in the optimizer to its ShardedTensor or factory in the model's state dict.
 
-    They are matched by identity, so the state dict must hold the parameters themselves (``keep_vars=True``); of a
-    DTensor the local part will do. Warns if none of them is found.
+    Parameters are matched by identity, so the state dict must hold the parameters themselves (``keep_vars=True``), or
+    the local part of a DTensor. Logs a warning if no parameter is found.
     """
     params = list(optim_params_iter)
     numbers = get_optim_param_to_id_map(params)
-    # Each call of to_local makes another tensor, of the same memory.
+    # Each call of to_local makes another tensor with the same memory.
     memories = {at: number for number, param in enumerate(params) if is_dtensor(param) and (at := _memory(param))}
     sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
-    found = {}
+    by_number = {}
     for value in nested_values(sharded):
-        number = numbers.get(id(value.data))
-        if number is None and memories:
-            number = memories.get(_memory(value.data))
+        number = numbers.get(id(value.data), memories.get(_memory(value.data)))
         if number is not None:
-            found[number] = value
-    if not found:
+            by_number[number] = value
+    if not by_number:
         log.warning(
             "no tensor of the model's state dict is a parameter of the optimizer; make it with keep_vars=True, and "
             "transform parameters with a ShardedTensorFactory only"
         )
-    return found
+    return by_number
 
 
 def make_sharded_optimizer_tensor(model_param: Any, optim_param: torch.Tensor, prefix: str) -> Any:
-    """Give what is sharded as ``model_param``, with the key ``<prefix>.<its key>`` and the data of ``optim_param``.
+    """Return a copy of ``model_param`` with the key ``<prefix>.<its key>`` and the data of ``optim_param``.
 
-    Raises CheckpointingException if that has another shape than the parameter.
+    Raises CheckpointingException if ``optim_param`` has another shape than the parameter.
     """
     data, key = local_of(optim_param), f"{prefix}.{model_param.key}"
     if is_factory(model_param):
@@ -82,11 +80,11 @@ def make_sharded_optimizer_tensor(model_param: Any, optim_param: torch.Tensor, p
 def optim_state_to_sharding_state(
     optim_state_dict: dict[str, Any], id_to_sharded_param_map: Mapping[int, Any], exclude_keys: Collection[str] = ()
 ) -> None:
-    """Make an optimizer's state dict a sharded one, in place.
+    """Turn an optimizer's state dict into a sharded one, in place.
 
-    State ``name`` of a parameter gets the key ``optimizer.state.<name>.<key of the parameter>``; ``exclude_keys`` are
-    left out. Of the groups, a copy is kept whose ``params`` are not saved. Raises CheckpointingException (a ValueError)
-    for state of a parameter that the map lacks.
+    State ``name`` of a parameter gets the key ``optimizer.state.<name>.<key of the parameter>``, without state in
+    ``exclude_keys``. The groups become copies whose ``params`` are not saved. Raises CheckpointingException (a
+    ValueError) for state of a parameter that the map lacks.
     """
     sharded: dict[Any, dict[str, Any]] = {}
     for number, state in optim_state_dict["state"].items():

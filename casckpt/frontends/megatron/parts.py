@@ -1,7 +1,8 @@
-"""Parts of a tensor: a part of a part, and flat tensors as Megatron-core up to 0.15 stores them.
+"""Parts of a tensor: narrowed parts, and flat tensors as Megatron-core up to 0.15 stores them.
 
-`ShardedTensor.narrow` is called by the factories of Megatron's Mamba and GatedDeltaNet layers. A flat tensor [X, Y], in
-parts of [x, y], is stored as [X/x, Y/y, x*y]: the last axis is a part, flattened; the others say which part it is.
+The factories of Megatron's Mamba and GatedDeltaNet layers call `ShardedTensor.narrow`. Megatron-core up to 0.15 stores
+a flat tensor of shape [X, Y] in parts of [x, y] as [X/x, Y/y, x*y]: the last axis is a flattened part, and the other
+axes index the parts.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def narrowed(part: Any, dim: int, start: int, length: int) -> list[Any]:
 
 
 def _check(part: Any, dim: int, start: int, length: int) -> None:
-    """Raise CheckpointingException for what cannot be narrowed so."""
+    """Raise CheckpointingException if the part cannot be narrowed like this."""
     if not 0 <= dim < len(part.local_shape):
         raise _refused(part, f"it has {len(part.local_shape)} axes, and dim is {dim}")
     extent, axis = part.local_shape[dim], dim + part.prepend_axis_num
@@ -66,19 +67,19 @@ def _with(shape: Shape, axis: int, extent: int) -> Shape:
 
 @dataclass(frozen=True)
 class ReshapedCopies:
-    """What is to be read beside a sharded tensor, and then copied into it: (target, source) views."""
+    """Shards to read into new memory, and (target, source) views to copy into a sharded tensor afterwards."""
 
     shards: list[Shard]
     copies: list[tuple[torch.Tensor, torch.Tensor]]
 
     def run(self) -> None:
-        """Copy."""
+        """Copy each source into its target."""
         for target, source in self.copies:
             target.copy_(source)
 
 
 def copies(value: Any, data: torch.Tensor, stored: Shape, part: Shape) -> ReshapedCopies:
-    """How to fill ``data`` of a Megatron-style tensor: each stored part that it overlaps is read into new memory."""
+    """Plan how to fill ``data`` of a Megatron-style tensor from the stored parts that it overlaps."""
     result = ReshapedCopies([], [])
     pieces = list(boxes_of(value, data))
     box = megatron_region(value).box
@@ -95,13 +96,13 @@ def copies(value: Any, data: torch.Tensor, stored: Shape, part: Shape) -> Reshap
 
 
 def _parts(box: Box, part: Shape) -> Iterator[Shape]:
-    """Tell which parts a box overlaps."""
+    """Indices of the parts that a box overlaps."""
     ends = zip(box.offset, box.end, part, strict=True)
     return product(*(range(start // extent, -(-end // extent)) for start, end, extent in ends))
 
 
 def boxes_of(value: Any, data: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Boxes of the global tensor that the value holds, and the views of its data."""
+    """(box of the global tensor, view of the data) for each box that the value holds."""
     region, local = megatron_region(value), megatron_data(value, data)
     if flat_range(value) is None:
         yield region.box, local

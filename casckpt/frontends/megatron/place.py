@@ -1,4 +1,4 @@
-"""The place of a checkpoint, given as what Megatron code calls a checkpoint_dir: ``STORE#RUN@STEP``."""
+"""Parses the place of a checkpoint, which Megatron code calls checkpoint_dir: ``STORE#RUN@STEP``."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from casckpt.store.place import At, at
 from casckpt.store.store import Store
 
 CheckpointDir: TypeAlias = str | os.PathLike[str] | At
-"""``STORE#RUN@STEP``, or what `casckpt.at` gives."""
+"""``STORE#RUN@STEP``, or a result of `casckpt.at`."""
 
 
 @dataclass(frozen=True)
 class StoreRef:
-    """A store, and a checkpoint in it: for a save RUN@STEP, for a load any reference."""
+    """A store and a reference to a checkpoint in it. A save needs RUN@STEP."""
 
     store: Store
     ref: str
 
     def run_and_step(self) -> tuple[str, int]:
-        """Tell where a save puts it. Raises InvalidInput for any other reference."""
+        """The run and step of the reference. Raises CheckpointingException (an InvalidInput) for another form."""
         run, found, step = self.ref.rpartition("@")
         if not found or not step.isascii() or not step.isdigit():
             raise CheckpointingException(
@@ -37,12 +37,12 @@ class StoreRef:
 
 @lru_cache(maxsize=16)
 def _opened(url: str) -> Store:
-    """One store for one URL, which keeps what it knows, and does its background saves one after the other."""
+    """One `Store` for each URL. It keeps its caches, and runs its background saves one after the other."""
     return as_store(url)
 
 
 def place_of(checkpoint_dir: CheckpointDir) -> StoreRef:
-    """Take a checkpoint_dir apart. Raises CheckpointingException for what is none, InvalidInput for a bad URL."""
+    """Parse a checkpoint_dir. Raises CheckpointingException for any other value, InvalidInput for a bad URL."""
     if isinstance(checkpoint_dir, At):
         return StoreRef(_store(checkpoint_dir.store), f"{checkpoint_dir.run}@{checkpoint_dir.step}")
     text = _text(checkpoint_dir)
@@ -71,5 +71,5 @@ def _store(store: AnyStore) -> Store:
 
 
 def folder_of(checkpoint_dir: CheckpointDir) -> Path | None:
-    """The folder, where a checkpoint_dir is a mere one, as Megatron itself writes them."""
+    """The folder that a checkpoint_dir names, as Megatron itself writes them; None if it names a store."""
     return None if isinstance(checkpoint_dir, At) or "#" in _text(checkpoint_dir) else Path(checkpoint_dir)

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint without a sharded state dict: each process reads for itself, no other needs to."""
+"""Loads parts of a checkpoint without a sharded state dict. Each process reads by itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONTENT_METADATA = "content_metadata"
 
 
 def load_common_state_dict(checkpoint_dir: CheckpointDir, *, allow_pickle: bool = False) -> dict[Any, Any]:
-    """The common part: all that is not sharded, nested as it was saved.
+    """Load the common part: all values that are not sharded, nested as they were saved.
 
     Raises CheckpointingException (also a NotFound) if there is no checkpoint, or for a pickle without ``allow_pickle``.
     """
@@ -37,9 +37,9 @@ def load_content_metadata(
     preloaded_state_dict: dict[str, Any] | None = None,
     allow_pickle: bool = False,
 ) -> dict[str, Any] | None:
-    """What `save` was given as ``content_metadata``, None if nothing; of a checkpoint, or of a loaded state dict.
+    """The ``content_metadata`` given to `save`, or None; read from a checkpoint or from a loaded state dict.
 
-    Raises what `load_common_state_dict` raises.
+    Raises as `load_common_state_dict`.
     """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
@@ -49,20 +49,20 @@ def load_content_metadata(
 
 
 def load_plain_tensors(checkpoint_dir: CheckpointDir) -> dict[str, torch.Tensor]:
-    """All sharded tensors, whole, in new memory, by key. The common part is not included."""
+    """Load all sharded tensors whole into new memory, by key, without the common part."""
     with checkpointing_errors():
         stored = MegatronCheckpoint.read(place_of(checkpoint_dir))
         return read_values(stored, stored.tensors)
 
 
 def load_tensors_metadata(checkpoint_dir: CheckpointDir, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
-    """A ShardedTensor, whole and without data, for each sharded tensor, by key: its shape and dtype."""
+    """A whole ShardedTensor without data for each sharded tensor, by key, for its shape and dtype."""
     with checkpointing_errors():
         return tensors_metadata(MegatronCheckpoint.read(place_of(checkpoint_dir)))
 
 
 def tensors_metadata(stored: MegatronCheckpoint, kind: Any = ShardedTensor) -> dict[str, Any]:
-    """See `load_tensors_metadata`. ``kind``: the class to make them of."""
+    """See `load_tensors_metadata`. ``kind``: the class of the result."""
     metadata = {}
     for key, entry in stored.tensors.items():
         whole = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="meta")
@@ -73,7 +73,7 @@ def tensors_metadata(stored: MegatronCheckpoint, kind: Any = ShardedTensor) -> d
 def load_sharded_metadata(
     checkpoint_dir: CheckpointDir, sharded_strategy: Any = None, common_strategy: Any = None
 ) -> dict[str, ShardedTensor | ShardedObject]:
-    """The same, and a ShardedObject without data for each shard of an object, by its unique key."""
+    """As `load_tensors_metadata`, with a ShardedObject without data for each shard of an object, by unique key."""
     with checkpointing_errors():
         stored = MegatronCheckpoint.read(place_of(checkpoint_dir))
         return {**tensors_metadata(stored), **stored.objects}
@@ -82,9 +82,9 @@ def load_sharded_metadata(
 def load_sharded_objects(
     sharded_state_dict: Nested, checkpoint_dir: CheckpointDir, *, allow_pickle: bool = False
 ) -> None:
-    """Replace every ShardedObject of a state dict by its value, in place. What else stands there is left alone.
+    """Replace every ShardedObject of a state dict by its value, in place. Other values stay.
 
-    Raises CheckpointingException (also a MissingKey), naming key and shard, before anything changes.
+    Raises CheckpointingException (also a MissingKey) that names key and shard, before anything changes.
     """
     with checkpointing_errors():
         stored = MegatronCheckpoint.read(place_of(checkpoint_dir))
@@ -96,12 +96,11 @@ def load_sharded_objects(
 
 
 def object_key(stored: MegatronCheckpoint, wanted: Any) -> str:
-    """The flat key of what a ShardedObject asks for. Raises ShardedKeyMissing, naming key and shard."""
+    """The flat key of the value for a ShardedObject. Raises ShardedKeyMissing that names key and shard."""
     key = stored.object_key(wanted)
     if key is None:
-        have = [
-            f"{one.global_offset} of {one.global_shape}" for one in stored.objects.values() if one.key == wanted.key
-        ]
+        shards = [shard for shard in stored.objects.values() if shard.key == wanted.key]
+        have = [f"{shard.global_offset} of {shard.global_shape}" for shard in shards]
         raise ShardedKeyMissing(
             f"{stored.where} lacks the object {wanted.key!r} at {wanted.global_offset} of {wanted.global_shape}; "
             + (f"it has it at {', '.join(have[:5])}" if have else "it has no object of that key"),

@@ -1,11 +1,10 @@
-"""Removal: folders that are gone are followed by the store, and a checkpoint loses some of its sharded tensors."""
+"""Forgets checkpoints whose folder was removed, and removes sharded tensors from a checkpoint."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from casckpt.contents.checkpoint import Checkpoint
@@ -19,7 +18,7 @@ from casckpt.store.store import Store
 from casckpt.tensors.state import OfObjects
 
 FOLDER = "megatron_folder"
-"""In the metadata of a checkpoint: the folder that it was saved from."""
+"""The key in the metadata of a checkpoint for the folder that it was saved from."""
 
 log = logging.getLogger(__name__)
 
@@ -27,45 +26,37 @@ log = logging.getLogger(__name__)
 def forget_removed(
     store: AnyStore, folder: Folder, *, run: str | None = None, dry_run: bool = False
 ) -> list[Checkpoint]:
-    """Forget the checkpoints whose folder is gone; one process makes the call. They may be restored until a gc.
+    """Forget the checkpoints whose folder was removed. One process makes the call. Until a gc, they can be restored.
 
-    ``folder``: what holds the folders of a training, ``iter_0000100`` and so on (``--save``, or its
-    ``non_persistent``). Only what a `CasSaveShardedStrategy` saved from a folder right in there is looked at; tags keep
-    theirs. ``run``: of this one only. ``dry_run``: only say which.
+    ``folder``: the parent of a training's folders ``iter_0000100`` and so on (``--save``, or ``non_persistent`` in it).
+    Only checkpoints that a `CasSaveShardedStrategy` saved from a folder directly in it count. Checkpoints with a tag
+    stay. ``run``: only this run. ``dry_run``: return the checkpoints without forgetting them.
 
-    Raises CheckpointingException (also a NotFound) if there is none that names this store: the disk may be unmounted.
+    Raises CheckpointingException (also a NotFound) if no folder there names this store: the disk may be unmounted.
     """
     with checkpointing_errors():
         opened, parent = as_store(store), os.path.realpath(folder)
-        if not any(_names(path, opened) for path in _pointers(parent)):
+        if not any(_names(path, opened) for path in Path(parent).glob(f"*/{POINTER_NAME}")):
             raise CheckpointNotFound(
                 f"no folder in {parent} names a checkpoint of {opened.url}: is it mounted? Nothing was forgotten"
             )
-        gone = [one for one in opened.checkpoints(run) if _is_gone(one, parent) and not one.tags]
+        gone = [saved for saved in opened.checkpoints(run) if _is_gone(saved, parent) and not saved.tags]
         return opened.forget(*gone, dry_run=dry_run) if gone else []
 
 
 def follow(store: Store, folder: Path, run: str) -> None:
-    """The same after a save into ``folder``: what goes wrong is logged, as the checkpoint is there."""
+    """Run `forget_removed` after a save into ``folder``. Errors are only logged, because the save succeeded."""
     try:
-        for one in forget_removed(store, folder.parent, run=run):
-            log.info("forgot %r: its folder is gone", one)
+        for checkpoint in forget_removed(store, folder.parent, run=run):
+            log.info("forgot %r: its folder is gone", checkpoint)
     except (CasckptError, OSError) as error:
         log.warning("what was saved from folders that are gone was not forgotten: %s", error)
 
 
 def folder_noted(folder: Folder) -> dict[str, str]:
-    """Give what the metadata of a checkpoint says of its folder."""
+    """The metadata that notes the folder of a checkpoint."""
     path = Path(folder)
     return {FOLDER: os.path.join(os.path.realpath(path.parent), path.name)}
-
-
-def _pointers(parent: str) -> Iterator[Path]:
-    try:
-        names = os.listdir(parent)
-    except FileNotFoundError:
-        names = []
-    return (Path(parent, name, POINTER_NAME) for name in names)
 
 
 def _names(pointer: Path, store: Store) -> bool:
@@ -75,9 +66,9 @@ def _names(pointer: Path, store: Store) -> bool:
         return False
 
 
-def _is_gone(one: Checkpoint, parent: str) -> bool:
-    """Only what the file system says is not there is gone: whatever else it says, nobody knows."""
-    folder = one.metadata.get(FOLDER)
+def _is_gone(checkpoint: Checkpoint, parent: str) -> bool:
+    """Whether the checkpoint's folder in ``parent`` does not exist. Any other answer of the file system is a no."""
+    folder = checkpoint.metadata.get(FOLDER)
     if not isinstance(folder, str) or os.path.dirname(folder) != parent:
         return False
     try:
@@ -90,8 +81,8 @@ def _is_gone(one: Checkpoint, parent: str) -> bool:
 def remove_sharded_tensors(checkpoint_dir: CheckpointDir, key_prefix: str, *, allow_pickle: bool = False) -> None:
     """Replace a checkpoint by one without the tensors and objects whose key begins with ``key_prefix``.
 
-    One process makes the call; what stays goes through its memory, and is not written again. The checkpoint that was
-    there is forgotten; the next gc frees what nothing else needs. Logs a warning if there is no such key. Raises
+    One process makes the call. It reads the remaining values into memory, but writes no cell again. The replaced
+    checkpoint is forgotten, and gc deletes the blobs that only it needs. Logs a warning if there is no such key. Raises
     CheckpointingException (also a NotFound) if there is no checkpoint, or for a pickle without ``allow_pickle``.
     """
     with checkpointing_errors():
@@ -101,9 +92,9 @@ def remove_sharded_tensors(checkpoint_dir: CheckpointDir, key_prefix: str, *, al
 def drop(place: StoreRef, key_prefix: str, allow_pickle: bool) -> None:
     """See `remove_sharded_tensors`."""
     stored = MegatronCheckpoint.read(place)
-    every = stored.flat_keys()
-    kept = [key for key, name in every.items() if name is None or not name.startswith(key_prefix)]
-    if len(kept) == len(every):
+    keys = stored.flat_keys()
+    kept = [key for key, name in keys.items() if name is None or not name.startswith(key_prefix)]
+    if len(kept) == len(keys):
         log.warning("%s has nothing sharded whose key begins with %r: nothing was removed", stored.where, key_prefix)
         return
     state = OfObjects(stored.inflated(read_values(stored, kept, allow_pickle=allow_pickle)))

@@ -1,14 +1,15 @@
-"""Save a sharded state dict: check it on all ranks together, then hand it to the store as shards of its tensors."""
+"""Saves a sharded state dict: all ranks check it together, then the store saves the shards of its tensors."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, TypeAlias, Unpack
 
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.format.regions import normalise
@@ -39,6 +40,7 @@ from casckpt.tensors.values import Shard
 
 log = logging.getLogger(__name__)
 Preprocess = Callable[[dict[Any, Any]], Any]
+_Sorted: TypeAlias = tuple[list[Claim], bool, Samples | None]
 
 
 def save(  # noqa: PLR0917 - the positions of Megatron-core's
@@ -54,22 +56,24 @@ def save(  # noqa: PLR0917 - the positions of Megatron-core's
     fully_parallel: bool = False,
     **options: Unpack[SaveArguments],
 ) -> AsyncRequest | None:
-    """Save; every rank of ``process_group`` (None: all) makes the call, with its own part.
+    """Save a checkpoint. Every rank of ``process_group`` (None: all ranks) makes the call with its own part.
 
-    Factories are built, in the caller's dict, as Megatron does; what is not persistent is left out; main replicas write
-    the sharded tensors and objects under their keys, rank 0 the rest at its place in the state dict.
+    Factories are built in the caller's dict, as in Megatron. Non-persistent values are left out. Main replicas write
+    the sharded tensors and objects under their keys; rank 0 writes all other values at their places in the state dict.
 
-    ``validate_access_integrity``: check on all ranks together, before anything is written, that every element has just
-    one main replica, and log where the common part of a rank differs from that of rank 0 (both as
-    ``preprocess_common_before_consistancy_check`` gives them). ``async_sharded_save``: copy the tensors, save in the
-    background, and return a request whose ``finalize_fns`` wait for it. ``content_metadata``: see
-    `load_content_metadata`. ``fully_parallel``: all replicas share the writing, balanced by bytes, instead of the main
-    ones alone; they must hold the same. ``options``: those of `Store.save` (``overwrite``, ``attachments``,
-    ``metadata``, ``allow_pickle``, ``dedup``, ``threads``, ``check_replicas``, ``no_dist``, ...). ``sharded_strategy``
-    and ``common_strategy`` are there for Megatron's signature: the one is None or ("casckpt", 1), the other None.
+    ``validate_access_integrity``: before anything is written, all ranks check that every element has exactly one main
+    replica, and log differences between their common part and that of rank 0, both preprocessed by
+    ``preprocess_common_before_consistancy_check``. ``async_sharded_save``: copy the tensors, save in the background,
+    and return a request whose ``finalize_fns`` wait for the save. ``content_metadata``: see `load_content_metadata`.
+    ``fully_parallel``: all replicas share the writing, balanced by bytes, instead of the main ones alone; they must
+    hold equal values. ``options``: those of `Store.save` (``overwrite``, ``attachments``, ``metadata``,
+    ``allow_pickle``, ``dedup``, ``threads``, ``check_replicas``, ``no_dist``, ...). ``sharded_strategy`` and
+    ``common_strategy`` exist for Megatron's signature: pass None or ("casckpt", 1) for the first, and None for the
+    second.
 
-    Raises CheckpointingException, naming key, rank and region, on every rank alike; it is also a Conflict if the step
-    exists and not ``overwrite``. StorageError and RankFailed as `Store.save`. After an error nothing is visible.
+    Raises CheckpointingException on every rank alike; it names key, rank and region. It is also a Conflict if the step
+    exists and ``overwrite`` is false. Raises StorageError and RankFailed as `Store.save`. After an error, no new
+    checkpoint is visible.
     """
     with checkpointing_errors():
         ranks = open_ranks(options.get("process_group"), no_dist=options.get("no_dist", False))
@@ -94,7 +98,7 @@ def save(  # noqa: PLR0917 - the positions of Megatron-core's
 
 
 def located(checkpoint_dir: CheckpointDir, sharded: Any, common: Any) -> StoreRef:
-    """Find where the checkpoint is, or is to be. Raises InvalidInput, and for strategies of somebody else."""
+    """Find the place of the checkpoint. Raises CheckpointingException, also for strategies of another backend."""
     if common is not None:
         raise NotImplementedError("a common_strategy cannot be chosen: the common part lies in the store; give None")
     if sharded in (None, (BACKEND, VERSION)):
@@ -113,15 +117,6 @@ def _wait(future: Future[Checkpoint]) -> None:
         future.result()
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    """What rank 0 tells a rank. ``mine``: of its sharded values, which it hands in. ``common``: see `_packed`."""
-
-    mine: Sequence[bool]
-    common: bytes | None
-    replaces: bool
-
-
 @dataclass
 class Saving:
     """One rank's part of a save."""
@@ -133,9 +128,9 @@ class Saving:
     check_replicas: CheckReplicas = "sample"
     sharded: list[Any] = field(default_factory=list)
     common: dict[Any, Any] = field(default_factory=dict)
-    mine: Sequence[bool] = ()
+    selected: Sequence[bool] = ()
     files: dict[str, bytes] = field(default_factory=dict)
-    _common_seen: Any = None  # of the common part, what is compared with rank 0
+    _compared: Any = None  # the common part as it is compared with rank 0
 
     def agree(
         self,
@@ -146,89 +141,88 @@ class Saving:
         preprocess: Preprocess | None,
         background: bool = False,
     ) -> tuple[StoreRef, bool]:
-        """Sort the state dict, check it together with all ranks. Where to save, and whether a mere config is there.
+        """Sort the state dict and check it together with all ranks.
 
-        ``background``: how the save is to run; ranks that differ in it would wait for each other.
+        Returns the place, and whether the save replaces a checkpoint that holds only a config. ``background``: whether
+        the save runs in the background; ranks that differ in it would wait for each other.
         """
         places: list[StoreRef] = []
 
-        def look() -> tuple[list[Claim], bool, Samples | None]:
+        def sort() -> _Sorted:
             places.append(locate())
             run, step = places[0].run_and_step()
             self.check_replicas = usable_check(self.check_replicas)
-            claims = self.look(preprocess)
+            claims = self._sort(preprocess)
             return claims, background, self._samples(run, step) if ranks.size > 1 else None
 
-        def decide(gathered: list[tuple[list[Claim], bool, Samples | None]]) -> list[_Verdict]:
-            claims = [mine for mine, _, _ in gathered]
+        def decide(gathered: list[_Sorted]) -> list[tuple[list[bool], bytes | None, bool]]:
+            claims = [of_rank for of_rank, _, _ in gathered]
             if len({asked for _, asked, _ in gathered}) > 1:
                 ways = ", ".join(f"{asked} on rank {rank}" for rank, (_, asked, _) in enumerate(gathered[:8]))
                 raise CheckpointingException(f"async_sharded_save is {ways}: all ranks must make the same call")
             if validate:
                 check_claims(claims)
-            samples = [one for _, _, one in gathered if one is not None]
+            samples = [sample for _, _, sample in gathered if sample is not None]
             if len(samples) == ranks.size:
                 memory = memory_of(places[0].store.url, ranks.group)
                 memory.found |= compared(samples, memory, "sample")
             self._make_room({claim.key for of_rank in claims for claim in of_rank})
-            replaces, common = is_only_config(places[0]), _packed(self._common_seen) if validate else None
-            return [_Verdict(mine, common, replaces) for mine in self.handed_in(claims)]
+            replaces, common = is_only_config(places[0]), _packed(self._compared) if validate else None
+            return [(selected, common, replaces) for selected in self.select(claims)]
 
-        verdict = ranks.exchange(look, decide)
-        self.mine = verdict.mine
-        if verdict.common is not None and self.rank:
-            self._warn_of_differences(verdict.common)
-        return places[0], verdict.replaces
+        self.selected, common, replaces = ranks.exchange(sort, decide)
+        if common is not None and self.rank:
+            self._warn_of_differences(common)
+        return places[0], replaces
 
     def _samples(self, run: str, step: int) -> Samples | None:
-        """Of all replicas, where those that are not the main ones are not handed in; else the save compares them."""
+        """Samples of all replicas, if only main replicas are saved; otherwise the save itself compares replicas."""
         if self.fully_parallel or self.check_replicas != "sample":
             return None
         filled = [value for value in self.sharded if is_sharded_tensor(value) and value.data is not None]
         sources = [tensor_source(value.key, megatron_shard(value), None, together=True) for value in filled]
         return samples_of(sources, run, step, self.check_replicas)
 
-    def look(self, preprocess: Preprocess | None = None) -> list[Claim]:
+    def _sort(self, preprocess: Preprocess | None) -> list[Claim]:
         """Build factories and sort the values. Raises CheckpointingException."""
         check_nesting(self.sharded_state_dict, "state")
         apply_factories(self.sharded_state_dict)
         _check_lists(self.sharded_state_dict, ())
         _, persistent = extract_nonpersistent(self.sharded_state_dict)
         sharded, self.common = extract_sharded_base(persistent)
-        if self.content_metadata is not None:  # with a process group in it, Megatron's cannot be stored
+        if self.content_metadata is not None:  # Megatron's contains a process group, which cannot be stored
             kept = {key: value for key, value in self.content_metadata.items() if key != "dp_cp_group"}
             self.common = {**self.common, CONTENT_METADATA: kept}
         self.sharded = [value for value in nested_values(sharded) if not is_empty(value)]
-        self._common_seen = preprocess(self.common) if preprocess else self.common
-        claims = claims_of(self.sharded)
-        self.mine = [claim.main for claim in claims]
-        return claims
+        self._compared = preprocess(self.common) if preprocess else self.common
+        return claims_of(self.sharded)
 
     def _make_room(self, keys: set[str]) -> None:
-        """On rank 0: what goes along as attachments, and the common part beside all that is sharded."""
+        """On rank 0: make the attachments, and rename values of the common part with the key of a sharded value."""
         self.common, notes = set_apart(self.common, keys)
-        said = notes.encoded()
-        self.files = {CONFIG_NAME: encoded(OURS)} | ({NOTES_NAME: said} if said else {})
+        data = notes.encoded()
+        self.files = {CONFIG_NAME: encoded(OURS)} | ({NOTES_NAME: data} if data else {})
 
-    def handed_in(self, gathered: Sequence[Claims]) -> list[list[bool]]:
-        """Of each rank's sharded values, which it is to hand in: others than main replicas to write, or to compare."""
+    def select(self, gathered: Sequence[Claims]) -> list[list[bool]]:
+        """For each rank, the sharded values that it saves: main replicas, and others to share writing or compare."""
         main = main_regions(gathered) if self.fully_parallel or self.check_replicas == "raise" else set()
 
-        def hands_in(claim: Claim) -> bool:
+        def is_selected(claim: Claim) -> bool:
             if claim.main or isinstance(claim, ObjectClaim):
                 return claim.main
             return claim.filled and (claim.key, normalise(claim.region, claim.shape)) in main
 
-        return [[hands_in(claim) for claim in claims] for claims in gathered]
+        return [[is_selected(claim) for claim in claims] for claims in gathered]
 
     def leave_out(self, key: str) -> None:
-        """Save nothing under this key."""
-        self.mine = [mine and one.key != key for one, mine in zip(self.sharded, self.mine, strict=True)]
+        """Do not save the value with this key."""
+        pairs = zip(self.sharded, self.selected, strict=True)
+        self.selected = [selected and value.key != key for value, selected in pairs]
 
     def _warn_of_differences(self, common: bytes) -> None:
         try:
-            left, right, mismatch = diff(pickle.loads(common), self._common_seen)  # noqa: S301 - from a rank of the same job
-        except Exception as error:  # noqa: BLE001 - a rank that raised here would leave the others waiting in the save
+            left, right, mismatch = diff(pickle.loads(common), self._compared)  # noqa: S301 - from a rank of the same job
+        except Exception as error:  # noqa: BLE001 - if a rank raised here, the others would wait in the save
             log.warning("the common state of rank %d could not be compared with that of rank 0: %r", self.rank, error)
             return
         if left or right or mismatch:
@@ -239,13 +233,13 @@ class Saving:
             )  # fmt: skip
 
     def state(self) -> dict[Any, Any]:
-        """Give what `Store.save` takes. Raises CheckpointingException for two things with one key."""
+        """The state for `Store.save`. Raises CheckpointingException for a key that has the form of an object's key."""
         shards: dict[str, list[Shard]] = {}
         objects: dict[str, Any] = {}
-        for value, mine in zip(self.sharded, self.mine, strict=True):
-            if mine and is_sharded_tensor(value):
+        for value in itertools.compress(self.sharded, self.selected):
+            if is_sharded_tensor(value):
                 shards.setdefault(value.key, []).append(megatron_shard(value, replicated=self.fully_parallel))
-            elif mine:
+            else:
                 objects[value.unique_key] = value.data
         common = self.common if self.rank == 0 else {}
         for key in map(str, (*shards, *common)):
@@ -257,23 +251,23 @@ class Saving:
 
 
 def _packed(common: Any) -> bytes | None:
-    """For the ranks that compare theirs; None if it does not pickle: the save says what cannot be stored."""
+    """Pickle the common part for the other ranks; None if that fails, since the save reports what it cannot store."""
     try:
         return pickle.dumps(common)
-    except Exception:  # noqa: BLE001 - whatever a class of the user's does when it is pickled
+    except Exception:  # noqa: BLE001 - classes of the user may raise anything when they are pickled
         return None
 
 
 def is_empty(value: Any) -> bool:
-    """Tell whether it is a flattened tensor without elements."""
+    """Whether the value is a flattened tensor without elements."""
     flat = flat_range(value) if is_sharded_tensor(value) else None
     return flat is not None and not flat
 
 
 def _check_lists(x: Nested, path: Path) -> frozenset[str]:
-    """What stands in a part of a state dict. Raises CheckpointingException for a list that no load could put together.
+    """The kinds of values in ``x``. Raises CheckpointingException for a list that no load could put together.
 
-    Each of the parts loses the items that it has nothing of, so that the places of the others would be lost.
+    A list that mixes kinds is stored in several parts. Each part closes the gaps, so that the indices would be lost.
     """
     if isinstance(x, dict):
         kinds = [_check_lists(value, (*path, key)) for key, value in x.items()]
@@ -292,7 +286,7 @@ def _check_lists(x: Nested, path: Path) -> frozenset[str]:
 
 
 def _check_inside(x: Any, path: Path) -> None:
-    """Raise CheckpointingException for what is sharded, or not saved, in a tuple: all of that is a leaf."""
+    """Raise CheckpointingException for a sharded or non-persistent value in a tuple, because a tuple is a leaf."""
     if is_sharded_base(x) or is_nonpersistent(x):
         raise CheckpointingException(f"{path} is a {type(x).__name__} in a tuple, where none is looked for; use a list")
     for key, value in x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list | tuple) else ():

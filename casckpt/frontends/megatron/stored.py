@@ -1,7 +1,7 @@
 """A stored checkpoint in Megatron's terms: sharded tensors, shards of objects, and the common part.
 
-Whichever front end wrote it: a tensor is a sharded tensor under its flat key, and what is no tensor is common. What
-`save` of this front end wrote as a tensor of the common part is listed in `Notes`.
+In a checkpoint of any front end, each tensor is a sharded tensor under its flat key, and all other values are common.
+`Notes` lists the tensors that `save` of this front end wrote as part of the common part.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Facts: TypeAlias = tuple[Commit, Manifest, Notes, bytes | None]
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """One checkpoint. ``notes``: on its common part. ``file``: its common.pt, if any."""
+    """A checkpoint. ``notes``: the notes on its common part. ``file``: the contents of its common.pt, if any."""
 
     store: Store
     commit: Commit
@@ -49,7 +49,7 @@ class MegatronCheckpoint:
 
     @classmethod
     def read(cls, place: StoreRef, *, common: bool = False) -> MegatronCheckpoint:
-        """The one at a place; ``common``: with its common.pt. Raises NotFound, Damaged, StorageError, Refused."""
+        """Read a checkpoint; ``common``: also common.pt. Raises NotFound, Damaged, Refused or StorageError."""
         checkpoint = place.store.get(place.ref)
         warn_if_forgotten(checkpoint.commit)
         names = place.store.attachments(checkpoint)
@@ -62,9 +62,9 @@ class MegatronCheckpoint:
 
     @classmethod
     def together(cls, ranks: Ranks, locate: Callable[[], StoreRef], *, common: bool = False) -> MegatronCheckpoint:
-        """The same on all ranks, which must name the same; read by rank 0.
+        """Read the checkpoint for all ranks, on rank 0. All ranks must name the same one.
 
-        Each has a store of its own for what it loads.
+        Each rank loads through its own store.
         """
         places: list[StoreRef] = []
 
@@ -74,8 +74,8 @@ class MegatronCheckpoint:
 
         def find(refs: Sequence[str]) -> list[Facts]:
             check_same(refs)
-            found = cls.read(places[0], common=common)
-            return everyone((found.commit, found.manifest, found.notes, found.file), ranks.size)
+            stored = cls.read(places[0], common=common)
+            return everyone((stored.commit, stored.manifest, stored.notes, stored.file), ranks.size)
 
         facts = ranks.exchange(hello, find)
         stored = cls(places[0].store, *facts)
@@ -85,12 +85,12 @@ class MegatronCheckpoint:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """Give what `Store.load` takes."""
+        """The checkpoint for `Store.load`."""
         return Checkpoint(self.store.repository, self.commit)
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """RUN@STEP, for messages."""
         return f"{self.commit.run}@{self.commit.step}"
 
     @cached_property
@@ -103,13 +103,12 @@ class MegatronCheckpoint:
     @cached_property
     def objects(self) -> dict[str, ShardedObject]:
         """The shards of objects, without data, by unique key."""
-        names = (str(element) for element, _ in children(self._tree))
-        return {name: ShardedObject.empty_from_unique_key(name) for name in names if is_object_key(name)}
+        return {name: ShardedObject.empty_from_unique_key(name) for name in self._nodes if is_object_key(name)}
 
     @cached_property
     def object_names(self) -> frozenset[str]:
         """The keys of all objects."""
-        return frozenset(one.key for one in self.objects.values())
+        return frozenset(shard.key for shard in self.objects.values())
 
     @cached_property
     def common_keys(self) -> list[str]:
@@ -131,21 +130,21 @@ class MegatronCheckpoint:
         return {str(element): node for element, node in children(self._tree)}
 
     def flat_keys(self) -> dict[str, str | None]:
-        """The flat keys of all leaves, and of what is sharded its key."""
+        """Map the flat key of each leaf to the key of its sharded value, or to None."""
         keys: dict[str, str | None] = {join(path): None for path, _ in leaves(self._tree)}
         keys.update((key, key) for key in self.tensors)
-        for name, one in self.objects.items():
-            keys.update((join((name, *path)), one.key) for path, _ in leaves(self._nodes[name]))
+        for name, shard in self.objects.items():
+            keys.update((join((name, *path)), shard.key) for path, _ in leaves(self._nodes[name]))
         return keys
 
     def inflated(self, values: Mapping[str, Any]) -> dict[Any, Any]:
-        """The whole state, nested as it was saved, of the leaves by flat key that are given, without the others."""
+        """The state, nested as it was saved, with the leaves in ``values`` (by flat key) and no others."""
         return dict(inflate(self._tree, lambda key, _: values[key], lambda key: key in values))
 
     def tensor_key(self, key: str) -> str | None:
-        """The flat key of a sharded tensor, for a key of Megatron's; None if there is none.
+        """The flat key of a sharded tensor for a key of Megatron's, or None.
 
-        What `save_model_and_optim_state` wrote is found by the names that Megatron gives parameters and their state.
+        Tensors that `save_model_and_optim_state` wrote are found by Megatron's names of parameters and their state.
         """
         if key in self.tensors:
             return key
@@ -156,9 +155,9 @@ class MegatronCheckpoint:
         return next((name for name in names if name in self.tensors), None)
 
     def object_key(self, wanted: Any) -> str | None:
-        """The flat key of what a ShardedObject asks for; None if there is none.
+        """The flat key of the value for a ShardedObject, or None.
 
-        An object that is whole may also be plain data that another front end wrote under its key.
+        The value for an object with a single shard may also be plain data that another front end wrote under its key.
         """
         if wanted.unique_key in self.objects:
             return str(wanted.unique_key)
@@ -166,7 +165,7 @@ class MegatronCheckpoint:
         return str(wanted.key) if alone and wanted.key not in self.tensors else None
 
     def ask_for(self, request: ReadRequest, key: str) -> Callable[[], Any]:
-        """Let an object, a leaf or a container of the tree, be read; what gives its value after that."""
+        """Request an object, which is a leaf or a container. Returns a function that gives its value after the read."""
         node = self._nodes.get(key) or find(self._tree, key)
         if node is None or isinstance(node, int):
             label = request.add(key)
@@ -176,22 +175,22 @@ class MegatronCheckpoint:
         return lambda: inflate(node, lambda name, _: request.values[labels[name]], lambda _: True)
 
     def common(self, values: Mapping[str, Any], allow_pickle: bool) -> dict[Any, Any]:
-        """The common part, nested as it was saved, of its leaves by flat key; and of common.pt, if it has that."""
+        """The common part, nested as it was saved, from its leaves by flat key and from common.pt, if there is one."""
         tensors = self.tensors
         tree = inflate(self._without_objects, lambda key, _: values[key], lambda key: key not in tensors)
-        found = {self.notes.names.get(key, key): value for key, value in tree.items()}
-        return found if self.file is None else merge(found, read(self.file, self.where, allow_pickle))
+        named = {self.notes.names.get(key, key): value for key, value in tree.items()}
+        return named if self.file is None else merge(named, read(self.file, self.where, allow_pickle))
 
 
 class ReadRequest:
-    """What is to be read of a checkpoint, each thing under a label of its own: its name, or one that begins with it."""
+    """Values to read from a checkpoint. Each has its own label, which begins with its name."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self._names: dict[str, str] = {}
 
     def add(self, name: str, into: Shard | None = None) -> str:
-        """Read ``name``, a flat key, into a shard, or (None) as something new. The label under which it will be."""
+        """Request the flat key ``name``, to read into a shard or (None) into new memory; return the label."""
         label = name
         while label in self.values:
             label = f"{label} (item {len(self.values)})"
@@ -199,14 +198,14 @@ class ReadRequest:
         return label
 
     def run(self, stored: MegatronCheckpoint, **options: Unpack[RankArguments]) -> None:
-        """Read it all. ``options``: as in `Store.load`. Raises what that raises."""
+        """Read all requested values. ``options``: those of `Store.load`. Raises as `Store.load`."""
         stored.store.load(
             self.values, stored.checkpoint, rename=self._names.__getitem__, cast=True, unread="ignore", **options
         )
 
 
 def read_values(stored: MegatronCheckpoint, keys: Iterable[str], *, allow_pickle: bool = False) -> dict[str, Any]:
-    """Read flat keys as something new, for this process alone. Raises what `Store.load` raises."""
+    """Read flat keys into new memory, for this process alone. Raises as `Store.load`."""
     request = ReadRequest()
     for key in keys:
         request.add(key)
@@ -215,5 +214,5 @@ def read_values(stored: MegatronCheckpoint, keys: Iterable[str], *, allow_pickle
 
 
 def is_object_key(key: str) -> bool:
-    """Tell whether it has the form of the unique key of a shard of an object."""
+    """Whether the key has the form of the unique key of a shard of an object."""
     return _OBJECT.fullmatch(key) is not None

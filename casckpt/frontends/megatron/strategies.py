@@ -1,11 +1,11 @@
 """Strategies for Megatron-core's own ``save`` and ``load``. Importing this module imports Megatron-core.
 
-The tensors and objects go into the store; in the folder that Megatron keeps, ``casckpt.json`` says where. ``common.pt``
-goes along as an attachment, so that the checkpoint in the store is whole without the folder.
+The store holds the tensors and objects; ``casckpt.json`` in the folder that Megatron keeps names the checkpoint.
+``common.pt`` is also an attachment, so that the checkpoint in the store is whole without the folder.
 
-Up to 0.16, Megatron takes any subclass of its base strategies, and has a registry of those for a load. From 0.17 on it
-replaces all but subclasses of its own torch_dist strategy by that, without a word, takes for a load whatever has a
-``load``, and its own where none is given. From 0.19 on it hands the common part over as one more object.
+Up to 0.16, Megatron accepts any subclass of its base strategies, and has a registry of strategies for loads. From 0.17
+on, it silently replaces any strategy for saves that is no subclass of its torch_dist strategy. It accepts any object
+with a ``load`` for loads, and uses its own strategy by default. From 0.19 on, the common part is one more object.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from casckpt.frontends.megatron.claims import Claim, Sharing, plan_sharing
 from casckpt.frontends.megatron.common import COMMON_NAME, classes_to_register, places_of
 from casckpt.frontends.megatron.config import BACKEND, VERSION
 from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors
-from casckpt.frontends.megatron.folders import Folder, check_common, place_in, point
+from casckpt.frontends.megatron.folders import Folder, check_common, point, pointed_at
 from casckpt.frontends.megatron.loading import RankLoad
 from casckpt.frontends.megatron.nesting import Nested
 from casckpt.frontends.megatron.place import StoreRef
@@ -48,19 +48,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _WRITES_COMMON = "common_strategy" in inspect.signature(dist_checkpointing.save).parameters  # up to 0.18
-_COMMON_KEY = "common_state"  # of the object that the common part is after that
+_COMMON_KEY = "common_state"  # from 0.19 on, the key of the object that holds the common part
 _NUMBER = re.compile(r"[0-9]+$")
 StepOf: TypeAlias = int | Callable[[Path], int] | None
 RunOf: TypeAlias = str | Callable[[Path], str]
 
-# So that our objects pass Megatron's isinstance, as its own pass our tests of attributes.
+# Our objects pass isinstance in Megatron, as its objects pass our tests of attributes.
 for name in ("ShardedBase", "ShardedTensor", "ShardedObject", "ShardedTensorFactory"):
     getattr(theirs, name).register(getattr(ours, name))
 
 
 @contextmanager
 def _errors_of_both() -> Iterator[None]:
-    """Raise what is a CheckpointingException as one of Megatron-core's too."""
+    """Raise each CheckpointingException as an error that is also Megatron-core's CheckpointingException."""
     try:
         with checkpointing_errors():
             yield
@@ -78,15 +78,14 @@ class _Arguments(SaveArguments):
 class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] # Megatron-core has no types
     """Saves into a store: ``dist_checkpointing.save(state, folder, sharded_strategy=CasSaveShardedStrategy(...))``.
 
-    ``run``, ``step``: of all saves, or a function of the folder; a step of None: the number at the end of its name
-    (``iter_0000100``). ``forget_removed``: after a save, forget what was saved into folders beside this one that are
-    gone, see `casckpt.frontends.megatron.forget_removed`.
-    ``overwrite`` (unless False): a step that exists is replaced, as Megatron writes over a folder: a training that was
-    rolled back comes to it again. ``fully_parallel``, ``options``: see `casckpt.frontends.megatron.save`. One strategy
-    serves many saves.
+    ``run``, ``step``: the run and step of all saves, or functions of the folder. A step of None is the number at the
+    end of the folder's name (``iter_0000100``). ``forget_removed``: after a save, forget checkpoints whose folder
+    beside this one was removed, see `casckpt.frontends.megatron.forget_removed`. ``overwrite`` (True by default):
+    replace a step that exists, as Megatron writes over a folder, for example after a rollback of the training.
+    ``fully_parallel``, ``options``: see `casckpt.frontends.megatron.save`. One strategy serves many saves.
     """
 
-    can_handle_sharded_objects = True  # they go into the store too
+    can_handle_sharded_objects = True  # the store holds objects too
 
     def __init__(
         self,
@@ -98,15 +97,15 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         forget_removed: bool = False,
         **options: Unpack[SaveArguments],
     ) -> None:
-        # That of the base class takes other arguments in each version, and nothing that it sets is used.
+        # The base class takes other arguments in each version, and nothing that it sets is used.
         self.backend, self.version = BACKEND, VERSION
         self.store = as_store(store)
         self.run, self.step = run, step
         self.fully_parallel, self.options = fully_parallel, options
-        self.forget_removed, self._said = forget_removed, False
+        self.forget_removed, self._warned = forget_removed, False
 
     def save(self, sharded_state_dict: Nested, checkpoint_dir: Folder) -> None:
-        """Save, and return once it is committed. Raises as `casckpt.frontends.megatron.save`."""
+        """Save, and return after the commit. Raises as `casckpt.frontends.megatron.save`."""
         with _errors_of_both():
             saving, options, finish = self._prepared(sharded_state_dict, Path(checkpoint_dir))
             self.store.save(saving.state, **options)
@@ -117,8 +116,8 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
     ) -> async_utils.AsyncRequest:
         """Copy the tensors, begin to save, and return a request whose finalize_fns wait for the end.
 
-        ``async_strategy``: whose queue is to schedule the request, as Megatron-core calls it: "mcore" or "nvrx". Its
-        ``async_fn`` has nothing to do but to wait, so that the queue knows when the save is over.
+        ``async_strategy``: the queue that schedules the request, in Megatron-core's words "mcore" or "nvrx". The
+        ``async_fn`` of the request only waits, so that the queue knows when the save is over.
         """
         endings: list[Ending] = []
         with _errors_of_both():
@@ -138,7 +137,7 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
     def _prepared(
         self, state: Nested, folder: Path, begin: Callable[[], None] = lambda: None
     ) -> tuple[Saving, _Arguments, Callable[[], None]]:
-        """This rank's part, the arguments of `Store.save`, and what is to be done when that is through."""
+        """This rank's part, the arguments of `Store.save`, and a function to call after the save."""
         ranks = open_ranks(self.options.get("process_group"))
         check = self.options.get("check_replicas", "sample")
         saving = Saving(state, ranks.rank, fully_parallel=self.fully_parallel, check_replicas=check)
@@ -148,12 +147,12 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             begin()
             if ranks.rank == 0:
                 common.extend(_common(state, folder))
-                self._say_what_needs_classes(common)
+                self._warn_of_classes(common)
             run = self.run if isinstance(self.run, str) else self.run(folder)
             return StoreRef(self.store, f"{run}@{self._step(folder)}")
 
         place, replaces = saving.agree(ranks, locate, validate=False, preprocess=None)
-        if any(one.handed_over for one in common):
+        if any(part.handed_over for part in common):
             saving.leave_out(_COMMON_KEY)
         files = {COMMON_NAME: common[0].file} if common else {}
         run, step = place.run_and_step()
@@ -171,17 +170,17 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
 
         return saving, given, finish
 
-    def _say_what_needs_classes(self, common: Sequence[_Common]) -> None:
-        """Once: whoever loads the checkpoint elsewhere should not be the first to hear of it."""
-        for one in () if self._said else common:
-            self._said = True
-            classes = classes_to_register(one.file)
+    def _warn_of_classes(self, common: Sequence[_Common]) -> None:
+        """Warn once of classes that a load elsewhere will need."""
+        for part in () if self._warned else common:
+            self._warned = True
+            classes = classes_to_register(part.file)
             if classes:
                 log.warning(
                     "common.pt holds %s, at %s: a load by Megatron-core takes what it registers; one by "
                     "casckpt.frontends.megatron needs megatron.core imported for that, allow_pickle=True for the rest",
                     ", ".join(classes),
-                    ", ".join(places_of(one.file, classes)) or "places that cannot be told",
+                    ", ".join(places_of(part.file, classes)) or "places that cannot be told",
                 )
 
     def _step(self, folder: Path) -> int:
@@ -189,21 +188,21 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             return self.step
         if self.step is not None:
             return self.step(folder)
-        found = _NUMBER.search(folder.name)
-        if not found:
+        number = _NUMBER.search(folder.name)
+        if not number:
             raise CheckpointingException(f"{folder} does not end in a number; give the strategy step=, or a function")
-        return int(found[0])
+        return int(number[0])
 
 
 class _Common(NamedTuple):
-    """The contents of common.pt. ``handed_over``: as an object; Megatron does not write the file itself."""
+    """The contents of common.pt. ``handed_over``: Megatron passed them as an object, and does not write the file."""
 
     file: bytes
     handed_over: bool
 
 
 def _common(state: Nested, folder: Path) -> list[_Common]:
-    """None where the strategy is called by itself: then there is no common part."""
+    """The common part in a list; an empty list if the strategy is called directly, without a common part."""
     path = folder / COMMON_NAME
     if _COMMON_KEY not in state or (_WRITES_COMMON and path.exists()):
         return [_Common(path.read_bytes(), handed_over=False)] if path.exists() else []
@@ -211,17 +210,17 @@ def _common(state: Nested, folder: Path) -> list[_Common]:
 
 
 def _point(ranks: Ranks, folder: Path, place: StoreRef, common: Sequence[_Common]) -> None:
-    """Say in the folder where the checkpoint is. ``common``: on rank 0, if there is one."""
+    """Write the place of the checkpoint into the folder. ``common``: the common part, on rank 0."""
 
     def write() -> None:
         if ranks.rank == 0:
-            point(folder, place, next((one.file for one in common if one.handed_over), None))
+            point(folder, place, next((part.file for part in common if part.handed_over), None))
 
     ranks.exchange(write, lambda done: done)
 
 
 def _request_class(async_strategy: str) -> Any:
-    """That of the queue that is to schedule it. "nvrx" is what Megatron says where nobody has chosen."""
+    """The request class of the queue. Megatron passes "nvrx" by default, even without that extension."""
     if async_strategy == "nvrx":
         with suppress(ImportError):
             from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
@@ -233,11 +232,11 @@ def _request_class(async_strategy: str) -> Any:
 class CasLoadShardedStrategy:
     """Loads from a store: ``dist_checkpointing.load(state, folder, sharded_strategy=CasLoadShardedStrategy())``.
 
-    ``store``: None, that which ``casckpt.json`` in the folder names. ``fully_parallel`` and ``options``: as of our
-    own `load`.
+    ``store``: None for the store that ``casckpt.json`` in the folder names. ``fully_parallel`` and ``options``: see
+    `casckpt.frontends.megatron.load`.
     """
 
-    can_handle_sharded_objects = True  # they come from the store too
+    can_handle_sharded_objects = True  # the store holds objects too
 
     def __init__(
         self,
@@ -251,7 +250,7 @@ class CasLoadShardedStrategy:
         self.fully_parallel, self.process_group, self.options = fully_parallel, process_group, options
 
     def load(self, sharded_state_dict: Nested, checkpoint_dir: Folder, async_strategy: Any = None) -> Nested:
-        """The state dict with values in place of what is sharded. Raises as `casckpt.frontends.megatron.load`."""
+        """Load the values of a sharded state dict. Raises as `casckpt.frontends.megatron.load`."""
         with _errors_of_both():
             ranks = open_ranks(self.process_group)
             stored = MegatronCheckpoint.together(ranks, lambda: self._place(checkpoint_dir))
@@ -280,8 +279,8 @@ class CasLoadShardedStrategy:
         """See `casckpt.frontends.megatron.load_sharded_metadata`."""
         stored = MegatronCheckpoint.read(self._place(checkpoint_dir))
         objects = {
-            key: theirs.ShardedObject(one.key, None, one.global_shape, one.global_offset)
-            for key, one in stored.objects.items()
+            key: theirs.ShardedObject(shard.key, None, shard.global_shape, shard.global_offset)
+            for key, shard in stored.objects.items()
         }
         return {**tensors_metadata(stored, theirs.ShardedTensor), **objects}
 
@@ -292,15 +291,16 @@ class CasLoadShardedStrategy:
 
     @_errors_of_both()
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise CheckpointingException for what another backend wrote."""
+        """Raise CheckpointingException for a checkpoint of another backend."""
         if loaded_backend != BACKEND:
             raise CheckpointingException(f"it was written by {loaded_backend!r}, not by {BACKEND!r}")
 
     @_errors_of_both()
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """Raise CheckpointingException for what a later version wrote."""
+        """Raise CheckpointingException for a checkpoint of a later version."""
         if loaded_version > VERSION:
             raise CheckpointingException(f"it is of version {loaded_version}; load it with a newer casckpt")
 
     def _place(self, folder: Folder) -> StoreRef:
-        return place_in(folder, self.store)
+        url, ref = pointed_at(folder)
+        return StoreRef(self.store or as_store(url), ref)

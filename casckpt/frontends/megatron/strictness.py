@@ -1,6 +1,7 @@
-"""Strictness: what a load does where a sharded state dict and a checkpoint do not name the same keys.
+"""Strictness: what a load does if a sharded state dict and a checkpoint do not have the same keys.
 
-*Missing* keys are in the checkpoint, but no rank asked for them. *Unexpected* ones were asked for, but are not there.
+*Missing* keys are in the checkpoint, but no rank requests them. *Unexpected* keys are requested, but not in the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ _SHOWN = 10
 
 
 class StrictHandling(Enum):
-    """The names and values of Megatron-core's. What is unexpected and does not raise is left out of the result."""
+    """The names and values of Megatron-core. Unexpected keys that do not raise are left out of the result."""
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
-    """The caller says that there are no unexpected keys; they raise all the same."""
+    """The caller assumes that there are no unexpected keys; they still raise."""
     LOG_UNEXPECTED = "log_unexpected"
     """Unexpected keys are logged."""
     LOG_ALL = "log_all"
@@ -30,11 +31,11 @@ class StrictHandling(Enum):
     RAISE_ALL = "raise_all"
     """Unexpected and missing keys raise."""
     RETURN_UNEXPECTED = "return_unexpected"
-    """Unexpected keys are returned beside the state dict, and an empty set of missing ones."""
+    """Unexpected keys are returned beside the state dict, with an empty set of missing keys."""
     RETURN_ALL = "return_all"
-    """Both are returned."""
+    """Missing and unexpected keys are returned beside the state dict."""
     IGNORE_ALL = "ignore_all"
-    """Neither matters."""
+    """Missing and unexpected keys are ignored."""
 
     @property
     def raises(self) -> bool:
@@ -43,42 +44,42 @@ class StrictHandling(Enum):
 
     @property
     def logs(self) -> bool:
-        """Tell whether keys are logged."""
+        """Whether unexpected keys are logged."""
         return self.name.startswith("LOG")
 
     @property
     def returns(self) -> bool:
-        """Tell whether keys are returned."""
+        """Whether keys are returned."""
         return self.name.startswith("RETURN")
 
     @property
     def looks_for_missing(self) -> bool:
-        """Whether missing keys matter; they are known only when all ranks have said what they want."""
+        """Whether missing keys matter. They are known only after all ranks have requested theirs."""
         return self in (StrictHandling.LOG_ALL, StrictHandling.RAISE_ALL, StrictHandling.RETURN_ALL)
 
     @staticmethod
     def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
-        """Tell whether Megatron-core looks into the checkpoint before it loads. Here the keys are known in any case."""
+        """Whether Megatron-core reads the keys of the checkpoint before a load. casckpt always knows them."""
         return parse_strict_flag(val) is not StrictHandling.ASSUME_OK_UNEXPECTED
 
     @staticmethod
     def requires_global_app_metadata(val: StrictHandling) -> bool:
-        """Tell whether Megatron-core gathers what all ranks ask for."""
+        """Whether Megatron-core gathers the requests of all ranks."""
         strict = parse_strict_flag(val)
         return strict.looks_for_missing or strict is StrictHandling.IGNORE_ALL
 
     @staticmethod
     def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
-        """Tell whether `load` returns keys beside the state dict."""
+        """Whether `load` returns keys beside the state dict."""
         return parse_strict_flag(val).returns
 
 
 def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
-    """A StrictHandling, or the value of one. Raises CheckpointingException (a ValueError)."""
+    """Convert a StrictHandling or the value of one. Raises CheckpointingException (a ValueError)."""
     try:
-        return StrictHandling(getattr(strict, "value", strict))  # of Megatron-core's own, too
+        return StrictHandling(getattr(strict, "value", strict))  # Megatron-core's own enum has a value too
     except ValueError as error:
-        known = ", ".join(repr(one.value) for one in StrictHandling)
+        known = ", ".join(repr(member.value) for member in StrictHandling)
         raise CheckpointingException(f"strict={strict!r} is not known; give one of {known}") from error
 
 
@@ -94,7 +95,7 @@ def check_unexpected(strict: StrictHandling, where: str, unexpected: Collection[
 
 
 def check_missing(strict: StrictHandling, where: str, missing: Collection[str]) -> None:
-    """Raise CheckpointingException for keys that no rank asked for, if ``strict`` says so."""
+    """Raise CheckpointingException for keys that no rank requests, if ``strict`` says so."""
     if missing and strict is StrictHandling.RAISE_ALL:
         raise CheckpointingException(
             f"{where} holds {_listed(missing)}, which no rank asks for; strict='raise_unexpected' leaves them unread",
@@ -103,7 +104,7 @@ def check_missing(strict: StrictHandling, where: str, missing: Collection[str]) 
 
 
 def log_missing(strict: StrictHandling, where: str, missing: Collection[str]) -> None:
-    """Log them, if ``strict`` says so: every rank does, as each has a log of its own."""
+    """Log missing keys on every rank, if ``strict`` says so, because each rank has its own log."""
     if missing and strict is StrictHandling.LOG_ALL:
         log.warning("%s holds %s, which no rank asked for", where, _listed(missing))
 

@@ -1,8 +1,8 @@
-"""Megatron-core's own save and load, without a strategy being given: taught to use ours, and put back.
+"""Lets Megatron-core's training loop save into a store and load from it, without a strategy argument.
 
-Importing this module imports Megatron-core. Its training loop makes its strategies by itself, in another way in each
-version, and wraps them (``--ckpt-fully-parallel-save``); what stays is the class of that strategy. So the methods of
-that class hand folders over to ours, and all others to what was there.
+Importing this module imports Megatron-core. Each version of the training loop makes its strategies in another way, and
+wraps them (``--ckpt-fully-parallel-save``), but the class of the strategy stays the same. So `install` replaces methods
+of that class: they call our strategies for folders of a store, and the original methods for all other folders.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ParamSpec, TypeAlias, TypeVar, Unpack, cast
+from typing import Any, TypeAlias, Unpack, cast
 
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 
@@ -33,36 +33,31 @@ _ORIGINALS: dict[str, Callable[..., Any]] = {
     **{name: getattr(TorchDistSaveShardedStrategy, name) for name in _SAVES},
 }
 _ITERATION = re.compile(r"iter_([0-9]+)")
-_NON_PERSISTENT = "non_persistent"  # the folder in --save of checkpoints that are not to stay
+_NON_PERSISTENT = "non_persistent"  # the folder in --save for temporary checkpoints
 
-P = ParamSpec("P")
-T = TypeVar("T")
 _Undo: TypeAlias = Callable[[], None]
+_Method: TypeAlias = Callable[..., Any]
 _base: Any = None
 with suppress(ImportError):  # from 0.19 on
     _base = import_module("megatron.core.dist_checkpointing.strategies.base")
-_installed: list[Installed] = []  # the one that is
+_installed: list[Installed] = []  # at most one
 
 
 def register_strategies(store: AnyStore | None = None) -> None:
-    """Let Megatron-core load by itself what lies in a store: ``dist_checkpointing.load(state, folder)``.
+    """Let ``dist_checkpointing.load(state, folder)`` of Megatron-core load from a store, without a strategy.
 
-    Its own loader, which it takes where it is given none, is taught to hand a folder over to ours if that says where in
-    a store the checkpoint is; all others it loads as before. Up to 0.16 ours is in its registry too. ``store``: see
+    Megatron's default loader then calls our strategy for a folder that names a checkpoint in a store. It loads all
+    other folders as before. Up to 0.16, our strategy is in Megatron's registry too. ``store``: see
     `CasLoadShardedStrategy`.
     """
-    _teach_loads(CasLoadShardedStrategy(store))
+    _replace_loads(CasLoadShardedStrategy(store))
 
 
 class Installed(ExitStack):
-    """What `install` taught Megatron-core, until `undo`; as a context manager, until its end."""
-
-    def __init__(self, saves: CasSaveShardedStrategy, loads: CasLoadShardedStrategy) -> None:
-        super().__init__()
-        self.saves, self.loads = saves, loads
+    """The changes of `install` to Megatron-core. `undo`, or the end of the context manager, reverts them."""
 
     def undo(self) -> None:
-        """Put back what was there. Saves in the background go on; a second call does nothing."""
+        """Restore the original methods. Background saves go on; a second call does nothing."""
         self.close()
 
 
@@ -75,15 +70,15 @@ def install(
     forget_removed: bool = False,
     **options: Unpack[SaveArguments],
 ) -> Installed:
-    """Let Megatron-core's training loop save into a store, and load from it; every rank makes the call, before it runs.
+    """Let Megatron-core's training loop save into a store and load from it. Every rank makes the call before the loop.
 
-    What its strategy for ``torch_dist`` would save into a folder ``iter_<number>`` goes into the store, as the step of
-    that number; in the folder stays what `CasSaveShardedStrategy` leaves there. Other folders are saved as before.
-    Checkpoints in a folder ``non_persistent`` go to the run ``<run>-non-persistent``. ``step``: of a folder, None if it
-    is to be saved as before.
+    A checkpoint that the ``torch_dist`` strategy would save into a folder ``iter_<number>`` goes into the store as the
+    step of that number; the folder holds what `CasSaveShardedStrategy` writes there. Other folders are saved as before.
+    Checkpoints in a folder ``non_persistent`` go to the run ``<run>-non-persistent``. ``step``: a function that gives
+    the step for a folder, or None to save the folder as before.
 
-    ``fully_parallel``, ``forget_removed``: of `CasSaveShardedStrategy`. ``options``: of `Store.save`; ``allow_pickle``
-    for loads too. Raises Conflict if it is installed already.
+    ``fully_parallel``, ``forget_removed``: see `CasSaveShardedStrategy`. ``options``: those of `Store.save`;
+    ``allow_pickle`` holds for loads too. Raises Conflict if it is installed already.
     """
     if _installed:
         raise Conflict("Megatron-core saves into a store already; call undo() of what install() gave you")
@@ -92,22 +87,23 @@ def install(
         store, run=partial(_run_of, run), step=cast(StepOf, step_of), fully_parallel=fully_parallel,
         forget_removed=forget_removed, **options,
     )  # fmt: skip
-    installed = Installed(saves, _Loads(saves.store, allow_pickle=options.get("allow_pickle", False)))
+    loads = _Loads(saves.store, allow_pickle=options.get("allow_pickle", False))
+    installed = Installed()
 
     def takes(folder: Folder) -> bool:
         return installed in _installed and step_of(Path(folder)) is not None
 
     for name in _SAVES:
-        method = _handing_over(_ORIGINALS[name], getattr(saves, name), takes)
+        method = _dispatching(_ORIGINALS[name], getattr(saves, name), takes)
         installed.callback(_replaced(TorchDistSaveShardedStrategy, name, method))
-    installed.callback(_teach_loads(installed.loads, lambda: installed in _installed))
+    installed.callback(_replace_loads(loads, lambda: installed in _installed))
     _installed.append(installed)
     installed.callback(_installed.remove, installed)
     return installed
 
 
 class _Loads(CasLoadShardedStrategy):
-    """From the store that a folder names: it may be that of another training, and has to be signed by the same."""
+    """Loads from the store that a folder names, even another training's, with the same demand for signatures."""
 
     def _place(self, folder: Folder) -> StoreRef:
         url, ref = pointed_at(folder)
@@ -119,12 +115,12 @@ def _run_of(run: str, folder: Path) -> str:
 
 
 def _iteration(folder: Path) -> int | None:
-    found = _ITERATION.fullmatch(folder.name)
-    return int(found[1]) if found else None
+    match = _ITERATION.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
-def _teach_loads(strategy: CasLoadShardedStrategy, active: Callable[[], bool] = lambda: True) -> _Undo:
-    """Let Megatron's own loader hand folders of ours over to ``strategy``; what puts back what was there."""
+def _replace_loads(strategy: CasLoadShardedStrategy, active: Callable[[], bool] = lambda: True) -> _Undo:
+    """Let Megatron's own loader call ``strategy`` for our folders; return a function that restores the loader."""
     undo = ExitStack()
     undo.callback(_registered(strategy))
 
@@ -137,13 +133,13 @@ def _teach_loads(strategy: CasLoadShardedStrategy, active: Callable[[], bool] = 
         return True
 
     for name in _LOADS:
-        method = _handing_over(_ORIGINALS[name], getattr(strategy, name), takes)
+        method = _dispatching(_ORIGINALS[name], getattr(strategy, name), takes)
         undo.callback(_replaced(TorchDistLoadShardedStrategy, name, method))
     return undo.close
 
 
 def _registered(strategy: CasLoadShardedStrategy) -> _Undo:
-    """The same in the registry that there is up to 0.16."""
+    """Register ``strategy`` in the registry that exists up to 0.16."""
     register = getattr(_base, "register_default_strategy", None)
     if register is None:
         return lambda: None
@@ -163,8 +159,8 @@ def _registered(strategy: CasLoadShardedStrategy) -> _Undo:
 
 
 def _replaced(kind: type, name: str, method: Callable[..., Any]) -> _Undo:
-    """Put a method into a class; what puts back what was there, unless somebody has put in another one since."""
-    before = vars(kind).get(name)  # None: it is that of a class above
+    """Set a method of a class; return a function that restores the old one unless it was replaced again."""
+    before = vars(kind).get(name)  # None: the method is inherited
     setattr(kind, name, method)
 
     def undo() -> None:
@@ -174,12 +170,12 @@ def _replaced(kind: type, name: str, method: Callable[..., Any]) -> _Undo:
     return undo
 
 
-def _handing_over(original: Callable[P, T], ours: Callable[..., T], takes: Callable[[Folder], bool]) -> Callable[P, T]:
-    """A method of Megatron's, which calls ours for folders that it takes."""
+def _dispatching(original: _Method, ours: _Method, takes: Callable[[Folder], bool]) -> _Method:
+    """Make a method that calls ``ours`` for folders that ``takes`` accepts, and ``original`` for all others."""
     signature = inspect.signature(original)
 
     @wraps(original)
-    def method(*arguments: P.args, **named: P.kwargs) -> T:
+    def method(*arguments: Any, **named: Any) -> Any:
         folder = signature.bind(*arguments, **named).arguments["checkpoint_dir"]
         return ours(*arguments[1:], **named) if takes(folder) else original(*arguments, **named)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import casckpt
-from casckpt.errors import Conflict, Damaged, InvalidInput
+from casckpt.errors import Damaged, InvalidInput
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.store.store import Store
 from casckpt.tensors.dtypes import torch_dtype
@@ -57,29 +57,6 @@ def test_one_file_of_a_model(store: Store, tmp_path: Path) -> None:
     casckpt.save_model_and_optim_state(store, model, torch.optim.SGD(model.parameters(), 0.1), run="a", step=1)
     store.export("a@1", tmp_path / "m.safetensors", format="hf")
     assert identical(sorted(load_file(tmp_path / "m.safetensors").items()), sorted(model.state_dict().items()))
-
-
-def test_no_folder_becomes_one_that_loads_as_random_weights(store: Store, tmp_path: Path) -> None:
-    state = {"model": {"w": torch.ones(2)}, "optim": {"m": torch.ones(2)}}
-    store.save(state, step=1, attachments={"config.json": b"{}"})
-    store.export("latest", tmp_path / "out")
-    before = (tmp_path / "out" / "model.safetensors").read_bytes()
-    with pytest.raises(Conflict, match="would load random weights"):
-        store.export("latest", tmp_path / "out", format="safetensors", force=True)
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
-    found = store.export("latest", tmp_path / "all", format="safetensors")
-    assert (found.attachments, found.skipped, found.left_out) == ((), ("config.json",), ())
-    found = store.export("latest", tmp_path / "all", format="safetensors", strip_prefix="model", force=True)
-    assert (found.attachments, found.left_out) == (("config.json",), ("optim.m",))
-    assert list(load_file(tmp_path / "all" / "model.safetensors")) == ["w"]
-
-
-def test_values_of_registered_classes_are_left_out(store: Store, tmp_path: Path) -> None:
-    """Whoever reads the file may not have imported it: Megatron-core lets torch.load read paths and numpy's arrays."""
-    store.save({"path": PurePosixPath("x"), "w": torch.ones(2)}, step=1)
-    with torch.serialization.safe_globals([PurePosixPath]):
-        assert store.export("latest", tmp_path / "x.pt").left_out == ("path",)
-    assert list(torch.load(tmp_path / "x.pt")) == ["w"]
 
 
 def test_plain_torch_load_reads_what_a_training_loop_saved(store: Store, tmp_path: Path) -> None:
@@ -192,31 +169,6 @@ def test_arguments_that_a_format_does_not_support_are_refused(
     with pytest.raises(InvalidInput, match=match):
         casckpt.export(store, "latest", tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_part_of_a_model_is_no_folder_that_loads_with_random_weights_beside_it(store: Store, tmp_path: Path) -> None:
-    """``--keys`` of a model with its config.json once made one, and named nothing as left out."""
-    state = {"model": {"w": torch.ones(2), "v": torch.ones(1)}, "optim": {"m": torch.ones(2)}}
-    store.save(state, step=1, attachments={"config.json": b"{}", "tokenizer.json": b"{}"})
-    found = store.export("latest", tmp_path / "part", keys=["model.w"])
-    assert (found.format, found.skipped, found.attachments) == ("hf", ("config.json",), ("tokenizer.json",))
-    found = store.export("latest", tmp_path / "whole", keys=["model.*"])
-    assert (found.skipped, "config.json" in found.attachments) == ((), True)
-    found = store.export("latest", tmp_path / "as it is", strip_prefix="")
-    assert (found.format, found.skipped, found.attachments) == ("hf", ("config.json",), ("tokenizer.json",))
-    before = (tmp_path / "whole" / "model.safetensors").read_bytes()
-    with pytest.raises(Conflict, match="would load random weights"):
-        store.export("latest", tmp_path / "whole", format="hf", keys=["model.w"], force=True)
-    assert (tmp_path / "whole" / "model.safetensors").read_bytes() == before
-
-
-def test_names_that_somebody_chose_as_they_are_get_their_config(store: Store, tmp_path: Path) -> None:
-    flat = {"model.w": torch.ones(2), "head.w": torch.ones(1)}
-    unclear = {key.replace("head", "optim.state"): value for key, value in flat.items()}
-    for step, state in enumerate((flat, unclear)):
-        store.save(state, step=step, attachments={"config.json": b"{}"})
-        found = store.export("latest", tmp_path / f"{step}", strip_prefix="")
-        assert (found.tensors, found.attachments) == (2, ("config.json",))
 
 
 @pytest.mark.parametrize(

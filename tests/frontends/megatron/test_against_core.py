@@ -15,9 +15,13 @@ from casckpt.frontends import megatron
 from tests.support.megatron_core import core
 
 LEAVES = st.integers(0, 9) | st.sampled_from(["x", "y", (1, 2)])
+
+
 NESTED = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
 )
+
+
 TOP = st.dictionaries(st.sampled_from("abc"), NESTED, max_size=3) | st.lists(NESTED, max_size=3)
 
 
@@ -120,19 +124,3 @@ def test_prefixes_of_their_objects(name: str) -> None:
     getattr(core(".utils"), name)(states[1], *arguments[name])
     assert states[0] == states[1]
     assert states[0]["x"][0].key != "a.b"
-
-
-@pytest.mark.parametrize("value", [one.value for one in megatron.StrictHandling])
-def test_what_a_strictness_requires(value: str) -> None:
-    validation, ours = core(".validation"), megatron.parse_strict_flag(value)
-    one = validation.parse_strict_flag(value)
-    assert megatron.parse_strict_flag(one) is ours
-    questions = (
-        "requires_explicit_ckpt_mismatch_check",
-        "requires_global_app_metadata",
-        "requires_returning_mismatch_keys",
-    )
-    for question in questions:
-        wanted = getattr(validation.StrictHandling, question)(one)
-        assert getattr(megatron.StrictHandling, question)(ours) is wanted
-        assert getattr(megatron.StrictHandling, question)(one) is wanted

@@ -1,9 +1,7 @@
-"""Loads: what is asked for and what is there, other shapes, objects, and parts of a checkpoint."""
+"""Loads into a sharded state dict: other shapes, objects, factories, and errors on all ranks."""
 
 from __future__ import annotations
 
-import argparse
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +16,13 @@ from casckpt.frontends.megatron import (
     LocalNonpersistentObject,
     ShardedObject,
     ShardedTensor,
-    ShardedTensorFactory,
-    StrictHandling,
     load,
     load_common_state_dict,
-    load_content_metadata,
     load_plain_tensors,
-    load_sharded_metadata,
     load_sharded_objects,
-    load_tensors_metadata,
     save,
 )
+from tests.support.megatron_state import COMMON
 from tests.support.ranks import outcome_of
 
 if TYPE_CHECKING:
@@ -50,52 +44,6 @@ def numbered(key: str, *shape: int, **more: Any) -> ShardedTensor:
 
 def obj(key: str, at: int = 0, of: int = 1, data: Any = None) -> ShardedObject:
     return ShardedObject(key, data, (of,), (at,))
-
-
-@pytest.fixture
-def where(tmp_path: Path) -> str:
-    place = f"{tmp_path}#a@1"
-    save(
-        {
-            "model": {"w": numbered("w", 4, 3), "b": numbered("b", 4)},
-            "objects": [obj("o", 0, 2, {"t": torch.ones(2), "e": {}}), obj("o", 1, 2, "second")],
-            "args": argparse.Namespace(lr=0.1, betas=(0.9, 0.99)),
-            "groups": [{"lr": 1.0, "params": LocalNonpersistentObject([0])}],
-            "seed": torch.tensor([5]),
-            "empty": {"dict": {}, "list": []},
-        },
-        place,
-        content_metadata={"version": 2, "dp_cp_group": object()},
-    )
-    return place
-
-
-COMMON = {
-    "args": argparse.Namespace(lr=0.1, betas=(0.9, 0.99)),
-    "groups": [{"lr": 1.0}],
-    "seed": torch.tensor([5]),
-    "empty": {"dict": {}, "list": []},
-    "content_metadata": {"version": 2},
-}
-
-
-def test_parts_of_a_checkpoint(where: str) -> None:
-    assert megatron.diff(load_common_state_dict(where), COMMON) == ([], [], [])
-    plain = load_plain_tensors(where)
-    assert {key: value.shape for key, value in plain.items()} == {"w": (4, 3), "b": (4,)}
-    assert plain["w"].flatten().tolist() == list(range(12))
-    metadata = load_tensors_metadata(where)
-    assert metadata["w"] == ShardedTensor.from_rank_offsets("w", torch.ones(4, 3)).without_data()
-    assert set(load_sharded_metadata(where)) == {"w", "b", "o/shard_0_2", "o/shard_1_2"}
-    assert load_content_metadata(where) == {"version": 2}
-    assert load_content_metadata(preloaded_state_dict={}) is None
-    with pytest.raises(ValueError, match="give a checkpoint_dir"):
-        load_content_metadata()
-
-
-def test_an_empty_state_dict_gives_the_common_part(where: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert megatron.diff(load({}, where), COMMON) == ([], [], [])
-    assert not [record for record in caplog.records if record.name.startswith("casckpt")]  # what is left is meant
 
 
 def test_tensors_are_filled_in_place_and_plain_values_are_ignored(where: str) -> None:
@@ -163,42 +111,6 @@ def test_notes_of_no_use_are_refused(tmp_path: Path, notes: bytes) -> None:
         load({}, f"{tmp_path}#a@1")
 
 
-def test_strictness(where: str, caplog: pytest.LogCaptureFixture) -> None:
-    def asked() -> dict[str, Any]:
-        return {"w": tensor("w", 4, 3), "x": tensor("x", 1), "y": obj("y")}
-
-    for strict in ("assume_ok_unexpected", "raise_unexpected", "raise_all"):
-        with pytest.raises(CheckpointingException, match="a@1 lacks 'x', 'y'") as caught:
-            load(asked(), where, strict=strict)
-        assert isinstance(caught.value, MissingKey)
-        assert caught.value.keys == ("x", "y")
-    with pytest.raises(CheckpointingException, match="'b', 'o', which no rank asks for"):
-        load({"w": tensor("w", 4, 3)}, where, strict=StrictHandling.RAISE_ALL)
-    for strict, missing in (("return_unexpected", set()), ("return_all", {"b", "o"})):
-        found = load(asked(), where, strict=strict)
-        assert found[1:] == (missing, {"x", "y"})
-        assert "x" not in found[0]
-    assert not caplog.records
-    for strict, lines in (("ignore_all", 0), ("log_unexpected", 1), ("log_all", 2)):
-        with caplog.at_level(logging.WARNING):
-            assert load(asked(), where, strict=strict)["w"].sum() == 66
-        assert len(caplog.records) == lines
-        caplog.clear()
-    with pytest.raises(ValueError, match="strict='no' is not known; give one of 'assume_ok_unexpected'"):
-        load({}, where, strict="no")
-
-
-def halves(key: str, data: torch.Tensor, replica_id: Any, flattened_range: slice | None) -> Any:
-    return [ShardedTensor.from_rank_offsets(f"{key}.{i}", part, replica_id=replica_id) for i, part in enumerate(data)]
-
-
-def test_a_factory_of_which_a_part_is_unexpected_is_left_out_whole(tmp_path: Path) -> None:
-    save({"a": numbered("f.0", 3), "b": numbered("b", 1)}, f"{tmp_path}#a@1")
-    factory = ShardedTensorFactory("f", torch.ones(2, 3), halves, torch.stack)
-    found, _, unexpected = load({"f": factory, "b": tensor("b", 1)}, f"{tmp_path}#a@1", strict="return_all")
-    assert (set(found), unexpected) == ({"b"}, {"f.1"})
-
-
 def test_objects_are_replaced_in_place(where: str) -> None:
     state: dict[str, Any] = {"objects": [obj("o", 1, 2), obj("o", 0, 2)], "w": tensor("w", 4, 3), "plain": 3}
     assert load_sharded_objects(state, where) is None  # type: ignore[func-returns-value] # that is what is tested
@@ -254,24 +166,6 @@ def test_empty_flat_parts_are_dropped(tmp_path: Path) -> None:
     assert found["a"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_in_the_background(tmp_path: Path) -> None:
-    data = torch.ones(4)
-    request = save({"w": ShardedTensor.from_rank_offsets("w", data)}, f"{tmp_path}#a@1", async_sharded_save=True)
-    data.zero_()
-    assert isinstance(request, megatron.AsyncRequest)
-    called: list[int] = []
-    request.add_finalize_fn(lambda: called.append(1))
-    with pytest.raises(RuntimeError, match="frozen"):
-        request.freeze().add_finalize_fn(print)
-    request.execute_sync()
-    assert called == [1]
-    assert load_plain_tensors(f"{tmp_path}#a@1")["w"].tolist() == [1] * 4
-    failing = save({"w": ShardedTensor.from_rank_offsets("w", data)}, f"{tmp_path}#a@1", async_sharded_save=True)
-    assert failing is not None
-    with pytest.raises(CheckpointingException, match="exists already"):
-        failing.execute_sync()
-
-
 # several ranks
 
 
@@ -295,26 +189,6 @@ def test_every_rank_raises_alike_and_nothing_changes(where: str, ranks: Pool) ->
         assert [word in text for word, text in zip(words, found, strict=False)] == [True] * 4, found
         assert found[4] == "True"
     assert (first[5], second[5]) == ("15.0", "51.0")
-
-
-def said_by_each(rank: int, size: int, where: str, strict: str) -> list[str]:
-    """What a rank's own log says of keys that only the other rank, or none, asks for."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a handler for this test
-    log = logging.getLogger("casckpt.frontends.megatron.strictness")
-    log.addHandler(handler)
-    try:
-        load({"b": tensor("b", 4, replica_id=rank)}, where, strict=strict)
-    finally:
-        log.removeHandler(handler)
-    return said
-
-
-def test_missing_keys_are_logged_on_every_rank(where: str, ranks: Pool) -> None:
-    words = "a@1 holds 'o', 'w', which no rank asked for"
-    assert ranks.run(2, said_by_each, where, "log_all") == [[words], [words]]
-    assert ranks.run(2, said_by_each, where, "log_unexpected") == [[], []]
 
 
 def objects_of_ranks(rank: int, size: int, where: str) -> list[Any]:

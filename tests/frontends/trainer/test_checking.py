@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,48 +140,6 @@ def test_a_step_is_checked_until_the_optimizer_has_state() -> None:
     state = TrainState(loader=Drawing())
     assert loop(small(), lambda model: optim.AdamW(model.parameters()), state=state) == 0
     assert state["loader"].asked == 2
-
-
-# names of runs
-
-
-@pytest.mark.parametrize(
-    ("run", "meant"), [("llama-stf", "llama-sft"), ("LLAMA-SFT", "llama-sft"), ("llama", "llama-sft"), ("zzz", None)]
-)
-def test_a_resume_that_finds_nothing_names_a_run_that_may_be_meant(
-    run: str, meant: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    store, (model, optimizer) = small(), made(1)
-    assert Checkpointer(store, run=run).resume(model, optimizer) is None  # no store: no run
-    Checkpointer(store, run="llama-sft").save(1, model, optimizer)
-    assert Checkpointer(store, run=run).resume(model, optimizer) is None
-    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [text.rpartition("; ")[2] for text in told] == ([f"did you mean run {meant!r}?"] if meant else [])
-
-
-@pytest.mark.parametrize(
-    ("path", "meant"),
-    [
-        ("run1/chekpoints", "run1/checkpoints"), ("run/checkpoints", None), ("run2/checkpoints", None),
-        ("run1/chekpoints/more", None), ("run1/other", None),
-        ("runs1/checkpoints", "run1/checkpoints"), ("run1/checkpoint", "run1/checkpoints"),
-    ],
-)  # fmt: skip
-def test_a_resume_where_no_store_is_names_the_folder_and_one_that_may_be_meant(
-    path: str, meant: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = made(1)
-    Checkpointer(tmp_path / "run1" / "checkpoints", run="sft").save(1, model, optimizer)
-    (tmp_path / "run1" / "checkpoinds").mkdir()  # no store
-    monkeypatch.chdir(tmp_path)
-    with caplog.at_level(logging.INFO, "casckpt"):
-        assert Checkpointer(path, run="sft").resume(model, optimizer) is None
-    there = f"there is no store at {tmp_path / path}"
-    if meant is None:
-        want = logging.INFO, f"{there} yet, so nothing is resumed; the first save makes it"
-    else:
-        want = logging.WARNING, f"{there}, so nothing is resumed; did you mean {tmp_path / meant}?"
-    assert [(one.levelno, one.getMessage()) for one in caplog.records if "no store" in one.getMessage()] == [want]
 
 
 # many ranks

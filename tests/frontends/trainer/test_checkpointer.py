@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import copy
-import logging
-import re
 import threading
-import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,22 +12,12 @@ import torch
 from torch import nn, optim
 
 from casckpt.errors import Conflict, InvalidInput, Mismatch, MissingKey, NotFound, StorageError
-from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, TrainState
+from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.training_state import save_model_and_optim_state
-from casckpt.repository.repository import Repository
-from casckpt.store.store import Store
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before
 from tests.support.repositories import memory
 from tests.support.saves import small, steps
-from tests.support.training import Network, identical, made, train, trained
-
-
-def contents(model: nn.Module, optimizer: optim.Optimizer) -> Any:
-    """A copy of all that is saved of them."""
-    state = optimizer.state_dict()
-    groups = [dict(sorted(group.items())) for group in state["param_groups"]]
-    return copy.deepcopy([dict(model.state_dict()), state["state"], groups])
-
+from tests.support.training import Network, contents, identical, made, train, trained
 
 # there and back
 
@@ -166,43 +152,6 @@ def test_other_front_ends_read_it_and_it_reads_theirs() -> None:
     assert identical(contents(other, fresh), contents(model, optimizer))
 
 
-class Stages(nn.Module):
-    """A part of a model: some of its layers, under the names that they have in the whole."""
-
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict(layers)
-
-
-def test_lists_of_models_and_optimizers_are_one_model_and_one_optimizer() -> None:
-    store, layers = small(), {str(number): nn.Linear(3, 3) for number in range(4)}
-    whole = Stages(layers)
-    parts = [Stages({name: layers[name] for name in names}) for names in ("01", "23")]
-    optims = [optim.AdamW(parts[0].parameters()), optim.SGD(parts[1].parameters(), momentum=0.9)]
-    for number, layer in enumerate(layers.values()):
-        layer(torch.full((1, 3), float(number))).sum().backward()
-    for one in optims:
-        one.step()
-    checkpointer = Checkpointer(store, run="sft")
-    saved = checkpointer.save(1, parts, optims)
-    assert set(store.read("sft@1")["model"]) == set(whole.state_dict())
-    groups = store.read(saved)["optim"]["param_groups"]
-    assert [len(group["params"]) for group in groups] == [4, 4]
-    want = [contents(part, one) for part, one in zip(parts, optims, strict=True)]
-    with torch.no_grad():
-        for parameter in whole.parameters():
-            parameter.zero_()
-    again = [optim.AdamW(parts[0].parameters()), optim.SGD(parts[1].parameters(), momentum=0.9)]
-    checkpointer.load("sft@1", parts, again, load_optim_state=True)
-    assert identical([contents(part, one) for part, one in zip(parts, again, strict=True)], want)
-    loaded = Checkpointer(store, run="sft")
-    loaded.load("sft@1", whole)
-    with pytest.raises(InvalidInput, match="two optimizers have the parameter"):
-        checkpointer.save(2, parts[0], [optims[0], optims[0]])
-    with pytest.raises(InvalidInput, match="two parts of the model have the name"):
-        checkpointer.save(2, [parts[0], Stages({"0": nn.Linear(3, 3)})])
-
-
 class Module:
     """A model that says by itself what is saved, as OLMo-core's do."""
 
@@ -263,64 +212,7 @@ def test_an_object_whose_methods_take_nothing() -> None:
     assert identical(dict(module.model.state_dict()), dict(want))
 
 
-def test_what_is_downloaded_before_is_not_read_from_the_store_again(tmp_path: Path) -> None:
-    storage = FaultyStore(memory())
-    store = Store(Repository(storage, cache_dir=tmp_path))
-    model, optimizer = trained()
-    checkpointer = Checkpointer(store, run="sft", pre_download=True)
-    checkpointer.save(1, model, optimizer, {"seen": torch.arange(5000)})
-    for wanted in (True, False):  # the second time it is there
-        storage.calls.clear()
-        other, fresh = made(1)
-        checkpointer.load("sft@1", other, fresh)
-        assert (storage.count("read_into", "objects/*.safetensors") > 0) is wanted
-        assert identical(contents(other, fresh), contents(model, optimizer))
-
-
 # looking, files
-
-
-def test_checkpoints_are_found_from_one_listing(store: Store) -> None:
-    model = nn.Linear(2, 2)
-    checkpointer = Checkpointer(store, run="sft")
-    assert list(checkpointer.find_checkpoints()) == []  # there is no store yet
-    assert not checkpointer.contains_checkpoint()
-    with pytest.raises(FileNotFoundError):
-        checkpointer.latest_checkpoint()
-    for step, ephemeral in ((30, False), (10, True), (20, False)):
-        checkpointer.save(step, model, ephemeral=ephemeral)
-    Checkpointer(store, run="other").save(1, model)
-    assert [one.step for one in checkpointer.find_checkpoints()] == [10, 20, 30]
-    assert [one.step for one in checkpointer.find_checkpoints(ephemeral=True)] == [10]
-    assert [one.step for one in checkpointer.find_checkpoints(ephemeral=False)] == [20, 30]
-    assert checkpointer.latest_checkpoint().step == 20  # saved last: the run was rolled back
-    assert checkpointer.contains_checkpoint()
-    assert checkpointer.checkpoint_dirname(20) == "step20"
-
-
-def test_a_run_that_is_not_there_is_told_of_where_a_training_starts_anew(caplog: pytest.LogCaptureFixture) -> None:
-    store, model = small(), nn.Linear(2, 2)
-    Checkpointer(store, run="pretrain").save(1, model)
-    caplog.set_level(logging.INFO, "casckpt")
-    assert Checkpointer(store, run="pretrian").resume(model) is None
-    assert "there is no checkpoint of run 'pretrian'" in caplog.text
-    assert "did you mean pretrain?" in caplog.text
-
-
-def test_the_first_run_of_all_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
-        assert Checkpointer(tmp_path / "new", run="sft").resume(nn.Linear(2, 2)) is None
-    assert [record.levelname for record in caplog.records] == ["INFO"]
-
-
-def test_one_listing_is_one_list_call() -> None:
-    storage = FaultyStore(memory())
-    checkpointer = Checkpointer(small(storage), run="sft")
-    for step in range(3):
-        checkpointer.save(step, nn.Linear(2, 2))
-    storage.calls.clear()
-    assert len(list(checkpointer.find_checkpoints(ephemeral=False))) == 3
-    assert storage.count("list") == 1
 
 
 def test_files_travel_with_the_next_save() -> None:
@@ -334,69 +226,12 @@ def test_files_travel_with_the_next_save() -> None:
     assert store.attachments("sft@2") == {}
     with pytest.raises(Conflict, match="sft@1 is saved"):
         checkpointer.write_file("late", "", step=1)
-    for name, contents in (("../x", ""), ("x", 5)):
+    for name, content in (("../x", ""), ("x", 5)):
         with pytest.raises(InvalidInput):
-            checkpointer.write_file(name, contents)  # type: ignore[arg-type]  # a wrong type on purpose
-
-
-# what is said
-
-
-def test_every_save_is_summed_up_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "casckpt")
-    model, _ = trained()
-    with Checkpointer(small(), run="sft", max_checkpoints=1) as checkpointer:
-        checkpointer.save(1, model)
-        checkpointer.save_async(2, model)
-        checkpointer.wait()
-        assert checkpointer.summary is not None
-        assert checkpointer.summary.forgotten == (1,)
-        assert checkpointer.summary.bytes_new == 0
-        assert checkpointer.summary.bytes_reused == checkpointer.summary.checkpoint.stats.bytes_total > 0
-    lines = [record.message for record in caplog.records if record.message.startswith("saved")]
-    number = r"\d+\.\d"
-    assert re.fullmatch(
-        rf"saved sft@2: blocked {number}\d s, durable after {number}\d s, 0.0 MiB new, {number} MiB reused; "
-        "forgot sft@1",
-        lines[1],
-    )
-    assert len(lines) == 2
+            checkpointer.write_file(name, content)  # type: ignore[arg-type]  # a wrong type on purpose
 
 
 # settings
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"save_threads": 0}, "save_threads=0"),
-        ({"load_threads": -1}, "load_threads"),
-        ({"throttle": 0}, "throttle"),
-        ({"max_checkpoints": 0}, "max_checkpoints"),
-        ({"save_interval": 1.5}, "save_interval"),
-        ({"fixed_steps": [-1]}, "step -1"),
-        ({"fixed_steps": 5}, "fixed_steps=5"),
-        ({"keep": {"keep_lats": 1}}, "keep_last"),
-        ({"keep": 0}, "keep-last 0"),
-        ({"run": ""}, "run ''"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CheckpointerConfig(**settings)
-    with pytest.raises(InvalidInput, match=message):
-        CheckpointerConfig().build(small(), **settings)
-
-
-def test_a_configuration_builds_a_checkpointer(store: Store) -> None:
-    config = CheckpointerConfig(run="sft", save_interval=10, fixed_steps=(5,), keep={"keep_within": "7d"}, throttle=2)
-    checkpointer = config.build(store, max_checkpoints=3)
-    assert checkpointer.config == CheckpointerConfig(
-        run="sft", save_interval=10, fixed_steps=[5], keep={"keep_within": "7d"}, throttle=2, max_checkpoints=3
-    )
-    with pytest.raises(InvalidInput, match="no setting 'save_intervall'; it has"):
-        config.build(store, save_intervall=1)  # type: ignore[call-arg]  # what is tested
 
 
 def test_a_wrong_train_state_changes_nothing() -> None:
@@ -509,65 +344,7 @@ def test_where_a_save_failed_training_stops_rather_than_put_more_at_risk() -> No
     assert steps(checkpointer.store) == [("sft", 8)]
 
 
-@pytest.mark.parametrize(
-    ("settings", "gap"),
-    [
-        ({"save_interval": 10}, 10),
-        ({"save_interval": 10, "ephemeral_save_interval": 4}, 4),
-        ({"save_interval": 10, "ephemeral_save_interval": 4, "ephemeral_cooldown": 5}, 8),
-        ({"save_interval": 7, "ephemeral_save_interval": 4, "ephemeral_cooldown": 5}, 7),
-        ({"ephemeral_save_interval": 1}, 1),
-    ],
-)
-def test_a_bound_that_no_interval_keeps_is_refused(settings: dict[str, Any], gap: int) -> None:
-    assert CheckpointerConfig(**settings, max_steps_at_risk=gap).longest_gap == gap
-    if gap > 1:
-        with pytest.raises(InvalidInput, match=f"there may be {gap} from one save to the next"):
-            CheckpointerConfig(**settings, max_steps_at_risk=gap - 1)
-    with pytest.raises(InvalidInput, match="nothing is due by an interval"):
-        CheckpointerConfig(fixed_steps=[5], max_steps_at_risk=gap)
-
-
 # used wrongly
-
-
-class Keeps:
-    """Something whose state can be taken, but not set."""
-
-    def state_dict(self) -> dict[str, int]:
-        return {"a": 1}
-
-
-def test_what_cannot_be_used_is_refused_by_name() -> None:
-    model, optimizer = made()
-    checkpointer = Checkpointer(small(), run="sft", save_interval=2)
-    wrong: Any = optim.lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(InvalidInput, match=r"an optimizer is a torch\.optim\.Optimizer or a list of them, not StepLR"):
-        checkpointer.save(1, model, wrong)
-    nothing: Any = None
-    with pytest.raises(InvalidInput, match="step None"):
-        checkpointer.save_if_due(nothing, model)
-    checkpointer.save(1, model, optimizer, {"epoch": 1})
-    plain: Any = [0]
-    with pytest.raises(InvalidInput, match="give resume a TrainState or a dict"):
-        checkpointer.resume(model, optimizer, plain)
-    with pytest.raises(InvalidInput, match="'rng' is where"):
-        TrainState()["rng"] = 5
-    state = TrainState(rng=False, keeps=Keeps())
-    with pytest.raises(InvalidInput, match="a Keeps has a state_dict, but no load_state_dict"):
-        state.load_state_dict(state.state_dict())
-
-
-@pytest.mark.parametrize("how", ["save", "save_async"])
-def test_a_summary_tells_how_long_the_loop_stood_still(how: str) -> None:
-    model, optimizer = trained()
-    begun = time.monotonic()
-    with Checkpointer(small(), run="sft") as checkpointer:
-        getattr(checkpointer, how)(1, model, optimizer)
-    took, told = time.monotonic() - begun, checkpointer.summary
-    assert told is not None
-    assert 0 < told.blocked <= told.durable <= took
-    assert (told.checkpoint.step, told.forgotten) == (1, ())
 
 
 @pytest.mark.parametrize("how", ["save", "save_async"])

@@ -106,19 +106,6 @@ def test_what_is_not_on_a_web_server(web: Server) -> None:
         storage.get("casckpt.json", limit=100)
 
 
-def test_errors_of_any_storage_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Odd(Exception):
-        """As a client of some cloud may raise."""
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise Odd("the cloud is gone")
-
-    storage = RemoteStore(Folder(tmp_path), backoff=Backoff(sleep=lambda seconds: None))
-    monkeypatch.setattr(storage._clients.get()._fs, "find", fail)  # type: ignore[attr-defined]  # of fsspec
-    with pytest.raises(StorageError, match="tried 8 times: Odd: the cloud is gone"):
-        list(storage.list(""))
-
-
 def test_a_pause_for_which_a_call_has_no_time_is_not_made(tmp_path: Path) -> None:
     class Odd(Exception):
         """As a client of some cloud may raise."""

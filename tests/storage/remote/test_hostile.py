@@ -22,7 +22,6 @@ from casckpt.storage import open_storage
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.remote.bodies import PutBody
 from casckpt.storage.remote.client import Client
-from casckpt.storage.remote.files import RemoteFiles
 from casckpt.storage.remote.fsspec_client import FsspecClient
 from casckpt.storage.remote.patience import Backoff, Call, Patience, PatientRequest, reporting_to
 from casckpt.storage.remote.store import RemoteStore
@@ -31,8 +30,13 @@ from casckpt.upkeep import doctor
 from tests.support.hostile import Hostile, Hostility, hostile
 
 MIB: Final = 1 << 20
+
+
 IMPATIENT: Final = {"request_timeout": 0.3, "call_timeout": 0.4}
+
+
 WAITS: Final = [one for one in Hostility if one not in (Hostility.HEADERS, Hostility.BODY)]
+
 
 Act = Callable[[ObjectStore], object]
 
@@ -55,6 +59,8 @@ READS: Final[Mapping[str, Act]] = {
     "list": lambda storage: list(storage.list("commits/")),
     "list_folder": lambda storage: storage.list_folder("objects"),
 }
+
+
 WRITES: Final[Mapping[str, Act]] = {
     "put": lambda storage: storage.put("a", b"1"),
     "put of 8 MiB": lambda storage: storage.put("a", bytes(8 * MIB)),
@@ -168,18 +174,6 @@ def test_a_file_system_that_hangs() -> None:
         with pytest.raises(StorageError, match="call_timeout"):
             list(storage.list("commits/"))
         ends.set()
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("hostility", [Hostility.SILENT, Hostility.DRIP_BODY, Hostility.BODY])
-def test_files_of_others(hostility: Hostility, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("casckpt.storage.remote.files.Patience", lambda: Patience(request=0.2, call=0.3))
-    with hostile(hostility) as server:
-        files = RemoteFiles(f"{server.endpoint}/files")
-        for act in (files.names, lambda: files.read("a"), lambda: files.fetch(tmp_path)):
-            with pytest.raises(CasckptError):
-                act()
-        assert server.sent < 300 * MIB
 
 
 # slow, and honest

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from casckpt.contents import blobs, manifests
-from casckpt.errors import Damaged, InvalidInput
+from casckpt.errors import Damaged
 from casckpt.format.digest import cell_digest
 from casckpt.format.encodings.frames import encode
 from casckpt.format.extents import StoredCell
@@ -18,7 +18,6 @@ from casckpt.format.keys import blob_key, manifest_key
 from casckpt.repository.repository import Repository
 from casckpt.store.opening import open as opened
 from casckpt.store.store import Store
-from casckpt.upkeep.repair import frames
 from casckpt.upkeep.repair.cell_sources import locate
 from tests.support.coded import Encode, Stored, chain, code
 from tests.support.repositories import again, objects_of
@@ -100,19 +99,6 @@ def damage(store: Store, step: int, link: int, *, whole: bool = False) -> str:
 
 
 @pytest.mark.parametrize("key", ["raw", "planes"])
-def test_what_is_whole_is_decoded_once(key: str) -> None:
-    store = saved(key)
-    found = store.verify(decode=True)
-    assert not found.is_damaged
-    stays, *others = (len(content(1)[name]) for name in ("stays", "hit", "other"))
-    assert found.decoded_bytes == sum(others) * len(STEPS) + (stays if key == "planes" else 0)
-    assert store.verify().decoded_bytes == 0
-    assert [plain(store, step) for step in STEPS] == [content(step) for step in STEPS]
-    with pytest.raises(InvalidInput, match="full"):
-        store.verify(mode="exists", decode=True)
-
-
-@pytest.mark.parametrize("key", ["raw", "planes"])
 @pytest.mark.parametrize(("step", "link", "hit"), [(1, 0, (1, 2, 3)), (3, 2, (1, 2, 3)), (2, 0, (2, 3)), (3, 0, (3,))])
 def test_a_flipped_byte_affects_all_cells_encoded_against_it(
     key: str, step: int, link: int, hit: tuple[int, ...]
@@ -165,23 +151,6 @@ def misframed(at: int = 3) -> Store:
         chain(store, ["r@1", "r@2", "r@3"], encode=lying)
     store.gc(min_age=0)
     return reopened(store)
-
-
-@pytest.mark.parametrize("at", [2, 3])
-def test_a_frame_that_makes_another_cell_is_found_by_decoding_alone(at: int) -> None:
-    store = misframed(at)
-    store.save(state(3), run="r", step=4)
-    hit = [step for step in (*STEPS, 4) if step >= at]
-    assert not store.verify().is_damaged
-    (found,) = reopened(store).verify(decode=True).damaged
-    assert found.blob in object_of(store, at, cells_of(store, at)[1])
-    assert (found.keys, found.checkpoints) == (("hit",), ids(store, *hit))
-    assert f"bytes {cells_of(store, at)[1].offset} to" in found.why
-    assert "are what was written, but no frame of the cell" in found.why
-    assert [plain(store, step) for step in range(1, at)] == [content(step) for step in range(1, at)]
-    with pytest.raises(Damaged, match="decode") as caught:
-        store.read(f"r@{at}")
-    assert (caught.value.key, caught.value.blob) == ("hit", found.blob)
 
 
 def test_a_frame_of_another_cell_is_reused_by_no_save_once_it_was_found() -> None:
@@ -369,15 +338,6 @@ def test_a_copy_of_what_is_damaged_names_the_keys_that_need_the_blob() -> None:
     damage(store, 1, 0)
     with pytest.raises(Damaged, match="'hit'"):
         store.copy_to(small(), "r@3")
-
-
-def test_few_cells_are_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = saved()
-    whole = store.verify(decode=True)
-    monkeypatch.setattr(frames, "_AT_ONCE", 5)
-    found = store.verify(decode=True)
-    assert not found.is_damaged
-    assert whole.decoded_bytes < found.decoded_bytes, "bases once for each lot"
 
 
 def test_copies_and_differences_are_those_of_the_cells() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from casckpt.base.progress import Progress
-from casckpt.cli.describe import plain
 from casckpt.contents import blobs, manifests
 from casckpt.errors import CasckptError, InvalidInput, NotFound, StorageError, Unsupported
 from casckpt.format.blob import DATA_OFFSET
@@ -20,11 +17,9 @@ from casckpt.format.keys import blob_key, manifest_key
 from casckpt.format.names import BlobHash
 from casckpt.format.proof import encode_proof
 from casckpt.history import commits, tags
-from casckpt.history.commits import Commit
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.repair.blob_check import PIECE
-from casckpt.upkeep.repair.verify import Mode, verify
-from tests.support.checkpoints import CELL, array, flip, known_cells, only_blob, put_cells, read_arrays, save_arrays
+from casckpt.upkeep.repair.verify import verify
+from tests.support.checkpoints import CELL, array, flip, known_cells, only_blob, put_cells, save_arrays
 from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before
 from tests.support.gcs import collect
 from tests.support.repositories import commit_draft, draft, repository
@@ -52,6 +47,8 @@ def test_a_whole_store_is_read_once(repo: Repository) -> None:
 
 
 HEADER, PROOF = "its header is not what was written", "its proof does not have the hash in its name"
+
+
 DATA = f"its bytes {DATA_OFFSET} to {DATA_OFFSET + 3 * CELL} are not what was written"
 
 
@@ -71,46 +68,7 @@ def test_any_flipped_byte_is_found(repo: Repository, position: int, why: str) ->
     assert (damaged.why, (damaged.keys, damaged.checkpoints)) == (why, hit)
 
 
-@pytest.mark.parametrize("position", [-1, -72, PIECE - 1, PIECE, DATA_OFFSET])
-def test_every_byte_of_a_blob_of_many_pieces_counts(repo: Repository, position: int) -> None:
-    commit = save_arrays(repo, {"a": array(1, PIECE / CELL + 1)})
-    flip(repo, only_blob(repo, commit), position)
-    assert len(verify(repo).damaged) == 1
-
-
 LEAF = 64 << 10
-KINDS_OF_BYTES: dict[str, tuple[int, set[str]]] = {
-    "the header": (100, set()),
-    "a large cell": (DATA_OFFSET + LEAF + 5, {"a", "again"}),
-    "the last cell of a tensor": (DATA_OFFSET + 2 * LEAF + 5, {"a", "again"}),
-    "padding": (DATA_OFFSET + 2 * LEAF + 105, set()),
-    "another large cell": (2 * DATA_OFFSET + 2 * LEAF, {"b"}),
-    "a small one among others": (2 * DATA_OFFSET + 3 * LEAF + 410, {"d"}),
-    "the proof": (-5, set()),
-}
-
-
-def spread(repo: Repository) -> tuple[Commit, Commit, Commit]:
-    """Three checkpoints of one blob: two cells of "a", padding, one of "b", four small ones; cells have 64 KiB."""
-    first = {"a": np.concatenate([array(1, 32), array(2, 100 / CELL)])}
-    rest = {name: array(seed, 400 / CELL) for seed, name in enumerate("cdef", start=5)}
-    one = save_arrays(repo, first | {"b": array(4, 16)} | rest, cell=LEAF)
-    two = save_arrays(repo, {"again": first["a"]}, step=1, reuse=one, cell=LEAF)
-    three = save_arrays(repo, {"g": array(9)}, step=2, cell=LEAF)
-    return one, two, three
-
-
-@pytest.mark.parametrize("what", KINDS_OF_BYTES)
-def test_only_what_lies_in_wrong_bytes_is_called_damaged(repo: Repository, what: str) -> None:
-    one, two, three = spread(repo)
-    position, keys = KINDS_OF_BYTES[what]
-    flip(repo, only_blob(repo, one), position)
-    (damaged,) = verify(repo).damaged
-    assert set(damaged.keys) == keys
-    assert damaged.checkpoints == ((one.id, two.id) if "a" in keys else (one.id,) if keys else ())
-    assert marks(repo) == {damaged.blob}
-    for commit, every in ((one, set("abcdef")), (two, {"again"}), (three, {"g"})):
-        assert read_arrays(repo, commit, but=keys).keys() == every - keys, "all else is loaded"
 
 
 def test_a_row_that_names_another_cell_is_damage_of_its_manifest(repo: Repository) -> None:
@@ -156,63 +114,6 @@ def test_a_blob_with_a_header_of_its_own_is_damaged_and_harms_nobody(repo: Repos
     (damaged,) = verify(repo).damaged
     assert (damaged.blob, damaged.keys) == (other.hash, ())
     assert "header" in damaged.why
-
-
-def test_damage_names_keys_and_checkpoints_and_is_marked(repo: Repository) -> None:
-    one = save_arrays(repo, {"a": array(1), "b": array(2)})
-    two = save_arrays(repo, {"a": array(1), "c": array(3)}, step=1, reuse=one)
-    three = save_arrays(repo, {"d": array(4)}, step=2)
-    key = only_blob(repo, one)
-    flip(repo, key, DATA_OFFSET + 5)
-    flip(repo, key, DATA_OFFSET + 2 * CELL)
-    found = verify(repo)
-    (damaged,) = found.damaged
-    assert (damaged.blob, damaged.uploader) == (hash_in(key), one.txid)
-    assert damaged.keys == ("a", "b")
-    assert damaged.checkpoints == (one.id, two.id)
-    assert three.id not in damaged.checkpoints
-    assert marks(repo) == {damaged.blob}
-    assert json.loads(json.dumps(plain(found)))["damaged"][0] == {
-        "blob": damaged.blob,
-        "uploader": one.txid,
-        "keys": ["a", "b"],
-        "checkpoints": [one.id, two.id],
-        "why": damaged.why,
-        "needed_by": [{"id": its.id, "run": "run", "step": its.step} for its in (one, two)],
-    }
-
-
-@pytest.mark.parametrize("mode", ["full", "exists"])
-def test_missing_and_short_blobs_are_found_in_both_modes(repo: Repository, mode: Mode) -> None:
-    saved = [save_arrays(repo, {"a": array(step)}, step=step) for step in range(3)]
-    gone, short = only_blob(repo, saved[0]), only_blob(repo, saved[1])
-    size = repo.storage.size(short) or 0
-    repo.storage.delete(gone)
-    repo.storage.replace(short, repo.storage.get(short, limit=1 << 20)[:-1])
-    found = verify(repo, mode=mode)
-    assert {one.blob: one.why for one in found.damaged} == {
-        hash_in(gone): "it is gone",
-        hash_in(short): f"it has {size - 1} bytes instead of {size}",
-    }
-    keys = {one.blob: one.keys for one in found.damaged}
-    assert keys == {hash_in(gone): ("a",), hash_in(short): ()}, "what was cut off is of the proof"
-    assert marks(repo) == {hash_in(gone), hash_in(short)}
-    assert found.checked_blobs == 3
-
-
-def test_exists_reads_no_blob(repo: Repository, faults: FaultyStore) -> None:
-    commit = save_arrays(repo, {"a": array(1)})
-    flip(repo, only_blob(repo, commit), DATA_OFFSET)
-    found = verify(repo, mode="exists")
-    assert (found.damaged, found.checked_bytes, faults.count("open")) == ((), 0, 0)
-
-
-def test_a_blob_that_is_no_safetensors_file_is_damaged(repo: Repository) -> None:
-    from tests.support.repositories import save
-
-    save(repo, texts=["these bytes have the right hash"])
-    (damaged,) = verify(repo).damaged
-    assert "proof" in damaged.why
 
 
 def test_a_marked_blob_that_is_right_is_unmarked_by_a_full_check(repo: Repository) -> None:

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import safetensors
 import safetensors.torch
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from casckpt.contents import manifests
-from casckpt.frontends.convert import export_safetensors
-from casckpt.frontends.interchange.safetensors.layout import INDEX, Layout, lay_out
+from casckpt.errors import InvalidInput
+from casckpt.frontends.convert import (
+    export_safetensors,
+)
+from casckpt.frontends.interchange.safetensors.layout import INDEX, Layout, lay_out, plan_shards
+from casckpt.frontends.views.recut import ViewTensor
 from casckpt.frontends.views.view import Rules, view_of
 from casckpt.store.store import Store
+from tests.support.safetensors_files import streams
 
 STATE = {
     "b": torch.arange(700.0), "a": torch.ones(3, dtype=torch.bool), "d": torch.arange(5), "c": torch.ones(9).half(),
@@ -45,3 +54,20 @@ def test_a_file_is_the_one_that_the_library_writes_in_whatever_order_a_state_is(
         store.save(state, step=step)
         found = export_safetensors(store, f"default@{step}", tmp_path / f"{step}.safetensors")
         assert Path(found.files[0]).read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
+
+
+some_streams = st.lists(st.tuples(st.sampled_from(["uint8", "float32", "float64"]), st.integers(0, 300))).map(streams)
+
+
+@given(given_streams=some_streams, most=st.integers(1, 2000))
+def test_files_hold_every_tensor_once_in_order(given_streams: list[ViewTensor], most: int) -> None:
+    shards = plan_shards(given_streams, most)
+    assert [one for shard in shards for one in shard] == given_streams
+    for shard in shards:
+        assert len(shard) <= 1 or sum(one.entry.nbytes for one in shard) <= most
+    assert len(shards) == 1 or all(shards)
+
+
+def test_files_of_no_size_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="max-shard-size"):
+        plan_shards([], 0)

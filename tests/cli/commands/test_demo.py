@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.cli.conftest import AsJson, Run
+
+
+def named(rows: list[dict[str, Any]]) -> list[str]:
+    return [f"{row['run']}@{row['step']}" for row in rows]
+
+
+def test_the_demo_shows_itself(tmp_path: Path, as_json: AsJson, run: Run) -> None:
+    shown = as_json("demo", tmp_path / "store")
+    results = {step["command"] or "load": step["result"] for step in shown["steps"]}
+    assert results["load"] is True
+    assert results["verify"]["damaged"] == []
+    assert named(results["list"]) == ["demo@30"]
+    assert named(as_json("list", tmp_path / "store")) == ["demo@30"]
+    assert as_json("demo", tmp_path / "store", status=5)["error"]["kind"] == "conflict"
+    text = run("demo").stdout
+    assert "every bit is the same" in text
+    folder = next(line.split()[3] for line in text.splitlines() if line.startswith("$ casckpt list"))
+    assert not Path(folder).exists()

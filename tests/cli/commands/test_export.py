@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+import casckpt
+from tests.cli.conftest import AsJson, Run
+
+BRIEF = {"id", "run", "step"}
+
+
+# in and out
+
+
+def test_import_and_export_give_the_same_file(store_path: Path, tmp_path: Path, as_json: AsJson) -> None:
+    source, out = tmp_path / "m.safetensors", tmp_path / "o.safetensors"
+    safetensors.torch.save_file({"a": torch.randn(100), "b": torch.ones(3).bfloat16()}, source)
+    made = as_json("import", store_path, source, "--run", "base", "--step", 0)
+    assert {*BRIEF, "stats"} <= set(made)
+    assert made["stats"]["bytes_written"] > 0
+    assert as_json("import", store_path, source, "--run", "base", "--step", 1)["stats"]["bytes_written"] == 0
+    assert as_json("import", store_path, source, "--run", "base", "--step", 1, status=5)["error"]["kind"] == "conflict"
+    as_json("import", store_path, source, "--run", "base", "--step", 1, "--overwrite")
+    found = as_json("export", store_path, "base@1", out, "--format", "safetensors")
+    assert (found["files"], found["tensors"]) == ([str(out)], 2)
+    assert out.read_bytes() == source.read_bytes()
+    assert as_json("export", store_path, "base@1", out, status=5)["error"]["kind"] == "conflict"
+    as_json("export", store_path, "base@1", out, "--force", "--keys", "a")
+    assert list(safetensors.torch.load_file(out)) == ["a"]
+
+
+def test_export_says_what_it_leaves_out(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
+    assert as_json("export", saved, "a@1", tmp_path / "out", "--max-shard-size", "10KB")["left_out"] == ["lr"]
+    assert len(list((tmp_path / "out").glob("model-0000?-of-00002.safetensors"))) == 2
+    assert "not REGEX=NAME" in run("export", saved, "a@1", tmp_path / "x", "--rename", "w", status=2).stderr
+    assert "left out: lr\n" in run("export", saved, "a@1", tmp_path / "again").stdout
+
+
+def test_files_and_folders_of_torch_go_in_and_out(store_path: Path, tmp_path: Path, run: Run, as_json: AsJson) -> None:
+    torch.save({"a": torch.ones(2), "n": 3}, tmp_path / "in.pt")
+    made = as_json("import", store_path, tmp_path / "in.pt", "--step", 0)
+    assert (made["kind"], made["step"], made["files"]) == ("torch", 0, [str(tmp_path / "in.pt")])
+    found = as_json("export", store_path, "default@0", tmp_path / "out", "--format", "dcp")
+    assert (found["format"], found["tensors"], found["left_out"]) == ("dcp", 1, [])
+    assert sorted(Path(name).name for name in found["files"]) == [".metadata", "__0_0.distcp"]
+    (tmp_path / "out" / "mine").touch()
+    again = as_json("export", store_path, "default@0", tmp_path / "out", "--format", "dcp", "--force")
+    assert again["files"] == found["files"]
+    assert as_json("import", store_path, tmp_path / "out", "--step", 1)["kind"] == "dcp"
+    found = as_json("export", store_path, "default@1", tmp_path / "out.pt", "--format", "torch")
+    assert found["files"] == [str(tmp_path / "out.pt")]
+    assert torch.load(tmp_path / "out.pt")["n"] == 3
+    run("export", store_path, "default@1", tmp_path / "out.pt", "--format", "torch", status=5)
+    for kind, option, given in (("dcp", "--keys", "a"), ("torch", "--max-shard-size", "1GB")):
+        told = run("export", store_path, "default@1", tmp_path / "x", "--format", kind, option, given, status=1)
+        assert f"{option} is for hf and safetensors" in told.stderr
+    assert not (tmp_path / "x").exists()
+    torch.save({"s": slice(0)}, tmp_path / "odd.pt")
+    refused = run("import", store_path, tmp_path / "odd.pt", "--step", 2, status=1).stderr
+    assert "--allow-pickle" in refused
+    assert refused.endswith("slice)\n")
+    run("import", store_path, tmp_path / "odd.pt", "--step", 2, "--allow-pickle")
+
+
+# where the store is
+
+
+def test_an_export_says_what_has_no_place_in_a_format(tmp_path: Path, as_json: AsJson, run: Run) -> None:
+    store = casckpt.open(tmp_path / "s")
+    store.save({"a": 1}, step=0, attachments={".metadata": b"x", "note": b"y"})
+    found = as_json("export", tmp_path / "s", "latest", tmp_path / "out.pt", "--format", "torch")
+    assert (found["attachments"], found["skipped"]) == ([], [".metadata", "note"])
+    said = run("export", tmp_path / "s", "latest", tmp_path / "again.pt", "--format", "torch").stdout
+    assert "files left out: .metadata, note" in said
+    refused = run("export", tmp_path / "s", "latest", tmp_path / "out", "--format", "dcp", status=1).stderr
+    assert "--no-attachments" in refused.splitlines()[-1]
+    found = as_json("export", tmp_path / "s", "latest", tmp_path / "out", "--format", "dcp", "--no-attachments")
+    assert (found["attachments"], found["skipped"]) == ([], [".metadata", "note"])
+
+
+def test_an_export_says_why_a_config_is_left_out(tmp_path: Path, run: Run) -> None:
+    state = {"model": {"w": torch.ones(2), "v": torch.ones(1)}, "optim": {"m": torch.ones(2)}}
+    casckpt.open(tmp_path / "s").save(state, step=0, attachments={"config.json": b"{}"})
+
+    def said(out: str, *options: str) -> str:
+        return run("export", tmp_path / "s", "latest", tmp_path / out, *options).stdout
+
+    assert "a part of a model: from_pretrained would fill the rest" in said("part", "--keys", "model.w")
+    assert "these are no names of a model" in said("all", "--format", "safetensors")
+    unwanted = said("unwanted", "--no-attachments")
+    assert "put that of the model there" in unwanted
+    assert "part of a model" not in unwanted
+    assert "no names" not in said("neither", "--format", "safetensors", "--no-attachments"), "it is not why"

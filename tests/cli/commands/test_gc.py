@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import casckpt
+from casckpt.history.commits import forget
+from casckpt.history.transactions import begin
+from tests.cli.conftest import AsJson, Run
+
+
+def named(rows: list[dict[str, Any]]) -> list[str]:
+    return [f"{row['run']}@{row['step']}" for row in rows]
+
+
+def test_gc_restores_what_is_tagged(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    store.tag("best", "a@2")
+    forget(store.repository, store.get("a@2").commit)  # as a gc that was killed leaves it
+    assert "would restore a@2" in run("gc", saved, "--dry-run").stdout
+    assert named(as_json("gc", saved)["restored"]) == ["a@2"]
+    assert "a@2" in run("show", saved, "tag:best").stdout
+
+
+def test_gc_plans_what_it_then_does(saved: Path, as_json: AsJson, run: Run) -> None:
+    planned = as_json("gc", saved, "--keep-last", 1, "--min-age", 0, "--dry-run")
+    before = set(saved.rglob("*"))
+    assert planned["dry_run"] is True
+    assert named(planned["forgotten"]) == named(planned["purged"]) == ["a@1", "a@2"]
+    assert named(as_json("list", saved)) == ["a@1", "a@2", "a@3", "b@1"]
+    assert before == set(saved.rglob("*"))
+    done = as_json("gc", saved, "--keep-last", 1, "--min-age", 0)
+    counts = ("deleted_blobs", "deleted_bytes", "kept_blobs", "kept_bytes")
+    assert {name: done[name] for name in counts} == {name: planned[name] for name in counts}
+    assert done["deleted_blobs"] > 0
+    assert done["waiting"] == []
+    assert named(as_json("list", saved, "--all")) == ["a@3", "b@1"]
+    assert "deleted 0 blobs" in run("gc", saved).stdout
+    as_json("verify", saved)
+
+
+def test_gc_forgets_nothing_without_a_rule(saved: Path, as_json: AsJson, run: Run) -> None:
+    assert as_json("gc", saved)["forgotten"] == []
+    assert named(as_json("gc", saved, "--keep-every", 2, "--run", "a", "--dry-run")["forgotten"]) == ["a@1"]
+    assert as_json("gc", saved, "--keep-within", "7d", "--dry-run")["forgotten"] == []
+    for bare in ("soon", "7", "0.5", "-7d"):
+        as_json("gc", saved, "--keep-within", bare, status=2)
+    assert "give 7s or 7d if that is meant" in run("gc", saved, "--keep-within", "7", status=2).stderr
+    for bare in ("loss", "loss:0", ":3"):
+        assert 'as "loss:3"' in as_json("gc", saved, "--keep-best", bare, status=2)["error"]["message"]
+    as_json("gc", saved, "--keep-last", 0, status=1)
+
+
+def test_gc_says_what_waits_until_when(saved: Path, as_json: AsJson, run: Run) -> None:
+    done = as_json("gc", saved, "--keep-last", 1, "--min-age", "1h")
+    assert (len(done["forgotten"]), done["purged"]) == (2, [])
+    assert [(one["reason"], *named([one])) for one in done["waiting"]] == [("young", "a@1"), ("young", "a@2")]
+    assert datetime.fromisoformat(done["waiting"][0]["until"]) > datetime.now(UTC)
+    assert "left for later: a@1" in run("gc", saved, "--min-age", "1h").stdout
+
+
+def test_what_gc_forgets_by_a_rule_can_be_restored_for_a_day(saved: Path, as_json: AsJson, run: Run) -> None:
+    """And the plan, the list and the sums say until when, and how much is freed then."""
+    planned = as_json("gc", saved, "--keep-last", 1, "--dry-run")
+    told = run("gc", saved, "--keep-last", 1).stdout
+    assert told.count("forgot a@") == told.count(", can be restored until ") == 2
+    assert "1 blob, " in told
+    assert "are deleted later" in told
+    day = datetime.fromisoformat(planned["waiting"][0]["until"]) - datetime.now(UTC)
+    assert day > timedelta(hours=23)
+    stats, listed = as_json("stats", saved), run("list", saved)
+    assert (stats["bytes_freed_now"], stats["bytes_freed_later"]) == (0, planned["later_bytes"])
+    assert planned["later_bytes"] > 0
+    assert "2 checkpoints forgotten (--all lists them): a gc frees 0 B now, " in listed.stderr
+    assert "2 checkpoints forgotten: a gc frees 0 B now, " in run("list", saved, "--all").stderr
+    assert "forgotten" not in listed.stdout, "a pipe gets rows alone"
+    assert as_json("report", saved)["freed"] == {"now": 0, "later": planned["later_bytes"]}
+    for one in planned["forgotten"]:
+        as_json("restore", saved, one["id"])
+    assert named(as_json("list", saved)) == ["a@1", "a@2", "a@3", "b@1"]
+    assert "forgotten" not in run("list", saved).output
+
+
+def test_gc_says_who_is_in_the_way(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    transaction = begin(store.repository, "a", 4)
+    done = as_json("gc", saved, "--keep-last", 1, "--min-age", 0, "--wait", 0)
+    (waiting,) = done["waiting"]
+    assert (waiting["reason"], waiting["txid"], waiting["pid"]) == ("transaction", transaction.txid, os.getpid())
+    assert done["deleted_blobs"] == 0
+    result = run("gc", saved, "--wait", "0.01s")
+    assert f"process {os.getpid()}" in result.stdout
+    assert result.stderr.count("waiting for the save of a@4") == 1
+    transaction.abort("test")
+    assert as_json("gc", saved)["deleted_blobs"] > 0
+
+
+def test_a_gc_that_cannot_read_a_manifest_shows_its_plan_and_does_nothing_of_it(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
+) -> None:
+    next(saved.glob(f"objects/*/{store.get('a@3').id}.manifest")).unlink()
+    rule = ("gc", saved, "--keep-last", 1, "--min-age", 0)
+    planned = as_json(*rule, "--dry-run", status=4)
+    assert (planned["error"]["kind"], planned["dry_run"]) == ("damaged", True)
+    assert named(planned["forgotten"]) == named(planned["purged"]) == ["a@1", "a@2"]
+    assert "would purge a@1 (" in (told := run(*rule, "--dry-run", status=4)).stdout
+    assert "would delete" not in told.stdout
+    assert "gc deletes nothing" in told.stderr
+    done = as_json(*rule, status=4)
+    assert (done["error"]["kind"], done["forgotten"], done["purged"]) == ("damaged", [], [])
+    assert run(*rule, status=4).stdout == ""
+    assert named(as_json("list", saved)) == ["a@1", "a@2", "a@3", "b@1"]
+    thin = as_json("gc", saved, "--thin", next(iter(store.get("a@1").tensors)), status=4)["thin"]
+    assert named(thin["thinned"]) == ["a@1", "a@2"]
+
+
+def test_a_gc_that_is_interrupted_says_what_it_has_forgotten_and_purged(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("casckpt.cli.commands.gc._Teller.__call__", interrupt)
+    transaction = begin(store.repository, "a", 4)
+    done = as_json("gc", saved, "--keep-last", 2, "--min-age", 0, status=130)
+    assert done["error"]["kind"] == "interrupted"
+    assert named(done["forgotten"]) == named(done["purged"]) == ["a@1"]
+    assert "deleted_blobs" not in done
+    told = run("gc", saved, "--keep-last", 1, status=130)
+    assert "forgot a@2 (" in told.stdout
+    assert ", can be restored until " in told.stdout
+    assert told.stderr.strip() == "casckpt: interrupted"
+    transaction.abort("test")

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from tests.cli.conftest import Run
+
+
+def test_import_tells_what_it_did_not_translate(store_path: Path, tmp_path: Path, run: Run) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    torch.save({"optimizer": torch.optim.SGD([weight]).state_dict()}, tmp_path / "ckpt.pt")
+    result = run("import", store_path, tmp_path / "ckpt.pt", "--step", 1, "--json")
+    assert "numbers its parameters" in json.loads(result.stdout)["notes"][0]
+    assert "numbers its parameters" in result.stderr
+    run("import", store_path, tmp_path / "ckpt.pt", "--step", 2, "--as-is")
+
+
+def test_import_says_what_a_file_is_instead(store_path: Path, tmp_path: Path, run: Run) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    assert "pytorch_model.bin itself" in run("import", store_path, tmp_path, "--step", 0, status=1).stderr
+    assert "no file" in run("import", store_path, tmp_path / "absent", "--step", 0, status=3).stderr
+    assert "'' names no file" in run("import", store_path, "", "--step", 0, status=1).stderr
+    too_long = run("import", store_path, "x" * 300, "--step", 0, status=1).stderr
+    assert "cannot read xxx" in too_long  # as with whatever else the operating system refuses
+    assert "too long" in too_long
+    assert not store_path.exists()

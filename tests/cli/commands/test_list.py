@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import math
+import re
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import casckpt
+from casckpt.history import commits
+from casckpt.history.tags import write_generation
+from tests.cli.conftest import AsJson, Run
+from tests.support.commands import STATS
+from tests.support.rewrites import move
+
+BRIEF = {"id", "run", "step"}
+
+
+def named(rows: list[dict[str, Any]]) -> list[str]:
+    return [f"{row['run']}@{row['step']}" for row in rows]
+
+
+# looking
+
+
+def test_list_gives_the_checkpoints_oldest_first(saved: Path, store: casckpt.Store, as_json: AsJson) -> None:
+    store.tag("best", "a@2")
+    rows = as_json("list", saved)
+    assert named(rows) == ["a@1", "a@2", "a@3", "b@1"]
+    assert [row["tags"] for row in rows] == [[], ["best"], [], []]
+    for row in rows:
+        assert {*BRIEF, "created_at", "bytes_total", "ephemeral", "forgotten", "tags"} <= set(row)
+        assert datetime.fromisoformat(row["created_at"]).tzinfo == UTC
+        assert (row["ephemeral"], row["forgotten"], row["superseded"]) == (False, False, False)
+        assert len(row["id"]) == 64
+        assert set(row["stats"]) == STATS
+    assert rows[0]["bytes_total"] == 24_000
+    assert rows[0]["metadata"] == {"loss": 1.0}
+    assert named(as_json("list", saved, "--run", "b")) == ["b@1"]
+
+
+def test_list_shows_forgotten_ones_only_with_all(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    store.forget("a@2")
+    assert named(as_json("list", saved)) == ["a@1", "a@3", "b@1"]
+    rows = as_json("list", saved, "--all")
+    assert [(row["step"], row["forgotten"]) for row in rows] == [(1, False), (2, True), (3, False), (1, False)]
+    assert "forgotten" in run("list", saved, "--all").stdout
+
+
+def test_old_places_are_listed_with_all_and_go_with_a_gc(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
+) -> None:
+    old = store.get("a@2")
+    move(store.repository, old.commit)
+    assert [row["replaced"] for row in as_json("list", saved)] == [False] * 4
+    rows = as_json("list", saved, "--all")
+    assert [(row["step"], row["replaced"], row["forgotten"]) for row in rows if row["id"] == old.id] == [
+        (2, True, False),
+        (2, False, False),
+    ]
+    assert "replaced" in run("list", saved, "--all").stdout
+    assert as_json("show", saved, "a@2")["replaced"] is False
+    (waiting,) = as_json("gc", saved)["waiting"]
+    assert (waiting["reason"], waiting["id"]) == ("replaced", old.id)
+    assert f"left for later: the old places of a@2 ({old.id[:12]}" in run("gc", saved).stdout
+    assert f"would purge the old places of a@2 ({old.id[:12]}" in run("gc", saved, "--min-age", "0", "--dry-run").stdout
+    (purged,) = as_json("gc", saved, "--min-age", "0")["purged"]
+    assert purged == {"id": old.id, "run": "a", "step": 2, "replaced": True}
+    assert as_json("show", saved, old.id[:16])["run"] == "a"
+
+
+def test_what_waits_of_a_visible_checkpoint_is_called_its_old_places(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
+) -> None:
+    key = next(iter(store.get("a@1").tensors))
+    for _ in range(2):
+        store.thin("a@1", drop=key)
+        store.restore("a@1", whole=True)
+    run("gc", saved)  # it ends rewrites that were undone
+    assert [(one["reason"], one["replaced"]) for one in as_json("gc", saved)["waiting"]] == [("replaced", True)] * 2
+    lines = run("gc", saved).stdout.splitlines()
+    assert [line.partition(" (")[0] for line in lines[1:]] == ["left for later: the old places of a@1"], "once"
+    just_now = round((datetime.now(UTC) - timedelta(minutes=1)).timestamp() * 1e6)
+    write_generation(store.repository, "eval", 0, store.get("a@1").commit, expires=just_now)
+    store.thin("a@1", drop=key)
+    told = run("gc", saved).stdout
+    assert "left for later: the old places of a@1 (" in told
+    assert ", tagged eval, until " in told
+    assert "forgotten" not in told
+
+
+def test_list_shows_twins_as_superseded(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = store.get("a@2")
+    new = store.save({"shared": torch.arange(3.0)}, run="a", step=2, overwrite=True)
+    # as a crash between the new commit and the forgetting of the old one would leave it
+    monkeypatch.setattr("casckpt.history.commits.list_commits", _with_twin(old.commit))
+    rows = [row for row in as_json("list", saved) if named([row]) == ["a@2"]]
+    assert [(row["id"], row["superseded"]) for row in rows] == [(old.id, True), (new.id, False)]
+
+
+def _with_twin(twin: Any) -> Any:
+
+    real = commits.list_commits
+
+    def listed(repo: Any) -> Any:
+        found = real(repo)
+        return commits.CommitList({**found.commits, twin.txid: twin}, found.damaged)
+
+    return listed
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_tables_fit_into_a_terminal(
+    saved: Path, store: casckpt.Store, run: Run, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setattr("casckpt.cli.text.terminal_width", lambda: columns)
+    long = "a-rather-long-name/of-a-run/that-somebody-chose/for-some-good-reason"
+    store.save({"a" * 100: torch.zeros(2)}, run=long, step=123456789, ephemeral=True)
+    store.tag("a-tag-with-a-rather-long-name", "latest")
+    for command in (("list", saved), ("show", saved, "latest", "--tensors"), ("report", saved)):
+        lines = run(*command).stdout.splitlines()
+        table = [line for line in lines if command[0] != "show" or "float32" in line]
+        assert max(map(len, table)) <= columns
+        assert [line for line in lines if line != line.rstrip()] == []
+
+
+# keeping and removing
+
+
+def test_metrics_are_shown_and_sorted_by(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    store.save({"w": torch.zeros(1)}, run="m", step=1, metrics={"val": 0.5, "grad": float("nan")}, healthy=False)
+    store.save({"w": torch.ones(1)}, run="m", step=2, metrics={"val": 0.25}, healthy=True)
+    rows = as_json("list", saved, "--run", "m")
+    assert [row["metrics"] for row in rows] == [{"val": 0.5, "grad": "nan"}, {"val": 0.25}]
+    assert [row["healthy"] for row in rows] == [False, True]
+    assert [row["healthy"] for row in as_json("list", saved, "--run", "b")] == [None]
+    assert named(as_json("list", saved, "--sort", "val", "--limit", 2)) == ["m@2", "m@1"]
+    text = run("list", saved, "--run", "m", "--show", "val", "--show", "grad").stdout
+    assert "VAL" in text
+    assert "0.25" in text
+    assert text.splitlines()[1].endswith("unhealthy")
+    shown = as_json("show", saved, "m@1")
+    assert (shown["metrics"], shown["healthy"]) == ({"val": 0.5, "grad": "nan"}, False)
+    text = run("show", saved, "m@1").stdout
+    assert "val 0.5, grad nan" in text
+    assert "unhealthy" in text
+
+
+def test_what_a_save_found_is_told(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    tensors = {"a": torch.tensor([1.0, -2.5]), "b": torch.ones(3, dtype=torch.int8)}
+    store.save(tensors, run="h", step=1, health=True)
+    store.save(tensors | {"a": torch.tensor([math.nan, -math.inf])}, run="h", step=2, health=True)
+    rows = as_json("list", saved, "--run", "h")
+    assert [row["health"] for row in rows] == [
+        {"nan": 0, "inf": 0, "keys": []}, {"nan": 1, "inf": 1, "keys": ["a"]},
+    ]  # fmt: skip
+    assert [row["health"] for row in as_json("list", saved, "--run", "b")] == [None]
+    assert "unhealthy, 1 NaN, 1 infinite" in run("list", saved).output
+    sick = {"nan": 1, "inf": 1, "largest": 0.0}
+    assert as_json("show", saved, "h@2")["tensors"][0]["health"] == sick
+    assert "1 NaN, 1 infinite in a" in run("show", saved, "h@2").output
+    assert "no NaN, none infinite\n" in run("show", saved, "h@1").output
+    store.save(tensors, run="f", step=1)
+    store.save(tensors, run="f", step=2, health=True, frozen=["a"])
+    assert "no NaN, none infinite; 1 tensor not looked at\n" in run("show", saved, "f@2").output
+    before = {"nan": 0, "inf": 0, "largest": 2.5}
+    assert as_json("diff", saved, "h@2", "--values")["values"] == [{"key": "a", "old": before, "new": sick}]
+    assert re.search(r"a +2.5 +0 +1 NaN, 1 infinite", run("diff", saved, "h@2", "--values").output)
+
+
+# lists
+
+
+def test_a_list_may_be_short_sorted_and_with_columns_of_the_metadata(saved: Path, as_json: AsJson, run: Run) -> None:
+    assert named(as_json("list", saved, "--limit", 2)) == ["a@3", "b@1"]
+    assert named(as_json("ls", saved, "--sort", "loss")) == ["a@3", "a@2", "a@1", "b@1"]  # b@1 has none
+    assert named(as_json("list", saved, "--sort", "-loss", "--limit", 1)) == ["a@1"]
+    assert named(as_json("list", saved, "--sort", "-step", "--run", "a")) == ["a@3", "a@2", "a@1"]
+    assert named(as_json("list", saved, "--sort", "size"))[0] == "b@1"
+    shown = run("list", saved, "--sort", "loss", "--limit", 2).stdout
+    assert "LOSS" in shown.splitlines()[0]
+    assert "0.3333" in shown.splitlines()[1]
+    assert "LOSS" in run("list", saved, "--show", "loss").stdout
+    told = run("list", saved, "--sort", "accuracy", status=1).stderr
+    assert "nothing in the list has a number 'accuracy' to sort by; there are created, loss, new" in told
+
+
+def test_what_is_no_number_comes_last(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    for step, loss in ((4, "low"), (5, True), (6, None)):
+        store.save({}, run="a", step=step, metadata={"loss": loss, "note": {"a": [1]}})
+    assert named(as_json("list", saved, "--sort", "loss", "--run", "a"))[:4] == ["a@3", "a@2", "a@1", "a@4"]
+    assert named(as_json("list", saved, "--sort", "-loss", "--run", "a"))[:4] == ["a@1", "a@2", "a@3", "a@4"]
+    shown = run("list", saved, "--show", "loss", "--show", "note", "--show", "none").stdout
+    assert all(value in shown for value in ("low", "true", "null", '{"a": [1]}'))
+    told = run("list", saved, "--show", "los", "--show", "note").stderr
+    assert "no checkpoint in the list has 'los' in its metrics or metadata; there are loss, note" in told
+    assert "'note'" not in told

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import torch
+
+import casckpt
+from casckpt.base.sizes import format_size
+from tests.cli.conftest import AsJson, Run
+
+
+def test_stats_say_what_holds_the_bytes(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    store.tag("best", "b@1")
+    found = as_json("stats", saved, "--by", "run", "--by", "step", "--by", "key", "--by", "tag", "--keep-last", "1")
+    assert {*as_json("stats", saved)} == {*found} - {
+        "by_run", "by_step", "by_key", "by_tag", "rules", "unreadable",
+    }  # fmt: skip
+    assert [one["run"] for one in found["by_run"]] == [one["run"] for one in as_json("report", saved)["runs"]]
+    assert sum(one["bytes_new"] for one in found["by_step"]) == found["bytes_blobs"]
+    assert sum(one["bytes_blobs"] for one in found["by_key"]) == pytest.approx(found["bytes_blobs"], abs=9)
+    assert [(one["name"], one["run"], one["step"]) for one in found["by_tag"]] == [("best", "b", 1)]
+    assert [one["rule"] for one in found["rules"]] == ["keep-last 1"]
+    text = run("stats", saved, "--by", "step", "--by", "key", "--by", "tag", "--run", "b", "--keep-last", "1").stdout
+    assert all(word in text for word in ("ALONE", "best", "shared.*", "keep-last 1"))
+    assert {one["run"] for one in as_json("stats", saved, "--by", "run", "--run", "b")["by_run"]} == {"b"}
+
+
+def test_stats_count(saved: Path, as_json: AsJson) -> None:
+    found = as_json("stats", saved)
+    blobs = list(saved.glob("objects/*/*.safetensors"))
+    files = [*blobs, *saved.glob("objects/*/*.manifest")]
+    assert (found["checkpoints"], found["blobs"]) == (4, len(blobs))
+    assert found["bytes_stored"] == sum(path.stat().st_size for path in files)
+    assert found["bytes_logical"] == 3 * 24_000 + 20_012
+
+
+def test_what_is_stored_smaller_is_told(store: casckpt.Store, store_path: Path, as_json: AsJson, run: Run) -> None:
+    weights = torch.linspace(1, 2, 8192, dtype=torch.bfloat16)
+    store.save({"w": weights}, run="r", step=1)
+    assert "smaller" not in run("stats", store_path).stdout + run("show", store_path, "r@1").stdout
+    store.save({"w": weights + 0.5}, run="r", step=2, compress="always")
+    found, shown = as_json("stats", store_path), as_json("show", store_path, "r@2")["stats"]
+    for told in (found, shown):
+        assert told["bytes_coded"] == weights.nbytes
+        assert 0 < told["bytes_deltas"] <= told["bytes_frames"] < weights.nbytes
+    line = f"16.0 KiB in {format_size(found['bytes_frames'])}, {format_size(found['bytes_deltas'])} of it deltas"
+    assert all(line in run(*args).stdout for args in (("stats", store_path), ("show", store_path, "r@2")))
+    assert as_json("verify", store_path, "--decode")["decoded_bytes"] > weights.nbytes
+    assert "decoded 32.0 KiB" in run("verify", store_path, "--decode").stdout
+
+
+def test_report_tells_where_the_bytes_are(saved: Path, as_json: AsJson, run: Run) -> None:
+    found = as_json("report", saved)
+    first, second = found["runs"]
+    assert (first["run"], first["checkpoints"], first["newest_step"]) == ("a", 3, 3)
+    assert (second["run"], second["checkpoints"]) == ("b", 1)
+    assert datetime.fromisoformat(first["newest_at"]).tzinfo is not None
+    assert first["bytes_alone"] + second["bytes_alone"] + found["bytes_shared"] == found["bytes_blobs"]
+    assert found["bytes_blobs"] == sum(path.stat().st_size for path in saved.glob("objects/*/*.safetensors"))
+    lines = run("report", saved).stdout.splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["RUN", "a", "b"]

@@ -1,0 +1,92 @@
+"""``casckpt settings``: what a store's owner may change, shown and changed."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+import casckpt
+from casckpt.errors import InvalidInput, NotFound
+from tests.cli.conftest import AsJson, Run
+
+UNSET = {
+    "min_age": None, "min_age_ephemeral": None, "revoke_after": None, "mirror": None, "mirror_thinned": None,
+    "compress": None,
+}  # fmt: skip
+
+
+def test_a_setting_is_changed_for_all_and_the_others_stay(saved: Path, as_json: AsJson, run: Run) -> None:
+    assert as_json("settings", saved) == UNSET
+    changed = as_json("settings", saved, "--set", "min_age=3d", "--set", "revoke_after=90s")
+    assert changed == UNSET | {"min_age": 3 * 86400.0, "revoke_after": 90.0}
+    assert as_json("settings", saved, "--unset", "min_age", "--set", "revoke_after=0") == UNSET | {"revoke_after": 0.0}
+    lines = run("settings", saved, "--set", "min_age=36h").stdout.splitlines()
+    assert [line.split() for line in lines] == [
+        ["min_age", "36h"], ["min_age_ephemeral", "15m", "(default)"], ["revoke_after", "0"],
+        ["mirror", "none", "(default)"], ["mirror_thinned", "no", "(default)"], ["compress", "off", "(default)"],
+    ]  # fmt: skip
+
+
+def test_gc_heeds_the_settings(saved: Path, as_json: AsJson, run: Run) -> None:
+    run("settings", saved, "--set", "min_age=0")
+    run("forget", saved, "a@1")
+    assert [one["step"] for one in as_json("gc", saved)["purged"]] == [1]
+
+
+def test_a_mirror_is_stored_as_the_url_that_opening_gives(saved: Path, tmp_path: Path, as_json: AsJson) -> None:
+    there = casckpt.open(tmp_path / "there")
+    assert as_json("settings", saved, "--set", f"mirror={tmp_path / 'there'}")["mirror"] == there.url
+    assert as_json("stats", saved)["mirror"] == there.url
+    assert as_json("settings", saved, "--unset", "mirror")["mirror"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "says"),
+    [
+        (["--set", "colour=red"], 1, "no setting 'colour' to change; there are min_age, min_age_ephemeral"),
+        (["--unset", "exclusive_create"], 1, "no setting 'exclusive_create'"),
+        (["--set", "min_age=3"], 1, "min_age: '3' is not a duration"),
+        (["--set", "revoke_after=-1s"], 1, "revoke_after: '-1s' is not a duration"),
+        (["--set", "compress=zstd"], 1, "give 'auto', 'off' or 'always'"),
+        (["--set", "min_age"], 2, "'min_age' is not NAME=VALUE"),
+        (["--set", "min_age="], 2, "'min_age=' is not NAME=VALUE"),
+        (["--set", "min_age=1d", "--unset", "min_age"], 2, "both name min_age"),
+    ],
+)
+def test_what_cannot_be_set_is_said_by_name_and_changes_nothing(
+    saved: Path, as_json: AsJson, options: list[str], status: int, says: str
+) -> None:
+    assert says in as_json("settings", saved, *options, status=status)["error"]["message"]
+    assert as_json("settings", saved) == UNSET
+
+
+def test_a_store_is_not_its_own_mirror(saved: Path, as_json: AsJson) -> None:
+    assert "own mirror" in as_json("settings", saved, "--set", f"mirror={saved}", status=1)["error"]["message"]
+
+
+def test_a_program_does_the_same(saved: Path) -> None:
+    store = casckpt.open(saved)
+    assert store.change_settings(min_age=timedelta(days=2), min_age_ephemeral="1h") == store.settings
+    assert casckpt.open(saved).settings.min_age == timedelta(days=2)
+    store.change_settings(min_age=None)
+    assert (store.settings.min_age, store.settings.min_age_ephemeral) == (None, timedelta(hours=1))
+    with pytest.raises(InvalidInput, match="created_at"):
+        store.change_settings(created_at=1)  # type: ignore[call-arg]
+
+
+def test_without_a_store_there_are_no_settings(tmp_path: Path) -> None:
+    store = casckpt.open(tmp_path / "none")
+    with pytest.raises(NotFound):
+        _ = store.settings
+    with pytest.raises(NotFound):
+        store.change_settings(min_age="1d")
+
+
+def test_init_makes_a_store_with_its_sizes_once(store_path: Path, as_json: AsJson, run: Run) -> None:
+    made = as_json("init", store_path, "--cell-size", "64KiB", "--blob-size", "4MiB")
+    assert (made["cell_bytes"], made["blob_bytes"]) == (64 << 10, 4 << 20)
+    assert casckpt.open(store_path).repository.marker.store_id == made["store_id"]
+    assert as_json("init", store_path, status=5)["error"]["kind"] == "conflict"
+    assert "not a size" in run("init", store_path, "--cell-size", "big", status=2).stderr

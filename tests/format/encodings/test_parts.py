@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+
+from casckpt.errors import Refused
+from casckpt.format.encodings.frames import (
+    decode,
+)
+from tests.format.encodings.test_frames import WRONG, decoded, frame_of
+
+RAW2 = bytes.fromhex("01 02 01 00 06000000  00 03000000 02 05 ff  01 01000000 7f")
+
+
+ZEROS = (1, b"\0")
+
+
+WINDOW = bytes.fromhex("28b52ffd 00 68 4d00001000000100fb2ac002")
+"""512 zeros, by a writer who may look back over 2**23 bytes."""
+
+
+PLAIN = 512
+
+
+SUMMED = bytes.fromhex("28b52ffd6400014d00001000000100fb2ac0027cb8c3e8")
+"""512 zeros, and their checksum behind them."""
+
+
+@pytest.mark.parametrize("coded", [WINDOW, SUMMED])
+def test_zstd_of_any_writer_is_read(coded: bytes) -> None:
+    assert decoded(frame_of(1, 1, PLAIN, (2, coded)), PLAIN) == bytes(PLAIN)
+
+
+@pytest.mark.parametrize("what", ["a bomb", "very many changes", "very many gaps"])
+def test_a_bomb_takes_no_memory(what: str) -> None:
+    into = bytearray(PLAIN)
+    tracemalloc.start()
+    with pytest.raises(Refused):
+        decode(memoryview(WRONG[what]), memoryview(into), memoryview(into))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 16

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import datetime as dt
+import zoneinfo
+from io import BytesIO
+from typing import Any
+
+import pytest
+
+from casckpt.errors import InvalidInput
+from casckpt.format import plain
+from tests.format.test_plain import Parts
+from tests.support.plain_examples import with_metadata
+
+
+def back(value: Any, **options: Any) -> Any:
+    return plain.decode(plain.encode(value, **options))
+
+
+def test_time_zone_by_key_and_utc_are_what_they_were() -> None:
+    assert back(dt.UTC) is dt.UTC
+    assert back(zoneinfo.ZoneInfo("Europe/Berlin")) is zoneinfo.ZoneInfo("Europe/Berlin")
+
+
+# long buffers
+
+
+@pytest.mark.parametrize("size", [3, 200])
+def test_a_stream_in_memory_keeps_its_position(size: int) -> None:
+    parts, stream = Parts(), BytesIO(b"x" * size)
+    stream.seek(2)
+    data = plain.encode([stream], spill=parts.spill, spill_from=100)
+    (found,) = plain.decode(data, load=parts.load)
+    assert (type(found), found.getvalue(), found.tell()) == (BytesIO, b"x" * size, 2)
+    assert len(parts.parts) == (size > 100)
+    stream.close()
+    with pytest.raises(InvalidInput, match=r"value\[0\]: a closed BytesIO"):
+        plain.encode([stream])
+
+
+# what is refused
+
+
+def test_an_ordered_dict_with_more_attributes_is_refused() -> None:
+    value = with_metadata()
+    vars(value)["other"] = 1
+    with pytest.raises(InvalidInput, match=r"attributes \['other'\]"):
+        plain.encode(value)

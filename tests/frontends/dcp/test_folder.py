@@ -1,0 +1,77 @@
+"""Folders of torch.distributed.checkpoint, read without their pickles."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan
+
+import casckpt
+from casckpt.errors import Damaged, InvalidInput, NotFound, Refused
+from casckpt.frontends.dcp import (
+    casckpt_to_dcp,
+    dcp_to_casckpt,
+)
+from tests.support.dcp import load, save
+
+Store = casckpt.Store
+
+
+def stock(path: Path, state: Any) -> Path:
+    save(state, FileSystemWriter(path))
+    return path
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return print, ("run",)
+
+
+def test_metadata_of_no_use_are_refused(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = stock(tmp_path / "in", {"a": torch.ones(2)})
+    metadata = folder / ".metadata"
+    good = metadata.read_bytes()
+    metadata.write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(InvalidInput, match=r"builtins.print.*allow_pickle"):
+        dcp_to_casckpt(folder, store, step=1)
+    assert capsys.readouterr().out == ""
+    for bad in (b"", b"garbage", pickle.dumps({"a": 1})):
+        metadata.write_bytes(bad)
+        with pytest.raises((Refused, InvalidInput)):
+            dcp_to_casckpt(folder, store, step=1)
+    metadata.write_bytes(good)
+    data = folder / "__0_0.distcp"
+    whole = data.read_bytes()
+    data.write_bytes(whole[:100])
+    with pytest.raises(Damaged, match="'a' cannot be read"):
+        dcp_to_casckpt(folder, store, step=1)
+    data.unlink()
+    with pytest.raises(NotFound, match=r"__0_0.distcp"):
+        dcp_to_casckpt(folder, store, step=1)
+    assert store.checkpoints() == []
+    assert store.gc(wait=0).waiting == ()
+
+
+def test_objects_of_megatron_stand_in_lists(store: Store, tmp_path: Path) -> None:
+    """Its `torch_dist` folders; that of the real package has more in its metadata: plans."""
+    key, folder = "layer._extra_state/shard_0_1", tmp_path / "in"
+    state = {"layer.weight": torch.ones(2), key: [{"scale": 1}]}
+    save(state, FileSystemWriter(folder), planner=DefaultSavePlanner(flatten_state_dict=False))
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.all_local_plans = [SavePlan([])]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (folder / "common.pt").write_bytes(b"common")
+    found = dcp_to_casckpt(folder, store, step=1)
+    assert store.read(found)[key] == {"scale": 1}
+    assert set(store.attachments(found)) == {"common.pt", "metadata.json"}
+    casckpt_to_dcp(store, found, tmp_path / "out")
+    back = load({key: None}, FileSystemReader(tmp_path / "out"), planner=DefaultLoadPlanner(False, False))
+    assert back[key] == [{"scale": 1}]

@@ -1,0 +1,146 @@
+"""Ids and paths name the place of a save or load; a writer may be set up in another thread."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+import casckpt
+from casckpt.errors import InvalidInput
+from casckpt.frontends.dcp import StorageReader, StorageWriter
+from tests.support.dcp import failure, load, save
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+try:
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+except ImportError:  # of an older torch, whose metadata know no version
+    CURRENT_DCP_VERSION = None  # type: ignore[assignment,misc]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore::FutureWarning")
+
+
+Store = casckpt.Store
+
+
+def places(store: Store) -> list[tuple[str, int]]:
+    return [(one.run, one.step) for one in store.checkpoints()]
+
+
+# paths, as loops have them that save into folders
+
+
+@pytest.mark.parametrize(
+    ("id", "place"),
+    [
+        ("/ckpt/step-5", "ckpt/step@5"),
+        ("ckpt/step-5/", "ckpt/step@5"),
+        ("./ckpt//step-00005", "ckpt/step@5"),
+        (Path("/outputs/llama 3.1").with_name("7"), "outputs@7"),
+        ("outputs/iter_0000100", "outputs/iter@100"),
+        ("a/checkpoint5", "a/checkpoint@5"),
+        ("s3://bucket/run/step-5", "s3/bucket/run/step@5"),
+        ("last", "last@0"),
+        ("/ckpt/last", "ckpt/last@0"),
+        ("/ckpt/model-v2/last", "ckpt/model-v2/last@0"),
+        ("sft@100", "sft@100"),
+        ("100", "mine@100"),
+        ("20261123", "mine@20261123"),  # as a reference of eight digits it could be the beginning of an id
+    ],
+)
+def test_one_id_is_one_place_for_a_save_and_for_a_load(store: Store, id: Any, place: str) -> None:
+    save({"x": torch.ones(2)}, StorageWriter(store, run="mine"), checkpoint_id=id)
+    save({"x": torch.zeros(2)}, StorageWriter(store, run="another", step=1))
+    assert f"{store.checkpoints()[0].run}@{store.checkpoints()[0].step}" == place
+    for reader, more in ((StorageReader(store, run="mine"), {"checkpoint_id": id}), (StorageReader(store, place), {})):
+        assert load({"x": torch.zeros(2)}, reader, **more)["x"].tolist() == [1, 1]
+    assert StorageWriter.validate_checkpoint_id(id)
+    assert StorageReader.validate_checkpoint_id(id)
+
+
+@pytest.mark.parametrize(
+    "id", ["latest", "tag:best", "sft@latest", "deface", "a b/step-1", "../x/1", "", ".", "/", 6, "a-" + "9" * 5000]
+)
+def test_an_id_that_names_no_place_is_refused(store: Store, id: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"(?i)give 'RUN@STEP'"):
+        StorageWriter(store).reset(id)
+    assert not StorageWriter.validate_checkpoint_id(id)
+
+
+def test_a_reader_takes_references_too(store: Store) -> None:
+    save({"x": 1}, StorageWriter(store), checkpoint_id="/ckpt/step-5")
+    store.tag("best", "ckpt/step@5")
+    for ref in ("latest", "tag:best", "ckpt/step@latest", store.get("latest").id[:12], "/ckpt/step-5"):
+        assert load({"x": 0}, StorageReader(store, ref)) == {"x": 1}
+    with pytest.raises(InvalidInput):
+        StorageReader(store).reset("/a b/5")
+    assert not StorageReader.validate_checkpoint_id("/a b/5")
+
+
+def existing_loop(rank: int, size: int, path: Path) -> Any:
+    store = casckpt.open(path)
+    writer, reader = StorageWriter(store), StorageReader(store)
+    for step in (5, 10):
+        save({"x": step}, writer, checkpoint_id=f"/ckpt/step-{step}")
+    again = failure(lambda: save({"x": 6}, writer, checkpoint_id="/ckpt/step-5"))
+    save({"own": rank}, writer, checkpoint_id="/alone/5", use_collectives=False)
+    assert load({"own": None}, reader, checkpoint_id="/alone/5") == {"own": rank}
+    return str(again), [load({"x": 0}, reader, checkpoint_id=f"/ckpt/step-{step}")["x"] for step in (5, 10)]
+
+
+def test_a_loop_that_saves_into_folders_on_all_ranks(ranks: Pool, store_path: Path) -> None:
+    for again, found in ranks.run(2, existing_loop, store_path):
+        assert "ckpt/step@5 exists already" in again
+        assert "overwrite=True" in again
+        assert found == [5, 10]
+    found = places(casckpt.open(store_path))
+    assert found[:2] == [("ckpt/step", 5), ("ckpt/step", 10)]
+    assert sorted(found[2:]) == [("alone/rank-0", 5), ("alone/rank-1", 5)]
+
+
+def test_the_last_checkpoint_over_and_over(store: Store) -> None:
+    big = torch.arange(1 << 16)
+    writer = StorageWriter(store, overwrite=True)
+    for step in range(3):
+        save({"x": step, "big": big}, writer, checkpoint_id="last")
+    assert places(store) == [("last", 0)]
+    assert store.get("last@0").stats.bytes_written == 0
+    assert load({"x": 0}, StorageReader(store), checkpoint_id="last") == {"x": 2}
+
+
+# a writer is told in one thread, and saves in another, or in another process
+
+
+def test_reset_counts_for_a_save_in_the_background(store: Store) -> None:
+    writer = StorageWriter(store, run="r", step=1, overwrite=True)
+    save({"x": 1}, writer)
+    writer.reset("r@5")
+    async_save({"x": 5}, storage_writer=writer).result()  # type: ignore[union-attr] # a future
+    assert places(store) == [("r", 1), ("r", 5)]
+    async_save({"x": 6}, storage_writer=writer, checkpoint_id="r@6").result()  # type: ignore[union-attr] # a future
+    save({"x": 7}, writer)  # as DCP has it: where the last one went, whoever said so
+    assert [store.read(f"r@{step}")["x"] for step in (1, 5, 6)] == [1, 5, 7]
+
+
+def test_reset_counts_in_the_process_that_saves(store: Store) -> None:
+    writer = StorageWriter(store, run="r", step=1)
+    writer.reset("r@5")
+    save({"x": 5}, pickle.loads(pickle.dumps(writer)))
+    assert places(store) == [("r", 5)]
+
+
+def test_what_a_thread_said_itself_goes_before_what_another_said_since(store: Store) -> None:
+    writer = StorageWriter(store, run="r")
+    writer.reset("r@1")
+    other = threading.Thread(target=writer.reset, args=("r@2",))
+    other.start()
+    other.join()
+    save({"x": 1}, writer)
+    assert places(store) == [("r", 1)]
+    save({"x": 2}, writer)  # what it said itself is done
+    assert places(store) == [("r", 1), ("r", 2)]

@@ -1,0 +1,450 @@
+"""The eighteen pitfalls of torch.distributed.checkpoint, one by one: each test fails without what is done about it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.shard import Shard as TorchShard
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+import casckpt
+from casckpt.contents import manifests
+from casckpt.errors import Conflict, InvalidInput, Mismatch
+from casckpt.frontends.dcp import StorageReader, StorageWriter
+from casckpt.frontends.dcp.session import WriterSession
+from casckpt.saving.options import SaveOptions
+from tests.support.chunks import Chunks, half
+from tests.support.dcp import causes, failed, failure, forget_plans, load, save
+from tests.support.faulty import fail_before
+from tests.support.ranks import outcome_of
+from tests.support.together import line, numbers, watched
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+
+Store = casckpt.Store
+
+
+# 1: with cached plans, the hooks see plans of the first save, and finish gets the metadata of the first save
+
+
+def cached_saves(rank: int, size: int, path: Path, changed: int) -> None:
+    forget_plans()
+    store, mesh = casckpt.open(path), line(size)
+    try:
+        for step in range(3):
+            rows = size * (3 if step == changed else 2)
+            state = {"a": distribute_tensor(numbers(f"a{step}", rows, 4), mesh, [Shard(0)]), "step": step}
+            planner = DefaultSavePlanner(enable_plan_caching=True)
+            metadata = save(state, StorageWriter(store, run="cached", step=step), planner=planner)
+            found = store.get(f"cached@{step}")
+            assert metadata.storage_data == {"checkpoint": found.id}
+            assert metadata.storage_meta == StorageMeta(checkpoint_id=f"cached@{step}", save_id=found.commit.txid)
+    finally:
+        forget_plans()
+
+
+@pytest.mark.parametrize("changed", [2, 9])
+def test_01_cached_plans_of_an_earlier_save_are_not_taken_for_those_of_this_one(
+    ranks: Pool, store_path: Path, changed: int
+) -> None:
+    ranks.run(2, cached_saves, store_path, changed)
+    store = casckpt.open(store_path)
+    uploaders: set[str] = set()
+    for step in range(3):
+        blobs = manifests.get(store.repository, store.get(f"cached@{step}").commit).blobs
+        own = {blob.uploader for blob in blobs}  # all of it is new
+        assert not own & uploaders  # a gc may be deleting in the folder of a save that has ended
+        uploaders |= own
+        found = store.read(f"cached@{step}")
+        assert torch.equal(found["a"], numbers(f"a{step}", 6 if step == changed else 4, 4))
+        assert found["step"] == step
+    assert not list((store_path / "transactions").glob("*"))
+
+
+# 3: a writer thread that fails must fail the save; a planned item that nobody wrote too
+
+
+def test_03_a_planned_value_without_a_result_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = WriterSession.finish
+
+    def losing(self: WriterSession, metadata: Any, results: Any) -> None:
+        assert self._written is not None
+        stored = replace(self._written.stored, objects=[])
+        self._written = replace(self._written, stored=stored)
+        finish(self, metadata, [])
+
+    monkeypatch.setattr(WriterSession, "finish", losing)
+    error = failure(lambda: save({"a": torch.ones(2), "b": 3}, StorageWriter(store, step=1)))
+    assert "'b' was planned, but no rank stored it" in str(causes(error)[0])
+    assert store.checkpoints() == []
+
+
+class Given:
+    """A planner of what it is told to give."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    def resolve_data(self, item: WriteItem) -> torch.Tensor:
+        return self.data
+
+
+def test_03_ranks_that_store_one_tensor_in_two_dtypes_save_nothing(store: Store) -> None:
+    properties, size, rows = TensorProperties(dtype=torch.float32), torch.Size((4, 2)), torch.Size((2, 2))
+    chunks = [ChunkStorageMetadata(torch.Size((start, 0)), rows) for start in (0, 2)]
+    asked, sessions = [], []
+    for rank, chunk in enumerate(chunks):
+        sessions.append(WriterSession(store.repository, SaveOptions(step=1), rank=rank, alone=False))
+        data = TensorWriteData(chunk, properties, size)
+        item = WriteItem(MetadataIndex("w", chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+        asked.append(sessions[rank].ask(SavePlan([item])))
+    told = sessions[0].begin(asked)
+    given = [Given(torch.ones(2, 2)), Given(torch.ones(2, 2).half())]
+    results = [one.write(plan, planner) for one, plan, planner in zip(sessions, told, given, strict=True)]
+    with pytest.raises(InvalidInput, match=r"'w' is \('float16', \(4, 2\)\) on rank 1, but \('float32'"):
+        sessions[0].finish(Metadata({"w": TensorStorageMetadata(properties, size, chunks)}), results)
+    assert store.checkpoints() == []
+
+
+# 4: holes are saved without a word where there is one plan, and load without a word
+
+
+def test_04_a_hole_is_refused(store: Store) -> None:
+    error = failure(lambda: save({"a": half()}, StorageWriter(store, step=1)))
+    assert isinstance(causes(error)[0], InvalidInput)
+    assert "'a' of shape [4, 2] is not whole" in str(causes(error)[0])
+    assert store.checkpoints() == []
+
+
+# 5: an asynchronous save by a process unpickles a new writer each time, in a daemon
+
+
+def test_05_a_writer_pickles_in_the_middle_of_its_life(store: Store) -> None:
+    writer = StorageWriter(store, run="a", step=1)
+    save({"a": torch.ones(3)}, writer)
+    other = pickle.loads(pickle.dumps(writer))
+    save({"a": torch.ones(3)}, other, checkpoint_id="a@2")
+    assert store.get("a@2").stats.bytes_written == 0
+
+
+# 6: overlapping asynchronous saves share one writer
+
+
+class MeetingPlanner(DefaultSavePlanner):
+    def __init__(self, meeting: threading.Barrier) -> None:
+        super().__init__()
+        self.meeting = meeting
+
+    def create_local_plan(self) -> SavePlan:
+        self.meeting.wait(60)  # the other save was set up on the same writer, too
+        return super().create_local_plan()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_06_overlapping_saves_with_one_writer_do_not_mix(store: Store) -> None:
+    writer, meeting = StorageWriter(store), threading.Barrier(2)
+
+    def run(step: int) -> None:
+        state = {"a": torch.full((5,), float(step))}
+        save_state(state, checkpoint_id=f"b@{step}", storage_writer=writer, planner=MeetingPlanner(meeting))
+
+    threads = [threading.Thread(target=run, args=(step,)) for step in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [store.read(f"b@{step}")["a"][0].item() for step in (1, 2)] == [1.0, 2.0]
+
+
+# 7: ranks that read different metadata wait in different collectives, or load different checkpoints
+
+
+def load_what_changes(rank: int, size: int, path: Path) -> Any:
+    state = {"a": torch.zeros(3)}
+    return failed(lambda: load(state, StorageReader(path, f"default@{rank + 1}")))
+
+
+def test_07_ranks_that_found_different_checkpoints_load_none(ranks: Pool, store_path: Path, store: Store) -> None:
+    for step in (1, 2):
+        store.save({"a": torch.ones(3) * step}, step=step)
+    for told in ranks.run(2, load_what_changes, store_path):
+        assert told[0][0] == "Conflict"
+        assert "names 2 checkpoints on different ranks" in told[0][1]
+
+
+def load_with_a_failing_rank(rank: int, size: int, path: Path) -> Any:
+    faults = [fail_before("get", key="runs/*")] if rank == 1 else []  # the next one, when DCP tries again, would do
+    store, _ = watched(path, *faults)
+    return failed(lambda: load({"a": torch.zeros(3)}, StorageReader(store, "default@1")))
+
+
+def test_07_a_rank_that_cannot_read_does_not_fall_back_to_what_it_saved_alone(
+    ranks: Pool, store_path: Path, store: Store
+) -> None:
+    for run in ("default", "default/rank-0", "default/rank-1"):
+        store.save({"a": torch.ones(3)}, run=run, step=1)
+    for told in ranks.run(2, load_with_a_failing_rank, store_path):
+        assert list(told) == [1]
+
+
+# 8: empty shards are chunks, at the end of the dimension
+
+
+def empty_shards(rank: int, size: int, path: Path) -> None:
+    state = {
+        "few": distribute_tensor(numbers("few", 2, 8), line(size), [Shard(0)]),
+        "none": distribute_tensor(torch.zeros(0, 8), line(size), [Shard(0)]),
+    }
+    save(state, StorageWriter(path, step=1))
+    state["few"] = distribute_tensor(torch.zeros(2, 8), line(size), [Shard(0)])
+    load(state, StorageReader(path, "default@1"))
+    assert torch.equal(state["few"].full_tensor(), numbers("few", 2, 8))
+
+
+def test_08_empty_shards_are_nothing_to_store(ranks: Pool, store_path: Path) -> None:
+    ranks.run(4, empty_shards, store_path)
+    found = casckpt.open(store_path).read("default@1")
+    assert torch.equal(found["few"], numbers("few", 2, 8))
+    assert found["none"].shape == (0, 8)
+
+
+# 9: {} vanishes; [] and tuples are pickled, with the tensors in them
+
+
+def test_09_tensors_in_tuples_and_lists_are_stored_as_tensors(store: Store) -> None:
+    state = {"pair": (numbers("a", 5), [1, "x"]), "none": [], "gone": {}, "deep": [[(numbers("b", 2),)]]}
+    save(state, StorageWriter(store, step=1))
+    body = manifests.get(store.repository, store.get("default@1").commit).body
+    assert not any(one.pickled for one in body.objects)
+    assert set(store.get("default@1").tensors) == {"pair.0", "deep.0.0.0"}
+    found = load({"pair": None, "none": None, "deep": [[(torch.zeros(2),)]]}, StorageReader(store, "default@1"))
+    assert torch.equal(found["pair"][0], numbers("a", 5))
+    assert found["pair"][1] == [1, "x"]
+    assert found["none"] == []
+    assert torch.equal(found["deep"][0][0][0], numbers("b", 2))
+    assert torch.equal(store.read("default@1")["deep"][0][0][0], numbers("b", 2))
+
+
+# 10: tied tensors are separate keys
+
+
+def test_10_tied_tensors_are_stored_once(store: Store) -> None:
+    weight = numbers("w", 1 << 18)
+    save({"in": weight, "out": weight, "copy": weight.clone()}, StorageWriter(store, step=1))
+    assert store.get("default@1").stats.bytes_written < 1.1 * weight.nbytes
+
+
+# 11: extra state of a module is flattened into items of its own
+
+
+class WithExtra(torch.nn.Linear):
+    extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return {"scale": torch.ones(2), "recipe": {"margin": 0, "names": ["a"]}}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def test_11_extra_state_comes_back_as_the_module_gave_it(store: Store) -> None:
+    model = WithExtra(2, 2)
+    save({"model": model.state_dict()}, StorageWriter(store, step=1))
+    other = WithExtra(2, 2)
+    found = load({"model": other.state_dict()}, StorageReader(store, "default@1"))
+    other.load_state_dict(found["model"])
+    assert other.extra["recipe"] == {"margin": 0, "names": ["a"]}
+    assert store.read("default@1")["model"]["_extra_state"]["recipe"] == {"margin": 0, "names": ["a"]}
+
+
+# 12: views: conjugate, negative, parts of larger storages, strided destinations
+
+
+def test_12_views_are_stored_and_loaded_as_what_they_show(store: Store) -> None:
+    base = torch.arange(24.0).view(4, 6)
+    numbers = torch.complex(base, base + 1)
+    state = {"conj": numbers.conj(), "neg": numbers.conj().imag, "part": base[1:3, ::2], "turned": base.t()}
+    assert state["conj"].is_conj()
+    assert state["neg"].is_neg()
+    save(state, StorageWriter(store, step=1))
+    assert store.get("default@1").tensors["part"].bytes == 6 * 4
+    found = {"conj": torch.zeros(4, 6, dtype=torch.complex64), "neg": torch.zeros(6, 4).t(),
+             "part": torch.zeros(9, 9)[2:4, 1:7:2], "turned": torch.zeros(6, 8)[:, ::2]}  # fmt: skip
+    load(found, StorageReader(store, "default@1"))
+    assert all(torch.equal(found[key], value) for key, value in state.items())
+
+
+# 13: dtypes that safetensors does not know
+
+
+@pytest.mark.parametrize("name", ["complex32", "complex128", "float8_e8m0fnu", "float8_e4m3fn", "uint16", "bool"])
+def test_13_every_dtype_comes_back(store: Store, store_path: Path, name: str) -> None:
+    dtype: torch.dtype = getattr(torch, name)
+    raw = torch.arange(16, dtype=torch.uint8) % (2 if name == "bool" else 255)
+    state = {"a": raw.view(dtype)}
+    save(state, StorageWriter(store, step=1))
+    found = load({"a": torch.zeros(16, dtype=torch.uint8).view(dtype)}, StorageReader(store, "default@1"))
+    assert torch.equal(found["a"].view(torch.uint8), raw)
+    assert store.get("default@1").tensors["a"].dtype == name
+    (seen,) = StorageReader(store, "default@1").read_metadata().state_dict_metadata.values()
+    assert isinstance(seen, TensorStorageMetadata)
+    assert seen.properties.dtype == dtype
+    for blob in store_path.rglob("*.safetensors"):
+        assert load_file(blob)["0"].nbytes == 16  # anybody's reader opens it
+
+
+# 14: another dtype is converted without a word
+
+
+def test_14_another_dtype_is_converted_aloud_or_refused(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    save({"a": torch.arange(4.0), "c": torch.ones(2, dtype=torch.complex64)}, StorageWriter(store, step=1))
+    found = load({"a": torch.zeros(4, dtype=torch.float16)}, StorageReader(store, "default@1"))
+    assert found["a"].tolist() == [0, 1, 2, 3]
+    assert "converted to the dtype of what is loaded into: a" in caplog.text
+    strict = StorageReader(store, "default@1", cast=False)
+    error = failure(lambda: load({"a": torch.zeros(4, dtype=torch.float16)}, strict))
+    assert isinstance(causes(error)[0], Mismatch)
+    error = failure(lambda: load({"c": torch.zeros(2)}, StorageReader(store, "default@1")))
+    assert "torch cannot convert" in str(causes(error)[0])
+
+
+# 15: several chunks of one key on one rank; partial sums
+
+
+class CarelessPlanner(DefaultSavePlanner):
+    """Plans partial sums as if they were whole, as torch 2.6 does."""
+
+    def create_local_plan(self) -> SavePlan:
+        chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
+        data = TensorWriteData(chunk, TensorProperties(), torch.Size([2]))
+        item = WriteItem(MetadataIndex("p", torch.Size([0])), WriteItemType.SHARD, tensor_data=data)
+        self.plan = SavePlan([item], planner_data=self.mappings)
+        return self.plan
+
+
+def several_chunks(rank: int, size: int, path: Path) -> Any:
+    full = numbers("a", 8, 2)
+
+    def sharded(data: torch.Tensor) -> Any:
+        rows = [r for r in range(4) if r % size == rank]
+        shards = [TorchShard.from_tensor_and_offsets(data[2 * r : 2 * r + 2].clone(), [2 * r, 0], rank) for r in rows]
+        return init_from_local_shards(shards, 8, 2)
+
+    save({"a": sharded(full)}, StorageWriter(path, step=1))
+    back = sharded(torch.zeros(8, 2))
+    load({"a": back}, StorageReader(path, "default@1"))
+    for one in back.local_shards():
+        at = one.metadata.shard_offsets[0]
+        assert torch.equal(one.tensor, full[at : at + 2])
+    partial = {"p": DTensor.from_local(torch.ones(2), line(size), [Partial()])}
+    planners = DefaultSavePlanner(), CarelessPlanner()
+    return [failed(lambda: save(partial, StorageWriter(path, step=2), planner=planner)) for planner in planners]  # noqa: B023 - called at once
+
+
+def test_15_several_chunks_of_a_key_on_a_rank(ranks: Pool, store_path: Path) -> None:
+    for by_torch, by_us in ranks.run(2, several_chunks, store_path):
+        assert sorted(by_torch) == [0, 1]
+        assert all("sums that are not added up" in text for _, text in by_us.values())
+    store = casckpt.open(store_path)
+    assert torch.equal(store.read("default@1")["a"], numbers("a", 8, 2))
+    assert len(store.checkpoints()) == 1
+
+
+def test_15_chunks_that_something_of_the_user_names(store: Store) -> None:
+    full = numbers("a", 4, 2)
+    state: dict[str, Any] = {"a": Chunks(torch.Size((4, 2)), {(0, 0): full[:1], (1, 0): full[1:]})}
+    save(state, StorageWriter(store, step=1))
+    assert torch.equal(store.read("default@1")["a"], full)
+    into = {"a": Chunks(torch.Size((4, 2)), {(0, 1): torch.zeros(4, 1)})}
+    load(into, StorageReader(store, "default@1"))
+    assert torch.equal(into["a"].held[0, 1], full[:, 1:])
+
+
+# 16: hints of chunks count all ranks on a save, and this rank's own on a load
+
+
+class HintlessPlanner(DefaultLoadPlanner):
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        items = [replace(i, storage_index=replace(i.storage_index, index=99)) for i in plan.items]
+        return replace(plan, items=items)
+
+
+def test_16_hints_are_not_relied_upon(store: Store) -> None:
+    full = numbers("c", 4, 2)
+    chunks = Chunks(full.size(), {(0, 0): full[:1], (1, 0): full[1:]})  # their hints are 0 and 1
+    save({"a": numbers("a", 6), "b": 3, "c": chunks}, StorageWriter(store, step=1))
+    into = {"a": torch.zeros(6), "b": 0, "c": torch.zeros(4, 2)}
+    found = load(into, StorageReader(store, "default@1"), planner=HintlessPlanner())
+    assert torch.equal(found["a"], numbers("a", 6))
+    assert torch.equal(found["c"], full)
+    assert found["b"] == 3
+
+
+# 17: tensors that wrap others have no memory of their own
+
+
+class Wrapper(torch.Tensor):
+    @staticmethod
+    def __new__(cls: type[Wrapper], inner: torch.Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override] # torch's own is typed as a function
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        if func is torch.ops.aten.is_pinned.default:
+            return False
+        raise NotImplementedError(str(func))
+
+
+def test_17_a_tensor_without_memory_is_refused_by_name(store: Store) -> None:
+    error = failure(lambda: save({"q": Wrapper(torch.ones(3))}, StorageWriter(store, step=1)))
+    assert "'q'" in str(causes(error)[0])
+    assert "no memory of its own" in str(causes(error)[0])
+    assert store.checkpoints() == []
+
+
+# 18: "a.b" beside a -> b
+
+
+def test_18_two_paths_with_one_flat_key_are_refused(store: Store) -> None:
+    error = failure(lambda: save({"a.b": 1, "a": {"b": 2}}, StorageWriter(store, step=1)))
+    assert "a.b" in str(causes(error)[0])
+    error = failure(lambda: save({"a.0": torch.ones(1), "a": (torch.ones(2),)}, StorageWriter(store, step=1)))
+    assert "one flat key 'a.0'" in str(causes(error)[0])
+    assert store.checkpoints() == []
+
+
+# what the tests stand on
+
+
+def test_a_conflict_is_told_as_what_it_is(store: Store) -> None:
+    save({"a": torch.ones(1)}, StorageWriter(store, step=1))
+    error = failure(lambda: save({"a": torch.ones(1)}, StorageWriter(store, step=1)))
+    assert isinstance(causes(error)[0], Conflict)
+    assert isinstance(outcome_of(lambda: StorageWriter(store, run="/")), InvalidInput)
+    assert isinstance(pickle.loads(pickle.dumps(io.BytesIO(b"x"))), io.BytesIO)

@@ -1,0 +1,110 @@
+"""Keys and nesting of DCP's metadata, and the tree of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+import casckpt
+from casckpt.frontends.dcp import StorageReader, StorageWriter
+from tests.support.dcp import load, save, zeros
+from tests.support.together import numbers
+from tests.support.training import Network, identical, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+Store = casckpt.Store
+
+
+def trained(steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Network(1)
+    optim = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    train(model, optim, range(steps))
+    return model, optim
+
+
+# what is stored is what the native API stores
+
+
+def test_a_model_and_its_optimizer_come_back_through_either_door(store: Store) -> None:
+    model, optim = trained()
+    state = {"model": model.state_dict(), "optim": optim.state_dict()}
+    figures = {"loss": 1.5, "grad": float("inf")}
+    save(
+        state,
+        StorageWriter(store, run="dcp", step=1, metadata={"loss": 1.5}, metrics=figures, healthy=False, health=True),
+    )
+    store.save(state, run="native", step=1)
+    assert store.get("native@1").stats.bytes_written == 0  # the same cells
+    assert store.get("dcp@1").metadata == {"loss": 1.5}
+    assert (store.get("dcp@1").metrics, store.get("dcp@1").healthy) == (figures, False)
+    assert (store.get("dcp@1").health or {}).keys() == store.get("dcp@1").tensors.keys()
+    for ref in ("dcp@1", "native@1"):
+        through_dcp = {"model": zeros(model.state_dict()), "optim": Optim(optim).state_dict()}
+        load(through_dcp, StorageReader(store, ref))
+        assert identical(dict(through_dcp["model"]), dict(state["model"]))
+        assert identical(through_dcp["optim"], state["optim"])
+        native = {"model": zeros(model.state_dict()), "optim": None}
+        store.load(native, ref)
+        assert identical(dict(native["model"]), dict(state["model"]))
+        assert native["optim"]["param_groups"] == state["optim"]["param_groups"]
+
+
+class Optim:
+    """The state of an optimizer with its numbers gone."""
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        found = optim.state_dict()
+        self.state = {"state": zeros(found["state"]), "param_groups": [dict.fromkeys(g) for g in found["param_groups"]]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+
+def test_an_empty_state(store: Store) -> None:
+    save({}, StorageWriter(store, step=1, attachments={"a.json": b"{}", "long": b"x" * 5000}))
+    assert store.read("default@1") == {}
+    assert store.read_attachment("default@1", "long") == b"x" * 5000
+
+
+# features
+
+
+def test_stateful_objects(store: Store) -> None:
+    model, _ = trained()
+    save({"model": model}, StorageWriter(store, step=1))
+    other = Network(5)
+    load({"model": other}, StorageReader(store, "default@1"))
+    assert identical(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_keys_of_a_checkpoint_whoever_saved_it(store: Store) -> None:
+    state = {"model": {"a": numbers("a", 4), "b": {"c": 5}}, "steps": {0: torch.ones(1)}, "l": [{"x": 1}, {"x": 2}]}
+    state |= {"nested": [[torch.ones(2), 1], 2]}
+    save(state, StorageWriter(store, run="dcp", step=1))
+    store.save(state, run="native", step=1)
+    for ref in ("dcp@1", "native@1"):
+        whole = _load_state_dict_from_keys(storage_reader=StorageReader(store, ref))
+        assert identical(whole, state | {"steps": {"0": torch.ones(1)}})
+        assert "nested.0.0" in StorageReader(store, ref).read_metadata().state_dict_metadata
+        part = _load_state_dict_from_keys({"model.b", "l"}, storage_reader=StorageReader(store, ref))
+        assert part == {"model": {"b": {"c": 5}}, "l": [{"x": 1}, {"x": 2}]}
+
+
+# the patterns of torch's own documentation of planners
+
+
+class RenamingSave(DefaultSavePlanner):
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner({"foo_" + k: v for k, v in state_dict.items()}, storage_meta, is_coordinator)
+
+
+def test_pattern_rename_on_save(store: Store) -> None:
+    save({"a": {"w": torch.ones(2)}, "n": 3}, StorageWriter(store, step=1), planner=RenamingSave())
+    assert identical(store.read("default@1"), {"foo_a": {"w": torch.ones(2)}, "foo_n": 3})

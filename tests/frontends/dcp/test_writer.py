@@ -1,0 +1,195 @@
+"""The storage writer for DCP: options of a save, and asynchronous saves by a thread and by a process."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.tensor import Shard
+
+import casckpt
+from casckpt.errors import InvalidInput
+from casckpt.frontends.dcp import StorageReader, StorageWriter
+from tests.support.cut import cut
+from tests.support.dcp import failed, forget_plans, load, save
+from tests.support.together import line, numbers
+
+try:
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+except ImportError:  # before 2.7
+    AsyncCheckpointerType = None  # type: ignore[assignment,misc] # of an older torch
+
+try:
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+except ImportError:
+    DefaultStager = StagingOptions = None  # type: ignore[assignment,misc] # of an older torch
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+STEPS = 10
+SIZE = 1 << 20
+
+
+def state_at(step: int, size: int) -> dict[str, Any]:
+    frozen = cut(numbers("frozen", SIZE // 4), line(size), [Shard(0)])
+    return {"moving": torch.full((1000,), float(step)), "frozen": frozen, "step": step}
+
+
+def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> list[int]:
+    """Save over weights that change as soon as they may; the bytes of all tensors once each step is saved."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # else it may start none
+    os.environ["MASTER_ADDR"] = "127.0.0.1"  # where DCP's processes meet
+    forget_plans()
+    store, memory = casckpt.open(path), []
+    state = state_at(0, size)
+    before: Any = None
+    for step in range(STEPS):
+        with torch.no_grad():
+            state["moving"].fill_(step)
+        state["step"] = step
+        if before is not None:
+            before.result()  # DCP wants them one after the other
+            memory.append(held())  # while none runs: what another thread is making must not be looked at
+        before = async_save(
+            dict(state),
+            storage_writer=StorageWriter(store, run=kind, step=step),
+            planner=DefaultSavePlanner(enable_plan_caching=cached),
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS
+            if kind == "process"
+            else AsyncCheckpointerType.THREAD,
+        )
+        with torch.no_grad():
+            state["moving"].fill_(-1)
+    before.result()
+    memory.append(held())
+    if kind == "process":
+        _refused_in_memory(rank)
+        _end_process()
+    forget_plans()
+    found = state_at(0, size)
+    load(found, StorageReader(store, f"{kind}@{STEPS - 1}"))
+    assert found["step"] == STEPS - 1
+    return memory
+
+
+def held() -> int:
+    """Bytes of all tensors that there are. What the process takes says less: malloc keeps what threads gave back."""
+    storages = [one.untyped_storage() for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+
+
+def _refused_in_memory(rank: int) -> None:
+    """The process of DCP has a memory of its own; a checkpoint there would be gone with it."""
+    writer = StorageWriter("memory://gone", step=1)
+    pending: Any = async_save(
+        {"x": torch.ones(3) * rank}, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS
+    )
+    told = failed(pending.result)
+    assert told
+    assert all(kind == "Unsupported" and "memory of another process" in text for kind, text in told.values()), told
+
+
+def _end_process() -> None:
+    """DCP keeps its process until the interpreter ends; its ranks wait for each other when they do."""
+    from torch.distributed.checkpoint import _async_process_executor as executor
+
+    process = executor._CHECKPOINT_PROCESS
+    assert process is not None
+    executor._CHECKPOINT_PROCESS = None
+    process._send(executor._CheckpointSaveProcessControlOpts.TERMINATE)
+    process._save_process.join()
+
+
+@pytest.mark.parametrize(("kind", "cached"), [("thread", False), ("thread", True), ("process", False)])
+def test_each_step_is_as_it_was_when_it_was_saved(ranks: Pool, store_path: Path, kind: str, cached: bool) -> None:
+    for memory in ranks.run(2, in_background, store_path, kind, cached):
+        # one copy of its half that each step left behind would be five of them by then
+        assert min(memory[-3:]) - memory[2] < SIZE, memory
+    store = casckpt.open(store_path)
+    for step in range(STEPS):
+        found = store.read(f"{kind}@{step}")
+        assert found["step"] == step
+        assert found["moving"].unique().tolist() == [step]
+        assert torch.equal(found["frozen"], numbers("frozen", SIZE // 4))
+        assert step == 0 or store.get(f"{kind}@{step}").stats.bytes_written < 20_000
+    assert store.gc(wait=0).waiting == ()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_stager_of_the_user(store: casckpt.Store) -> None:
+    state = {"a": torch.ones(4)}
+    future: Any = async_save(state, storage_writer=StorageWriter(store, step=1), async_stager=BlockingAsyncStager())
+    future.result()
+    assert torch.equal(store.read("default@1")["a"], torch.ones(4))
+
+
+@pytest.mark.skipif(DefaultStager is None, reason="came with torch 2.9")
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_stager_that_copies_in_the_background(store: casckpt.Store) -> None:
+    stager = DefaultStager(StagingOptions(False, False, True, False))
+    answer: Any = async_save(
+        {"a": torch.ones(4)}, storage_writer=StorageWriter(store), checkpoint_id="last", async_stager=stager
+    )
+    answer.staging_completion.result()
+    answer.upload_completion.result()
+    stager.close()
+    assert torch.equal(store.read("last@0")["a"], torch.ones(4))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_failure_shows_in_the_future(store: casckpt.Store) -> None:
+    save = {"a": torch.ones(4)}
+    async_save(save, storage_writer=StorageWriter(store, step=1)).result()  # type: ignore[union-attr] # a future
+    future: Any = async_save(save, storage_writer=StorageWriter(store, step=1))
+    with pytest.raises(BaseException, match="default@1 exists already"):
+        future.result()
+
+
+Store = casckpt.Store
+
+
+# what is stored is what the native API stores
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("name", ["allow_pickel", "owners", "process_group", "no_dist"])
+def test_a_keyword_that_no_writer_has_is_named(store: Store, name: str) -> None:
+    options: dict[str, Any] = {name: None}
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        StorageWriter(store, step=1, **options)
+
+
+# features
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_options_of_a_save(store: Store) -> None:
+    save({"a": torch.ones(2)}, StorageWriter(store, step=1))
+    save({"a": torch.zeros(2)}, StorageWriter(store, step=1, overwrite=True, ephemeral=True))
+    assert torch.equal(store.read("default@1")["a"], torch.zeros(2))
+    assert store.get("default@1").ephemeral
+    with pytest.raises(InvalidInput, match="dedup"):
+        StorageWriter(store, step=1, dedup="what")  # type: ignore[arg-type] # that it is refused is the point
+    with pytest.raises(InvalidInput, match="threads"):
+        StorageReader(store, "a@1", threads=0)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_resave_writes_the_changed_cells(store: Store) -> None:
+    big = {f"backbone.{i}": numbers(f"b{i}", 1 << 18) for i in range(24)}
+    head = numbers("head", 1 << 18)
+    save(big | {"head": head}, StorageWriter(store, step=1))
+    save(big | {"head": head + 1}, StorageWriter(store, step=2))
+    assert head.nbytes <= store.get("default@2").stats.bytes_written <= 1.02 * head.nbytes
+    save(big | {"head": head + 2}, StorageWriter(store, step=3, frozen=["backbone.*"]))
+    assert store.get("default@3").stats.bytes_written <= 1.02 * head.nbytes

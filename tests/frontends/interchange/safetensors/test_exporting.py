@@ -1,0 +1,154 @@
+"""Exports of a state to safetensors files, and exports that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+import casckpt
+from casckpt.errors import Conflict, Damaged, InvalidInput, MissingKey, StorageError
+from casckpt.frontends.convert import (
+    export_safetensors,
+    import_safetensors,
+)
+from tests.support.safetensors_files import Tensors, same, tensors
+
+pytestmark = pytest.mark.usefixtures("temporaries")
+
+
+# folders
+
+
+def test_an_export_is_cut_into_files_with_an_index(store: casckpt.Store, tmp_path: Path, seed: int) -> None:
+    state = tensors(seed)
+    made = store.save(state, step=0)
+    found = export_safetensors(store, made, tmp_path / "out", max_shard_size="100B")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in state.values())}
+    assert set(index["weight_map"]) == set(state)
+    assert {Path(path).name for path in found.files} == {*index["weight_map"].values(), "model.safetensors.index.json"}
+    read: Tensors = {}
+    for name in set(index["weight_map"].values()):
+        read |= safetensors.torch.load_file(tmp_path / "out" / name)
+        with safetensors.safe_open(tmp_path / "out" / name, "pt") as file:
+            assert file.metadata() == {"format": "pt"}, "transformers asks for it"
+    assert same(read, state)
+    again = import_safetensors(store, tmp_path / "out", step=1)
+    assert again.stats.bytes_written == 0
+    assert same(store.read(again), state)
+
+
+# exports of any state
+
+
+def test_nested_states_get_flat_keys_and_objects_are_named(store: casckpt.Store, tmp_path: Path) -> None:
+    tied = torch.randn(4, 4)
+    state = {"model": {"a": tied, "b": tied, "t": torch.randn(3, 2).t()}, "steps": [torch.ones(1), 7], "lr": 0.1}
+    store.save(state, step=0)
+    found = export_safetensors(store, "latest", tmp_path / "m.safetensors")
+    assert found.left_out == ("steps.1", "lr")
+    read = safetensors.torch.load_file(found.files[0])
+    expected = {"model.a": tied, "model.b": tied, "model.t": state["model"]["t"], "steps.0": torch.ones(1)}  # type: ignore[index]  # a nested state
+    assert same(read, expected)
+
+
+def test_keys_choose(store: casckpt.Store, tmp_path: Path, seed: int) -> None:
+    state = tensors(seed)
+    store.save(state | {"model.lr": 0.1}, step=0)
+    found = export_safetensors(store, "latest", tmp_path / "m.safetensors", keys=["model.*", "nan"])
+    assert found.left_out == ("model.lr",)
+    assert set(safetensors.torch.load_file(found.files[0])) == {"model.w", "model.b", "nan"}
+    with pytest.raises(MissingKey, match="nothing in default@0 matches 'head"):
+        export_safetensors(store, "latest", tmp_path / "n.safetensors", keys=["model.*", "head.*"])
+
+
+def test_a_dtype_that_safetensors_lacks_is_named_before_anything_is_written(
+    store: casckpt.Store, tmp_path: Path
+) -> None:
+    store.save({"a": torch.ones(2), "b": {"z": torch.ones(2, dtype=torch.complex128)}}, step=0)
+    with pytest.raises(InvalidInput, match=r"'b\.z' is complex128") as caught:
+        export_safetensors(store, "latest", tmp_path / "out" / "m.safetensors")
+    assert caught.value.key == "b.z"
+    assert not (tmp_path / "out").exists()
+    assert export_safetensors(store, "latest", tmp_path / "m.safetensors", keys=["a"]).tensors == 1
+
+
+# what is there already, and what goes wrong
+
+
+@pytest.mark.parametrize("below", [".", "objects", "commits/x.pt", "new"])
+def test_nothing_is_written_into_the_store_itself(tmp_path: Path, below: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = casckpt.open(tmp_path / "store")
+    store.save({"w": torch.ones(3)}, run="run", step=1)
+    before = sorted((tmp_path / "store").rglob("*"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("store")
+    for path in (Path("link") / below, tmp_path / "store" / below, f"file://{tmp_path}/store/{below}"):
+        with pytest.raises(InvalidInput, match="in the folder of the store itself"):
+            store.export("run@1", path, force=True)
+    assert sorted((tmp_path / "store").rglob("*")) == before
+    store.export("run@1", "beside")
+
+
+def test_nothing_is_written_over_without_force(store: casckpt.Store, tmp_path: Path) -> None:
+    store.save({"a": torch.ones(2)}, step=0, attachments={"config.json": b"new"})
+    out, file = tmp_path / "out", tmp_path / "m.safetensors"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    (out / "config.json").write_text("old")
+    (out / "model.safetensors.index.json").write_text("stale")
+    (out / "model-00001-of-00002.safetensors").write_text("stale")
+    file.write_text("mine")
+    for target in (out, file):
+        with pytest.raises(Conflict, match="--force"):
+            export_safetensors(store, "latest", target)
+    export_safetensors(store, "latest", out, force=True)
+    export_safetensors(store, "latest", file, force=True)
+    assert {path.name: path.stat().st_size for path in out.iterdir()} == {
+        "mine.txt": 4, "config.json": 3, "model.safetensors": file.stat().st_size,
+    }  # fmt: skip
+    assert same(safetensors.torch.load_file(file), {"a": torch.ones(2)})
+
+
+def test_an_empty_folder_is_filled(store: casckpt.Store, tmp_path: Path) -> None:
+    store.save({"a": torch.ones(2)}, step=0)
+    (tmp_path / "out").mkdir()
+    number = (tmp_path / "out").stat().st_ino
+    export_safetensors(store, "latest", tmp_path / "out")
+    assert (tmp_path / "out").stat().st_ino == number, "whoever stands in it still does"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+
+
+def test_a_folder_is_not_put_where_a_file_is(store: casckpt.Store, tmp_path: Path) -> None:
+    store.save({"a": torch.ones(2)}, step=0)
+    (tmp_path / "file").touch()
+    with pytest.raises(Conflict, match="is a file"):
+        export_safetensors(store, "latest", tmp_path / "file", force=True)
+    with pytest.raises(StorageError, match="cannot be written"):
+        export_safetensors(store, "latest", tmp_path / "file" / "m.safetensors")
+
+
+@pytest.mark.parametrize("name", ["out", "m.safetensors"])
+def test_damage_leaves_nothing_behind(store: casckpt.Store, store_path: Path, tmp_path: Path, name: str) -> None:
+    store.save({"a": torch.randn(100, 100)}, step=0, attachments={"config.json": b"{}"})
+    (blob,) = store_path.glob("objects/*/*.safetensors")
+    data = bytearray(blob.read_bytes())
+    data[4096] ^= 1
+    os.chmod(blob, 0o600)
+    blob.write_bytes(data)
+    with pytest.raises(Damaged, match="'a'"):
+        export_safetensors(store, "latest", tmp_path / name)
+    assert not (tmp_path / name).exists()
+
+
+def test_an_attachment_does_not_replace_weights(store: casckpt.Store, tmp_path: Path) -> None:
+    store.save({"a": torch.ones(2)}, step=0, attachments={"Model.safetensors": b"not weights"})
+    with pytest.raises(InvalidInput, match="has the name of a file with tensors"):
+        export_safetensors(store, "latest", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

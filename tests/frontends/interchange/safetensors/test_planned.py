@@ -1,0 +1,60 @@
+"""A folder of safetensors files holds a whole model with its config, or is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from casckpt.errors import Conflict
+from casckpt.store.store import Store
+
+
+def test_no_folder_becomes_one_that_loads_as_random_weights(store: Store, tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(2)}, "optim": {"m": torch.ones(2)}}
+    store.save(state, step=1, attachments={"config.json": b"{}"})
+    store.export("latest", tmp_path / "out")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    with pytest.raises(Conflict, match="would load random weights"):
+        store.export("latest", tmp_path / "out", format="safetensors", force=True)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    found = store.export("latest", tmp_path / "all", format="safetensors")
+    assert (found.attachments, found.skipped, found.left_out) == ((), ("config.json",), ())
+    found = store.export("latest", tmp_path / "all", format="safetensors", strip_prefix="model", force=True)
+    assert (found.attachments, found.left_out) == (("config.json",), ("optim.m",))
+    assert list(load_file(tmp_path / "all" / "model.safetensors")) == ["w"]
+
+
+def test_values_of_registered_classes_are_left_out(store: Store, tmp_path: Path) -> None:
+    """Whoever reads the file may not have imported it: Megatron-core lets torch.load read paths and numpy's arrays."""
+    store.save({"path": PurePosixPath("x"), "w": torch.ones(2)}, step=1)
+    with torch.serialization.safe_globals([PurePosixPath]):
+        assert store.export("latest", tmp_path / "x.pt").left_out == ("path",)
+    assert list(torch.load(tmp_path / "x.pt")) == ["w"]
+
+
+def test_a_part_of_a_model_is_no_folder_that_loads_with_random_weights_beside_it(store: Store, tmp_path: Path) -> None:
+    """``--keys`` of a model with its config.json once made one, and named nothing as left out."""
+    state = {"model": {"w": torch.ones(2), "v": torch.ones(1)}, "optim": {"m": torch.ones(2)}}
+    store.save(state, step=1, attachments={"config.json": b"{}", "tokenizer.json": b"{}"})
+    found = store.export("latest", tmp_path / "part", keys=["model.w"])
+    assert (found.format, found.skipped, found.attachments) == ("hf", ("config.json",), ("tokenizer.json",))
+    found = store.export("latest", tmp_path / "whole", keys=["model.*"])
+    assert (found.skipped, "config.json" in found.attachments) == ((), True)
+    found = store.export("latest", tmp_path / "as it is", strip_prefix="")
+    assert (found.format, found.skipped, found.attachments) == ("hf", ("config.json",), ("tokenizer.json",))
+    before = (tmp_path / "whole" / "model.safetensors").read_bytes()
+    with pytest.raises(Conflict, match="would load random weights"):
+        store.export("latest", tmp_path / "whole", format="hf", keys=["model.w"], force=True)
+    assert (tmp_path / "whole" / "model.safetensors").read_bytes() == before
+
+
+def test_names_that_somebody_chose_as_they_are_get_their_config(store: Store, tmp_path: Path) -> None:
+    flat = {"model.w": torch.ones(2), "head.w": torch.ones(1)}
+    unclear = {key.replace("head", "optim.state"): value for key, value in flat.items()}
+    for step, state in enumerate((flat, unclear)):
+        store.save(state, step=step, attachments={"config.json": b"{}"})
+        found = store.export("latest", tmp_path / f"{step}", strip_prefix="")
+        assert (found.tensors, found.attachments) == (2, ("config.json",))

@@ -1,0 +1,28 @@
+"""Pages of mapped files do not pile up in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import casckpt
+from casckpt.frontends.convert import (
+    import_safetensors,
+)
+from casckpt.frontends.interchange import resident
+from tests.support.safetensors_files import file_of, same, tensors
+from tests.support.told import Told
+
+pytestmark = pytest.mark.usefixtures("temporaries")
+
+
+def test_mapped_pages_are_let_go(
+    store: casckpt.Store, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resident, "RESIDENT_BYTES", 1000)  # nearly all the time
+    state = tensors(seed)
+    done = Told()
+    import_safetensors(store, file_of(tmp_path, state), step=0, progress=done)
+    assert same(store.read("latest"), state)
+    assert done.done >= sum(tensor.nbytes for tensor in state.values())

@@ -1,0 +1,245 @@
+"""Files of torch.save go into a store and out of it; contents and URLs of all formats."""
+
+from __future__ import annotations
+
+import enum
+import resource
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+import casckpt
+from casckpt.errors import Conflict, InvalidInput, NotFound, Refused, StorageError, Unsupported
+from casckpt.frontends.convert import (
+    export_safetensors,
+    import_any,
+    look_at,
+    looked_at,
+)
+from casckpt.frontends.dcp import (
+    casckpt_to_dcp,
+    casckpt_to_torch_save,
+    dcp_to_casckpt,
+    torch_save_to_casckpt,
+)
+from casckpt.frontends.interchange import resident, torch_files
+from casckpt.loading import regions
+from tests.support.dcp import save
+from tests.support.together import numbers
+from tests.support.told import Told
+from tests.support.torch_folders import example, stringed
+from tests.support.training import identical
+
+Store = casckpt.Store
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+# folders of DCP
+
+
+def stock(path: Path, state: Any) -> Path:
+    save(state, FileSystemWriter(path))
+    return path
+
+
+# files of torch.save
+
+
+def test_a_file_of_torch_save_goes_in_and_out(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "WINDOW_BYTES", 10_000)
+    monkeypatch.setattr(resident, "RESIDENT_BYTES", 10_000)
+    store.create(cell_bytes=4096)
+    state = example()
+    for step, zipped in enumerate((True, False)):
+        torch.save(state, tmp_path / "in.pt", _use_new_zipfile_serialization=zipped)
+        done = Told()
+        torch_save_to_casckpt(tmp_path / "in.pt", store, step=step, progress=done)
+        assert identical(store.read(f"default@{step}"), state)
+        assert done.done >= 120_000
+    assert store.get("default@1").stats.bytes_written == 0
+    casckpt_to_torch_save(store, "default@0", tmp_path / "out.pt")
+    assert identical(torch.load(tmp_path / "out.pt"), state)
+    assert identical(torch.load(tmp_path / "out.pt", mmap=True), state)
+    assert zipfile.ZipFile(tmp_path / "out.pt").testzip() is None
+    with pytest.raises(Conflict):
+        casckpt_to_torch_save(store, "default@0", tmp_path / "out.pt")
+
+
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """As on a disk that is almost full: what goes beyond is written in part, or not at all."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_an_object_in_a_file_of_torch_save_stays_one(store: Store, tmp_path: Path) -> None:
+    torch.save({"net": torch.nn.Linear(1, 1), "w": torch.ones(2)}, tmp_path / "x.pt")
+    torch_save_to_casckpt(tmp_path / "x.pt", store, run="a", step=1, allow_pickle=True)
+    assert type(store.read("a@1", allow_pickle=True)["net"]) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("call", [casckpt_to_torch_save, casckpt_to_dcp])
+def test_a_full_disk_is_told_of(store: Store, tmp_path: Path, call: Callable[..., Any]) -> None:
+    store.save({"a": numbers("a", 3000), "b": numbers("b", 100_000)}, step=1)
+    with files_of_at_most(4000), pytest.raises(StorageError, match=r"out cannot be written: .*make room"):
+        call(store, "default@1", tmp_path / "out")
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_disk_that_fills_up_while_tensors_are_written_is_told_of(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = torch_files._filled
+
+    def filling(*args: Any) -> Any:
+        with files_of_at_most(8192):
+            return fill(*args)
+
+    monkeypatch.setattr(torch_files, "_filled", filling)
+    store.save({"a": numbers("a", 3000)}, step=1)
+    with pytest.raises(StorageError, match=r"out cannot be written: .*make room"):
+        casckpt_to_torch_save(store, "default@1", tmp_path / "out")
+
+
+def test_files_of_no_use_are_refused(store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    with pytest.raises(NotFound):
+        torch_save_to_casckpt(path, store, step=1)
+    torch.save([torch.ones(1)], path)
+    with pytest.raises(InvalidInput, match="holds a list"):
+        torch_save_to_casckpt(path, store, step=1)
+    torch.save({"c": Colour.RED}, path)
+    with pytest.raises(InvalidInput, match=r"--allow-pickle"):
+        torch_save_to_casckpt(path, store, step=1)
+    torch_save_to_casckpt(path, store, step=1, allow_pickle=True)
+    assert store.read("default@1", allow_pickle=True) == {"c": Colour.RED}
+    for data in (b"PK\x03\x04garbage", b"", path.read_bytes()[:-200]):
+        path.write_bytes(data)
+        with pytest.raises((Refused, InvalidInput)):
+            torch_save_to_casckpt(path, store, step=2)
+
+
+# memory
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
+def test_conversions_take_a_bounded_amount_of_memory(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.support.peak_convert", str(tmp_path), "64"]
+    root = Path(__file__).parents[3]
+    found = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+    assert max(map(float, found.split())) <= 32  # MiB, of a state of 64: windows of 4, and what is in flight
+
+
+# what it is shows in its contents
+
+
+def test_contents_tell_what_a_path_is(store: Store, tmp_path: Path) -> None:
+    stock(tmp_path / "dcp", {"a": torch.ones(2)})
+    (tmp_path / "dcp/common.pt").write_bytes(b"x")
+    torch.save({"a": torch.ones(2)}, tmp_path / "weights")
+    save_file({"a": torch.ones(2)}, tmp_path / "other")
+    torch.save({"a": torch.ones(2)}, tmp_path / "old", _use_new_zipfile_serialization=False)
+    kinds = {name: look_at(tmp_path / name).kind for name in ("dcp", "weights", "other", "old")}
+    assert kinds == {"dcp": "dcp", "weights": "torch", "other": "safetensors", "old": "torch"}
+    for step, name in enumerate(kinds):
+        found = look_at(tmp_path / name)
+        assert found.nbytes > 0
+        assert import_any(store, found, run="x", step=step).tensors["a"].bytes == 8
+    assert store.attachments("x@0") == {"common.pt": 1}
+    shutil.rmtree(tmp_path / "dcp")
+    with pytest.raises(NotFound):
+        look_at(tmp_path / "dcp")
+
+
+# URLs
+
+
+@pytest.fixture
+def bucket() -> Iterator[str]:
+    """A place in fsspec's memory."""
+    yield "memory://bucket"
+    fsspec.filesystem("memory").rm("/bucket", recursive=True)
+
+
+def test_urls_of_other_programs(store: Store, tmp_path: Path, bucket: str) -> None:
+    state = example()
+    store.save(state, step=1)
+    casckpt_to_dcp(store, "default@1", f"{bucket}/dcp")
+    casckpt_to_torch_save(store, "default@1", f"{bucket}/x.pt")
+    exported = export_safetensors(store, "default@1", f"{bucket}/hf", keys=["model.*"])
+    assert exported.files == (f"{bucket}/hf/model.safetensors",)
+    for call in (casckpt_to_dcp, casckpt_to_torch_save):
+        with pytest.raises(Conflict):
+            call(store, "default@1", f"{bucket}/dcp")
+    casckpt_to_dcp(store, "default@1", f"{bucket}/dcp", force=True)
+    assert identical(store.read(dcp_to_casckpt(f"{bucket}/dcp", store, run="direct", step=0)), stringed(state))
+    for step, (name, kind) in enumerate({"dcp": "dcp", "x.pt": "torch", "hf": "safetensors"}.items()):
+        with looked_at(f"{bucket}/{name}") as found:
+            assert found.kind == kind
+            made = import_any(store, found, run="url", step=step)
+        assert made.tensors["model.w"].bytes == state["model"]["w"].nbytes
+    with pytest.raises(NotFound), looked_at(f"{bucket}/none"):
+        pass
+    with pytest.raises(Unsupported), looked_at("nothing-of-this-name://x"):
+        pass
+    with pytest.raises(Unsupported), looked_at(f"file://{tmp_path}/store"):
+        pass
+
+
+class Config:
+    """Of a training script."""
+
+    def __init__(self) -> None:
+        self.rate = 0.1
+
+
+def test_a_class_of_the_script_that_saved_a_file_is_named_and_can_be_put_there(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = sys.modules["__main__"]
+    monkeypatch.setattr(Config, "__module__", "__main__")
+    monkeypatch.setattr(script, "Config", Config, raising=False)
+    torch.save({"w": torch.ones(2), "config": Config()}, tmp_path / "m.pt")
+    monkeypatch.delattr(script, "Config")
+    for allow_pickle in (False, True):
+        with pytest.raises(InvalidInput, match=r"Config.* __main__\.NAME = NAME") as caught:
+            torch_save_to_casckpt(tmp_path / "m.pt", store, step=1, allow_pickle=allow_pickle)
+        assert "allow_pickle=True" in str(caught.value)
+    monkeypatch.setattr(script, "Config", Config, raising=False)
+    torch_save_to_casckpt(tmp_path / "m.pt", store, step=1, allow_pickle=True)
+    assert store.read("latest", allow_pickle=True)["config"].rate == 0.1
+
+
+@pytest.mark.parametrize("kind", ["dcp", "safetensors"])
+def test_a_folder_of_checkpoints_is_told_from_one(kind: str, store: Store, tmp_path: Path) -> None:
+    for step in (10, 20):
+        folder = tmp_path / f"step-{step}"
+        if kind == "dcp":
+            save({"w": torch.ones(2)}, FileSystemWriter(folder))
+        else:
+            folder.mkdir()
+            save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+    with pytest.raises(InvalidInput, match="holds no checkpoint, but folders that do: step-10, step-20; give"):
+        look_at(tmp_path)
+    if kind == "dcp":
+        with pytest.raises(InvalidInput, match="holds no checkpoint, but folders that do: 'step-10', 'step-20'; give"):
+            dcp_to_casckpt(tmp_path, store, step=1)
+    assert import_any(store, look_at(tmp_path / "step-20"), step=1).step == 1

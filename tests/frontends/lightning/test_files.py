@@ -1,0 +1,130 @@
+"""The files of Lightning and the checkpoints that they name: moved, removed, or left by a crash."""
+
+# ruff: noqa: E402 - what is optional is asked for first
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+lightning = pytest.importorskip("lightning.pytorch", reason="needs casckpt[lightning]")
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from casckpt.errors import CasckptError, NotFound
+from casckpt.frontends.lightning import CasCheckpointIO
+from casckpt.store.store import Store
+from tests.support.faulty import call_first
+from tests.support.lightning_training import Model, Slow, data, trainer
+from tests.support.saves import small_folder, steps
+from tests.support.training import identical
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # of Lightning and of what it imports: about devices, loggers, workers
+
+
+def test_the_last_file_moves_and_what_it_named_goes(tmp_path: Path) -> None:
+    store = small_folder(tmp_path / "store")
+    keeping = ModelCheckpoint(tmp_path / "files", save_last=True, save_top_k=0, every_n_epochs=1)
+    trainer(tmp_path, CasCheckpointIO(store, run="sft"), keeping).fit(Model(), data())
+    assert [path.name for path in (tmp_path / "files").iterdir()] == ["last.ckpt"]
+    assert steps(store) == [("sft", 16)]
+    (tag,) = store.get("sft@16").tags
+    assert tag.startswith("lightning.")
+    store.gc(keep_last=1, min_age=0)
+    pointer = json.loads((tmp_path / "files" / "last.ckpt").read_text())["casckpt"]
+    assert (pointer["run"], pointer["step"], pointer["id"]) == ("sft", 16, store.get("sft@16").id)
+
+
+def test_a_path_where_nothing_is(tmp_path: Path, store: Store) -> None:
+    io = CasCheckpointIO(store, run="sft")
+    for path in (tmp_path / "none.ckpt", "none.ckpt", "memory://none/x.ckpt", "memory://none/x", "./none"):
+        with pytest.raises(FileNotFoundError, match=r"there is no file .*none.*; give the path of one, or a reference"):
+            io.load_checkpoint(path)
+
+
+def checkpoint(step: int, value: float = 0.0) -> dict[str, Any]:
+    return {"state_dict": {"w": torch.full((8,), value)}, "global_step": step, "epoch": 0, "loops": {}}
+
+
+def test_removals_in_the_background_keep_their_order(tmp_path: Path) -> None:
+    slow = Slow(tmp_path / "store")
+    io = CasCheckpointIO(slow.store, run="sft", async_save=True)
+    for step in range(1, 5):
+        io.save_checkpoint(checkpoint(step, step), tmp_path / f"{step}.ckpt")
+        assert (tmp_path / f"{step}.ckpt").exists()  # at once, so that Lightning gives the name to nobody else
+        if step > 1:
+            io.remove_checkpoint(tmp_path / f"{step - 1}.ckpt")
+    io.teardown()
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["4.ckpt"]
+    assert steps(slow.store) == [("sft", 4)]
+    assert identical(io.load_checkpoint(tmp_path / "4.ckpt")["state_dict"], checkpoint(4, 4)["state_dict"])
+
+
+class Death(BaseException):
+    """The process is no more."""
+
+
+@pytest.mark.parametrize("key", ["commits/*", "tags/*"])
+def test_a_crash_between_commit_and_file_leaves_nothing_in_the_way(tmp_path: Path, key: str) -> None:
+    slow = Slow(tmp_path / "store")
+    io = CasCheckpointIO(slow.store, run="sft")
+    io.save_checkpoint(checkpoint(1, 1), tmp_path / "last.ckpt")
+
+    def die(_: Any) -> None:
+        raise Death
+
+    slow.faulty.inject(call_first("put", die, key=key))
+    with pytest.raises(Death):
+        io.save_checkpoint(checkpoint(2, 2), tmp_path / "last.ckpt")
+    slow.faulty.heal()
+    after = CasCheckpointIO(slow.store, run="sft")
+    assert after.load_checkpoint(tmp_path / "last.ckpt")["global_step"] == 1
+    after.save_checkpoint(checkpoint(2, 3), tmp_path / "last.ckpt")
+    assert after.load_checkpoint(tmp_path / "last.ckpt")["state_dict"]["w"][0] == 3
+    assert steps(slow.store) == [("sft", 2)]
+
+
+def test_a_file_of_a_save_that_never_ended_is_told_from_others(tmp_path: Path, store: Store) -> None:
+    (tmp_path / "1.ckpt").write_text(json.dumps({"casckpt": {"run": "sft", "step": 1}}))
+    io = CasCheckpointIO(store, run="sft")
+    with pytest.raises(NotFound, match="a save that did not end"):
+        io.load_checkpoint(tmp_path / "1.ckpt")
+    io.remove_checkpoint(tmp_path / "1.ckpt")
+    assert not (tmp_path / "1.ckpt").exists()
+    with pytest.raises(CasckptError, match="storage_options"):
+        io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt", storage_options={})
+
+
+def test_paths_may_be_remote(tmp_path: Path, store: Store) -> None:
+    io = CasCheckpointIO(store, run="sft")
+    path = f"memory://bucket/{tmp_path.name}/last.ckpt"
+    for step in (1, 2):
+        io.save_checkpoint(checkpoint(step, step), path)
+    assert io.load_checkpoint(path)["global_step"] == 2
+    assert steps(store) == [("sft", 2)]
+    io.remove_checkpoint(path)
+    with pytest.raises(CasckptError):
+        io.load_checkpoint(path)
+    assert steps(store) == []
+
+
+def test_a_checkpoint_that_somebody_else_tagged_stays_whatever_becomes_of_its_file(
+    tmp_path: Path, store: Store
+) -> None:
+    io, path = CasCheckpointIO(store, run="sft"), tmp_path / "a b.ckpt"
+    io.save_checkpoint(checkpoint(1, 1), path)
+    store.tag("best", "sft@1")
+    io.save_checkpoint(checkpoint(1, 2), path)
+    assert steps(store) == [("sft", 1), ("sft/a-b", 1)]
+    assert io.load_checkpoint(path)["state_dict"]["w"][0] == 2
+    io.save_checkpoint(checkpoint(1, 2), path)  # the same again
+    assert io.load_checkpoint(path)["state_dict"]["w"][0] == 2
+    io.remove_checkpoint(path)
+    assert steps(store) == [("sft", 1)]
+    assert store.get("sft@1").tags == ["best"]
+    assert store.read("tag:best")["model"]["w"][0] == 1

@@ -1,0 +1,229 @@
+"""Lightning: real trainings whose checkpoints lie in a store; what it keeps, removes, and resumes from."""
+
+# ruff: noqa: E402 - what is optional is asked for first
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+lightning = pytest.importorskip("lightning.pytorch", reason="needs casckpt[lightning]")
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+
+from casckpt.errors import InvalidInput, StorageError
+from casckpt.frontends.lightning import CasCheckpointCheck, CasCheckpointIO
+from casckpt.frontends.training_state import unshard_model_state
+from casckpt.store.store import Store
+from tests.support.faulty import fail_before
+from tests.support.lightning_training import Losses, Model, Slow, data, trainer
+from tests.support.saves import small_folder, steps
+from tests.support.training import identical
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # of Lightning and of what it imports: about devices, loggers, workers
+
+
+def best_two(folder: Path, **options: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(folder / "files", monitor="loss", save_top_k=2, save_last=True, **options)
+
+
+def test_an_average_of_weights_goes_on_to_the_bit(tmp_path: Path) -> None:
+    def fit(name: str, epochs: int, path: str | None = None) -> Any:
+        averaging = EMAWeightAveraging(decay=0.5)
+        io = CasCheckpointIO(tmp_path / name, run="sft")
+        keeping = ModelCheckpoint(tmp_path / f"{name} files", save_last=True)
+        trainer(tmp_path, io, averaging, keeping, Losses(), epochs=epochs).fit(Model(), data(), ckpt_path=path)
+        assert averaging._average_model is not None
+        return averaging._average_model.state_dict()
+
+    whole = fit("whole", 2)
+    fit("parts", 1)
+    assert identical(fit("parts", 2, "last"), whole)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_training_keeps_the_best_and_resumes_to_the_bit(tmp_path: Path, async_save: bool) -> None:
+    store = small_folder(tmp_path / "store")
+    io = CasCheckpointIO(store, run="sft", async_save=async_save, gc=True)
+    whole = Losses()
+    trainer(tmp_path, CasCheckpointIO(tmp_path / "other", run="sft"), whole, best_two(tmp_path / "other")).fit(
+        Model(), data()
+    )
+    first = Losses()
+    keeping = best_two(tmp_path)
+    trainer(tmp_path, io, first, keeping, epochs=3).fit(Model(), data())
+    files = sorted(path.name for path in (tmp_path / "files").iterdir())
+    assert files == sorted([*(Path(path).name for path in keeping.best_k_models), "last.ckpt"])
+    assert len(files) == 3
+    assert sorted(step for run, step in steps(store) if run == "sft") == [8, 12]  # the best two of 4, 8, 12
+    assert ("sft/last", 12) in steps(store)
+    assert all(0 < one.metrics["loss"] < 1e9 for one in store.checkpoints("sft"))
+    assert len(store.checkpoints(forgotten=True)) == len(store.checkpoints())  # what was removed is gone for good
+
+    again, model = Losses(), Model()
+    more = CasCheckpointIO(store, run="sft", async_save=async_save)
+    trainer(tmp_path, more, again, best_two(tmp_path)).fit(model, data(), ckpt_path="last")
+    assert sorted(again.found) == [13, 14, 15, 16]
+    assert first.found | again.found == whole.found
+    assert identical(unshard_model_state(store, "sft@16"), dict(model.state_dict()))
+    assert not store.verify().is_damaged
+
+
+def test_what_is_stored_smaller_resumes_to_the_bit(tmp_path: Path) -> None:
+    store = small_folder(tmp_path / "store")
+    store.change_settings(compress="always")
+
+    def keeping(folder: str) -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path / folder, save_top_k=-1, every_n_epochs=1, save_last=True)
+
+    whole, first, again = Losses(), Losses(), Losses()
+    plain = CasCheckpointIO(tmp_path / "other", run="sft")
+    trainer(tmp_path, plain, whole, keeping("other files"), epochs=4).fit(Model(width=3000), data())
+    for losses, epochs, ref in ((first, 2, None), (again, 4, "last")):
+        io = CasCheckpointIO(store, run="sft")
+        trainer(tmp_path, io, losses, keeping("files"), epochs=epochs).fit(Model(width=3000), data(), ckpt_path=ref)
+    assert first.found | again.found == whole.found
+    assert store.stats().bytes_frames < store.stats().bytes_coded
+    assert sum(one.stats.bytes_deltas for one in store.checkpoints()) > 0
+    assert not store.verify(decode=True).is_damaged
+
+
+def test_the_store_grows_by_what_changed(tmp_path: Path) -> None:
+    store = small_folder(tmp_path / "store")
+    keeping = ModelCheckpoint(tmp_path / "files", save_top_k=-1, every_n_train_steps=2)
+    trainer(tmp_path, CasCheckpointIO(store, run="sft"), keeping).fit(Model(width=4000), data())
+    saved = store.checkpoints("sft")
+    assert len(saved) == 8
+    backbone, head = 4000 * 17 * 4, 4001 * 4
+    assert saved[0].stats.bytes_written > backbone
+    for ckpt in saved[1:]:
+        assert ckpt.stats.bytes_written < 3 * head + 12_000  # weights and moments of the head, and headers
+    last = ModelCheckpoint(tmp_path / "more", save_last=True, save_top_k=0)
+    trainer(tmp_path, CasCheckpointIO(store, run="more", health=True), last, epochs=1).fit(Model(width=4000), data())
+    assert store.get("more@latest").health
+    assert store.checkpoints("more")[0].stats.bytes_written < 3 * head + 12_000  # another run, the same backbone
+
+
+def test_what_policies_of_the_store_must_not_touch(tmp_path: Path) -> None:
+    store = small_folder(tmp_path / "store")
+    keeping = ModelCheckpoint(tmp_path / "files", save_top_k=-1, every_n_epochs=1)
+    trainer(tmp_path, CasCheckpointIO(store, run="sft"), keeping).fit(Model(), data())
+    store.gc(keep_last=1, min_age=0)
+    assert [step for _, step in steps(store)] == [4, 8, 12, 16]
+
+
+def checkpoint(step: int, value: float = 0.0) -> dict[str, Any]:
+    return {"state_dict": {"w": torch.full((8,), value)}, "global_step": step, "epoch": 0, "loops": {}}
+
+
+def test_a_save_in_the_background_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    slow = Slow(tmp_path / "store")
+    io = CasCheckpointIO(slow.store, run="sft", async_save=True)
+    slow.faulty.inject(fail_before("put", key="objects/*.manifest"))
+    io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    assert "a save or removal in the background failed: injected" in caplog.text
+    assert io.load_checkpoint(tmp_path / "1.ckpt")["global_step"] == 1  # which waits for it
+    slow.faulty.inject(fail_before("put", key="objects/*.manifest"))
+    io.save_checkpoint(checkpoint(2), tmp_path / "2.ckpt")
+    with pytest.raises(StorageError, match="injected"):
+        io.teardown()
+    assert not (tmp_path / "2.ckpt").exists()
+    assert steps(slow.store) == [("sft", 1)]
+    assert io.load_checkpoint(tmp_path / "1.ckpt")["global_step"] == 1
+
+
+def test_fabric_saves_and_loads_through_it(tmp_path: Path, store: Store) -> None:
+    fabric = Fabric(accelerator="cpu", plugins=[CasCheckpointIO(store, run="fab")])
+    model = nn.Linear(3, 3)
+    for _ in range(2):
+        fabric.save(tmp_path / "state.ckpt", {"model": model, "epoch": 3})
+    want = copy.deepcopy(model.state_dict())
+    nn.init.zeros_(model.weight)
+    state = {"model": model, "epoch": 0}
+    fabric.load(tmp_path / "state.ckpt", state)
+    assert state["epoch"] == 3
+    assert identical(dict(model.state_dict()), dict(want))
+    assert steps(store) == [("fab", 1)]
+
+
+def test_what_another_front_end_saved_and_what_no_trainer_counts(store: Store, tmp_path: Path) -> None:
+    store.save({"w": torch.ones(2)}, run="plain", step=7)
+    store.save({"model": {"w": torch.ones(2)}, "optim": {"lr": 1}}, run="ours", step=7)
+    io = CasCheckpointIO(store, run="plain")
+    for ref in ("plain@7", "ours@7"):
+        found = io.load_checkpoint(ref, map_location="meta")
+        assert list(found) == ["state_dict"]
+        assert found["state_dict"]["w"].device.type == "meta"
+    io.save_checkpoint(
+        {"state_dict": {"w": torch.ones(2)}, "callbacks": {"a": None, "b": {"monitor": "x"}}}, tmp_path / "x"
+    )
+    assert [(one.step, one.metrics) for one in store.checkpoints("plain")] == [(7, {}), (8, {})]
+
+
+class Odd(Model):
+    """With a hyperparameter that is no plain data."""
+
+    def __init__(self, act: Any = torch.relu) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Projecting(torch.optim.SGD):
+    """Its first step makes state that is no plain data."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["projector"] = object()
+
+
+class Projected(Model):
+    def configure_optimizers(self) -> Any:
+        return Projecting(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "pickles", "step"), [(Odd, False, 0), (Odd, True, 4), (Projected, False, 1), (Model, False, 4)]
+)
+def test_what_cannot_be_saved_is_heard_at_the_begin(
+    tmp_path: Path, model: type[Model], pickles: bool, step: int
+) -> None:
+    io = CasCheckpointIO(tmp_path / "store", run="sft", allow_pickle=pickles)
+    training = trainer(tmp_path, io, CasCheckpointCheck(), epochs=1, limit_train_batches=4)
+    with nullcontext() if step == 4 else pytest.raises(InvalidInput, match=r"projector|hyper_parameters\.act"):
+        training.fit(model(), data())
+    assert training.global_step == step
+
+
+def test_a_module_among_hyperparameters_is_no_whole_object(tmp_path: Path) -> None:
+    """It would come back as a state_dict."""
+    checkpoint = {"state_dict": {"w": torch.ones(2)}, "global_step": 1, "hyper_parameters": {"net": nn.Linear(1, 1)}}
+    with pytest.raises(InvalidInput, match=r"hyper_parameters\.net: a .*Linear cannot be stored"):
+        CasCheckpointIO(tmp_path / "store", run="plain").check(checkpoint)
+    io = CasCheckpointIO(tmp_path / "store", run="sft", allow_pickle=True)
+    io.save_checkpoint(checkpoint, tmp_path / "x.ckpt")
+    assert type(io.load_checkpoint(tmp_path / "x.ckpt")["hyper_parameters"]["net"]) is nn.Linear
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize("checks", [(), (CasCheckpointCheck(),)])
+def test_the_first_save_that_fails_says_what_would_have_been_earlier(
+    tmp_path: Path, checks: tuple[Callback, ...], async_save: bool
+) -> None:
+    io = CasCheckpointIO(tmp_path / "store", run="sft", async_save=async_save)
+    training = trainer(tmp_path, io, *checks, epochs=1, limit_train_batches=4)
+    with pytest.raises(InvalidInput) as caught:
+        training.fit(Odd(), data())
+    assert any("CasCheckpointCheck()" in note for note in getattr(caught.value, "__notes__", ())) == (not checks)
+    with pytest.raises(InvalidInput) as caught:  # of a Fabric, which has no callbacks
+        CasCheckpointIO(tmp_path / "fabric", run="sft").save_checkpoint({"x": object()}, tmp_path / "x")
+    assert not hasattr(caught.value, "__notes__")

@@ -1,0 +1,37 @@
+"""Charts are the same for the same store, and show both ends."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib", reason="needs casckpt[report]")
+from casckpt.frontends.report import page
+from casckpt.frontends.report.charts import run_growth, thinned
+from casckpt.store.store import Store
+
+pytestmark = pytest.mark.process  # matplotlib asks for the fonts of the system
+
+
+def layers(step: int) -> dict[str, object]:
+    return {"model": {"layers": {str(n): torch.full((512,), float(step * (n > 1))) for n in range(4)}}}
+
+
+def test_sizes_that_hardly_differ_have_marks() -> None:
+    drawn = run_growth("sft", [300, 400], [3_000_000, 3_000_000], [3_020_000, 3_020_000])
+    assert {"2 MiB", "4 MiB"} <= set(re.findall(r">([\d.]+ [KM]iB)<", drawn))
+
+
+def test_the_same_store_gives_the_same_charts(store: Store) -> None:
+    charts = [re.findall(r"<svg.*?</svg>", page(store), re.DOTALL) for _ in range(2)]
+    assert charts[0] == charts[1]
+
+
+@pytest.mark.parametrize(("count", "most"), [(0, 5), (1, 5), (5, 5), (6, 5), (1000, 5)])
+def test_what_is_drawn_has_both_ends(count: int, most: int) -> None:
+    found = thinned(count, most)
+    assert len(found) == min(count, most)
+    assert found == sorted(set(found))
+    assert not found or (found[0], found[-1]) == (0, count - 1)

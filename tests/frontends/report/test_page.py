@@ -1,0 +1,134 @@
+"""A report is one small page that needs nothing else, whatever the store holds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+pytest.importorskip("matplotlib", reason="needs casckpt[report]")
+import casckpt
+from casckpt.cli.main import cli
+from casckpt.errors import NotFound
+from casckpt.frontends.report import page, write_report
+from casckpt.store.store import Store
+
+pytestmark = pytest.mark.process  # matplotlib asks for the fonts of the system
+
+
+EMPTY = {"meta", "link", "br", "path", "use", "image", "rect", "circle"}
+
+
+class Checker(HTMLParser):
+    """Sees that each tag is closed, and what would be fetched or run."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in {"script", "iframe", "object"}
+        assert not [name for name, _ in attrs if name.startswith("on")]
+        self.fetched += [value or "" for name, value in attrs if name in {"src", "href", "xlink:href"}]
+        if tag not in {"meta", "link", "br"}:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in {"meta", "link", "br"}:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def checked(text: str) -> str:
+    """The words of a page that stands by itself."""
+    assert len(text.encode()) < 300_000
+    found = Checker(text)
+    assert all(one.startswith(("#", "data:")) for one in found.fetched)
+    assert "@import" not in text
+    assert not re.search(r"url\((?!#)", text)
+    return " ".join(found.words)
+
+
+def layers(step: int) -> dict[str, object]:
+    return {"model": {"layers": {str(n): torch.full((512,), float(step * (n > 1))) for n in range(4)}}}
+
+
+def test_it_shows_growth_runs_layers_and_checkpoints(store: Store) -> None:
+    words = checked(page(store))
+    for word in ("sft@40", "other@1", "best", "model.layers.3", "one by one", "changed: model 4.0 KiB", "No damage"):
+        assert word in words
+    assert "gc --keep-last 3 would free" in words
+    assert page(store).count("<svg") == 2 + 2 + 1  # growth, runs; of sft two, of the other none that were compared
+
+
+def test_names_from_a_store_are_no_markup(store_path: Path) -> None:
+    store = casckpt.open(store_path)
+    bad = "<script>alert(1)</script>&$x_1$\n"
+    for step in (1, 2):
+        store.save({bad: {"0": torch.full((9,), float(step)), "1": torch.ones(9)}}, run="x", step=step)
+    words = checked(page(store))
+    assert "<script>" in words
+
+
+def test_a_store_of_many_checkpoints_has_a_small_page(store_path: Path) -> None:
+    store = casckpt.open(store_path)
+    for run in range(13):
+        for step in range(1, 13):
+            state = {f"layers.{n}": torch.full((2,), float(step)) for n in range(60)}
+            store.save({"model": state}, run=f"a-run-with-a-long-name/of-a-sweep-{run}", step=step)
+    words = checked(page(store))
+    assert "1 more are not shown" in words
+    assert "The newest 150 of 156" in words
+
+
+def test_a_damaged_store_has_a_page_that_says_so(store: Store, store_path: Path) -> None:
+    for path in store_path.rglob("objects/**/*"):
+        if store.get("sft@20").id in path.name:
+            path.unlink()
+    words = checked(page(casckpt.open(store_path)))
+    assert "cannot be read" in words
+    assert "sft@40" in words
+
+
+def test_an_empty_store_has_a_page(store_path: Path) -> None:
+    store = casckpt.open(store_path)
+    store.create()
+    assert "There are no checkpoints" in checked(page(store))
+
+
+def test_without_a_store_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(NotFound):
+        write_report(casckpt.open(tmp_path / "nothing"), tmp_path / "report.html")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_writes_it_over_what_was_there(store: Store, tmp_path: Path) -> None:
+    target = tmp_path / "report.html"
+    target.write_text("old")
+    done = CliRunner().invoke(cli, ["report", store.url.removeprefix("file://"), "-o", str(target)])
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith(f"wrote {target}, ")
+    checked(target.read_text())
+
+
+def test_it_does_not_wait_for_torch() -> None:
+    code = "import sys, casckpt.frontends.report; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,190 @@
+"""Requests of clients and browsers, and the page of a server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
+from casckpt.errors import StorageError
+from casckpt.frontends.serve.hub import Hub
+from casckpt.store.store import Store
+from tests.support.serving import Served, serving
+
+WEIGHTS = "/sft/resolve/main/model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/", 200),
+        ("/sft/resolve/main/config.json", 200),
+        ("/sft/raw/main/config.json", 200),
+        ("/sft/resolve/main/sub/x.bin", 200),
+        ("/sft/resolve/main/sub%2Fx.bin", 200),
+        ("/sft/resolve/main/empty", 200),
+        ("/runs/sft/resolve/1/config.json", 200),
+        ("/sft/resolve/main/../../../../etc/passwd", 404),
+        ("/sft/resolve/main/..%2f..%2fetc%2fpasswd", 404),
+        ("/sft/resolve/main/%2e%2e/%2e%2e/etc/passwd", 404),
+        ("/sft/resolve/main//etc/passwd", 404),
+        ("/sft/resolve/main/sub/../config.json", 404),
+        ("/sft/resolve/main/./config.json", 404),
+        ("/sft/resolve/main/sub", 404),
+        ("/sft/resolve/main/", 404),
+        ("/sft/resolve/main", 404),
+        ("/sft/resolve", 404),
+        ("/sft/resolve/..%2f..%2fmain/config.json", 404),
+        ("/sft/resolve/main/config.json%00", 400),
+        ("/sft/resolve/main/a%0d%0aX-Evil:%20b", 404),
+        ("/sft/resolve/main/%ff", 400),
+        ("/sft/resolve/main/config.json%00.txt", 400),
+        ("/../sft/resolve/main/config.json", 404),
+        ("//sft/resolve/main/config.json", 404),
+        ("/%2e%2e/resolve/main/config.json", 404),
+        ("/exp/a/b/resolve/main/config.json", 404),
+        ("/datasets/sft/resolve/main/config.json", 404),
+        ("/api/datasets/sft", 404),
+        ("/api/models", 200),
+        ("/api/models/", 200),
+        ("/api/models/sft", 200),
+        ("/api/models/sft/", 404),
+        ("/api/models/sft/paths-info/main", 405),
+        ("/api/models/a/b/c/d", 404),
+        ("/api/models/sft/revision/300", 404),
+        ("/api/models/sft/revision/" + "9" * 30, 404),
+        ("/api/models/sft/revision/" + "a" * 40, 404),
+        ("/api/models/sft/tree/main/nothing", 404),
+        ("/api/models/odd", 422),
+        ("/api/whoami-v2", 404),
+        ("/" + "x" * 5000, 404),
+        ("/casckpt.json", 404),
+        ("/objects/x", 404),
+        ("/docs", 404),
+        ("/a%0a/", 404),
+        ("//evil.example%0a/", 404),
+    ],
+)
+def test_paths(served: Served, path: str, status: int) -> None:
+    assert served.get(path).status == status
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "start", "stop"),
+    [
+        ("bytes=0-0", 206, 0, 1),
+        ("bytes=5-", 206, 5, None),
+        ("bytes=-5", 206, -5, None),
+        ("bytes=1000-200000", 206, 1000, 200001),
+        ("bytes=0-99999999999999999999999", 206, 0, None),
+        ("bytes=5-2", 416, 0, 0),
+        ("bytes=999999999-", 416, 0, 0),
+        ("bytes=-0", 416, 0, 0),
+        ("bytes=0-0,2-2", 200, 0, None),
+        ("bytes=" + "0-,"* 2000, 200, 0, None),
+        ("chickens=1-2", 200, 0, None),
+    ],
+)  # fmt: skip
+def test_ranges(served: Served, asked: str, status: int, start: int, stop: int | None) -> None:
+    whole = served.body(WEIGHTS)
+    found = served.get(WEIGHTS, Range=asked)
+    assert found.status == status
+    if status == 416:
+        assert found.headers["Content-Range"] == f"bytes */{len(whole)}"
+    else:
+        assert found.body == whole[start:stop]  # type: ignore[attr-defined]
+        assert int(found.headers["Content-Length"]) == len(whole[start:stop])
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH", "POST", "OPTIONS", "TRACE", "FOO"])
+def test_it_is_read_only(served: Served, method: str) -> None:
+    for path in ("/", WEIGHTS, "/api/models/sft/commit/main", "/api/repos/create"):
+        assert served.get(path, method).status == 405
+
+
+def test_unexpected_errors_are_logged(
+    small_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Hub, "refs", lambda *_: 1 / 0)
+    with serving(small_store) as served:
+        assert served.get("/api/models/sft/refs").status == 500
+        assert served.get("/").status == 200
+    assert any("GET /api/models/sft/refs failed" in one.message and one.exc_info for one in caplog.records)
+
+
+def test_bodies(served: Served) -> None:
+    path = "/api/models/sft/paths-info/main"
+    form = {"Content_Type": "application/x-www-form-urlencoded"}
+    assert json.loads(served.get(path, "POST", b"paths=config.json", **form).body)[0]["path"] == "config.json"  # type: ignore[attr-defined]
+    assert served.get(path, "POST", b"\xff\x00&&&=", **form).status == 200
+    assert served.get(path, "POST", bytes(2 << 20)).status == 413
+
+
+def test_a_page_that_a_browser_can_trust(served: Served) -> None:
+    page = served.get("/")
+    text = page.body.decode()  # type: ignore[attr-defined]
+    assert "default-src 'none'" in page.headers["Content-Security-Policy"]
+    assert "<code>exp-a-b-" in text
+    assert "revision=&quot;1&quot;" in text
+    assert served.get("/sft/resolve/main/config.json").headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_the_page_leads_to_charts_that_run_nothing(served: Served) -> None:
+    pytest.importorskip("matplotlib", reason="needs casckpt[report]")
+    assert b"href=report" in served.body("/")
+    page = served.get("/report")
+    assert page.headers["Content-Security-Policy"] == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    assert b"exp/a/b@1" in page.body  # type: ignore[attr-defined]
+
+
+def test_charts_are_drawn_once_for_all_who_ask_and_hold_up_nobody(
+    small_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report: Any = pytest.importorskip("casckpt.frontends.report", reason="needs casckpt[report]")
+    begun, may_end, drawn = threading.Event(), threading.Event(), list[str]()
+
+    def page(store: Store) -> str:
+        drawn.append(store.url)
+        begun.set()
+        assert may_end.wait(60)
+        return "charts"
+
+    monkeypatch.setattr(report, "page", page)
+    with serving(small_store) as served, ThreadPoolExecutor(9) as pool:
+        asking = [pool.submit(served.body, "/report") for _ in range(8)]
+        assert begun.wait(60)
+        assert len(served.json("/api/models")) == 3
+        may_end.set()
+        assert {one.result() for one in asking} == {b"charts"}
+        assert served.body("/report") == b"charts"
+    assert len(drawn) == 1
+
+
+def test_charts_that_cannot_be_drawn_are_tried_again(small_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    report: Any = pytest.importorskip("casckpt.frontends.report", reason="needs casckpt[report]")
+    answers: Iterator[object] = iter([StorageError("no network"), "charts"])
+
+    def page(_: Store) -> object:
+        answer = next(answers)
+        if isinstance(answer, StorageError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(report, "page", page)
+    with serving(small_store) as served:
+        assert [served.get("/report").status for _ in range(2)] == [503, 200]
+
+
+def test_a_page_of_nothing() -> None:
+    from casckpt.repository.repository import Repository
+    from tests.support.repositories import memory
+
+    with serving(Store(Repository(memory(near=False)))) as served:
+        assert b"no checkpoint yet" in served.body("/")
+        assert served.json("/api/models") == []
+        assert served.get(WEIGHTS).headers["X-Error-Code"] == "RepoNotFound"

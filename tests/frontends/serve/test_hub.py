@@ -1,0 +1,99 @@
+"""Repositories and revisions as a hub lists them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import urljoin
+
+import pytest
+import torch
+from safetensors.torch import load
+
+pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
+import casckpt
+from casckpt.frontends.serve.names import commit_of, repo_of
+from casckpt.store.store import Store
+from tests.support.forging import gone_to
+from tests.support.saves import small, small_folder
+from tests.support.serving import Served, serving
+
+WEIGHTS = "/sft/resolve/main/model.safetensors"
+
+
+@pytest.mark.parametrize("revision", ["main", "latest", "1", "64 digits"])
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_a_tag_or_step_redirects_to_the_commit(small_store: Store, served: Served, revision: str, method: str) -> None:
+    id = small_store.get("sft@1").id
+    for repo, path in (("sft", "config.json"), ("runs/sft", "sub/x.bin"), ("sft", "sub%2Fx.bin")):
+        asked = f"/{repo}/resolve/{id if revision == '64 digits' else revision}/{path}"
+        led = served.ask(asked, method)
+        assert (led.status, led.headers["X-Repo-Commit"]) == (307, commit_of(id))
+        assert urljoin(asked, led.headers["Location"]) == f"/{repo}/resolve/{commit_of(id)}/{path}"
+
+
+def test_a_download_never_mixes_two_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub: Any = pytest.importorskip("huggingface_hub", reason="needs casckpt[transformers]")
+    downloads: Any = pytest.importorskip("huggingface_hub.file_download", reason="needs casckpt[transformers]")
+    store = casckpt.open(tmp_path / "store")
+    store.save({"model": {"w": torch.arange(9)}}, run="sft", step=1)
+    get_of = downloads.http_get
+
+    def after_a_save(*args: Any, **options: Any) -> None:
+        store.save({"model": {"w": torch.arange(9) + 1}}, run="sft", step=2)
+        get_of(*args, **options)
+
+    monkeypatch.setattr(downloads, "http_get", after_a_save)
+    with serving(store) as served:
+        options = {"endpoint": served.endpoint, "cache_dir": tmp_path / "hub", "token": False}
+        found = Path(hub.hf_hub_download("sft", "model.safetensors", **options))
+    assert commit_of(store.get("sft@1").id) in str(found)
+    assert torch.equal(load(found.read_bytes())["w"], torch.arange(9))
+
+
+def test_leases_are_no_tags(tmp_path: Path) -> None:
+    store = small_folder(tmp_path / "store")
+    store.save({"model": {"w": torch.arange(9)}}, run="sft", step=1)
+    store.tag("best", "sft@1")
+    with serving(store) as served:
+        served.body(WEIGHTS)
+        assert any(name.startswith("lease-") for name in store.tags())
+        assert [one["name"] for one in served.json("/api/models/sft/refs")["tags"]] == ["1", "best"]
+        assert b"lease-" not in served.body("/")
+
+
+def test_a_run_that_is_called_like_the_name_of_another() -> None:
+    store, name = small(), repo_of("exp/a/b")
+    for run, step in ((name, 1), ("exp/a/b", 2)):
+        store.save({"model": {"w": torch.arange(9)}}, run=run, step=step)
+    with serving(store) as served:
+        (listed,) = served.json("/api/models")
+        found = served.json(f"/api/models/{name}")
+    assert listed["sha"] == found["sha"] == commit_of(store.get(f"{name}@1").id)
+
+
+# damage
+
+
+def test_only_what_is_signed(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography", reason="needs casckpt[sign]")
+    from tests.support.signing import pair
+
+    alice = pair(tmp_path / "alice")
+    store = casckpt.open(tmp_path / "store")
+    store.save({"model": {"w": torch.ones(3)}}, run="sft", step=1)
+    with serving(casckpt.open(tmp_path / "store", require_signature=alice.public)) as served:
+        refused = served.get("/sft/resolve/1/model.safetensors")
+        assert (refused.status, "no valid signature" in refused.headers["X-Error-Message"]) == (403, True)
+        store.sign("sft@1", key=alice.private)
+        assert served.get("/sft/resolve/1/model.safetensors").status == 200
+
+
+def test_a_false_record_is_not_answered_with_what_another_revision_was_asked_for(tmp_path: Path) -> None:
+    store = casckpt.open(tmp_path / "store")
+    for step in (1, 2):
+        store.save({"model": {"w": torch.full((3,), step)}}, run="sft", step=step)
+    gone_to(store, "sft@2", "sft@1")
+    with serving(casckpt.open(tmp_path / "store")) as served:
+        assert served.get("/sft/resolve/1/model.safetensors").status == 200
+        assert served.get("/sft/resolve/2/model.safetensors").status == 422

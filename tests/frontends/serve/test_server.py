@@ -1,0 +1,109 @@
+"""Connections of a server: idle, silent, and cut off."""
+
+from __future__ import annotations
+
+import http.client
+import resource
+import signal
+import socket
+import subprocess
+import threading
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
+import casckpt
+from casckpt.frontends.serve import server
+from casckpt.frontends.serve.hub import Hub
+from casckpt.frontends.serve.names import commit_of
+from casckpt.store.store import Store
+from tests.support.serving import Served, serving, serving_process
+
+WEIGHTS = "/sft/resolve/main/model.safetensors"
+
+
+def weights_of(store: Store, step: int = 1) -> str:
+    """The path that others lead to."""
+    return f"/sft/resolve/{commit_of(store.get(f'sft@{step}').id)}/model.safetensors"
+
+
+# damage
+
+
+def cut_short(served: Served, path: str, process: subprocess.Popen[str]) -> tuple[bytes, str]:
+    """What a client has of a file whose server is killed, and its ETag."""
+    with closing(http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)) as connection:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        found = answer.read(5 << 20)
+        process.kill()
+        process.wait()
+        with suppress(http.client.IncompleteRead, OSError):
+            while piece := answer.read(1 << 16):
+                found += piece
+        return found, answer.headers["ETag"]
+
+
+def test_a_killed_server_and_a_client_that_resumes(tmp_path: Path) -> None:
+    store = casckpt.open(tmp_path / "store")
+    store.save({"model": {"w": torch.arange(4 << 20, dtype=torch.int64)}}, run="sft", step=1)
+    with serving(store) as served:
+        whole = served.body(WEIGHTS)
+    with serving_process(store.url) as (killed, process):
+        found, etag = cut_short(killed, weights_of(store), process)
+    with serving_process(store.url) as (again, process):
+        rest = again.get(WEIGHTS, Range=f"bytes={len(found)}-", If_Range=etag)
+        assert rest.status == 206
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) in (-signal.SIGTERM, 130, 143, 0, 1)
+    assert len(found) < len(whole)
+    assert found + rest.body == whole  # type: ignore[attr-defined]
+
+
+# clients that misbehave
+
+
+@pytest.mark.parametrize(("count", "more"), [(40, b""), (1, b"Connection: close\r\n")])
+def test_a_client_that_reads_no_answer_at_all(
+    small_store: Store, monkeypatch: pytest.MonkeyPatch, count: int, more: bytes
+) -> None:
+    ended, lost_of = threading.Event(), server.Connection.connection_lost
+
+    def lost(connection: server.Connection, error: Exception | None) -> None:
+        lost_of(connection, error)
+        ended.set()
+
+    monkeypatch.setattr(server, "STUCK_SECONDS", 0.3)
+    monkeypatch.setattr(server.Connection, "connection_lost", lost)
+    monkeypatch.setattr(Hub, "refs", lambda *_: {"x": "y" * ((40 << 20) // count)})
+    with serving(small_store) as served, socket.create_connection(("127.0.0.1", served.port)) as raw:
+        raw.sendall((b"GET /api/models/sft/refs HTTP/1.1\r\nHost: localhost\r\n" + more + b"\r\n") * count)
+        assert ended.wait(30)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ", b"\0\0\0"])
+def test_a_request_that_does_not_come(small_store: Store, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(server, "REQUEST_SECONDS", 0.3)
+    with serving(small_store) as served, socket.create_connection(("127.0.0.1", served.port)) as raw:
+        raw.sendall(sent)
+        raw.settimeout(20)
+        with suppress(ConnectionResetError):
+            assert b"200" not in raw.recv(100)
+
+
+def test_10_000_idle_connections(tmp_path: Path) -> None:
+    store = casckpt.open(tmp_path / "store")
+    store.save({"model": {"w": torch.arange(200_000)}}, run="sft", step=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    many = min(10_000, hard - 1000)
+    with serving_process(store.url) as (served, _), ExitStack() as held:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, many + 900), hard))
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for number in range(many):
+            held.enter_context(socket.create_connection(("127.0.0.1", served.port)))
+            if number % 1000 == 999:
+                assert len(served.body(WEIGHTS)) > 1_600_000
+        assert served.get("/").status == 200

@@ -1,0 +1,39 @@
+"""A gc beside the training."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from casckpt.frontends.trainer import Checkpointer
+from tests.support.saves import small, steps
+
+
+def test_gc_follows_a_save_where_that_is_wanted() -> None:
+    store, model = small(), nn.Linear(50, 50)
+    with Checkpointer(store, run="sft", max_checkpoints=1, gc=True) as checkpointer:
+        for step in range(4):
+            model.weight.data.fill_(step)
+            checkpointer.save(step, model)
+    found = store.stats()
+    assert (found.checkpoints, found.blobs) == (1, 2)  # the bias did not change, and lies where the first save put it
+
+
+def test_a_checkpointer_with_gc_frees(caplog: pytest.LogCaptureFixture) -> None:
+    store = small()
+    with caplog.at_level("WARNING"), Checkpointer(store, run="sft", max_checkpoints=1, gc=True) as checkpointer:
+        for step in range(1, 4):
+            checkpointer.save(step, nn.Linear(30, 30))
+    assert (store.stats().blobs, caplog.messages) == (1, [])
+
+
+def test_a_minimum_age_of_the_store_holds_for_a_checkpointer() -> None:
+    store = small()
+    store.create()
+    store.repository.change_settings(min_age_seconds=3600.0)
+    checkpointer = Checkpointer(store, run="sft", max_checkpoints=1)
+    for step in range(1, 4):
+        checkpointer.save(step, nn.Linear(2, 2))
+    assert store.stats().forgotten == 2
+    store.restore(store.checkpoints(forgotten=True)[0])
+    assert [step for _, step in steps(store)] == [1, 3]

@@ -1,0 +1,98 @@
+"""The checkpoints of a run, from one listing, and runs that do not exist."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from casckpt.frontends.trainer import Checkpointer
+from casckpt.store.store import Store
+from tests.support.faulty import FaultyStore
+from tests.support.repositories import memory
+from tests.support.saves import small
+from tests.support.training import made
+
+
+@pytest.mark.parametrize(
+    ("run", "meant"), [("llama-stf", "llama-sft"), ("LLAMA-SFT", "llama-sft"), ("llama", "llama-sft"), ("zzz", None)]
+)
+def test_a_resume_that_finds_nothing_names_a_run_that_may_be_meant(
+    run: str, meant: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, (model, optimizer) = small(), made(1)
+    assert Checkpointer(store, run=run).resume(model, optimizer) is None  # no store: no run
+    Checkpointer(store, run="llama-sft").save(1, model, optimizer)
+    assert Checkpointer(store, run=run).resume(model, optimizer) is None
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [text.rpartition("; ")[2] for text in told] == ([f"did you mean run {meant!r}?"] if meant else [])
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("run1/chekpoints", "run1/checkpoints"), ("run/checkpoints", None), ("run2/checkpoints", None),
+        ("run1/chekpoints/more", None), ("run1/other", None),
+        ("runs1/checkpoints", "run1/checkpoints"), ("run1/checkpoint", "run1/checkpoints"),
+    ],
+)  # fmt: skip
+def test_a_resume_where_no_store_is_names_the_folder_and_one_that_may_be_meant(
+    path: str, meant: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = made(1)
+    Checkpointer(tmp_path / "run1" / "checkpoints", run="sft").save(1, model, optimizer)
+    (tmp_path / "run1" / "checkpoinds").mkdir()  # no store
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.INFO, "casckpt"):
+        assert Checkpointer(path, run="sft").resume(model, optimizer) is None
+    there = f"there is no store at {tmp_path / path}"
+    if meant is None:
+        want = logging.INFO, f"{there} yet, so nothing is resumed; the first save makes it"
+    else:
+        want = logging.WARNING, f"{there}, so nothing is resumed; did you mean {tmp_path / meant}?"
+    assert [(one.levelno, one.getMessage()) for one in caplog.records if "no store" in one.getMessage()] == [want]
+
+
+def test_checkpoints_are_found_from_one_listing(store: Store) -> None:
+    model = nn.Linear(2, 2)
+    checkpointer = Checkpointer(store, run="sft")
+    assert list(checkpointer.find_checkpoints()) == []  # there is no store yet
+    assert not checkpointer.contains_checkpoint()
+    with pytest.raises(FileNotFoundError):
+        checkpointer.latest_checkpoint()
+    for step, ephemeral in ((30, False), (10, True), (20, False)):
+        checkpointer.save(step, model, ephemeral=ephemeral)
+    Checkpointer(store, run="other").save(1, model)
+    assert [one.step for one in checkpointer.find_checkpoints()] == [10, 20, 30]
+    assert [one.step for one in checkpointer.find_checkpoints(ephemeral=True)] == [10]
+    assert [one.step for one in checkpointer.find_checkpoints(ephemeral=False)] == [20, 30]
+    assert checkpointer.latest_checkpoint().step == 20  # saved last: the run was rolled back
+    assert checkpointer.contains_checkpoint()
+    assert checkpointer.checkpoint_dirname(20) == "step20"
+
+
+def test_a_run_that_is_not_there_is_told_of_where_a_training_starts_anew(caplog: pytest.LogCaptureFixture) -> None:
+    store, model = small(), nn.Linear(2, 2)
+    Checkpointer(store, run="pretrain").save(1, model)
+    caplog.set_level(logging.INFO, "casckpt")
+    assert Checkpointer(store, run="pretrian").resume(model) is None
+    assert "there is no checkpoint of run 'pretrian'" in caplog.text
+    assert "did you mean pretrain?" in caplog.text
+
+
+def test_the_first_run_of_all_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        assert Checkpointer(tmp_path / "new", run="sft").resume(nn.Linear(2, 2)) is None
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+def test_one_listing_is_one_list_call() -> None:
+    storage = FaultyStore(memory())
+    checkpointer = Checkpointer(small(storage), run="sft")
+    for step in range(3):
+        checkpointer.save(step, nn.Linear(2, 2))
+    storage.calls.clear()
+    assert len(list(checkpointer.find_checkpoints(ephemeral=False))) == 3
+    assert storage.count("list") == 1

@@ -1,0 +1,450 @@
+"""The table of optimizers in docs/training.md, row by row; rows of missing packages are skipped."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.testing._internal.two_tensor import TwoTensor
+
+import casckpt
+from casckpt.errors import InvalidInput
+from casckpt.frontends.trainer import Checkpointer, TrainState
+from casckpt.frontends.training_state import (
+    load_model_and_optim_state,
+    save_model_and_optim_state,
+)
+from tests.support.ranks import outcome_of
+from tests.support.saves import small
+from tests.support.training import Network, identical
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+TRAINING = Path(__file__).parents[3] / "docs" / "training.md"
+
+AS_IT_IS = "as it is"
+ON_ONE = "as it is, on one process"
+PICKLED = "with `allow_pickle=True`"
+OWNED = "with `owners=`"
+SHARDED = "as it is, on any number of ranks; refused with `overlap_with_ddp=True`"
+AS_OBJECT = "refused before step 1: leave `optim` out, and pass `TrainState(optim=optim)`"
+REFUSED = "refused, in a `TrainState` too: its state is by numbers that are no integers, or by tuples"
+
+Make = Callable[[Any, nn.Module], Optimizer]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Optimizers of one package, and what the table says of them. ``make``: from the class and a model."""
+
+    names: str
+    package: str
+    version: str
+    module: str
+    outcome: str = AS_IT_IS
+    make: Mapping[str, Make] = field(default_factory=dict)
+
+    def of(self, name: str, model: nn.Module) -> Optimizer:
+        """Make one for a model, in the mode for training."""
+        kind = getattr(pytest.importorskip(self.module, exc_type=ImportError), name, None)
+        if kind is None:
+            pytest.skip(f"no {name} in this version of {self.package}")
+        made = self.make.get(name, self.make.get("", by_default))(kind, model)
+        getattr(made, "train", bool)()
+        return made
+
+
+def by_default(kind: Any, model: nn.Module, **options: Any) -> Optimizer:
+    made: Optimizer = kind(model.parameters(), lr=0.01, **options)
+    return made
+
+
+def of_matrices(kind: Any, model: nn.Module) -> Optimizer:
+    made: Optimizer = kind([one for one in model.parameters() if one.ndim == 2], lr=0.01)
+    return made
+
+
+def in_two_groups(kind: Any, model: nn.Module, matrices: dict[str, Any], others: dict[str, Any]) -> Optimizer:
+    two = [one for one in model.parameters() if one.ndim == 2]
+    rest = [one for one in model.parameters() if one.ndim != 2]
+    made: Optimizer = kind([{"params": two, "lr": 0.01, **matrices}, {"params": rest, "lr": 0.01, **others}])
+    return made
+
+
+def around(inner: Any, kind: Any, model: nn.Module) -> Optimizer:
+    made: Optimizer = kind(inner(model.parameters(), lr=0.01))
+    return made
+
+
+def layer_wise(kind: Any, model: nn.Module) -> Optimizer:
+    """As Transformers does it: each steps in a hook of its parameter."""
+    layers: dict[Any, Optimizer] = {one: optim.AdamW([one], lr=0.01) for one in model.parameters()}
+    made: Optimizer = kind(optimizer_dict=layers)
+
+    def step(parameter: torch.Tensor) -> None:
+        layers[parameter].step()
+        layers[parameter].zero_grad()
+
+    for parameter in layers:
+        parameter.register_post_accumulate_grad_hook(step)
+    return made
+
+
+galore = partial(
+    in_two_groups, matrices={"rank": 4, "update_proj_gap": 2, "scale": 0.25, "proj_type": "std"}, others={}
+)
+apollo = partial(
+    in_two_groups, others={},
+    matrices={
+        "rank": 4, "proj": "random", "scale_type": "channel", "scale": 1.0, "update_proj_gap": 2, "proj_type": "std"
+    },
+)  # fmt: skip
+muon_and_adam = partial(in_two_groups, matrices={"use_muon": True}, others={"use_muon": False})
+
+ROWS = [
+    Row(
+        "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD LBFGS Muon NAdam RAdam RMSprop Rprop SGD SparseAdam",
+        "torch", "2.13.0", "torch.optim", make={"Muon": of_matrices},
+    ),
+    Row("ZeroRedundancyOptimizer", "torch", "2.13.0", "torch.distributed.optim", SHARDED),
+    Row(
+        "SingleDeviceMuon SingleDeviceMuonWithAuxAdam", "muon_optimizer", "0.1.0", "muon",
+        make={"SingleDeviceMuon": of_matrices, "": muon_and_adam},
+    ),
+    Row(
+        "Muon MuonWithAuxAdam", "muon_optimizer", "0.1.0", "muon", OWNED, {"Muon": of_matrices, "": muon_and_adam},
+    ),
+    Row(
+        "AdamWScheduleFree RAdamScheduleFree SGDScheduleFree ScheduleFreeWrapper", "schedulefree", "1.4.1",
+        "schedulefree", make={"ScheduleFreeWrapper": partial(around, optim.SGD)},
+    ),
+    Row("GaLoreAdamW", "galore_torch", "1.0", "galore_torch", PICKLED, {"": galore}),
+    Row("APOLLOAdamW", "apollo_torch", "1.0.3", "apollo_torch", PICKLED, {"": apollo}),
+    Row(
+        "LayerWiseDummyOptimizer", "transformers", "5.23.0", "transformers.trainer_pt_utils", make={"": layer_wise}
+    ),
+    Row(
+        "SOAP Shampoo GaLore APOLLO Lion Prodigy ADOPT Adan StableAdamW SPlus Kron", "pytorch_optimizer", "4.1.0",
+        "pytorch_optimizer", make={"Kron": partial(by_default, balance_prob=0.0)},  # else it draws from numpy
+    ),
+    Row("ScalableShampoo Conda SCION", "pytorch_optimizer", "4.1.0", "pytorch_optimizer", PICKLED),
+    Row(
+        "Ranger21 SPAM StableSPAM", "pytorch_optimizer", "4.1.0", "pytorch_optimizer", AS_OBJECT,
+        {"Ranger21": partial(by_default, num_iterations=10)},
+    ),
+    Row(
+        "AggMo Lookahead Magma", "pytorch_optimizer", "4.1.0", "pytorch_optimizer", REFUSED,
+        {"Lookahead": partial(around, optim.SGD)},
+    ),
+    Row("Shampoo Lamb AdaBelief RAdam Yogi", "torch_optimizer", "0.3.0", "torch_optimizer"),
+    Row("Lion", "lion_pytorch", "0.2.5", "lion_pytorch"),
+    Row("Prodigy", "prodigyopt", "1.1.2", "prodigyopt"),
+    Row(
+        "Adam_mini", "adam_mini", "1.1.1", "adam_mini",
+        make={"": lambda kind, model: kind(model.named_parameters(), lr=0.01, dim=64, n_heads=4, verbose=False)},
+    ),
+    Row(
+        "Adam8bit AdamW8bit Lion8bit RMSprop8bit AdEMAMix8bit PagedAdamW8bit AdamW32bit", "bitsandbytes", "0.50.2",
+        "bitsandbytes.optim", ON_ONE,
+    ),
+    Row("AdamW8bit AdamW4bit AdamWFp8", "torchao", "0.18.0", "torchao.optim", PICKLED),
+    Row("AdamW SOAP Muon SFAdamW", "heavyball", "3.2.1", "heavyball", AS_OBJECT),
+]  # fmt: skip
+
+CASES = [
+    pytest.param(row, name, id=f"{row.package} {name}")
+    for row in ROWS
+    if row.outcome not in (SHARDED, OWNED, REFUSED)
+    for name in row.names.split()
+]
+
+
+def network(seed: int, sides: tuple[int, int, int] = (80, 64, 72)) -> nn.Module:
+    """Matrices of more than 4096 elements, from which on 8-bit optimizers use 8 bits."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(sides[0], sides[1]), nn.Tanh(), nn.Linear(sides[1], sides[2]))
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    is_sparse, takes_closure = isinstance(optimizer, optim.SparseAdam), isinstance(optimizer, optim.LBFGS)
+    for number in steps:
+        torch.manual_seed(number)  # some optimizers draw
+        x = torch.randn(7, 80)
+
+        def loss(x: torch.Tensor = x) -> torch.Tensor:
+            optimizer.zero_grad()
+            value: torch.Tensor = model(x).square().mean()
+            value.backward()  # type: ignore[no-untyped-call]  # torch's own
+            return value
+
+        if is_sparse:
+            loss()
+            for one in model.parameters():
+                one.grad = None if one.grad is None else one.grad.to_sparse()
+            optimizer.step()
+        elif takes_closure:
+            optimizer.step(loss)
+        else:
+            loss()
+            optimizer.step()
+
+
+def all_of(model: nn.Module, optimizer: Any) -> Any:
+    """Every parameter, and all that the optimizer keeps."""
+    layers = getattr(optimizer, "optimizer_dict", None)
+    optims = [optimizer] if layers is None else list(layers.values())
+    state = [{str(key): value for key, value in one.state.items() if isinstance(key, str)} for one in optims]
+    kept = [[one.state.get(parameter) for group in one.param_groups for parameter in group["params"]] for one in optims]
+    left = ("params", "__class__")  # the latter notes which class of heavyball it was
+    groups = [
+        [{key: group[key] for key in sorted(group.keys() - left)} for group in one.param_groups] for one in optims
+    ]
+    return bare([dict(model.named_parameters()), state, kept, groups])
+
+
+def bare(value: Any) -> Any:
+    """The same of tensors and plain data: what a wrapper or an object of somebody else is made of."""
+    if isinstance(value, torch.Tensor):
+        names = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else []
+        return [type(value).__name__, *(getattr(value, name) for name in names)] if names else value
+    if isinstance(value, Mapping):
+        return {key: bare(child) for key, child in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return [bare(child) for child in value]
+    is_object = hasattr(value, "__dict__") and not isinstance(value, type | Enum)
+    return bare(vars(value)) if is_object else value
+
+
+@pytest.mark.filterwarnings("ignore")  # of other packages
+@pytest.mark.parametrize(("row", "name"), CASES)
+def test_a_training_goes_on_bit_by_bit(monkeypatch: pytest.MonkeyPatch, row: Row, name: str) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # torchao would compile for a minute
+    model, store = network(1), small()
+    optimizer = row.of(name, model)
+    options: Any = {"allow_pickle": True} if row.outcome == PICKLED else {}
+    if row.outcome == AS_OBJECT:
+        with pytest.raises(InvalidInput, match="in a TrainState"):
+            save_model_and_optim_state(store, model, optimizer, run="r", step=0)
+    train(model, optimizer, range(3))
+    if row.outcome == PICKLED:
+        with pytest.raises(InvalidInput, match="allow_pickle=True"):
+            save_model_and_optim_state(store, model, optimizer, run="r", step=3)
+    resumed = [in_a_loop(store, row, name, (model, optimizer), options)]
+    if row.outcome != AS_OBJECT:
+        save_model_and_optim_state(store, model, optimizer, run="r", step=3, **options)
+        fresh = network(2)
+        resumed.append((fresh, row.of(name, fresh)))
+        load_model_and_optim_state(store, "r@3", *resumed[-1], **options)
+    train(model, optimizer, range(3, 6))
+    for other in resumed:
+        train(*other, range(3, 6))
+        assert identical(all_of(*other), all_of(model, optimizer))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the package
+@pytest.mark.parametrize("name", ["AggMo", "Lookahead", "Magma"])
+def test_what_has_no_place_in_a_checkpoint_is_refused(name: str) -> None:
+    row = next(row for row in ROWS if row.outcome == REFUSED)
+    model, store = network(1), small()
+    optimizer = row.of(name, model)
+    train(model, optimizer, range(2))
+    for contents in ((model, optimizer), (model, None, TrainState(optim=optimizer))):
+        with pytest.raises(InvalidInput), Checkpointer(store, run="r") as checkpointer:
+            checkpointer.save(2, *contents)
+    assert not store.repository.exists() or not store.checkpoints()
+
+
+def in_a_loop(
+    store: casckpt.Store, row: Row, name: str, trained: tuple[nn.Module, Optimizer], options: Any
+) -> tuple[nn.Module, Optimizer]:
+    """A model and an optimizer that resumed from what a `Checkpointer` saved of others."""
+
+    def contents(model: nn.Module, optimizer: Optimizer) -> Any:
+        return (model, None, TrainState(optim=optimizer)) if row.outcome == AS_OBJECT else (model, optimizer)
+
+    with Checkpointer(store, run="loop", **options) as checkpointer:
+        checkpointer.save(3, *contents(*trained))
+    fresh = network(3)
+    other = row.of(name, fresh)
+    with Checkpointer(store, run="loop", **options) as checkpointer:
+        assert checkpointer.resume(*contents(fresh, other)) is not None
+    return fresh, other
+
+
+class Noted(optim.SGD):
+    """One with an entry of its own beside state and groups."""
+
+    def __init__(self, params: Any, note: int) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.note = note
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"note": self.note}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.note = state_dict.pop("note")
+        super().load_state_dict(state_dict)
+
+
+def test_an_optimizer_with_more_in_its_state_is_saved_as_an_object() -> None:
+    model, store = network(1), small()
+    noted = Noted(model.parameters(), 7)
+    with pytest.raises(InvalidInput, match=r"holds \['note'\].* in a TrainState, or by its state_dict"):
+        Checkpointer(store, run="r").save(0, model, noted)
+    train(model, noted, range(2))
+    Checkpointer(store, run="r").save(2, model, None, TrainState(optim=noted))
+    store.save({"model": model.state_dict(), "optim": noted.state_dict()}, run="by-dict", step=2)
+    fresh = network(2)
+    again, other = Noted(fresh.parameters(), 0), Noted(fresh.parameters(), 0)
+    assert Checkpointer(store, run="r").resume(fresh, None, TrainState(optim=again)) is not None
+    other.load_state_dict(store.read("by-dict@2")["optim"])
+    for one in (again, other):
+        assert identical(all_of(fresh, one), all_of(model, noted))
+        assert one.note == 7
+
+
+def test_tensors_made_of_others_are_stored_where_pickles_are_allowed() -> None:
+    model, store = nn.Linear(3, 2), small()
+    make: Any = TwoTensor
+    codes = make(torch.arange(6.0).view(2, 3), torch.ones(2, 3))
+    optimizer, other = (optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    optimizer.state[model.weight] = {"codes": codes, "nested": {"codes": codes}}
+    with pytest.raises(
+        InvalidInput, match=r"optim\.state\.weight\.codes': a TwoTensor consists of .*allow_pickle=True"
+    ):
+        save_model_and_optim_state(store, model, optimizer, run="r", step=1)
+    save_model_and_optim_state(store, model, optimizer, run="r", step=1, allow_pickle=True)
+    load_model_and_optim_state(store, "r@1", model, other, allow_pickle=True)
+    assert identical(all_of(model, other), all_of(model, optimizer))
+    assert type(other.state[model.weight]["nested"]["codes"]) is TwoTensor
+
+
+def test_the_table_has_these_rows() -> None:
+    text = TRAINING.read_text("utf-8")
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    for row in ROWS:
+        names = ", ".join(f"`{name}`" for name in row.names.split())
+        assert f"| {names} | {row.package} {row.version} | {row.outcome} |" in lines
+    versions = [line for line in lines if any(f" | {row.package} " in line for row in ROWS)]
+    assert len(versions) == len(ROWS)
+
+
+def test_the_table_has_all_of_torchs_own() -> None:
+    kinds = [kind for kind in vars(optim).values() if inspect.isclass(kind) and issubclass(kind, Optimizer)]
+    assert {kind.__name__ for kind in kinds} - {"Optimizer"} <= set(ROWS[0].names.split())
+
+
+# several ranks
+
+
+def zero(model: nn.Module, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit.script, in torch's own
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=optim.AdamW, **options)
+
+
+def zero_resumed(rank: int, size: int, path: Path) -> Any:
+    model = DistributedDataParallel(network(1))
+    optimizer = zero(model, lr=0.01)
+    train(model, optimizer, range(3))
+    optimizer.param_groups[0]["lr"] = 0.005  # as a scheduler does, without a step since then
+    save_model_and_optim_state(path, model, optimizer, run="r", step=3)
+    fresh = DistributedDataParallel(network(2))
+    other = zero(fresh, lr=0.5)
+    load_model_and_optim_state(path, "r@3", fresh, other)
+    assert other.param_groups[0]["lr"] == 0.005
+    train(model, optimizer, range(3, 6))
+    train(fresh, other, range(3, 6))
+    assert identical(all_of(fresh, other.optim), all_of(model, optimizer.optim))
+    overlapping = outcome_of(
+        lambda: save_model_and_optim_state(path, fresh, zero(fresh, lr=0.1, overlap_with_ddp=True), run="r", step=4)
+    )
+    return {name: one.detach() for name, one in model.module.named_parameters()}, str(overlapping)
+
+
+def test_zero_redundancy_goes_on_with_its_parts_and_without_them(store_path: Path, ranks: Pool) -> None:
+    found, overlapping = ranks.run(2, zero_resumed, store_path)[0]
+    assert "make it without overlap_with_ddp" in overlapping
+    alone = network(3)
+    whole = optim.AdamW(alone.parameters(), lr=0.5)
+    load_model_and_optim_state(store_path, "r@3", alone, whole)
+    train(alone, whole, range(3, 6))
+    assert identical({name: one.detach() for name, one in alone.named_parameters()}, found)
+
+
+def owners_of(model: nn.Module, optimizer: Optimizer, size: int) -> Callable[[str], int | None]:
+    """As docs/training.md has it."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        f"optim.state.{names[parameter]}.momentum_buffer": number % size
+        for group in optimizer.param_groups
+        if group.get("use_muon", True)
+        for number, parameter in enumerate(group["params"])
+    }.get
+
+
+square = partial(network, sides=(80, 80, 80))  # gloo gathers tensors of one shape
+
+
+def muon_resumed(rank: int, size: int, path: Path, name: str) -> str:
+    row = next(row for row in ROWS if row.outcome == OWNED)
+    store, model, resumed = casckpt.open(path), square(1), square(2)
+    optimizer = row.of(name, model)
+    train(model, optimizer, range(2))
+    saved = model, optimizer
+    for step in (2, 4):
+        owners = owners_of(*saved, size)
+        save_model_and_optim_state(store, *saved, run=name, step=step, owners=owners)
+        resumed = square(step)
+        saved = resumed, row.of(name, resumed)
+        load_model_and_optim_state(store, f"{name}@{step}", *saved)
+        train(model, optimizer, range(step, step + 2))
+        train(*saved, range(step, step + 2))
+        assert identical(maintained(*saved, owners, rank), maintained(model, optimizer, owners, rank))
+    return str(outcome_of(lambda: save_model_and_optim_state(store, *saved, run=name, step=6, check_replicas="raise")))
+
+
+def maintained(model: nn.Module, optimizer: Optimizer, owners: Callable[[str], int | None], rank: int) -> Any:
+    """The parameters, and of the state what this rank maintains."""
+    state = {
+        f"{name}.{what}": value
+        for name, parameter in model.named_parameters()
+        for what, value in optimizer.state.get(parameter, {}).items()
+        if owners(f"optim.state.{name}.{what}") in (None, rank)
+    }
+    return dict(model.named_parameters()), state
+
+
+@pytest.mark.parametrize("name", ["Muon", "MuonWithAuxAdam"])
+def test_muon_goes_on_with_the_momentum_of_its_owners(store_path: Path, ranks: Pool, name: str) -> None:
+    pytest.importorskip("muon")
+    for refused in ranks.run(2, muon_resumed, store_path, name):
+        assert "owners=" in refused
+
+
+def test_hooks_of_an_optimizer_are_heeded(store: casckpt.Store) -> None:
+    seen: list[str] = []
+    model = Network(1)
+    trained = optim.AdamW(model.parameters())
+    trained.register_state_dict_post_hook(lambda optimizer, state: seen.append("save"))
+    trained.register_load_state_dict_pre_hook(lambda optimizer, state: seen.append("before"))
+    trained.register_load_state_dict_post_hook(lambda optimizer: seen.append("after"))
+    save_model_and_optim_state(store, model, trained, run="a", step=1)
+    load_model_and_optim_state(store, "a@1", model, trained)
+    assert seen == ["save", "before", "after"]

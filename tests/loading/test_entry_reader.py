@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import casckpt
+from casckpt.base import parallel
+from casckpt.loading import entry_reader as download
+from casckpt.storage.local import reader as localreader
+from casckpt.storage.local import store as localstore
+from casckpt.store.store import Store
+from tests.support.reads import pages
+from tests.support.saves import CELL, cells, counted, small_folder
+
+
+@pytest.mark.parametrize(("cached", "page_cache", "threads"), [(True, False, 1), (False, False, 8), (False, True, 6)])
+def test_a_rank_reads_memory_with_its_own_cores_and_a_disk_with_more(
+    cached: bool, page_cache: bool, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = casckpt.open(tmp_path / "store", page_cache=page_cache)
+    store.save({"w": torch.arange(1 << 20)}, step=0)
+    monkeypatch.setattr(localreader, "is_cached", lambda *_: cached)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    used: list[tuple[int, bool]] = []
+
+    def run_all(call: Any, tasks: Sequence[Any], threads: int) -> None:
+        used.append((threads, isinstance(call.__self__.turns, nullcontext)))
+        parallel.run_all(call, tasks, threads)
+
+    monkeypatch.setattr(download, "run_all", run_all)
+    target = torch.zeros(1 << 20, dtype=torch.int64)
+    store.load({"w": target}, "default@0", threads=4)
+    assert torch.equal(target, torch.arange(1 << 20))
+    # some to compute, some to have reads in flight, of which the kernel has some of its own; turns where there are more
+    # than may compute
+    assert used == [(threads, threads == 1)]
+
+
+@pytest.mark.parametrize(("loose", "reads"), [(2, 1), (8, 16)])
+def test_a_few_cells_that_are_copied_make_no_small_reads(
+    loose: int, reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "_SCRATCH_BYTES", CELL)
+    store = small_folder(tmp_path / "store")
+    state = {"a": cells(loose / 2), "b": cells(16 - loose), "c": cells(loose / 2)}
+    store.save(state, step=1)
+    into = {key: torch.zeros(2 * len(state[key]))[::2] for key in ("a", "c")} | {"b": torch.zeros_like(state["b"])}
+    with counted(store) as before:
+        store.load({}, "default@1", unread="ignore")
+    with counted(store) as io:
+        store.load(into, "default@1")
+    assert all(torch.equal(into[key], state[key]) for key in state)
+    assert io.reads - before.reads == reads
+
+
+@pytest.mark.parametrize(
+    ("page_cache", "free", "stays"),
+    [(True, 0, True), (False, 1 << 40, False), (None, 0, False), (None, 4 * (8 << 20), True)],
+)
+def test_a_load_leaves_in_memory_what_there_is_memory_for(
+    page_cache: bool | None, free: int, stays: bool, droppable: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "headroom", lambda: free)
+    monkeypatch.setattr(download, "_ALWAYS", 0)
+    monkeypatch.setattr(localstore, "caches_well", lambda path: True)
+    store = casckpt.open(droppable.url, page_cache=page_cache)
+    target = torch.zeros(1 << 20, dtype=torch.int64)
+    store.load({"w": target}, "default@0")
+    assert torch.equal(target, torch.arange(1 << 20))
+    held, total = pages(store)
+    assert held >= 0.9 * total if stays else held < 0.5 * total

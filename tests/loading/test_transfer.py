@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from casckpt.tensors.values import Shard
+from tests.loading.test_read_bytes import bytes_read, warmed
+from tests.support.faulty import FaultyStore
+from tests.support.repositories import memory
+from tests.support.saves import CELL, cells, counted, small, small_folder
+
+PER = CELL // 4  # float32 of a cell
+
+
+def test_near_ranges_of_a_blob_are_one_request(tmp_path: Path) -> None:
+    """In a folder 128 KiB of unwanted bytes cost less than another request."""
+    state = {f"w{i}": cells(1) for i in range(14)}
+    store = small_folder(tmp_path / "store")
+    saved = store.save(state, step=1, threads=1)
+    with counted(store) as around:
+        store.read(saved, keys=[])
+    with counted(store) as io:
+        store.read(saved, keys=["w1", "w3", "w11"])
+    # they lie in the order of their keys: w1, w10, w11, w12, w13, w2, w3
+    assert io.bytes_read - around.bytes_read == 7 * CELL
+    assert io.reads - around.reads == 1
+
+
+def test_each_blob_is_opened_once() -> None:
+    faulty = FaultyStore(memory())
+    store = small(faulty)
+    state = {"w": cells(100), "v": cells(60).view(64, -1).t()}
+    store.save(state, step=1)
+    store.read("default@1")
+    opened = faulty.keys("open")
+    assert len(opened) == len(set(opened)) > 8
+    assert faulty.count("get", "objects/*.manifest") == 0  # it was saved by this process
+
+
+@given(st.integers(1, 6 * PER), st.data())
+def test_any_ranges_at_once(numel: int, data: st.DataObject) -> None:
+    """Several shards of one tensor, which may overlap: every byte of the union is read once."""
+    weight = torch.arange(numel, dtype=torch.int32)
+    store = warmed({"w": weight})
+    bounds = data.draw(
+        st.lists(st.tuples(st.integers(0, numel), st.integers(0, numel)).map(sorted), min_size=1, max_size=4)
+    )
+    shards = [Shard(torch.full((hi - lo,), -1, dtype=torch.int32), (numel,), flat=(lo, hi)) for lo, hi in bounds]
+    read = bytes_read(store, lambda: store.load({"w": shards}, "default@1", verify=False))
+    assert read == 4 * len({i for lo, hi in bounds for i in range(lo, hi)})
+    verified = bytes_read(store, lambda: store.load({"w": shards}, "default@1"))
+    cells_ = {i // PER for lo, hi in bounds for i in range(lo, hi)}
+    assert verified == sum(4 * (min(numel, (i + 1) * PER) - i * PER) for i in cells_)
+    for (lo, hi), shard in zip(bounds, shards, strict=True):
+        assert torch.equal(shard.data, weight[lo:hi])

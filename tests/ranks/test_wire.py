@@ -1,0 +1,240 @@
+"""Ranks that die or stall are named."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined] # public, though not in its __all__
+
+from casckpt.errors import RankFailed
+from casckpt.ranks import ranks as module
+from casckpt.ranks import wire
+from casckpt.ranks.ranks import Ranks, Solo, everyone, open_ranks
+from tests.support.ranks import die, outcome_of, tell, wait_for
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Outcome, Pool
+
+
+SHORT = 5.0  # seconds until a stalled rank is given up on
+
+
+def total(ranks: Ranks) -> int:
+    """An exchange in which nothing goes wrong."""
+    return ranks.exchange(lambda: ranks.rank, lambda values: everyone(sum(values), ranks.size))
+
+
+# values
+
+
+def alone(rank: int, size: int) -> list[type]:
+    single = dist.new_group([rank], use_local_synchronization=True)
+    return [type(open_ranks()), type(open_ranks(no_dist=True)), type(open_ranks(single))]
+
+
+# groups
+
+
+def anew(rank: int, size: int) -> Any:
+    first = open_ranks()
+    before = total(first)
+    dist.destroy_process_group()
+    alone = type(open_ranks())
+    store = FileStore("again", size)
+    dist.init_process_group("gloo", store=store, rank=size - 1 - rank, world_size=size)
+    second = open_ranks()
+    return before, alone, second is first, second.rank, total(second)
+
+
+def test_a_new_process_group_gets_new_connections(ranks: Pool) -> None:
+    assert ranks.run(3, anew) == [(3, Solo, False, 2 - rank, 3) for rank in range(3)]
+
+
+# deaths
+
+
+def dying(rank: int, size: int, who: int, phase: str) -> Any:
+    """``who`` dies in its own part ("call"), while rank 0 decides ("decide"), or with its answer ("answered")."""
+    wire.WORD_SECONDS = 1
+    ranks = open_ranks()
+    assert total(ranks) == 6
+
+    def call() -> int:
+        if phase == "call" and rank == who:
+            die()
+        return rank
+
+    def decide(values: Sequence[int]) -> list[int]:
+        if phase == "decide" and who == 0:
+            die()
+        if phase == "decide":
+            tell("decides")
+            wait_for("death")
+        return everyone(sum(values), size)
+
+    if phase == "decide" and rank == who != 0:
+        threading.Thread(target=_die_when_told, daemon=True).start()
+    found = outcome_of(lambda: ranks.exchange(call, decide))
+    if phase == "answered" and rank == who:
+        die()
+    again = outcome_of(lambda: total(ranks)) if phase in ("decide", "answered") else None
+    last = outcome_of(lambda: total(open_ranks()))
+    return found, again, last
+
+
+def _die_when_told() -> None:
+    wait_for("decides")
+    tell("death")
+    die()
+
+
+def survivors(outcomes: Sequence[Outcome], who: int) -> list[Any]:
+    """What the others returned, after a look at who died."""
+    assert [outcome.died for outcome in outcomes] == [-9 if rank == who else None for rank in range(len(outcomes))]
+    assert all(outcome.ok for rank, outcome in enumerate(outcomes) if rank != who), outcomes
+    return [outcome.value for rank, outcome in enumerate(outcomes) if rank != who]
+
+
+def _check_failed(error: Any, who: int) -> None:
+    assert isinstance(error, RankFailed)
+    assert error.rank == who
+    assert f"rank {who} died" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("who", "phase", "tcp"),
+    [(0, "call", True), (0, "call", False), (0, "answered", True), (1, "call", False), (3, "answered", False)],
+)
+def test_a_death_is_seen_by_all_and_named(ranks: Pool, who: int, phase: str, tcp: bool) -> None:
+    for found, again, last in survivors(ranks.outcomes(4, dying, who, phase, tcp=tcp), who):
+        if phase == "answered":
+            assert found == 6
+            _check_failed(again, who)
+        else:
+            _check_failed(found, who)
+        _check_failed(last, who)  # the process group has lost a rank: this one is of no use any more
+
+
+def test_rank_0_dies_while_it_decides(ranks: Pool) -> None:
+    for found, _, last in survivors(ranks.outcomes(4, dying, 0, "decide"), 0):
+        _check_failed(found, 0)
+        _check_failed(last, 0)
+
+
+def test_a_rank_that_dies_while_rank_0_decides_is_missed_at_the_next_exchange(ranks: Pool) -> None:
+    for found, again, last in survivors(ranks.outcomes(4, dying, 2, "decide"), 2):
+        if isinstance(found, RankFailed):  # seen when its answer was sent, if its connection was closed by then
+            _check_failed(found, 2)
+        else:
+            assert found == 6
+        _check_failed(again, 2)
+        _check_failed(last, 2)
+
+
+def two_dead(rank: int, size: int) -> Any:
+    wire.WORD_SECONDS = 1
+    ranks = open_ranks()
+    assert total(ranks) == 10  # all are connected
+    return outcome_of(lambda: ranks.exchange(lambda: die() if rank in (1, 3) else rank, lambda values: values))
+
+
+def test_of_two_dead_the_first_is_named(ranks: Pool) -> None:
+    outcomes = ranks.outcomes(5, two_dead)
+    assert [outcome.died for outcome in outcomes] == [None, -9, None, -9, None]
+    for rank in (0, 2, 4):
+        _check_failed(outcomes[rank].value, 1)
+
+
+# stalls
+
+
+def stalling(rank: int, size: int, who: int, phase: str = "call") -> Any:
+    """``who`` does not answer until the others have given up; then all of them try again."""
+    module.MARGIN = timedelta(0)
+    wire.WORD_SECONDS = 1
+    ranks = open_ranks()
+    assert total(ranks) == sum(range(size))
+
+    def call() -> int:
+        if rank == who and phase == "call":
+            wait_for("the others")
+        return rank
+
+    def decide(values: Sequence[int]) -> list[int]:
+        if phase == "decide":
+            wait_for("the others")
+        return everyone(sum(values), size)
+
+    error = outcome_of(lambda: ranks.exchange(call, decide))
+    if rank != who:
+        tell(f"given up {rank}")
+    if rank == (who + 1) % size:
+        for other in range(size):
+            if other != who:
+                wait_for(f"given up {other}")
+        tell("the others")
+    return error, total(open_ranks()), open_ranks() is ranks
+
+
+@pytest.mark.parametrize("tcp", [False, True], ids=["file", "tcp"])
+@pytest.mark.parametrize("who", [0, 2])
+def test_who_stalls_is_named_and_the_next_exchange_works(ranks: Pool, who: int, tcp: bool) -> None:
+    for rank, (error, again, same) in enumerate(ranks.run(4, stalling, who, timeout=SHORT, tcp=tcp)):
+        assert isinstance(error, RankFailed)
+        assert error.rank == who, rank
+        assert f"rank {who} did not answer in time" in str(error)
+        assert again == 6
+        assert not same
+
+
+def test_rank_0_stalls_while_it_decides(ranks: Pool) -> None:
+    for error, again, same in ranks.run(3, stalling, 0, "decide", timeout=SHORT / 2):
+        assert isinstance(error, RankFailed)
+        assert error.rank == 0
+        assert "rank 0 did not answer in time: see in the list" in str(error)
+        assert again == 3
+        assert not same
+
+
+def slow(rank: int, size: int, who: int, seconds: float) -> Any:
+    ranks = open_ranks()
+
+    def call() -> int:
+        end = time.monotonic() + seconds
+        while rank == who and time.monotonic() < end:
+            ranks.alive()
+            time.sleep(0.01)
+        return rank
+
+    total_of_all = ranks.exchange(call, lambda values: everyone(sum(values), size))
+    return total_of_all, total(ranks), open_ranks() is ranks
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_who_takes_long_but_gets_on_is_waited_for(ranks: Pool, who: int) -> None:
+    timeout = SHORT / 2
+    assert ranks.run(3, slow, who, 2.5 * timeout, timeout=timeout) == [(3, 3, True)] * 3
+
+
+def absent(rank: int, size: int) -> Any:
+    module.MARGIN = timedelta(0)
+    if rank == 1:
+        wait_for("the others")
+        return None
+    found = outcome_of(open_ranks)
+    tell("the others")
+    return found
+
+
+def test_who_does_not_come_is_named(ranks: Pool) -> None:
+    found = ranks.run(3, absent, timeout=1)
+    for rank in (0, 2):
+        assert isinstance(found[rank], RankFailed)
+        assert found[rank].rank == 1
+        assert "absent: [1]" in str(found[rank])

@@ -1,0 +1,87 @@
+"""Arguments of a save: what is usable, and where a setting counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from casckpt.errors import InvalidInput
+from casckpt.format.keys import MAX_STEP
+from casckpt.store.opening import open as open_store
+from casckpt.store.store import Store
+from tests.saving.test_encoder import check, links, versions
+from tests.support.ids import named
+from tests.support.saves import CELL, small, small_folder, steps
+
+STATE = {"w": torch.arange(6.0), "x": [1]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"metrics": {"loss": True}}, "metric 'loss' is a bool"),
+        (
+            {"metrics": {"loss": torch.ones(1)}},
+            r"metric 'loss' is a Tensor of shape \[1\]; give a number, or a tensor of no dimensions",
+        ),
+        ({"metrics": {"loss": "low"}}, "metric 'loss' is a str"),
+        ({"metrics": {"x" * 101: 1}}, "'xxxx"),
+        ({"metrics": {str(n): n for n in range(65)}}, "65 metrics"),
+        ({"metrics": 3}, "metrics is a int"),
+        ({"healthy": 1}, "healthy=1 is not usable"),
+        ({"healthy": "no"}, "healthy='no' is not usable"),
+    ],
+)
+def test_other_metrics_are_refused(arguments: dict[str, Any], error: str) -> None:
+    store = small()
+    with pytest.raises(InvalidInput, match=error):
+        store.save(STATE, step=1, **arguments)
+    with pytest.raises(InvalidInput, match=error):
+        store.save_async(STATE, step=1, **arguments)
+    assert steps(store) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"run": "../up"}, {"run": ""}, {"run": "a@b"}, {"run": None}, {"step": -1}, {"step": 1.0}, {"step": True},
+        {"step": MAX_STEP + 1}, {"step": "1"}, {"dedup": "all"}, {"threads": 0},
+    ],
+    ids=named,
+)  # fmt: skip
+def test_unusable_arguments_are_refused_before_anything_is_made(arguments: Any, tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    with pytest.raises(InvalidInput, match=r"not usable|not a usable|not known"):
+        store.save(STATE, **({"step": 1} | arguments))
+    assert not (tmp_path / "store").exists()
+
+
+NUMEL = 40 * CELL // 2  # of 2 bytes
+
+
+def weights(seed: int = 0, numel: int = NUMEL, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return (torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
+
+
+@pytest.fixture(params=["memory", "folder"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return small() if request.param == "memory" else small_folder(tmp_path / "store")
+
+
+def test_a_setting_counts_where_nothing_is_said(store: Store) -> None:
+    store.change_settings(compress="auto")
+    states = versions(4)
+    for step, state in enumerate(states):
+        store.save(state, step=step, compress="off" if step == 2 else None)
+    assert [max(links(store, f"default@{step}")) for step in range(4)] == [0, 1, 0, 1]
+    check(store, states)
+
+
+@pytest.mark.parametrize("given", ["zstd", "", True, 1])
+def test_what_is_no_way_to_compress_is_refused(store: Store, given: Any) -> None:
+    with pytest.raises(InvalidInput, match="auto"):
+        store.save({"w": weights()}, step=0, compress=given)
+    assert not store.checkpoints()

@@ -1,0 +1,91 @@
+"""Cells in a GPU's memory are copied several at once, and each gets its own bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import pytest
+
+from casckpt.saving.upload import Copier
+
+
+@dataclass
+class Far:
+    """``count`` elements of 4 bytes that cannot be looked into; ``copied``: the ranges that were asked for."""
+
+    count: int
+    seed: int
+    on_gpu: bool = True
+    itemsize: int = 4
+    copied: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def data(self) -> bytes:
+        return Random(self.seed).randbytes(self.count * self.itemsize)
+
+    def copy_out(self, lo: int, hi: int, buffer: memoryview) -> None:
+        self.copied.append((lo, hi))
+        buffer[:] = self.data[lo * 4 : hi * 4]
+
+
+@dataclass
+class Part:
+    memory: Any
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * 4
+
+
+def copied(copier: Copier, cells: Any, order: list[int] | None = None) -> None:
+    for number in range(len(cells)) if order is None else order:
+        cell, target = cells[number], bytearray(cells[number].nbytes)
+        copier.copy(cells, number, memoryview(target))
+        assert bytes(target) == cell.memory.data[cell.start * 4 : cell.stop * 4]
+
+
+def test_what_follows_is_copied_at_once() -> None:
+    one, other = Far(100, 1), Far(50, 2)
+    cells = [*(Part(one, at, at + 10) for at in range(0, 100, 10)), Part(other, 0, 50)]
+    copied(Copier(memoryview(bytearray(400))), cells)
+    assert (one.copied, other.copied) == ([(0, 100)], [(0, 50)])
+
+
+def test_no_more_than_there_is_room_for() -> None:
+    one = Far(100, 1)
+    cells = [Part(one, at, at + 10) for at in range(0, 100, 10)]
+    copied(Copier(memoryview(bytearray(130))), cells)
+    assert one.copied == [(0, 30), (30, 60), (60, 90), (90, 100)]
+
+
+def test_what_does_not_follow_is_copied_by_itself() -> None:
+    one = Far(100, 1)
+    cells = [Part(one, 0, 10), Part(one, 20, 30), Part(one, 30, 40), Part(one, 10, 20)]
+    copied(Copier(memoryview(bytearray(400))), cells)
+    assert one.copied == [(0, 10), (20, 40), (10, 20)]
+
+
+def test_the_next_cells_may_be_of_another_list() -> None:
+    one = Far(100, 1)
+    copier = Copier(memoryview(bytearray(400)))
+    copied(copier, [Part(one, 0, 10), Part(one, 10, 20)])
+    copied(copier, [Part(one, 20, 30)])
+    copied(copier, [Part(one, 0, 10), Part(one, 10, 20)], [1, 0])
+    assert one.copied == [(0, 20), (20, 30), (10, 20), (0, 20)]
+
+
+@pytest.mark.parametrize("room", [None, memoryview(bytearray(39))])
+def test_without_room_all_goes_to_its_place(room: memoryview | None) -> None:
+    one = Far(100, 1)
+    copied(Copier(room), [Part(one, 0, 10), Part(one, 10, 20)])
+    assert one.copied == [(0, 10), (10, 20)]
+
+
+def test_what_is_in_the_hosts_memory_is_copied_from_there() -> None:
+    one = Far(100, 1, on_gpu=False)
+    copied(Copier(memoryview(bytearray(400))), [Part(one, 0, 10), Part(one, 10, 20)])
+    assert one.copied == [(0, 10), (10, 20)]

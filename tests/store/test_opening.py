@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import casckpt
+from casckpt.errors import InvalidInput, NotFound
+from casckpt.store.opening import open as open_store
+
+
+def test_a_store_is_opened_and_not_made() -> None:
+    with pytest.raises(InvalidInput, match=r"casckpt.open\('ckpts'\)"):
+        casckpt.Store("ckpts")  # type: ignore[arg-type]  # what people try
+
+
+REF = "default@1"
+
+
+def test_a_mistyped_path_says_that_there_is_no_store_and_makes_none(tmp_path: Path) -> None:
+    path = tmp_path / "no" / "store"
+    store = open_store(path)
+    calls: list[Any] = [
+        lambda: store.load({"w": torch.zeros(1)}, REF), lambda: store.read("latest"), lambda: store.get(REF),
+        store.checkpoints, store.stats, lambda: store.attachments(REF), lambda: store.diff(REF, REF),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(NotFound, match=rf"there is no store at {re.escape(str(path))}"):
+            call()
+    assert not path.parent.exists()
+    assert store.repository.exists() is False

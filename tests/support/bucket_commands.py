@@ -1,0 +1,20 @@
+"""Commands on buckets, as several tests call them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.cli.conftest import AsJson
+from tests.support.servers import Server
+
+
+def arguments(server: Server) -> list[str]:
+    """How a person gives storage_options."""
+    return [word for name, value in server.options.items() for word in ("--storage-option", f"{name}={value}")]
+
+
+def checks(server: Server, bucket: str, as_json: AsJson, status: int = 0) -> dict[str, Any]:
+    """What doctor finds, by name."""
+    result = as_json("doctor", f"s3://{bucket}/store", *arguments(server), status=status)
+    assert result["ok"] is (status == 0)
+    return {check["name"]: check for check in result["checks"]}

@@ -1,0 +1,77 @@
+"""Safetensors files and folders of them, as tests import and export them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+
+from casckpt.format.dtypes import itemsize
+from casckpt.format.sections.index import Entry
+from casckpt.frontends.views.recut import ViewTensor
+
+Tensors = dict[str, torch.Tensor]
+
+
+def tensors(seed: int) -> Tensors:
+    """One of each kind that a file may hold: empty, 0-d, odd sizes, NaNs with a payload, larger than a cell."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(0, 256, (3, 7, 4), dtype=torch.uint8, generator=generator)
+    return {
+        "model.w": torch.randn(700, 500, generator=generator),
+        "model.b": torch.randn(11, generator=generator).bfloat16(),
+        "nan": bits.view(torch.float32).clone(),
+        "half": torch.randn(5, 3, generator=generator).half(),
+        "f64": torch.randn(2, 2, 2, generator=generator, dtype=torch.float64),
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 3),
+        "flags": torch.tensor([True, False, True]),
+        "c64": torch.randn(3, generator=generator, dtype=torch.complex64),
+        "f8": bits[0].clone().view(torch.float8_e5m2),
+        "f8fnuz": bits[1].clone().view(torch.float8_e4m3fnuz),
+        "u16": torch.tensor([1, 65535], dtype=torch.uint16),
+        "i8": torch.tensor([-128, 127], dtype=torch.int8),
+    }
+
+
+def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """The same keys, shapes, dtypes and bits?"""
+
+    def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+        return tensor.dtype, tensor.shape, tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+    return {key: bits(tensor) for key, tensor in one.items()} == {key: bits(tensor) for key, tensor in other.items()}
+
+
+def file_of(folder: Path, state: Tensors, name: str = "in.safetensors", **metadata: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    safetensors.torch.save_file(state, folder / name, metadata=metadata or None)
+    return folder / name
+
+
+def hugging_face(folder: Path, state: Tensors) -> Path:
+    """A folder with two shards, an index and what usually lies beside them."""
+    keys = list(state)
+    names = {key: f"model-0000{1 + index % 2}-of-00002.safetensors" for index, key in enumerate(keys)}
+    for name in sorted(set(names.values())):
+        file_of(folder, {key: state[key] for key in keys if names[key] == name}, name, format="pt")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    (folder / "config.json").write_text('{"hidden": 4}')
+    (folder / "vocab.txt").write_text("word\n" * 2000)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(b"the same again")
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "secret").write_text("secret")
+    return folder
+
+
+def streams(kinds: list[tuple[str, int]]) -> list[ViewTensor]:
+    return [
+        ViewTensor(f"k{number}", Entry("tensor", f"k{number}", 0, None, dtype, itemsize(dtype), (count,), number))
+        for number, (dtype, count) in enumerate(kinds)
+    ]

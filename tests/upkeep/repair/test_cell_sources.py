@@ -1,0 +1,102 @@
+"""Repairs take right bytes from other blobs, stores and caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from casckpt.base.progress import silent
+from casckpt.contents import blobs, manifests
+from casckpt.contents.refs import resolve
+from casckpt.errors import NotFound
+from casckpt.format.blob import DATA_OFFSET
+from casckpt.history import commits
+from casckpt.repository.repository import Repository
+from casckpt.storage.local.store import LocalStore
+from casckpt.upkeep.repair.repair import repair
+from casckpt.upkeep.repair.verify import verify
+from tests.support.checkpoints import (
+    Arrays,
+    array,
+    content,
+    flip,
+    only_blob,
+    read_arrays,
+    save_arrays,
+)
+from tests.support.gcs import collect
+from tests.upkeep.repair.test_repair import LARGE, damage
+
+STATE: Arrays = {"a": array(1, 3), "b": array(2, dtype="int64"), "c": array(3, 0.5, dtype="uint8")}
+
+
+KINDS = ["flipped", "header", "short", "gone"]
+
+
+@pytest.mark.parametrize("how", KINDS)
+def test_from_the_same_blob_of_another_uploader(repo: Repository, how: str) -> None:
+    one, _ = (save_arrays(repo, STATE, step=step) for step in range(2))
+    damage(repo, only_blob(repo, one), how)
+    found = repair(repo)
+    assert len(found.blobs) == 1
+    assert not found.is_damaged
+    assert read_arrays(repo, one) == content(STATE)
+    assert not verify(repo).is_damaged
+    assert blobs.damaged_marks(repo) == set()
+
+
+@pytest.mark.parametrize("how", KINDS)
+def test_from_another_store(repo: Repository, other: Repository, how: str) -> None:
+    one = save_arrays(repo, STATE)
+    save_arrays(other, STATE, "somewhere", 9)
+    damage(repo, only_blob(repo, one), how)
+    before = {entry.key for entry in other.storage.list("")}
+    found = repair(repo, sources=[other])
+    assert len(found.blobs) == 1
+    assert read_arrays(repo, one) == content(STATE)
+    assert {entry.key for entry in other.storage.list("")} == before, "a source is only read"
+
+
+def test_a_copy_that_is_damaged_itself_is_not_used(repo: Repository, other: Repository) -> None:
+    one, two = (save_arrays(repo, STATE, step=step) for step in range(2))
+    copy = save_arrays(other, STATE)
+    for store, commit in ((repo, one), (repo, two), (other, copy)):
+        flip(store, only_blob(store, commit), DATA_OFFSET + 5)
+    verify(repo)
+    found = repair(repo, sources=[other])
+    assert (found.blobs, len(found.lost)) == ((), 2)
+
+
+LEAF = 64 << 10
+
+
+def test_the_cache_of_this_host_is_a_copy(repo: Repository) -> None:
+    one = save_arrays(repo, LARGE, cell=LEAF)
+    repo.blob_cache.fill(repo.storage, list(manifests.get(repo, one).blobs), 1, silent)
+    damage(repo, only_blob(repo, one), "gone")
+    assert len(repair(repo).blobs) == 1
+    assert read_arrays(repo, one) == content(LARGE)
+
+
+def test_a_damaged_source_does_not_spoil_what_is_right(repo: Repository) -> None:
+    """A leaf of a live cell and a dead one that is wrong; where a cell has the same bytes, the other is."""
+    a, b = array(1, 0.25), array(2, 0.25)
+    older = save_arrays(repo, {"a": a, "b": b})
+    both = save_arrays(repo, {"c": np.concatenate([a, b])}, "other", 1)
+    save_arrays(repo, {"a": a}, step=1, reuse=older)
+    commits.forget(repo, older)
+    collect(repo)
+    flip(repo, only_blob(repo, older), DATA_OFFSET + b.nbytes + 5)
+    flip(repo, only_blob(repo, both), DATA_OFFSET + 5)
+    verify(repo)
+    found = repair(repo)
+    assert (len(found.rewritten), [lost.keys for lost in found.lost]) == (1, [("c",)])
+    assert read_arrays(repo, resolve(repo, "run@1")) == content({"a": a})
+
+
+def test_a_missing_source_raises_even_if_nothing_is_damaged(repo: Repository, tmp_path: Path) -> None:
+    save_arrays(repo, STATE)
+    with pytest.raises(NotFound, match="there is no store at"):
+        repair(repo, sources=[Repository(LocalStore(tmp_path / "nope"), tmp_path)])
