@@ -1886,7 +1886,7 @@ PLANTED = (
     ),
     Planted(
         "objects in a list of a train state are lost where fewer were saved",
-        "_check_count",
+        "objects_within",
         "    alike = isinstance(state, list | tuple) and len(value) == len(state)\n",
         "    alike = True\n",
         "tests/frontends/trainer/test_train_state.py",

@@ -21,7 +21,7 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, NotFound
 from casckpt.frontends.trainer.train_state import check_parts
 from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors
-from casckpt.frontends.training_state.objects import is_optimizer, load_objects, made_of
+from casckpt.frontends.training_state.objects import Objects, is_optimizer, load_objects
 from casckpt.frontends.training_state.optimizer import tensors_below
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
 from casckpt.frontends.training_state.plain_state import plain_state
@@ -115,7 +115,7 @@ def _of_one_rank(state: Any) -> Any:
 
 def _contents(model: TrainModel, optim: AnyOptimizer | None) -> Made:
     if isinstance(model, Mapping):
-        return made_of(_with(model, optim))
+        return Objects(_with(model, optim)).made()
     if not isinstance(model, TrainModule):
         return state_of(model, optim)
     if optim is not None:

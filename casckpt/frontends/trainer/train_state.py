@@ -14,7 +14,7 @@ import torch
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.format.digest import hex_digest
 from casckpt.format.tree import TENSOR, Node
-from casckpt.frontends.training_state.plain_state import check_part, draws, fill, plain_state
+from casckpt.frontends.training_state.plain_state import check_part, draws, fill, objects_within, plain_state
 from casckpt.ranks.ranks import this_rank
 from casckpt.tensors.state import GENERATORS, holds_object, is_object
 
@@ -142,32 +142,24 @@ def check_parts(
 
 
 def _check_kind(value: Any, saved: Any, key: str, read: Callable[[str], Any] | None) -> None:
-    """Raise Mismatch if ``value`` is an object, or holds one, and something else is ``saved`` in its place.
+    """Raise Mismatch or MissingKey if ``value`` is an object, or holds one, and something else is ``saved`` there.
 
     ``saved``: a node of the checkpoint's tree; without ``read`` the value itself.
     """
-    if not is_object(value) and not holds_object(value):
+    if not holds_object([value]):
         return
     if read is not None and isinstance(saved, int):
         saved, read = torch.empty(0) if saved == TENSOR else read(key), None
-    inside: dict[Any, Any] = {}
-    if is_object(value):
-        is_dict = isinstance(saved, Mapping) and not isinstance(value, GENERATORS)
-        fits = is_dict or _shape(saved) == _shape(plain_state(value, key))
-    else:
-        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-        inside = {name: child for name, child in pairs if holds_object([child])}
-        fits = isinstance(saved, Mapping) and inside.keys() <= saved.keys()
-        if not isinstance(value, Mapping):
-            fits = isinstance(saved, list | tuple) and len(saved) == len(value)
-    if not fits:
+    for name, child in ({} if is_object(value) else objects_within(value, saved, key)).items():
+        _check_kind(child, saved[name], f"{key}.{name}", read)
+    if not is_object(value) or (isinstance(saved, Mapping) and not isinstance(value, GENERATORS)):
+        return
+    if _shape(saved) != _shape(plain_state(value, key)):
         raise Mismatch(
-            f"{key!r} is a {type(value).__name__} here, and the checkpoint has a {type(saved).__name__} there, or one "
-            "of other entries; give what was saved, or leave that part out of the TrainState",
+            f"{key!r} is a {type(value).__name__} here, but the checkpoint has a {type(saved).__name__} there; give "
+            "what was saved, or leave that part out of the TrainState",
             key=key,
         )
-    for name, child in inside.items():
-        _check_kind(child, saved[name], f"{key}.{name}", read)
 
 
 def _shape(value: Any) -> list[bool]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias, Unpack
 
 from torch import nn
@@ -54,11 +55,6 @@ def save_objects(ranks: Ranks, state: Any, options: SaveOptions) -> tuple[dict[s
 
     made = make_state(ranks, make, keys)
     return made, replace(options, attachments=with_config(whole[0], options.attachments))
-
-
-def made_of(state: Any) -> Made:
-    """What this rank saves of ``state``. Raises InvalidInput."""
-    return Objects(state).made()
 
 
 def is_optimizer(value: Any) -> bool:
@@ -183,8 +179,9 @@ def load_objects(
     places = on_each(ranks, lambda: {key: stored.optimizer_at(key, given.rename) for key in objects.optimizers})
     silent = replace(given, unread="ignore")  # `Store.load` says what is left
     loads = [TrainingStateLoad(stored, groups, silent, at=key, places=places, **keeps) for key in modules]
-    for one in loads:
-        _prepare(ranks, one, objects)
+    for one in loads:  # of a module that this rank may lack: then it has a part of it with nothing in it
+        optims = {name: [optim] for name, optim in objects.optimizers.items() if objects.owners[name] == one.at}
+        one.prepare(ranks, partial(objects.modules.get, one.at, nn.Module()), optims)
     template, options = on_each(ranks, lambda: _template(objects, stored, loads, places, given))
     loaded = load(template, stored.checkpoint, options)
     for one in loads:
@@ -192,12 +189,6 @@ def load_objects(
     left = {*loaded.missing_keys, *loaded.mismatched_keys}
     on_each(ranks, lambda: objects.take(template, left))
     return loaded
-
-
-def _prepare(ranks: Ranks, load: TrainingStateLoad, objects: Objects) -> None:
-    """One module, which this rank may lack: then it has a part of it with nothing in it."""
-    optims = {name: [optim] for name, optim in objects.optimizers.items() if objects.owners[name] == load.at}
-    load.prepare(ranks, lambda: objects.modules.get(load.at, nn.Module()), optims)
 
 
 def _template(

@@ -81,13 +81,10 @@ def fill(value: Any, state: Any, key: str) -> Any:
         _load_into(value, state, key)
         return value
     if holds_object(value):
-        _check_count(value, state, key)
+        objects_within(value, state, key)
     if isinstance(value, torch.Tensor | np.ndarray):
         return _copied(value, state, key)
     if isinstance(value, MutableMapping) and isinstance(state, Mapping):
-        lacking = [name for name, child in value.items() if name not in state and holds_object({name: child})]
-        if lacking:
-            raise MissingKey(f"{key!r} was saved without {lacking[0]!r}; leave it out", keys=(f"{key}.{lacking[0]}",))
         new = {name: fill(value.get(name), child, f"{key}.{name}") for name, child in state.items()}
         value.clear()
         value.update(new)  # a Counter adds these to nothing
@@ -109,8 +106,13 @@ def fill(value: Any, state: Any, key: str) -> Any:
     return value
 
 
-def _check_count(value: Any, state: Any, key: str) -> None:
-    """Raise Mismatch for a container with objects of which the checkpoint has more, fewer, or none."""
+def objects_within(value: Any, state: Any, key: str) -> dict[Any, Any]:
+    """The entries of the container ``value`` that are objects, or hold some. ``state``: what was saved of ``value``.
+
+    Raises Mismatch for a state that is no such container, or a list of another length, and MissingKey for one that
+    lacks an entry.
+    """
+    within = dict(value) if isinstance(value, Mapping) else dict(enumerate(value))
     alike = isinstance(state, list | tuple) and len(value) == len(state)
     if not (isinstance(state, Mapping) if isinstance(value, Mapping) else alike):
         raise Mismatch(
@@ -118,6 +120,11 @@ def _check_count(value: Any, state: Any, key: str) -> None:
             "has there; give as many as were saved, or leave it out",
             key=key,
         )
+    objects = {name: child for name, child in within.items() if holds_object([child])}
+    lacking = [name for name in objects if isinstance(state, Mapping) and name not in state]
+    if lacking:
+        raise MissingKey(f"{key!r} was saved without {lacking[0]!r}; leave it out", keys=(f"{key}.{lacking[0]}",))
+    return objects
 
 
 def _load_into(value: Any, state: Any, key: str) -> None:
