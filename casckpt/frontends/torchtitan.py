@@ -198,14 +198,6 @@ class _Weights:
         floating = isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.detach().to(self._dtype) if floating and value.dtype != self._dtype else value
 
-    def state_dict_to_load(self, metadata: Any) -> dict[str, Any]:
-        """They are loaded by way of the model."""
-        raise Unsupported("weights that were exported are loaded into a model")
-
-    def load_state_dict(self, state: Any) -> None:
-        """See `state_dict_to_load`."""
-        raise Unsupported("weights that were exported are loaded into a model")
-
 
 def _refuse(config: CasCheckpointManager.Config) -> None:
     """Refuse what this manager has no part in."""

@@ -114,7 +114,7 @@ class CasCheckpointCallback(TrainerCallback):
     def _check(self, args: Any, given: Mapping[str, Any]) -> None:
         """What of a folder can be known before there is one. Every rank makes the call."""
         if not args.save_only_model:
-            self.checkpointer.check(_Optimizer(Path(args.output_dir), given.get("model"), given.get("optimizer")))
+            self.checkpointer.check(_Folder(None, given.get("model"), given.get("optimizer")))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
         """Save the folder that the trainer has just written. Every rank makes the call, rank 0 has most of it."""
@@ -148,16 +148,21 @@ def _metrics(state: Any, step: int) -> dict[str, float]:
 
 
 class _Folder:
-    """A folder as a `Checkpointer` saves it. ``attachments``: filled when the rest is made: errors reach all ranks."""
+    """A folder as a `Checkpointer` saves it. Without a ``folder``, what is known before there is one: the optimizer.
 
-    def __init__(self, folder: Path, model: Any, optimizer: Any) -> None:
+    ``attachments``: known when `state_dict_to_save` was called, whose errors reach all ranks.
+    """
+
+    def __init__(self, folder: Path | None, model: Any, optimizer: Any) -> None:
         self._folder, self._model = folder, model
         self._optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's is around the one that counts
         self.attachments: dict[str, bytes] = {}
 
     def state_dict_to_save(self) -> dict[str, Any]:
-        """All of it on rank 0, random generators on every rank."""
+        """Return the whole folder on rank 0, and the random generators on every rank."""
         rank = this_rank()
+        if self._folder is None:
+            return self._optimizer_state() if rank == 0 else {}
         rng = {name: path.read_bytes() for name, path in _files(self._folder) if _is_of(name, rank)}
         if rank != 0:
             return {HOME: {"rng": rng}}
@@ -176,22 +181,6 @@ class _Folder:
 
     def _optimizer_state(self) -> dict[str, Any]:
         return {} if self._optimizer is None else {"optim": state_to_save(self._model, self._optimizer)}
-
-    def state_dict_to_load(self, metadata: Any) -> dict[str, Any]:
-        """Nothing is loaded by way of a folder in use."""
-        raise Unsupported("a folder is restored by restore_checkpoint")
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `state_dict_to_load`."""
-        raise Unsupported("a folder is restored by restore_checkpoint")
-
-
-class _Optimizer(_Folder):
-    """What a save by rank 0 adds to a folder."""
-
-    def state_dict_to_save(self) -> dict[str, Any]:
-        """The optimizer's state, on rank 0."""
-        return self._optimizer_state() if this_rank() == 0 else {}
 
 
 def restore_checkpoint(

@@ -56,10 +56,10 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         super().__init__(**options)
         self._book = RunFiles(as_store(store), run, gc=gc)
         self._cast, self._group_options = cast, group_options
-        self._checks: Checkpointer | None = None
         self._settings: TrainerArguments = {
             "allow_pickle": allow_pickle, "health": health, "check_replicas": check_replicas, "owners": owners
         }  # fmt: skip
+        self._checks = self._checkpointer(run)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -145,8 +145,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         self._check()
 
     def _check(self) -> None:
-        if self._checks is not None:
-            self._checks.check_first_steps(self._module(), self.optimizers, _Rest(self._module().trainer))
+        self._checks.check_first_steps(self._module(), self.optimizers, _Rest(self._module().trainer))
 
     def teardown(self) -> None:
         """Wait for a gc that runs."""

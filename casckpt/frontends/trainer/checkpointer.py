@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
@@ -36,7 +36,7 @@ from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments
 from casckpt.frontends.trainer.summary import SaveSummary
 from casckpt.frontends.trainer.throttle import throttled
 from casckpt.frontends.trainer.train_state import restore_rng, rng_state
-from casckpt.frontends.training_state.hub_config import config_files
+from casckpt.frontends.training_state.hub_config import with_config
 from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
 from casckpt.frontends.training_state.stored import MODEL
 from casckpt.history.commits import Commit
@@ -356,9 +356,11 @@ class Checkpointer(RunCheckpoints):
         and InvalidInput for a train state that is neither a dict nor has load_state_dict.
         """
         self.resumed, before = None, dict[str, float]()
-        found = self._find_together(
-            None, lambda: before.update(check_given(train_state, missing, model, optim)), healthy=healthy
-        )
+        self._settle()
+        found = newest_together(
+            open_ranks(self.process_group), self.store, self.run, healthy=healthy,
+            check=lambda: before.update(check_given(train_state, missing, model, optim)),
+        )  # fmt: skip
         if found is not None:
             given = [*model] if isinstance(model, Mapping) else [MODEL]
             given += [name for name, one in ((OPTIM, optim), (TRAIN, train_state)) if one is not None]
@@ -379,7 +381,8 @@ class Checkpointer(RunCheckpoints):
 
     def newest_of_all_ranks(self, step: int | None = None) -> Checkpoint | None:
         """The newest of the run, or that of a step, as rank 0 finds it: the same on every rank, which all call it."""
-        return self._find_together(step, lambda: None)
+        self._settle()
+        return newest_together(open_ranks(self.process_group), self.store, self.run, step)
 
     # inside
 
@@ -412,24 +415,16 @@ class Checkpointer(RunCheckpoints):
             **given,
         )  # fmt: skip
 
-    def _find_together(
-        self, step: int | None, check: Callable[[], None], *, healthy: bool = False
-    ) -> Checkpoint | None:
-        self._settle()
-        return newest_together(open_ranks(self.process_group), self.store, self.run, step, check, healthy=healthy)
-
     def _save_arguments(self, model: TrainModel, **given: Unpack[StepArguments]) -> SaveArguments:
         """For `Store.save`, which checks them where all ranks hear of it."""
-        overwrite, files = given.get("overwrite"), given.get("attachments")
-        if files is None or isinstance(files, Mapping):
-            files = config_files(model) | self._files | dict(files or {})
+        overwrite = given.get("overwrite")
         return {
             "ephemeral": given.get("ephemeral", False),
             "metadata": given.get("metadata"),
             "metrics": given.get("metrics"),
             "healthy": given.get("healthy"),
             "overwrite": self.config.overwrite if overwrite is None else overwrite,
-            "attachments": files,
+            "attachments": with_config(model, given.get("attachments"), self._files),
             "frozen": self.config.frozen,
             "compress": self.config.compress,
             "health": self.config.health,

@@ -43,15 +43,20 @@ _MEANT = 'pass unread="ignore" (or load_optim_state=False, load_trainer_state=Fa
 
 
 @runtime_checkable
-class TrainModule(Protocol):
-    """An object that says by itself what is saved, nested: ``{"model": {...}, "optim": {...}}``, as OLMo-core has it.
-
-    Its `state_dict_to_load` gives what a load is to fill. It is called with an object whose ``state_dict_metadata``
-    has the keys of the checkpoint, and both may take ``optim``: is the optimizer's state wanted?
-    """
+class SavedModule(Protocol):
+    """An object that gives its own state, nested: ``{"model": {...}, "optim": {...}}``, as in OLMo-core."""
 
     def state_dict_to_save(self) -> Mapping[str, Any]:
-        """Give what to save."""
+        """Return the state to save."""
+
+
+@runtime_checkable
+class TrainModule(SavedModule, Protocol):
+    """A `SavedModule` that also loads.
+
+    `state_dict_to_load` returns the state that a load fills. Its argument has the keys of the checkpoint in
+    ``state_dict_metadata``. Both methods may take ``optim``: whether the state of the optimizer is wanted.
+    """
 
     def state_dict_to_load(self, metadata: StoredKeys) -> dict[str, Any]:
         """Give what to fill."""
@@ -68,7 +73,7 @@ class HasState(Protocol):
         """Give what to save of it on this rank."""
 
 
-TrainModel: TypeAlias = AnyModel | TrainModule | Mapping[str, Any]
+TrainModel: TypeAlias = AnyModel | SavedModule | Mapping[str, Any]
 """A model; an object that says by itself what it has; or several models by name, with what else `Store.save` takes."""
 AnyTrainState: TypeAlias = Mapping[str, Any] | HasState | None
 GroupOptions: TypeAlias = Literal["checkpoint", "keep"]
@@ -116,7 +121,7 @@ def _of_one_rank(state: Any) -> Any:
 def _contents(model: TrainModel, optim: AnyOptimizer | None) -> Made:
     if isinstance(model, Mapping):
         return Objects(_with(model, optim)).made()
-    if not isinstance(model, TrainModule):
+    if not isinstance(model, SavedModule):
         return state_of(model, optim)
     if optim is not None:
         raise InvalidInput("a model with state_dict_to_save says by itself what it has; give no optimizer beside it")
@@ -189,18 +194,19 @@ class Restoring:
         train = self._train = self._train_template(stored)
         self._given = replace(self._given, meant=self._meant(has_train=bool(train)))
         if isinstance(model, TrainModule):
-            state, loaded = self._load_module(stored, model, train)
+            loaded = self._load_module(stored, model, train)
         elif isinstance(model, Mapping):
-            state, loaded = self._load_objects(stored, _with(model, optim), train)
+            loaded = self._load_objects(stored, _with(model, optim), train)
         else:
-            state, loaded = self._load_named(stored, groups, model, optims, train)
-            if self._ranks.rank == 0 and optims and groups[OPTIM] is None and wanted.missing is None:
-                log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
+            loaded = self._load_named(stored, groups, model, optims, train)
+        lacks_optimizer = any(key.endswith(".param_groups") for key in loaded.missing_keys)
+        if self._ranks.rank == 0 and lacks_optimizer and wanted.missing is None:
+            log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
         if self._ranks.rank == 0 and self._given.unread == "warn":
             left = [key for key in loaded.unread_subtrees if not that_hold(self._given.meant, [key])]
             warn_unread(loaded.run, loaded.step, [] if says_itself else left, _MEANT)
             warn_moved(loaded.run, loaded.step, _parts_of(stored) if train else {}, self._ranks.size)
-        return loaded, next(iter(state[TRAIN].values())) if train else None
+        return loaded, next(iter(train[TRAIN].values())) if train else None
 
     @property
     def _keeps(self) -> Keeps:
@@ -237,21 +243,18 @@ class Restoring:
 
     @normal_tensors()
     def _load_named(
-        self, stored: StoredTraining, groups: Groups, model: AnyModel, optims: list[Optimizer], train: dict[str, Any]
-    ) -> tuple[dict[str, Any], Checkpoint]:
+        self, stored: StoredTraining, groups: Groups, model: Any, optims: list[Optimizer], train: dict[str, Any]
+    ) -> Checkpoint:
         def make() -> nn.Module:
             self._check_there(stored, stored.has_optimizer())
             return as_model(model)
 
         loading = TrainingStateLoad(stored, groups, self._given, **self._keeps)
-        loading.prepare(self._ranks, make, {OPTIM: optims})
-        loading.state.update(train)
-        given = replace(self._given, rename=loading.rename, ignore_mismatched=loading.ignored, unread="ignore")
-        return loading.state, loading.install(self._fill(stored, loading.state, given))
+        return loading.load(
+            self._ranks, make, {OPTIM: optims}, lambda state, given: self._fill(stored, state | train, given)
+        )
 
-    def _load_objects(
-        self, stored: StoredTraining, whole: dict[str, Any], train: dict[str, Any]
-    ) -> tuple[dict[str, Any], Checkpoint]:
+    def _load_objects(self, stored: StoredTraining, whole: dict[str, Any], train: dict[str, Any]) -> Checkpoint:
         wanted, optims = self._wanted, [key for key, value in whole.items() if is_optimizer(value)]
         has_any, absent = any(map(stored.has_optimizer, optims)), list[str]()
         on_each(self._ranks, lambda: self._check_there(stored, has_any))
@@ -261,23 +264,18 @@ class Restoring:
                 del whole[key]
             if not is_wanted:
                 absent.append(f"{key}.param_groups")
-            if not is_wanted and self._ranks.rank == 0 and wanted.missing is None:
-                log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
 
-        state = whole | train
         loaded = load_objects(
-            self._store, self._ranks, state, stored.checkpoint, given=self._given_for_all,
+            self._store, self._ranks, whole | train, stored.checkpoint, given=self._given_for_all,
             load=lambda template, _, given: self._fill(stored, template, given), **self._keeps,
         )  # fmt: skip
-        return state, replace(loaded, missing_keys=(*loaded.missing_keys, *absent))
+        return replace(loaded, missing_keys=(*loaded.missing_keys, *absent))
 
     def _saved_key(self, key: str) -> str:
         """The key of the checkpoint for one here. The train state's are no names of a user."""
         return key if key.startswith(f"{TRAIN}.") else renamer(self._given.rename)(key)
 
-    def _load_module(
-        self, stored: StoredTraining, model: TrainModule, train: dict[str, Any]
-    ) -> tuple[dict[str, Any], Checkpoint]:
+    def _load_module(self, stored: StoredTraining, model: TrainModule, train: dict[str, Any]) -> Checkpoint:
         optim = self._wanted.optim
         if optim is None:
             optim = self._wanted.missing == "raise" or bool(stored.keys_below(OPTIM))
@@ -287,10 +285,9 @@ class Restoring:
             return dict(_template_of(model, StoredKeys(stored.manifest.tensors), optim=optim))
 
         state = on_each(self._ranks, make) | train
-        filled = self._fill(stored, state, self._given_for_all)
-        loaded = {key: value for key, value in state.items() if key != TRAIN}
-        on_each(self._ranks, lambda: model.load_state_dict(loaded))
-        return state, filled
+        loaded = self._fill(stored, state, self._given_for_all)
+        on_each(self._ranks, lambda: model.load_state_dict({k: v for k, v in state.items() if k != TRAIN}))
+        return loaded
 
     @property
     def _given_for_all(self) -> LoadOptions:

@@ -41,7 +41,13 @@ def newest_healthy(store: Store, run: str) -> Commit | None:
 
 
 def newest_together(
-    ranks: Ranks, store: Store, run: str, step: int | None, check: Callable[[], None], *, healthy: bool
+    ranks: Ranks,
+    store: Store,
+    run: str,
+    step: int | None = None,
+    *,
+    healthy: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> Checkpoint | None:
     """`newest` as rank 0 finds it. ``check``: called on each rank; what it raises, all raise.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -27,7 +28,9 @@ def config_files(model: Any) -> dict[str, bytes]:
     if isinstance(model, Mapping):
         model = model.get(MODEL)
     inner = _unwrapped(model[0] if isinstance(model, list | tuple) and len(model) == 1 else model)
-    if not _is_pretrained(inner) or getattr(inner, "_hf_peft_config_loaded", False):
+    # by name: Transformers takes seconds to import, and is imported where there is such a model
+    is_pretrained = any(f"{base.__module__}.{base.__qualname__}" == _BASE for base in type(inner).__mro__)
+    if not is_pretrained or getattr(inner, "_hf_peft_config_loaded", False):
         return {}
     try:
         found = {"config.json": _config(inner)}
@@ -39,10 +42,13 @@ def config_files(model: Any) -> dict[str, bytes]:
     return {name: json.dumps(text, indent=2, sort_keys=True).encode() + b"\n" for name, text in found.items()}
 
 
-def with_config(model: Any, attachments: Any) -> Any:
-    """``attachments``, and `config_files` beside them; what no dict is stays as it is, for `Store.save` to refuse."""
+def with_config(model: Any, attachments: Any, files: Mapping[str, bytes] = MappingProxyType({})) -> Any:
+    """Return ``attachments`` with ``files`` and `config_files` beside them.
+
+    ``attachments``: None, a mapping, or anything else, which is returned as it is: `Store.save` refuses it.
+    """
     given = attachments or {}
-    return config_files(model) | dict(given) if isinstance(given, Mapping) else given
+    return config_files(model) | dict(files) | dict(given) if isinstance(given, Mapping) else given
 
 
 def _config(model: Any) -> dict[str, Any]:
@@ -62,8 +68,3 @@ def _unwrapped(model: Any) -> Any:
     while isinstance(model, nn.Module) and (child := wrapped_child(model)) is not None:
         model = model._modules.get(child)
     return model
-
-
-def _is_pretrained(model: Any) -> bool:
-    """Asked by name: Transformers takes seconds to import, and whoever has such a model has done so."""
-    return any(f"{base.__module__}.{base.__qualname__}" == _BASE for base in type(model).__mro__)

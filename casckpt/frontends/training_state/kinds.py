@@ -54,9 +54,8 @@ class StateKind:
         """None for one that takes steps in its own way."""
         step = type(optim).step
         name = step.__qualname__.partition(".")[0]
-        if not _is_torchs(step) or name not in _ALWAYS:
-            return None
-        return cls(name)
+        is_torchs = f"{step.__module__}.".startswith("torch.optim.")
+        return cls(name) if is_torchs and name in _ALWAYS else None
 
     def needs(self, options: Mapping[str, Any]) -> set[str]:
         """The names without which a step fails, with these options of the group."""
@@ -86,7 +85,3 @@ class StateKind:
                 "leave the optimizer out)",
                 key=key,
             )
-
-
-def _is_torchs(thing: Any) -> bool:
-    return f"{thing.__module__}.".startswith("torch.optim.")

@@ -117,6 +117,19 @@ class TrainingStateLoad:
         self._optimizers: dict[str, list[_OptimizerPlan]] = {}
         self._absent: tuple[str, ...] = ()
 
+    def load(
+        self,
+        ranks: Ranks,
+        make: Callable[[], nn.Module],
+        optims: Mapping[str, Sequence[Optimizer]],
+        fill: Callable[[dict[str, Any], LoadOptions], Checkpoint],
+    ) -> Checkpoint:
+        """Call `prepare`, ``fill`` and `install`. ``fill``: loads into a state, with the options that it is given."""
+        self.prepare(ranks, make, optims)
+        rename = Renaming(self.saved_key, self._given.rename)
+        given = replace(self._given, rename=rename, ignore_mismatched=self.ignored, unread="ignore")
+        return self.install(fill(self.state, given))
+
     def prepare(self, ranks: Ranks, make: Callable[[], nn.Module], optims: Mapping[str, Sequence[Optimizer]]) -> None:
         """Find out where the model's tensors stand, and check all before anything is read. Every rank calls it.
 
@@ -136,7 +149,8 @@ class TrainingStateLoad:
             self._saved_key = renamer(self._given.rename)
             self._module = make()
             self._model = ModelTemplate(self._module, strict=self._strict)
-            fits[:] = [self._fit(bare=bare) for bare in ((False,) if self._is_nested else (False, True))]
+            only_nested = self.at != MODEL or self._stored.is_nested
+            fits[:] = [self._fit(bare=bare) for bare in ((False,) if only_nested else (False, True))]
             return [fit.is_full for fit in fits]
 
         def settled(found: Sequence[list[bool]]) -> Sequence[bool | None]:
@@ -158,11 +172,6 @@ class TrainingStateLoad:
         self._saved_start = self._start_there()
         if self._keeps.get("leave_resized"):
             self.ignored += tuple(glob.escape(key) for key in fits[self._bare].misfits)
-
-    @property
-    def _is_nested(self) -> bool:
-        """Whether the names of the model can only be below its key."""
-        return self.at != MODEL or self._stored.is_nested
 
     def _fit(self, *, bare: bool) -> Fit:
         """How this rank's tensors fit: by name, or by the memory that they share with one that fits."""
@@ -275,11 +284,6 @@ class TrainingStateLoad:
 
     def _is_ignored(self, name: str) -> bool:
         return matches(f"{self._start}{name}", self.ignored)
-
-    @property
-    def rename(self) -> Renaming:
-        """For `Store.load`."""
-        return Renaming(self.saved_key, self._given.rename)
 
     def saved_key(self, key: str) -> str:
         """Where in the checkpoint the value for a key of ``state`` is. The optimizer's say that."""

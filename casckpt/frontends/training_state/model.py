@@ -43,7 +43,8 @@ def model_state(model: nn.Module) -> OrderedDict[str, Any]:
     state: OrderedDict[str, Any] = OrderedDict()
     for name, value in live.items():
         part = parts.get(id(value))
-        state[name] = part.shard(part.data) if part is not None else _in_full(value, dtypes)
+        full = value.to(dtypes[id(value)]) if id(value) in dtypes else value
+        state[name] = full if part is None else part.shard(part.data)
     unread = passed_by(model, live, strict=False)
     if unread and this_rank() == 0:
         _tell(listed(list(unread)))
@@ -82,16 +83,16 @@ def _is_offloaded(module: nn.Module) -> bool:
     return any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ())))
 
 
-def _in_full(value: Any, dtypes: Mapping[int, torch.dtype]) -> Any:
-    dtype = dtypes.get(id(value))
-    return value if dtype is None else value.to(dtype)
-
-
 def _plain_names(model: nn.Module, raw: Mapping[str, Any]) -> dict[str, str]:
     names = {key: plain_name(model, key) for key in raw}
-    if len(set(names.values())) != len(names):
-        twice = next(name for name in names.values() if list(names.values()).count(name) > 1)
-        raise InvalidInput(f"two keys of the model's state_dict have the plain name {twice!r}; rename one", key=twice)
+    values = dict[str, Any]()
+    for key, name in names.items():
+        if values.setdefault(name, raw[key]) is not raw[key]:
+            raise InvalidInput(
+                f"two parts of the model have the name {name!r}. Rename one; or, if these are several models, "
+                'give a dict of them and their optimizers, as {"generator": g, "discriminator": d, ...}',
+                key=name,
+            )
     return names
 
 
@@ -104,7 +105,7 @@ def passed_by(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> di
     in other ways, any module above may read. ``strict``: other names of parameters count, which torch then refuses.
     """
     suspects = [name for name, value in state.items() if strict or not isinstance(value, nn.Parameter)]
-    roots: Sequence[nn.Module] = model.parts if isinstance(model, Parts) else (model,)
+    roots: Sequence[nn.Module] = tuple(model) if isinstance(model, Parts) else (model,)
     modules: defaultdict[str, list[nn.Module]] = defaultdict(list)
     for root in roots if suspects else ():
         for path, module in root.named_modules(remove_duplicate=False):

@@ -6,6 +6,7 @@ from torch import nn
 
 from casckpt.errors import InvalidInput
 from casckpt.frontends.training_state.flat import flat_parts, reshard
+from casckpt.frontends.training_state.parts import Parts
 
 WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
@@ -38,6 +39,9 @@ def plain_name(model: nn.Module, name: str) -> str:
     rest = name.split(".")
     plain: list[str] = []
     while rest and module is not None:
+        if isinstance(module, Parts):
+            module = module._modules.get(rest.pop(0))
+            continue
         child = wrapped_child(module)
         if child is None:
             plain.append(rest.pop(0))

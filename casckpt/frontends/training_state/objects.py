@@ -179,9 +179,10 @@ def load_objects(
     places = on_each(ranks, lambda: {key: stored.optimizer_at(key, given.rename) for key in objects.optimizers})
     silent = replace(given, unread="ignore")  # `Store.load` says what is left
     loads = [TrainingStateLoad(stored, groups, silent, at=key, places=places, **keeps) for key in modules]
-    for one in loads:  # of a module that this rank may lack: then it has a part of it with nothing in it
+    parts = {key: objects.modules.get(key, nn.Module()) for key in modules}  # an empty part where this rank has none
+    for one in loads:
         optims = {name: [optim] for name, optim in objects.optimizers.items() if objects.owners[name] == one.at}
-        one.prepare(ranks, partial(objects.modules.get, one.at, nn.Module()), optims)
+        one.prepare(ranks, partial(parts.__getitem__, one.at), optims)
     template, options = on_each(ranks, lambda: _template(objects, stored, loads, places, given))
     loaded = load(template, stored.checkpoint, options)
     for one in loads:

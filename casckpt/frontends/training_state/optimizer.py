@@ -71,19 +71,11 @@ def named_groups(model: nn.Module, optim: Optimizer) -> list[list[NamedParameter
     return groups
 
 
-def optimizer_state(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
-    """``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`` of live tensors. Changes nothing.
-
-    Raises InvalidInput for a parameter that is not the model's, or an optimizer that keeps state anywhere else.
-    """
-    optim = local_optimizer(optim)
-    return _state_of(optim, named_groups(model, optim))
-
-
 def state_to_save(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
-    """`optimizer_state` as `Store.save` takes it from many ranks: it is known of each tensor which part is here.
+    """Return the state of ``optim`` with live tensors: a tensor of which this rank holds a part says which.
 
-    Raises InvalidInput as `optimizer_state` does, and for a tensor that may be any part of some whole.
+    It is ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``. Raises InvalidInput for a parameter
+    that is not in the model, for an optimizer with state elsewhere, and for a tensor that may be an unknown part.
     """
     optim = local_optimizer(optim)
     groups, parts = named_groups(model, optim), flat_parts(model)
@@ -167,7 +159,8 @@ def flatten_optimizer_state(model: nn.Module, optim: Optimizer) -> dict[str, Any
     Keys are ``state.<parameter>.<what>``, ``param_groups`` (``param_groups.<index>.<option>`` where an option is a
     tensor) and ``tree``: bytes from which `unflatten_optimizer_state` knows lists and what is empty.
     """
-    flat = flatten(optimizer_state(model, optim))
+    optim = local_optimizer(optim)
+    flat = flatten(_state_of(optim, named_groups(model, optim)))
     return {key: leaf.value for key, leaf in flat.leaves.items()} | {_TREE: encode_tree(flat.tree)}
 
 

@@ -111,10 +111,10 @@ def load_model_and_optim_state(
         ranks, store, ref, optimizers=lambda: [OPTIM] if as_optimizers(optim) else [], required=given.strict,
         allow_pickle=given.allow_pickle,
     )  # fmt: skip
-    loading = TrainingStateLoad(stored, groups, given)
-    loading.prepare(ranks, lambda: as_model(model), {OPTIM: as_optimizers(optim)})
-    options |= {"ignore_mismatched": loading.ignored, "unread": "ignore", "rename": loading.rename}
-    loaded = loading.install(stored.store.load(loading.state, stored.checkpoint, **options))
+    loaded = TrainingStateLoad(stored, groups, given).load(
+        ranks, lambda: as_model(model), {OPTIM: as_optimizers(optim)},
+        lambda state, given: stored.store._load(state, stored.checkpoint, given),
+    )  # fmt: skip
     if ranks.rank == 0 and given.unread == "warn":
         left = [key for key in loaded.unread_subtrees if optim is not None or not is_within(key, OPTIM)]
         warn_unread(loaded.run, loaded.step, left, 'pass unread="ignore"')

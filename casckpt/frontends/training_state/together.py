@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
@@ -173,13 +174,10 @@ def find(
         groups: Groups = {}
         for key in sorted({key for _, wanted in told for key in wanted}):
             at = stored.optimizer_at(key, rename)
-            is_read = required or stored.has_optimizer(at)
-            try:
-                groups[key] = stored.groups(at, allow_pickle=allow_pickle) if is_read else None
-            except Mismatch:
-                if not lenient:
-                    raise
-                groups[key] = None
+            groups[key] = None
+            with suppress(*([Mismatch] if lenient else [])):
+                if required or stored.has_optimizer(at):
+                    groups[key] = stored.groups(at, allow_pickle=allow_pickle)
         return everyone((stored.commit, stored.manifest, groups), ranks.size)
 
     commit, manifest, groups = ranks.exchange(hello, look)

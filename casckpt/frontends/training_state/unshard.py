@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -42,11 +43,8 @@ def unshard_model_state(
     Raises MissingKey if nothing matches, NotFound, Damaged and StorageError as `Store.read` does, on every rank alike;
     InvalidInput (a ValueError) for ``no_dist`` with ``rank0_only`` off rank 0.
     """
-
-    def read(stored: StoredTraining, groups: StoredGroups | None) -> dict[str, Any]:
-        return _model_of(stored, keys, device, options)
-
-    return _unshard(store, ref, read, rank0_only=rank0_only, no_dist=no_dist)
+    read = partial(_model_of, keys=keys, device=device, options=options)
+    return _unshard(store, ref, lambda stored, _: read(stored), rank0_only=rank0_only, no_dist=no_dist)
 
 
 def _model_of(
@@ -58,10 +56,8 @@ def _model_of(
     wanted = usable_patterns(["*"] if keys is None else keys) or ()
     patterns = [_pattern(pattern, names, stored.where) for pattern in wanted]
     state = stored.store.read(stored.checkpoint, keys=patterns, device=device, **options)
-    found: OrderedDict[str, Any] = OrderedDict()
-    for key, value in _named_values(state, ""):
-        if key.startswith("model."):
-            found[key.removeprefix("model.")] = value
+    values = ((key, value) for key, value in _named_values(state, "") if key.startswith("model."))
+    found = OrderedDict[str, Any]((key.removeprefix("model."), value) for key, value in values)
     metadata = getattr(state.get("model"), "_metadata", None)
     if metadata is not None:
         vars(found)["_metadata"] = metadata
