@@ -758,8 +758,8 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "an option is compared with a tensor",
         "_same",
-        "isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor",
-        "(isinstance(other, torch.Tensor)",
+        "isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor",
+        "(isinstance(second, torch.Tensor)",
         "tests/frontends/test_training_state_matching.py",
     ),
     (

@@ -1607,8 +1607,8 @@ PLANTED = (
     Planted(
         "a rename that is shown exchanges two weights",
         "_ending",
-        "found[key] = max(there, key=partial(_common_parts, key))",
-        "found[key] = there[0]",
+        "pairs[key] = max(there, key=partial(_common_parts, key))",
+        "pairs[key] = there[0]",
         "tests/loading/test_fit.py",
     ),
     Planted(

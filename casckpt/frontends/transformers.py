@@ -266,14 +266,14 @@ def _attachments(folder: Path) -> dict[str, bytes]:
         raise NotFound(
             f"{folder} is not there: the trainer has removed it, or writes elsewhere (a hyperparameter search?)"
         )
-    found = {}
+    attachments = {}
     for name, path in _files(folder):
         if name.endswith(_SAFETENSORS) or name == OPTIMIZER or RNG.fullmatch(name):
             continue
         if path.stat().st_size > _MAX_FILE:
             raise InvalidInput(f"{path} has more than {_MAX_FILE >> 20} MiB, and is no safetensors; keep it elsewhere")
-        found[name] = path.read_bytes()
-    return found
+        attachments[name] = path.read_bytes()
+    return attachments
 
 
 def _refuse_foreign(folder: Path) -> None:

@@ -177,16 +177,16 @@ def missed_pairs(unfilled: Shapes, unread: Shapes) -> dict[str, str]:
 def _ending(longer: Shapes, shorter: Shapes) -> dict[str, str]:
     """Keys of ``longer`` whose names end with that of a key of ``shorter``, each with that key, by the longest end."""
     by_name = grouped(shorter, lambda key: (plain(key), tuple(shorter[key])))
-    found: dict[str, str] = {}
+    pairs: dict[str, str] = {}
     for key, shape in longer.items():
         end = plain(key)
         while end and not by_name.get((end, tuple(shape))):
             end = end.partition(".")[2]
         if end:
             there = by_name[end, tuple(shape)]
-            found[key] = max(there, key=partial(_common_parts, key))
-            there.remove(found[key])
-    return found
+            pairs[key] = max(there, key=partial(_common_parts, key))
+            there.remove(pairs[key])
+    return pairs
 
 
 def _common_parts(one: str, other: str) -> int:

@@ -35,11 +35,11 @@ def _look(node: Node, path: Path, unread: frozenset[str], dropped: list[str]) ->
     if isinstance(node, int):
         return 1, int(join(path) in unread), []
     leaves, left, single = 0, 0, 0
-    found: list[str] = []
+    containers: list[str] = []
     own: list[str] = []
     for element, child in children(node):
         child_leaves, child_left, below = _look(child, (*path, element), unread, dropped)
-        leaves, left, found = leaves + child_leaves, left + child_left, found + below
+        leaves, left, containers = leaves + child_leaves, left + child_left, containers + below
         if isinstance(child, int):
             single += 1
             own += [join((*path, element))] if child_left else []
@@ -47,7 +47,7 @@ def _look(node: Node, path: Path, unread: frozenset[str], dropped: list[str]) ->
         return leaves, left, [join(path)]
     if path or len(own) < single:
         dropped += own
-    return leaves, left, found
+    return leaves, left, containers
 
 
 def is_within(key: str, subtree: str) -> bool:

@@ -357,13 +357,13 @@ class Checkpointer(RunCheckpoints):
         """
         self.resumed, before = None, dict[str, float]()
         self._settle()
-        found = newest_together(
+        checkpoint = newest_together(
             open_ranks(self.process_group), self.store, self.run, healthy=healthy,
             check=lambda: before.update(check_given(train_state, missing, model, optim)),
         )  # fmt: skip
-        if found is not None:
+        if checkpoint is not None:
             given = [*model] if isinstance(model, Mapping) else [MODEL]
-            given += [name for name, one in ((OPTIM, optim), (TRAIN, train_state)) if one is not None]
+            given += [name for name, value in ((OPTIM, optim), (TRAIN, train_state)) if value is not None]
             demand = True if missing == "raise" else None
             strict = missing == "raise" if strict is None else strict
             wanted = LoadRequest(
@@ -371,13 +371,13 @@ class Checkpointer(RunCheckpoints):
                 given=self._load_options(unread=unread, cast=cast, strict=strict, rename=rename),
                 pre_download=self.config.pre_download, options=options, missing=missing, train_state=train_state,
             )  # fmt: skip
-            found, state = self._restore(found, model, optim, wanted)
-            ranks, mine = open_ranks(self.process_group), (found, given, wanted, state, before, model, optim)
-            self.resumed = Resumed(found, *ranks.exchange(lambda: outcome_of(*mine), of_all_ranks))
+            checkpoint, state = self._restore(checkpoint, model, optim, wanted)
+            ranks, mine = open_ranks(self.process_group), (checkpoint, given, wanted, state, before, model, optim)
+            self.resumed = Resumed(checkpoint, *ranks.exchange(lambda: outcome_of(*mine), of_all_ranks))
             if ranks.rank == 0:
                 self.resumed.log()
         self._check(model, optim, train_state, "off")  # not samples: ranks may be made equal later, as by DDP
-        return found
+        return checkpoint
 
     def newest_of_all_ranks(self, step: int | None = None) -> Checkpoint | None:
         """The newest of the run, or that of a step, as rank 0 finds it: the same on every rank, which all call it."""

@@ -48,17 +48,17 @@ def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Contain
     """
     if rotation.is_empty or not visible:
         return []
-    current = sorted({one.step: one for one in visible}.values(), key=lambda one: one.order)
-    permanent = [one for one in current if not one.committed.ephemeral]
-    keep = {one.txid for one in newest_of([*map(kept_of, current)])}
-    keep |= {one.txid for one in current if one.step in rotation.fixed}
+    current = sorted({commit.step: commit for commit in visible}.values(), key=lambda commit: commit.order)
+    permanent = [commit for commit in current if not commit.committed.ephemeral]
+    keep = {commit.txid for commit in newest_of([*map(kept_of, current)])}
+    keep |= {commit.txid for commit in current if commit.step in rotation.fixed}
     if rotation.keep is not None:
-        forgotten = {one.txid for one in plan_forget(map(kept_of, permanent), rotation.keep, now)}
-        keep |= {one.txid for one in permanent} - forgotten
+        forgotten = {commit.txid for commit in plan_forget(map(kept_of, permanent), rotation.keep, now)}
+        keep |= {commit.txid for commit in permanent} - forgotten
     if rotation.max_checkpoints is not None:
-        counted = [one for one in permanent if one.step not in rotation.fixed and one.txid not in tagged]
-        keep |= {one.txid for one in counted[-rotation.max_checkpoints :]}
-    return [one for one in visible if one.txid not in keep and one.txid not in tagged]
+        counted = [commit for commit in permanent if commit.step not in rotation.fixed and commit.txid not in tagged]
+        keep |= {commit.txid for commit in counted[-rotation.max_checkpoints :]}
+    return [commit for commit in visible if commit.txid not in keep and commit.txid not in tagged]
 
 
 def rotate(repo: Repository, run: str, rotation: Rotation) -> list[Commit]:
@@ -76,8 +76,8 @@ def rotate(repo: Repository, run: str, rotation: Rotation) -> list[Commit]:
     if not plan_rotation(visible, rotation, (), now):  # tags only ever keep more
         return []
     tagged = tagged_txids(tags(repo, slack=FOREIGN_CLOCKS), visible)
-    chosen = plan_rotation(visible, rotation, tagged, now)
-    return forget_and_purge(repo, chosen)
+    dropped = plan_rotation(visible, rotation, tagged, now)
+    return forget_and_purge(repo, dropped)
 
 
 def _tell_of_metrics(run: str, visible: Sequence[Commit], rotation: Rotation) -> None:

@@ -142,7 +142,7 @@ def let_go(model: nn.Module) -> None:
 
 def full_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
     """The dtype, by id(), that each buffer had before FSDP's mixed precision lowered it."""
-    found: dict[int, torch.dtype] = {}
+    dtypes: dict[int, torch.dtype] = {}
     for module in _fsdp_modules(model):
         if module._mixed_precision_enabled_for_buffers():
             from torch.distributed.fsdp._common_utils import clean_tensor_name
@@ -150,8 +150,8 @@ def full_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
             for name, buffer in module.named_buffers():
                 dtype = module._buffer_name_to_orig_dtype.get(clean_tensor_name(name), buffer.dtype)
                 if dtype != buffer.dtype:
-                    found[id(buffer)] = dtype
-    return found
+                    dtypes[id(buffer)] = dtype
+    return dtypes
 
 
 @contextmanager

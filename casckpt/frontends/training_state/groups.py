@@ -53,38 +53,38 @@ def match(
     names: dict[int, str] = {}
     owners: dict[str, str] = {}
     missing = []
-    for one in (member for group in here for member in group):
-        hits = [name for name in dict.fromkeys(map(saved_name, one.names)) if name in group_of]
-        if len(hits) > 1:
-            raise Mismatch(f"{hits} are one parameter here, but were several in the checkpoint", keys=tuple(hits))
-        if hits:
-            names[id(one.parameter)] = hits[0]
-            if owners.setdefault(hits[0], one.names[0]) != one.names[0]:
+    for named in (member for group in here for member in group):
+        matches = [name for name in dict.fromkeys(map(saved_name, named.names)) if name in group_of]
+        if len(matches) > 1:
+            raise Mismatch(f"{matches} are one parameter here, but were several in the checkpoint", keys=tuple(matches))
+        if matches:
+            names[id(named.parameter)] = matches[0]
+            if owners.setdefault(matches[0], named.names[0]) != named.names[0]:
                 raise InvalidInput(
-                    f"rename gives the saved {hits[0]!r} for two parameters of the optimizer, {owners[hits[0]]!r} and "
-                    f"{one.names[0]!r}; map each to one of its own, or load the model alone (optim=None; from a "
-                    "dict, leave the optimizer out)",
-                    key=hits[0],
+                    f"rename gives the saved {matches[0]!r} for two parameters of the optimizer, "
+                    f"{owners[matches[0]]!r} and {named.names[0]!r}; map each to one of its own, or load the model "
+                    "alone (optim=None; from a dict, leave the optimizer out)",
+                    key=matches[0],
                 )
         else:
-            missing.append(one.names[0])
+            missing.append(named.names[0])
     used = set(names.values())
     options = []
     for number, group in enumerate(here):
-        origins = [group_of[names[id(one.parameter)]] for one in group if id(one.parameter) in names]
+        origins = [group_of[names[id(named.parameter)]] for named in group if id(named.parameter) in names]
         options.append({} if keep_options else _options(number, group, list(dict.fromkeys(origins)), saved))
     return Match(names, options, tuple(missing), tuple(name for name in group_of if name not in used))
 
 
-def check(found: Match, defaults: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], where: str) -> None:
+def check(matched: Match, defaults: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], where: str) -> None:
     """Raise MissingKey or Mismatch, naming parameters or options, unless the checkpoint has all that is here.
 
     That nothing else is in it, `check_unused` is for: another rank may have it.
     """
-    if found.missing:
-        raise MissingKey(_other_parameters(where, found.missing, found.unused), keys=found.missing)
-    unused = frozenset(found.unused)
-    for group in (one for one in saved if not one["params"] or not unused.issuperset(one["params"])):
+    if matched.missing:
+        raise MissingKey(_other_parameters(where, matched.missing, matched.unused), keys=matched.missing)
+    unused = frozenset(matched.unused)
+    for group in (group for group in saved if not group["params"] or not unused.issuperset(group["params"])):
         lacking = [name for name in defaults if name not in group and name not in _ADDED_LATER]
         unknown = [name for name in group if name not in defaults and name not in ("params", _NAMES)]
         if lacking and unknown:
@@ -113,20 +113,20 @@ def _other_parameters(where: str, missing: Sequence[str], unused: Sequence[str])
 
 def merged(groups_of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """The groups of ranks that have other parameters each: those of one number and with the same options are one."""
-    found: list[dict[str, Any]] = []
+    united: list[dict[str, Any]] = []
     known: set[str] = set()
     for groups in groups_of_ranks:
         for number, group in enumerate(groups):
             new = [at for at, name in enumerate(group["params"]) if name not in known]
             known.update(group["params"])
-            mine = dict(group) | {key: [group[key][at] for at in new] for key in ("params", _NAMES) if key in group}
-            if number < len(found) and _same(_without_parameters(found[number]), _without_parameters(mine)):
+            own = dict(group) | {key: [group[key][at] for at in new] for key in ("params", _NAMES) if key in group}
+            if number < len(united) and _same(_without_parameters(united[number]), _without_parameters(own)):
                 for key in ("params", _NAMES):
-                    if key in mine:
-                        found[number][key] = [*found[number].get(key, []), *mine[key]]
+                    if key in own:
+                        united[number][key] = [*united[number].get(key, []), *own[key]]
             elif new or not group["params"]:
-                found.append(mine)
-    return found
+                united.append(own)
+    return united
 
 
 def _options(
@@ -155,11 +155,11 @@ def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", _NAMES)}
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, list | tuple) and type(one) is type(other):
-        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
-    return type(one) is type(other) and bool(one == other)
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, list | tuple) and type(first) is type(second):
+        return len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(_same(value, second[key]) for key, value in first.items())
+    return type(first) is type(second) and bool(first == second)

@@ -33,13 +33,13 @@ def config_files(model: Any) -> dict[str, bytes]:
     if not is_pretrained or getattr(inner, "_hf_peft_config_loaded", False):
         return {}
     try:
-        found = {"config.json": _config(inner)}
+        files = {"config.json": _config(inner)}
         if getattr(inner, "generation_config", None) is not None:
-            found["generation_config.json"] = json.loads(inner.generation_config.to_json_string())
+            files["generation_config.json"] = json.loads(inner.generation_config.to_json_string())
     except (TypeError, ValueError) as error:  # Transformers could not write them either; no save fails for that
         log.warning("the config of a %s does not travel along: %s", type(inner).__name__, error)
         return {}
-    return {name: json.dumps(text, indent=2, sort_keys=True).encode() + b"\n" for name, text in found.items()}
+    return {name: json.dumps(text, indent=2, sort_keys=True).encode() + b"\n" for name, text in files.items()}
 
 
 def with_config(model: Any, attachments: Any, files: Mapping[str, bytes] = MappingProxyType({})) -> Any:

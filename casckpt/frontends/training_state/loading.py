@@ -305,9 +305,9 @@ class TrainingStateLoad:
         there = self._stored.bare_keys() if self._bare else self._stored.keys_below(self._saved_start[:-1])
         return [name for name in there if name not in wanted and not name.startswith(extra)]
 
-    def check_unused(self, found: Sequence[Unused]) -> Sequence[None]:
+    def check_unused(self, unused_of_ranks: Sequence[Unused]) -> Sequence[None]:
         """On rank 0: raise Mismatch for names of the checkpoint that no rank has."""
-        names, where = on_no_rank([unused.model for unused in found]), self._stored.where
+        names, where = on_no_rank([unused.model for unused in unused_of_ranks]), self._stored.where
         if self._warns and not any(map(is_adapter, self._model.values)):
             adapters = [name for name in names if is_adapter(name)]
             there = self._stored.weights()
@@ -315,12 +315,12 @@ class TrainingStateLoad:
         if names and self._strict:
             what = f"the model in {where} has {listed(names)}, which this model does not have"
             raise Mismatch(f"{what}; pass strict=False to leave them out", keys=tuple(names))
-        names += on_no_rank([unused.beside for unused in found])
+        names += on_no_rank([unused.beside for unused in unused_of_ranks])
         if names and self._warns:
             self._said.append(f"{where} has {listed(names)}, which this model does not have: they are left out")
         if self._strict:
-            check_unused(on_no_rank([unused.optimizer for unused in found]), where)
-        return [None] * len(found)
+            check_unused(on_no_rank([unused.optimizer for unused in unused_of_ranks]), where)
+        return [None] * len(unused_of_ranks)
 
     def install(self, loaded: Checkpoint) -> Checkpoint:
         """Hand what was loaded to the model and the optimizer."""

@@ -110,7 +110,7 @@ def passed_by(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> di
     for root in roots if suspects else ():
         for path, module in root.named_modules(remove_duplicate=False):
             modules[plain_name(root, path)].append(module)
-    found: dict[str, list[str]] = {}
+    unread: dict[str, list[str]] = {}
     names_below = cache(lambda path: [name for name in state if not path or is_within(name, path)])
     for name in suspects:
         path, _, last = name.rpartition(".")
@@ -121,8 +121,8 @@ def passed_by(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> di
         writes = any(_has_own(owner, "_save_to_state_dict") for owner in owners)
         readers = owners if writes else [module for path in above for module in modules[path]]
         if not any(_loads(module, is_root=module in roots) for module in readers):
-            found[name] = names_below(above[-1]) if writes else [name]
-    return found
+            unread[name] = names_below(above[-1]) if writes else [name]
+    return unread
 
 
 @cache

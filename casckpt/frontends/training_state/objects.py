@@ -167,8 +167,8 @@ def load_objects(
         check_replaceable(state, made[0].plain)
         return WithObjects(list(made[0].modules), list(made[0].by_key))
 
-    def unite(found: Sequence[WithObjects]) -> Sequence[list[str]]:
-        return everyone(sorted({key for one in found for key in one.value}), ranks.size)
+    def unite(messages: Sequence[WithObjects]) -> Sequence[list[str]]:
+        return everyone(sorted({key for message in messages for key in message.value}), ranks.size)
 
     modules = ranks.exchange(hello, unite)
     objects, allow_pickle = made[0], given.allow_pickle
@@ -180,13 +180,13 @@ def load_objects(
     silent = replace(given, unread="ignore")  # `Store.load` says what is left
     loads = [TrainingStateLoad(stored, groups, silent, at=key, places=places, **keeps) for key in modules]
     parts = {key: objects.modules.get(key, nn.Module()) for key in modules}  # an empty part where this rank has none
-    for one in loads:
-        optims = {name: [optim] for name, optim in objects.optimizers.items() if objects.owners[name] == one.at}
-        one.prepare(ranks, partial(parts.__getitem__, one.at), optims)
+    for module_load in loads:
+        optims = {name: [optim] for name, optim in objects.optimizers.items() if objects.owners[name] == module_load.at}
+        module_load.prepare(ranks, partial(parts.__getitem__, module_load.at), optims)
     template, options = on_each(ranks, lambda: _template(objects, stored, loads, places, given))
     loaded = load(template, stored.checkpoint, options)
-    for one in loads:
-        loaded = one.install(loaded)
+    for module_load in loads:
+        loaded = module_load.install(loaded)
     left = {*loaded.missing_keys, *loaded.mismatched_keys}
     on_each(ranks, lambda: objects.take(template, left))
     return loaded
@@ -200,7 +200,7 @@ def _template(
     given: LoadOptions,
 ) -> tuple[dict[str, Any], LoadOptions]:
     """What `Store.load` is to fill, and how. ``places``: where the checkpoint has the optimizers."""
-    values = {key: value for one in loads for key, value in one.state.items()}
+    values = {key: value for module_load in loads for key, value in module_load.state.items()}
     rename = renamer(given.rename)
     for key, place in places.items():
         if stored.has_optimizer(place):  # read once more, so that nothing is left unread
@@ -210,7 +210,7 @@ def _template(
         state = plain_state(objects.by_key[key], key) if has_tensors else None
         # None: all of it is made; but where it has shards, each rank fills its own
         values[key] = state if any(is_sharded(tensor) for _, tensor in tensors_below(state, key)) else None
-    models = {one.at: one.saved_key for one in loads}
+    models = {module_load.at: module_load.saved_key for module_load in loads}
 
     def saved_key(key: str) -> str:
         for at, place in places.items():
@@ -218,5 +218,5 @@ def _template(
                 return place + key.removeprefix(at)
         return next((place for at, place in models.items() if key.startswith(f"{at}.")), rename)(key)
 
-    ignored = [pattern for one in loads for pattern in one.ignored] or given.ignore_mismatched
+    ignored = [pattern for module_load in loads for pattern in module_load.ignored] or given.ignore_mismatched
     return objects.nested(values), replace(given, rename=Renaming(saved_key, given.rename), ignore_mismatched=ignored)

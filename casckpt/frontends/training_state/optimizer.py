@@ -79,16 +79,16 @@ def state_to_save(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
     """
     optim = local_optimizer(optim)
     groups, parts = named_groups(model, optim), flat_parts(model)
-    found = _state_of(optim, groups)
-    state = found["state"]
-    for one in (member for group in groups for member in group):
-        name = one.names[0]
-        holding = Holding(name, one.parameter, parts.get(id(one.parameter)))
+    saved = _state_of(optim, groups)
+    state = saved["state"]
+    for named in (member for group in groups for member in group):
+        name = named.names[0]
+        holding = Holding(name, named.parameter, parts.get(id(named.parameter)))
         if name in state:
             state[name] = holding.as_saved(state[name])
         if holding.is_nothing:
             state.pop(name, None)
-    return found
+    return saved
 
 
 def states_to_save(model: nn.Module, optims: Sequence[Optimizer]) -> dict[str, Any]:
@@ -96,14 +96,14 @@ def states_to_save(model: nn.Module, optims: Sequence[Optimizer]) -> dict[str, A
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
     for optim in optims:
-        one = state_to_save(model, optim)
+        saved = state_to_save(model, optim)
         taken = {name for group in groups for name in group["params"]}
-        twice = [name for group in one["param_groups"] for name in group["params"] if name in taken]
-        if twice or state.keys() & one["state"].keys():
-            name = twice[0] if twice else str(next(iter(state.keys() & one["state"].keys())))
+        twice = [name for group in saved["param_groups"] for name in group["params"] if name in taken]
+        if twice or state.keys() & saved["state"].keys():
+            name = twice[0] if twice else str(next(iter(state.keys() & saved["state"].keys())))
             raise InvalidInput(f"two optimizers have the parameter {name!r}, and their state one name", key=name)
-        state |= one["state"]
-        groups += one["param_groups"]
+        state |= saved["state"]
+        groups += saved["param_groups"]
     return {"state": state, "param_groups": groups}
 
 
@@ -231,14 +231,14 @@ def _taken_over(old: Any, new: Any) -> Any:
     return old
 
 
-def _unconverted(saved: Any, found: Any) -> Any:
+def _unconverted(saved: Any, loaded: Any) -> Any:
     """Give what the optimizer made of a state, with the tensors that it only converted or copied put back."""
-    if isinstance(saved, torch.Tensor) and isinstance(found, torch.Tensor):
-        return saved if saved.shape == found.shape else found
-    if isinstance(saved, Mapping) and isinstance(found, defaultdict | dict):
-        for key in found:
-            found[key] = _unconverted(saved[key], found[key]) if key in saved else found[key]
-        return found
-    if type(saved) is type(found) and isinstance(saved, list | tuple) and len(saved) == len(found):
-        return type(saved)([_unconverted(one, other) for one, other in zip(saved, found, strict=True)])
-    return saved if type(saved) is type(found) else found
+    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return saved if saved.shape == loaded.shape else loaded
+    if isinstance(saved, Mapping) and isinstance(loaded, defaultdict | dict):
+        for key in loaded:
+            loaded[key] = _unconverted(saved[key], loaded[key]) if key in saved else loaded[key]
+        return loaded
+    if type(saved) is type(loaded) and isinstance(saved, list | tuple) and len(saved) == len(loaded):
+        return type(saved)([_unconverted(one, other) for one, other in zip(saved, loaded, strict=True)])
+    return saved if type(saved) is type(loaded) else loaded

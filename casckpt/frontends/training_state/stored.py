@@ -118,15 +118,15 @@ class StoredTraining:
                 "by the name that it was saved under",
                 keys=(key,),
             )
-        found = self.value(key, allow_pickle=allow_pickle)
-        usable = isinstance(found, list) and all(isinstance(group, Mapping) and "params" in group for group in found)
-        if not usable or not all(isinstance(name, str) for group in found for name in group["params"]):
+        value = self.value(key, allow_pickle=allow_pickle)
+        usable = isinstance(value, list) and all(isinstance(group, Mapping) and "params" in group for group in value)
+        if not usable or not all(isinstance(name, str) for group in value for name in group["params"]):
             raise Mismatch(
                 f"{key} of {self.where} does not name its parameters (a plain optim.state_dict() was saved?); "
                 "read it with store.read",
                 key=key,
             )
-        groups: StoredGroups = found
+        groups: StoredGroups = value
         return groups
 
     def value(self, key: str, *, allow_pickle: bool) -> Any:
@@ -151,13 +151,13 @@ class StoredTraining:
 
     def _at_the_top(self, names: Mapping[str, Any], start: str) -> dict[Element, Node]:
         """The same of state that stands at the top of the tree by its flat keys, as Megatron style leaves it."""
-        found = dict[Element, dict[Element, Node]]()
+        nodes = dict[Element, dict[Element, Node]]()
         for element, node in children(self._tree):
             if str(element).startswith(start):
                 key = str(element).removeprefix(start)
                 name = _owner(key, names)
-                found.setdefault(name, {})[key.removeprefix(f"{name}.")] = node
-        return dict(found)
+                nodes.setdefault(name, {})[key.removeprefix(f"{name}.")] = node
+        return dict(nodes)
 
     def template(
         self, nodes: Mapping[Element, Node], place: Place, keep: Callable[[str], bool], at: str = OPTIM

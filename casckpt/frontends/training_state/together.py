@@ -67,21 +67,22 @@ def make_state(ranks: Ranks, make: Callable[[], Made], objects: Sequence[str] = 
     def digest() -> WithObjects:
         made.append(make())
         named = made[0][1]
-        groups = {one.key: one.state["param_groups"] for one in named}
+        groups = {optimizer.key: optimizer.state["param_groups"] for optimizer in named}
         texts = {key: repr([(sorted(group), group["params"]) for group in several]) for key, several in groups.items()}
         digests = {key: hex_digest(text.encode()) for key, text in texts.items()}
         return WithObjects((digests, _beside_shards(named, ranks.size)), objects)
 
-    def compare(found: Sequence[WithObjects]) -> Sequence[set[str]]:
-        _check_alike([one.value[1] for one in found])
-        distinct = {pair for one in found for pair in one.value[0].items()}
+    def compare(messages: Sequence[WithObjects]) -> Sequence[set[str]]:
+        _check_alike([message.value[1] for message in messages])
+        distinct = {pair for message in messages for pair in message.value[0].items()}
         keys = [key for key, _ in distinct]
         return everyone({key for key in keys if keys.count(key) > 1}, ranks.size)
 
-    def merge(found: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    def merge(groups_of_ranks: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
         for key in differ:
-            _check_one_kind(key, {rank: one[key] for rank, one in enumerate(found) if key in one})
-        return everyone({key: merged([one[key] for one in found if key in one]) for key in differ}, ranks.size)
+            _check_one_kind(key, {rank: groups[key] for rank, groups in enumerate(groups_of_ranks) if key in groups})
+        of_ranks = {key: [groups[key] for groups in groups_of_ranks if key in groups] for key in differ}
+        return everyone({key: merged(groups) for key, groups in of_ranks.items()}, ranks.size)
 
     differ = ranks.exchange(digest, compare)
     if differ:
