@@ -742,9 +742,9 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "tests/frontends/trainer/test_ranks.py",
     ),
     (
-        "a metric that no save has is not told",
+        "a metric that no save has is not reported",
         "rotate",
-        "_tell_of_metrics(run, visible, rotation)",
+        "_warn_of_metrics(run, visible, rotation)",
         "pass",
         "tests/frontends/trainer/test_retention.py",
     ),

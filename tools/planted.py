@@ -1633,8 +1633,8 @@ PLANTED = (
         "tests/frontends/test_names_that_miss.py",
     ),
     Planted(
-        "leaves that a container dropped are not told",
-        "_look",
+        "leaves that a container dropped are not reported",
+        "_walk",
         "    if path or len(own) < single:\n",
         "    if path and len(own) < single - 1:\n",
         "tests/loading/test_template.py",
@@ -1907,7 +1907,7 @@ PLANTED = (
     ),
     Planted(
         "a state_dict of an optimizer that nobody holds is not told of",
-        "tell_of_optimizers",
+        "log_bare_optimizers",
         "        if is_of_optimizer(state[name]) and",
         "        if False and",
         "tests/frontends/test_training_state_objects.py",

@@ -1,4 +1,4 @@
-"""Entries of a mapping that is one object of a checkpoint, for a template that names them one by one."""
+"""A mapping that a checkpoint stores as one object, and a template that names its entries one by one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ATOMS: Final = frozenset((NoneType, bool, int, float, str, bytes))
 
 @dataclass(frozen=True)
 class Entries:
-    """A mapping of a template, ``target``, against a saved one, which ``decode`` gives.
+    """The comparison of ``target``, a mapping of a template, with the saved mapping, which ``decode`` returns.
 
-    ``key``: of the template, ``name``: of the checkpoint. ``rename``: that of the load.
-    ``lacking``: flat keys that only the template has. ``unread``: those that only the saved one has.
+    ``key``: its key in the template. ``name``: its key in the checkpoint. ``rename``: the renamer of the load.
+    ``lacking``: flat keys that only the template has. ``unread``: flat keys that only the saved mapping has.
     """
 
     key: str
@@ -31,7 +31,7 @@ class Entries:
     unread: list[str] = field(default_factory=list)
 
     def compare(self, key: str, name: str, target: Any, saved: Any) -> None:
-        """Compare entries. ``key``: of the template, ``name``: of the checkpoint. Raises Mismatch, InvalidInput."""
+        """Compare the entries of ``target``, at ``key``, and ``saved``, at ``name``. Raises Mismatch, InvalidInput."""
         if not (isinstance(saved, Mapping) and isinstance(target, Mapping)):
             here, there = type(target).__name__, type(saved).__name__
             raise Mismatch(f"{key!r} is a {here} here, but a {there} in the checkpoint (key {name!r})", key=key)
@@ -51,7 +51,7 @@ class Entries:
 
 
 def no_entry(key: str, renamed: str, mapping: str, name: str) -> InvalidInput:
-    """What to raise where ``rename`` gives, for a key of ``mapping``, an entry of what is one object at ``name``."""
+    """Return the error for a ``rename`` of ``key``, in ``mapping``, to a single entry of the object ``name``."""
     return InvalidInput(
         f"rename gives {renamed!r} for {key!r}, but {name!r} is one object in the checkpoint, whose entries keep their "
         f"names. Give the key of the mapping, as rename={{{re.escape(mapping)!r}: {name!r}}}, or get "
@@ -61,7 +61,7 @@ def no_entry(key: str, renamed: str, mapping: str, name: str) -> InvalidInput:
 
 
 def fill_entries(target: Any, saved: Any) -> None:
-    """Give the entries of ``target`` the values that ``saved`` has for them."""
+    """Set the entries of ``target`` to their values in ``saved``."""
     nested = {element for element, value in target.items() if _is_filled(value)}
     for element in nested & saved.keys():
         fill_entries(target[element], saved[element])

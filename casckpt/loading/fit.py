@@ -1,6 +1,6 @@
-"""How the names of a model's tensors fit those of a checkpoint: what a load fills, and which names miss each other.
+"""The comparison of a model's tensor names with those of a checkpoint, and the rename that an error suggests.
 
-Functions of names and shapes, which every front end that fills tensors by name calls before the first byte changes.
+These are functions of names and shapes. Every front end that fills tensors by name calls them before anything changes.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from casckpt.tensors.values import Shard
 log = logging.getLogger("casckpt")
 
 Shapes: TypeAlias = Mapping[str, Shape]
-"""Global shapes, by key."""
+"""Global shapes by key."""
 
 _CONTAINERS = frozenset(("model", "module", "state_dict", "model_state_dict", "base_model"))
-"""What names begin with, where a model lies in a container or in a wrapper."""
+"""First parts of names, if a model is in a container or a wrapper."""
 _WRAPPERS = frozenset((
     "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer", "original_module",
     "modules_to_save",
 ))  # fmt: skip
-_REPLACED = frozenset(("base_layer", "original_module", "modules_to_save"))  # of these, what PEFT adds
+_REPLACED = frozenset(("base_layer", "original_module", "modules_to_save"))  # the wrappers that PEFT adds
 _SHARE = 10
-"""A load raises if more than one in so many of its tensors stand in the checkpoint under another name."""
+"""A load raises if more than one in ``_SHARE`` tensors has another name in the checkpoint."""
 _SHOWN = 3
 _LOGGED: set[tuple[str, str, int]] = set()
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The tensors of a template, by key, against a checkpoint.
+    """How the tensors of a template, by key, fit a checkpoint.
 
-    ``filled``: the key of the checkpoint that each of them is filled from. Tensors that share their memory with one of
-    these count as filled. ``unfilled``: those that stay as they are. ``misfits``: those for which the checkpoint has
-    another shape, over which the load raises.
+    ``filled``: for each tensor that the load fills, its key in the checkpoint. A tensor that shares memory with a
+    filled one counts as filled. ``unfilled``: the tensors that the load leaves unchanged. ``misfits``: the tensors that
+    have another shape in the checkpoint, for which the load raises an error.
     """
 
     filled: Mapping[str, str] = field(default_factory=dict)
@@ -55,29 +55,29 @@ class Fit:
 
     @property
     def is_full(self) -> bool:
-        """Whether all tensors are filled."""
+        """Tell whether all tensors are filled."""
         return not self.unfilled and not self.misfits
 
     @property
     def count(self) -> int:
-        """How many tensors there are."""
+        """The number of tensors."""
         return len(self.filled) + len(self.unfilled) + len(self.misfits)
 
 
 def merged(fits: Sequence[Fit]) -> Fit:
-    """The fit of all ranks: what any of them fills is filled."""
+    """Return the fit of all ranks together: a tensor is filled if any rank fills it."""
     filled = {key: name for fit in fits for key, name in fit.filled.items()}
     unfilled = {key: shape for fit in fits for key, shape in fit.unfilled.items() if key not in filled}
     return Fit(filled, unfilled, frozenset[str]().union(*(fit.misfits for fit in fits)))
 
 
 def check_fit(fit: Fit, saved: Shapes, where: str, rename: Rename = None, way: str = "give") -> str | None:
-    """Say what stays unfilled, for the log; None if nothing does. ``saved``: the tensors that could have been read.
+    """Return a message about the unfilled tensors for the log; None if there are none.
 
-    ``way``: how a caller takes a ``rename``.
+    ``saved``: the tensors of the checkpoint. ``way``: how the user passes a ``rename``.
 
-    Raises MissingKey if nothing would be filled, or if more than a tenth of the tensors stand in the checkpoint under
-    another name; Mismatch for a checkpoint with adapters, for which the model has no place.
+    Raises MissingKey if the load would fill nothing, or if more than a tenth of the tensors have another name in the
+    checkpoint. Raises Mismatch if the checkpoint has adapters and the model has none.
     """
     if not fit.unfilled:
         return None
@@ -100,14 +100,14 @@ def check_fit(fit: Fit, saved: Shapes, where: str, rename: Rename = None, way: s
 
 
 def _why_unfilled(unfilled: Shapes, saved: Shapes) -> str:
-    """Say of a checkpoint that it lacks some keys, and has others with another shape or dtype."""
+    """Return the part of a message that names the missing keys, and those with another shape or dtype."""
     lacking, other = ([key for key in unfilled if (key in saved) is there] for there in (False, True))
     said = [f"lacks {listed(lacking, _SHOWN)}"] if lacking else []
     return " and ".join([*said, *([f"has {listed(other, _SHOWN)} with another shape or dtype"] if other else [])])
 
 
 def check_no_adapters(names: Sequence[str], where: str) -> None:
-    """Raise Mismatch for the adapters ``names`` of a checkpoint, where the model has none."""
+    """Raise Mismatch if a checkpoint has the adapter tensors ``names``. The model has no adapters."""
     if names:
         raise Mismatch(
             f"{where} has the adapter tensors {listed(names, _SHOWN)}, and this model has no adapters. Put adapters "
@@ -118,9 +118,9 @@ def check_no_adapters(names: Sequence[str], where: str) -> None:
 
 
 def log_once(checkpoint: str, said: str | None, keys: Collection[str], level: int = logging.WARNING) -> None:
-    """Log ``said``, if there is something, once for each ``checkpoint`` (an id) and model, known by some ``keys``."""
-    if said is not None and (told := (checkpoint, said, hash(tuple(keys)))) not in _LOGGED:
-        _LOGGED.add(told)
+    """Log ``said``, unless it is None, once for each ``checkpoint`` (an id) and model (identified by its ``keys``)."""
+    if said is not None and (entry := (checkpoint, said, hash(tuple(keys)))) not in _LOGGED:
+        _LOGGED.add(entry)
         log.log(level, "%s", said)
 
 
@@ -128,18 +128,18 @@ def log_once(checkpoint: str, said: str | None, keys: Collection[str], level: in
 
 
 def is_adapter(name: str) -> bool:
-    """Tell whether a name is of an adapter's tensor, as PEFT calls them."""
+    """Tell whether a name is that of an adapter tensor of PEFT."""
     return any(part.startswith("lora_") or part == "modules_to_save" for part in name.split("."))
 
 
 def name_without_adapters(name: str) -> str:
-    """The name that a tensor of a model with adapters had before PEFT put them in."""
+    """Return the name that a tensor had before PEFT added adapters to the model."""
     parts = name.removeprefix("base_model.model.").split(".")
     return ".".join(_without(parts, _REPLACED))
 
 
 def plain(name: str) -> str:
-    """``name`` without what containers, wrappers and adapters add to it."""
+    """Return ``name`` without the parts that containers, wrappers and adapters add."""
     parts = name.split(".")
     kept = [part for at, part in enumerate(parts) if not (at and _names_adapter(parts, at, "lora_"))]
     kept = _without(kept, _WRAPPERS)
@@ -149,12 +149,12 @@ def plain(name: str) -> str:
 
 
 def _names_adapter(parts: Sequence[str], at: int, start: str) -> bool:
-    """Whether a part is what the user calls an adapter: PEFT puts it between two of its own."""
+    """Tell whether a part is the user's name of an adapter, which PEFT puts between two parts of its own."""
     return parts[at - 1].startswith(start) and at < len(parts) - 1
 
 
 def _without(parts: Sequence[str], dropped: frozenset[str]) -> list[str]:
-    """The parts that are not ``dropped``. The last one stays, and the name of an adapter goes along."""
+    """Return the parts without ``dropped`` and without names of adapters. The last part always stays."""
     return [
         part
         for at, part in enumerate(parts)
@@ -163,9 +163,9 @@ def _without(parts: Sequence[str], dropped: frozenset[str]) -> list[str]:
 
 
 def missed_pairs(unfilled: Shapes, unread: Shapes) -> dict[str, str]:
-    """Unfilled keys, each with a key of equal shape that is not read, where one name ends with the other at a dot.
+    """Return pairs of an unfilled key and an unread key with the same shape, where one name ends with the other.
 
-    Names are compared as `plain` gives them. Each key is in one pair at most.
+    The function compares names as `plain` returns them, part by part. A key is in one pair at most.
     """
     pairs = _ending(unfilled, unread)
     taken = set(pairs.values())
@@ -175,7 +175,7 @@ def missed_pairs(unfilled: Shapes, unread: Shapes) -> dict[str, str]:
 
 
 def _ending(longer: Shapes, shorter: Shapes) -> dict[str, str]:
-    """Keys of ``longer`` whose names end with that of a key of ``shorter``, each with that key, by the longest end."""
+    """Return keys of ``longer`` with the key of ``shorter`` whose name is the longest end of theirs."""
     by_name = grouped(shorter, lambda key: (plain(key), tuple(shorter[key])))
     pairs: dict[str, str] = {}
     for key, shape in longer.items():
@@ -190,7 +190,7 @@ def _ending(longer: Shapes, shorter: Shapes) -> dict[str, str]:
 
 
 def _common_parts(one: str, other: str) -> int:
-    """How many parts at their ends two names have in common."""
+    """Return the number of parts that two names have in common at their ends."""
     pairs = zip(reversed(one.split(".")), reversed(other.split(".")), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -199,7 +199,7 @@ def _common_parts(one: str, other: str) -> int:
 
 
 def rename_hint(pairs: Mapping[str, str], filled: Mapping[str, str], rename: Rename = None, way: str = "give") -> str:
-    """Say which ``rename`` fills ``pairs``; nothing if there are none."""
+    """Return the advice to pass the ``rename`` that fills ``pairs``; an empty text if there are none."""
     if not pairs:
         return ""
     while isinstance(rename, Renaming):
@@ -211,10 +211,10 @@ def rename_hint(pairs: Mapping[str, str], filled: Mapping[str, str], rename: Ren
 
 
 def rename_for(pairs: Mapping[str, str], filled: Mapping[str, str]) -> dict[str, str]:
-    """Regular expressions of keys, and replacements, that give each key of ``pairs`` its partner.
+    """Return regular expressions and replacements that map each key of ``pairs`` to its partner.
 
-    A rule exchanges what names begin with, and keeps the numbers there. A rule that would change what ``filled`` has
-    is left out. Keys that no rule serves stand there by themselves.
+    A rule replaces the beginning of names and keeps the numbers in it. A rule that would change a key in ``filled`` is
+    left out. A key that no rule maps has an entry of its own.
     """
     found = sorted(dict.fromkeys(_rule(*pair) for pair in pairs.items()), key=lambda rule: -rule[0].count(r"\."))
     rules = {pattern: new for pattern, new in dict(found).items() if _spares(pattern, new, filled)}
@@ -224,13 +224,13 @@ def rename_for(pairs: Mapping[str, str], filled: Mapping[str, str]) -> dict[str,
 
 
 def _spares(pattern: str, new: str, filled: Mapping[str, str]) -> bool:
-    """Whether a rule leaves the names in ``filled`` as they are."""
+    """Tell whether a rule maps the keys in ``filled`` to the names that they have."""
     hits = ((found, name) for key, name in filled.items() if (found := re.fullmatch(pattern, key)))
     return all(found.expand(new) == name for found, name in hits)
 
 
 def _rule(key: str, name: str) -> tuple[str, str]:
-    """One rule: what stands before the longest common end of both is exchanged."""
+    """Return the rule that replaces what comes before the longest common end of both names."""
     same = _common_parts(key, name)
     head, new = key.split(".")[: -same or None], name.split(".")[: -same or None]
     keeps = [part for part in head if part.isdecimal()] == [part for part in new if part.isdecimal()]
@@ -245,19 +245,19 @@ def _rule(key: str, name: str) -> tuple[str, str]:
 
 
 def saved_shapes(manifest: Manifest) -> dict[str, Shape]:
-    """The shapes of the tensors of a checkpoint, but for those that it leaves out since it was thinned."""
+    """Return the shapes of a checkpoint's tensors, without those that thinning left out."""
     return {key: entry.shape for key, entry in manifest.tensors.items() if not manifest.lacks(entry)}
 
 
 def shape_of(value: Any) -> Shape | None:
-    """The global shape of a tensor, a shard, or a list of shards; None for what has none."""
+    """Return the global shape of a tensor, a shard or a list of shards; None for any other value."""
     one = value[0] if isinstance(value, list) and value else value
     shape = getattr(one, "global_shape", getattr(one, "shape", None))
     return None if shape is None else tuple(shape)
 
 
 def memory_of(value: Any) -> tuple[int, int]:
-    """What tells the memory that a tensor or shard has on this rank from others; where it has none, what tells it."""
+    """Return an identifier of the memory of a tensor or shard on this rank, or of the value if it has no memory."""
     tensor = value.data if isinstance(value, Shard) else value
     try:
         local = local_of(tensor)
@@ -268,9 +268,9 @@ def memory_of(value: Any) -> tuple[int, int]:
 
 
 def chosen(where: str, nested: Fit, bare: Fit) -> bool:
-    """Tell which reading of a checkpoint fills more: True if the names of the model stand at its top (``bare``).
+    """Tell whether more tensors are filled if the model's names are at the top of the checkpoint (``bare``).
 
-    ``nested``: below "model". Raises InvalidInput if both fill as many, from different keys.
+    ``nested``: the fit if they are below "model". Raises InvalidInput if both fill as many, from different keys.
     """
     if len(nested.filled) == len(bare.filled) and nested.filled != bare.filled:
         key = next(key for key, name in nested.filled.items() if bare.filled.get(key) != name)

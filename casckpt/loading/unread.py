@@ -1,4 +1,4 @@
-"""What a load left unread, and saying so: parts of a checkpoint that nobody asked for, such as a whole optimizer."""
+"""The parts of a checkpoint that a load leaves unread, such as a whole optimizer, and the warnings about them."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from casckpt.plan.lots import grouped
 log = logging.getLogger("casckpt")
 
 EVERYTHING = ""
-"""Stands for the whole checkpoint among subtrees: nothing of it was read."""
+"""As a subtree: the whole checkpoint, of which nothing was read."""
 
 _GENERATOR = re.compile(r"(^|[._])(rng|random|generator)")
-_TOLD: set[tuple[str, tuple[str, ...]]] = set()
-"""Of which run what was told: a loop of evaluations says it once."""
+_LOGGED: set[tuple[str, tuple[str, ...]]] = set()
+"""The warnings that were logged, by run: a loop of evaluations logs each of them once."""
 
 
 def left_unread(tree: Node, unread: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The largest containers of which nothing was read, and single leaves of other containers, by flat key.
+    """Return the flat keys of the largest unread containers, and of the unread leaves of other containers.
 
-    The first container is `EVERYTHING`, if that is so of all. Leaves at the top count only beside another one that was
-    read: who loads a model does not ask for an epoch.
+    If nothing was read, the first container is `EVERYTHING`. A leaf at the top counts only if another leaf at the top
+    was read: a load of a model does not ask for an epoch.
     """
     dropped: list[str] = []
-    leaves, left, found = _look(tree, (), frozenset(unread), dropped)
+    leaves, left, found = _walk(tree, (), frozenset(unread), dropped)
     return (EVERYTHING, *found) if leaves and leaves == left else tuple(found), tuple(dropped)
 
 
-def _look(node: Node, path: Path, unread: frozenset[str], dropped: list[str]) -> tuple[int, int, list[str]]:
-    """(leaves, unread leaves, the largest containers at or below ``path`` of which nothing was read)."""
+def _walk(node: Node, path: Path, unread: frozenset[str], dropped: list[str]) -> tuple[int, int, list[str]]:
+    """Return the number of leaves, of unread leaves, and the largest unread containers at or below ``path``."""
     if isinstance(node, int):
         return 1, int(join(path) in unread), []
     leaves, left, single = 0, 0, 0
     containers: list[str] = []
     own: list[str] = []
     for element, child in children(node):
-        child_leaves, child_left, below = _look(child, (*path, element), unread, dropped)
+        child_leaves, child_left, below = _walk(child, (*path, element), unread, dropped)
         leaves, left, containers = leaves + child_leaves, left + child_left, containers + below
         if isinstance(child, int):
             single += 1
@@ -51,44 +51,44 @@ def _look(node: Node, path: Path, unread: frozenset[str], dropped: list[str]) ->
 
 
 def is_within(key: str, subtree: str) -> bool:
-    """Whether it is that subtree, or below it."""
+    """Tell whether ``key`` is ``subtree`` or lies below it."""
     return key == subtree or key.startswith(f"{subtree}.")
 
 
 def that_hold(subtrees: Collection[str], keys: Collection[str]) -> tuple[str, ...]:
-    """The subtrees that any of some flat keys lies in."""
+    """Return the ``subtrees`` that contain any of the flat ``keys``."""
     homes = {home for key in keys for home in prefixes(key)}
     return tuple(subtree for subtree in subtrees if subtree in homes)
 
 
 def also_unread(asked: Sequence[str], subtrees: Collection[str]) -> list[bool]:
-    """Of each subtree that another rank left unread: did this one leave it, which has these ``subtrees`` unread?"""
+    """Tell for each subtree in ``asked`` whether this rank, which left ``subtrees`` unread, left it unread as well."""
     mine = frozenset(subtrees)
     return [not mine.isdisjoint(prefixes(key)) for key in asked]
 
 
 def prefixes(key: str) -> list[str]:
-    """A flat key, and all that it may lie below."""
+    """Return a flat key and the flat keys of all containers that it may lie in."""
     if key == EVERYTHING:
         return [EVERYTHING]
     parts = key.split(".")
     return [EVERYTHING, *(".".join(parts[:count]) for count in range(1, len(parts) + 1))]
 
 
-def on_all(asked: Sequence[str], told: Sequence[Sequence[bool]]) -> tuple[str, ...]:
-    """The subtrees that all ranks left."""
-    return tuple(key for key, *left in zip(asked, *told, strict=True) if all(left))
+def on_all(asked: Sequence[str], answers: Sequence[Sequence[bool]]) -> tuple[str, ...]:
+    """Return the subtrees in ``asked`` that all ranks left unread. ``answers``: `also_unread` of each rank."""
+    return tuple(key for key, *left in zip(asked, *answers, strict=True) if all(left))
 
 
 def is_generator(key: str) -> bool:
-    """Tell whether a key is of a random generator, by its name."""
+    """Tell by its name whether a key is that of a random generator."""
     return _GENERATOR.search(key) is not None
 
 
 def warn_moved(run: str, step: int, holders: Mapping[str, Collection[int]], size: int) -> None:
-    """Log which values per rank go to other ranks than saved them, or to none, once of each run.
+    """Log once for each run which ranks load the values of other ranks, and which values no rank loads.
 
-    ``holders``: the ranks that saved a value of their own, by key. ``size``: how many ranks load.
+    ``holders``: by key, the ranks that saved a value of their own. ``size``: the number of ranks that load.
     """
     moved = [key for key, ranks in holders.items() if set(ranks) != set(range(size))]
     for ranks, keys in grouped(moved, lambda key: tuple(sorted(holders[key]))).items():
@@ -101,7 +101,7 @@ def warn_moved(run: str, step: int, holders: Mapping[str, Collection[int]], size
 
 
 def warn_unread(run: str, step: int, subtrees: Sequence[str], what_to_say: str) -> None:
-    """Log that these were left unread, once of each run. ``what_to_say``: how a caller says that it is meant."""
+    """Log once for each run that ``subtrees`` were not read. ``what_to_say``: the way to silence the warning."""
     if subtrees and _is_news(run, tuple(subtrees)):
         named = listed([key for key in subtrees if key != EVERYTHING])
         what = (
@@ -111,7 +111,7 @@ def warn_unread(run: str, step: int, subtrees: Sequence[str], what_to_say: str) 
 
 
 def _is_news(run: str, what: tuple[str, ...]) -> bool:
-    """Whether this was not said of the run before; from now on it was."""
-    is_new = (run, what) not in _TOLD
-    _TOLD.add((run, what))
+    """Tell whether this is the first call for ``run`` and ``what``."""
+    is_new = (run, what) not in _LOGGED
+    _LOGGED.add((run, what))
     return is_new

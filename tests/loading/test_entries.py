@@ -78,7 +78,7 @@ def test_a_template_with_its_entries_is_filled_in_place(store: Store) -> None:
 def test_a_template_that_names_some_entries_gets_these_and_the_log_names_the_others(
     store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unread, "_TOLD", set())
+    monkeypatch.setattr(unread, "_LOGGED", set())
     into = template(a=0, deep={"n": 0})
     store.load(into, "latest")
     assert into["train"]["seen"] == {"a": 1, "deep": {"n": 1}}

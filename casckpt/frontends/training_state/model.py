@@ -47,7 +47,7 @@ def model_state(model: nn.Module) -> OrderedDict[str, Any]:
         state[name] = full if part is None else part.shard(part.data)
     unread = passed_by(model, live, strict=False)
     if unread and this_rank() == 0:
-        _tell(listed(list(unread)))
+        _warn_once(listed(list(unread)))
     metadata = getattr(raw, "_metadata", None)
     if metadata is not None:  # versions of modules; a wrapper's own gives way to that of what it wraps
         vars(state)["_metadata"] = {plain_name(model, path): value for path, value in metadata.items()}
@@ -126,7 +126,7 @@ def passed_by(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> di
 
 
 @cache
-def _tell(names: str) -> None:
+def _warn_once(names: str) -> None:
     log.warning(
         "the model's state_dict has %s, which its load_state_dict does not read: they are saved, but a load into such "
         "a model is refused unless ignore_mismatched leaves their modules as they are. This is said once",
