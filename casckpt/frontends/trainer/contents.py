@@ -217,7 +217,7 @@ class Restoring:
         return {"keep_options": self._wanted.options == "keep", "leave_resized": leave_resized}
 
     def _meant(self, *, has_train: bool) -> list[str]:
-        """Return the keys below which the log names nothing unread: train states; for a resume, which logs itself, all."""
+        """Return the keys below which the log names nothing unread. A resume logs itself, so it returns all."""
         if self._wanted.missing is not None:
             return [EVERYTHING]
         meant = [OPTIM] if self._wanted.optim is False else []

@@ -1,6 +1,6 @@
-"""Param groups: which parameter of an optimizer is which of a checkpoint, and which options go to which group.
+"""Param groups: the match of an optimizer's parameters and options with those of a checkpoint.
 
-Groups of several ranks are one list in a checkpoint, also where ranks have other parameters each (pipeline stages).
+A checkpoint has one list of groups for all ranks, also if ranks have different parameters (pipeline stages).
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from casckpt.frontends.training_state.optimizer import NamedParameter
 _LOG = logging.getLogger("casckpt")
 
 _ADDED_LATER = frozenset(("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"))
-"""Options that torch gave to optimizers which were there before: a checkpoint may well lack them."""
+"""Options that torch added to existing optimizers, so an older checkpoint lacks them."""
 
-_NAMES = "param_names"  # what the user called the parameters of the group: for the groups that are there, not the saved
+_NAMES = "param_names"  # names by the user, which a load does not replace
 
 
 @dataclass(frozen=True)
 class Match:
-    """``saved``: the name in the checkpoint of each parameter, by its id(). ``options``: of each group here, to be set.
+    """The match of an optimizer with a saved one.
 
-    ``missing``: own names of parameters that the checkpoint's optimizer lacks; ``unused``: names that only it has.
+    ``saved``: the name of each parameter in the checkpoint, by its id(). ``options``: for each group, the options to
+    set. ``missing``: own names of parameters that the saved optimizer lacks. ``unused``: names that only it has.
     """
 
     saved: dict[int, str]
@@ -44,10 +45,10 @@ def match(
     *,
     keep_options: bool = False,
 ) -> Match:
-    """Match by name, whatever the number and order of groups. ``saved_name``: what a name here was when it was saved.
+    """Match by name, whatever the number and order of groups. ``saved_name``: from a name to the saved name.
 
-    ``keep_options``: no option of a group here is to be set.
-    Raises Mismatch where tied names were saved apart, InvalidInput where two parameters here were one.
+    ``keep_options``: set no option of a group. Raises Mismatch if tied names were saved apart, InvalidInput if two
+    parameters were saved as one.
     """
     group_of = {name: number for number, group in enumerate(saved) for name in group["params"]}
     names: dict[int, str] = {}
@@ -77,9 +78,9 @@ def match(
 
 
 def check(matched: Match, defaults: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Raise MissingKey or Mismatch, naming parameters or options, unless the checkpoint has all that is here.
+    """Raise MissingKey or Mismatch unless the checkpoint has all parameters, and the options of this optimizer.
 
-    That nothing else is in it, `check_unused` is for: another rank may have it.
+    `check_unused` checks the opposite for all ranks, because another rank may have the parameter.
     """
     if matched.missing:
         raise MissingKey(_other_parameters(where, matched.missing, matched.unused), keys=matched.missing)
@@ -97,7 +98,7 @@ def check(matched: Match, defaults: Mapping[str, Any], saved: Sequence[Mapping[s
 
 
 def check_unused(unused: Sequence[str], where: str) -> None:
-    """Raise Mismatch if there is a name in the checkpoint's optimizer that nobody has."""
+    """Raise Mismatch for names in the saved optimizer that no rank has."""
     if unused:
         raise Mismatch(_other_parameters(where, (), unused), keys=tuple(unused))
 
@@ -112,7 +113,7 @@ def _other_parameters(where: str, missing: Sequence[str], unused: Sequence[str])
 
 
 def merged(groups_of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The groups of ranks that have other parameters each: those of one number and with the same options are one."""
+    """Return the groups of all ranks: groups with one number and the same options become one group."""
     united: list[dict[str, Any]] = []
     known: set[str] = set()
     for groups in groups_of_ranks:
@@ -132,7 +133,7 @@ def merged(groups_of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[
 def _options(
     number: int, group: Sequence[NamedParameter], origins: Sequence[int], saved: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The saved options of one group here, whose parameters were in the groups ``origins``."""
+    """Return the saved options for one group, whose parameters were saved in the groups ``origins``."""
     if not group and number < len(saved) and not saved[number]["params"]:
         origins = [number]
     if not origins:

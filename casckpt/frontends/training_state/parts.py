@@ -1,4 +1,4 @@
-"""Several modules, or several optimizers, where one is usual: the pipeline stages of a rank, an optimizer for each."""
+"""Lists of modules and of optimizers, such as the pipeline stages of a rank with an optimizer for each."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from casckpt.errors import InvalidInput
 
 AnyModel: TypeAlias = nn.Module | Sequence[nn.Module]
-"""A model, or the parts of one that this rank has: their plain names are those of one model."""
+"""A model, or the parts of one model that this rank has."""
 AnyOptimizer: TypeAlias = Optimizer | Sequence[Optimizer]
-"""An optimizer, or several that share out the parameters."""
+"""An optimizer, or several that share the parameters."""
 
 
 def as_model(model: AnyModel) -> nn.Module:
-    """One module. Raises InvalidInput for what is none."""
+    """Return one module. Raises InvalidInput for a value that is neither a module nor a list of modules."""
     if isinstance(model, nn.Module):
         return model
     parts: list[Any] = list(model) if isinstance(model, list | tuple) else []
@@ -28,9 +28,9 @@ def as_model(model: AnyModel) -> nn.Module:
 
 
 def as_optimizers(optim: AnyOptimizer | None) -> tuple[Optimizer, ...]:
-    """All of them; none for None. Raises InvalidInput for what has no parameter groups.
+    """Return all optimizers; none for None. Raises InvalidInput for a value without parameter groups.
 
-    The layer-wise dummy of Transformers stands for those of its ``optimizer_dict``, which step in hooks.
+    The layer-wise dummy of Transformers is replaced by the optimizers in its ``optimizer_dict``, which step in hooks.
     """
     given: list[Any] = [*optim] if isinstance(optim, list | tuple) else [] if optim is None else [optim]
     optimizers = list[Any]()
@@ -48,12 +48,12 @@ class Parts(nn.ModuleList):
     """Parts of one model. `plain_name` gives the names that they have in the model."""
 
     def state_dict(self, *, keep_vars: bool = False) -> OrderedDict[str, Any]:  # type: ignore[override]  # no overloads
-        """Return what each part returns."""
+        """Return the state_dict of each part, with its number before each key."""
         parts = ((number, part.state_dict(keep_vars=keep_vars)) for number, part in self.named_children())
         return OrderedDict((f"{number}.{key}", value) for number, own in parts for key, value in own.items())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
-        """Give each part its own."""
+        """Load the keys of each part into it."""
         for number, part in self.named_children():
             own = part.state_dict(keep_vars=True)  # with the versions of its modules
             for key in [*own]:
