@@ -167,7 +167,7 @@ class CasCheckpointIO(CheckpointIO):
 
 
 class CasCheckpointCheck(Callback):
-    """A callback for ``Trainer(callbacks=[...])`` beside a `CasCheckpointIO`, which runs at the first save only.
+    """A callback for ``Trainer(callbacks=[...])`` beside a `CasCheckpointIO`, which is first called for a save.
 
     It raises InvalidInput on every rank for what cannot be saved: before the first batch, or after the first step for
     the optimizer's state.
