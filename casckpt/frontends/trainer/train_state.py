@@ -148,12 +148,13 @@ def _check_kind(value: Any, saved: Any, key: str, read: Callable[[str], Any] | N
     if not holds_object([value]):
         return
     if read is not None and isinstance(saved, int):
-        saved, read = torch.empty(0) if saved == TENSOR else read(key), None
-    for name, child in ({} if is_object(value) else objects_within(value, saved, key)).items():
-        _check_kind(child, saved[name], f"{key}.{name}", read)
-    if not is_object(value) or (isinstance(saved, Mapping) and not isinstance(value, GENERATORS)):
+        saved, read = torch.empty(0, device="cpu") if saved == TENSOR else read(key), None
+    if not is_object(value):
+        for name, child in objects_within(value, saved, key).items():
+            _check_kind(child, saved[name], f"{key}.{name}", read)
         return
-    if _shape(saved) != _shape(plain_state(value, key)):
+    is_dict = isinstance(saved, Mapping) and not isinstance(value, GENERATORS)
+    if not is_dict and _shape(saved) != _shape(plain_state(value, key)):
         raise Mismatch(
             f"{key!r} is a {type(value).__name__} here, but the checkpoint has a {type(saved).__name__} there; give "
             "what was saved, or leave that part out of the TrainState",
