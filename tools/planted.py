@@ -1886,7 +1886,7 @@ PLANTED = (
     ),
     Planted(
         "objects in a list of a train state are lost where fewer were saved",
-        "_check_count",
+        "objects_within",
         "    alike = isinstance(state, list | tuple) and len(value) == len(state)\n",
         "    alike = True\n",
         "tests/frontends/training_state/test_plain_state.py",
@@ -1907,7 +1907,7 @@ PLANTED = (
     ),
     Planted(
         "a state_dict of an optimizer that nobody holds is not told of",
-        "tell_of_optimizers",
+        "log_bare_optimizers",
         "        if is_of_optimizer(state[name]) and",
         "        if False and",
         "tests/frontends/training_state/test_objects.py",

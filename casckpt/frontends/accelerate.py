@@ -1,4 +1,4 @@
-"""Accelerate: all that an `Accelerator` has prepared, in one checkpoint of a store.
+"""Accelerate: saves and loads everything that an `Accelerator` has prepared as one checkpoint.
 
 ::
 
@@ -9,8 +9,8 @@
         checkpointer.save_if_due(step)                  # instead of accelerator.save_state
     checkpointer.close()
 
-No hooks: what `save_state` hands to its hooks is the weights alone, and under FSDP not even these. Optimizers and
-random generators it always writes to a folder by torch.save, so half of each checkpoint would lie elsewhere.
+It does not use the hooks of `save_state`, because these get the weights only, and under FSDP not even these.
+`save_state` always writes optimizers and random generators to a folder by torch.save.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _OTHERS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
 class AcceleratorCheckpointer:
-    """A `Checkpointer` of the models, optimizers, schedulers, scaler, data loaders and registered objects of one.
+    """A `Checkpointer` of the models, optimizers, schedulers, scaler, data loaders and registered objects.
 
-    Prepare all of them first. Several models are one, unless they have parameters of one name: then they are ``model``,
-    ``model_1``, ..., and their optimizers ``optim``, ``optim_1``, ... Data loaders go on with the right
-    epoch, and within one if Accelerate uses stateful data loaders; else `accelerator.skip_first_batches` is yours to
-    call, as it is with `load_state`. ``settings``: those of `Checkpointer`.
+    Prepare all of them first. Several models are saved as one, unless two parameters have the same name: then they are
+    ``model``, ``model_1``, ..., and their optimizers ``optim``, ``optim_1``, ... Data loaders continue with the right
+    epoch, and within the epoch if Accelerate uses stateful data loaders. Otherwise call
+    `accelerator.skip_first_batches` yourself, as with `load_state`. ``settings``: those of `Checkpointer`.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class AcceleratorCheckpointer:
         )
 
     def load(self, ref: str | Checkpoint, *, cast: bool = False) -> None:
-        """Load all of a checkpoint; of one of weights alone, these. ``cast``: see `Checkpointer.load`."""
+        """Load a checkpoint, which may hold weights only. ``cast``: see `Checkpointer.load`."""
         models, optimizers, train = self._all()
         state = self.checkpointer.load(ref, models, optimizers, cast=cast)
         if state is not None:
@@ -107,7 +107,7 @@ class AcceleratorCheckpointer:
         self.checkpointer.__exit__(kind, error, at)
 
     def _all(self) -> tuple[list[Any] | dict[str, Any], list[Any] | None, TrainState]:
-        """(models, optimizers, the rest), as they are prepared by now."""
+        """Return the models, the optimizers and the rest, as they are prepared by now."""
         it: Any = self.accelerator
         if not it._models:
             raise InvalidInput("the accelerator has prepared no model yet; call accelerator.prepare first")
@@ -125,7 +125,7 @@ class AcceleratorCheckpointer:
 
 
 def _share_names(models: Sequence[Any]) -> bool:
-    """Whether two parameters have one name."""
+    """Tell whether two parameters have the same name."""
     owners: dict[str, int] = {}
     names = ((name, one) for model in models for one, several in parameter_names(model).items() for name in several)
     return any(owners.setdefault(name, one) != one for name, one in names)
@@ -136,21 +136,21 @@ def _numbered(name: str, several: Sequence[Any]) -> dict[str, Any]:
 
 
 class _Loader:
-    """What of a prepared data loader goes into a checkpoint."""
+    """The part of a prepared data loader that is saved."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._stateful = bool(getattr(loader, "use_stateful_dataloader", False))
 
     def state_dict(self) -> dict[str, Any]:
-        """Tell how many epochs it has been through; where it is, if it knows."""
+        """Return the number of epochs that are done, and the position within the epoch, if the loader knows it."""
         inside = self._loader.state_dict() if self._stateful else None
         generator = getattr(self._loader, "synchronized_generator", None)
         drawn = None if generator is None else generator.get_state()
         return {"iteration": self._loader.iteration, "inside": inside, "generator": drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there."""
+        """Set the epoch and the position."""
         self._loader.iteration = state["iteration"]
         if self._stateful and state["inside"] is not None:
             self._loader.load_state_dict(state["inside"])

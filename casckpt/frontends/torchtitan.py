@@ -1,12 +1,12 @@
-"""torchtitan: a checkpoint manager that saves into a store.
+"""torchtitan: a checkpoint manager that saves to a store.
 
 ::
 
     config.checkpoint = CasCheckpointManager.Config(enable=True, store="s3://bucket/ckpts", run="sft", interval=500)
 
-Fields of torchtitan's own Config mean what they mean there: `interval`, `keep_latest_k` (of the checkpoints of the
-run), `enable_first_step_checkpoint`, `last_save_model_only`, `export_dtype`, `exclude_from_loading`, `load_step`,
-`load_only`. Model and optimizers are stored by the names of parameters, so any front end loads them; the data loader,
+The fields of torchtitan's own Config have the same meaning: `interval`, `keep_latest_k` (of the run's checkpoints),
+`enable_first_step_checkpoint`, `last_save_model_only`, `export_dtype`, `exclude_from_loading`, `load_step`,
+`load_only`. Model and optimizers are stored by the names of parameters, so any front end loads them. The data loader,
 scheduler, trainer and random generators of each rank are its train state.
 """
 
@@ -32,7 +32,7 @@ from casckpt.frontends.training_state.model import model_state
 from casckpt.frontends.training_state.parts import as_model
 from casckpt.store.opening import open as open_store
 
-OPTIMIZER = "optimizer"  # what torchtitan calls them
+OPTIMIZER = "optimizer"  # the names in torchtitan
 PARTS = ("lr_scheduler", "dataloader")
 _OWN_NAMES = (
     "{}. Under torchtitan, rename is for initial_load_ref: go on as another run, with run=..., "
@@ -47,13 +47,12 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]  # see above
         """torchtitan's settings, and those of the store.
 
-        ``store``: a path or URL; "" for the folder ``folder`` below the dump folder. ``initial_load_ref``: a
-        checkpoint of the store to begin from, while the run has none (instead of ``initial_load_path``). ``rename``:
-        from names of the model, ``model.<name>``, to those in ``initial_load_ref``: regular expressions and
-        replacements, see `casckpt.Store.load`.
-        ``async_save``: in the background. ``fixed_steps``: saved in any case, and kept. ``throttle``,
-        ``pre_download``, ``health``, ``check_replicas``: see `Checkpointer`. ``cast``, ``options``: see its `load`.
-        ``mirror``, ``sign_with``, ``require_signature`` ("" and () for none): see `casckpt.open`.
+        ``store``: a path or URL; "" for the folder ``folder`` below the dump folder. ``initial_load_ref``: the
+        checkpoint of the store to start from if the run has none (instead of ``initial_load_path``). ``rename``:
+        regular expressions of the model's keys, ``model.<name>``, with their keys in ``initial_load_ref``; see
+        `casckpt.Store.load`. ``async_save``: save in the background. ``fixed_steps``: steps that are always saved and
+        kept. ``throttle``, ``pre_download``, ``health``, ``check_replicas``: see `Checkpointer`. ``cast``, ``options``:
+        see its `load`. ``mirror``, ``sign_with``, ``require_signature`` ("" and () for none): see `casckpt.open`.
         """
 
         store: str = ""
@@ -144,7 +143,7 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         ref = self._ref(step)
         if ref is None:
             return False
-        own = isinstance(ref, Checkpoint)  # of this run: all of it must be there
+        own = isinstance(ref, Checkpoint)  # of this run, so it must hold everything
         model_only = ref.step == 0 if isinstance(ref, Checkpoint) else self.config.initial_load_model_only
         excluded = set(self.config.exclude_from_loading)
         optims = None if model_only or OPTIMIZER in excluded else self.optimizers
@@ -165,21 +164,21 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         return True
 
     def _ref(self, step: int) -> Checkpoint | str | None:
-        """Give what to load. A run that has checkpoints goes on from its own."""
+        """Return what to load: a checkpoint of the run, or the initial one if the run has none."""
         found = self.checkpointer.newest_of_all_ranks(None if step == -1 else step)
         if found is None and step != -1:
             raise NotFound(f"{self.config.run} has no step {step}; `casckpt list` shows what there is")
         return found or self.config.initial_load_ref
 
     def _maybe_wait_for_staging(self) -> None:
-        """The state was copied when `save` returned."""
+        """Do nothing: the state was copied when `save` returned."""
 
     def _wait_for_saving(self) -> None:
         self.save_future = None
         self.checkpointer.wait()
 
     def _close(self) -> None:
-        if hasattr(self, "checkpointer"):  # not if it could not be made
+        if hasattr(self, "checkpointer"):  # it may have failed
             self.checkpointer.close()
 
 
@@ -190,7 +189,7 @@ class _Weights:
         self._parts, self._dtype = parts, getattr(torch, dtype)
 
     def state_dict_to_save(self) -> dict[str, Any]:
-        """Shards stay shards."""
+        """Return the weights in that dtype. Shards stay shards."""
         state = model_state(as_model(self._parts))
         return {"model": {name: self._converted(value) for name, value in state.items()}}
 
@@ -198,17 +197,9 @@ class _Weights:
         floating = isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.detach().to(self._dtype) if floating and value.dtype != self._dtype else value
 
-    def state_dict_to_load(self, metadata: Any) -> dict[str, Any]:
-        """They are loaded by way of the model."""
-        raise Unsupported("weights that were exported are loaded into a model")
-
-    def load_state_dict(self, state: Any) -> None:
-        """See `state_dict_to_load`."""
-        raise Unsupported("weights that were exported are loaded into a model")
-
 
 def _refuse(config: CasCheckpointManager.Config) -> None:
-    """Refuse what this manager has no part in."""
+    """Raise Unsupported for settings that this manager does not support."""
     instead = {
         "initial_load_path": "initial_load_ref, a checkpoint of the store",
         "initial_load_in_hf": "casckpt import, and initial_load_ref",

@@ -1,13 +1,13 @@
-"""Transformers: each checkpoint folder of a `Trainer` goes into a store, too, and comes out again as a folder.
+"""Transformers: saves each checkpoint folder of a `Trainer` to a store, and restores the folder.
 
 ::
 
     Trainer(..., callbacks=[CasCheckpointCallback(store, run="sft", max_checkpoints=3)])
     trainer.train(resume_from_checkpoint=restore_checkpoint(store, "sft@latest", "out"))
 
-With ``save_total_limit=1`` the disk holds one folder, and the store what changed from one to the next: a frozen
-backbone is stored once. In the store: weights under ``model``, the optimizer under ``optim`` by the names of its
-parameters, as every front end has them; other files as attachments.
+With ``save_total_limit=1`` the disk holds one folder, and the store holds the changes between checkpoints: a frozen
+backbone is stored once. The weights are stored under ``model``, and the optimizer under ``optim`` by the names of its
+parameters, as by every front end. Other files are attachments.
 """
 
 from __future__ import annotations
@@ -61,16 +61,17 @@ _USE_ANOTHER = "save by casckpt.frontends.trainer.Checkpointer in a loop of your
 
 
 class CasCheckpointCallback(TrainerCallback):
-    """For ``Trainer(callbacks=[...])``. ``settings``: those of `CheckpointerConfig`, but for when to save.
+    """A callback for ``Trainer(callbacks=[...])``.
 
-    Retention counts in the store; what the trainer has logged at the step of a checkpoint are its metrics, so that
+    ``settings``: those of `CheckpointerConfig`, except for the settings of when to save. Retention applies to the
+    store. The values that the trainer has logged at the step of a checkpoint are its metrics, so
     ``keep={"keep_best": "eval_loss:3"}`` keeps the best.
 
-    A step that is saved again replaces the one of before. ``async_save``: in the background, one at a time; what fails
-    is heard as `Checkpointer.save_async` says, and at the end of the training. ``tag_best``: a tag for the best
-    checkpoint so far, by ``metric_for_best_model``, so that no retention loses it.
+    A step that is saved again replaces its previous checkpoint. ``async_save``: save in the background, one save at a
+    time; errors are raised as by `Checkpointer.save_async`, and at the end of the training. ``tag_best``: a tag for the
+    best checkpoint so far, by ``metric_for_best_model``, so that retention keeps it.
 
-    FSDP and DeepSpeed write folders of their own kind, which are refused: use `casckpt.frontends.trainer` there.
+    The folders of FSDP and DeepSpeed raise Unsupported: use `casckpt.frontends.trainer` there.
     """
 
     def __init__(
@@ -95,29 +96,29 @@ class CasCheckpointCallback(TrainerCallback):
 
     @cached_property
     def checkpointer(self) -> Checkpointer:
-        """Give what saves; made when it is first needed, when the ranks know each other."""
+        """The checkpointer, created at the first use, when the ranks are connected."""
         return self.config.build(self.store)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
-        """Raises Unsupported for a training whose folders will be refused, InvalidInput for such an optimizer."""
+        """Raise Unsupported or InvalidInput if the folders, or the optimizer, of the training cannot be saved."""
         for name in ("fsdp", "deepspeed"):
             if getattr(args, name, None):
                 raise Unsupported(f"the folders of a Trainer with {name} are not taken apart here; {_USE_ANOTHER}")
         self._check(args, kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
-        """At the first step, which makes the optimizer's state: raises InvalidInput for one that cannot be saved."""
+        """After the first step, which creates the optimizer's state, raise InvalidInput if it cannot be saved."""
         if not self._is_step_checked:
             self._is_step_checked = True
             self._check(args, kwargs)
 
     def _check(self, args: Any, given: Mapping[str, Any]) -> None:
-        """What of a folder can be known before there is one. Every rank makes the call."""
+        """Check what is known before there is a folder. Every rank makes the call."""
         if not args.save_only_model:
-            self.checkpointer.check(_Optimizer(Path(args.output_dir), given.get("model"), given.get("optimizer")))
+            self.checkpointer.check(_Folder(None, given.get("model"), given.get("optimizer")))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
-        """Save the folder that the trainer has just written. Every rank makes the call, rank 0 has most of it."""
+        """Save the folder that the trainer has just written. Every rank makes the call; rank 0 has most files."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         contents = _Folder(folder, kwargs.get("model"), kwargs.get("optimizer"))
         step, metadata = state.global_step, {"epoch": state.epoch}
@@ -128,19 +129,19 @@ class CasCheckpointCallback(TrainerCallback):
             self._set_tag(self._tag, f"{self.config.run}@{step}")
 
     def _set_tag(self, tag: str, ref: str) -> None:
-        """On one rank: an error would leave the others waiting for it in the next step."""
+        """Set a tag on one rank. An error is logged, because the other ranks would wait for this one."""
         try:
             self.store.tag(tag, ref)
         except CasckptError as error:
             log.error("%s is saved, but tag %s was not set: %s", ref, tag, error)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
-        """Wait for what is in the background. Raises what it raised."""
+        """Wait for the save in the background, and raise its error."""
         self.checkpointer.close()
 
 
 def _metrics(state: Any, step: int) -> dict[str, float]:
-    """What was logged at a step: a loss, figures of an evaluation."""
+    """Return the numbers that were logged at a step, such as a loss or results of an evaluation."""
     logged = [one for one in getattr(state, "log_history", None) or () if one.get("step") == step]
     numbers = {str(name): value for one in logged for name, value in one.items() if type(value) in (int, float)}
     wanted = sorted(numbers.keys() - {"step", "epoch"}, key=lambda name: not name.startswith("eval_"))
@@ -148,16 +149,21 @@ def _metrics(state: Any, step: int) -> dict[str, float]:
 
 
 class _Folder:
-    """A folder as a `Checkpointer` saves it. ``attachments``: filled when the rest is made: errors reach all ranks."""
+    """A folder as a `Checkpointer` saves it. Without a ``folder``, what is known before there is one: the optimizer.
 
-    def __init__(self, folder: Path, model: Any, optimizer: Any) -> None:
+    ``attachments``: known when `state_dict_to_save` was called, whose errors reach all ranks.
+    """
+
+    def __init__(self, folder: Path | None, model: Any, optimizer: Any) -> None:
         self._folder, self._model = folder, model
-        self._optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's is around the one that counts
+        self._optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps the optimizer
         self.attachments: dict[str, bytes] = {}
 
     def state_dict_to_save(self) -> dict[str, Any]:
-        """All of it on rank 0, random generators on every rank."""
+        """Return the whole folder on rank 0, and the random generators on every rank."""
         rank = this_rank()
+        if self._folder is None:
+            return self._optimizer_state() if rank == 0 else {}
         rng = {name: path.read_bytes() for name, path in _files(self._folder) if _is_of(name, rank)}
         if rank != 0:
             return {HOME: {"rng": rng}}
@@ -177,22 +183,6 @@ class _Folder:
     def _optimizer_state(self) -> dict[str, Any]:
         return {} if self._optimizer is None else {"optim": state_to_save(self._model, self._optimizer)}
 
-    def state_dict_to_load(self, metadata: Any) -> dict[str, Any]:
-        """Nothing is loaded by way of a folder in use."""
-        raise Unsupported("a folder is restored by restore_checkpoint")
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `state_dict_to_load`."""
-        raise Unsupported("a folder is restored by restore_checkpoint")
-
-
-class _Optimizer(_Folder):
-    """What a save by rank 0 adds to a folder."""
-
-    def state_dict_to_save(self) -> dict[str, Any]:
-        """The optimizer's state, on rank 0."""
-        return self._optimizer_state() if this_rank() == 0 else {}
-
 
 def restore_checkpoint(
     store: AnyStore,
@@ -202,15 +192,15 @@ def restore_checkpoint(
     force: bool = False,
     allow_pickle: bool = False,
 ) -> str | None:
-    """Write the folder ``output_dir/checkpoint-STEP`` as the trainer had written it; its path.
+    """Write the folder ``output_dir/checkpoint-STEP`` as the trainer had written it, and return its path.
 
-    None if ``ref`` is ``RUN@latest`` of a run that has no checkpoint yet: then a trainer starts from the beginning.
-    That is what ``trainer.train(resume_from_checkpoint=...)`` takes. An ``output_dir`` that is called
-    ``checkpoint-<number>`` is the folder itself. One process for each file system makes the call. A folder
-    with the same ``trainer_state.json``, which the job itself has left, is written again. ``force``: over whatever is
-    there. ``allow_pickle``: as for `Store.read`; a checkpoint that was saved with it may need it. Raises Refused for a
-    pickle without it, NotFound, Conflict if the folder has something else, Mismatch for a checkpoint that no
-    `CasCheckpointCallback` made, Damaged. After an error nothing stands under the final name.
+    Return None if ``ref`` is ``RUN@latest`` of a run without a checkpoint: then a trainer starts from the beginning.
+    ``trainer.train(resume_from_checkpoint=...)`` takes the result. If the name of ``output_dir`` is
+    ``checkpoint-<number>``, it is the folder itself. One process for each file system makes the call. A folder with the
+    same ``trainer_state.json``, which an earlier start of the job has left, is replaced. ``force``: replace any folder.
+    ``allow_pickle``: as for `Store.read`; a checkpoint that was saved with it may need it. Raises Refused for a pickle
+    without it, NotFound, Conflict if the folder has other contents, Mismatch for a checkpoint that no
+    `CasCheckpointCallback` made, Damaged. After an error there is no folder with the final name.
     """
     opened = as_store(store)
     try:
@@ -243,14 +233,14 @@ def restore_checkpoint(
 
 
 def _is_its_folder(store: Store, checkpoint: Checkpoint, folder: Path) -> bool:
-    """Whether the checkpoint was saved from this folder: a job is started again where it was."""
+    """Tell whether the checkpoint was saved from this folder, because the job starts again on the same disk."""
     path = folder / STATE
     saved = STATE in store.attachments(checkpoint)
     return saved and path.is_file() and path.read_bytes() == store.read_attachment(checkpoint, STATE)
 
 
 def _read(store: Store, stored: StoredTraining, name: str, names: list[str]) -> dict[str, torch.Tensor]:
-    """The tensors of one file, in its order."""
+    """Read the tensors of one file in their order."""
     prefix = "model" if _MODEL.fullmatch(name) else f"{HOME}.tensors.{name}"
     found = {key: stored.manifest.tensors[f"{prefix}.{key}"] for key in names}
     tensors = {key: torch.empty(one.shape, dtype=torch_dtype(one.dtype), device="cpu") for key, one in found.items()}
@@ -266,25 +256,25 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _is_of(name: str, rank: int) -> bool:
-    """Whether it is the file of this rank; others may still be writing theirs, or have them on other machines."""
+    """Tell whether it is the file of this rank. Other ranks may still be writing, or be on other machines."""
     found = RNG.fullmatch(name)
     return found is not None and int((found[1] or "_0")[1:]) == rank
 
 
 def _attachments(folder: Path) -> dict[str, bytes]:
-    """All other files. Raises NotFound, InvalidInput for one that is too large."""
+    """Return all other files by name. Raises NotFound, and InvalidInput for a file that is too large."""
     if not folder.is_dir():
         raise NotFound(
             f"{folder} is not there: the trainer has removed it, or writes elsewhere (a hyperparameter search?)"
         )
-    found = {}
+    attachments = {}
     for name, path in _files(folder):
         if name.endswith(_SAFETENSORS) or name == OPTIMIZER or RNG.fullmatch(name):
             continue
         if path.stat().st_size > _MAX_FILE:
             raise InvalidInput(f"{path} has more than {_MAX_FILE >> 20} MiB, and is no safetensors; keep it elsewhere")
-        found[name] = path.read_bytes()
-    return found
+        attachments[name] = path.read_bytes()
+    return attachments
 
 
 def _refuse_foreign(folder: Path) -> None:

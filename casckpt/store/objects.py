@@ -1,6 +1,6 @@
-"""Whole objects in what a store saves and loads: modules, optimizers, and others with a state_dict.
+"""Modules, optimizers and other objects with a state_dict, as values of a state that a store saves or loads.
 
-To name the parameters of an optimizer, models are taken apart. That lies above the store, and `casckpt` hands it in.
+The module that converts them lies above the store, because it needs the names of parameters. `casckpt` sets `home`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _BARE = (
 )
 
 home: Callable[[], Any]
-"""Imports, and gives, the module that takes objects apart: set when `casckpt` is imported."""
+"""Imports and returns the module that converts objects. Set when `casckpt` is imported."""
 
 
 def without_objects(ranks: Ranks, state: State, options: SaveOptions) -> tuple[State, SaveOptions]:
-    """The arguments of a save with the state of each whole object in its place. Every rank makes the call."""
+    """Return the arguments of a save, with the state of each object in its place. Every rank makes the call."""
     import torch
 
     from casckpt.tensors.state import holds_object
 
-    is_made = callable(state) and not isinstance(state, Mapping | torch.nn.Module)  # what a model does is its forward
+    is_made = callable(state) and not isinstance(state, Mapping | torch.nn.Module)  # a model is callable, too
     if not is_made and not holds_object(state):
         return state, options
     found: tuple[State, SaveOptions] = home().save_objects(ranks, state, options)  # noqa: F821 - see above
@@ -46,13 +46,13 @@ def _references(state: object, **_: object) -> int:
 
 _DICT: dict[str, dict[str, Any]] = {"inside": {}}
 UNHELD, _UNHELD_INSIDE = _references({}), sys.getrefcount(_DICT["inside"])
-"""References that a dict has in a function that was called with it, and a dict inside it, where nobody else has one."""
+"""The reference counts of an argument that is a dict, and of a dict inside it, if no other code refers to them."""
 
 
-def tell_of_optimizers(state: Any, missing: Sequence[str], *, is_held: bool) -> None:
-    """Log of each dict in ``state`` that is the state_dict of an optimizer: by itself it changes no optimizer.
+def log_bare_optimizers(state: Any, missing: Sequence[str], *, is_held: bool) -> None:
+    """Log each state_dict of an optimizer in ``state``: filling it changes no optimizer.
 
-    A warning, unless the caller still holds it, or the state (``is_held``), and so may hand it over.
+    It is a warning if the caller holds neither the dict nor the state (``is_held``), and so cannot load it.
     """
     for name in state if isinstance(state, Mapping) else ():
         if is_of_optimizer(state[name]) and f"{name}.param_groups" not in missing:
@@ -61,7 +61,7 @@ def tell_of_optimizers(state: Any, missing: Sequence[str], *, is_held: bool) -> 
 
 
 def is_of_optimizer(value: Any) -> bool:
-    """Tell whether it is the state_dict of an optimizer: it has groups that count parameters."""
+    """Tell whether ``value`` is the state_dict of an optimizer, with numbered parameters in its groups."""
     groups = value.get("param_groups") if isinstance(value, Mapping) else None
     first = groups[0] if isinstance(groups, list) and groups else None
     return isinstance(first, Mapping) and any(type(one) is int for one in first.get("params", ()))

@@ -221,7 +221,7 @@ class Store:
         check_keywords("Store.load", options, LoadArguments)
         loaded = self._load(state, ref, LoadOptions(**options))
         if options.get("unread", "warn") == "warn":
-            objects.tell_of_optimizers(state, loaded.missing_keys, is_held=is_held)
+            objects.log_bare_optimizers(state, loaded.missing_keys, is_held=is_held)
         return loaded
 
     def update(

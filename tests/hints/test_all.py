@@ -30,10 +30,6 @@ NO_HINTS = {
     Case("cli/commands/demo.py:Tour.run", "gc --keep-last 1"): "tells what the demo does",
     Case("frontends/trainer/resumed.py:", "all other options stay as they are"): "tells what was asked for",
     Case("frontends/megatron/mapping.py:ShardedTensorFactory.build", "takes three arguments"): "names what is too many",
-    Case(
-        "frontends/transformers.py:_Folder.load_state_dict", "is restored by"
-    ): "is for code, which has no such object",
-    Case("frontends/transformers.py:_Folder.state_dict_to_load", "is restored by"): "is for code, too",
     Case("frontends/megatron/mapping.py:ShardedTensor._problem", "do not make up"): "names fields that do not fit",
     Case("tensors/values.py:Shard.__repr__", "Shard(… of …, …)"): "is no message",
 }

@@ -1,4 +1,4 @@
-"""Lightning: its checkpoints lie in a store, and where it looks for a file there is a small one that names them.
+"""Lightning: saves its checkpoints to a store, with a small file at each path that names the checkpoint.
 
 ::
 
@@ -6,10 +6,10 @@
     trainer = Trainer(plugins=[CasCheckpointIO(store, run="sft")], callbacks=callbacks)
     trainer.fit(model, ckpt_path="last")              # or a path, "best", or a reference into the store: "sft@latest"
 
-In the store: weights under ``model``, as every front end has them, and all else under ``lightning``. Each file has a
-tag, so that no policy of the store forgets what Lightning wants to keep; what Lightning removes is forgotten.
+The weights are stored under ``model``, as by every front end, and all else under ``lightning``. Each file has a tag, so
+that no policy of the store forgets what Lightning keeps. What Lightning removes is forgotten.
 
-Models that are sharded over ranks are saved as they lie there by `CasModelParallelStrategy`, which takes the place of
+`CasModelParallelStrategy` saves models that are sharded over ranks without gathering them. It takes the place of
 Lightning's ModelParallelStrategy. `LightningModule.load_from_checkpoint`, FSDPStrategy and DeepSpeedStrategy read files
 by themselves: `restore_checkpoint` makes one for them.
 """

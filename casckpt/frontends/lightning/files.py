@@ -1,4 +1,4 @@
-"""The files of Lightning, each named by a tag: a checkpoint that no file names any more is forgotten."""
+"""The files of Lightning and their tags. A checkpoint that no file names any more is forgotten."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from casckpt.upkeep.gc.purge import forget_and_purge
 
 
 class RunFiles:
-    """The files of one run. One process keeps them. ``gc``: after a removal, delete what nobody needs."""
+    """The files of one run, which one process manages. ``gc``: run a gc after a removal."""
 
     def __init__(self, store: Store, run: str, *, gc: bool) -> None:
         self.store, self.run, self._gc = store, check_run(run), gc
         self._janitor = Janitor(store)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Those of the run; none where there is no store yet."""
+        """Return the checkpoints of the run; none if there is no store yet."""
         return self.store.checkpoints(self.run) if self.store.repository.exists() else []
 
     def place(self, pointer: Pointer, step: int) -> tuple[str, bool]:
-        """(run, overwrite) to save with. A checkpoint that only this file names, or none, is replaced."""
+        """Return (run, overwrite) for a save. A checkpoint that no other file names is replaced."""
         there = next((one for one in self.checkpoints() if one.step == step), None)
         if there is None or set(there.tags) <= {pointer.tag}:
             return self.run, there is not None
         return f"{self.run}/{pointer.name}", True
 
     def saved(self, pointer: Pointer, before: str | None, saved: Checkpoint) -> None:
-        """Let the file name what was saved, in place of ``before``, which is let go.
+        """Write the file for ``saved``, and forget ``before``, its previous checkpoint, if no other file names it.
 
-        The tag comes before the file: what a file names is kept.
+        The tag is set before the file is written, so that retention keeps what a file names.
         """
         self.store.tag(pointer.tag, saved)
         named = {"store": self.store.url, "run": saved.run, "step": saved.step, "id": saved.id}
@@ -53,7 +53,7 @@ class RunFiles:
             self._let_go(named)
 
     def _let_go(self, named: str | None) -> None:
-        """Forget a checkpoint that no tag names any more, and for good: a number of files to keep is about space."""
+        """Forget and purge a checkpoint that no tag names any more, so that a gc frees its space."""
         if named is not None and named in self.store:
             found = self.store.get(named)
             if not found.tags and not found.forgotten:
@@ -62,7 +62,7 @@ class RunFiles:
                 self._janitor.ask(found.run)
 
     def named(self, pointer: Pointer) -> str:
-        """What a path names: by its file, or as a reference. Raises NotFound: no such file, or a save did not end."""
+        """Return the reference that a path stands for. Raises NotFound if there is no file, or its save did not end."""
         named = pointer.read()
         if named is not None:
             return named
@@ -74,5 +74,5 @@ class RunFiles:
         return text
 
     def close(self) -> None:
-        """Wait for a gc that runs."""
+        """Wait for a running gc."""
         self._janitor.close()

@@ -1,4 +1,4 @@
-"""Lightning's CheckpointIO on a store: weights where every front end has them, all else beside them."""
+"""`CasCheckpointIO`: Lightning's CheckpointIO on a store."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ WEIGHTS, REST = "model", "lightning"
 
 
 class CasCheckpointIO(CheckpointIO):
-    """For ``Trainer(plugins=[...])`` and ``Fabric(plugins=[...])``.
+    """A plug-in for ``Trainer(plugins=[...])`` and ``Fabric(plugins=[...])``.
 
     The step is Lightning's global step. A second file of one step (``last.ckpt`` beside one of the best) is a
-    checkpoint of the run ``<run>/<name of the file>``, and costs nothing.
+    checkpoint of the run ``<run>/<name of the file>``, and takes no space.
 
-    ``async_save``: save in the background, one at a time. What is removed meanwhile waits for that, so that
-    ``save_top_k`` holds; what fails is logged, and raised at the end. (Lightning's own AsyncCheckpointIO must not be
-    put around this one.) ``gc``: after a removal, delete what nobody needs. ``allow_pickle``: for hyperparameters and
-    states of callbacks that are not plain data. ``compress``, ``health``: as for `Store.save`.
+    ``async_save``: save in the background, one at a time. A removal waits for the save, so that ``save_top_k`` holds.
+    Errors are logged, and raised at the end. Do not put Lightning's own AsyncCheckpointIO around this one. ``gc``: run
+    a gc after a removal. ``allow_pickle``: for hyperparameters and states of callbacks that are not plain data.
+    ``compress``, ``health``: as for `Store.save`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class CasCheckpointIO(CheckpointIO):
         self._waiting: list[Future[None]] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: AnyPath, storage_options: Any = None) -> None:
-        """Save what Lightning gives, and put a file that names it at ``path``. Rank 0 makes the call."""
+        """Save a checkpoint of Lightning, and write a file that names it to ``path``. Rank 0 makes the call."""
         if storage_options is not None:
             raise InvalidInput("storage_options of save_checkpoint go to casckpt.open; leave them out here")
         self._settle()
@@ -81,11 +81,11 @@ class CasCheckpointIO(CheckpointIO):
                 error.add_note("Trainer(callbacks=[CasCheckpointCheck(), ...]) raises this before the first batch")
             raise
         if before is None:
-            pointer.write({"run": run, "step": step})  # so that Lightning gives the name to nobody else
+            pointer.write({"run": run, "step": step})  # so that Lightning takes the name for no other file
         self._later(lambda: self._finish(pointer, before, saving))
 
     def check(self, checkpoint: dict[str, Any]) -> None:
-        """Raise what `save_checkpoint` would raise for it before it writes anything. Rank 0 makes the call."""
+        """Raise the errors that `save_checkpoint` would raise before its first write. Rank 0 makes the call."""
         self._is_checked = True
         self.store.check(to_state(checkpoint), run=self._run_files.run, **self._options(checkpoint))
 
@@ -98,11 +98,11 @@ class CasCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: AnyPath, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Give what was saved there; of a file that Lightning wrote by itself, its contents, as Lightning loads it.
+        """Return the checkpoint that the file at ``path`` names, or the contents of a file that Lightning wrote itself.
 
-        ``path`` may also be a reference into the store. ``weights_only`` is for files of Lightning's: of a store no
-        pickle is loaded, unless ``allow_pickle`` was given. Every rank makes the call. Raises NotFound, a
-        FileNotFoundError; Unsigned for a file of Lightning's, where the store was opened with ``require_signature``.
+        ``path`` may also be a reference into the store. ``weights_only`` applies to files of Lightning. A store loads
+        no pickle, unless ``allow_pickle`` was given. Every rank makes the call. Raises NotFound, a FileNotFoundError;
+        Unsigned for a file of Lightning, if the store was opened with ``require_signature``.
         """
         self._settle()
         pointer = Pointer(path)
@@ -122,7 +122,7 @@ class CasCheckpointIO(CheckpointIO):
             self._remove(Pointer(path))
 
     def teardown(self) -> None:
-        """Wait for what is in the background. Raises what it raised, if nobody was told."""
+        """Wait for the saves and removals in the background. Raises their errors, unless these are logged already."""
         waiting, self._waiting = self._waiting, []
         if self._queue is not None:
             self._queue.shutdown()
@@ -134,7 +134,7 @@ class CasCheckpointIO(CheckpointIO):
     # inside
 
     def _step_of(self, checkpoint: Mapping[str, Any]) -> int:
-        """Of a Trainer its global step; a Fabric's states are numbered."""
+        """Return the global step of a Trainer; for a Fabric, the next number."""
         if isinstance(checkpoint.get("global_step"), int):
             return int(checkpoint["global_step"])
         return max((one.step + 1 for one in self._run_files.checkpoints()), default=0)
@@ -167,19 +167,19 @@ class CasCheckpointIO(CheckpointIO):
 
 
 class CasCheckpointCheck(Callback):
-    """For ``Trainer(callbacks=[...])`` beside a `CasCheckpointIO`, which sees no training before its first save.
+    """A callback for ``Trainer(callbacks=[...])`` beside a `CasCheckpointIO`, which is first called for a save.
 
-    What cannot be saved raises InvalidInput on every rank before the first batch, or, if it is the optimizer's state,
-    after the first step.
+    It raises InvalidInput on every rank for what cannot be saved: before the first batch, or after the first step for
+    the optimizer's state.
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Check what there is."""
+        """Check the state at the start."""
         self._begun: int | None = trainer.global_step
         self._check(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-        """Check once more after the first step of the optimizer."""
+        """Check again after the first step of the optimizer."""
         if self._begun is not None and trainer.global_step > self._begun:
             self._begun = None
             self._check(trainer)
@@ -192,21 +192,21 @@ class CasCheckpointCheck(Callback):
 
 
 def to_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Give what is saved of Lightning's dict."""
+    """Return the state to save for a checkpoint of Lightning."""
     rest = dict(checkpoint)
     weights = rest.pop("state_dict", None)
     return OfObjects({REST: rest} if weights is None else {WEIGHTS: weights, REST: rest})
 
 
 def monitored(checkpoint: Mapping[str, Any]) -> dict[str, float]:
-    """Give the figures that Lightning's callbacks choose checkpoints by, as they are now."""
+    """Return the current values by which Lightning's callbacks choose checkpoints."""
     states = (one for one in (checkpoint.get("callbacks") or {}).values() if isinstance(one, Mapping))
     found = ((one.get("monitor"), one.get("current_score")) for one in states)
     return {name: float(score) for name, score in found if isinstance(name, str) and score is not None}
 
 
 def from_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Lightning's dict again. Of what another front end saved, the weights."""
+    """Return the checkpoint of Lightning; for a checkpoint of another front end, one with the weights only."""
     if REST not in state:
         return {"state_dict": dict(state.get(WEIGHTS, state))}
     found = dict(state[REST])
@@ -216,9 +216,9 @@ def from_state(state: Mapping[str, Any]) -> dict[str, Any]:
 def restore_checkpoint(
     store: AnyStore, ref: str | Checkpoint, path: AnyPath, *, force: bool = False, allow_pickle: bool = False
 ) -> Path:
-    """Write a checkpoint as a file of Lightning's own, for all that reads files by itself.
+    """Write a checkpoint as a file of Lightning, for code that reads such files itself.
 
-    ``force``: over what is there. ``allow_pickle``: as for `Store.read`. Raises NotFound, Conflict, Refused.
+    ``force``: replace a file. ``allow_pickle``: as for `Store.read`. Raises NotFound, Conflict, Refused.
     """
     checkpoint = from_state(as_store(store).read(ref, allow_pickle=allow_pickle))
     target = Path(path)

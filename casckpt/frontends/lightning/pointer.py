@@ -1,4 +1,4 @@
-"""The small file that stands where Lightning looks for a checkpoint, and names one in a store."""
+"""The small file at the path of a Lightning checkpoint, which names the checkpoint in the store."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Pointer:
 
     @property
     def name(self) -> str:
-        """Of the file, as the name of a run can hold it."""
+        """The name of the file, as a part of the name of a run."""
         stem = os.fspath(self.path).rpartition("/")[2].removesuffix(".ckpt")
         return re.sub(r"[^A-Za-z0-9._-]", "-", stem)[:60] or "file"
 
     @property
     def tag(self) -> str:
-        """The tag that stands for the file: of its whole path."""
+        """The tag of the file, from its whole path."""
         path = os.fspath(self.path)
         whole = path if "://" in path else os.path.abspath(path)
         return f"lightning.{hex_digest(whole.encode())[:16]}.{self.name.lower()}"[:100]
@@ -49,16 +49,16 @@ class Pointer:
         return bool(self._files.isfile(os.fspath(self.path)))
 
     def read(self) -> str | None:
-        """The id of the checkpoint; None if there is no file, another one, or one of a save that has not ended."""
+        """Return the id of the checkpoint; None without such a file, or if the save has not ended."""
         found = self._contents()
         return found.get("id") if found is not None else None
 
     def is_foreign(self) -> bool:
-        """Tell whether there is a file that is none of ours."""
+        """Tell whether there is a file that casckpt did not write."""
         return self.exists() and self._contents() is None
 
     def is_pending(self) -> bool:
-        """Tell whether it stands for a save that has not ended."""
+        """Tell whether the file names a save that has not ended."""
         found = self._contents()
         return found is not None and "id" not in found
 
@@ -74,7 +74,7 @@ class Pointer:
         return found if isinstance(found, dict) else None
 
     def write(self, contents: Mapping[str, Any]) -> None:
-        """Put the file there, whole or not at all."""
+        """Write the file, whole or not at all."""
         files, path = self._files, os.fspath(self.path)
         folder = os.path.dirname(path)
         if folder:

@@ -1,4 +1,4 @@
-"""Lightning's ModelParallelStrategy (FSDP2, tensor parallel) on a store: each rank writes and reads its own shards."""
+"""`CasModelParallelStrategy`: Lightning's strategy for FSDP2 and tensor parallel models on a store."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from casckpt.saving.prepare import Owners
 
 _EMA = "ema"
 _NOT_PLAIN = ("state_dict", "optimizer_states", "current_model_state")
-"""Of what Lightning gives: the live shards are saved in their place."""
+"""Keys of a Lightning checkpoint in place of which the live shards are saved."""
 
 
 class CasModelParallelStrategy(ModelParallelStrategy):
-    """For ``Trainer(strategy=...)``: ModelParallelStrategy passes by every CheckpointIO, this one needs none.
+    """A strategy for ``Trainer(strategy=...)``. Like ModelParallelStrategy it uses no CheckpointIO.
 
-    Nothing is gathered, and a checkpoint loads on another number of ranks. With a WeightAveraging callback the averaged
-    model is saved beside the other, below ``ema``, and loaded where the checkpoint has it. What cannot be saved raises
-    InvalidInput before the first batch, or the second one if the optimizer's state is the reason. ``health``,
-    ``check_replicas``, ``owners``: as for `Store.save`. ``cast``: as for `Checkpointer.load`, and ``group_options`` is
-    its ``options``. ``options``: those of ModelParallelStrategy.
+    Each rank writes and reads its own shards. Nothing is gathered, and a checkpoint loads on another number of ranks.
+    With a WeightAveraging callback the averaged model is saved below ``ema``, and loaded if the checkpoint has it. What
+    cannot be saved raises InvalidInput before the first batch, or before the second one for the optimizer's state.
+    ``health``, ``check_replicas``, ``owners``: as for `Store.save`. ``cast``: as for `Checkpointer.load`.
+    ``group_options``: the ``options`` of `Checkpointer.load`. ``options``: those of ModelParallelStrategy.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         super().__init__(**options)
         self._book = RunFiles(as_store(store), run, gc=gc)
         self._cast, self._group_options = cast, group_options
-        self._checks: Checkpointer | None = None
         self._settings: TrainerArguments = {
             "allow_pickle": allow_pickle, "health": health, "check_replicas": check_replicas, "owners": owners
         }  # fmt: skip
+        self._checks = self._checkpointer(run)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """None is used."""
+        """Not used: setting it raises InvalidInput."""
         return super().checkpoint_io
 
     @checkpoint_io.setter
@@ -73,15 +73,15 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: the live shards are saved."""
+        """Return nothing: the live shards are saved."""
         return {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing: see `lightning_module_state_dict`."""
+        """Return nothing: the live shards are saved."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: AnyPath, storage_options: Any = None) -> None:
-        """Save, and put a file that names the checkpoint at ``filepath``. Every rank makes the call."""
+        """Save, and write a file that names the checkpoint to ``filepath``. Every rank makes the call."""
         if storage_options is not None:
             raise InvalidInput("storage_options of save_checkpoint go to casckpt.open; leave them out here")
         ranks, step = open_ranks(), int(checkpoint["global_step"])
@@ -99,9 +99,9 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         on_each(ranks, lambda: self._book.saved(Pointer(path), before, saved) if ranks.rank == 0 else None)
 
     def load_checkpoint(self, checkpoint_path: AnyPath, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load into model and optimizers; what else there is. A path, or a reference into the store.
+        """Load into model and optimizers, and return the rest of the checkpoint. Every rank makes the call.
 
-        Every rank makes the call.
+        ``checkpoint_path``: the path of a file, or a reference into the store.
         """
         ranks = open_ranks()
 
@@ -123,7 +123,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
             ref, models, optims, load_optim_state=bool(optims), cast=self._cast, options=self._group_options
         )
         rest = rest or {}
-        if average is not None:  # the callback takes these over: they are loaded by now
+        if average is not None:  # the callback loads these, which are filled by now
             source = average.module if has_average else module
             rest |= {"state_dict": source.state_dict(), "current_model_state": module.state_dict()}
         return {"state_dict": {}, **rest, "optimizer_states": [{} for _ in self.optimizers]}
@@ -134,22 +134,21 @@ class CasModelParallelStrategy(ModelParallelStrategy):
             self._book.remove(Pointer(filepath))
 
     def on_train_start(self) -> None:
-        """Raises InvalidInput for what no save can store; see `Checkpointer.check`."""
+        """Raise InvalidInput for what cannot be saved; see `Checkpointer.check`."""
         super().on_train_start()
         self._checks = self._checkpointer(self._book.run)
         self._check()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """See `on_train_start`: until the optimizer has state."""
+        """Check again until the optimizer has state; see `on_train_start`."""
         super().on_train_batch_start(batch, batch_idx)
         self._check()
 
     def _check(self) -> None:
-        if self._checks is not None:
-            self._checks.check_first_steps(self._module(), self.optimizers, _Rest(self._module().trainer))
+        self._checks.check_first_steps(self._module(), self.optimizers, _Rest(self._module().trainer))
 
     def teardown(self) -> None:
-        """Wait for a gc that runs."""
+        """Wait for a running gc."""
         self._book.close()
         super().teardown()
 
@@ -157,7 +156,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         return Checkpointer(self._book.store, run=run, **self._settings)
 
     def _models(self) -> Any:
-        """The model, or by name the model and the averaged one."""
+        """Return the model, or a dict of the model and the averaged model."""
         module, average = self._module(), _average(self._module())
         return module if average is None else {"model": module, _EMA: average.module}
 
@@ -168,20 +167,20 @@ class CasModelParallelStrategy(ModelParallelStrategy):
 
 
 def _average(module: Any) -> Any:
-    """The averaged model of the WeightAveraging callback; None if there is none, as in a Lightning before 2.6."""
+    """Return the averaged model of the WeightAveraging callback; None without one, as in Lightning before 2.6."""
     kind = getattr(callbacks, "WeightAveraging", ())
     found = [one for one in module.trainer.callbacks if isinstance(one, kind)]
     return found[0]._average_model if found else None
 
 
 class _Rest:
-    """What a Trainer saves beside model and optimizers, made when it is asked for."""
+    """What a Trainer saves beside model and optimizers, created on demand."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        """What Lightning would hand to a save now."""
+        """Return what Lightning would save now."""
         return _rest(self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
 
 

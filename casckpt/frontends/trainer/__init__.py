@@ -1,16 +1,17 @@
-"""Checkpoints of a training loop: when to save, what beside the model, how many to keep, how to go on after a crash.
+"""Checkpoints of a training loop: when to save, what to save, how many to keep, and how to resume.
 
 ::
 
     checkpointer = Checkpointer(store, run="sft", save_interval=500, max_checkpoints=3)
-    train = TrainState(scheduler=scheduler, loader=loader)          # and the random generators of this rank
-    last = checkpointer.resume(model, optim, train)                 # None: there is nothing yet
+    train = TrainState(scheduler=scheduler, loader=loader)          # with the random generators of this rank
+    last = checkpointer.resume(model, optim, train)                 # None: there is no checkpoint yet
     for step in range(last.step + 1 if last else 1, 10_001):
         ...
         checkpointer.save_if_due(step, model, optim, train)         # in the background
     checkpointer.close()
 
-In the checkpoint: model and optimizer as `casckpt.frontends.training_state` names them, and ``train.<rank>``.
+A checkpoint holds the model and the optimizer, named as in `casckpt.frontends.training_state`, and the train state of
+each rank as ``train.<rank>``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The checkpointer of a training loop."""
+"""`Checkpointer`: saves, loads and resumes the checkpoints of a training loop."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
@@ -36,7 +36,7 @@ from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments
 from casckpt.frontends.trainer.summary import SaveSummary
 from casckpt.frontends.trainer.throttle import throttled
 from casckpt.frontends.trainer.train_state import restore_rng, rng_state
-from casckpt.frontends.training_state.hub_config import config_files
+from casckpt.frontends.training_state.hub_config import with_config
 from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
 from casckpt.frontends.training_state.stored import MODEL
 from casckpt.history.commits import Commit
@@ -57,12 +57,12 @@ class _Overrides(TrainerArguments, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointerConfig(TrainerSettings):
-    """The keyword arguments of `Checkpointer`, which describes them. Raises InvalidInput for what makes no sense."""
+    """The keyword arguments of `Checkpointer`, which describes them. Raises InvalidInput for unusable values."""
 
     def build(
         self, store: AnyStore, process_group: ProcessGroup | None = None, **overrides: Unpack[_Overrides]
     ) -> Checkpointer:
-        """A checkpointer for ``store``, with ``overrides`` over these settings. Every rank makes the call."""
+        """Return a checkpointer for ``store``. ``overrides`` replace these settings. Every rank makes the call."""
         settings = vars(self)
         unknown = sorted(overrides.keys() - settings.keys())
         if unknown:
@@ -71,27 +71,29 @@ class CheckpointerConfig(TrainerSettings):
 
 
 class Checkpointer(RunCheckpoints):
-    """Saves and loads the checkpoints of one run, and keeps their number down. Every rank makes the same calls.
+    """Saves and loads the checkpoints of one run, and limits their number. Every rank makes the same calls.
 
-    ``keep``, ``max_checkpoints``, ``fixed_steps``: what of the permanent checkpoints stays once a new one is committed
-    (see `Rotation`; with neither of the first two everything stays, ephemeral ones too). ``thin``: what those that stay
-    leave out, and which of them stay whole, as ``{"drop": ["optim.*"], "keep_last": 2}``. ``save_interval``,
-    ``fixed_steps``, ``last_step``, ``ephemeral_save_interval``, ``ephemeral_cooldown``: when `save_if_due` saves (see
-    `due`). ``last_step``: of the training. None: `close` warns of steps since the last save.
-    ``max_steps_at_risk``: `save_if_due` waits for the save in the background before more steps than that could be lost,
-    whenever the job dies; no less than the interval. None: it waits when the next save is due, so up to two intervals.
-    ``max_failures``: after so many saves in the background that failed in a row, over 15 minutes or more, the next one
-    is made in the foreground and raises its failure. None: failures that may pass, as of the storage, are only logged.
-    ``gc``: after a save, delete what is forgotten and needed by nobody, on rank 0, beside the training.
+    ``keep``, ``max_checkpoints``, ``fixed_steps``: which permanent checkpoints stay after a save (see `Rotation`).
+    Without ``keep`` and ``max_checkpoints`` all checkpoints stay, also ephemeral ones. ``thin``: what the remaining
+    checkpoints leave out, and which of them stay whole, as ``{"drop": ["optim.*"], "keep_last": 2}``.
+    ``save_interval``, ``fixed_steps``, ``last_step``, ``ephemeral_save_interval``, ``ephemeral_cooldown``: when
+    `save_if_due` saves (see `due`). ``last_step``: the last step of the training. If it is None, `close` warns of steps
+    since the last save.
+    ``max_steps_at_risk``: the most steps that the death of the job may lose; at least the interval. `save_if_due` waits
+    for the save in the background before more could be lost. None: it waits when the next save is due, so up to two
+    intervals are at risk.
+    ``max_failures``: after this number of failed saves in a row, over 15 minutes or more, the next save runs in the
+    foreground and raises its error. None: errors that may be temporary, such as StorageError, are only logged.
+    ``gc``: after a save, rank 0 runs a gc of the run in a thread.
 
-    ``overwrite``: of steps that exist. ``save_threads``, ``load_threads``: of each rank. ``throttle``: at most so many
-    ranks of a node upload at the same time. ``work_dir``: a folder of this node for the locks of that (default: in the
-    folder for temporary files). ``pre_download``: fetch a checkpoint into the cache of this node before it is loaded.
-    ``frozen``: tensors that do not change, as `Store.save` takes them: of these only a sample is looked at.
-    ``compress``: store what changed of each tensor, as for `Store.save`. ``health``: look for NaN in what changed; a
-    checkpoint that holds any is unhealthy, and so retention keeps the newest healthy one beside it.
-    ``check_replicas``, ``owners``: of what several ranks hold, as for `Store.save`. ``allow_pickle``: for train state,
-    and entries of an optimizer's state, that are neither tensors nor plain data. Raises InvalidInput.
+    ``overwrite``: replace a step that exists. ``save_threads``, ``load_threads``: the threads of each rank.
+    ``throttle``: the most ranks of a node that upload at the same time. ``work_dir``: a folder of this node for the
+    lock files of ``throttle`` (default: in the folder for temporary files). ``pre_download``: fetch a checkpoint into
+    the cache of this node before a load. ``frozen``: tensors that do not change, as for `Store.save`; a save compares
+    only a sample of them. ``compress``: as for `Store.save`. ``health``: look for NaN in what changed. A checkpoint
+    with NaN is unhealthy, and retention keeps the newest healthy checkpoint beside it. ``check_replicas``, ``owners``:
+    for tensors that several ranks hold, as for `Store.save`. ``allow_pickle``: for entries of the train state and of an
+    optimizer's state that are neither tensors nor plain data. Raises InvalidInput.
     """
 
     def __init__(
@@ -115,10 +117,10 @@ class Checkpointer(RunCheckpoints):
         self.saved_step: int | None = None
         self._begun: int | None = None
         self._reached: int | None = None
-        self._told_of_space = False
+        self._warned_of_space = False
         self._checked: bool | None = None  # False: before the optimizer had state
         self.resumed: Resumed | None = None
-        """What the last `resume` did; None if it found nothing."""
+        """The result of the last `resume`; None if it found no checkpoint."""
 
     def __enter__(self) -> Self:
         return self
@@ -139,16 +141,18 @@ class Checkpointer(RunCheckpoints):
         train_state: AnyTrainState = None,
         **options: Unpack[StepArguments],
     ) -> Checkpoint:
-        """Save, and return once the checkpoint is durable and visible; then forget what retention does not keep.
+        """Save a checkpoint, and forget the checkpoints that retention does not keep.
 
-        ``model``, ``optim``: or lists of them; or as the model an object with state_dict_to_save, state_dict_to_load
-        and load_state_dict, or a dict of several models, as ``{"model": model, "ema": ema}``, which may hold all that
-        `Store.save` takes. ``train_state``: of this rank: a nested mapping of tensors, plain data and objects with
-        state_dict, or one such object, as `TrainState`. ``overwrite``: None for the checkpointer's setting.
-        ``ephemeral``, ``attachments``, ``metadata``, ``metrics``, ``healthy``: as for `Store.save`.
+        The call returns when the checkpoint is durable and visible. ``model``: a module, or a list of the parts of one;
+        an object with state_dict_to_save, state_dict_to_load and load_state_dict; or a dict of several models, as
+        ``{"model": model, "ema": ema}``, which may hold all that `Store.save` takes. ``optim``: an optimizer, or a list
+        of optimizers that share the parameters. ``train_state``: the train state of this rank: a nested mapping of
+        tensors, plain data and objects with state_dict, or one such object, as `TrainState`. ``overwrite``: None for
+        the setting of the checkpointer. ``ephemeral``, ``attachments``, ``metadata``, ``metrics``, ``healthy``: as for
+        `Store.save`.
 
-        Raises as `Store.save` does, on every rank alike; then nothing of the save is visible, and the same step can be
-        saved again.
+        Raises the errors of `Store.save`, on every rank alike. After an error nothing of the save is visible, and you
+        can save the same step again.
         """
         check_keywords("Checkpointer.save", options, StepArguments)
         begun = time.monotonic()
@@ -170,12 +174,12 @@ class Checkpointer(RunCheckpoints):
         train_state: AnyTrainState = None,
         **options: Unpack[StepArguments],
     ) -> Future[Checkpoint]:
-        """Like `save`, but returns once the state is copied; it may change from then on. One save runs at a time.
+        """Save like `save`, but return when the state is copied. From then on it may change. One save runs at a time.
 
-        It raises what goes wrong before that. What goes wrong later, the future raises, and `wait` and `close` do. The
-        next save raises it on every rank if it would fail alike (InvalidInput, or Conflict over a step that is already
-        saved), unless all ranks have asked the future. What may pass, such as StorageError, the next save or load logs.
-        After ``max_failures`` of these this call waits for its save, and raises its failure.
+        The call raises the errors of the copy. The future, `wait` and `close` raise later errors. If the next save
+        would fail for the same reason (InvalidInput, or Conflict over a step that is saved), it raises the error on
+        every rank, unless all ranks have asked the future. The next save or load logs errors that may be temporary,
+        such as StorageError. After ``max_failures`` of these the call waits for its save, and raises its error.
         """
         check_keywords("Checkpointer.save_async", options, StepArguments)
         begun = time.monotonic()
@@ -189,7 +193,7 @@ class Checkpointer(RunCheckpoints):
             try:
                 saved = saving.result()
                 self._after(saved, blocked, time.monotonic() - begun, leads=ranks.rank == 0)
-            except BaseException as error:  # noqa: BLE001 - the future raises it; without, it would never end
+            except BaseException as error:  # noqa: BLE001 - the future raises it; otherwise it would never end
                 done.set_exception(error)
             else:
                 done.set_result(saved)
@@ -202,21 +206,22 @@ class Checkpointer(RunCheckpoints):
         return done
 
     def check(self, model: TrainModel, optim: AnyOptimizer | None = None, train_state: AnyTrainState = None) -> None:
-        """Raise what `save` would raise for these before it writes anything. Nothing is written, nothing changes.
+        """Raise the errors that `save` would raise for these arguments before its first write. Nothing changes.
 
-        Every rank makes the call: names, shapes and samples of what several ranks hold are compared. `resume` makes it,
-        but for the samples, and so do the first steps, see `check_first_steps`. It costs what a save costs before it
-        reads weights: for 1,000 tensors some 20 ms. Raises InvalidInput and Unsupported, on every rank alike.
+        Every rank makes the call. It compares names, shapes and samples of what several ranks hold. `resume` makes the
+        same check without the samples, and `check_first_steps` makes it in the first steps. It takes about 20 ms for
+        1,000 tensors. Raises InvalidInput and Unsupported, on every rank alike.
         """
         self._check(model, optim, train_state, self.config.check_replicas)
 
     def check_first_steps(
         self, model: TrainModel, optim: AnyOptimizer | None = None, train_state: AnyTrainState = None
     ) -> None:
-        """Call `check` at the first call, and at the first at which the optimizer of any rank has state; until a save.
+        """Call `check` in the first call, and in the first one in which the optimizer of any rank has state.
 
-        An optimizer makes its state in its first step. `save_if_due` makes this call. It is for who decides otherwise
-        which step is saved, after each step that is not. Until the optimizer has state, ranks exchange a message.
+        An optimizer creates its state in its first step. `save_if_due` makes this call. If you choose the steps to save
+        yourself, call it after each step that you do not save. It does nothing after the second check or after a save.
+        Until then, the ranks exchange a message in each call.
         """
         if self._checked:
             return
@@ -231,7 +236,7 @@ class Checkpointer(RunCheckpoints):
         self._checked = has_state  # not if the check raised: the next call checks again
 
     def due(self, step: int) -> Kind | None:
-        """Say whether ``step`` is to be saved, and as what; the same on every rank. See `TrainerSettings.due`."""
+        """Return the kind of checkpoint that is due at ``step``, or None. See `TrainerSettings.due`."""
         return self.config.due(check_step(step), self.saved_step)
 
     def save_if_due(
@@ -244,15 +249,11 @@ class Checkpointer(RunCheckpoints):
         last: bool = False,
         **options: Unpack[DueArguments],
     ) -> Future[Checkpoint] | None:
-        """Call `save_async` if ``step`` is due; otherwise return None. Call it after each step.
+        """Call `save_async` if ``step`` is due. Otherwise call `check_first_steps` and return None.
 
-        Where nothing is due, it makes the call `check_first_steps`.
-
-        ``last``: this is the last step of the training, and due; the same on every rank.
-
-        With ``max_steps_at_risk`` it raises the error of the save in the background once the next step would be one too
-        many. The training stops rather than put more at risk. ``metadata``, ``metrics``, ``healthy``: as for
-        `Store.save`.
+        Call it after each step. ``last``: this is the last step of the training, so it is due; the same on every rank.
+        ``metadata``, ``metrics``, ``healthy``: as for `Store.save`. With ``max_steps_at_risk`` it raises the error of
+        the save in the background before more steps are at risk.
         """
         check_keywords("Checkpointer.save_if_due", options, DueArguments)
         kind, saving = self.due(step), None
@@ -269,9 +270,9 @@ class Checkpointer(RunCheckpoints):
         return saving
 
     def write_file(self, name: str, contents: str | bytes, *, step: int | None = None) -> None:
-        """Attach a file to the next save. Rank 0's files count.
+        """Attach a file to the next save. Only the files of rank 0 are saved.
 
-        ``step``: the step that it is meant for. Raises Conflict if that is already saved, because a checkpoint never
+        ``step``: the step that the file belongs to. Raises Conflict if that step is saved, because a checkpoint never
         changes. Raises InvalidInput for a name that is not a relative path.
         """
         if step is not None and f"{self.run}@{step}" in self.store:
@@ -284,13 +285,13 @@ class Checkpointer(RunCheckpoints):
         self._files[check_attachment_name(name)] = data
 
     def wait(self) -> None:
-        """Wait for the save in the background. Raises what it raised."""
+        """Wait for the save in the background, and raise its error."""
         error = self._end_pending()
         if error is not None:
             raise error
 
     def close(self) -> None:
-        """`wait`, and also wait for a gc that is running. The log warns of steps that are in no checkpoint."""
+        """Call `wait`, wait for a running gc, and log a warning if steps are in no checkpoint."""
         try:
             self.wait()
         finally:
@@ -312,14 +313,15 @@ class Checkpointer(RunCheckpoints):
         options: GroupOptions = "checkpoint",
         **match: Unpack[MatchArguments],
     ) -> Any:
-        """Load into ``model`` and ``optim``. Return this rank's train state, or rank 0's if there are more ranks now.
+        """Load into ``model`` and ``optim``, and return the train state.
 
-        ``load_optim_state``, ``load_trainer_state``: True: raise NotFound if it is not there. None: load it if it is
-        there; otherwise return None, and warn in the log of an optimizer that was passed in vain. False: do not read
-        it. A checkpoint of weights alone loads. ``unread``: the log names whole subtrees that are left, unless
-        "ignore". ``cast``, ``strict``, ``ignore_mismatched``, ``rename``: see `load_model_and_optim_state`.
-        ``options``: those of the optimizer's groups, such as learning rates, are set to the "checkpoint"'s, or "keep"
-        what they are. Raises as `Store.load` does.
+        It is the train state that this rank saved, or that of the lowest rank if this rank saved none.
+        ``load_optim_state``, ``load_trainer_state``: True: load it, or raise NotFound if the checkpoint has none. None:
+        load it if it is there; otherwise return None for the train state, and log a warning for an optimizer. False: do
+        not read it. ``unread``: the log names whole subtrees that were not read, unless it is "ignore". ``cast``,
+        ``strict``, ``ignore_mismatched``, ``rename``: see `load_model_and_optim_state`. ``options``: set the options of
+        the optimizer's groups, such as learning rates, to those of the "checkpoint", or "keep" them. Raises the errors
+        of `Store.load`.
         """
         check_keywords("Checkpointer.load", match, MatchArguments)
         wanted = LoadRequest(
@@ -342,26 +344,29 @@ class Checkpointer(RunCheckpoints):
         rename: Rename = None,
         options: GroupOptions = "checkpoint",
     ) -> Checkpoint | None:
-        """Load the newest checkpoint of the run, if there is one, the same on all ranks. Set ``train_state``, too.
+        """Load the newest checkpoint of the run, if there is one, and set ``train_state``. Return the checkpoint.
 
-        ``healthy``: the newest that was not saved with ``healthy=False``; NotFound if there is none. ``missing``: if
-        something that you pass cannot be restored, "raise" NotFound, MissingKey or Mismatch, or "warn" in the log and
-        go on with the rest: an optimizer, a train state or parts of it, and, unless ``strict`` is True, layers and
-        parameters of the optimizer that only one side has, and tensors that have another shape. ``strict``: None is
-        False with "warn", else True. ``unread``, ``cast``, ``rename``, ``options``: as for `load`. ``train_state``:
-        a dict is filled in place. The log, and ``resumed``, say what was restored, and what was left and why.
+        All ranks load the same checkpoint. ``healthy``: take the newest that was not saved with ``healthy=False``, and
+        raise NotFound if there is none. ``missing``: if something that you pass cannot be restored, "raise" NotFound,
+        MissingKey or Mismatch, or "warn" in the log and restore the rest. This applies to an optimizer, a train state
+        and parts of it. Unless ``strict`` is True, it also applies to layers and parameters of the optimizer that only
+        one side has, and to tensors of another shape. ``strict``: None is False with "warn", else True. ``unread``,
+        ``cast``, ``rename``, ``options``: as for `load`. ``train_state``: a dict is filled in place. The log and
+        ``resumed`` say what was restored, what was left, and why.
 
-        Afterwards, or if it finds nothing, it calls `check`, so that what cannot be saved is heard of before the
-        training. If it finds nothing, but a run whose name is similar, the log warns. Raises as `load` and `check` do,
-        and InvalidInput for a train state that is neither a dict nor has load_state_dict.
+        At the end `resume` calls `check`, so that you learn before the training what cannot be saved. If there is no
+        checkpoint but a run with a similar name, the log warns. Raises the errors of `load` and `check`, and
+        InvalidInput for a train state that is no dict and has no load_state_dict.
         """
         self.resumed, before = None, dict[str, float]()
-        found = self._find_together(
-            None, lambda: before.update(check_given(train_state, missing, model, optim)), healthy=healthy
-        )
-        if found is not None:
+        self._settle()
+        checkpoint = newest_together(
+            open_ranks(self.process_group), self.store, self.run, healthy=healthy,
+            check=lambda: before.update(check_given(train_state, missing, model, optim)),
+        )  # fmt: skip
+        if checkpoint is not None:
             given = [*model] if isinstance(model, Mapping) else [MODEL]
-            given += [name for name, one in ((OPTIM, optim), (TRAIN, train_state)) if one is not None]
+            given += [name for name, value in ((OPTIM, optim), (TRAIN, train_state)) if value is not None]
             demand = True if missing == "raise" else None
             strict = missing == "raise" if strict is None else strict
             wanted = LoadRequest(
@@ -369,24 +374,25 @@ class Checkpointer(RunCheckpoints):
                 given=self._load_options(unread=unread, cast=cast, strict=strict, rename=rename),
                 pre_download=self.config.pre_download, options=options, missing=missing, train_state=train_state,
             )  # fmt: skip
-            found, state = self._restore(found, model, optim, wanted)
-            ranks, mine = open_ranks(self.process_group), (found, given, wanted, state, before, model, optim)
-            self.resumed = Resumed(found, *ranks.exchange(lambda: outcome_of(*mine), of_all_ranks))
+            checkpoint, state = self._restore(checkpoint, model, optim, wanted)
+            ranks, mine = open_ranks(self.process_group), (checkpoint, given, wanted, state, before, model, optim)
+            self.resumed = Resumed(checkpoint, *ranks.exchange(lambda: outcome_of(*mine), of_all_ranks))
             if ranks.rank == 0:
                 self.resumed.log()
-        self._check(model, optim, train_state, "off")  # not samples: ranks may be made equal later, as by DDP
-        return found
+        self._check(model, optim, train_state, "off")  # no samples: DDP may make ranks equal later
+        return checkpoint
 
     def newest_of_all_ranks(self, step: int | None = None) -> Checkpoint | None:
-        """The newest of the run, or that of a step, as rank 0 finds it: the same on every rank, which all call it."""
-        return self._find_together(step, lambda: None)
+        """Return the newest checkpoint of the run, or of ``step``, as rank 0 finds it. Every rank makes the call."""
+        self._settle()
+        return newest_together(open_ranks(self.process_group), self.store, self.run, step)
 
     # inside
 
     def _check(
         self, model: TrainModel, optim: AnyOptimizer | None, train_state: AnyTrainState, compared: CheckReplicas
     ) -> None:
-        """``compared``: what of the values that several ranks hold, as ``check_replicas`` says it."""
+        """Run the check of `check`. ``compared``: the ``check_replicas`` to use."""
         generators = rng_state()
         try:
             state = state_to_save(open_ranks(self.process_group), model, optim, train_state)
@@ -394,12 +400,12 @@ class Checkpointer(RunCheckpoints):
             arguments["check_replicas"] = compared
             self.store.check(state, run=self.run, **arguments)
         finally:
-            restore_rng(generators)  # a data loader may draw from them when it is asked for its state
+            restore_rng(generators)  # the state_dict of a data loader may draw from them
 
     def _restore(
         self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None, wanted: LoadRequest
     ) -> tuple[Checkpoint, Any]:
-        """(the checkpoint, with what was left of it; this rank's train state)."""
+        """Load, and return the checkpoint with the keys that were left, and the train state of this rank."""
         self._settle()
         loaded, train = Restoring(open_ranks(self.process_group), self.store, wanted).load(ref, model, optim)
         self.saved_step, self._begun = (loaded.step if loaded.run == self.run else None), None
@@ -412,24 +418,16 @@ class Checkpointer(RunCheckpoints):
             **given,
         )  # fmt: skip
 
-    def _find_together(
-        self, step: int | None, check: Callable[[], None], *, healthy: bool = False
-    ) -> Checkpoint | None:
-        self._settle()
-        return newest_together(open_ranks(self.process_group), self.store, self.run, step, check, healthy=healthy)
-
     def _save_arguments(self, model: TrainModel, **given: Unpack[StepArguments]) -> SaveArguments:
-        """For `Store.save`, which checks them where all ranks hear of it."""
-        overwrite, files = given.get("overwrite"), given.get("attachments")
-        if files is None or isinstance(files, Mapping):
-            files = config_files(model) | self._files | dict(files or {})
+        """Return the arguments of `Store.save`, which checks them and raises errors on all ranks."""
+        overwrite = given.get("overwrite")
         return {
             "ephemeral": given.get("ephemeral", False),
             "metadata": given.get("metadata"),
             "metrics": given.get("metrics"),
             "healthy": given.get("healthy"),
             "overwrite": self.config.overwrite if overwrite is None else overwrite,
-            "attachments": files,
+            "attachments": with_config(model, given.get("attachments"), self._files),
             "frozen": self.config.frozen,
             "compress": self.config.compress,
             "health": self.config.health,
@@ -441,7 +439,7 @@ class Checkpointer(RunCheckpoints):
         }
 
     def _after(self, saved: Checkpoint, blocked: float, durable: float, *, leads: bool) -> None:
-        """Do, on rank 0, what is due once a checkpoint is committed. It is there whatever goes wrong here."""
+        """On rank 0: forget and thin checkpoints after a save. An error here is logged: the checkpoint is saved."""
         if not leads:
             return
         gone, thinned = list[Commit](), list[Commit]()
@@ -455,15 +453,15 @@ class Checkpointer(RunCheckpoints):
         log.info("%s", self.summary)
         if self.config.gc:
             self._janitor.ask(self.run)
-        elif (gone or thinned) and not self._told_of_space:
-            self._told_of_space = True
+        elif (gone or thinned) and not self._warned_of_space:
+            self._warned_of_space = True
             log.warning(
                 "checkpoints of %s that are not kept take space until a gc: make the Checkpointer with gc=True, or run "
                 "`casckpt gc %s`", self.run, self.store.url,
             )  # fmt: skip
 
     def _bound_risk(self, step: int) -> None:
-        """Wait for the save in the background, if without it the step after ``step`` would be one too many."""
+        """Wait for the save in the background if the step after ``step`` would put too many steps at risk."""
         limit = self.config.max_steps_at_risk
         if limit is None:
             return
@@ -472,7 +470,7 @@ class Checkpointer(RunCheckpoints):
             self.wait()
 
     def _warn_of_unsaved(self) -> None:
-        """Of the steps that `save_if_due` was told of since the last save; once, and not on every rank of all."""
+        """Warn once of the steps since the last save; on rank 0, or on each rank of a ``process_group``."""
         after, reached = self._begun if self.saved_step is None else self.saved_step, self._reached
         self._reached = None
         if reached is None or after is None or reached <= after or (this_rank() and self.process_group is None):
@@ -483,9 +481,9 @@ class Checkpointer(RunCheckpoints):
         )  # fmt: skip
 
     def _begin(self) -> tuple[Ranks, bool]:
-        """Before a save: wait for the one in the background. (the ranks; shall all of them wait for this one, too?).
+        """Wait for the save in the background. Return the ranks, and whether they must wait for the next save, too.
 
-        Raises on all ranks, if any failed with an error that would repeat.
+        Raises on all ranks if the save failed on any of them with an error that the next save would repeat.
         """
         error = self._settle(to_save=True)
         self._checked = True
@@ -504,9 +502,9 @@ class Checkpointer(RunCheckpoints):
         return ranks, waits
 
     def _settle(self, *, to_save: bool = False) -> BaseException | None:
-        """Wait for the save in the background, and log it if it failed.
+        """Wait for the save in the background, and log its error.
 
-        ``to_save``: an error that the next save would repeat is not logged but returned, unless the caller knows of it.
+        ``to_save``: return an error that the next save would repeat, unless the caller has seen it.
         """
         pending, heard = self._pending, self._pending is not None and self._pending.future.is_heard
         error = self._end_pending()
@@ -518,7 +516,7 @@ class Checkpointer(RunCheckpoints):
         return None
 
     def _end_pending(self) -> BaseException | None:
-        """Wait for the save in the background, if there is one; what it failed with. Then its files are not lost."""
+        """Wait for the save in the background, and return its error. After an error its files go to the next save."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -532,7 +530,7 @@ class Checkpointer(RunCheckpoints):
 
 @dataclass(frozen=True)
 class _Pending:
-    """A save in the background. ``saved_step``, ``files``: as they were before it."""
+    """A save in the background. ``saved_step``, ``files``: their values before the save."""
 
     future: HeardFuture
     step: int

@@ -1,6 +1,6 @@
 """The contents of a training loop's checkpoint: model, optimizer, and the train state of each rank.
 
-The train state of rank 3 is ``train.3``: ranks may hold other things each, in other nestings.
+The train state of rank 3 is ``train.3``, because the train states of ranks may differ in content and nesting.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, NotFound
 from casckpt.frontends.trainer.train_state import check_parts
 from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors
-from casckpt.frontends.training_state.objects import is_optimizer, load_objects, made_of
+from casckpt.frontends.training_state.objects import Objects, is_optimizer, load_objects
 from casckpt.frontends.training_state.optimizer import tensors_below
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
 from casckpt.frontends.training_state.plain_state import plain_state
@@ -43,21 +43,26 @@ _MEANT = 'pass unread="ignore" (or load_optim_state=False, load_trainer_state=Fa
 
 
 @runtime_checkable
-class TrainModule(Protocol):
-    """An object that says by itself what is saved, nested: ``{"model": {...}, "optim": {...}}``, as OLMo-core has it.
-
-    Its `state_dict_to_load` gives what a load is to fill. It is called with an object whose ``state_dict_metadata``
-    has the keys of the checkpoint, and both may take ``optim``: is the optimizer's state wanted?
-    """
+class SavedModule(Protocol):
+    """An object that gives its own state, nested: ``{"model": {...}, "optim": {...}}``, as in OLMo-core."""
 
     def state_dict_to_save(self) -> Mapping[str, Any]:
-        """Give what to save."""
+        """Return the state to save."""
+
+
+@runtime_checkable
+class TrainModule(SavedModule, Protocol):
+    """A `SavedModule` that also loads.
+
+    `state_dict_to_load` returns the state that a load fills. Its argument has the keys of the checkpoint in
+    ``state_dict_metadata``. Both methods may take ``optim``: whether the state of the optimizer is wanted.
+    """
 
     def state_dict_to_load(self, metadata: StoredKeys) -> dict[str, Any]:
-        """Give what to fill."""
+        """Return the state to fill."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
-        """Take over what was filled."""
+        """Load the state that was filled."""
 
 
 @runtime_checkable
@@ -65,21 +70,21 @@ class HasState(Protocol):
     """A train state that is an object, such as `TrainState`."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Give what to save of it on this rank."""
+        """Return the state to save on this rank."""
 
 
-TrainModel: TypeAlias = AnyModel | TrainModule | Mapping[str, Any]
-"""A model; an object that says by itself what it has; or several models by name, with what else `Store.save` takes."""
+TrainModel: TypeAlias = AnyModel | SavedModule | Mapping[str, Any]
+"""A model; an object that gives its own state; or several models by name, with all else that `Store.save` takes."""
 AnyTrainState: TypeAlias = Mapping[str, Any] | HasState | None
 GroupOptions: TypeAlias = Literal["checkpoint", "keep"]
-"""Whether a load sets the options of the optimizer's groups, as learning rates, or keeps those that are there."""
+"""Whether a load sets the options of the optimizer's groups, such as learning rates, or keeps them."""
 Missing: TypeAlias = Literal["raise", "warn"]
-"""What a resume does where something cannot be restored."""
+"""What a resume does if something cannot be restored."""
 
 
 @dataclass(frozen=True)
 class StoredKeys:
-    """``state_dict_metadata``: what is known of each tensor of a checkpoint, by its key."""
+    """``state_dict_metadata``: the stored tensors of a checkpoint by key."""
 
     state_dict_metadata: Mapping[str, Any]
 
@@ -87,7 +92,7 @@ class StoredKeys:
 def state_to_save(
     ranks: Ranks, model: TrainModel, optim: AnyOptimizer | None, train_state: AnyTrainState
 ) -> dict[str, Any]:
-    """This rank's part of a checkpoint. Every rank makes the call; what goes wrong on one is raised on all."""
+    """Return this rank's part of a checkpoint. Every rank makes the call. An error on one rank is raised on all."""
 
     def make() -> Made:
         state, named = _contents(model, optim)
@@ -101,8 +106,8 @@ def state_to_save(
 
 
 def _of_one_rank(state: Any) -> Any:
-    """A train state. Raises InvalidInput for a tensor in it of which this rank has only a part."""
-    with suppress(RecursionError):  # of what contains itself: the save refuses that by its key
+    """Return ``state``, a train state. Raises InvalidInput if this rank holds only a part of a tensor in it."""
+    with suppress(RecursionError):  # a state that contains itself: the save refuses it and names the key
         for key, tensor in tensors_below(state, TRAIN):
             if is_sharded(tensor):
                 raise InvalidInput(
@@ -115,16 +120,18 @@ def _of_one_rank(state: Any) -> Any:
 
 def _contents(model: TrainModel, optim: AnyOptimizer | None) -> Made:
     if isinstance(model, Mapping):
-        return made_of(_with(model, optim))
-    if not isinstance(model, TrainModule):
+        return Objects(_with(model, optim)).made()
+    if not isinstance(model, SavedModule):
         return state_of(model, optim)
     if optim is not None:
-        raise InvalidInput("a model with state_dict_to_save says by itself what it has; give no optimizer beside it")
+        raise InvalidInput(
+            "a model with state_dict_to_save gives the state of its optimizer, too; give no optimizer beside it"
+        )
     return made_by_name(dict(model.state_dict_to_save()))
 
 
 def _with(model: Mapping[str, Any], optim: AnyOptimizer | None) -> dict[str, Any]:
-    """A dict of whole objects, and the optimizer that was given beside it."""
+    """Return a dict of models with the optimizer that was passed beside it."""
     if optim is not None and OPTIM in model:
         raise InvalidInput(f"the dict of models has {OPTIM!r}, and an optimizer is given beside it; give one of them")
     beside = optim[0] if isinstance(optim, list | tuple) and len(optim) == 1 else optim
@@ -140,13 +147,14 @@ def _with(model: Mapping[str, Any], optim: AnyOptimizer | None) -> dict[str, Any
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRequest:
-    """What a load is asked for. None: if it is there. True: it must be. False: not.
+    """The arguments of one load.
 
-    ``given``: for `Store.load`. ``pre_download``: into the cache of this host first. ``options``: those of the
-    optimizer's groups, of the checkpoint or as they are. ``missing``: of a resume, which tells by itself of what is
-    left; None for another load. "raise": a train module must find all that it has. "warn": an optimizer that was saved
-    by number is left out, rather than refused, and so are tensors of another shape. ``train_state``: what a resume
-    sets; without one it reads none.
+    ``optim``, ``train``: whether to load the optimizer and the train state. None: if the checkpoint has them.
+    ``given``: the options for `Store.load`. ``pre_download``: fetch the checkpoint into the cache of this host first.
+    ``options``: set the options of the optimizer's groups, or keep them. ``missing``: the argument of a resume, which
+    logs itself what it left; None for any other load. "raise": a train module must find all that it has. "warn": leave
+    out an optimizer that was saved by number, and tensors of another shape. ``train_state``: the train state that a
+    resume sets. A resume without one reads none.
     """
 
     optim: bool | None
@@ -159,13 +167,13 @@ class LoadRequest:
 
 
 class Restoring:
-    """One load, on one rank: the checkpoint that was found, and what goes where."""
+    """One load on one rank."""
 
     def __init__(self, ranks: Ranks, store: Store, wanted: LoadRequest) -> None:
         self._ranks, self._store, self._wanted, self._given = ranks, store, wanted, wanted.given
 
     def load(self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None) -> tuple[Checkpoint, Any]:
-        """Load in place: (checkpoint, this rank's train state or None). Every rank makes the call."""
+        """Load in place. Return the checkpoint and this rank's train state or None. Every rank makes the call."""
         optims, wanted = list[Optimizer](), self._wanted
         says_itself = isinstance(model, TrainModule | Mapping)
 
@@ -189,18 +197,19 @@ class Restoring:
         train = self._train = self._train_template(stored)
         self._given = replace(self._given, meant=self._meant(has_train=bool(train)))
         if isinstance(model, TrainModule):
-            state, loaded = self._load_module(stored, model, train)
+            loaded = self._load_module(stored, model, train)
         elif isinstance(model, Mapping):
-            state, loaded = self._load_objects(stored, _with(model, optim), train)
+            loaded = self._load_objects(stored, _with(model, optim), train)
         else:
-            state, loaded = self._load_named(stored, groups, model, optims, train)
-            if self._ranks.rank == 0 and optims and groups[OPTIM] is None and wanted.missing is None:
-                log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
+            loaded = self._load_named(stored, groups, model, optims, train)
+        lacks_optimizer = any(key.endswith(".param_groups") for key in loaded.missing_keys)
+        if self._ranks.rank == 0 and lacks_optimizer and wanted.missing is None:
+            log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
         if self._ranks.rank == 0 and self._given.unread == "warn":
             left = [key for key in loaded.unread_subtrees if not that_hold(self._given.meant, [key])]
             warn_unread(loaded.run, loaded.step, [] if says_itself else left, _MEANT)
             warn_moved(loaded.run, loaded.step, _parts_of(stored) if train else {}, self._ranks.size)
-        return loaded, next(iter(state[TRAIN].values())) if train else None
+        return loaded, next(iter(train[TRAIN].values())) if train else None
 
     @property
     def _keeps(self) -> Keeps:
@@ -208,14 +217,14 @@ class Restoring:
         return {"keep_options": self._wanted.options == "keep", "leave_resized": leave_resized}
 
     def _meant(self, *, has_train: bool) -> list[str]:
-        """Below which keys nothing unread is named. Other ranks have had train states. A resume names all itself."""
+        """Return the keys below which the log names nothing unread. A resume logs itself, so it returns all."""
         if self._wanted.missing is not None:
             return [EVERYTHING]
         meant = [OPTIM] if self._wanted.optim is False else []
         return [*meant, TRAIN] if has_train or self._wanted.train is False else meant
 
     def _check_there(self, stored: StoredTraining, has_optimizer: bool) -> None:
-        """In an exchange: ranks may want other things each."""
+        """Raise NotFound, Mismatch or MissingKey if a part that this rank must load is missing or does not fit."""
         for what, name, is_wanted, there in (
             ("an optimizer", "load_optim_state", self._wanted.optim, has_optimizer),
             ("a train state", "load_trainer_state", self._wanted.train, bool(_ranks_of(stored))),
@@ -237,21 +246,18 @@ class Restoring:
 
     @normal_tensors()
     def _load_named(
-        self, stored: StoredTraining, groups: Groups, model: AnyModel, optims: list[Optimizer], train: dict[str, Any]
-    ) -> tuple[dict[str, Any], Checkpoint]:
+        self, stored: StoredTraining, groups: Groups, model: Any, optims: list[Optimizer], train: dict[str, Any]
+    ) -> Checkpoint:
         def make() -> nn.Module:
             self._check_there(stored, stored.has_optimizer())
             return as_model(model)
 
         loading = TrainingStateLoad(stored, groups, self._given, **self._keeps)
-        loading.prepare(self._ranks, make, {OPTIM: optims})
-        loading.state.update(train)
-        given = replace(self._given, rename=loading.rename, ignore_mismatched=loading.ignored, unread="ignore")
-        return loading.state, loading.install(self._fill(stored, loading.state, given))
+        return loading.load(
+            self._ranks, make, {OPTIM: optims}, lambda state, given: self._fill(stored, state | train, given)
+        )
 
-    def _load_objects(
-        self, stored: StoredTraining, whole: dict[str, Any], train: dict[str, Any]
-    ) -> tuple[dict[str, Any], Checkpoint]:
+    def _load_objects(self, stored: StoredTraining, whole: dict[str, Any], train: dict[str, Any]) -> Checkpoint:
         wanted, optims = self._wanted, [key for key, value in whole.items() if is_optimizer(value)]
         has_any, absent = any(map(stored.has_optimizer, optims)), list[str]()
         on_each(self._ranks, lambda: self._check_there(stored, has_any))
@@ -261,23 +267,18 @@ class Restoring:
                 del whole[key]
             if not is_wanted:
                 absent.append(f"{key}.param_groups")
-            if not is_wanted and self._ranks.rank == 0 and wanted.missing is None:
-                log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
 
-        state = whole | train
         loaded = load_objects(
-            self._store, self._ranks, state, stored.checkpoint, given=self._given_for_all,
+            self._store, self._ranks, whole | train, stored.checkpoint, given=self._given_for_all,
             load=lambda template, _, given: self._fill(stored, template, given), **self._keeps,
         )  # fmt: skip
-        return state, replace(loaded, missing_keys=(*loaded.missing_keys, *absent))
+        return replace(loaded, missing_keys=(*loaded.missing_keys, *absent))
 
     def _saved_key(self, key: str) -> str:
-        """The key of the checkpoint for one here. The train state's are no names of a user."""
+        """Return the key of the checkpoint for a key here. ``rename`` does not apply to the train state."""
         return key if key.startswith(f"{TRAIN}.") else renamer(self._given.rename)(key)
 
-    def _load_module(
-        self, stored: StoredTraining, model: TrainModule, train: dict[str, Any]
-    ) -> tuple[dict[str, Any], Checkpoint]:
+    def _load_module(self, stored: StoredTraining, model: TrainModule, train: dict[str, Any]) -> Checkpoint:
         optim = self._wanted.optim
         if optim is None:
             optim = self._wanted.missing == "raise" or bool(stored.keys_below(OPTIM))
@@ -287,10 +288,9 @@ class Restoring:
             return dict(_template_of(model, StoredKeys(stored.manifest.tensors), optim=optim))
 
         state = on_each(self._ranks, make) | train
-        filled = self._fill(stored, state, self._given_for_all)
-        loaded = {key: value for key, value in state.items() if key != TRAIN}
-        on_each(self._ranks, lambda: model.load_state_dict(loaded))
-        return state, filled
+        loaded = self._fill(stored, state, self._given_for_all)
+        on_each(self._ranks, lambda: model.load_state_dict({k: v for k, v in state.items() if k != TRAIN}))
+        return loaded
 
     @property
     def _given_for_all(self) -> LoadOptions:
@@ -306,7 +306,7 @@ class Restoring:
 
 
 def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Mapping[str, Any]:
-    """What a load is to fill. The method is given what it takes: not every train module takes both."""
+    """Return the state to fill. Train modules may omit either argument of the method."""
     method: Callable[..., Mapping[str, Any]] = model.state_dict_to_load
     parameters = inspect.signature(method).parameters
     options = {"optim": optim} if "optim" in parameters else {}
@@ -315,7 +315,7 @@ def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Ma
 
 
 def _parts_of(stored: StoredTraining) -> dict[str, list[int]]:
-    """The ranks that saved each part of a train state, but for random generators."""
+    """Return the ranks that saved each part of a train state, without the random generators."""
     found = defaultdict[str, list[int]](list)
     for rank in _ranks_of(stored):
         for part in stored.below(f"{TRAIN}.{rank}"):
@@ -325,5 +325,5 @@ def _parts_of(stored: StoredTraining) -> dict[str, list[int]]:
 
 
 def _ranks_of(stored: StoredTraining) -> list[int]:
-    """The ranks that saved a train state."""
+    """Return the ranks that saved a train state."""
     return sorted(element for element in stored.below(TRAIN) if isinstance(element, int))

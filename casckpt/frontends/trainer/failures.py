@@ -1,4 +1,4 @@
-"""Saves in the background that failed: which are raised at the next save, and which only after several of them."""
+"""Failed saves in the background: which errors the next save raises, and when there are too many failures."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from casckpt.errors import Conflict, InvalidInput, Revoked
 from casckpt.repository.repository import Clock
 
 PATIENCE = 15 * 60 * 1_000_000
-"""For so many microseconds saves may fail before one is made in the foreground."""
+"""Saves may fail for this many microseconds before one runs in the foreground."""
 
 
 def will_repeat(error: BaseException) -> bool:
-    """Tell whether the next save would fail alike: the state, an argument or a step that exists is the reason."""
+    """Tell whether the next save would raise the same error, about the state, an argument or a step that exists."""
     return isinstance(error, InvalidInput) or (isinstance(error, Conflict) and not isinstance(error, Revoked))
 
 
 class HeardFuture(Future[Checkpoint]):
-    """The future of a save. ``is_heard``: whether the caller has asked how it ended, and so knows of a failure."""
+    """The future of a save. ``is_heard``: whether the caller has asked for the result, and so knows of an error."""
 
     is_heard = False
 
@@ -33,14 +33,14 @@ class HeardFuture(Future[Checkpoint]):
         return super().exception(timeout)
 
     def unheard_exception(self) -> BaseException | None:
-        """Wait for the end and return what the save raised, without telling the caller."""
+        """Wait for the end and return the error of the save. ``is_heard`` does not change."""
         return super().exception()
 
 
 class Failures:
-    """The saves that failed since the last one that did not, on one rank. ``clock``: in microseconds.
+    """Counts the failed saves of one rank since the last successful one. ``clock``: in microseconds.
 
-    ``most``: so many in a row, over `PATIENCE`, are too many. None: they never are.
+    ``most``: this number in a row, over `PATIENCE`, is too many. None: no number is.
     """
 
     def __init__(self, most: int | None, clock: Clock) -> None:
@@ -48,7 +48,7 @@ class Failures:
         self._most, self._clock, self._first = most, clock, 0
 
     def note(self, error: BaseException | None) -> None:
-        """Note how a save ended. ``error``: None if it is durable."""
+        """Note the end of a save. ``error``: None if the checkpoint is durable."""
         if error is None:
             self.count = 0
             return
@@ -58,7 +58,7 @@ class Failures:
 
     @property
     def too_many(self) -> bool:
-        """Whether the next save is to be made in the foreground, and its failure raised."""
+        """Whether the next save must run in the foreground and raise its error."""
         if self._most is None or self.count < self._most:
             return False
         return self._clock() - self._first >= PATIENCE

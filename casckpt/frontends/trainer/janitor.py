@@ -1,6 +1,6 @@
-"""A gc beside the training: one at a time, in a thread of its own, where no save is in progress that it would wait for.
+"""A gc in a thread beside the training, one at a time.
 
-It waits for nobody: what saves in progress may need is left to the gc after the next save, which goes on from there.
+It does not wait for saves in progress. What they may need is left to the gc after the next save.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Janitor:
-    """Deletes what of a run is forgotten, and needed by nobody."""
+    """Runs gc for the runs that it is asked for."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -25,7 +25,7 @@ class Janitor:
         self._waiting: set[str] = set()
 
     def ask(self, run: str) -> None:
-        """Have a gc of ``run``: at once, or after the one that runs."""
+        """Start a gc of ``run``, now or after the running one."""
         with self._lock:
             if run not in self._waiting:
                 self._waiting.add(run)
@@ -41,7 +41,7 @@ class Janitor:
             log.warning("gc of %s in %s left its work to the next one: %s", run, self._store.url, error)
 
     def close(self) -> None:
-        """Wait until all is done."""
+        """Wait until all gcs have ended."""
         if self._queue is not None:
             self._queue.shutdown()
             self._queue = None

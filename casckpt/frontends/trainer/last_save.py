@@ -1,6 +1,6 @@
-"""One last save when the scheduler wants the machine back: a signal is noted, and all ranks act between two steps.
+"""A last save when the scheduler stops the job: the handler notes the signal, and all ranks save between two steps.
 
-A handler that saved by itself would run in the middle of a step, at another instant on each rank, perhaps in a save.
+A handler that saves by itself would run in the middle of a step or a save, and at another moment on each rank.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 
 
 class SaveOnSignal:
-    """Inside, ``signals`` are noted. `check`, between two steps, saves once if any rank has got one, and exits.
+    """A context in which ``signals`` do not end the process: the next `check` saves and exits if any rank got one.
 
-    ``every``: ask the other ranks only at steps that are a multiple of it; that takes one message each way.
-    ``exit_status``: default 128 and the number of the signal, as a shell would say. Raises InvalidInput outside the
-    main thread, where Python handles no signals.
+    ``every``: ask the other ranks only at steps that are a multiple of it. Each time costs one message each way.
+    ``exit_status``: default 128 plus the number of the signal, as in a shell. Raises InvalidInput outside the main
+    thread, where Python handles no signals.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class SaveOnSignal:
         train_state: AnyTrainState = None,
         **options: Unpack[StepArguments],
     ) -> None:
-        """If any rank has got a signal: save ``step``, unless it is saved already, and raise SystemExit on every rank.
+        """If any rank got a signal, save ``step``, unless it is saved, and raise SystemExit on every rank.
 
-        ``options``: further ones of `Checkpointer.save`. Further signals change nothing. If the save fails, what it
-        raised is raised.
+        Call it between two steps, on every rank. ``options``: those of `Checkpointer.save`. Further signals change
+        nothing. Raises the errors of the save.
         """
         if step % self._every:
             return
@@ -91,7 +91,7 @@ class SaveOnSignal:
         raise SystemExit(128 + number if self._status is None else self._status)
 
     def _saved_already(self, step: int) -> bool:
-        """Tell whether ``step`` is the last one saved, for good. Waits for it, if it is on its way."""
+        """Wait for the save in the background, and tell whether ``step`` is the last saved step."""
         try:
             self._checkpointer.wait()
         except CasckptError as error:

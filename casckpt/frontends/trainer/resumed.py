@@ -1,4 +1,4 @@
-"""A resume: it restores all that it is given, or says so."""
+"""The result of a resume: what was restored, and what was left and why."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _RATES = "set to the base rates of the checkpoint, from which its next step may 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What `Checkpointer.resume` did. Its text is what the log shows.
+    """The result of `Checkpointer.resume`. Its text is the entry in the log.
 
-    ``checkpoint``: what was loaded. ``restored``: which of "model", "optim" and "train", as a whole or in part.
-    ``left``: what was not restored, or not read, and why, by flat key ("optim.state.head.bias", "train.scheduler").
-    ``replaced``: the learning rates that differ from those of the checkpoint, as (given, saved) by key
-    ("optim.param_groups.0.lr"; "initial_lr" where a scheduler changes the rate).
+    ``checkpoint``: the checkpoint that was loaded. ``restored``: which of "model", "optim" and "train" were restored,
+    as a whole or in part. ``left``: what was not restored or not read, by flat key ("optim.state.head.bias",
+    "train.scheduler"), and why. ``replaced``: the learning rates that differ from the checkpoint's, as (given, saved)
+    by key ("optim.param_groups.0.lr"; "initial_lr" if a scheduler changes the rate).
     """
 
     checkpoint: Checkpoint
@@ -57,9 +57,9 @@ class Resumed:
         return "\n  ".join(lines)
 
     def log(self) -> None:
-        """Log it, as a warning if anything was left that was not asked to be, or a scheduler began with another rate.
+        """Log the result, as a warning if something was left unasked, or if a scheduler began with another rate.
 
-        A rate without a scheduler is no warning: loops that set it in each step restart with another one.
+        A replaced rate without a scheduler is no warning, because some loops set the rate in each step.
         """
         is_odd = {*self.left.values()} - {_KEPT} or any(key.endswith(".initial_lr") for key in self.replaced)
         log.log(logging.WARNING if is_odd else logging.INFO, "%s", self)
@@ -70,7 +70,7 @@ Outcome: TypeAlias = tuple[tuple[str, ...], dict[str, str], dict[str, tuple[floa
 
 
 def of_all_ranks(found: Sequence[Outcome]) -> Sequence[Outcome]:
-    """What the ranks did together: what any of them has left, but of the checkpoint only what all have left."""
+    """Return the outcome of all ranks: what any rank left here, and what all ranks left in the checkpoint."""
     everywhere = set(found[0][1]).intersection(*(left for _, left, _ in found))
     left = {k: why for _, mine, _ in found for k, why in mine.items() if why != _NOT_HERE or k in everywhere}
     restored = tuple(dict.fromkeys(name for names, _, _ in found for name in names))
@@ -78,9 +78,9 @@ def of_all_ranks(found: Sequence[Outcome]) -> Sequence[Outcome]:
 
 
 def rates_of(model: TrainModel, optim: AnyOptimizer | None) -> dict[str, float]:
-    """The learning rates of the optimizers by key, as "optim.param_groups.0.lr". Raises InvalidInput.
+    """Return the learning rates of the optimizers by key, as "optim.param_groups.0.lr". Raises InvalidInput.
 
-    A rate that a scheduler changes counts as "initial_lr", the rate with which the scheduler began.
+    If a scheduler changes the rate, the value is "initial_lr", the rate with which the scheduler began.
     """
     optims = {key: (one,) for key, one in model.items() if is_optimizer(one)} if isinstance(model, Mapping) else {}
     rates = dict[str, float]()
@@ -93,9 +93,9 @@ def rates_of(model: TrainModel, optim: AnyOptimizer | None) -> dict[str, float]:
 
 
 def check_given(train_state: Any, missing: Any, *optimized: Any) -> dict[str, float]:
-    """Raise InvalidInput for a train state that cannot be set, and for another ``missing``.
+    """Raise InvalidInput for a train state that cannot be set, and for an unknown ``missing``.
 
-    ``optimized``: model and optimizer, of which it returns the `rates_of`.
+    ``optimized``: model and optimizer. Return their `rates_of`.
     """
     if missing not in get_args(Missing):
         raise InvalidInput(f'missing={missing!r:.80} is not usable; give "raise" or "warn"')
@@ -113,10 +113,10 @@ def outcome_of(
     rates: Mapping[str, float],
     *optimized: Any,
 ) -> Outcome:
-    """Set the train state, if there is one, to the ``state`` that was loaded; say what this rank did with ``loaded``.
+    """Set the train state to ``state``, if there is one, and return the outcome of the load on this rank.
 
-    ``given``: the keys of what it is to fill. ``rates``: the `rates_of` model and optimizer, ``optimized``, before
-    it. Raises what ``load_state_dict`` of the train state raises.
+    ``given``: the keys that the load was to fill. ``optimized``: model and optimizer. ``rates``: their `rates_of`
+    before the load. Raises the errors of the train state's ``load_state_dict``.
     """
     left = dict.fromkeys(loaded.missing_keys, _NOT_THERE) | dict.fromkeys(loaded.mismatched_keys, _RESIZED)
     absent = [name for name in given if f"{name}.param_groups" in left]
@@ -140,9 +140,9 @@ def outcome_of(
 
 
 def _set(train_state: Any, state: Mapping[str, Any], wanted: LoadRequest) -> dict[str, str]:
-    """Set a train state; its parts, and those of ``state``, that were left, or need a word, and why.
+    """Set a train state. Return the parts that were left or need a remark, and why.
 
-    A dict is filled in place, and gets what only the checkpoint has.
+    A dict is filled in place, and gets the parts that only the checkpoint has.
     """
     parts = as_parts(train_state)
     if parts is None:

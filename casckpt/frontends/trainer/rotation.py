@@ -1,6 +1,6 @@
-"""Rotation: which checkpoints of a run go after a save, always once the new one is committed, never before.
+"""Rotation: which checkpoints of a run are forgotten after a save.
 
-So there is no instant at which fewer are loadable than the newest one, the tagged ones and those of fixed steps.
+It runs after the commit. So the newest checkpoint, the tagged ones and those of fixed steps can always be loaded.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from casckpt.upkeep.gc.purge import forget_and_purge, kept_of, purge_now
 from casckpt.upkeep.thin import execute, plan_thin
 
 log = logging.getLogger(__name__)
-_TOLD_EVERY = 10  # checkpoints
+_WARN_EVERY = 10  # checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rotation:
-    """What stays: of permanent checkpoints what any of the rules keeps, and of ephemeral ones the newest of the run.
+    """Which checkpoints stay: the permanent ones that any rule keeps, and the newest of the run if it is ephemeral.
 
-    ``max_checkpoints``: that many of the newest, not counting tagged ones and those of ``fixed`` steps, which stay in
-    any case. Without ``keep`` and ``max_checkpoints`` everything stays. ``thin``: what is left out of what stays.
+    ``max_checkpoints``: keep this number of the newest. Tagged checkpoints and those of ``fixed`` steps do not count,
+    and always stay. Without ``keep`` and ``max_checkpoints`` all stay. ``thin``: what the remaining ones leave out.
     """
 
     keep: Policy | None = None
@@ -41,49 +41,49 @@ class Rotation:
 
 
 def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Container[TxId], now: int) -> list[Commit]:
-    """Choose what goes of the ``visible`` checkpoints of one run, oldest first. Pure; ``now`` in microseconds.
+    """Return which of the ``visible`` checkpoints of one run to forget, oldest first. ``now``: in microseconds.
 
-    "Newest" is by time of the save: a run that was rolled back goes on from its latest one. Of two of one step the one
-    saved last answers, and the other goes.
+    The newest checkpoint is the one that was saved last, also if the run was rolled back. Of two checkpoints of one
+    step, the one that was saved last stays.
     """
     if rotation.is_empty or not visible:
         return []
-    current = sorted({one.step: one for one in visible}.values(), key=lambda one: one.order)
-    permanent = [one for one in current if not one.committed.ephemeral]
-    keep = {one.txid for one in newest_of([*map(kept_of, current)])}
-    keep |= {one.txid for one in current if one.step in rotation.fixed}
+    current = sorted({commit.step: commit for commit in visible}.values(), key=lambda commit: commit.order)
+    permanent = [commit for commit in current if not commit.committed.ephemeral]
+    keep = {commit.txid for commit in newest_of([*map(kept_of, current)])}
+    keep |= {commit.txid for commit in current if commit.step in rotation.fixed}
     if rotation.keep is not None:
-        forgotten = {one.txid for one in plan_forget(map(kept_of, permanent), rotation.keep, now)}
-        keep |= {one.txid for one in permanent} - forgotten
+        forgotten = {commit.txid for commit in plan_forget(map(kept_of, permanent), rotation.keep, now)}
+        keep |= {commit.txid for commit in permanent} - forgotten
     if rotation.max_checkpoints is not None:
-        counted = [one for one in permanent if one.step not in rotation.fixed and one.txid not in tagged]
-        keep |= {one.txid for one in counted[-rotation.max_checkpoints :]}
-    return [one for one in visible if one.txid not in keep and one.txid not in tagged]
+        counted = [commit for commit in permanent if commit.step not in rotation.fixed and commit.txid not in tagged]
+        keep |= {commit.txid for commit in counted[-rotation.max_checkpoints :]}
+    return [commit for commit in visible if commit.txid not in keep and commit.txid not in tagged]
 
 
 def rotate(repo: Repository, run: str, rotation: Rotation) -> list[Commit]:
-    """Forget and purge what ``rotation`` does not keep of ``run``; what was forgotten. One process does that.
+    """Forget and purge the checkpoints of ``run`` that ``rotation`` does not keep, and return them.
 
-    Its space is free with the next gc: a number of checkpoints to keep is about space. Where the settings of the store
-    name a minimum age, the purge is left to a gc, which knows it. What is not safe in the store's mirror yet stays. A
-    tag that is set meanwhile counts. Raises Damaged or Refused if a tag cannot be read, StorageError.
+    One process makes the call. The next gc frees the space. If the settings of the store have a minimum age, a gc
+    purges instead. Checkpoints that the mirror of the store does not have yet stay. A tag that is set meanwhile counts.
+    Raises Damaged or Refused if a tag cannot be read, StorageError.
     """
     if rotation.is_empty:
         return []
     visible = [commit for commit in list_commits(repo).visible() if commit.run == run]
     now = repo.clock()
-    _tell_of_metrics(run, visible, rotation)
+    _warn_of_metrics(run, visible, rotation)
     if not plan_rotation(visible, rotation, (), now):  # tags only ever keep more
         return []
     tagged = tagged_txids(tags(repo, slack=FOREIGN_CLOCKS), visible)
-    chosen = plan_rotation(visible, rotation, tagged, now)
-    return forget_and_purge(repo, chosen)
+    dropped = plan_rotation(visible, rotation, tagged, now)
+    return forget_and_purge(repo, dropped)
 
 
-def _tell_of_metrics(run: str, visible: Sequence[Commit], rotation: Rotation) -> None:
-    """Warn now and then where all stays for want of a metric, whose name may be mistyped."""
+def _warn_of_metrics(run: str, visible: Sequence[Commit], rotation: Rotation) -> None:
+    """Warn at every tenth checkpoint if all stay because none has the metric of ``keep_best``."""
     permanent = [kept_of(one) for one in visible if not one.committed.ephemeral]
-    if rotation.keep is None or not permanent or len(permanent) % _TOLD_EVERY:
+    if rotation.keep is None or not permanent or len(permanent) % _WARN_EVERY:
         return
     for best in rotation.keep.best:
         if not any(map(best.is_known_of, permanent)):
@@ -92,10 +92,10 @@ def _tell_of_metrics(run: str, visible: Sequence[Commit], rotation: Rotation) ->
 
 
 def thin(repo: Repository, run: str, rule: Thinning | None) -> list[Commit]:
-    """Leave out of the checkpoints of ``run`` what ``rule`` says, and purge their old places; what was thinned.
+    """Thin the checkpoints of ``run`` as ``rule`` says, purge their previous commits, and return the new commits.
 
-    Where the settings of the store name a minimum age, the purge is left to a gc. What is damaged stays as it is.
-    Raises as `rotate`.
+    If the settings of the store have a minimum age, a gc purges instead. Damaged checkpoints stay as they are. Raises
+    the errors of `rotate`.
     """
     if rule is None:
         return []

@@ -1,4 +1,4 @@
-"""The checkpoints of one run, and the newest of them, which all ranks are to take up again."""
+"""The checkpoints of one run, and the newest of them for a resume."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ log = logging.getLogger(__name__)
 
 
 def newest(store: Store, run: str, step: int | None = None) -> Commit | None:
-    """The newest of a run, or that of a step; None if there is none."""
+    """Return the newest commit of a run, or that of ``step``; None if there is none."""
     try:
         return store.get(_ref(run, step)).commit
     except NotFound as error:
-        if store.repository.exists():  # else it is the first run of all
-            log.info("%s", error)  # a slip of the pen would start a training anew
+        if store.repository.exists():  # else it is the first run
+            log.info("%s", error)  # a typo would start a new training
         return None
 
 
 def newest_healthy(store: Store, run: str) -> Commit | None:
-    """The newest of a run that nobody called unhealthy; None if there is none. Raises NotFound if all are unhealthy."""
+    """Return the newest commit of a run that is not unhealthy; None for an empty run. NotFound if all are unhealthy."""
     found = store.checkpoints(run) if store.repository.exists() else []
     healthy = [one.commit for one in found if one.healthy is not False]
     if found and not healthy:
@@ -41,11 +41,17 @@ def newest_healthy(store: Store, run: str) -> Commit | None:
 
 
 def newest_together(
-    ranks: Ranks, store: Store, run: str, step: int | None, check: Callable[[], None], *, healthy: bool
+    ranks: Ranks,
+    store: Store,
+    run: str,
+    step: int | None = None,
+    *,
+    healthy: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> Checkpoint | None:
-    """`newest` as rank 0 finds it. ``check``: called on each rank; what it raises, all raise.
+    """Return the newest checkpoint, as rank 0 finds it, on all ranks.
 
-    Raises Conflict if ranks name another run or step.
+    ``check``: called on each rank. All ranks raise its errors. Raises Conflict if ranks name different runs or steps.
     """
 
     def name() -> str:
@@ -64,7 +70,7 @@ def newest_together(
 
 
 def warn_of_similar(store: Store, run: str) -> None:
-    """Log that a run, or a folder, of another name may be meant, as one with a typo: a training begins anew."""
+    """Log the runs, or the stores, with a similar name: a typo starts a new training."""
     is_there, folder = store.repository.exists(), getattr(store.repository.storage, "path", None)
     if is_there:
         what, similar = f"checkpoint of run {run!r} in", [f"run {name!r}" for name in similar_runs(run, store.runs())]
@@ -77,9 +83,9 @@ def warn_of_similar(store: Store, run: str) -> None:
 
 
 def _similar_folders(path: Path) -> list[str]:
-    """The folders of stores whose path has another spelling of the first part of ``path`` that does not exist.
+    """Return folders of stores whose path is ``path`` with another spelling of its first part that does not exist.
 
-    Numbers are no typos.
+    Another number in the name is no other spelling.
     """
     with suppress(OSError):
         first = next((one for one in (*path.parents[::-1], path) if not one.exists()), path)
@@ -99,13 +105,13 @@ def _ref(run: str, step: int | None) -> str:
 
 
 class RunCheckpoints:
-    """The checkpoints of a run, as one process finds them. What saves and loads them is a `Checkpointer`."""
+    """The checkpoints of a run, as one process finds them. A `Checkpointer` saves and loads them."""
 
     def __init__(self, store: Store, run: str) -> None:
         self.store, self.run = store, run
 
     def find_checkpoints(self, ephemeral: bool | None = None) -> Iterator[Checkpoint]:
-        """The checkpoints of the run by step; ``ephemeral``: only those that are, or are not. From one listing."""
+        """Yield the checkpoints by step, from one listing. ``ephemeral``: only those that are, or are not."""
         try:
             found = self.store.checkpoints(self.run)
         except NotFound:  # no store yet
@@ -114,14 +120,14 @@ class RunCheckpoints:
         yield from sorted(chosen, key=lambda one: one.step)
 
     def latest_checkpoint(self) -> Checkpoint:
-        """The newest of the run: the one that was begun last. Raises NotFound, a FileNotFoundError."""
+        """Return the newest checkpoint, whose save began last. Raises NotFound, a FileNotFoundError."""
         return self.store.get(f"{self.run}@latest")
 
     def contains_checkpoint(self) -> bool:
-        """Tell whether there is any of the run."""
+        """Tell whether the run has any checkpoint."""
         return newest(self.store, self.run) is not None
 
     @staticmethod
     def checkpoint_dirname(step: int) -> str:
-        """A name for frameworks that demand a folder."""
+        """Return a name for frameworks that demand a folder."""
         return f"step{step}"

@@ -1,4 +1,4 @@
-"""The settings of a `Checkpointer`, checked; and when it saves by them."""
+"""The settings of a `Checkpointer`, with their checks, and the steps at which it saves."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from casckpt.saving.prepare import Frozen, Owners
 
 Kind: TypeAlias = Literal["permanent", "ephemeral"]
 Keep: TypeAlias = Policy | Mapping[str, Any] | int | None
-"""What to keep of permanent checkpoints: fields of `Policy` (`keep_last`, ...) by name, or the number to keep."""
+"""Which permanent checkpoints to keep: fields of `Policy` (`keep_last`, ...) by name, or their number."""
 
 
 class TrainerArguments(TypedDict, total=False):
-    """The keyword arguments of `Checkpointer`, which describes them, beside store, run and process_group."""
+    """The keyword arguments of `Checkpointer`, which describes them, without store, run and process_group."""
 
     keep: Keep
     thin: Mapping[str, Any] | None
@@ -48,7 +48,7 @@ class TrainerArguments(TypedDict, total=False):
 
 
 class DueArguments(TypedDict, total=False):
-    """The keyword arguments of `Checkpointer.save_if_due`: what is said of a checkpoint, as for `Store.save`."""
+    """The keyword arguments of `Checkpointer.save_if_due`, as for `Store.save`."""
 
     metadata: Mapping[str, Any] | None
     metrics: Metrics | None
@@ -65,7 +65,7 @@ class StepArguments(DueArguments, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
-    """`TrainerArguments`, with their defaults. Raises InvalidInput for what makes no sense."""
+    """`TrainerArguments` with their defaults. Raises InvalidInput for unusable values."""
 
     run: str = "default"
     keep: Keep = None
@@ -125,7 +125,7 @@ class TrainerSettings:
 
     @property
     def longest_gap(self) -> int | None:
-        """The most steps from one that is due to the next; None if there is no end to it."""
+        """The most steps between two saves that are due; None if there is no limit."""
         gaps = [] if self.save_interval is None else [self.save_interval]
         if self.ephemeral_save_interval is not None:
             gaps.append(self.ephemeral_save_interval + max((self.ephemeral_cooldown or 1) - 1, 0))
@@ -146,7 +146,7 @@ class TrainerSettings:
 
     @property
     def rotation(self) -> Rotation:
-        """Give what to forget after a save."""
+        """The rotation after a save."""
         return Rotation(
             keep=policy_of(self.keep), max_checkpoints=self.max_checkpoints, fixed=frozenset(self.fixed_steps or ()),
             thin=thinning_of(self.thin),
@@ -158,7 +158,7 @@ def _is_multiple(step: int, interval: int | None) -> bool:
 
 
 def policy_of(keep: Keep) -> Policy | None:
-    """The policy that is meant. Raises InvalidInput."""
+    """Return the policy for a setting ``keep``. Raises InvalidInput."""
     if keep is None or isinstance(keep, Policy):
         return keep
     if type(keep) is int:

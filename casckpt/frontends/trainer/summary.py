@@ -1,4 +1,4 @@
-"""A summary of what a save cost, in one line."""
+"""The summary of a save in one line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class SaveSummary:
-    """``blocked``: seconds that training stood still; ``durable``: seconds until the checkpoint was there to be loaded.
+    """The cost of a save: ``blocked``: seconds that the training waited; ``durable``: seconds until the commit.
 
-    ``bytes_new``: written for it, over all ranks; ``bytes_reused``: the store had them. ``forgotten``: steps that
-    retention took out of sight after it.
+    ``bytes_new``: bytes that all ranks wrote; ``bytes_reused``: bytes that the store had. ``forgotten``: the steps that
+    retention forgot after the save.
     """
 
     checkpoint: Checkpoint

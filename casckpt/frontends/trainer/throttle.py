@@ -1,4 +1,4 @@
-"""At most so many ranks of a node upload at the same time, so that they do not starve each other, or the network."""
+"""A limit on the ranks of a node that upload at the same time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ OBJECTS = "objects/"
 
 
 class Turn:
-    """One of ``count`` turns on this node: held while any thread of this process is inside.
+    """A context for at most ``count`` processes of this node. The threads of a process share one turn.
 
-    A turn is a lock on a file of ``folder``. Locks of POSIX end with their process, however it dies, and no forked
-    child (of a data loader, say) inherits them.
+    A turn is a POSIX lock on a file in ``folder``. It ends with its process, and forked children, such as the workers
+    of a data loader, do not inherit it.
     """
 
     def __init__(self, count: int, folder: Path | None = None) -> None:
@@ -34,7 +34,7 @@ class Turn:
         self._held: IO[bytes] | None = None
 
     def __enter__(self) -> None:
-        with self._lock:  # other threads of this process wait here for the turn
+        with self._lock:  # other threads of this process wait here
             if self._inside == 0:
                 self._held = self._wait()
             self._inside += 1
@@ -67,7 +67,7 @@ class Turn:
         file = (self._folder / f"upload-{number}.lock").open("wb")
         try:
             fcntl.lockf(file, how)
-        except (BlockingIOError, PermissionError):  # somebody else has it
+        except (BlockingIOError, PermissionError):  # another process has it
             file.close()
             return None
         except OSError:
@@ -94,11 +94,11 @@ class ThrottledStore:
 
 
 def throttled(store: Store, count: int | None, folder: str | os.PathLike[str] | None) -> Store:
-    """``store``, of which at most ``count`` ranks of a node put at the same time; None for as many as there are."""
+    """Return ``store`` with a limit of ``count`` ranks of a node that put at the same time. None: no limit."""
     if count is None:
         return store
     turn = Turn(count, None if folder is None else Path(folder))
     storage: Any = ThrottledStore(store.repository.storage, turn)  # the protocol by __getattr__, which mypy cannot see
     repository = replace(store.repository, storage=storage)
-    repository.listeners = store.repository.listeners  # a mirror hears of these saves, too
+    repository.listeners = store.repository.listeners  # a mirror learns of these saves, too
     return Store(repository)

@@ -1,4 +1,4 @@
-"""Train state: what each rank needs beside model and optimizer to resume exactly."""
+"""The train state: what each rank needs beside the model and the optimizer to resume exactly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.format.digest import hex_digest
 from casckpt.format.tree import TENSOR, Node
-from casckpt.frontends.training_state.plain_state import check_part, draws, fill, plain_state
+from casckpt.frontends.training_state.plain_state import check_part, draws, fill, objects_within, plain_state
 from casckpt.ranks.ranks import this_rank
 from casckpt.tensors.state import GENERATORS, holds_object, is_object
 
@@ -24,7 +24,7 @@ RNG = "rng"
 
 
 def rng_state() -> dict[str, Any]:
-    """The random generators of this process: Python's, numpy's, torch's, and that of the CUDA device it uses."""
+    """Return the states of the random generators of this process: Python's, numpy's, torch's and its CUDA device's."""
     state: dict[str, Any] = {
         "rank": this_rank(),
         "python": random.getstate(),
@@ -37,10 +37,10 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Go on drawing where ``state`` was taken.
+    """Set the random generators to ``state``, which `rng_state` returned.
 
-    On a rank that it was not taken on, because the job has more ranks now, the generators are seeded from the state and
-    the number of the rank: no two ranks draw the same, and the same ranks draw the same again. Raises MissingKey.
+    If another rank took the state, because the job has more ranks now, the state and the number of this rank are the
+    seed of the generators. So ranks draw different numbers, and the same numbers in each resume. Raises MissingKey.
     """
     missing = [name for name in ("rank", "python", "numpy", "torch") if name not in state]
     if missing:
@@ -62,12 +62,12 @@ def _seed(seed: int) -> None:
 
 
 class TrainState(UserDict[str, Any]):
-    """The random generators of this rank, and what is given by name.
+    """The random generators of this rank, and ``parts`` by name.
 
     ``parts``: objects with state_dict and load_state_dict (schedulers, data loaders, samplers), random generators of
-    torch and numpy, and plain data, which is read and set as ``train["epoch"]``. A load fills dicts, lists, arrays and
-    tensors in place. ``rng``: with the generators of `rng_state`. Raises InvalidInput for a DataLoader of torch, which
-    does not know where it is.
+    torch and numpy, and plain data, which you read and set as ``train["epoch"]``. A load fills dicts, lists, arrays and
+    tensors in place. ``rng``: include the generators of `rng_state`. Raises InvalidInput for a DataLoader of torch,
+    which cannot save its position.
     """
 
     holds_rng = True
@@ -83,14 +83,14 @@ class TrainState(UserDict[str, Any]):
         super().__setitem__(name, value)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as it is now."""
+        """Return the current state of all parts."""
         state = {name: plain_state(part, name) for name, part in self.items()}
         return {RNG: rng_state(), **state} if self._rng else state
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> list[str]:
-        """Set all parts, the random generators last. Raises MissingKey, before anything changes, for one that lacks.
+        """Set all parts, the random generators last. Return the names of missing parts, which stay as they are.
 
-        ``strict=False``: those that lack stay as they are, and are what is returned. The log names what else is saved.
+        ``strict``: raise MissingKey for a missing part, before anything changes. The log names other saved parts.
         """
         beside = [name for name in state if name not in self and name != RNG]
         if beside:
@@ -98,7 +98,7 @@ class TrainState(UserDict[str, Any]):
         return self.set_parts(state, strict=strict)
 
     def set_parts(self, state: Mapping[str, Any], *, strict: bool) -> list[str]:
-        """Do what `load_state_dict` does, without the line in the log."""
+        """Set the parts like `load_state_dict`, without a line in the log."""
         missing = self._missing(state, strict=strict)
         for name in sorted((name for name in self if name not in missing), key=lambda name: draws(self[name])):
             self[name] = fill(self[name], state[name], name)
@@ -119,7 +119,7 @@ class TrainState(UserDict[str, Any]):
 
 
 def as_parts(train_state: Any) -> TrainState | None:
-    """The parts of a train state: of a `TrainState` or a mapping. None for an object that sets itself, and for None."""
+    """Return the parts of a `TrainState` or a mapping; None for None and for an object with load_state_dict."""
     if train_state is None or isinstance(train_state, TrainState) or hasattr(train_state, "load_state_dict"):
         return train_state if isinstance(train_state, TrainState) else None
     parts = TrainState(rng=False)
@@ -130,10 +130,9 @@ def as_parts(train_state: Any) -> TrainState | None:
 def check_parts(
     train_state: Any, saved: Mapping[Any, Node], at: str, *, strict: bool, read: Callable[[str], Any]
 ) -> None:
-    """Raise what setting ``train_state`` would raise over the parts that are ``saved``, as far as kinds show it.
+    """Raise the errors that setting ``train_state`` would raise for missing parts and for parts of another kind.
 
-    ``at``: its key in the checkpoint. ``read``: gives the object at a key, which the tree of a checkpoint does not show
-    from inside.
+    ``saved``: the tree of the saved parts, which are at the key ``at``. ``read``: reads the object at a key.
     """
     parts = as_parts(train_state)
     if parts is not None:
@@ -142,32 +141,25 @@ def check_parts(
 
 
 def _check_kind(value: Any, saved: Any, key: str, read: Callable[[str], Any] | None) -> None:
-    """Raise Mismatch if ``value`` is an object, or holds one, and something else is ``saved`` in its place.
+    """Raise Mismatch or MissingKey if ``value`` is an object, or holds one, and something else is ``saved`` there.
 
     ``saved``: a node of the checkpoint's tree; without ``read`` the value itself.
     """
-    if not is_object(value) and not holds_object(value):
+    if not holds_object([value]):
         return
     if read is not None and isinstance(saved, int):
         saved, read = torch.empty(0, device="cpu") if saved == TENSOR else read(key), None
-    inside: dict[Any, Any] = {}
-    if is_object(value):
-        is_dict = isinstance(saved, Mapping) and not isinstance(value, GENERATORS)
-        fits = is_dict or _shape(saved) == _shape(plain_state(value, key))
-    else:
-        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-        inside = {name: child for name, child in pairs if holds_object([child])}
-        fits = isinstance(saved, Mapping) and inside.keys() <= saved.keys()
-        if not isinstance(value, Mapping):
-            fits = isinstance(saved, list | tuple) and len(saved) == len(value)
-    if not fits:
+    if not is_object(value):
+        for name, child in objects_within(value, saved, key).items():
+            _check_kind(child, saved[name], f"{key}.{name}", read)
+        return
+    is_dict = isinstance(saved, Mapping) and not isinstance(value, GENERATORS)
+    if not is_dict and _shape(saved) != _shape(plain_state(value, key)):
         raise Mismatch(
-            f"{key!r} is a {type(value).__name__} here, and the checkpoint has a {type(saved).__name__} there, or one "
-            "of other entries; give what was saved, or leave that part out of the TrainState",
+            f"{key!r} is a {type(value).__name__} here, but the checkpoint has a {type(saved).__name__} there; give "
+            "what was saved, or leave that part out of the TrainState",
             key=key,
         )
-    for name, child in inside.items():
-        _check_kind(child, saved[name], f"{key}.{name}", read)
 
 
 def _shape(value: Any) -> list[bool]:

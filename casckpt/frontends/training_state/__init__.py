@@ -1,4 +1,4 @@
-"""A model and its optimizer as one checkpoint, by the names of parameters.
+"""Saves and loads a model and its optimizer as one checkpoint, by the names of parameters.
 
 ::
 
@@ -6,11 +6,11 @@
     load_model_and_optim_state("ckpts", "sft@latest", model, optim)       # in place; the optimizer may be a fresh one
     weights = unshard_model_state("ckpts", "sft@latest")                  # {name: tensor}, without a model
 
-In the checkpoint: ``model.<name>``, ``optim.state.<name>.<what>`` and ``optim.param_groups``, a list of groups with
-``params`` by name. Names are those of the plain model, whatever it was wrapped in.
+A checkpoint has the keys ``model.<name>``, ``optim.state.<name>.<what>`` and ``optim.param_groups``, a list of groups
+with ``params`` by name. Names are plain names: those of the model without wrappers.
 
-torch's own `get_state_dict` and `set_state_dict` are not used: they take a step of a fresh optimizer, which counts, and
-decays weights, and `Optimizer.load_state_dict` converts the state of a bfloat16 parameter to bfloat16.
+The package does not use torch's `get_state_dict` and `set_state_dict`. These take a step of a fresh optimizer, which
+counts and decays weights, and `Optimizer.load_state_dict` converts the state of a bfloat16 parameter to bfloat16.
 """
 
 from __future__ import annotations

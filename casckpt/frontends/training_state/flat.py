@@ -1,10 +1,10 @@
-"""FSDP: which part of each parameter this rank holds of a flat parameter, and how to look without gathering anything.
+"""The parts of parameters that this rank holds under FSDP, found without gathering anything.
 
-FullyShardedDataParallel joins the parameters of a module to a flat one, of which each rank has a stretch. With
-use_orig_params=True the parameters are still there: as one-dimensional views into the stretch, empty where it has
-nothing of them. From a forward until what follows it they may be whole, and of low precision; the stretch is not.
+FullyShardedDataParallel joins the parameters of a module to a flat parameter, and each rank has a range of it. With
+use_orig_params=True the parameters are one-dimensional views into this range, empty if the range has nothing of them.
+After a forward they may be whole and of low precision; the range itself never is.
 
-The names of attributes are those of torch: it has no public way to ask for them.
+The module reads private attributes of torch, because there is no public way.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _HOME_OF_HOOKS = "torch.distributed.fsdp._state_dict_utils"
 
 @dataclass(frozen=True)
 class FlatPart:
-    """The elements [lo, hi), in row-major order, of a parameter of ``shape``: those that this rank holds.
+    """The elements [lo, hi), in row-major order, that this rank holds of a parameter of ``shape``.
 
-    ``parameter``: the one that optimizers know. ``data``: the elements, where a load may put them. ``everywhere``: all
-    of it is on every rank (NO_SHARD).
+    ``parameter``: the parameter as optimizers have it. ``data``: the memory of the elements, which a load may fill.
+    ``everywhere``: every rank holds the whole parameter (NO_SHARD).
     """
 
     parameter: nn.Parameter
@@ -43,19 +43,19 @@ class FlatPart:
     everywhere: bool
 
     def has_form(self, shape: Shape) -> bool:
-        """Tell whether that is the shape of an optimizer's state for these elements."""
+        """Tell whether ``shape`` is that of an optimizer's state for these elements."""
         return shape == (self.shape if self.everywhere else (self.hi - self.lo,))
 
     def shard(self, data: torch.Tensor) -> Shard:
-        """``data``, as many elements as these, of a tensor of the parameter's shape. HYBRID_SHARD makes replicas."""
+        """Return ``data``, of as many elements, as a shard of the parameter's shape. HYBRID_SHARD has replicas."""
         return Shard(data, self.shape, flat=[(self.lo, self.hi)] if self.lo < self.hi else [], replicated=True)
 
 
 def flat_parts(model: nn.Module) -> dict[int, FlatPart]:
-    """The part of each parameter that FSDP shards, by the id() of the parameter and of what stands in its place now.
+    """Return the part of each parameter that FSDP shards, by the id() of the parameter and of its current replacement.
 
-    Raises InvalidInput if they cannot be told apart (use_orig_params=False) or are in use, Unsupported for what no flat
-    range of a whole is: parameters that are DTensors, or do not lie in row-major order.
+    Raises InvalidInput for use_orig_params=False and while FSDP uses the parameters. Raises Unsupported for parameters
+    that are DTensors or are not in row-major order, because their parts are no flat ranges.
     """
     parts: dict[int, FlatPart] = {}
     for handle in [one._handle for one in _fsdp_modules(model) if one._handle is not None]:
@@ -76,7 +76,7 @@ def _part(parameter: nn.Parameter, stretch: torch.Tensor, info: Any, shape: Shap
     if not info.in_shard:
         return FlatPart(parameter, stretch[:0], shape, 0, 0, everywhere)
     lo, hi = info.intra_param_start_idx, info.intra_param_end_idx + 1
-    # a user may have given the parameter other memory, which FSDP takes over at the next forward
+    # if a user has replaced the data of the parameter, FSDP takes the new data over at the next forward
     data = parameter.detach()
     if data.numel() != hi - lo or data.dtype != stretch.dtype:
         data = stretch[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
@@ -105,7 +105,7 @@ def _check(handle: Any) -> None:
 
 
 def _check_order(flat: Any) -> None:
-    """A parameter that does not lie in row-major order FSDP cuts in the order in which it lies."""
+    """Raise Unsupported for a parameter that is not in row-major order: FSDP shards it in the order of its memory."""
     for name, shape, stride in zip(flat._fqns, flat._shapes, flat._strides, strict=True):
         if not torch.empty_strided(shape, stride, device="meta").is_contiguous():
             raise Unsupported(
@@ -116,13 +116,13 @@ def _check_order(flat: Any) -> None:
 
 
 def _fsdp_modules(model: nn.Module) -> list[Any]:
-    """Modules that FSDP wraps. Asked without importing it: where it is not loaded, there are none."""
+    """Return the FSDP modules. If FSDP is not imported, there are none."""
     home = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     return [one for one in model.modules() if home is not None and isinstance(one, home.FullyShardedDataParallel)]
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of whole parameters that FSDP and fully_shard still have from a forward. Talks to nobody."""
+    """Free the whole parameters that fully_shard still has from a forward. No communication."""
     home = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules():
         if home is not None and isinstance(module, home.FSDPModule):
@@ -130,7 +130,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def let_go(model: nn.Module) -> None:
-    """`reshard`, and FSDP's too: it would use them again in the next forward, old as they are after a load."""
+    """Free also those of FSDP, which would use them in the next forward, with the values from before a load."""
     reshard(model)
     for module in _fsdp_modules(model):
         if module._handle is not None and hasattr(module._handle.flat_param, "_local_shard"):
@@ -141,8 +141,8 @@ def let_go(model: nn.Module) -> None:
 
 
 def full_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
-    """The dtype, by id(), that each buffer had before FSDP's mixed precision lowered it."""
-    found: dict[int, torch.dtype] = {}
+    """Return by id() the dtype of each buffer before FSDP's mixed precision lowered it."""
+    dtypes: dict[int, torch.dtype] = {}
     for module in _fsdp_modules(model):
         if module._mixed_precision_enabled_for_buffers():
             from torch.distributed.fsdp._common_utils import clean_tensor_name
@@ -150,13 +150,13 @@ def full_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
             for name, buffer in module.named_buffers():
                 dtype = module._buffer_name_to_orig_dtype.get(clean_tensor_name(name), buffer.dtype)
                 if dtype != buffer.dtype:
-                    found[id(buffer)] = dtype
-    return found
+                    dtypes[id(buffer)] = dtype
+    return dtypes
 
 
 @contextmanager
 def without_fsdp_hooks(model: nn.Module) -> Iterator[None]:
-    """Inside, state_dict and load_state_dict pass by FSDP, whatever state_dict_type is set: nothing is gathered."""
+    """A context in which state_dict and load_state_dict gather nothing, whatever the state_dict_type of FSDP."""
     kept: list[tuple[nn.Module, str, Any]] = []
     try:
         for module in _fsdp_modules(model):

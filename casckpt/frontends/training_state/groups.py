@@ -1,6 +1,6 @@
-"""Param groups: which parameter of an optimizer is which of a checkpoint, and which options go to which group.
+"""Param groups: the match of an optimizer's parameters and options with those of a checkpoint.
 
-Groups of several ranks are one list in a checkpoint, also where ranks have other parameters each (pipeline stages).
+A checkpoint has one list of groups for all ranks, also if ranks have different parameters (pipeline stages).
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from casckpt.frontends.training_state.optimizer import NamedParameter
 _LOG = logging.getLogger("casckpt")
 
 _ADDED_LATER = frozenset(("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"))
-"""Options that torch gave to optimizers which were there before: a checkpoint may well lack them."""
+"""Options that torch added to existing optimizers, so an older checkpoint lacks them."""
 
-_NAMES = "param_names"  # what the user called the parameters of the group: for the groups that are there, not the saved
+_NAMES = "param_names"  # names by the user, which a load does not replace
 
 
 @dataclass(frozen=True)
 class Match:
-    """``saved``: the name in the checkpoint of each parameter, by its id(). ``options``: of each group here, to be set.
+    """The match of an optimizer with a saved one.
 
-    ``missing``: own names of parameters that the checkpoint's optimizer lacks; ``unused``: names that only it has.
+    ``saved``: the name of each parameter in the checkpoint, by its id(). ``options``: for each group, the options to
+    set. ``missing``: own names of parameters that the saved optimizer lacks. ``unused``: names that only it has.
     """
 
     saved: dict[int, str]
@@ -44,47 +45,47 @@ def match(
     *,
     keep_options: bool = False,
 ) -> Match:
-    """Match by name, whatever the number and order of groups. ``saved_name``: what a name here was when it was saved.
+    """Match by name, whatever the number and order of groups. ``saved_name``: from a name to the saved name.
 
-    ``keep_options``: no option of a group here is to be set.
-    Raises Mismatch where tied names were saved apart, InvalidInput where two parameters here were one.
+    ``keep_options``: set no option of a group. Raises Mismatch if tied names were saved apart, InvalidInput if two
+    parameters were saved as one.
     """
     group_of = {name: number for number, group in enumerate(saved) for name in group["params"]}
     names: dict[int, str] = {}
     owners: dict[str, str] = {}
     missing = []
-    for one in (member for group in here for member in group):
-        hits = [name for name in dict.fromkeys(map(saved_name, one.names)) if name in group_of]
-        if len(hits) > 1:
-            raise Mismatch(f"{hits} are one parameter here, but were several in the checkpoint", keys=tuple(hits))
-        if hits:
-            names[id(one.parameter)] = hits[0]
-            if owners.setdefault(hits[0], one.names[0]) != one.names[0]:
+    for named in (member for group in here for member in group):
+        matches = [name for name in dict.fromkeys(map(saved_name, named.names)) if name in group_of]
+        if len(matches) > 1:
+            raise Mismatch(f"{matches} are one parameter here, but were several in the checkpoint", keys=tuple(matches))
+        if matches:
+            names[id(named.parameter)] = matches[0]
+            if owners.setdefault(matches[0], named.names[0]) != named.names[0]:
                 raise InvalidInput(
-                    f"rename gives the saved {hits[0]!r} for two parameters of the optimizer, {owners[hits[0]]!r} and "
-                    f"{one.names[0]!r}; map each to one of its own, or load the model alone (optim=None; from a "
-                    "dict, leave the optimizer out)",
-                    key=hits[0],
+                    f"rename gives the saved {matches[0]!r} for two parameters of the optimizer, "
+                    f"{owners[matches[0]]!r} and {named.names[0]!r}; map each to one of its own, or load the model "
+                    "alone (optim=None; from a dict, leave the optimizer out)",
+                    key=matches[0],
                 )
         else:
-            missing.append(one.names[0])
+            missing.append(named.names[0])
     used = set(names.values())
     options = []
     for number, group in enumerate(here):
-        origins = [group_of[names[id(one.parameter)]] for one in group if id(one.parameter) in names]
+        origins = [group_of[names[id(named.parameter)]] for named in group if id(named.parameter) in names]
         options.append({} if keep_options else _options(number, group, list(dict.fromkeys(origins)), saved))
     return Match(names, options, tuple(missing), tuple(name for name in group_of if name not in used))
 
 
-def check(found: Match, defaults: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Raise MissingKey or Mismatch, naming parameters or options, unless the checkpoint has all that is here.
+def check(matched: Match, defaults: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Raise MissingKey or Mismatch unless the checkpoint has all parameters, and the options of this optimizer.
 
-    That nothing else is in it, `check_unused` is for: another rank may have it.
+    `check_unused` checks the opposite for all ranks, because another rank may have the parameter.
     """
-    if found.missing:
-        raise MissingKey(_other_parameters(where, found.missing, found.unused), keys=found.missing)
-    unused = frozenset(found.unused)
-    for group in (one for one in saved if not one["params"] or not unused.issuperset(one["params"])):
+    if matched.missing:
+        raise MissingKey(_other_parameters(where, matched.missing, matched.unused), keys=matched.missing)
+    unused = frozenset(matched.unused)
+    for group in (group for group in saved if not group["params"] or not unused.issuperset(group["params"])):
         lacking = [name for name in defaults if name not in group and name not in _ADDED_LATER]
         unknown = [name for name in group if name not in defaults and name not in ("params", _NAMES)]
         if lacking and unknown:
@@ -97,7 +98,7 @@ def check(found: Match, defaults: Mapping[str, Any], saved: Sequence[Mapping[str
 
 
 def check_unused(unused: Sequence[str], where: str) -> None:
-    """Raise Mismatch if there is a name in the checkpoint's optimizer that nobody has."""
+    """Raise Mismatch for names in the saved optimizer that no rank has."""
     if unused:
         raise Mismatch(_other_parameters(where, (), unused), keys=tuple(unused))
 
@@ -112,27 +113,27 @@ def _other_parameters(where: str, missing: Sequence[str], unused: Sequence[str])
 
 
 def merged(groups_of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The groups of ranks that have other parameters each: those of one number and with the same options are one."""
-    found: list[dict[str, Any]] = []
+    """Return the groups of all ranks: groups with one number and the same options become one group."""
+    united: list[dict[str, Any]] = []
     known: set[str] = set()
     for groups in groups_of_ranks:
         for number, group in enumerate(groups):
             new = [at for at, name in enumerate(group["params"]) if name not in known]
             known.update(group["params"])
-            mine = dict(group) | {key: [group[key][at] for at in new] for key in ("params", _NAMES) if key in group}
-            if number < len(found) and _same(_without_parameters(found[number]), _without_parameters(mine)):
+            own = dict(group) | {key: [group[key][at] for at in new] for key in ("params", _NAMES) if key in group}
+            if number < len(united) and _same(_without_parameters(united[number]), _without_parameters(own)):
                 for key in ("params", _NAMES):
-                    if key in mine:
-                        found[number][key] = [*found[number].get(key, []), *mine[key]]
+                    if key in own:
+                        united[number][key] = [*united[number].get(key, []), *own[key]]
             elif new or not group["params"]:
-                found.append(mine)
-    return found
+                united.append(own)
+    return united
 
 
 def _options(
     number: int, group: Sequence[NamedParameter], origins: Sequence[int], saved: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The saved options of one group here, whose parameters were in the groups ``origins``."""
+    """Return the saved options for one group, whose parameters were saved in the groups ``origins``."""
     if not group and number < len(saved) and not saved[number]["params"]:
         origins = [number]
     if not origins:
@@ -155,11 +156,11 @@ def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", _NAMES)}
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, list | tuple) and type(one) is type(other):
-        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
-    return type(one) is type(other) and bool(one == other)
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, list | tuple) and type(first) is type(second):
+        return len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(_same(value, second[key]) for key, value in first.items())
+    return type(first) is type(second) and bool(first == second)

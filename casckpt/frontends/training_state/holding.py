@@ -1,4 +1,4 @@
-"""The part of a parameter that this process holds, and of optimizer state of the same shape."""
+"""The part of a parameter, and of optimizer state of its shape, that this process holds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Holding:
-    """A parameter as this process has it: whole, as a DTensor, or a ``part`` of it in a flat parameter.
+    """A parameter as this process has it: whole, as a DTensor, or as a ``part`` in a flat parameter of FSDP.
 
     ``name``: for messages.
     """
@@ -36,20 +36,20 @@ class Holding:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the parameter; FSDP may show it in a lower one."""
+        """The dtype of the parameter; under mixed precision of FSDP that of its part."""
         return self.parameter.dtype if self.part is None else self.part.data.dtype
 
     @property
     def is_nothing(self) -> bool:
-        """Whether this rank has no element of it: FSDP gives it no gradient then, and optimizers keep no state."""
+        """Whether this rank has no element of it. Then it has no gradient and no optimizer state."""
         return self.part is not None and self.part.lo == self.part.hi
 
     # saving
 
     def as_saved(self, value: Any) -> Any:
-        """State of an optimizer, nested as it is, with tensors of the parameter's shape held like the parameter.
+        """Return optimizer state, nested as it is, with tensors of the parameter's shape sharded like the parameter.
 
-        Raises InvalidInput for a tensor that may be a part of one, nobody knows which.
+        Raises InvalidInput for a tensor that may be an unknown part of a whole.
         """
         if isinstance(value, torch.Tensor):
             return self._tensor_as_saved(value)
@@ -90,10 +90,10 @@ class Holding:
     def destination(
         self, entry: Entry, there: torch.Tensor | None, device: torch.device, taken: set[int], *, added: bool
     ) -> Any:
-        """Tell where a load puts one tensor of state: into ``there`` if it fits, else into a new one.
+        """Return the tensor that a load fills with one tensor of state: ``there`` if it fits, else a new one.
 
-        ``taken``: addresses of memory that holds something else already: some optimizers share one ``step``. ``added``:
-        it is state that a user added to what the optimizer keeps.
+        ``taken``: the addresses of memory that other state uses, because some optimizers share one ``step``.
+        ``added``: the state is not the optimizer's own, but was added by a user.
         """
         part, parameter = self.part, self.parameter
         if part is not None and entry.shape == part.shape:
@@ -108,12 +108,12 @@ class Holding:
 
 
 def _alone(value: Any) -> Any:
-    """In a list of its own, what is a `Shard`: a list of several would be one tensor in pieces."""
+    """Put a `Shard` into a list of its own: a list of several shards would be one tensor in pieces."""
     return [value] if isinstance(value, Shard) else value
 
 
 def apart(value: Any) -> Any:
-    """The template of a state as `Store.load` takes it: lists of shards as lists of tensors."""
+    """Return a template for `Store.load`, in which a list of shards is a list of tensors."""
     if isinstance(value, dict):
         for key, child in value.items():
             value[key] = apart(child)
@@ -124,7 +124,7 @@ def apart(value: Any) -> Any:
 
 
 def unwrapped(value: Any, device: torch.device | None = None) -> Any:
-    """A filled template as the optimizer is to have it: what was `Archived` on the ``device`` of the parameter."""
+    """Return a filled template as the optimizer keeps it. Tensors saved as `Archived` go to ``device``."""
     if isinstance(value, Shard):
         return value.data
     if isinstance(value, dict):
@@ -152,14 +152,14 @@ def _fits(there: torch.Tensor, entry: Entry, taken: set[int]) -> bool:
 
 
 def _is_plain(there: torch.Tensor | None, entry: Entry, parameter: torch.Tensor, *, added: bool) -> bool:
-    """Whether the state of a DTensor is to be no DTensor: as before, or as torch and users keep what has no shards."""
+    """Whether state of a DTensor is no DTensor: because it is none now, or because it has no shards."""
     if there is not None:
         return not is_dtensor(there)
     return (added or entry.shape == ()) and entry.shape != tuple(parameter.shape)
 
 
 def _new_dtensor(parameter: DTensor, entry: Entry) -> torch.Tensor:
-    """Sharded like the parameter if it has its shape, else whole on every rank; where the parameter's memory is."""
+    """Return a DTensor on the device of the parameter: sharded like it if it has its shape, else replicated."""
     if tuple(parameter.shape) == entry.shape:
         return _new_like(parameter, entry)
     return parameter.new_empty(entry.shape, dtype=torch_dtype(entry.dtype), requires_grad=False)

@@ -1,10 +1,11 @@
-"""The small files that say how a model of Transformers is made: saved with its weights, an export of them loads."""
+"""The config files of a model of Transformers, saved with its weights, so that an export of them loads."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -15,44 +16,49 @@ from casckpt.frontends.training_state.stored import MODEL
 log = logging.getLogger(__name__)
 
 _BASE = "transformers.modeling_utils.PreTrainedModel"
-_FSDP2 = "FSDP"  # fully_shard puts it before the name of a class, and its own class before that one
+_FSDP2 = "FSDP"  # the prefix of the class that fully_shard makes
 
 
 def config_files(model: Any) -> dict[str, bytes]:
-    """config.json, and generation_config.json where there is one; nothing for a model of another kind.
+    """Return config.json and generation_config.json of a model of Transformers; nothing for any other model.
 
-    Of several parts of a model none is known to be it. Nor is a model with adapters what its config says. Of a dict of
-    whole objects it is the one named "model".
+    In a dict it is the model "model". There are no files for several parts of a model, because no part is the model,
+    or for a model with adapters, because its config describes the model without them.
     """
     if isinstance(model, Mapping):
         model = model.get(MODEL)
     inner = _unwrapped(model[0] if isinstance(model, list | tuple) and len(model) == 1 else model)
-    if not _is_pretrained(inner) or getattr(inner, "_hf_peft_config_loaded", False):
+    # by name: Transformers takes seconds to import, and is imported where there is such a model
+    is_pretrained = any(f"{base.__module__}.{base.__qualname__}" == _BASE for base in type(inner).__mro__)
+    if not is_pretrained or getattr(inner, "_hf_peft_config_loaded", False):
         return {}
     try:
-        found = {"config.json": _config(inner)}
+        files = {"config.json": _config(inner)}
         if getattr(inner, "generation_config", None) is not None:
-            found["generation_config.json"] = json.loads(inner.generation_config.to_json_string())
-    except (TypeError, ValueError) as error:  # Transformers could not write them either; no save fails for that
+            files["generation_config.json"] = json.loads(inner.generation_config.to_json_string())
+    except (TypeError, ValueError) as error:  # Transformers cannot write them either, and no save should fail for that
         log.warning("the config of a %s does not travel along: %s", type(inner).__name__, error)
         return {}
-    return {name: json.dumps(text, indent=2, sort_keys=True).encode() + b"\n" for name, text in found.items()}
+    return {name: json.dumps(text, indent=2, sort_keys=True).encode() + b"\n" for name, text in files.items()}
 
 
-def with_config(model: Any, attachments: Any) -> Any:
-    """``attachments``, and `config_files` beside them; what no dict is stays as it is, for `Store.save` to refuse."""
+def with_config(model: Any, attachments: Any, files: Mapping[str, bytes] = MappingProxyType({})) -> Any:
+    """Return ``attachments`` with ``files`` and `config_files` beside them.
+
+    ``attachments``: None, a mapping, or anything else, which is returned as it is: `Store.save` refuses it.
+    """
     given = attachments or {}
-    return config_files(model) | dict(given) if isinstance(given, Mapping) else given
+    return config_files(model) | dict(files) | dict(given) if isinstance(given, Mapping) else given
 
 
 def _config(model: Any) -> dict[str, Any]:
-    """As ``save_pretrained`` writes it."""
+    """Return the config as ``save_pretrained`` writes it."""
     config: dict[str, Any] = json.loads(model.config.to_json_string())
     name = type(model).__name__
     sharded = any(base.__name__ == "FSDPModule" for base in type(model).__mro__)
     config["architectures"] = [name.removeprefix(_FSDP2) if sharded else name]
     dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), None)
-    if dtype is not None:  # that of the weights now, whatever they were loaded as
+    if dtype is not None:  # the current dtype of the weights
         config.pop("torch_dtype", None)  # its old name
         config["dtype"] = str(dtype).removeprefix("torch.")
     return config
@@ -62,8 +68,3 @@ def _unwrapped(model: Any) -> Any:
     while isinstance(model, nn.Module) and (child := wrapped_child(model)) is not None:
         model = model._modules.get(child)
     return model
-
-
-def _is_pretrained(model: Any) -> bool:
-    """Asked by name: Transformers takes seconds to import, and whoever has such a model has done so."""
-    return any(f"{base.__module__}.{base.__qualname__}" == _BASE for base in type(model).__mro__)

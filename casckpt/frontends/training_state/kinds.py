@@ -1,7 +1,7 @@
-"""The state that torch's own optimizers keep for a parameter, by name, as no step is ever taken to find out.
+"""The names of the state that torch's own optimizers keep for a parameter.
 
-An optimizer of somebody else may keep anything, and is given what was saved. What a user adds to the state of one of
-torch's is the user's: it is loaded, and proves no other kind of optimizer.
+They are listed, because casckpt never takes a step to find out. Any other optimizer gets the state that was saved.
+State that a user adds to an optimizer of torch is loaded, and does not make it another kind of optimizer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _AT_TIMES = {
     "LBFGS": "al d t old_dirs old_stps ro H_diag prev_flat_grad prev_loss",
     "SGD": "momentum_buffer",
 }
-_WITH = {  # an option that is on: what it needs
+_WITH = {  # by option: the state that it needs
     "Adam": {"amsgrad": "max_exp_avg_sq"},
     "AdamW": {"amsgrad": "max_exp_avg_sq"},
     "RMSprop": {"centered": "grad_avg", "momentum": "momentum_buffer"},
@@ -45,39 +45,38 @@ _WITH = {  # an option that is on: what it needs
 
 @dataclass(frozen=True)
 class StateKind:
-    """A kind of optimizer. ``name``: of the class of torch.optim whose step it takes."""
+    """A kind of optimizer. ``name``: the class of torch.optim whose step it takes."""
 
     name: str
 
     @classmethod
     def of(cls, optim: Optimizer) -> StateKind | None:
-        """None for one that takes steps in its own way."""
+        """Return the kind of ``optim``; None if it has a step of its own."""
         step = type(optim).step
         name = step.__qualname__.partition(".")[0]
-        if not _is_torchs(step) or name not in _ALWAYS:
-            return None
-        return cls(name)
+        is_torchs = f"{step.__module__}.".startswith("torch.optim.")
+        return cls(name) if is_torchs and name in _ALWAYS else None
 
     def needs(self, options: Mapping[str, Any]) -> set[str]:
-        """The names without which a step fails, with these options of the group."""
+        """Return the names without which a step fails, with these options of the group."""
         optional = _WITH.get(self.name, {})
         return {*_ALWAYS[self.name].split(), *(name for option, name in optional.items() if options.get(option))}
 
     def keeps(self) -> set[str]:
-        """All names that there may be."""
+        """Return all names that the optimizer may keep."""
         optional = _WITH.get(self.name, {})
         return {*_ALWAYS[self.name].split(), *_AT_TIMES.get(self.name, "").split(), *optional.values()}
 
     def check(self, saved: Collection[str], options: Mapping[str, Any], key: str, where: str) -> None:
-        """Raise Mismatch if state of these names is not enough for a step, or all that another kind keeps.
+        """Raise Mismatch if the names ``saved`` are not enough for a step, or are those of another kind.
 
-        ``key``: the parameter whose state it is.
+        ``key``: the parameter of the state.
         """
         names = set(saved)
         lacking = sorted(self.needs(options) - names)
         others = () if names <= self.keeps() else map(StateKind, _ALWAYS)
         kinds = [kind.name for kind in others if kind.needs({}) <= names <= kind.keeps()]
-        is_other = bool(kinds) and names != {"step"}  # users count, too
+        is_other = bool(kinds) and names != {"step"}  # a user may count steps, too
         if lacking or is_other:
             found = f"it lacks {', '.join(map(repr, lacking))}" if lacking else f"it is that of {' or '.join(kinds)}"
             raise Mismatch(
@@ -86,7 +85,3 @@ class StateKind:
                 "leave the optimizer out)",
                 key=key,
             )
-
-
-def _is_torchs(thing: Any) -> bool:
-    return f"{thing.__module__}.".startswith("torch.optim.")

@@ -1,4 +1,4 @@
-"""One rank's part of a load: a template of the model and of the optimizer, filled by `Store.load`, then handed over."""
+"""One rank's part of a load: the template of a model and its optimizers, and their update after the load."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from casckpt.tensors.dtypes import dtype_name
 
 @contextmanager
 def normal_tensors() -> Iterator[None]:
-    """Inside, new tensors are normal ones, though the caller be in inference mode: no optimizer could update others."""
+    """A context in which new tensors are normal ones, also in inference mode: an optimizer cannot update others."""
     grad = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         yield
@@ -66,7 +66,7 @@ def normal_tensors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Unused:
-    """Names in the checkpoint that a rank has no use for: of its model, of its optimizer, and of tensors at the top."""
+    """Names in the checkpoint that a rank does not load: of its model, its optimizer, and of tensors at the top."""
 
     model: Sequence[str]
     optimizer: Sequence[str]
@@ -74,25 +74,25 @@ class Unused:
 
 
 class Keeps(TypedDict, total=False):
-    """What a load leaves as it is: options of the optimizer's groups; tensors that have another shape."""
+    """What a load leaves unchanged: the options of the optimizer's groups; tensors of another shape."""
 
     keep_options: bool
     leave_resized: bool
 
 
 class TrainingStateLoad:
-    """A load of one model, with its optimizers by key, from one checkpoint, where the model is below ``at``.
+    """A load of one model, with its optimizers by key, from one checkpoint. The model is below the key ``at``.
 
-    ``groups``: those of each optimizer that is wanted; None where the checkpoint has none. ``state``: what to fill, for
-    the key of the model and of each optimizer, known after `prepare`. Of ``given`` is ``rename``: from a key of the
-    model, ``model.<name>``, to one of the checkpoint; its optimizer's state goes along. ``ignore_mismatched``: patterns
-    of names of the model, or of keys; what does not fit there is left as it is. ``cast``: convert; state that was saved
-    in the dtype of its saved parameter gets that of the parameter here.
-    ``keep_options``: options of the optimizer's groups stay as they are. ``leave_resized``: so do tensors of the model
-    for which the checkpoint has another shape, and the optimizer's state for them. ``places``: the keys under which the
-    checkpoint has the optimizers, if these are not their own.
-    Weights at the top of a checkpoint, as an import of safetensors files has them, are those of a model, too: where the
-    layout does not tell, `prepare` takes the reading that fills more.
+    ``groups``: the saved groups of each wanted optimizer; None if the checkpoint has none. ``state``: the template, by
+    the key of the model and of each optimizer, known after `prepare`. ``given``: the options of the load. Its
+    ``rename`` maps a key of the model, ``model.<name>``, to a key of the checkpoint, also for the optimizer's state.
+    Its ``ignore_mismatched`` has patterns of names or keys of the model that stay unchanged if they do not fit. With
+    ``cast``, state that was saved in the dtype of its parameter gets the dtype of the parameter here.
+    ``keep_options``: keep the options of the optimizer's groups. ``leave_resized``: keep tensors that have another
+    shape in the checkpoint, and the optimizer's state for them. ``places``: the keys of the optimizers in the
+    checkpoint, if they differ.
+    The model may also be at the top of the checkpoint, as after an import of safetensors files. If the layout does not
+    decide this, `prepare` takes the reading that fills more tensors.
     """
 
     def __init__(
@@ -110,24 +110,37 @@ class TrainingStateLoad:
         self._saved_start, self._optimizer_places = self._start, places or {}
         self._stored, self._groups, self._given, self._strict = stored, groups, given, given.strict
         self.ignored: tuple[str, ...] = ()
-        """For `Store.load`: patterns of keys that are left as they are where they do not fit. Known after `prepare`."""
+        """For `Store.load`: patterns of keys that stay unchanged if they do not fit. Known after `prepare`."""
         self._bare = False
         self._places: dict[bool, dict[str, str]] = {}
         self._warns, self._filled, self._said = given.unread == "warn", "", list[str | None]()
         self._optimizers: dict[str, list[_OptimizerPlan]] = {}
         self._absent: tuple[str, ...] = ()
 
-    def prepare(self, ranks: Ranks, make: Callable[[], nn.Module], optims: Mapping[str, Sequence[Optimizer]]) -> None:
-        """Find out where the model's tensors stand, and check all before anything is read. Every rank calls it.
+    def load(
+        self,
+        ranks: Ranks,
+        make: Callable[[], nn.Module],
+        optims: Mapping[str, Sequence[Optimizer]],
+        fill: Callable[[dict[str, Any], LoadOptions], Checkpoint],
+    ) -> Checkpoint:
+        """Call `prepare`, ``fill`` and `install`. ``fill``: loads into the state that it gets, with these options."""
+        self.prepare(ranks, make, optims)
+        rename = Renaming(self.saved_key, self._given.rename)
+        given = replace(self._given, rename=rename, ignore_mismatched=self.ignored, unread="ignore")
+        return self.install(fill(self.state, given))
 
-        ``make``: gives the model; what it raises is raised on all ranks. ``optims``: by key. Raises MissingKey,
-        Mismatch or InvalidInput, and unless ``unread`` is "ignore" what `check_fit` does; on all ranks.
+    def prepare(self, ranks: Ranks, make: Callable[[], nn.Module], optims: Mapping[str, Sequence[Optimizer]]) -> None:
+        """Find the model's tensors in the checkpoint, and check everything before the first read. Every rank calls it.
+
+        ``make``: returns the model. ``optims``: the optimizers by key. Raises MissingKey, Mismatch or InvalidInput, the
+        errors of ``make``, and, unless ``unread`` is "ignore", those of `check_fit`; on all ranks.
         """
         self._choose(ranks, make)
         ranks.exchange(lambda: self._plan(optims), self.check_unused)
 
     def _choose(self, ranks: Ranks, make: Callable[[], nn.Module]) -> None:
-        """Find out where the model's tensors stand. Raises InvalidInput where two readings fill as many."""
+        """Choose the reading of the checkpoint. Raises InvalidInput if both readings fill as many tensors."""
         where, fits = self._stored.where, list[Fit]()
 
         def measure() -> list[bool]:
@@ -136,7 +149,8 @@ class TrainingStateLoad:
             self._saved_key = renamer(self._given.rename)
             self._module = make()
             self._model = ModelTemplate(self._module, strict=self._strict)
-            fits[:] = [self._fit(bare=bare) for bare in ((False,) if self._is_nested else (False, True))]
+            only_nested = self.at != MODEL or self._stored.is_nested
+            fits[:] = [self._fit(bare=bare) for bare in ((False,) if only_nested else (False, True))]
             return [fit.is_full for fit in fits]
 
         def settled(found: Sequence[list[bool]]) -> Sequence[bool | None]:
@@ -159,13 +173,8 @@ class TrainingStateLoad:
         if self._keeps.get("leave_resized"):
             self.ignored += tuple(glob.escape(key) for key in fits[self._bare].misfits)
 
-    @property
-    def _is_nested(self) -> bool:
-        """Whether the names of the model can only be below its key."""
-        return self.at != MODEL or self._stored.is_nested
-
     def _fit(self, *, bare: bool) -> Fit:
-        """How this rank's tensors fit: by name, or by the memory that they share with one that fits."""
+        """Return how this rank's tensors fit: by name, or by memory that they share with a tensor that fits."""
         filled, unfilled, misfits = dict[str, str](), dict[str, Shape](), set[str]()
         manifest, values = self._stored.manifest, self._model.values
         places = self._places[bare] = {name: self._where(name, bare=bare) for name in values}
@@ -187,11 +196,11 @@ class TrainingStateLoad:
         return Fit(filled, {key: shape for key, shape in unfilled.items() if key not in filled}, frozenset(misfits))
 
     def _where(self, name: str, *, bare: bool) -> str:
-        """The key of the checkpoint for a name of the model, in one of the two readings."""
+        """Return the key in the checkpoint for a name of the model, in one of the two readings."""
         entries = self._stored.manifest.tensors
 
         def place(name: str) -> str:
-            """What ``rename`` makes of it; the key of a checkpoint that it gives in full is taken as it is."""
+            """Apply ``rename``. If the result is a whole key of the checkpoint, it is the place."""
             saved = self._saved_key(f"{self._start}{name}")
             is_whole = saved != f"{self._start}{name}" and saved in entries
             return saved.removeprefix(self._start) if bare and not is_whole else saved
@@ -203,9 +212,9 @@ class TrainingStateLoad:
         return base if base in entries else saved
 
     def _start_there(self) -> str:
-        """What the saved names of the model begin with: its key, unless ``rename`` puts another in its place.
+        """Return the beginning of the model's saved keys: its key, unless ``rename`` replaces it.
 
-        Where it does, what an optimizer was saved with tells how much of a key is the name.
+        If it does, the names of parameters in the saved optimizer show where a name begins.
         """
         saved = self._stored.manifest.tensors
         places = [place for place in self._places[self._bare].values() if place in saved]
@@ -215,7 +224,7 @@ class TrainingStateLoad:
         return max([self._start, *starts], key=lambda start: sum(one.removeprefix(start) in known for one in places))
 
     def _plan(self, optims: Mapping[str, Sequence[Optimizer]]) -> Unused:
-        """Check all that this rank can."""
+        """Make the template, and check all that this rank can check."""
         self._left = self._leave()
         for name in self._left:
             del self._model.values[name]
@@ -234,7 +243,7 @@ class TrainingStateLoad:
         )
 
     def _plan_optimizers(self, at: str, optims: Sequence[Optimizer], new: Collection[str]) -> list[str]:
-        """The same for those that were saved together at one key. Give the names that only the checkpoint has."""
+        """Plan the optimizers at one key. Return the names that only the checkpoint has."""
         groups, place = self._groups.get(at), self._optimizer_places.get(at, at)
         if not optims or groups is None:
             self._absent += (f"{at}.param_groups",) if optims else ()
@@ -252,9 +261,9 @@ class TrainingStateLoad:
         return on_no_rank([plan.match.unused for plan in plans])
 
     def _leave(self) -> tuple[str, ...]:
-        """Names that are left as they are: load_state_dict passes by them, or by others that belong to them.
+        """Return the names that the load leaves unchanged, because load_state_dict does not read all of their module.
 
-        Raises Mismatch for those that the checkpoint has, unless all that belong together are ignored.
+        Raises Mismatch if the checkpoint has such names, unless all names that belong together are ignored.
         """
         left, refused = dict[str, None](), dict[str, str]()
         for name, together in self._model.passed_by.items():
@@ -276,34 +285,29 @@ class TrainingStateLoad:
     def _is_ignored(self, name: str) -> bool:
         return matches(f"{self._start}{name}", self.ignored)
 
-    @property
-    def rename(self) -> Renaming:
-        """For `Store.load`."""
-        return Renaming(self.saved_key, self._given.rename)
-
     def saved_key(self, key: str) -> str:
-        """Where in the checkpoint the value for a key of ``state`` is. The optimizer's say that."""
+        """Return the key in the checkpoint for a key of ``state``. Keys of optimizers are equal."""
         return self._place(key.removeprefix(self._start)) if key.startswith(self._start) else key
 
     def _place(self, name: str) -> str:
-        """The key of the checkpoint for a name of the model."""
+        """Return the key in the checkpoint for a name of the model."""
         return self._places[self._bare].get(name) or self._where(name, bare=self._bare)
 
     def _saved_name(self, name: str) -> str:
-        """Give what a name of the model's was when it was saved."""
+        """Return the saved name for a name of the model."""
         saved = self._place(name)
         return saved if self._bare else saved.removeprefix(self._saved_start)
 
     def _unused_keys(self) -> list[str]:
-        """Saved names of the model's that it has not."""
+        """Return the saved names that the model does not have."""
         wanted = {self._saved_name(name): name for name in (*self._model.values, *self._left)}
         extra = tuple(f"{saved}." for saved, name in wanted.items() if is_extra_state(name))
         there = self._stored.bare_keys() if self._bare else self._stored.keys_below(self._saved_start[:-1])
         return [name for name in there if name not in wanted and not name.startswith(extra)]
 
-    def check_unused(self, found: Sequence[Unused]) -> Sequence[None]:
-        """On rank 0: raise Mismatch for names of the checkpoint that no rank has."""
-        names, where = on_no_rank([unused.model for unused in found]), self._stored.where
+    def check_unused(self, unused_of_ranks: Sequence[Unused]) -> Sequence[None]:
+        """On rank 0: raise Mismatch for names in the checkpoint that no rank has."""
+        names, where = on_no_rank([unused.model for unused in unused_of_ranks]), self._stored.where
         if self._warns and not any(map(is_adapter, self._model.values)):
             adapters = [name for name in names if is_adapter(name)]
             there = self._stored.weights()
@@ -311,15 +315,15 @@ class TrainingStateLoad:
         if names and self._strict:
             what = f"the model in {where} has {listed(names)}, which this model does not have"
             raise Mismatch(f"{what}; pass strict=False to leave them out", keys=tuple(names))
-        names += on_no_rank([unused.beside for unused in found])
+        names += on_no_rank([unused.beside for unused in unused_of_ranks])
         if names and self._warns:
             self._said.append(f"{where} has {listed(names)}, which this model does not have: they are left out")
         if self._strict:
-            check_unused(on_no_rank([unused.optimizer for unused in found]), where)
-        return [None] * len(found)
+            check_unused(on_no_rank([unused.optimizer for unused in unused_of_ranks]), where)
+        return [None] * len(unused_of_ranks)
 
     def install(self, loaded: Checkpoint) -> Checkpoint:
-        """Hand what was loaded to the model and the optimizer."""
+        """Load the filled state into the model and the optimizers. Return ``loaded`` with the keys that were left."""
         mismatched = (*loaded.mismatched_keys, *(f"{self._start}{name}" for name in self._left))
         without = [key for key in (*loaded.missing_keys, *mismatched) if key.startswith(self._start)]
         self._model.install({key.removeprefix(self._start) for key in without}, self._strict)
@@ -345,19 +349,19 @@ class TrainingStateLoad:
 
 
 def _all_of(fit: Fit) -> str:
-    """How many tensors were filled, if all were: "5 of 5"; else nothing."""
+    """Return "5 of 5" if all tensors are filled; else an empty text."""
     return f"{fit.count} of {fit.count}" if fit.is_full else ""
 
 
 _NOWHERE = "\0"
-"""A name that no parameter in a checkpoint has."""
+"""A name that no saved parameter has."""
 
 
 @dataclass(frozen=True)
 class _Home:
-    """Where the state of one parameter goes: beside the parameter, into the tensors that are there already.
+    """The place of one parameter's state: the parameter, and the tensors of state that are ``there`` already.
 
-    ``options``: those of its group, as they will be.
+    ``options``: the options of its group after the load.
     """
 
     holding: Holding
@@ -366,7 +370,7 @@ class _Home:
 
 
 class _OptimizerPlan:
-    """What a load does to an optimizer, known in full before anything is read."""
+    """The changes of a load to an optimizer, known in full before the first read."""
 
     def __init__(
         self,
@@ -383,9 +387,9 @@ class _OptimizerPlan:
         cast: bool,
         keep_options: bool,
     ) -> None:
-        """``at``: the key of the optimizer. ``start``: of all keys of the model.
+        """``at``: the key of the optimizer. ``start``: the beginning of all keys of the model.
 
-        ``new``: names of parameters that are left as they are, and their state with them.
+        ``new``: the names of parameters that stay unchanged with their state.
         """
         self._given, optim = optim, local_optimizer(optim)
         self._optim, self._kind, self._stored, self._cast = optim, StateKind.of(optim), stored, cast
@@ -410,7 +414,7 @@ class _OptimizerPlan:
         self.template = apart(stored.template(nodes, self._place, lambda key: True, at))
 
     def _check_kind(self, nodes: Mapping[Element, Node]) -> None:
-        """Raise Mismatch if the state is that of another kind of optimizer: it would show in the next step."""
+        """Raise Mismatch if the state is that of another kind of optimizer, which the next step would show."""
         for name, home in self._homes.items() if self._kind is not None else ():
             names = [str(element) for element, _ in children(nodes[name])] if name in nodes else []
             if self._kind is not None and names:
@@ -428,7 +432,7 @@ class _OptimizerPlan:
         return homes
 
     def _place(self, name: Element, key: str, entry: Entry) -> Any:
-        """Give what to load one piece of state into."""
+        """Return the tensor to fill with one tensor of state."""
         home, cpu = self._homes.get(str(name)), torch.device("cpu")
         if home is None:
             return new_empty(entry, cpu)
@@ -438,13 +442,14 @@ class _OptimizerPlan:
         wanted = self._as_cast(str(name), key, entry, home.holding.dtype)
         found = home.holding.destination(wanted, home.there.get(f".{key}"), device, self._taken, added=added)
         self._taken.add(local_of(unwrapped(found)).data_ptr())
-        self._taken.discard(0)  # the address of all that have no memory of their own
+        self._taken.discard(0)  # the address of tensors without memory of their own
         return described_like(found, home.holding.parameter)
 
     def _as_cast(self, name: str, key: str, entry: Entry, dtype: torch.dtype) -> Entry:
-        """What ``cast`` makes of a piece of state of a parameter that has ``dtype`` here.
+        """Return the entry for a tensor of state, converted if ``cast`` asks for it. ``dtype``: that of its parameter.
 
-        What was saved in the dtype of its parameter follows it. All else was meant to be of its own, as are counts.
+        State that was saved in the dtype of its parameter follows the parameter. All other state, such as counts, has a
+        dtype of its own.
         """
         weight = self._stored.manifest.tensors.get(f"{self._start}{name}")
         stays = keeps_dtype(entry, key) or key in getattr(self._optim, "non_castable_tensor_keys", ())  # bitsandbytes'
@@ -452,7 +457,7 @@ class _OptimizerPlan:
         return entry.converted(dtype_name(dtype), dtype.itemsize) if follows else entry
 
     def install(self, loaded: Mapping[Any, Any]) -> None:
-        """Hand over what was loaded. Parameters that the checkpoint lacks keep what they have."""
+        """Load the filled state into the optimizer. Parameters that the checkpoint lacks keep their state."""
         state: dict[Any, Any] = {}
         for parameter in self._without:
             if parameter in self._optim.state:

@@ -1,4 +1,4 @@
-"""A model's state under plain names: what is saved, and what a load fills."""
+"""The state of a model under plain names, for a save and as the template of a load."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ _EXTRA_STATE = "_extra_state"
 
 
 def is_extra_state(name: str) -> bool:
-    """Tell whether it is what `torch.nn.Module.get_extra_state` gave, and not a parameter or buffer."""
+    """Tell whether ``name`` is that of a result of `torch.nn.Module.get_extra_state`."""
     return name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def model_state(model: nn.Module) -> OrderedDict[str, Any]:
-    """The state_dict of ``model`` under plain names; the tensors are the live ones. Changes nothing, gathers nothing.
+    """Return the state_dict of ``model`` under plain names, with live tensors. Nothing is changed or gathered.
 
-    What FSDP has of a parameter on this rank is a `Shard`. Raises InvalidInput, Unsupported as `flat_parts` does.
+    The part of a parameter that FSDP has on this rank is a `Shard`. Raises the errors of `flat_parts`, and InvalidInput
+    for two different tensors with one plain name.
     """
     parts, dtypes = flat_parts(model), full_dtypes(model)
     raw = _live_state(model)
@@ -43,18 +44,19 @@ def model_state(model: nn.Module) -> OrderedDict[str, Any]:
     state: OrderedDict[str, Any] = OrderedDict()
     for name, value in live.items():
         part = parts.get(id(value))
-        state[name] = part.shard(part.data) if part is not None else _in_full(value, dtypes)
+        full = value.to(dtypes[id(value)]) if id(value) in dtypes else value
+        state[name] = full if part is None else part.shard(part.data)
     unread = passed_by(model, live, strict=False)
     if unread and this_rank() == 0:
-        _tell(listed(list(unread)))
+        _warn_once(listed(list(unread)))
     metadata = getattr(raw, "_metadata", None)
-    if metadata is not None:  # versions of modules; a wrapper's own gives way to that of what it wraps
+    if metadata is not None:  # versions of modules; that of a wrapped module replaces that of its wrapper
         vars(state)["_metadata"] = {plain_name(model, path): value for path, value in metadata.items()}
     return state
 
 
 def model_to_save(model: nn.Module) -> OrderedDict[str, Any]:
-    """`model_state`, in which buffers are marked: ranks may hold other values of them, as `may_differ` says."""
+    """Return `model_state` with marked buffers: ranks may have different values of them, see `may_differ`."""
     state = model_state(model)
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
@@ -63,7 +65,7 @@ def model_to_save(model: nn.Module) -> OrderedDict[str, Any]:
 
 
 def _live_state(model: nn.Module) -> dict[str, Any]:
-    """Parameters as such, which are known to be the same on all ranks that have them."""
+    """Return the state_dict with parameters, which must be equal on all ranks that have them, as parameters."""
     with without_fsdp_hooks(model):
         state = model.state_dict(keep_vars=True)
     empty = [name for name, value in state.items() if getattr(value, "is_meta", False)]
@@ -82,34 +84,34 @@ def _is_offloaded(module: nn.Module) -> bool:
     return any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ())))
 
 
-def _in_full(value: Any, dtypes: Mapping[int, torch.dtype]) -> Any:
-    dtype = dtypes.get(id(value))
-    return value if dtype is None else value.to(dtype)
-
-
 def _plain_names(model: nn.Module, raw: Mapping[str, Any]) -> dict[str, str]:
     names = {key: plain_name(model, key) for key in raw}
-    if len(set(names.values())) != len(names):
-        twice = next(name for name in names.values() if list(names.values()).count(name) > 1)
-        raise InvalidInput(f"two keys of the model's state_dict have the plain name {twice!r}; rename one", key=twice)
+    values = dict[str, Any]()
+    for key, name in names.items():
+        if values.setdefault(name, raw[key]) is not raw[key]:
+            raise InvalidInput(
+                f"two parts of the model have the name {name!r}. Rename one; or, if these are several models, "
+                'give a dict of them and their optimizers, as {"generator": g, "discriminator": d, ...}',
+                key=name,
+            )
     return names
 
 
 def passed_by(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> dict[str, list[str]]:
-    """The names in ``state``, that of ``model`` under plain names, which its load_state_dict would not read.
+    """Return the names in ``state``, the plain state of ``model``, that its load_state_dict would not read.
 
-    With each, the names that must not be loaded without it. Nothing is called to find out. By itself a module reads
-    its parameters, its buffers, and extra state for which it has a set_extra_state. What it adds by a
-    _save_to_state_dict of its own, only it can read, by a _load_from_state_dict of its own or by hooks. What was added
-    in other ways, any module above may read. ``strict``: other names of parameters count, which torch then refuses.
+    The values are the names that must not be loaded without the key. The function calls no method of a module. A module
+    reads its parameters, its buffers, and extra state if it has a set_extra_state. Keys that its own
+    _save_to_state_dict adds, only the module can read, by its own _load_from_state_dict or by hooks. Keys that were
+    added in other ways, any module above may read. ``strict``: include parameters, which torch then refuses.
     """
     suspects = [name for name, value in state.items() if strict or not isinstance(value, nn.Parameter)]
-    roots: Sequence[nn.Module] = model.parts if isinstance(model, Parts) else (model,)
+    roots: Sequence[nn.Module] = tuple(model) if isinstance(model, Parts) else (model,)
     modules: defaultdict[str, list[nn.Module]] = defaultdict(list)
     for root in roots if suspects else ():
         for path, module in root.named_modules(remove_duplicate=False):
             modules[plain_name(root, path)].append(module)
-    found: dict[str, list[str]] = {}
+    unread: dict[str, list[str]] = {}
     names_below = cache(lambda path: [name for name in state if not path or is_within(name, path)])
     for name in suspects:
         path, _, last = name.rpartition(".")
@@ -120,27 +122,27 @@ def passed_by(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> di
         writes = any(_has_own(owner, "_save_to_state_dict") for owner in owners)
         readers = owners if writes else [module for path in above for module in modules[path]]
         if not any(_loads(module, is_root=module in roots) for module in readers):
-            found[name] = names_below(above[-1]) if writes else [name]
-    return found
+            unread[name] = names_below(above[-1]) if writes else [name]
+    return unread
 
 
 @cache
-def _tell(names: str) -> None:
+def _warn_once(names: str) -> None:
     log.warning(
         "the model's state_dict has %s, which its load_state_dict does not read: they are saved, but a load into such "
-        "a model is refused unless ignore_mismatched leaves their modules as they are. This is said once",
+        "a model is refused unless ignore_mismatched leaves their modules as they are. This is logged once",
         names,
     )
 
 
 def _reads(module: nn.Module, name: str) -> bool:
-    """Whether any module reads this by itself."""
+    """Tell whether ``module`` reads ``name`` as any module does."""
     takes = type(module).set_extra_state is not nn.Module.set_extra_state
     return name in module._parameters or name in module._buffers or (name == _EXTRA_STATE and takes)
 
 
 def _loads(module: nn.Module, *, is_root: bool) -> bool:
-    """Whether it loads in a way of its own. Hooks of FSDP and of checkpoint_wrapper read no keys."""
+    """Tell whether ``module`` loads in a way of its own. Hooks of torch.distributed read no keys."""
     hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
     homes = [str(getattr(getattr(hook, "hook", hook), "__module__", "")) for hook in hooks]
     own = _has_own(module, "_load_from_state_dict") or (is_root and _has_own(module, "load_state_dict"))
@@ -153,7 +155,7 @@ def _has_own(module: nn.Module, method: str) -> bool:
 
 
 class ModelTemplate:
-    """What a load fills: the model's own tensors, so that no copy is made. All else in its state is to be replaced."""
+    """The template of a load: the model's own tensors, so that no copy is made. All other values are replaced."""
 
     def __init__(self, model: nn.Module, *, strict: bool) -> None:
         let_go(model)
@@ -174,10 +176,10 @@ class ModelTemplate:
         return None if is_extra_state(name) or PACKED in name else value
 
     def install(self, missing: Collection[str], strict: bool) -> None:
-        """Hand what was loaded to the model, all but the names ``missing``, which it keeps as they are.
+        """Call load_state_dict of the model, without the names ``missing``, which stay unchanged.
 
-        Its parameters and buffers are filled by then: torch copies a tensor onto itself, which does nothing. Extra
-        state, hooks, and tensors that the model's state_dict makes anew get their due.
+        Parameters and buffers are filled already, so torch copies a tensor onto itself, which does nothing. The call
+        sets extra state, runs hooks, and sets tensors that state_dict creates anew.
         """
         for key, name in self._names.items():
             if name in missing:
@@ -188,6 +190,6 @@ class ModelTemplate:
             self._model.load_state_dict(self._raw, strict=strict and not missing)
 
     def _is_of_inference(self) -> bool:
-        """Whether a tensor was made in inference mode: outside of it torch would not even copy it onto itself."""
+        """Tell whether a tensor was made in inference mode: outside of it torch cannot copy onto it."""
         with torch._C.DisableTorchFunctionSubclass():  # a ShardedTensor would not say
             return any(isinstance(value, torch.Tensor) and value.is_inference() for value in self._raw.values())

@@ -1,4 +1,4 @@
-"""Plain names of parameters: those that the model has without the wrappers of parallelism and compilation."""
+"""Plain names of parameters: their names in the model without the wrappers of parallelism and compilation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from torch import nn
 
 from casckpt.errors import InvalidInput
 from casckpt.frontends.training_state.flat import flat_parts, reshard
+from casckpt.frontends.training_state.parts import Parts
 
 WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
@@ -16,11 +17,11 @@ WRAPPERS = {
     "megatron_fsdp.megatron_fsdp.MegatronFSDP": "module",
     "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp.MegatronFSDP": "module",
 }
-"""The classes that wrap a module, and the child that holds it. By name: importing some of them takes seconds."""
+"""The classes that wrap a module, with the child that holds it. By name, because some take seconds to import."""
 
 
 def wrapped_child(module: nn.Module) -> str | None:
-    """The name of the child that a wrapper, or one of a subclass, wraps; None for any other module."""
+    """Return the name of the child that a wrapper wraps; None for any other module."""
     for base in type(module).__mro__:
         child = WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")
         if child is not None:
@@ -29,15 +30,18 @@ def wrapped_child(module: nn.Module) -> str | None:
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """``name``, of a parameter, buffer or module of ``model``, without the parts that stand for wrappers.
+    """Return ``name``, of a parameter, buffer or module of ``model``, without the parts of wrappers.
 
-    Read along the modules themselves, so that a submodule which the user called ``module`` keeps its name. Parts that a
-    hook of the wrapper has removed already are not missed.
+    The function walks along the modules, so that a submodule which the user called ``module`` keeps its name. A hook of
+    the wrapper may have removed its part already. The number of a part of `Parts` is removed, too.
     """
     module: nn.Module | None = model
     rest = name.split(".")
     plain: list[str] = []
     while rest and module is not None:
+        if isinstance(module, Parts):
+            module = module._modules.get(rest.pop(0))
+            continue
         child = wrapped_child(module)
         if child is None:
             plain.append(rest.pop(0))
@@ -49,9 +53,9 @@ def plain_name(model: nn.Module, name: str) -> str:
 
 
 def parameter_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """The plain names of each parameter by its id(); a tied one has several, the first of which is its own.
+    """Return the plain names of each parameter by its id(). A tied parameter has several; the first is its own.
 
-    Of what stands in a parameter's place while FSDP has it whole, the names are those of the parameter.
+    While FSDP has a parameter whole, the replacement has the names of the parameter.
     """
     reshard(model)
     parts = flat_parts(model)

@@ -1,13 +1,14 @@
-"""Whole objects in a state: modules, optimizers, and all else that has a state_dict, saved and loaded as they are.
+"""Saves and loads states that contain modules, optimizers and other objects with a state_dict.
 
-A module lies below its key under plain names, as `save_model_and_optim_state` lays it out, an optimizer by the names of
-the module in the same state that has its parameters. Of any other object its state_dict is stored.
+A module is stored below its key under plain names, as by `save_model_and_optim_state`. An optimizer is stored by the
+names of the module in the state that has its parameters. Of any other object the state_dict is stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias, Unpack
 
 from torch import nn
@@ -38,9 +39,9 @@ Load: TypeAlias = Callable[[Any, Checkpoint, LoadOptions], Checkpoint]
 
 
 def save_objects(ranks: Ranks, state: Any, options: SaveOptions) -> tuple[dict[str, Any], SaveOptions]:
-    """The arguments of a save without whole objects. Every rank makes the call.
+    """Return the arguments of a save, with the state of each object in its place. Every rank makes the call.
 
-    ``state``: or a function that makes it. What goes wrong in the making is raised on all ranks.
+    ``state``: a state, or a function that returns one. Its errors are raised on all ranks.
     """
     whole, keys = list[Any](), list[str]()
 
@@ -56,20 +57,15 @@ def save_objects(ranks: Ranks, state: Any, options: SaveOptions) -> tuple[dict[s
     return made, replace(options, attachments=with_config(whole[0], options.attachments))
 
 
-def made_of(state: Any) -> Made:
-    """What this rank saves of ``state``. Raises InvalidInput."""
-    return Objects(state).made()
-
-
 def is_optimizer(value: Any) -> bool:
-    """Tell whether it is an optimizer: torch's, or one that wraps it."""
+    """Tell whether ``value`` is an optimizer of torch, or a wrapper of one."""
     return hasattr(value, "param_groups") and not isinstance(value, nn.Module)
 
 
 class Objects:
-    """The whole objects of a state by flat key, in sorted order, which is that in which their state_dict is called.
+    """The objects of a state by flat key, in sorted order, in which their state_dict is called.
 
-    ``owners``: the key of an optimizer's module. Raises InvalidInput for an optimizer without one.
+    ``owners``: for each optimizer, the key of its module. Raises InvalidInput for an optimizer without a module.
     """
 
     def __init__(self, state: Any) -> None:
@@ -86,7 +82,7 @@ class Objects:
         self.owners = {key: _owner(key, optim, parameters) for key, optim in self.optimizers.items()}
 
     def made(self) -> Made:
-        """What this rank saves of the state. Raises InvalidInput."""
+        """Return what this rank saves of the state. Raises InvalidInput."""
         values: dict[str, Any] = {}
         for key, value in self.by_key.items():
             if key in self.modules:
@@ -99,7 +95,7 @@ class Objects:
         return self.nested(values), named
 
     def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The state with ``values`` in place of its objects, in new containers; without those that have none."""
+        """Return the state in new containers, with ``values`` in place of objects, and without all other objects."""
 
         def value(key: str, _: int) -> Any:
             leaf = self._flat.leaves[key]
@@ -111,17 +107,17 @@ class Objects:
 
     @property
     def others(self) -> list[str]:
-        """The keys of those that are neither modules nor optimizers, in the order in which they are loaded."""
+        """The keys of the objects that are neither modules nor optimizers, in the order of the load."""
         keys = [key for key in self.by_key if key not in self.modules and key not in self.optimizers]
         return sorted(keys, key=lambda key: draws(self.by_key[key]))
 
     @property
     def plain(self) -> list[str]:
-        """The keys of leaves that a load replaces."""
+        """The keys of the leaves that a load replaces."""
         return [key for key, leaf in self._flat.leaves.items() if not leaf.is_tensor]
 
     def take(self, filled: Any, left: Collection[str]) -> None:
-        """Hand what a load put into ``filled`` to the objects, random generators last, and into the state."""
+        """Load the state ``filled`` into the objects, random generators last, and its other values into the state."""
 
         def of(key: str) -> Any:
             here, value = self._state, filled
@@ -143,7 +139,7 @@ class Objects:
 
 
 def _owner(key: str, optim: Optimizer, parameters: Mapping[str, Collection[int]]) -> str:
-    """The key of the module that has all parameters of an optimizer. ``parameters``: the id() of those of each."""
+    """Return the key of the module that has all parameters of ``optim``. ``parameters``: by module, their id()."""
     wanted = {id(parameter) for group in optim.param_groups for parameter in group["params"]}
     for name, ids in parameters.items():
         if wanted.issubset(ids):
@@ -159,10 +155,10 @@ def _owner(key: str, optim: Optimizer, parameters: Mapping[str, Collection[int]]
 def load_objects(
     store: Store, ranks: Ranks, state: Any, ref: AnyRef, *, given: LoadOptions, load: Load, **keeps: Unpack[Keeps]
 ) -> Checkpoint:
-    """Load into a state with whole objects. Every rank makes the call. ``load``: loads into the tensors of a state.
+    """Load into a state with objects. Every rank makes the call. ``load``: loads into a state without objects.
 
-    All is checked before anything changes. Then modules and their optimizers are loaded, then the other objects, random
-    generators last. Raises as `Store.load`, and what an object's load_state_dict raises; on all ranks.
+    Everything is checked before anything changes. Then modules and their optimizers are loaded, then the other objects,
+    random generators last. Raises the errors of `Store.load` and of an object's load_state_dict, on all ranks.
     """
     made: list[Objects] = []
 
@@ -171,8 +167,8 @@ def load_objects(
         check_replaceable(state, made[0].plain)
         return WithObjects(list(made[0].modules), list(made[0].by_key))
 
-    def unite(found: Sequence[WithObjects]) -> Sequence[list[str]]:
-        return everyone(sorted({key for one in found for key in one.value}), ranks.size)
+    def unite(messages: Sequence[WithObjects]) -> Sequence[list[str]]:
+        return everyone(sorted({key for message in messages for key in message.value}), ranks.size)
 
     modules = ranks.exchange(hello, unite)
     objects, allow_pickle = made[0], given.allow_pickle
@@ -181,23 +177,19 @@ def load_objects(
         rename=given.rename,
     )  # fmt: skip
     places = on_each(ranks, lambda: {key: stored.optimizer_at(key, given.rename) for key in objects.optimizers})
-    silent = replace(given, unread="ignore")  # `Store.load` says what is left
+    silent = replace(given, unread="ignore")  # `Store.load` logs what was left
     loads = [TrainingStateLoad(stored, groups, silent, at=key, places=places, **keeps) for key in modules]
-    for one in loads:
-        _prepare(ranks, one, objects)
+    parts = {key: objects.modules.get(key, nn.Module()) for key in modules}  # an empty module if this rank has none
+    for module_load in loads:
+        optims = {name: [optim] for name, optim in objects.optimizers.items() if objects.owners[name] == module_load.at}
+        module_load.prepare(ranks, partial(parts.__getitem__, module_load.at), optims)
     template, options = on_each(ranks, lambda: _template(objects, stored, loads, places, given))
     loaded = load(template, stored.checkpoint, options)
-    for one in loads:
-        loaded = one.install(loaded)
+    for module_load in loads:
+        loaded = module_load.install(loaded)
     left = {*loaded.missing_keys, *loaded.mismatched_keys}
     on_each(ranks, lambda: objects.take(template, left))
     return loaded
-
-
-def _prepare(ranks: Ranks, load: TrainingStateLoad, objects: Objects) -> None:
-    """One module, which this rank may lack: then it has a part of it with nothing in it."""
-    optims = {name: [optim] for name, optim in objects.optimizers.items() if objects.owners[name] == load.at}
-    load.prepare(ranks, lambda: objects.modules.get(load.at, nn.Module()), optims)
 
 
 def _template(
@@ -207,24 +199,24 @@ def _template(
     places: Mapping[str, str],
     given: LoadOptions,
 ) -> tuple[dict[str, Any], LoadOptions]:
-    """What `Store.load` is to fill, and how. ``places``: where the checkpoint has the optimizers."""
-    values = {key: value for one in loads for key, value in one.state.items()}
+    """Return the template for `Store.load`, and its options. ``places``: the saved keys of the optimizers."""
+    values = {key: value for module_load in loads for key, value in module_load.state.items()}
     rename = renamer(given.rename)
     for key, place in places.items():
-        if stored.has_optimizer(place):  # read once more, so that nothing is left unread
+        if stored.has_optimizer(place):  # read once more, so that it does not count as unread
             values[key] = {**values.get(key, {}), "param_groups": None}
     for key in objects.others:
         has_tensors = any(name.startswith(f"{rename(key)}.") for name in stored.manifest.tensors)
         state = plain_state(objects.by_key[key], key) if has_tensors else None
-        # None: all of it is made; but where it has shards, each rank fills its own
+        # None: make all of it; but if it has shards, each rank fills its own
         values[key] = state if any(is_sharded(tensor) for _, tensor in tensors_below(state, key)) else None
-    models = {one.at: one.saved_key for one in loads}
+    models = {module_load.at: module_load.saved_key for module_load in loads}
 
     def saved_key(key: str) -> str:
         for at, place in places.items():
-            if key.startswith(f"{at}."):  # below it by the names that it was saved with
+            if key.startswith(f"{at}."):  # its keys have the saved names
                 return place + key.removeprefix(at)
         return next((place for at, place in models.items() if key.startswith(f"{at}.")), rename)(key)
 
-    ignored = [pattern for one in loads for pattern in one.ignored] or given.ignore_mismatched
+    ignored = [pattern for module_load in loads for pattern in module_load.ignored] or given.ignore_mismatched
     return objects.nested(values), replace(given, rename=Renaming(saved_key, given.rename), ignore_mismatched=ignored)

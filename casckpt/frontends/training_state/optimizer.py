@@ -1,4 +1,4 @@
-"""An optimizer's state by the names of its parameters, and back into an optimizer. No optimizer step is ever taken."""
+"""The state of an optimizer by the names of its parameters, and its way back into an optimizer, without a step."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _TREE = "tree"
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A parameter of an optimizer. ``names``: its plain names, of which the first is its own."""
+    """A parameter of an optimizer. ``names``: its plain names; the first is its own."""
 
     parameter: torch.Tensor
     names: tuple[str, ...]
 
 
 def local_optimizer(optim: Optimizer) -> Optimizer:
-    """The optimizer inside a `ZeroRedundancyOptimizer`, which steps the parameters of this rank; else ``optim`` itself.
+    """Return the optimizer of this rank inside a `ZeroRedundancyOptimizer`, or ``optim`` itself.
 
-    Raises InvalidInput for one with ``overlap_with_ddp=True``, inside which is no `torch.optim.Optimizer`.
+    Raises InvalidInput for ``overlap_with_ddp=True``, which has no `torch.optim.Optimizer` inside.
     """
     zero: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if zero is None or not isinstance(optim, zero.ZeroRedundancyOptimizer):
@@ -50,9 +50,9 @@ def local_optimizer(optim: Optimizer) -> Optimizer:
 
 
 def named_groups(model: nn.Module, optim: Optimizer) -> list[list[NamedParameter]]:
-    """The parameters of each group.
+    """Return the parameters of each group.
 
-    Raises InvalidInput, saying which, for one that the model does not have, or whose state contains itself.
+    Raises InvalidInput for a parameter that the model does not have, or whose state contains itself.
     """
     names = parameter_names(model)
     groups = []
@@ -71,53 +71,45 @@ def named_groups(model: nn.Module, optim: Optimizer) -> list[list[NamedParameter
     return groups
 
 
-def optimizer_state(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
-    """``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`` of live tensors. Changes nothing.
-
-    Raises InvalidInput for a parameter that is not the model's, or an optimizer that keeps state anywhere else.
-    """
-    optim = local_optimizer(optim)
-    return _state_of(optim, named_groups(model, optim))
-
-
 def state_to_save(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
-    """`optimizer_state` as `Store.save` takes it from many ranks: it is known of each tensor which part is here.
+    """Return the state of ``optim`` with live tensors: a tensor of which this rank holds a part says which.
 
-    Raises InvalidInput as `optimizer_state` does, and for a tensor that may be any part of some whole.
+    It is ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``. Raises InvalidInput for a parameter
+    that is not in the model, for an optimizer with state elsewhere, and for a tensor that may be an unknown part.
     """
     optim = local_optimizer(optim)
     groups, parts = named_groups(model, optim), flat_parts(model)
-    found = _state_of(optim, groups)
-    state = found["state"]
-    for one in (member for group in groups for member in group):
-        name = one.names[0]
-        holding = Holding(name, one.parameter, parts.get(id(one.parameter)))
+    saved = _state_of(optim, groups)
+    state = saved["state"]
+    for named in (member for group in groups for member in group):
+        name = named.names[0]
+        holding = Holding(name, named.parameter, parts.get(id(named.parameter)))
         if name in state:
             state[name] = holding.as_saved(state[name])
         if holding.is_nothing:
             state.pop(name, None)
-    return found
+    return saved
 
 
 def states_to_save(model: nn.Module, optims: Sequence[Optimizer]) -> dict[str, Any]:
-    """`state_to_save` of several optimizers as that of one. Raises InvalidInput for a parameter that two have."""
+    """Return the state of several optimizers as that of one. Raises InvalidInput for a parameter that two have."""
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
     for optim in optims:
-        one = state_to_save(model, optim)
+        saved = state_to_save(model, optim)
         taken = {name for group in groups for name in group["params"]}
-        twice = [name for group in one["param_groups"] for name in group["params"] if name in taken]
-        if twice or state.keys() & one["state"].keys():
-            name = twice[0] if twice else str(next(iter(state.keys() & one["state"].keys())))
+        twice = [name for group in saved["param_groups"] for name in group["params"] if name in taken]
+        if twice or state.keys() & saved["state"].keys():
+            name = twice[0] if twice else str(next(iter(state.keys() & saved["state"].keys())))
             raise InvalidInput(f"two optimizers have the parameter {name!r}, and their state one name", key=name)
-        state |= one["state"]
-        groups += one["param_groups"]
+        state |= saved["state"]
+        groups += saved["param_groups"]
     return {"state": state, "param_groups": groups}
 
 
 def _state_of(optim: Optimizer, groups: Sequence[Sequence[NamedParameter]]) -> dict[str, Any]:
     owned = {id(one.parameter) for group in groups for one in group}
-    keys: list[Any] = list(optim.state)  # torch's types say tensors, but anything is allowed
+    keys: list[Any] = list(optim.state)  # torch types them as tensors, but allows anything
     for key in keys:
         if isinstance(key, torch.Tensor) and id(key) not in owned:
             raise InvalidInput(
@@ -152,7 +144,7 @@ def _by_name(packed: Mapping[str, Any], groups: Sequence[Sequence[NamedParameter
 
 
 def by_number(state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A state by name as `torch.optim.Optimizer.load_state_dict` takes it: parameters counted through the groups."""
+    """Return a state by name with the numbers of parameters, as `torch.optim.Optimizer.load_state_dict` takes it."""
     numbers: dict[Any, int] = {}
     numbered = []
     for group in groups:
@@ -162,20 +154,21 @@ def by_number(state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> 
 
 
 def flatten_optimizer_state(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
-    """The state of ``optim`` as one flat dict of tensors and plain data; the tensors are the live ones.
+    """Return the state of ``optim`` as one flat dict of live tensors and plain data.
 
-    Keys are ``state.<parameter>.<what>``, ``param_groups`` (``param_groups.<index>.<option>`` where an option is a
-    tensor) and ``tree``: bytes from which `unflatten_optimizer_state` knows lists and what is empty.
+    Keys are ``state.<parameter>.<what>``, ``param_groups`` (``param_groups.<index>.<option>`` if an option is a tensor)
+    and ``tree``: bytes that tell `unflatten_optimizer_state` about lists and empty containers.
     """
-    flat = flatten(optimizer_state(model, optim))
+    optim = local_optimizer(optim)
+    flat = flatten(_state_of(optim, named_groups(model, optim)))
     return {key: leaf.value for key, leaf in flat.leaves.items()} | {_TREE: encode_tree(flat.tree)}
 
 
 def unflatten_optimizer_state(flat: Mapping[str, Any], *, by_name: bool = False) -> dict[str, Any]:
-    """The inverse of `flatten_optimizer_state`: ``{"state": {id: {...}}, "param_groups": [...]}``.
+    """Return ``{"state": {id: {...}}, "param_groups": [...]}``, the inverse of `flatten_optimizer_state`.
 
-    That is what ``optim.load_state_dict`` takes; ``by_name`` keeps the names of parameters in the place of ids. Raises
-    InvalidInput if ``flat`` is not the whole of what `flatten_optimizer_state` gave.
+    ``optim.load_state_dict`` takes the result. ``by_name``: keep the names of parameters in place of the ids. Raises
+    InvalidInput if ``flat`` is not a whole result of `flatten_optimizer_state`.
     """
     if not isinstance(flat.get(_TREE), bytes):
         raise InvalidInput(f"there is no key {_TREE!r} that flatten_optimizer_state makes; give all of its result")
@@ -188,7 +181,7 @@ def unflatten_optimizer_state(flat: Mapping[str, Any], *, by_name: bool = False)
 
 
 def tensors_below(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a nested value, with their flat keys."""
+    """Yield the tensors in a nested value with their flat keys."""
     if isinstance(value, torch.Tensor):
         yield key, value
     elif isinstance(value, Mapping):
@@ -200,10 +193,10 @@ def tensors_below(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def install(optim: Optimizer, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Give ``optim`` a state, whose keys are its parameters (or what else it keeps state for), and options of groups.
+    """Set the state of ``optim``, by parameter (or by any other key of its state), and the options of its groups.
 
-    The tensors of ``state`` become the optimizer's as they are. Tensors among the options are copied into those that
-    are there, if they fit: a captured CUDA graph reads a learning rate from where it was.
+    The optimizer takes over the tensors of ``state`` as they are. Tensors among the options are copied into the present
+    ones, if they fit: a captured CUDA graph reads a learning rate from its memory.
     """
     whole, optim = optim, local_optimizer(optim)
     pairs = list(zip(optim.param_groups, groups, strict=True))
@@ -211,11 +204,11 @@ def install(optim: Optimizer, state: Mapping[Any, Any], groups: Sequence[Mapping
     numbers = {one: number for number, one in enumerate(one for group in optim.param_groups for one in group["params"])}
     numbered = []
     for old, new in zip(optim.param_groups, options, strict=True):
-        # the checkpoint, of another version perhaps, may lack options
+        # a checkpoint of another version may lack options
         kept = {name: value for name, value in old.items() if name not in new and name != "params"}
         numbered.append({**kept, **new, "params": [numbers[one] for one in old["params"]]})
     if getattr(optim.load_state_dict, "__func__", None) is Optimizer.load_state_dict:
-        # state that is keyed by no number is taken over as it is: neither copied nor converted to the parameter's dtype
+        # torch neither copies nor converts state whose key is no number
         optim.load_state_dict({"state": dict(state), "param_groups": numbered})
     else:
         optim.load_state_dict({"state": {numbers.get(k, k): v for k, v in state.items()}, "param_groups": numbered})
@@ -223,7 +216,7 @@ def install(optim: Optimizer, state: Mapping[Any, Any], groups: Sequence[Mapping
             optim.state[key] = _unconverted(value, optim.state.get(key))
     for group, new in zip(optim.param_groups, options, strict=True):
         group.update({name: value for name, value in new.items() if name in group and any(tensors_below(value, ""))})
-    if whole is not optim:  # a ZeroRedundancyOptimizer steps with the options that itself shows
+    if whole is not optim:  # a ZeroRedundancyOptimizer steps with its own options
         for shown, group in zip(whole.param_groups, optim.param_groups, strict=True):
             shown.update({name: value for name, value in group.items() if name != "params"})
 
@@ -238,14 +231,14 @@ def _taken_over(old: Any, new: Any) -> Any:
     return old
 
 
-def _unconverted(saved: Any, found: Any) -> Any:
-    """Give what the optimizer made of a state, with the tensors that it only converted or copied put back."""
-    if isinstance(saved, torch.Tensor) and isinstance(found, torch.Tensor):
-        return saved if saved.shape == found.shape else found
-    if isinstance(saved, Mapping) and isinstance(found, defaultdict | dict):
-        for key in found:
-            found[key] = _unconverted(saved[key], found[key]) if key in saved else found[key]
-        return found
-    if type(saved) is type(found) and isinstance(saved, list | tuple) and len(saved) == len(found):
-        return type(saved)([_unconverted(one, other) for one, other in zip(saved, found, strict=True)])
-    return saved if type(saved) is type(found) else found
+def _unconverted(saved: Any, loaded: Any) -> Any:
+    """Return the state that the optimizer has loaded, with the saved tensors in place of converted or copied ones."""
+    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return saved if saved.shape == loaded.shape else loaded
+    if isinstance(saved, Mapping) and isinstance(loaded, defaultdict | dict):
+        for key in loaded:
+            loaded[key] = _unconverted(saved[key], loaded[key]) if key in saved else loaded[key]
+        return loaded
+    if type(saved) is type(loaded) and isinstance(saved, list | tuple) and len(saved) == len(loaded):
+        return type(saved)([_unconverted(one, other) for one, other in zip(saved, loaded, strict=True)])
+    return saved if type(saved) is type(loaded) else loaded

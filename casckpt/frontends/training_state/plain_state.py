@@ -1,4 +1,4 @@
-"""The state of objects that are no modules or optimizers: schedulers, data loaders, random generators, containers."""
+"""The state of objects other than modules and optimizers: schedulers, data loaders, random generators, containers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from casckpt.tensors.state import GENERATORS, holds_object, is_object
 log = logging.getLogger("casckpt")
 
 _NUMPYS = (np.random.Generator, np.random.RandomState)
-"""Plain data, which is stored as it is."""
+"""Random generators that are plain data, so that they are stored as they are."""
 
 
 def plain_state(value: Any, key: str) -> Any:
-    """``value`` with their state in place of the objects in it; itself if it holds none. Nothing is copied.
+    """Return ``value`` with the state of each object in place of the object; ``value`` itself if it holds none.
 
-    Raises InvalidInput, naming the key, for a DataLoader that does not know where it is.
+    Nothing is copied. Raises InvalidInput, naming the key, for a DataLoader that cannot save its position.
     """
     if is_object(value):
         check_part(value, key)
@@ -40,7 +40,7 @@ def plain_state(value: Any, key: str) -> Any:
 
 
 def check_part(value: Any, key: str) -> None:
-    """Raise InvalidInput for a DataLoader that does not know where it is."""
+    """Raise InvalidInput for a DataLoader that cannot save its position."""
     if isinstance(value, DataLoader) and not hasattr(value, "state_dict"):
         raise InvalidInput(
             f"{key!r} is a DataLoader of torch, which cannot say which batches are done. Give a StatefulDataLoader of "
@@ -59,38 +59,35 @@ def _noted(note: str) -> Iterator[None]:
 
 
 def _methods(value: Any) -> tuple[str, str]:
-    """The names of what gives its state, and of what sets it."""
+    """Return the names of the methods that return and set the state of ``value``."""
     if isinstance(value, random.Random):
         return "getstate", "setstate"
     return ("get_state", "set_state") if isinstance(value, torch.Generator) else ("state_dict", "load_state_dict")
 
 
 def draws(value: Any) -> bool:
-    """Tell whether it is a random generator, or holds those of the process: loaded last, after all that may draw."""
+    """Tell whether ``value`` is or holds random generators, which are loaded last, after all that may draw."""
     return isinstance(value, GENERATORS + _NUMPYS) or getattr(value, "holds_rng", False)
 
 
 def fill(value: Any, state: Any, key: str) -> Any:
-    """Put ``state`` into ``value``, in place; give what is to stand there, which is ``state`` if that cannot be done.
+    """Fill ``value`` in place with ``state``. Return ``value``, or ``state`` if it cannot be filled in place.
 
-    Objects, generators, tensors, arrays, dicts and lists stay the ones they are. Raises InvalidInput for an object
-    without load_state_dict, MissingKey for one in a container of which nothing was saved, Mismatch for a container with
-    objects that holds more or fewer entries in the checkpoint. What an object raises has a note with its key.
+    Objects, generators, tensors, arrays, dicts and lists keep their identity. Raises InvalidInput for an object without
+    load_state_dict, MissingKey for an object in a container that was saved without it, Mismatch for a list with objects
+    of another length. An error of an object has a note with its key.
     """
     if is_object(value):
         _load_into(value, state, key)
         return value
     if holds_object(value):
-        _check_count(value, state, key)
+        objects_within(value, state, key)
     if isinstance(value, torch.Tensor | np.ndarray):
         return _copied(value, state, key)
     if isinstance(value, MutableMapping) and isinstance(state, Mapping):
-        lacking = [name for name, child in value.items() if name not in state and holds_object({name: child})]
-        if lacking:
-            raise MissingKey(f"{key!r} was saved without {lacking[0]!r}; leave it out", keys=(f"{key}.{lacking[0]}",))
         new = {name: fill(value.get(name), child, f"{key}.{name}") for name, child in state.items()}
         value.clear()
-        value.update(new)  # a Counter adds these to nothing
+        value.update(new)  # a Counter adds, so it must be empty
     elif isinstance(value, list | deque | tuple) and isinstance(state, list | deque | tuple):
         kept = [*value, *[None] * len(state)]
         items = [fill(kept[number], child, f"{key}.{number}") for number, child in enumerate(state)]
@@ -109,8 +106,12 @@ def fill(value: Any, state: Any, key: str) -> Any:
     return value
 
 
-def _check_count(value: Any, state: Any, key: str) -> None:
-    """Raise Mismatch for a container with objects of which the checkpoint has more, fewer, or none."""
+def objects_within(value: Any, state: Any, key: str) -> dict[Any, Any]:
+    """Return the entries of a container that are objects or hold objects. ``state``: the saved container.
+
+    Raises Mismatch if ``state`` is no such container, or a list of another length, and MissingKey if it lacks an entry.
+    """
+    within = dict(value) if isinstance(value, Mapping) else dict(enumerate(value))
     alike = isinstance(state, list | tuple) and len(value) == len(state)
     if not (isinstance(state, Mapping) if isinstance(value, Mapping) else alike):
         raise Mismatch(
@@ -118,6 +119,11 @@ def _check_count(value: Any, state: Any, key: str) -> None:
             "has there; give as many as were saved, or leave it out",
             key=key,
         )
+    objects = {name: child for name, child in within.items() if holds_object([child])}
+    lacking = [name for name in objects if isinstance(state, Mapping) and name not in state]
+    if lacking:
+        raise MissingKey(f"{key!r} was saved without {lacking[0]!r}; leave it out", keys=(f"{key}.{lacking[0]}",))
+    return objects
 
 
 def _load_into(value: Any, state: Any, key: str) -> None:
@@ -132,7 +138,7 @@ def _load_into(value: Any, state: Any, key: str) -> None:
 
 
 def _copied(value: Any, state: Any, key: str) -> Any:
-    """A tensor or array with new contents; ``state`` itself where its shape, dtype or kind is another one."""
+    """Copy ``state`` into a tensor or array, and return it; return ``state`` if shape, dtype or type differ."""
     alike = isinstance(state, torch.Tensor if isinstance(value, torch.Tensor) else np.ndarray)
     if not alike or value.shape != state.shape or value.dtype != state.dtype:
         log.warning("%r has another shape or dtype in the checkpoint: it is replaced, and not filled in place", key)

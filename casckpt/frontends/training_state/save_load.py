@@ -1,4 +1,4 @@
-"""Save a model and an optimizer in one commit, and load them in place; on one rank or many."""
+"""`save_model_and_optim_state` and `load_model_and_optim_state`, on one rank or many."""
 
 from __future__ import annotations
 
@@ -32,20 +32,19 @@ def save_model_and_optim_state(
 ) -> Checkpoint:
     """Save ``model`` and ``optim`` (None: the model alone) as one checkpoint. Neither is changed in any way.
 
-    Either may be a list: the parts of the model that this rank has, several optimizers that share out the parameters.
+    Either may be a list: the parts of the model that this rank has, or several optimizers that share the parameters.
     Every rank of ``process_group`` (None: all) makes the call, with its own shards of one model, or with its own part
-    of the model's parameters. Nothing is gathered: what `torch.distributed.fsdp` calls state_dict_type does not matter.
-    A buffer that ranks have in common is stored as the lowest of them has it; where they differ, the log says so once.
-    A parameter that differs is refused; see ``check_replicas`` of `Store.save`.
-    Of a model of Transformers its config travels along, unless ``attachments`` has another one: so `casckpt.export`
-    makes a folder that loads.
+    of the model's parameters. Nothing is gathered, whatever the state_dict_type of `torch.distributed.fsdp`. If ranks
+    have different values of a buffer, the value of the lowest rank is stored, and the log says so once. Different
+    values of a parameter raise an error; see ``check_replicas`` of `Store.save`. The config of a model of Transformers
+    is attached, unless ``attachments`` has another one, so that `casckpt.export` writes a folder that loads.
 
-    Before the first step an optimizer has no state, and none is made for it. ``options``: those of `Store.save`
+    Before the first step an optimizer has no state, and none is created. ``options``: those of `Store.save`
     (``metadata``, ``overwrite``, ``ephemeral``, ``attachments``, ``dedup``, ``allow_pickle``, ``threads``, ...).
 
-    Raises InvalidInput for an optimizer that was made for another model, for extra state that is not plain data and for
-    FSDP without use_orig_params; Conflict, StorageError and RankFailed as `Store.save` does; on every rank alike. After
-    an error nothing of the save is visible.
+    Raises InvalidInput for an optimizer of another model, for extra state that is not plain data and for FSDP without
+    use_orig_params; Conflict, StorageError and RankFailed as `Store.save` does; on every rank alike. After an error
+    nothing of the save is visible.
     """
     check_keywords("save_model_and_optim_state", options, SaveArguments)
     ranks = open_ranks(options.get("process_group"), no_dist=options.get("no_dist", False))
@@ -61,7 +60,7 @@ def save_model_and_optim_state(
 
 
 def state_of(model: AnyModel, optim: AnyOptimizer | None) -> Made:
-    """Give what this rank saves of them: live tensors under plain names. Raises InvalidInput."""
+    """Return what this rank saves of them: live tensors under plain names. Raises InvalidInput."""
     whole, optims = as_model(model), as_optimizers(optim)
     state: dict[str, Any] = {MODEL: model_to_save(whole)}
     if optims:
@@ -79,30 +78,31 @@ def load_model_and_optim_state(
 ) -> Checkpoint:
     """Load into the tensors of ``model`` and ``optim``. No optimizer step is taken.
 
-    What state the optimizer has not made yet is made in the dtype in which it was saved, on the parameter's device.
-    Parameters are matched by name, whatever the number and order of groups; where saved groups that are one group here
-    differ in an option, the one here stays. ``optim=None``: what was saved of an optimizer is not read. Every rank of
-    ``process_group`` makes the call; ``no_dist``: this process loads alone.
+    State that the optimizer does not have yet is created in the dtype in which it was saved, on the device of the
+    parameter. Parameters are matched by name, whatever the number and order of groups. If saved groups that are one
+    group here differ in an option, the option here stays. ``optim=None``: a saved optimizer is not read. Every rank of
+    ``process_group`` makes the call. ``no_dist``: this process loads alone.
 
     ``strict``: the names of the model and of the optimizer's parameters must be those of the checkpoint, and it must
-    hold an optimizer if one is given; else what only one side has is left as it is. ``missing_keys`` of the result are
-    the keys that the checkpoint lacks; a parameter that is tied to one that is loaded is not missing.
-    ``ignore_mismatched``: fnmatch patterns of the model's names, as ``head.*``, that are left as they are where the
-    checkpoint lacks them or has another shape (``mismatched_keys``); the optimizer's state for them, too. ``rename``:
-    from a key of the model here, ``model.<name>``, to one of the checkpoint, as `Store.load` takes it; what was saved
-    of an optimizer goes with its parameter. The names of the model may stand at the top of the checkpoint; what has
-    none of its own is looked for by the name that it had before PEFT put adapters into the model. ``cast``: convert to
-    the dtypes of the model; state that was saved in the dtype of its parameter follows it, and all other state, and
-    ``step``, stay as they were saved. ``unread``: "warn" (the default): the log says what is left of the model and of
-    the checkpoint, other than an optimizer that was not asked for, and a load that would fill nothing, or misses more
-    than a tenth of the model by its names, raises MissingKey with the ``rename`` that helps; "ignore". ``options``:
-    also ``verify``, ... as in `Store.load`.
+    hold an optimizer if you pass one. Otherwise names that only one side has stay unchanged. ``missing_keys`` of the
+    result are the keys that the checkpoint lacks. A parameter that is tied to a loaded one is not missing.
+    ``ignore_mismatched``: fnmatch patterns of the model's names, as ``head.*``. They stay unchanged, with the
+    optimizer's state for them, if the checkpoint lacks them or has another shape (``mismatched_keys``). ``rename``:
+    from a key of the model, ``model.<name>``, to a key of the checkpoint, as in `Store.load`. Saved optimizer state
+    goes with its parameter. The names of the model may be at the top of the checkpoint. A name that the checkpoint
+    lacks is also looked up by the name that it had before PEFT added adapters. ``cast``: convert to the dtypes of the
+    model. State that was saved in the dtype of its parameter follows it. All other state, and ``step``, keep the saved
+    dtype. ``unread``: with "warn" (the default) the log says what was left of the model and of the checkpoint, except
+    for an optimizer that you do not load. A load that would fill nothing, or that misses more than a tenth of the
+    model's names, raises MissingKey with the ``rename`` that helps. "ignore" does neither. ``options``: also
+    ``verify``, ... as in `Store.load`.
 
-    A module that saves keys which load_state_dict does not read (bitsandbytes' Linear4bit) is a Mismatch that names
-    them, unless ``ignore_mismatched`` matches all names of the module: then it is left as it is.
+    A module that saves keys which load_state_dict does not read (bitsandbytes' Linear4bit) raises a Mismatch that names
+    them, unless ``ignore_mismatched`` matches all names of the module. Then it stays unchanged.
 
     Raises Conflict if ranks name different checkpoints, NotFound, MissingKey, Mismatch or InvalidInput before anything
-    changes; Damaged or StorageError during the read, after which both are undefined; on every rank alike.
+    changes. Raises Damaged or StorageError during the read; after these both are undefined. All errors are raised on
+    every rank.
     """
     check_keywords("load_model_and_optim_state", options, LoadArguments)
     given = LoadOptions(**options)
@@ -111,10 +111,10 @@ def load_model_and_optim_state(
         ranks, store, ref, optimizers=lambda: [OPTIM] if as_optimizers(optim) else [], required=given.strict,
         allow_pickle=given.allow_pickle,
     )  # fmt: skip
-    loading = TrainingStateLoad(stored, groups, given)
-    loading.prepare(ranks, lambda: as_model(model), {OPTIM: as_optimizers(optim)})
-    options |= {"ignore_mismatched": loading.ignored, "unread": "ignore", "rename": loading.rename}
-    loaded = loading.install(stored.store.load(loading.state, stored.checkpoint, **options))
+    loaded = TrainingStateLoad(stored, groups, given).load(
+        ranks, lambda: as_model(model), {OPTIM: as_optimizers(optim)},
+        lambda state, given: stored.store._load(state, stored.checkpoint, given),
+    )  # fmt: skip
     if ranks.rank == 0 and given.unread == "warn":
         left = [key for key in loaded.unread_subtrees if optim is not None or not is_within(key, OPTIM)]
         warn_unread(loaded.run, loaded.step, left, 'pass unread="ignore"')

@@ -1,4 +1,4 @@
-"""The optimizer state in a checkpoint, and a template of it that a load can fill."""
+"""`StoredTraining`: the model and the optimizer state in a checkpoint, and templates of the state for a load."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ MODEL, OPTIM = "model", "optim"
 GROUPS, STATE = f"{OPTIM}.param_groups", f"{OPTIM}.state"
 
 _TOP = frozenset(("model", "optim", "train", "lightning", "transformers"))
-"""What front ends of casckpt save at the top of a checkpoint."""
+"""The keys at the top of a checkpoint that a front end of casckpt saved."""
 
 _STEP_NAMES = frozenset(("step", "mu_product"))
 
 Place: TypeAlias = Callable[[Element, str, Entry], Any]
-"""(name of the parameter, flat key below it, what is stored) -> the tensor, or shard, to fill."""
+"""(name of the parameter, flat key below it, its entry) -> the tensor or shard to fill."""
 
 StoredGroups: TypeAlias = list[dict[str, Any]]
-"""The groups of an optimizer, with their parameters by name."""
+"""The groups of an optimizer with the names of their parameters."""
 
 
 class StoredTraining:
-    """One checkpoint: its keys, and its optimizer's groups and state by name."""
+    """One checkpoint: its keys, and the groups and state of its optimizers by name."""
 
     def __init__(self, store: Store, commit: Commit, manifest: Manifest) -> None:
         self.store = store
@@ -49,66 +49,66 @@ class StoredTraining:
 
     @classmethod
     def read(cls, store: Store, ref: str | Checkpoint) -> StoredTraining:
-        """The one that ``ref`` names. Raises NotFound, Damaged, StorageError."""
+        """Read the checkpoint that ``ref`` names. Raises NotFound, Damaged, StorageError."""
         commit = store.get(ref).commit
         return cls(store, commit, get_trusted(store.repository, commit))
 
     @cached_property
     def keys(self) -> set[str]:
-        """The flat keys of all leaves, and of all that they lie in."""
+        """The flat keys of all leaves and containers."""
         return {join(path[:length]) for path, _ in leaves(self._tree) for length in range(1, len(path) + 1)}
 
     def keys_below(self, prefix: str) -> list[str]:
-        """The flat keys below ``prefix``, without it."""
+        """Return the flat keys below ``prefix``, without it."""
         start = f"{prefix}."
         keys = (join(path) for path, _ in leaves(self._tree))
         return [key.removeprefix(start) for key in keys if key.startswith(start)]
 
     def below(self, key: str) -> dict[Element, Node]:
-        """What stands in the container ``key``; nothing if there is none."""
+        """Return the nodes in the container ``key``; none if there is no container."""
         node = find(self._tree, key)
         return {} if node is None else dict(children(node))
 
     @property
     def is_nested(self) -> bool:
-        """Whether it is laid out as front ends of casckpt do it: a container "model", beside others of theirs only."""
+        """Whether it has the layout of casckpt's front ends: a container "model", and only keys of theirs beside it."""
         top = dict(children(self._tree))
         return not isinstance(top.get("model", 0), int) and _TOP.issuperset(map(str, top))
 
     def bare_keys(self) -> list[str]:
-        """The keys of tensors at the top, and below what stands there, but for those of an optimizer and its like."""
+        """Return the keys of all tensors, without those of an optimizer and of train state."""
         return [key for key in self.manifest.tensors if not key.startswith(("optim.", "train."))]
 
     def beside_model(self, places: Collection[str]) -> list[str]:
-        """The keys of tensors that stand alone at the top, as names of one model do, if any of ``places`` does."""
+        """Return the tensors at the top that are not in ``places``, if any of ``places`` is a tensor at the top."""
         top = [str(element) for element, node in children(self._tree) if isinstance(node, int)]
         alone = [key for key in top if key in self.manifest.tensors]
         is_a_model = any(key in places for key in alone)
         return [key for key in alone if is_a_model and key not in places and not key.startswith("model.")]
 
     def weights(self) -> dict[str, Shape]:
-        """The shapes of the tensors that may be of a model, by key."""
+        """Return the shapes of the tensors that may be those of a model, by key."""
         shapes = saved_shapes(self.manifest)
         return {key: shapes[key] for key in self.bare_keys() if key in shapes}
 
     def at_the_top(self) -> str:
-        """The names at the top of it, for a message."""
+        """Return the names at the top, for a message."""
         names = [repr(element) for element, _ in children(self._tree)]
         return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
     def has_optimizer(self, at: str = OPTIM) -> bool:
-        """Whether an optimizer was saved along, under the key ``at``."""
+        """Tell whether it has an optimizer at the key ``at``."""
         return find(self._tree, f"{at}.param_groups") is not None
 
     def optimizer_at(self, key: str, rename: Rename) -> str:
-        """Where it has the optimizer ``key``: where ``rename`` puts its ``param_groups``, if one is there."""
+        """Return the saved key of the optimizer ``key``: the one that ``rename`` gives, if an optimizer is there."""
         renamed = renamer(rename)(f"{key}.param_groups").removesuffix(".param_groups")
         return renamed if self.has_optimizer(renamed) else key
 
     def groups(self, at: str = OPTIM, *, allow_pickle: bool = False) -> StoredGroups:
-        """The groups of the optimizer at ``at``, with their parameters by name.
+        """Read the groups of the optimizer at ``at``.
 
-        Raises MissingKey if there are none, Mismatch if they were saved by number.
+        Raises MissingKey if there is no optimizer, Mismatch if its parameters were saved by number.
         """
         key = f"{at}.param_groups"
         if not self.has_optimizer(at):
@@ -118,31 +118,31 @@ class StoredTraining:
                 "by the name that it was saved under",
                 keys=(key,),
             )
-        found = self.value(key, allow_pickle=allow_pickle)
-        usable = isinstance(found, list) and all(isinstance(group, Mapping) and "params" in group for group in found)
-        if not usable or not all(isinstance(name, str) for group in found for name in group["params"]):
+        value = self.value(key, allow_pickle=allow_pickle)
+        usable = isinstance(value, list) and all(isinstance(group, Mapping) and "params" in group for group in value)
+        if not usable or not all(isinstance(name, str) for group in value for name in group["params"]):
             raise Mismatch(
                 f"{key} of {self.where} does not name its parameters (a plain optim.state_dict() was saved?); "
                 "read it with store.read",
                 key=key,
             )
-        groups: StoredGroups = found
+        groups: StoredGroups = value
         return groups
 
     def value(self, key: str, *, allow_pickle: bool) -> Any:
-        """What stands at a key; this process reads it alone."""
+        """Read the value at a key. This process reads alone."""
         made: dict[str, Any] = {key: None}
         self.store.load(made, self.checkpoint, no_dist=True, unread="ignore", allow_pickle=allow_pickle)
         return made[key]
 
     def nodes(self, names: Mapping[str, Any], at: str = OPTIM) -> dict[Element, Node]:
-        """The part of the tree for each of ``names`` that has state at ``at``, and for what else stands beside them."""
+        """Return the nodes of the optimizer state at ``at``: those of ``names``, then any others."""
         node = find(self._tree, f"{at}.state")
         others = self._at_the_top(names, f"{at}.state.") | self.below(f"{at}.state")
         nodes: dict[Element, Node] = {name: others.pop(name) for name in names if name in others}
         if not others:
             return nodes
-        for name in names:  # nested by another front end, perhaps
+        for name in names:  # another front end may have nested the names
             below = None if name in nodes or node is None else find(node, name)
             if below is not None:
                 nodes[name] = below
@@ -150,14 +150,14 @@ class StoredTraining:
         return nodes | others
 
     def _at_the_top(self, names: Mapping[str, Any], start: str) -> dict[Element, Node]:
-        """The same of state that stands at the top of the tree by its flat keys, as Megatron style leaves it."""
-        found = dict[Element, dict[Element, Node]]()
+        """Return the nodes of state with flat keys at the top of the tree, as in Megatron's layout."""
+        nodes = dict[Element, dict[Element, Node]]()
         for element, node in children(self._tree):
             if str(element).startswith(start):
                 key = str(element).removeprefix(start)
                 name = _owner(key, names)
-                found.setdefault(name, {})[key.removeprefix(f"{name}.")] = node
-        return dict(found)
+                nodes.setdefault(name, {})[key.removeprefix(f"{name}.")] = node
+        return dict(nodes)
 
     def template(
         self, nodes: Mapping[Element, Node], place: Place, keep: Callable[[str], bool], at: str = OPTIM
@@ -184,7 +184,7 @@ class StoredTraining:
 
 
 def _owner(key: str, names: Mapping[str, Any]) -> str:
-    """The longest of ``names`` that a flat key lies below; all but its last part if there is none."""
+    """Return the longest of ``names`` that a flat key lies below; if none, the key without its last part."""
     name = above = key.rpartition(".")[0]
     while name and name not in names:
         name = name.rpartition(".")[0]
@@ -192,16 +192,16 @@ def _owner(key: str, names: Mapping[str, Any]) -> str:
 
 
 def steps_on_cpu(optim: Optimizer | None, options: Mapping[str, Any]) -> bool:
-    """Whether an optimizer counts steps on the CPU, given a group's options: torch's rule, and its one exception."""
+    """Tell whether an optimizer counts steps on the CPU, given the options of a group, by the rules of torch."""
     return not (options.get("capturable") or options.get("fused") or isinstance(optim, ASGD))
 
 
 def is_step(entry: Entry, key: str) -> bool:
-    """Whether it is a count of steps, or a product over them: optimizers keep those on the CPU unless told not to."""
+    """Tell whether it is a count of steps, or a product over them, which optimizers keep on the CPU by default."""
     return entry.shape == () and key.rpartition(".")[2] in _STEP_NAMES
 
 
 def keeps_dtype(entry: Entry, key: str) -> bool:
-    """Whether an optimizer keeps it in the same dtype whatever that of the parameter: a count, or ASGD's rates."""
+    """Tell whether its dtype does not depend on the dtype of the parameter: a count, or the rates of ASGD."""
     name = key.rpartition(".")[2]
     return name == "step" or (entry.shape == () and name in {*_STEP_NAMES, "eta", "mu"})

@@ -1,8 +1,9 @@
-"""The messages between the ranks of a save or load of training state."""
+"""The exchanges between ranks in a save or load of training state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
@@ -32,7 +33,7 @@ from casckpt.tensors.values import Shard
 
 @dataclass(frozen=True)
 class NamedState:
-    """What a rank saves of an optimizer, by the names of its model. ``key``: of the optimizer. ``model``: its state."""
+    """The state of an optimizer that a rank saves. ``key``: its key. ``model``: the state of its model."""
 
     key: str
     state: dict[str, Any]
@@ -40,13 +41,13 @@ class NamedState:
 
 
 Groups: TypeAlias = dict[str, StoredGroups | None]
-"""Those of each optimizer by its key; None where there are none."""
+"""The saved groups of each optimizer by its key; None if the checkpoint has none."""
 Made: TypeAlias = tuple[dict[str, Any], Sequence[NamedState]]
-"""What a rank saves, and the states of optimizers in it."""
+"""The state that a rank saves, and the states of optimizers in it."""
 
 
 def made_by_name(state: dict[str, Any]) -> Made:
-    """``state``, whose optimizer, if it has one, is by the names of its model."""
+    """Return ``state`` with its optimizer, if it has one."""
     optimizer = state.get(OPTIM)
     if not isinstance(optimizer, Mapping) or "param_groups" not in optimizer:
         return state, ()
@@ -55,32 +56,33 @@ def made_by_name(state: dict[str, Any]) -> Made:
 
 
 def make_state(ranks: Ranks, make: Callable[[], Made], objects: Sequence[str] = ()) -> dict[str, Any]:
-    """This rank's state, in which the ``param_groups`` of each optimizer are those of all ranks that have it.
+    """Return the state of this rank, in which the ``param_groups`` of each optimizer are those of all ranks.
 
-    ``objects``: keys of the whole objects that it is made of, known once ``make`` was called. What goes wrong in
-    the making is raised on all of them. Raises InvalidInput, too, where ranks have other values of an optimizer's
-    state that is no shard of anything, for a parameter that is sharded.
+    ``make``: returns the state. Its errors are raised on all ranks. ``objects``: the keys of the objects in the state,
+    known after ``make`` was called. Raises InvalidInput if ranks have different values of state that is no shard, for a
+    sharded parameter, and if ranks have different kinds of optimizers at one key.
     """
     made: list[Made] = []
 
     def digest() -> WithObjects:
         made.append(make())
         named = made[0][1]
-        groups = {one.key: one.state["param_groups"] for one in named}
+        groups = {optimizer.key: optimizer.state["param_groups"] for optimizer in named}
         texts = {key: repr([(sorted(group), group["params"]) for group in several]) for key, several in groups.items()}
         digests = {key: hex_digest(text.encode()) for key, text in texts.items()}
         return WithObjects((digests, _beside_shards(named, ranks.size)), objects)
 
-    def compare(found: Sequence[WithObjects]) -> Sequence[set[str]]:
-        _check_alike([one.value[1] for one in found])
-        distinct = {pair for one in found for pair in one.value[0].items()}
+    def compare(messages: Sequence[WithObjects]) -> Sequence[set[str]]:
+        _check_alike([message.value[1] for message in messages])
+        distinct = {pair for message in messages for pair in message.value[0].items()}
         keys = [key for key, _ in distinct]
         return everyone({key for key in keys if keys.count(key) > 1}, ranks.size)
 
-    def merge(found: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    def merge(groups_of_ranks: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
         for key in differ:
-            _check_one_kind(key, {rank: one[key] for rank, one in enumerate(found) if key in one})
-        return everyone({key: merged([one[key] for one in found if key in one]) for key in differ}, ranks.size)
+            _check_one_kind(key, {rank: groups[key] for rank, groups in enumerate(groups_of_ranks) if key in groups})
+        of_ranks = {key: [groups[key] for groups in groups_of_ranks if key in groups] for key in differ}
+        return everyone({key: merged(groups) for key, groups in of_ranks.items()}, ranks.size)
 
     differ = ranks.exchange(digest, compare)
     if differ:
@@ -92,7 +94,7 @@ def make_state(ranks: Ranks, make: Callable[[], Made], objects: Sequence[str] = 
 
 
 def _beside_shards(named: Sequence[NamedState], size: int) -> dict[str, bytes]:
-    """Digests of the tensors of an optimizer's state that are whole here, though their parameter is sharded, by key."""
+    """Return by key the digests of tensors of optimizer state that are whole although their parameter is sharded."""
     digests = dict[str, bytes]()
     for one in named if size > 1 else ():
         states = one.state.get("state", {}).items()
@@ -105,7 +107,7 @@ def _beside_shards(named: Sequence[NamedState], size: int) -> dict[str, bytes]:
 
 
 def is_sharded(parameter: Any) -> bool:
-    """Tell whether this rank has only a part of it."""
+    """Tell whether this rank has only a part of ``parameter``."""
     if isinstance(parameter, Shard):
         return parameter.data.numel() != prod(parameter.global_shape)
     return is_dtensor(parameter) and parameter.to_local().numel() != parameter.numel()
@@ -127,7 +129,7 @@ def _check_alike(found: Sequence[Mapping[str, bytes]]) -> None:
 
 
 def _check_one_kind(key: str, groups_of: Mapping[int, StoredGroups]) -> None:
-    """Raise InvalidInput for a parameter of which two ranks have optimizers with other options each."""
+    """Raise InvalidInput for a parameter whose optimizers on two ranks have different options."""
     first: dict[str, tuple[int, frozenset[str]]] = {}
     for rank, group in ((rank, group) for rank, groups in groups_of.items() for group in groups):
         mine = frozenset(group)
@@ -154,12 +156,12 @@ def find(
     lenient: bool = False,
     rename: Rename = None,
 ) -> tuple[StoredTraining, Groups]:
-    """The checkpoint that ``ref`` names, and the groups of the ``optimizers``, keys, that any rank wants; rank 0 reads.
+    """Return the checkpoint that ``ref`` names, and the groups of the optimizers that any rank wants. Rank 0 reads.
 
-    ``optimizers``: called once, where what it raises reaches all ranks. ``required``: they must be there; else those
-    that are not are None. ``lenient``: so are those that were saved by number. ``rename``: see
-    `StoredTraining.optimizer_at`. Raises Conflict if ranks name different checkpoints, NotFound, MissingKey, Mismatch,
-    Damaged, StorageError; on all ranks.
+    ``optimizers``: returns their keys. Its errors are raised on all ranks. ``required``: raise MissingKey for a missing
+    optimizer; otherwise its groups are None. ``lenient``: the groups of an optimizer that was saved by number are None,
+    too. ``rename``: see `StoredTraining.optimizer_at`. Raises Conflict if ranks name different checkpoints, NotFound,
+    MissingKey, Mismatch, Damaged, StorageError; on all ranks.
     """
     opened: list[Store] = []
 
@@ -167,28 +169,25 @@ def find(
         opened.append(as_store(store))
         return named(ref), list(optimizers())
 
-    def look(told: Sequence[tuple[str, list[str]]]) -> Sequence[tuple[Commit, Manifest, Groups]]:
-        check_same([text for text, _ in told])
+    def read(asked: Sequence[tuple[str, list[str]]]) -> Sequence[tuple[Commit, Manifest, Groups]]:
+        check_same([text for text, _ in asked])
         stored = StoredTraining.read(opened[0], ref)
         groups: Groups = {}
-        for key in sorted({key for _, wanted in told for key in wanted}):
+        for key in sorted({key for _, wanted in asked for key in wanted}):
             at = stored.optimizer_at(key, rename)
-            is_read = required or stored.has_optimizer(at)
-            try:
-                groups[key] = stored.groups(at, allow_pickle=allow_pickle) if is_read else None
-            except Mismatch:
-                if not lenient:
-                    raise
-                groups[key] = None
+            groups[key] = None
+            with suppress(*([Mismatch] if lenient else [])):
+                if required or stored.has_optimizer(at):
+                    groups[key] = stored.groups(at, allow_pickle=allow_pickle)
         return everyone((stored.commit, stored.manifest, groups), ranks.size)
 
-    commit, manifest, groups = ranks.exchange(hello, look)
+    commit, manifest, groups = ranks.exchange(hello, read)
     if ranks.rank != 0:
         manifests.adopt(opened[0].repository, commit, manifest)
     return StoredTraining(opened[0], commit, manifest), groups
 
 
 def on_no_rank(found: Sequence[Sequence[str]]) -> list[str]:
-    """Of the names that each rank does not have, those that none has."""
+    """Return the names that are in all lists: names that no rank has."""
     first, *others = [dict.fromkeys(names) for names in found]
     return [name for name in first if all(name in other for other in others)]

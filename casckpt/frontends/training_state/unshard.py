@@ -1,10 +1,11 @@
-"""Whole weights and optimizer state out of a checkpoint, without a model: each tensor once, in new memory."""
+"""Reads whole weights and optimizer state from a checkpoint, without a model, into new tensors."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -33,20 +34,17 @@ def unshard_model_state(
     no_dist: bool = False,
     **options: Unpack[ReadArguments],
 ) -> dict[str, Any]:
-    """The model's state_dict, ``{name: tensor}``, in new tensors on ``device``.
+    """Return the model's state_dict, ``{name: tensor}``, in new tensors on ``device``.
 
-    ``keys``: fnmatch patterns on the names (or, where a pattern matches none of them, on whole keys of the checkpoint).
-    Every rank makes the call, and gets all of the same checkpoint; with ``rank0_only`` the others get ``{}``.
-    ``no_dist``: this rank for itself, no rank waits for another. ``options``: as in `Store.read`.
+    ``keys``: fnmatch patterns of names. A pattern that matches no name applies to whole keys of the checkpoint. Every
+    rank makes the call, and all get the same checkpoint; with ``rank0_only`` the other ranks get ``{}``. ``no_dist``:
+    this rank reads alone. ``options``: as in `Store.read`.
 
     Raises MissingKey if nothing matches, NotFound, Damaged and StorageError as `Store.read` does, on every rank alike;
     InvalidInput (a ValueError) for ``no_dist`` with ``rank0_only`` off rank 0.
     """
-
-    def read(stored: StoredTraining, groups: StoredGroups | None) -> dict[str, Any]:
-        return _model_of(stored, keys, device, options)
-
-    return _unshard(store, ref, read, rank0_only=rank0_only, no_dist=no_dist)
+    read = partial(_model_of, keys=keys, device=device, options=options)
+    return _unshard(store, ref, lambda stored, _: read(stored), rank0_only=rank0_only, no_dist=no_dist)
 
 
 def _model_of(
@@ -58,10 +56,8 @@ def _model_of(
     wanted = usable_patterns(["*"] if keys is None else keys) or ()
     patterns = [_pattern(pattern, names, stored.where) for pattern in wanted]
     state = stored.store.read(stored.checkpoint, keys=patterns, device=device, **options)
-    found: OrderedDict[str, Any] = OrderedDict()
-    for key, value in _named_values(state, ""):
-        if key.startswith("model."):
-            found[key.removeprefix("model.")] = value
+    values = ((key, value) for key, value in _named_values(state, "") if key.startswith("model."))
+    found = OrderedDict[str, Any]((key.removeprefix("model."), value) for key, value in values)
     metadata = getattr(state.get("model"), "_metadata", None)
     if metadata is not None:
         vars(found)["_metadata"] = metadata
@@ -69,7 +65,7 @@ def _model_of(
 
 
 def _pattern(pattern: str, names: Sequence[str], where: str) -> str:
-    """A pattern on names as one on whole keys."""
+    """Return a pattern of names as a pattern of whole keys."""
     if any(fnmatchcase(name, pattern) for name in names):
         return f"model.{pattern}"
     if any(fnmatchcase(f"model.{name}", pattern) for name in names):
@@ -83,7 +79,7 @@ def _unmatched(pattern: str, what: str, where: str) -> MissingKey:
 
 
 def _named_values(state: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Tensors and other values by flat key; extra state is one value, whatever it is made of."""
+    """Yield tensors and other values by flat key; extra state is one value, whatever it contains."""
     for element, value in state.items():
         key = f"{prefix}{element}"
         if isinstance(value, Mapping) and not is_extra_state(key):
@@ -103,15 +99,15 @@ def unshard_optim_state(
     by_name: bool = False,
     **options: Unpack[ReadArguments],
 ) -> dict[str, Any]:
-    """The optimizer's state, ``{"state": {id: {...}}, "param_groups": [...]}``, in new tensors on ``device``.
+    """Return the optimizer's state, ``{"state": {id: {...}}, "param_groups": [...]}``, in new tensors on ``device``.
 
-    That is what ``optim.load_state_dict`` of an optimizer with the same groups takes; ``by_name`` has the names of
-    parameters in the place of ids. Counts of steps are on the CPU where optimizers want them there.
+    ``optim.load_state_dict`` of an optimizer with the same groups takes the result. ``by_name``: the names of
+    parameters in place of the ids. Counts of steps are on the CPU if optimizers keep them there.
 
-    ``keys``: fnmatch patterns on names of parameters, on ``<name>.<what>``, or on whole keys of the checkpoint,
-    whichever matches first; the groups are always whole. ``options``: as in `Store.read`.
+    ``keys``: fnmatch patterns of parameters, of ``<name>.<what>``, or of whole keys of the checkpoint, whichever
+    matches first. The groups are always whole. ``options``: as in `Store.read`.
 
-    Raises as `unshard_model_state`, and MissingKey for a checkpoint without an optimizer.
+    Raises the errors of `unshard_model_state`, and MissingKey for a checkpoint without an optimizer.
     """
     allow_pickle = options.get("allow_pickle", False)
 
@@ -143,7 +139,7 @@ def _optimizer_of(
 
 
 def _wanted(stored: StoredTraining, patterns: Sequence[str], names: Sequence[str]) -> set[str]:
-    """The keys, below ``optim.state``, that the patterns choose."""
+    """Return the keys below ``optim.state`` that match the patterns."""
     below = stored.keys_below(STATE)
     wanted: set[str] = set()
     for pattern in patterns:
@@ -167,7 +163,7 @@ def _unshard(
     optimizer: bool = False,
     allow_pickle: bool = False,
 ) -> dict[str, Any]:
-    """What ``read`` makes of the checkpoint on each rank that is to have it, all of the same one; ``{}`` elsewhere."""
+    """Return the result of ``read`` for one checkpoint on all ranks, or with ``rank0_only`` ``{}`` on the others."""
     rank = this_rank()
     if rank0_only and no_dist and rank != 0:
         raise InvalidInput(f"rank0_only with no_dist on rank {rank}: only rank 0 may call it so; leave no_dist out")

@@ -205,10 +205,10 @@ class Bare:
 def test_an_object_whose_methods_take_nothing() -> None:
     store, module = small(), Bare()
     checkpointer = Checkpointer(store, run="sft")
-    checkpointer.save(1, module)  # type: ignore[arg-type] # its state_dict_to_load has no parameter
+    checkpointer.save(1, module)
     want = copy.deepcopy(module.model.state_dict())
     nn.init.zeros_(module.model.head.weight)
-    assert checkpointer.load("sft@1", module) is None  # type: ignore[arg-type] # see above
+    assert checkpointer.load("sft@1", module) is None
     assert identical(dict(module.model.state_dict()), dict(want))
 
 
