@@ -149,7 +149,7 @@ def _check_kind(value: Any, saved: Any, key: str, read: Callable[[str], Any] | N
     if not is_object(value) and not holds_object(value):
         return
     if read is not None and isinstance(saved, int):
-        saved, read = torch.empty(0) if saved == TENSOR else read(key), None
+        saved, read = torch.empty(0, device="cpu") if saved == TENSOR else read(key), None
     inside: dict[Any, Any] = {}
     if is_object(value):
         is_dict = isinstance(saved, Mapping) and not isinstance(value, GENERATORS)

@@ -508,8 +508,8 @@ def objects_on_one(rank: int, size: int, path: Path) -> dict[str, list[str]]:
         state: Any = {"model": model} if rank else mine
         calls: list[Callable[[], Any]] = [
             lambda: store.save(state, run="bad", step=1),  # noqa: B023 - called at once
-            lambda: store.save_async(state, run="bad", step=1),  # noqa: B023
-            lambda: store.save_async(state, run="bad", step=1, when_busy="refuse"),  # noqa: B023
+            lambda: store.save_async(state, run="bad", step=2).result(),  # noqa: B023
+            lambda: store.save_async(state, run="bad", step=3, when_busy="refuse").result(),  # noqa: B023
             lambda: store.check(state),  # noqa: B023
             lambda: store.warm_up(state),  # noqa: B023
             lambda: store.load(state, "good@1"),  # noqa: B023
