@@ -113,8 +113,8 @@ class Notes:
     def decoded(cls, data: bytes) -> Notes:
         """Decode the attachment. Raises Refused for other contents."""
         try:
-            found = json.loads(data)
-            tensors, names = found["common_tensors"], dict(found.get("common_names", {}))
+            notes = json.loads(data)
+            tensors, names = notes["common_tensors"], dict(notes.get("common_names", {}))
             if not all(isinstance(name, Name) for name in names.values()):
                 raise TypeError("a name is neither a text nor a number")
             return cls(frozenset(str(key) for key in tensors), names)

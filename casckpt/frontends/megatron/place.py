@@ -26,8 +26,8 @@ class StoreRef:
 
     def run_and_step(self) -> tuple[str, int]:
         """The run and step of the reference. Raises CheckpointingException (an InvalidInput) for another form."""
-        run, found, step = self.ref.rpartition("@")
-        if not found or not step.isascii() or not step.isdigit():
+        run, separator, step = self.ref.rpartition("@")
+        if not separator or not step.isascii() or not step.isdigit():
             raise CheckpointingException(
                 f"{self.ref!r} names no place to save to: give STORE#RUN@STEP, as ckpts#sft@100"
             )
@@ -46,8 +46,8 @@ def place_of(checkpoint_dir: CheckpointDir) -> StoreRef:
     if isinstance(checkpoint_dir, At):
         return StoreRef(_store(checkpoint_dir.store), f"{checkpoint_dir.run}@{checkpoint_dir.step}")
     text = _text(checkpoint_dir)
-    store, found, ref = text.rpartition("#")
-    if not found or not store or not ref:
+    store, separator, ref = text.rpartition("#")
+    if not separator or not store or not ref:
         raise CheckpointingException(
             f"{text!r} is no place in a store: give STORE#RUN@STEP, as ckpts#sft@100, or casckpt.at(store, run=, step=)"
         )
