@@ -139,7 +139,7 @@ def test_state_of_another_kind_is_not_loaded(store: Store, model: Two, told: Tol
 @follows("frontends/training_state/loading.py:TrainingStateLoad._leave", "or leave these as they are, with")
 @follows("frontends/training_state/model.py:_warn_once", "unless ignore_mismatched leaves their modules as they are")
 def test_keys_that_a_module_does_not_read_are_read_or_left(store: Store, told: Told) -> None:
-    of_models._tell.cache_clear()
+    of_models._warn_once.cache_clear()
     model = nn.Sequential(nn.Linear(3, 3), Scaled(2.0))
     with told.log() as said:
         save_model_and_optim_state(store, model, run="a", step=1)

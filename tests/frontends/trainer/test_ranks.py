@@ -188,7 +188,7 @@ def dies_in_the_background(rank: int, size: int, path: Path) -> Any:
     return type(future.exception(60)), [step for _, step in steps(checkpointer.store)]
 
 
-def test_a_rank_that_dies_in_a_save_is_told_of_on_the_others(store_path: Path, ranks: Pool) -> None:
+def test_other_ranks_name_a_rank_that_dies_in_a_save(store_path: Path, ranks: Pool) -> None:
     found = ranks.outcomes(3, dies_in_the_background, store_path)
     assert found[1].died == -signal.SIGKILL
     assert [one.value for one in (found[0], found[2])] == [(RankFailed, [1])] * 2
@@ -245,7 +245,7 @@ def test_a_signal_to_one_rank_lets_all_save_once_and_leave(store_path: Path, ran
     assert found == [(3, 128 + signal.SIGTERM, there, True)] * 3
 
 
-def test_signals_are_asked_for_every_so_many_steps(store: Store) -> None:
+def test_ranks_exchange_signals_at_multiples_of_every(store: Store) -> None:
     checkpointer = Checkpointer(store, run="sft")
     with SaveOnSignal(checkpointer, [signal.SIGUSR1], every=5, exit_status=0) as last:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -278,7 +278,7 @@ def test_a_signal_that_cannot_be_handled_leaves_the_others_as_they_were(store: S
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_a_save_that_failed_is_made_again_before_leaving(store_path: Path) -> None:
+def test_a_failed_save_is_repeated_before_the_exit(store_path: Path) -> None:
     storage = FaultyStore(LocalStore(store_path), [fail_before("put", key="objects/*.manifest")])
     checkpointer = Checkpointer(Store(Repository(storage)), run="sft")
     with SaveOnSignal(checkpointer, [signal.SIGUSR1]) as last:
@@ -310,7 +310,7 @@ def uploads_in_turn(rank: int, size: int, path: Path, count: int) -> int:
     return most[0]
 
 
-def test_only_so_many_ranks_of_a_node_upload_at_once(tmp_path: Path, ranks: Pool) -> None:
+def test_throttle_limits_the_ranks_of_a_node_that_upload(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(4, uploads_in_turn, tmp_path, 1) == [1, 1, 1, 1]
     (tmp_path / "two").mkdir()
     assert max(ranks.run(4, uploads_in_turn, tmp_path / "two", 2)) <= 2
@@ -327,7 +327,7 @@ def holds_a_turn(rank: int, size: int, path: Path) -> None:
         pass
 
 
-def test_who_dies_in_its_turn_gives_it_up(tmp_path: Path, ranks: Pool) -> None:
+def test_a_process_that_dies_frees_its_turn(tmp_path: Path, ranks: Pool) -> None:
     found = ranks.outcomes(2, holds_a_turn, tmp_path)
     assert found[0].died == -signal.SIGKILL
     assert found[1].ok
@@ -339,7 +339,7 @@ def test_the_threads_of_a_process_share_its_turn(tmp_path: Path) -> None:
         assert (tmp_path / "upload-0.lock").exists()
 
 
-def test_where_nothing_can_be_locked_a_save_says_so(tmp_path: Path) -> None:
+def test_a_save_raises_an_error_if_it_cannot_lock_files(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     checkpointer = Checkpointer(tmp_path / "store", run="sft", throttle=1, work_dir=tmp_path / "file")
     with pytest.raises(StorageError, match=r"cannot be locked: .* give work_dir="):
@@ -417,6 +417,6 @@ def load_without_an_optimizer(rank: int, size: int, path: Path) -> list[str]:
     return [text for text in said if "holds no optimizer" in text]
 
 
-def test_one_rank_tells_that_there_is_no_optimizer(store_path: Path, ranks: Pool) -> None:
+def test_one_rank_logs_that_there_is_no_optimizer(store_path: Path, ranks: Pool) -> None:
     first, second = ranks.run(2, load_without_an_optimizer, store_path)
     assert (len(first), second) == (1, [])

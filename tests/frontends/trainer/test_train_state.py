@@ -173,7 +173,7 @@ def test_a_model_by_the_name_of_the_train_state_is_refused() -> None:
         Checkpointer(small(), run="a").save(1, {"train": nn.Linear(1, 1)})
 
 
-def test_what_cannot_be_filled_in_place_is_replaced_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_value_that_cannot_be_filled_in_place_is_replaced_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     state = TrainState(rng=False, buffer=torch.zeros(2), ids=np.zeros(2))
     state.load_state_dict({"buffer": torch.ones(3), "ids": np.ones(2, np.int64)})
     assert state["buffer"].tolist() == [1, 1, 1]
@@ -209,7 +209,7 @@ def drawn(generators: dict[str, Any]) -> list[float]:
     return [generators["numpy"].random(), generators["old"].normal(), float(there), generators["plain"].random()]
 
 
-def test_a_data_loader_that_does_not_know_where_it_is_is_refused_at_once() -> None:
+def test_a_data_loader_without_a_position_is_refused_at_once() -> None:
     loader: DataLoader[int] = DataLoader([1, 2])  # type: ignore[arg-type]  # a list will do
     with pytest.raises(InvalidInput, match=r"'loader' is a DataLoader of torch.*StatefulDataLoader"):
         TrainState(loader=loader)
