@@ -52,7 +52,7 @@ class AcceleratorCheckpointer:
     ) -> None:
         kind = accelerator.distributed_type.name
         if kind in _OTHERS:
-            raise Unsupported(f"models of {kind} are not taken apart here; save by accelerator.save_state")
+            raise Unsupported(f"models of {kind} are not supported; save by accelerator.save_state")
         self.accelerator = accelerator
         self.checkpointer = Checkpointer(store, run=run, **settings)
 

@@ -103,7 +103,7 @@ class CasCheckpointCallback(TrainerCallback):
         """Raise Unsupported or InvalidInput if the folders, or the optimizer, of the training cannot be saved."""
         for name in ("fsdp", "deepspeed"):
             if getattr(args, name, None):
-                raise Unsupported(f"the folders of a Trainer with {name} are not taken apart here; {_USE_ANOTHER}")
+                raise Unsupported(f"the folders of a Trainer with {name} are not supported; {_USE_ANOTHER}")
         self._check(args, kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
@@ -281,7 +281,7 @@ def _refuse_foreign(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name.startswith(_FOREIGN):
             raise Unsupported(
-                f"{path} is of FSDP, DeepSpeed or a pickled model, which is not taken apart; {_USE_ANOTHER}"
+                f"{path} is a file of FSDP, DeepSpeed or a pickled model, which is not supported; {_USE_ANOTHER}"
             )
 
 

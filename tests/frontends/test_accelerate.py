@@ -214,7 +214,7 @@ def test_models_of_somebody_else_are_refused(store: casckpt.Store, kind: str) ->
     from casckpt.frontends.accelerate import AcceleratorCheckpointer
 
     accelerator: Any = SimpleNamespace(distributed_type=SimpleNamespace(name=kind))
-    with pytest.raises(Unsupported, match=f"models of {kind} are not taken apart here"):
+    with pytest.raises(Unsupported, match=f"models of {kind} are not supported"):
         AcceleratorCheckpointer(accelerator, store, run="a")
 
 

@@ -223,7 +223,7 @@ def test_of_too_many_figures_those_of_an_evaluation_are_kept(tmp_path: Path, sto
 @pytest.mark.parametrize("kind", ["fsdp", "deepspeed"])
 def test_a_training_whose_folders_would_be_refused_does_not_begin(store: Store, kind: str) -> None:
     callback = CasCheckpointCallback(store, run="sft")
-    with pytest.raises(Unsupported, match=f"a Trainer with {kind} are not taken apart"):
+    with pytest.raises(Unsupported, match=f"a Trainer with {kind} are not supported"):
         callback.on_train_begin(SimpleNamespace(**{kind: True}), None, None)
 
 

@@ -149,7 +149,7 @@ def test_keys_that_a_module_does_not_read_are_read_or_left(store: Store, told: T
     said.says("ignore_mismatched")
     load_model_and_optim_state(store, "a@1", fresh, **advice.argument("ignore_mismatched"))
     assert torch.equal(fresh[0].weight, model[0].weight)  # type: ignore[arg-type]
-    advice.says("Load it into modules that read all that they save")
+    advice.says("Load into modules that read all that they save")
     reading = nn.Sequential(nn.Linear(3, 3), Reading(3.0))
     load_model_and_optim_state(store, "a@1", reading)
     assert identical(weights(reading), weights(model))

@@ -69,7 +69,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         raise InvalidInput(
-            f"CasModelParallelStrategy saves by itself, and would pass by {type(io).__name__}; leave that plug-in out"
+            f"CasModelParallelStrategy saves by itself and does not use {type(io).__name__}; leave that plug-in out"
         )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -447,7 +447,7 @@ class Checkpointer(RunCheckpoints):
             gone = rotate(self.store.repository, self.run, self._rotation)
             thinned = thin(self.store.repository, self.run, self._rotation.thin)
         except CasckptError as error:
-            log.warning("after %s@%d nothing was forgotten: %s", saved.run, saved.step, error)
+            log.warning("retention after the save of %s@%d failed: %s", saved.run, saved.step, error)
         steps = tuple(commit.step for commit in gone)
         self.summary = SaveSummary(checkpoint=saved, blocked=blocked, durable=durable, forgotten=steps)
         log.info("%s", self.summary)

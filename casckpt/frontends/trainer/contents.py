@@ -138,7 +138,7 @@ def _with(model: Mapping[str, Any], optim: AnyOptimizer | None) -> dict[str, Any
     whole = dict(model) if optim is None else {**model, OPTIM: beside}
     for key in filter(lambda key: is_of_optimizer(whole[key]), whole):
         raise InvalidInput(
-            f"{key!r} is the state_dict of an optimizer, and no resume could load it into the optimizer; give the "
+            f"{key!r} is the state_dict of an optimizer, which no resume can load into the optimizer; give the "
             'optimizer itself, beside its module, as in save(step, {"model": model}, optim)',
             key=key,
         )

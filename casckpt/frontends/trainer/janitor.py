@@ -38,7 +38,7 @@ class Janitor:
         try:
             self._store.gc(run=run, wait=0)
         except CasckptError as error:
-            log.warning("gc of %s in %s left its work to the next one: %s", run, self._store.url, error)
+            log.warning("gc of %s in %s failed, and the next one continues: %s", run, self._store.url, error)
 
     def close(self) -> None:
         """Wait until all gcs have ended."""

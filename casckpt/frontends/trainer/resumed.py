@@ -101,7 +101,9 @@ def check_given(train_state: Any, missing: Any, *optimized: Any) -> dict[str, fl
         raise InvalidInput(f'missing={missing!r:.80} is not usable; give "raise" or "warn"')
     if not isinstance(train_state, MutableMapping | None) and not hasattr(train_state, "load_state_dict"):
         kind = type(train_state).__name__
-        raise InvalidInput(f"a {kind} cannot be set: give resume a TrainState or a dict, or take what load gives")
+        raise InvalidInput(
+            f"a {kind} cannot be set: give resume a TrainState or a dict, or set the result of load yourself"
+        )
     return rates_of(*optimized)
 
 

@@ -79,8 +79,8 @@ class Holding:
         if is_part:
             raise InvalidInput(
                 f"the optimizer has state of shape {list(shape)} for {self.name!r}, of which this rank holds only a "
-                "part; it is not known which elements of what whole that is. Save it with store.save, as casckpt.Shard "
-                "or casckpt.PerRank",
+                "part, and does not say which elements these are. Save it with store.save, as casckpt.Shard or "
+                "casckpt.PerRank",
                 key=self.name,
             )
         return described_like(value, self.parameter)

@@ -37,7 +37,7 @@ def config_files(model: Any) -> dict[str, bytes]:
         if getattr(inner, "generation_config", None) is not None:
             files["generation_config.json"] = json.loads(inner.generation_config.to_json_string())
     except (TypeError, ValueError) as error:  # Transformers cannot write them either, and no save should fail for that
-        log.warning("the config of a %s does not travel along: %s", type(inner).__name__, error)
+        log.warning("the config of a %s is not saved: %s", type(inner).__name__, error)
         return {}
     return {name: json.dumps(text, indent=2, sort_keys=True).encode() + b"\n" for name, text in files.items()}
 

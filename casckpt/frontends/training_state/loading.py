@@ -274,9 +274,9 @@ class TrainingStateLoad:
                 refused[name] = re.sub(r"(?<=\.)\d+(?=\.)", "*", commonprefix(together)) + "*"  # noqa: RUF071 - of names
         if refused:
             raise Mismatch(
-                f"the model's state_dict has {listed(list(refused))}, which its load_state_dict does not read; what "
-                f"belongs to that would be loaded without it from {self._stored.where}. Load it into modules that read "
-                "all that they save, or leave these as they are, with "
+                f"the model's state_dict has {listed(list(refused))}, which its load_state_dict does not read; the "
+                f"rest of their modules would be loaded without it from {self._stored.where}. Load into modules that "
+                "read all that they save, or leave these as they are, with "
                 f"ignore_mismatched={list(dict.fromkeys(refused.values()))}",
                 keys=tuple(refused),
             )

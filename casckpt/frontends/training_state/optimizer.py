@@ -120,8 +120,8 @@ def _state_of(optim: Optimizer, groups: Sequence[Sequence[NamedParameter]]) -> d
     others = [key for key in packed if key not in ("state", "param_groups")]
     if others:
         raise InvalidInput(
-            f"the state_dict of {type(optim).__name__} holds {others} beside state and param_groups, which have no "
-            "place by name. Leave optim out and save the optimizer as an object: in a TrainState, or by its "
+            f"the state_dict of {type(optim).__name__} holds {others} beside state and param_groups, which cannot be "
+            "stored by name. Leave optim out and save the optimizer as an object: in a TrainState, or by its "
             "state_dict() with store.save"
         )
     return _by_name(packed, groups)

@@ -61,7 +61,7 @@ def stepped(model: nn.Module, optimizer: optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_a_check_writes_nothing_and_draws_nothing(tmp_path: Path) -> None:
+def test_a_check_writes_nothing_and_draws_no_random_numbers(tmp_path: Path) -> None:
     store, (model, optimizer) = open_store(tmp_path / "store"), trained()
     checkpointer, state, before = Checkpointer(store, run="sft"), TrainState(loader=Drawing()), torch.get_rng_state()
     checkpointer.check(model, optimizer, state)
@@ -127,7 +127,7 @@ def loop(store: Store, make: Callable[[nn.Module], optim.Optimizer], every: int 
     return 0
 
 
-def test_state_of_the_optimizer_is_checked_once_it_is_there() -> None:
+def test_a_check_finds_optimizer_state_that_cannot_be_saved() -> None:
     assert loop(small(), lambda model: Phased(model.parameters())) == 1
     assert loop(small(), lambda model: Phased(model.parameters()), every=3) == 3
     assert loop(small(), lambda model: optim.SGD(model.parameters()), state={"phase": Phase.WARMUP}) == 1
@@ -166,7 +166,7 @@ def bad_on_one(rank: int, size: int, path: Path) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_all_ranks_hear_of_it_at_the_same_step(store_path: Path, ranks: Pool, size: int) -> None:
+def test_all_ranks_raise_at_the_same_step(store_path: Path, ranks: Pool, size: int) -> None:
     expected = ["InvalidInput", "NoneType", f"InvalidInput of rank {size - 1} at step 1"]
     found = ranks.run(size, bad_on_one, store_path)
     assert [of_rank[:2] for of_rank in found] == [expected[:2]] * size
@@ -201,7 +201,7 @@ def differing(rank: int, size: int, path: Path) -> Any:
     return [type(one).__name__ for one in (*found, outcome_of(lambda: run.resume(wide)))]
 
 
-def test_what_ranks_hold_is_compared_once_they_train(store_path: Path, ranks: Pool) -> None:
+def test_values_of_ranks_are_compared_only_in_training(store_path: Path, ranks: Pool) -> None:
     expected = ["NoneType", "InvalidInput", "InvalidInput", "InvalidInput"]  # weights may be made equal after a resume
     assert ranks.run(2, differing, store_path) == [expected] * 2
 
@@ -218,7 +218,7 @@ def test_an_accelerator_is_checked_as_a_whole() -> None:
             call()
 
 
-def test_a_check_that_raised_is_made_again() -> None:
+def test_a_check_that_raised_runs_again() -> None:
     model, optimizer = trained()
     run = Checkpointer(small(), run="sft", save_interval=9)
     parameter = next(model.parameters())
@@ -230,7 +230,7 @@ def test_a_check_that_raised_is_made_again() -> None:
     assert run.save_if_due(3, model, optimizer) is None
 
 
-def test_what_can_be_saved_trains_on() -> None:
+def test_a_training_that_can_be_saved_continues() -> None:
     store, (model, optimizer) = small(), made(1)
     checkpointer = Checkpointer(store, run="sft", save_interval=2)
     checkpointer.resume(model, optimizer)

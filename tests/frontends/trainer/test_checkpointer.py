@@ -23,7 +23,7 @@ from tests.support.training import Network, contents, identical, made, train, tr
 
 
 @pytest.mark.parametrize("how", ["save", "save_async"])
-def test_all_that_a_loop_needs_comes_back_to_the_bit(how: str) -> None:
+def test_model_optimizer_and_train_state_are_restored_bit_for_bit(how: str) -> None:
     store, (model, optimizer) = small(), trained()
     schedule = optim.lr_scheduler.StepLR(optimizer, 1)
     state = TrainState(schedule=schedule, epoch=3, drawn=torch.Generator().manual_seed(7))
@@ -47,7 +47,7 @@ def test_all_that_a_loop_needs_comes_back_to_the_bit(how: str) -> None:
     assert again["drawn"].initial_seed() == 7
 
 
-def test_what_is_due_is_saved_with_what_is_said_of_it() -> None:
+def test_a_due_step_is_saved_with_its_metadata() -> None:
     store, model = small(), nn.Linear(2, 2)
     unknown: dict[str, Any] = {"metric": 1}
     with Checkpointer(store, run="sft", save_interval=2) as checkpointer:
@@ -76,7 +76,7 @@ def test_nested_train_state_of_any_kind_comes_back_as_it_was() -> None:
     assert identical(checkpointer.load("sft@1", model, optimizer), state)
 
 
-def test_what_was_not_saved_is_none_unless_it_must_be_there() -> None:
+def test_a_missing_part_is_none_unless_it_is_required() -> None:
     store, (model, optimizer) = small(), trained()
     checkpointer = Checkpointer(store, run="sft")
     checkpointer.save(1, model)
@@ -92,14 +92,14 @@ def test_what_was_not_saved_is_none_unless_it_must_be_there() -> None:
 
 
 @pytest.mark.parametrize("keyword", ["whole", "lenient", "is_train_state_set", "train", "misspelt"])
-def test_a_keyword_that_a_load_does_not_have_is_refused(keyword: str) -> None:
+def test_an_unknown_keyword_of_a_load_is_refused(keyword: str) -> None:
     checkpointer = Checkpointer(small(memory()), run="a")
     given: dict[str, Any] = {keyword: True}
     with pytest.raises(TypeError, match=rf"^Checkpointer.load\(\) got an unexpected keyword argument '{keyword}'$"):
         checkpointer.load("a@1", nn.Linear(1, 1), **given)
 
 
-def test_what_is_not_wanted_is_not_loaded() -> None:
+def test_a_load_leaves_out_unwanted_parts() -> None:
     store, (model, optimizer) = small(), trained()
     checkpointer = Checkpointer(store, run="sft")
     checkpointer.save(1, model, optimizer, {"epoch": 3})
@@ -112,7 +112,7 @@ def test_what_is_not_wanted_is_not_loaded() -> None:
 
 
 @pytest.mark.parametrize("where", ["model", "top"])
-def test_weights_alone_load_wherever_they_came_from(where: str) -> None:
+def test_a_checkpoint_of_weights_alone_loads(where: str) -> None:
     store, (model, _) = small(), trained()
     weights = model.state_dict()
     store.save({"model": weights} if where == "model" else dict(weights), run="base", step=0)
@@ -126,7 +126,7 @@ def test_weights_alone_load_wherever_they_came_from(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["model", "top"])
-def test_a_model_with_other_parts_takes_what_it_has_if_that_is_wanted(where: str) -> None:
+def test_a_model_with_other_layers_loads_the_common_layers_with_strict_false(where: str) -> None:
     store, (model, _) = small(), trained()
     weights = {**model.state_dict(), "old.head": torch.ones(3)}
     store.save({"model": weights} if where == "model" else weights, run="base", step=0)
@@ -142,7 +142,7 @@ def test_a_model_with_other_parts_takes_what_it_has_if_that_is_wanted(where: str
     assert identical(dict(new.state_dict()), dict(before))
 
 
-def test_other_front_ends_read_it_and_it_reads_theirs() -> None:
+def test_front_ends_read_checkpoints_of_each_other() -> None:
     store, (model, optimizer) = small(), trained()
     save_model_and_optim_state(store, model, optimizer, run="other", step=1)
     Checkpointer(store, run="sft").save(1, model, optimizer)
@@ -171,7 +171,7 @@ class Module:
         self.optimizer.load_state_dict(state["optim"])
 
 
-def test_an_object_that_says_by_itself_what_is_saved() -> None:
+def test_a_train_module_gives_its_own_state() -> None:
     store, module = small(), Module()
     checkpointer = Checkpointer(store, run="sft")
     checkpointer.save(1, module, train_state={"epoch": 1})
@@ -202,7 +202,7 @@ class Bare:
         self.model.load_state_dict(state["model"])
 
 
-def test_an_object_whose_methods_take_nothing() -> None:
+def test_a_train_module_whose_methods_take_no_arguments() -> None:
     store, module = small(), Bare()
     checkpointer = Checkpointer(store, run="sft")
     checkpointer.save(1, module)
@@ -215,7 +215,7 @@ def test_an_object_whose_methods_take_nothing() -> None:
 # looking, files
 
 
-def test_files_travel_with_the_next_save() -> None:
+def test_files_are_attached_to_the_next_save() -> None:
     store, model = small(), nn.Linear(2, 2)
     checkpointer = Checkpointer(store, run="sft")
     checkpointer.write_file("config.json", "{}")
@@ -256,9 +256,7 @@ def trained_to(end: int, *, first: int = 1, last: bool = False, **settings: Any)
 
 
 @pytest.mark.parametrize("settings", [{"last_step": 5}, {"last": True}], ids=list)
-def test_the_end_of_a_training_that_was_told_is_saved(
-    settings: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_last_step_of_a_training_is_saved(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     assert trained_to(5, save_interval=2, **settings) == [2, 4, 5]
     assert trained_to(5, **settings) == [5]
     assert not caplog.records
@@ -268,7 +266,7 @@ def test_the_end_of_a_training_that_was_told_is_saved(
     ("interval", "first", "unsaved"),
     [(2, 1, "steps 5 to 5 "), (3, 1, "steps 4 to 5 "), (9, 3, "steps 3 to 5 "), (5, 1, "")],
 )
-def test_steps_at_the_end_that_are_in_no_checkpoint_are_told(
+def test_unsaved_steps_at_the_end_are_logged(
     interval: int, first: int, unsaved: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     trained_to(5, first=first, save_interval=interval)
@@ -277,7 +275,7 @@ def test_steps_at_the_end_that_are_in_no_checkpoint_are_told(
     assert all(one.startswith(f"{unsaved}of sft are in no checkpoint") and "last_step=5" in one for one in told)
 
 
-def test_steps_before_a_checkpoint_that_was_loaded_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_before_a_loaded_checkpoint_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(2, 2)
     with Checkpointer(small(), run="sft", save_interval=2) as checkpointer:
         for step in range(1, 4):
@@ -322,11 +320,11 @@ def lost_at_worst(interval: int, most: int) -> tuple[int, list[int]]:
 
 
 @pytest.mark.parametrize(("most", "late"), [(4, 0), (5, 1), (7, 3)])
-def test_no_more_steps_are_at_risk_than_were_asked_for(most: int, late: int) -> None:
+def test_at_most_max_steps_at_risk_are_at_risk(most: int, late: int) -> None:
     assert lost_at_worst(4, most) == (most, [4 + late, 8 + late, 12 + late])
 
 
-def test_where_a_save_failed_training_stops_rather_than_put_more_at_risk() -> None:
+def test_a_failed_save_stops_the_training_before_more_steps_are_at_risk() -> None:
     storage, model, done = FaultyStore(memory()), nn.Linear(2, 2), []
 
     def loop(first: int, checkpointer: Checkpointer) -> None:

@@ -163,6 +163,6 @@ def load_without_an_optimizer(rank: int, size: int, path: Path) -> list[str]:
     return [text for text in said if "holds no optimizer" in text]
 
 
-def test_one_rank_tells_that_there_is_no_optimizer(store_path: Path, ranks: Pool) -> None:
+def test_one_rank_logs_that_there_is_no_optimizer(store_path: Path, ranks: Pool) -> None:
     first, second = ranks.run(2, load_without_an_optimizer, store_path)
     assert (len(first), second) == (1, [])

@@ -32,7 +32,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_save_in_the_background_that_fails_is_told_and_can_be_made_again(
+def test_a_failed_save_in_the_background_is_logged_and_can_be_repeated(
     fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, store = broken(FAULTS[fault])
@@ -52,7 +52,7 @@ def test_a_save_in_the_background_that_fails_is_told_and_can_be_made_again(
     assert checkpointer.load("sft@5", model, optimizer) == {"epoch": 1}
 
 
-def test_a_save_in_the_foreground_that_fails_can_be_made_again() -> None:
+def test_a_failed_save_in_the_foreground_can_be_repeated() -> None:
     _, store = broken(FAULTS["blob"])
     checkpointer = Checkpointer(store, run="sft")
     checkpointer.write_file("a", "1")
@@ -67,7 +67,7 @@ def test_a_save_in_the_foreground_that_fails_can_be_made_again() -> None:
     checkpointer.save(5, nn.Linear(2, 2), overwrite=True)
 
 
-def test_an_overwrite_that_fails_leaves_the_old_one() -> None:
+def test_a_failed_overwrite_keeps_the_old_checkpoint() -> None:
     storage, store = broken()
     checkpointer = Checkpointer(store, run="sft", overwrite=True, max_checkpoints=1)
     checkpointer.save(5, nn.Linear(2, 2), None, {"which": "old"})
@@ -108,13 +108,13 @@ def test_the_last_failure_is_not_lost(end: str) -> None:
     checkpointer.close()  # it was told
 
 
-def test_what_cannot_be_forgotten_does_not_spoil_the_save(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_rotation_does_not_fail_the_save(caplog: pytest.LogCaptureFixture) -> None:
     storage, store = broken()
     checkpointer = Checkpointer(store, run="sft", max_checkpoints=1)
     checkpointer.save(1, nn.Linear(2, 2))
     storage.inject(fail_before("list", key="tags/"))
     assert checkpointer.save(2, nn.Linear(2, 2)).step == 2
-    assert "after sft@2 nothing was forgotten: injected" in caplog.text
+    assert "retention after the save of sft@2 failed: injected" in caplog.text
     assert steps(store) == [("sft", 1), ("sft", 2)]
     checkpointer.save(3, nn.Linear(2, 2))
     assert steps(store) == [("sft", 3)]
@@ -158,7 +158,7 @@ def test_a_run_that_was_not_resumed_does_not_train_on_without_a_checkpoint(caplo
     assert "the save of sft@2 failed" in caplog.text
 
 
-def test_an_error_in_the_loop_is_not_hidden_by_that_of_a_save() -> None:
+def test_an_error_of_a_save_does_not_hide_an_error_of_the_loop() -> None:
     store = small()
     Checkpointer(store, run="sft").save(2, nn.Linear(2, 2))
 
@@ -214,17 +214,17 @@ def raised_at(minutes: tuple[int, ...], *faults: Any, **settings: Any) -> list[i
 
 
 @pytest.mark.parametrize(("most", "raised"), [(3, [16, 17]), (5, [16, 17]), (6, [17]), (7, []), (None, [])])
-def test_failures_that_may_pass_are_raised_after_some_in_a_row_and_a_while(most: int | None, raised: list[int]) -> None:
+def test_temporary_failures_are_raised_after_max_failures_and_some_time(most: int | None, raised: list[int]) -> None:
     assert raised_at(MINUTES, fail_before("put", key=MANIFEST, times=99), max_failures=most) == raised
 
 
-def test_a_save_that_succeeds_makes_the_failures_before_it_count_no_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_successful_save_resets_the_count_of_failures(caplog: pytest.LogCaptureFixture) -> None:
     faults = fail_before("put", key=MANIFEST, times=3), fail_before("put", key=MANIFEST, at=5, times=99)
     assert raised_at((*MINUTES, 18, 19, 20), *faults) == []
     assert "training waits" not in caplog.text
 
 
-def test_before_they_are_raised_a_save_is_tried_in_the_foreground(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_in_the_foreground_precedes_the_error_of_too_many_failures(caplog: pytest.LogCaptureFixture) -> None:
     assert raised_at(MINUTES, fail_before("put", key=MANIFEST, times=5)) == []
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
         "5 saves of sft in a row failed: training waits for the next one"

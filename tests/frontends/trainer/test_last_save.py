@@ -56,7 +56,7 @@ def test_a_signal_to_one_rank_lets_all_save_once_and_leave(store_path: Path, ran
     assert found == [(3, 128 + signal.SIGTERM, there, True)] * 3
 
 
-def test_signals_are_asked_for_every_so_many_steps(store: Store) -> None:
+def test_ranks_exchange_signals_at_multiples_of_every(store: Store) -> None:
     checkpointer = Checkpointer(store, run="sft")
     with SaveOnSignal(checkpointer, [signal.SIGUSR1], every=5, exit_status=0) as last:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -89,7 +89,7 @@ def test_a_signal_that_cannot_be_handled_leaves_the_others_as_they_were(store: S
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_a_save_that_failed_is_made_again_before_leaving(store_path: Path) -> None:
+def test_a_failed_save_is_repeated_before_the_exit(store_path: Path) -> None:
     storage = FaultyStore(LocalStore(store_path), [fail_before("put", key="objects/*.manifest")])
     checkpointer = Checkpointer(Store(Repository(storage)), run="sft")
     with SaveOnSignal(checkpointer, [signal.SIGUSR1]) as last:

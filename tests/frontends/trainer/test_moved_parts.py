@@ -54,7 +54,7 @@ def on_two(rank: int, size: int, path: Path) -> tuple[list[str], list[str]]:
     return load(store, "two"), load(store, "one")
 
 
-def test_parts_per_rank_that_move_are_named(tmp_path: Path, ranks: Pool) -> None:
+def test_values_per_rank_that_move_are_logged(tmp_path: Path, ranks: Pool) -> None:
     store = small_folder(tmp_path)
     save(store, "one", 0)
     nobody = "the load did not read 'loader', 'seen' of {}/keys@1; if that is meant, pass unread=\"ignore\""

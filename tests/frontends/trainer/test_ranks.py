@@ -103,7 +103,7 @@ def dies_in_the_background(rank: int, size: int, path: Path) -> Any:
     return type(future.exception(60)), [step for _, step in steps(checkpointer.store)]
 
 
-def test_a_rank_that_dies_in_a_save_is_told_of_on_the_others(store_path: Path, ranks: Pool) -> None:
+def test_other_ranks_name_a_rank_that_dies_in_a_save(store_path: Path, ranks: Pool) -> None:
     found = ranks.outcomes(3, dies_in_the_background, store_path)
     assert found[1].died == -signal.SIGKILL
     assert [one.value for one in (found[0], found[2])] == [(RankFailed, [1])] * 2

@@ -82,14 +82,14 @@ def test_an_optimizer_that_cannot_be_restored(save: Save, caplog: pytest.LogCapt
         checkpointer.load(f"{run}@5", model, optimizer, load_optim_state=True)
 
 
-def test_what_there_is_instead_is_named() -> None:
+def test_an_error_names_the_keys_of_the_checkpoint() -> None:
     store, run, (model, optimizer) = small(), new_run(), made(1)
     optimizer_elsewhere(store, run)
     with pytest.raises(NotFound, match=r"without an optimizer .* it has 'model', 'optimizer'.*missing=\"warn\""):
         Checkpointer(store, run=run).resume(model, optimizer)
 
 
-def test_a_load_that_is_given_an_optimizer_in_vain_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_load_logs_an_optimizer_that_the_checkpoint_lacks(caplog: pytest.LogCaptureFixture) -> None:
     store, run, (model, optimizer) = small(), new_run(), made(1)
     optimizer_elsewhere(store, run)
     Checkpointer(store, run=run).load(f"{run}@5", model, optimizer)
@@ -112,7 +112,7 @@ def test_a_train_state_that_cannot_be_restored(caplog: pytest.LogCaptureFixture)
     assert "holds no train state" in told(caplog)
 
 
-def test_parts_of_a_train_state_that_are_not_there(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_parts_of_a_train_state_are_raised_or_logged(caplog: pytest.LogCaptureFixture) -> None:
     store, run, (model, optimizer) = small(), new_run(), trained()
     checkpointer = Checkpointer(store, run=run)
     checkpointer.save(5, model, optimizer, TrainState(rng=False, epoch=3))
@@ -126,7 +126,7 @@ def test_parts_of_a_train_state_that_are_not_there(caplog: pytest.LogCaptureFixt
     assert "left: 'train.schedule', 'train.rng' (not in the checkpoint" in told(caplog)
 
 
-def test_what_a_resume_is_not_given_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_logs_saved_parts_that_it_was_not_given(caplog: pytest.LogCaptureFixture) -> None:
     store, run, (model, optimizer) = small(), new_run(), trained()
     checkpointer = Checkpointer(store, run=run)
     checkpointer.save(5, model, optimizer, TrainState(epoch=3))
@@ -142,7 +142,7 @@ def test_what_a_resume_is_not_given_is_told(caplog: pytest.LogCaptureFixture) ->
     assert not told(caplog)
 
 
-def test_what_a_front_end_leaves_on_purpose_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_parts_that_a_front_end_leaves_on_purpose_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     store, run, (model, optimizer) = small(), new_run(), trained()
     Checkpointer(store, run=run).save(5, model, optimizer, TrainState(epoch=3))
     unshard_model_state(store, f"{run}@5")
@@ -211,7 +211,7 @@ def saved_layers(store: Store, run: str, model: nn.ModuleDict, optimizer: optim.
     return model
 
 
-def test_a_resume_goes_on_with_what_fits(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_restores_what_fits(caplog: pytest.LogCaptureFixture) -> None:
     store, run, model = small(), new_run(), layers("words", "low", "body", "head", "gone")
     saved_layers(store, run, model, adam(model, "words", "low", "head", "gone"))
     # body is unfrozen, low is frozen, gone is removed, new is added, and there are more words
@@ -265,7 +265,7 @@ def test_another_dtype_is_not_left() -> None:
 
 
 @pytest.mark.parametrize("how", ["resume", "load"])
-def test_a_new_learning_rate_stays_where_that_is_asked_for(how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_learning_rate_stays_with_options_keep(how: str, caplog: pytest.LogCaptureFixture) -> None:
     store, run, model = small(), new_run(), layers("head")
     saved_layers(store, run, model, adam(model, "head"))
     other = layers("head")
@@ -387,7 +387,7 @@ def test_a_scheduler_that_may_undo_a_new_rate_is_named() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_what_keep_has_no_meaning_for_is_refused() -> None:
+def test_unusable_group_options_are_refused() -> None:
     store, (model, optimizer) = small(), trained()
     Checkpointer(store, run="sft").save(1, model, optimizer)
     with pytest.raises(InvalidInput, match="options='saved' is not usable"):
@@ -396,7 +396,7 @@ def test_what_keep_has_no_meaning_for_is_refused() -> None:
         Checkpointer(store, run="sft").resume(Module(), options="keep")
 
 
-def test_a_resume_that_is_whole_says_so_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_whole_resume_logs_one_line(caplog: pytest.LogCaptureFixture) -> None:
     store, (model, optimizer) = small(), trained()
     checkpointer = Checkpointer(store, run="sft")
     checkpointer.save(1, model, optimizer)
@@ -420,7 +420,7 @@ def of_stages(rank: int, size: int, path: Path) -> Any:
     return sorted(checkpointer.resumed.left)
 
 
-def test_a_resume_says_of_all_ranks_together_what_is_left(store_path: Path, ranks: Pool) -> None:
+def test_a_resume_logs_what_all_ranks_together_left(store_path: Path, ranks: Pool) -> None:
     small_folder(store_path)
     left = sorted(f"model.{name}.{what}" for name in ("new", "gone") for what in ("weight", "bias"))
     assert ranks.run(2, of_stages, store_path) == [left] * 2

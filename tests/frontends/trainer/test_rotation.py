@@ -98,7 +98,7 @@ def test_newest_is_by_transaction() -> None:
     fixed=st.frozensets(st.integers(0, 9), max_size=2),
     tagged=st.frozensets(st.integers(0, 9), max_size=2),
 )
-def test_what_must_stay_stays(
+def test_tagged_and_newest_checkpoints_always_stay(
     found: list[tuple[int, bool]], number: int, every: int | None, fixed: frozenset[int], tagged: frozenset[int]
 ) -> None:
     commits = history(found)
@@ -136,7 +136,7 @@ def history_of_a_run(store: Store, model: nn.Linear, *, gc: bool) -> Iterator[No
             yield
 
 
-def test_a_run_keeps_what_it_should() -> None:
+def test_a_run_keeps_the_checkpoints_of_its_rotation() -> None:
     store = small()
     for _ in history_of_a_run(store, nn.Linear(2, 2), gc=True):
         pass
@@ -149,7 +149,7 @@ class Death(BaseException):
     """The process is no more."""
 
 
-def test_whenever_the_process_dies_what_must_be_loadable_is() -> None:
+def test_checkpoints_stay_loadable_whenever_the_process_dies() -> None:
     storage = FaultyStore(memory())
     for _ in history_of_a_run(small(storage), nn.Linear(2, 2), gc=True):
         pass
@@ -206,7 +206,7 @@ def check_loadable(store: Store, *, tagged: bool) -> None:
         assert torch.equal(store.read(f"sft@{step}")["model"]["weight"], torch.full((2, 2), float(step)))
 
 
-def test_where_nothing_goes_nobody_looks_at_tags() -> None:
+def test_a_rotation_that_forgets_nothing_reads_no_tags() -> None:
     storage = FaultyStore(memory())
     checkpointer = Checkpointer(small(storage), run="sft", max_checkpoints=2)
     for step in range(3):
@@ -227,7 +227,7 @@ def test_a_run_that_is_rolled_back_forgets_what_it_abandons_and_goes_on() -> Non
     assert checkpointer.latest_checkpoint().step == 900
 
 
-def test_what_is_rotated_out_is_purged_at_once_and_its_space_spoken_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_rotated_checkpoints_are_purged_and_the_log_mentions_gc_once(caplog: pytest.LogCaptureFixture) -> None:
     """A number of checkpoints is about space: the next gc frees it, and who forgot to have one is told."""
     store = small()
     checkpointer = Checkpointer(store, run="sft", max_checkpoints=2)
@@ -241,7 +241,7 @@ def test_what_is_rotated_out_is_purged_at_once_and_its_space_spoken_of_once(capl
     assert [step for _, step in steps(store)] == [4, 5]
 
 
-def test_what_is_not_in_the_mirror_is_not_rotated_out(tmp_path: Path) -> None:
+def test_checkpoints_that_the_mirror_lacks_are_not_rotated(tmp_path: Path) -> None:
     broken = far()
     mirror = Store(Repository(broken, tmp_path / "cache"))
     store = casckpt.open(tmp_path / "store", mirror=mirror)
@@ -295,7 +295,7 @@ def test_optimizers_of_older_checkpoints_are_left_out() -> None:
     assert not store.verify().is_damaged
 
 
-def test_the_best_stay_whatever_their_metadata_weigh() -> None:
+def test_the_best_stay_whatever_the_size_of_their_metadata() -> None:
     store, checkpointer, model, optimizer = trained(keep={"keep_last": 1, "keep_best": "loss:2"})
     train(checkpointer, model, optimizer, 3.0, 1.0, float("nan"), 2.0, 5.0, 4.0)
     assert steps(store) == [("sft", 1), ("sft", 3), ("sft", 5)]
@@ -313,7 +313,7 @@ def test_a_young_run_keeps_all_until_the_first_metric_is_there() -> None:
     assert steps(store) == [("sft", 3), ("sft", 4)]
 
 
-def test_a_metric_that_no_save_has_is_told_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_that_no_save_has_is_logged_at_intervals(caplog: pytest.LogCaptureFixture) -> None:
     store, checkpointer, model, optimizer = trained(keep={"keep_last": 1, "keep_best": "los:1"})
     for step in range(20):
         checkpointer.save(step, model, optimizer, metrics={"loss": 1.0})
@@ -323,7 +323,7 @@ def test_a_metric_that_no_save_has_is_told_now_and_then(caplog: pytest.LogCaptur
     assert told == [wanted % 10, wanted % 20]
 
 
-def test_the_last_healthy_one_is_there_to_resume_from() -> None:
+def test_the_newest_healthy_checkpoint_stays() -> None:
     store, checkpointer, model, optimizer = trained(max_checkpoints=1)
     for step, word in enumerate([None, True, False, False]):
         model.weight.data.fill_(step)
@@ -338,7 +338,7 @@ def test_the_last_healthy_one_is_there_to_resume_from() -> None:
     assert Checkpointer(store, run="new").resume(model, optimizer, healthy=True) is None
 
 
-def test_what_a_save_finds_sick_drives_no_healthy_one_out() -> None:
+def test_an_unhealthy_checkpoint_does_not_replace_a_healthy_one() -> None:
     store, checkpointer, model, optimizer = trained(max_checkpoints=1, health=True)
     for step, value in enumerate([0.0, 1.0, float("nan"), float("nan")]):
         model.weight.data[0, 0] = value

@@ -73,7 +73,7 @@ def test_checkpoints_are_found_from_one_listing(store: Store) -> None:
     assert checkpointer.checkpoint_dirname(20) == "step20"
 
 
-def test_a_run_that_is_not_there_is_told_of_where_a_training_starts_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_logs_that_a_run_is_missing(caplog: pytest.LogCaptureFixture) -> None:
     store, model = small(), nn.Linear(2, 2)
     Checkpointer(store, run="pretrain").save(1, model)
     caplog.set_level(logging.INFO, "casckpt")
@@ -82,7 +82,7 @@ def test_a_run_that_is_not_there_is_told_of_where_a_training_starts_anew(caplog:
     assert "did you mean pretrain?" in caplog.text
 
 
-def test_the_first_run_of_all_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_run_of_a_store_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         assert Checkpointer(tmp_path / "new", run="sft").resume(nn.Linear(2, 2)) is None
     assert [record.levelname for record in caplog.records] == ["INFO"]

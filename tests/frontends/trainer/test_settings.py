@@ -76,7 +76,7 @@ def test_no_gap_is_longer_than_the_longest(
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_unusable_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CheckpointerConfig(**settings)
     with pytest.raises(InvalidInput, match=message):
@@ -106,7 +106,7 @@ def test_a_configuration_builds_a_checkpointer(store: Store) -> None:
         ({"ephemeral_save_interval": 1}, 1),
     ],
 )
-def test_a_bound_that_no_interval_keeps_is_refused(settings: dict[str, Any], gap: int) -> None:
+def test_a_max_steps_at_risk_below_the_interval_is_refused(settings: dict[str, Any], gap: int) -> None:
     assert CheckpointerConfig(**settings, max_steps_at_risk=gap).longest_gap == gap
     if gap > 1:
         with pytest.raises(InvalidInput, match=f"there may be {gap} from one save to the next"):
@@ -125,7 +125,7 @@ class Keeps:
         return {"a": 1}
 
 
-def test_what_cannot_be_used_is_refused_by_name() -> None:
+def test_an_unusable_argument_is_refused_by_name() -> None:
     model, optimizer = made()
     checkpointer = Checkpointer(small(), run="sft", save_interval=2)
     wrong: Any = optim.lr_scheduler.StepLR(optimizer, 1)

@@ -15,7 +15,7 @@ from tests.support.training import trained
 # what is said
 
 
-def test_every_save_is_summed_up_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_save_logs_a_summary(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "casckpt")
     model, _ = trained()
     with Checkpointer(small(), run="sft", max_checkpoints=1) as checkpointer:
@@ -40,7 +40,7 @@ def test_every_save_is_summed_up_in_a_line(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.parametrize("how", ["save", "save_async"])
-def test_a_summary_tells_how_long_the_loop_stood_still(how: str) -> None:
+def test_a_summary_has_the_time_that_the_loop_waited(how: str) -> None:
     model, optimizer = trained()
     begun = time.monotonic()
     with Checkpointer(small(), run="sft") as checkpointer:

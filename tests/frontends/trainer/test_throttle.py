@@ -47,7 +47,7 @@ def uploads_in_turn(rank: int, size: int, path: Path, count: int) -> int:
     return most[0]
 
 
-def test_only_so_many_ranks_of_a_node_upload_at_once(tmp_path: Path, ranks: Pool) -> None:
+def test_throttle_limits_the_ranks_of_a_node_that_upload(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(4, uploads_in_turn, tmp_path, 1) == [1, 1, 1, 1]
     (tmp_path / "two").mkdir()
     assert max(ranks.run(4, uploads_in_turn, tmp_path / "two", 2)) <= 2
@@ -64,7 +64,7 @@ def holds_a_turn(rank: int, size: int, path: Path) -> None:
         pass
 
 
-def test_who_dies_in_its_turn_gives_it_up(tmp_path: Path, ranks: Pool) -> None:
+def test_a_process_that_dies_frees_its_turn(tmp_path: Path, ranks: Pool) -> None:
     found = ranks.outcomes(2, holds_a_turn, tmp_path)
     assert found[0].died == -signal.SIGKILL
     assert found[1].ok
@@ -76,7 +76,7 @@ def test_the_threads_of_a_process_share_its_turn(tmp_path: Path) -> None:
         assert (tmp_path / "upload-0.lock").exists()
 
 
-def test_where_nothing_can_be_locked_a_save_says_so(tmp_path: Path) -> None:
+def test_a_save_raises_an_error_if_it_cannot_lock_files(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     checkpointer = Checkpointer(tmp_path / "store", run="sft", throttle=1, work_dir=tmp_path / "file")
     with pytest.raises(StorageError, match=r"cannot be locked: .* give work_dir="):

@@ -91,7 +91,7 @@ def test_a_model_by_the_name_of_the_train_state_is_refused() -> None:
         Checkpointer(small(), run="a").save(1, {"train": nn.Linear(1, 1)})
 
 
-def test_a_data_loader_that_does_not_know_where_it_is_is_refused_at_once() -> None:
+def test_a_data_loader_without_a_position_is_refused_at_once() -> None:
     loader: DataLoader[int] = DataLoader([1, 2])  # type: ignore[arg-type]  # a list will do
     with pytest.raises(InvalidInput, match=r"'loader' is a DataLoader of torch.*StatefulDataLoader"):
         TrainState(loader=loader)

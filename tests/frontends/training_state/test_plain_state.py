@@ -105,7 +105,7 @@ def test_what_an_object_raises_has_a_note_with_its_key() -> None:
     assert "load_state_dict of 'parts.odd'" in loaded.value.__notes__[0]
 
 
-def test_what_cannot_be_filled_in_place_is_replaced_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_value_that_cannot_be_filled_in_place_is_replaced_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     state = TrainState(rng=False, buffer=torch.zeros(2), ids=np.zeros(2))
     state.load_state_dict({"buffer": torch.ones(3), "ids": np.ones(2, np.int64)})
     assert state["buffer"].tolist() == [1, 1, 1]
