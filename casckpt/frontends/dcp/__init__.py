@@ -1,8 +1,8 @@
 """torch.distributed.checkpoint on a store: a storage writer and reader, planners without pickle, and converters.
 
 `writer` and `reader` implement the interfaces of DCP. One save is a `session`: it begins a transaction, uploads the
-items of the plan as a native save does, and commits. `schema` translates between DCP's metadata and a manifest. `importing`
-and `exporting` convert folders of DCP in bounded memory.
+items of the plan as a native save does, and commits. `schema` translates between DCP's metadata and a manifest.
+`importing` and `exporting` convert folders of DCP in bounded memory.
 """
 
 from __future__ import annotations
