@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from casckpt.base.groups import grouped
 from casckpt.base.lazy import cached_property
 from casckpt.base.notebook import html_table
 from casckpt.base.sizes import format_size
@@ -18,7 +19,6 @@ from casckpt.format.metrics import metric_values
 from casckpt.format.records import Committed, Dropped, time_of
 from casckpt.history import tags
 from casckpt.history.commits import Commit
-from casckpt.plan.lots import grouped
 from casckpt.repository.repository import Repository
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from casckpt.base.groups import lots
 from casckpt.base.parallel import usable_threads
 from casckpt.base.progress import Progress
 from casckpt.format.extents import ExtentTable
@@ -15,7 +16,6 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Region, full_box
 from casckpt.format.sections.index import Entry
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
-from casckpt.plan.lots import lots
 from casckpt.repository.repository import Repository
 from casckpt.storage.buffers import AlignedBuffer
 from casckpt.tensors.dtypes import torch_dtype

@@ -6,8 +6,8 @@ import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 
+from casckpt.base.groups import grouped
 from casckpt.format.tree import Node, Path, children, join, listed
-from casckpt.plan.lots import grouped
 
 log = logging.getLogger("casckpt")
 

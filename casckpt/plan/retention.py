@@ -15,9 +15,9 @@ from math import isnan, nan
 from typing import Any, Self, TypedDict
 
 from casckpt.base.durations import Duration, seconds_of
+from casckpt.base.groups import grouped
 from casckpt.errors import InvalidInput
 from casckpt.format.names import TxId
-from casckpt.plan.lots import grouped
 
 MAX_PATTERNS = 1 << 14
 _NUMBER = re.compile("[1-9][0-9]{0,8}")

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from casckpt.base.groups import grouped
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Conflict
 from casckpt.format.keys import commit_key, transaction_key
 from casckpt.format.names import TxId
-from casckpt.plan.lots import grouped
 from casckpt.repository.repository import Repository
 
 _SHOWN = 8

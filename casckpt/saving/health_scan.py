@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from casckpt.base.groups import grouped
 from casckpt.format.names import CellDigest
 from casckpt.format.sections.health import CellHealth, Rows, rows_of
 from casckpt.format.sections.index import TENSOR, Name
-from casckpt.plan.lots import grouped
 from casckpt.saving.local_entries import Cell, LocalEntry
 
 

@@ -25,6 +25,7 @@ from threading import BoundedSemaphore, Event, Lock
 from time import perf_counter
 
 from casckpt.base.cycle_collector import collecting_later
+from casckpt.base.groups import lots
 from casckpt.base.lazy import cached_property
 from casckpt.base.parallel import run_all, usable_cores, useful_threads
 from casckpt.base.progress import Progress, silent
@@ -34,7 +35,6 @@ from casckpt.format.digest import cell_digest
 from casckpt.format.extents import Frame, StoredCell
 from casckpt.format.names import CellDigest, TxId
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.plan.lots import lots
 from casckpt.plan.packing import Queue, branches_of, by_branch
 from casckpt.plan.reuse import ReusableCells
 from casckpt.repository.repository import Repository

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from casckpt.base.groups import grouped
 from casckpt.cli.completion import REF, RUN, STORE
 from casckpt.cli.describe import brief, doubt, plain
 from casckpt.cli.progress import progress_bar
@@ -14,7 +15,6 @@ from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, say_all, say_some, shortened, size
 from casckpt.cli.types import SETTING, SIZE
 from casckpt.errors import Damaged
-from casckpt.plan.lots import grouped
 
 if TYPE_CHECKING:
     from casckpt.upkeep.copies.copy import CopyResult

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from casckpt.base.groups import grouped, lots
 from casckpt.base.parallel import usable_threads
 from casckpt.base.progress import Progress, Shown
 from casckpt.contents.checkpoint import Checkpoint
@@ -35,7 +36,6 @@ from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.views.view import check_whole
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.load_plan import LoadOptions
-from casckpt.plan.lots import grouped, lots
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import Destination
 

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as Protocol
 from torch.futures import Future
 
+from casckpt.base.groups import lots
 from casckpt.base.parallel import usable_threads
 from casckpt.base.progress import Progress, Shown
 from casckpt.contents.checkpoint import Checkpoint, warn_if_forgotten
@@ -33,7 +34,6 @@ from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.fit import Fit, check_fit, log_once, saved_shapes, shape_of
 from casckpt.loading.load_plan import LoadOptions, Unread, check_cast
 from casckpt.loading.tied_tensors import Content, TiedTensors
-from casckpt.plan.lots import lots
 from casckpt.plan.reads import covers
 from casckpt.ranks.ranks import this_rank
 from casckpt.tensors.dtensors import is_dtensor

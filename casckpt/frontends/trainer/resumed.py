@@ -7,13 +7,13 @@ from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
 
+from casckpt.base.groups import grouped
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput
 from casckpt.format.tree import listed
 from casckpt.frontends.trainer.contents import OPTIM, TRAIN, Missing, Wanted
 from casckpt.frontends.trainer.train_state import RNG, TrainState
 from casckpt.frontends.training_state.stored import GROUPS
-from casckpt.plan.lots import grouped
 from casckpt.ranks.ranks import everyone
 
 log = logging.getLogger("casckpt")

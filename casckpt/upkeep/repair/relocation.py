@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
+from casckpt.base.groups import lots
 from casckpt.contents import blobs, manifests
 from casckpt.errors import Damaged
 from casckpt.format.blob import order
@@ -25,7 +26,6 @@ from casckpt.format.names import TxId
 from casckpt.format.records import Committed, changed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.history.commits import Commit, CommitList
-from casckpt.plan.lots import lots
 from casckpt.plan.reuse import coded_bytes
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.repair.blob_rebuild import CellSupply, put
