@@ -276,8 +276,9 @@ def move_one(project: Project, old: str, new: str) -> tuple[list[str], list[str]
     for file in project.with_word(name, [one for one in project.python if one not in (home, target)]):
         text = project.source(file)
         for node in ast.walk(text.tree):
-            found = [one for one in getattr(node, "names", []) if one.name == name]
-            if isinstance(node, ast.ImportFrom) and node.module == module and found:
+            is_from = isinstance(node, ast.ImportFrom) and node.module == module
+            found = [one for one in node.names if one.name == name] if isinstance(node, ast.ImportFrom) else []
+            if is_from and found:
                 local = f" as {found[0].asname}" if found[0].asname else ""
                 Move(project, module, new).split(file, text, node, found[0], f"from {new} import {name}{local}")
     paths = [one.removeprefix(f"{PACKAGE}/") for one in (home, target)]

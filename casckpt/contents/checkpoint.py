@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from casckpt.base.durations import time_of
 from casckpt.base.groups import grouped
 from casckpt.base.lazy import cached_property
 from casckpt.base.notebook import html_table
 from casckpt.base.sizes import format_size
 from casckpt.errors import ForgottenWarning
 from casckpt.format.metrics import metric_values
-from casckpt.format.records import Committed, Dropped, time_of
+from casckpt.format.records import Committed, Dropped
 from casckpt.history import tags
 from casckpt.history.commits import Commit
 from casckpt.repository.repository import Repository

@@ -19,11 +19,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
+from casckpt.base.durations import time_of
+from casckpt.base.names import MAX_STEP, check_run, run_hash
 from casckpt.contents import manifests
 from casckpt.errors import Damaged, Gone, InvalidInput, NotFound, Refused
-from casckpt.format.keys import MAX_STEP, check_run, parse_txid, run_hash
+from casckpt.format.keys import parse_txid
 from casckpt.format.names import ManifestId, TxId
-from casckpt.format.records import Committed, time_of
+from casckpt.format.records import Committed
 from casckpt.history.commits import Commit, CommitList, list_commits, read_log
 from casckpt.history.following import at_step, is_visible, look_at_all, newest, newest_of_runs
 from casckpt.history.tags import get_tag, named_by, no_tag

@@ -8,11 +8,12 @@ from typing import Any
 
 from casckpt.base.cycle_collector import collecting_later
 from casckpt.base.lazy import cached_property
+from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Frames
 from casckpt.errors import Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.format.tree import Node, Path, children, find, join, leaves, listed
+from casckpt.format.tree import Node, Path, children, find, join, leaves
 from casckpt.loading.arguments import matches, renamer
 from casckpt.loading.contents import Contents
 from casckpt.loading.fit import Fit, check_fit, merged, missed_pairs, rename_hint, saved_shapes, shape_of

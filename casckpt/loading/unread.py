@@ -7,7 +7,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 
 from casckpt.base.groups import grouped
-from casckpt.format.tree import Node, Path, children, join, listed
+from casckpt.base.text import listed
+from casckpt.format.tree import Node, Path, children, join
 
 log = logging.getLogger("casckpt")
 

@@ -13,8 +13,8 @@ from threading import Event, Lock, Thread
 from time import monotonic, sleep
 from typing import Any, Final
 
+from casckpt.base.text import listed
 from casckpt.errors import RankFailed
-from casckpt.format.tree import listed
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from casckpt.base.digest import hex_digest
 from casckpt.base.lazy import cached_property
 from casckpt.errors import InvalidInput
 from casckpt.format import dtypes
-from casckpt.format.digest import hex_digest
 from casckpt.format.regions import Box, Shape, normalise
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR, Name
 from casckpt.format.tree import merge

@@ -12,6 +12,7 @@ import torch
 
 from casckpt._version import __version__
 from casckpt.base.cycle_collector import collecting_later
+from casckpt.base.text import listed
 from casckpt.contents import manifests
 from casckpt.contents.signatures import sign_save
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
@@ -23,7 +24,6 @@ from casckpt.format.records import Committed, Health
 from casckpt.format.sections.health import Rows
 from casckpt.format.sections.index import REPLICAS_NOTE, TENSOR
 from casckpt.format.sections.metadata import encode_metadata
-from casckpt.format.tree import listed
 from casckpt.history.commits import Commit, forget, read_log
 from casckpt.history.following import (
     announce_lost,

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, TypeAlias, TypedDict, get_args
 
+from casckpt.base.names import check_run, check_step
 from casckpt.base.parallel import usable_threads
 from casckpt.errors import InvalidInput
-from casckpt.format.keys import check_run, check_step
 from casckpt.format.metrics import stored_metrics
 from casckpt.format.sections.metadata import plain_metadata
 

@@ -25,12 +25,6 @@ _ADVICE = {
 }
 
 
-def in_one_line(error: BaseException) -> str:
-    """Return the kind of an error of somebody else's, and what it says."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 @contextmanager
 def reporting(verb: str, path: Path) -> Iterator[None]:
     """Turn what the operating system says into a `StorageError` that says what to do."""

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from urllib.parse import unquote
 
+from casckpt.base.text import is_url
 from casckpt.errors import InvalidInput
 from casckpt.storage.files import Files
 from casckpt.storage.local.files import LocalFiles
-
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-
-
-def is_url(path: str | os.PathLike[str]) -> bool:
-    """Tell whether it names files behind a URL, other than file://."""
-    found = _SCHEME.match(path) if isinstance(path, str) else None
-    return found is not None and found[1].lower() != "file"
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:

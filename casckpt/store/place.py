@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from casckpt.format.keys import check_run, check_step
+from casckpt.base.names import check_run, check_step
 from casckpt.store.store import Store
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from casckpt.base.names import MAX_STEP
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Conflict, InvalidInput, NotFound
-from casckpt.format.keys import MAX_STEP
 from casckpt.format.names import TxId
 from casckpt.history.commits import list_commits
 from casckpt.history.following import greatest, look_at_all

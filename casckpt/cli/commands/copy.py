@@ -50,7 +50,7 @@ def command(
     the processes share the work. What DST has forgotten stays forgotten, unless you name it. Exit status 4 if something
     is damaged and was not copied, 5 if DST has another checkpoint in its place.
     """
-    from casckpt.storage.paths import is_url
+    from casckpt.base.text import is_url
     from casckpt.store.opening import open as open_store
 
     if session.storage_options and not is_url(session.url):

@@ -8,13 +8,13 @@ from typing import Any
 
 import click
 
+from casckpt.base.durations import time_of
 from casckpt.cli.completion import REF
 from casckpt.cli.describe import brief
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import Column, moment, name, printable, say, table
 from casckpt.cli.types import DURATION
 from casckpt.errors import NotFound
-from casckpt.format.records import time_of
 
 _COLUMNS = (
     Column("NAME", fixed=True),

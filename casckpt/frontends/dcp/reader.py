@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.storage import StorageReader as Protocol
 from torch.futures import Future
 
 from casckpt.base.groups import lots
+from casckpt.base.names import check_run
 from casckpt.base.parallel import usable_threads
 from casckpt.base.progress import Progress, Shown
 from casckpt.contents.checkpoint import Checkpoint, warn_if_forgotten
 from casckpt.errors import Conflict, Damaged, InvalidInput, Mismatch, NotFound
-from casckpt.format.keys import check_run
 from casckpt.format.regions import Box, Region
 from casckpt.frontends.dcp.contents import DcpContents
 from casckpt.frontends.dcp.hooks import hook

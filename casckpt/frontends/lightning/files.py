@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
+from casckpt.base.names import check_run
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.refs import TAG
 from casckpt.errors import NotFound
-from casckpt.format.keys import check_run
 from casckpt.frontends.lightning.pointer import Pointer
 from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.store.store import Store

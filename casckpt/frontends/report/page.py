@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Final
 
 from casckpt._version import __version__
+from casckpt.base.durations import time_of
 from casckpt.base.groups import grouped
 from casckpt.base.sizes import format_size
 from casckpt.errors import Damaged, Refused
-from casckpt.format.records import time_of
 from casckpt.frontends.interchange.new_files import new_file
 from casckpt.frontends.report import charts
 from casckpt.history import tags

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any, Final, TypeAlias
 
+from casckpt.base.digest import hex_digest
 from casckpt.base.groups import grouped
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, NotFound
-from casckpt.format.digest import hex_digest
 from casckpt.frontends.interchange.safetensors.files import NAMES
 from casckpt.frontends.interchange.safetensors.layout import plan_shards
 from casckpt.frontends.interchange.safetensors.planned import CONFIG

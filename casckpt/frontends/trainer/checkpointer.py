@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from casckpt.base.keywords import check_keywords
+from casckpt.base.names import check_attachment_name, check_step
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput
-from casckpt.format.keys import check_attachment_name, check_step
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer.contents import (
     OPTIM,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
 
 from casckpt.base.groups import grouped
+from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput
-from casckpt.format.tree import listed
 from casckpt.frontends.trainer.contents import OPTIM, TRAIN, Missing, Wanted
 from casckpt.frontends.trainer.train_state import RNG, TrainState
 from casckpt.frontends.training_state.stored import GROUPS

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypedDict
 
+from casckpt.base.names import check_run, check_step
 from casckpt.errors import InvalidInput
-from casckpt.format.keys import check_run, check_step
 from casckpt.frontends.trainer.rotation import Rotation
 from casckpt.plan.retention import Policy, thinning_of
 from casckpt.saving.options import CheckReplicas, Compress, Metrics, usable_check, usable_compress

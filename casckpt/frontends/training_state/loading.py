@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Mismatch
 from casckpt.format.regions import Shape
 from casckpt.format.sections.index import Entry
-from casckpt.format.tree import Element, Node, children, listed
+from casckpt.format.tree import Element, Node, children
 from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.groups import Match, check, check_unused, match
 from casckpt.frontends.training_state.holding import Holding, apart, unwrapped

@@ -13,9 +13,9 @@ from typing import Any, TypeAlias, Unpack
 from torch import nn
 from torch.optim import Optimizer
 
+from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Mismatch
-from casckpt.format.tree import listed
 from casckpt.frontends.training_state.hub_config import with_config
 from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors
 from casckpt.frontends.training_state.model import model_to_save

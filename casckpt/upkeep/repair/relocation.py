@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
+from casckpt.base.digest import Buffer
 from casckpt.base.groups import lots
 from casckpt.contents import blobs, manifests
 from casckpt.errors import Damaged
 from casckpt.format.blob import order
 from casckpt.format.blob_writer import LEAF_BYTES, BlobWriter, buffer_bytes, padded
-from casckpt.format.digest import Buffer
 from casckpt.format.draft import placed
 from casckpt.format.extents import Frame, StoredCell, build
 from casckpt.format.keys import uploader_folder

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from casckpt.base.progress import Shown
 from casckpt.base.sizes import parse_size
+from casckpt.base.text import is_url
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Conflict
 from casckpt.frontends.interchange.new_files import (
@@ -33,7 +34,6 @@ from casckpt.frontends.views.recut import ViewTensor
 from casckpt.frontends.views.view import Rules
 from casckpt.frontends.views.windows import WindowReader
 from casckpt.loading.arguments import Rename
-from casckpt.storage.paths import is_url
 from casckpt.store.exports import Exported
 from casckpt.store.store import Store
 

@@ -1,0 +1,50 @@
+"""The names that users give to runs, steps and attachments: which ones are usable."""
+
+from __future__ import annotations
+
+import re
+from numbers import Integral
+from typing import Any
+
+from casckpt.base.digest import hex_digest
+from casckpt.errors import InvalidInput
+
+MAX_STEP = 2**63 - 1
+_MAX_ATTACHMENT_NAME = 1024
+_RUN_RE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
+_UNFIT_RE = re.compile("[\0-\x1f\\\\\ud800-\udfff]")  # no UTF-8 has a lone surrogate
+
+
+def run_hash(run: str) -> str:
+    """Return the 16 hex digits that stand for a run's name in a txid."""
+    return hex_digest(run.encode())[:16]
+
+
+def check_run(run: str) -> str:
+    """Return a valid name of a run. Raises `InvalidInput` for any other."""
+    if type(run) is not str or not _RUN_RE.fullmatch(run):
+        raise InvalidInput(
+            f"run {run!r} is not a usable name: use up to 200 of A-Z a-z 0-9 . _ - /, beginning with a letter or digit"
+        )
+    return run
+
+
+def check_step(step: Any) -> int:
+    """Return a step as an int. Raises `InvalidInput` for anything else."""
+    if isinstance(step, bool) or not isinstance(step, Integral) or not 0 <= int(step) <= MAX_STEP:
+        raise InvalidInput(f"step {step!r} is not usable: give an int from 0 to 2**63 - 1")
+    return int(step)  # it may be numpy's
+
+
+def check_attachment_name(name: str) -> str:
+    """Return ``name`` if an export can make a file of it: a relative path without "..". Else raises `InvalidInput`."""
+    if not is_attachment_name(name):
+        raise InvalidInput(f"attachment name {name!r} is not usable: give a relative path without '..', in UTF-8")
+    return name
+
+
+def is_attachment_name(name: Any) -> bool:
+    """Tell whether it is a relative path without ".." whose characters a file and a manifest allow in a name."""
+    if type(name) is not str or len(name) > _MAX_ATTACHMENT_NAME or _UNFIT_RE.search(name):
+        return False
+    return not any(part in ("", ".", "..") for part in name.split("/"))

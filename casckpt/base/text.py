@@ -1,0 +1,27 @@
+"""Text for messages: the first few of many names, an error in one line, and which texts are URLs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+
+
+def listed(names: Sequence[object], most: int = 5) -> str:
+    """Return the first few of some names or numbers, for a message."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(repr(name) for name in names[:most]) + more
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the kind of an error of somebody else's, and what it says."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Tell whether it names files behind a URL, other than file://."""
+    found = _SCHEME.match(path) if isinstance(path, str) else None
+    return found is not None and found[1].lower() != "file"
