@@ -32,7 +32,8 @@ from casckpt.history.tags import get_tag, named_by, no_tag
 from casckpt.repository.repository import Repository
 
 MIN_PREFIX = 6
-LATEST, TAG = "latest", "tag:"
+LATEST = "latest"
+TAG = "tag:"
 GRAMMAR = (
     "use an id or at least 6 hex digits of one, RUN@STEP, RUN@latest, latest or tag:NAME "
     "(and RUN@100..500, RUN@501.., RUN@..500 or RUN@.. where several are taken)"

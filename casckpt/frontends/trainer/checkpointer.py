@@ -30,7 +30,6 @@ from casckpt.frontends.trainer.contents import (
 from casckpt.frontends.trainer.failures import Failures, HeardFuture, will_repeat
 from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.frontends.trainer.resumed import Resumed, check_given, of_all_ranks, outcome_of
-from casckpt.frontends.trainer.rotation import rotate, thin
 from casckpt.frontends.trainer.run_checkpoints import OneRun, newest_together
 from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
 from casckpt.frontends.trainer.summary import SaveSummary
@@ -44,6 +43,7 @@ from casckpt.loading.arguments import Rename
 from casckpt.loading.load_plan import FillArguments, LoadOptions, MatchArguments, Unread
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks, this_rank
 from casckpt.saving.options import CheckReplicas, SaveArguments
+from casckpt.upkeep.gc.rotation import rotate, thin
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -9,10 +9,10 @@ from typing import Any, Literal, TypeAlias, TypedDict
 
 from casckpt.base.names import check_run, check_step
 from casckpt.errors import InvalidInput
-from casckpt.frontends.trainer.rotation import Rotation
 from casckpt.plan.retention import Policy, thinning_of
 from casckpt.saving.options import CheckReplicas, Compress, Metrics, usable_check, usable_compress
 from casckpt.saving.prepare import Frozen, Owners
+from casckpt.upkeep.gc.rotation import Rotation
 
 Kind: TypeAlias = Literal["permanent", "ephemeral"]
 Keep: TypeAlias = Policy | Mapping[str, Any] | int | None
