@@ -1,8 +1,10 @@
-"""The names that users give to runs, steps and attachments: which ones are usable."""
+"""The names of runs, steps, metrics and attachments: which ones are usable, and what references are made of."""
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
@@ -10,6 +12,12 @@ from casckpt.base.digest import hex_digest
 from casckpt.errors import InvalidInput
 
 MAX_STEP = 2**63 - 1
+MAX_METRICS = 64
+MAX_METRIC_NAME = 100
+LATEST = "latest"
+TAG = "tag:"
+"""Parts of references, see `casckpt.contents.refs`."""
+_SIMILAR = 5
 _MAX_ATTACHMENT_NAME = 1024
 _RUN_RE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 _UNFIT_RE = re.compile("[\0-\x1f\\\\\ud800-\udfff]")  # no UTF-8 has a lone surrogate
@@ -48,3 +56,11 @@ def is_attachment_name(name: Any) -> bool:
     if type(name) is not str or len(name) > _MAX_ATTACHMENT_NAME or _UNFIT_RE.search(name):
         return False
     return not any(part in ("", ".", "..") for part in name.split("/"))
+
+
+def similar_runs(run: str, runs: Sequence[str]) -> list[str]:
+    """Return those of ``runs`` that are spelt almost like ``run``, or begin with it, or it with them; in any case."""
+    name, names = run.casefold(), [other.casefold() for other in runs]
+    close = difflib.get_close_matches(name, names, _SIMILAR)
+    near = [a in close or a.startswith(name) or name.startswith(a) for a in names]
+    return [other for other, is_near in zip(runs, near, strict=True) if is_near and other != run][:_SIMILAR]

@@ -60,7 +60,7 @@ def _runs(repo: Repository) -> Iterator[str]:
 
 def _refs(repo: Repository) -> Iterator[str]:
     """Tags, the newest of all, and the newest of each run."""
-    from casckpt.contents.refs import LATEST, TAG
+    from casckpt.base.names import LATEST, TAG
     from casckpt.history.commits import list_commits
     from casckpt.history.tags import list_tags
 

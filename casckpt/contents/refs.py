@@ -13,14 +13,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from casckpt.base.durations import time_of
-from casckpt.base.names import MAX_STEP, check_run, run_hash
+from casckpt.base.names import LATEST, MAX_STEP, TAG, check_run, run_hash, similar_runs
 from casckpt.contents import manifests
 from casckpt.errors import Damaged, Gone, InvalidInput, NotFound, Refused
 from casckpt.format.keys import parse_txid
@@ -32,8 +31,6 @@ from casckpt.history.tags import get_tag, named_by, no_tag
 from casckpt.repository.repository import Repository
 
 MIN_PREFIX = 6
-LATEST = "latest"
-TAG = "tag:"
 GRAMMAR = (
     "use an id or at least 6 hex digits of one, RUN@STEP, RUN@latest, latest or tag:NAME "
     "(and RUN@100..500, RUN@501.., RUN@..500 or RUN@.. where several are taken)"
@@ -252,14 +249,6 @@ def _commits_of_run(repo: Repository, found: CommitList, run: str) -> list[Commi
     if commits:
         return commits
     raise NotFound(about_run(repo, found, run))
-
-
-def similar_runs(run: str, runs: Sequence[str]) -> list[str]:
-    """Return those of ``runs`` that are spelt almost like ``run``, or begin with it, or it with them; in any case."""
-    name, names = run.casefold(), [other.casefold() for other in runs]
-    close = difflib.get_close_matches(name, names, _SHOWN)
-    near = [a in close or a.startswith(name) or name.startswith(a) for a in names]
-    return [other for other, is_near in zip(runs, near, strict=True) if is_near and other != run][:_SHOWN]
 
 
 def about_run(repo: Repository, found: CommitList, run: str) -> str:

@@ -6,11 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, TypeAlias
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from casckpt.errors import InvalidInput
+
+if TYPE_CHECKING:
+    import torch
 
 Rename: TypeAlias = Callable[[str], str] | Mapping[str, str] | None
 FullMatch: TypeAlias = "Callable[[re.Pattern[str], str], re.Match[str] | None]"
@@ -18,6 +19,8 @@ FullMatch: TypeAlias = "Callable[[re.Pattern[str], str], re.Match[str] | None]"
 
 def usable_device(device: str | torch.device) -> torch.device:
     """A device for new tensors. Raises InvalidInput for what torch does not know."""
+    import torch
+
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:

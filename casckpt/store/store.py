@@ -66,13 +66,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from casckpt.loading.comparison import Comparison
-    from casckpt.loading.load_plan import (
+    from casckpt.loading.options import (  # fmt: skip
         LoadArguments,
         LoadOptions,
         MatchArguments,
         ReadArguments,
         UpdateArguments,
-    )  # fmt: skip
+    )
     from casckpt.ranks.ranks import Ranks
     from casckpt.saving.options import WhenBusy
     from casckpt.saving.saver import Saver, State
@@ -218,7 +218,7 @@ class Store:
         lease prevents) or StorageError during the read, after which the contents of ``state`` are undefined.
         """
         is_held = sys.getrefcount(state) > objects.UNHELD
-        from casckpt.loading.load_plan import LoadArguments, LoadOptions
+        from casckpt.loading.options import LoadArguments, LoadOptions
 
         check_keywords("Store.load", options, LoadArguments)
         loaded = self._load(state, ref, LoadOptions(**options))
@@ -245,7 +245,7 @@ class Store:
         `load`; all that is read is verified. After an error during the read the contents of ``state`` are undefined,
         and a load of all of it, or an update with ``check``, mends it.
         """
-        from casckpt.loading.load_plan import LoadOptions, UpdateArguments
+        from casckpt.loading.options import LoadOptions, UpdateArguments
 
         check_keywords("Store.update", options, UpdateArguments)
         if held is not None and not isinstance(held, Checkpoint):
@@ -289,7 +289,7 @@ class Store:
         """
         from casckpt.loading.arguments import usable_device
         from casckpt.loading.load import read
-        from casckpt.loading.load_plan import LoadOptions, ReadArguments
+        from casckpt.loading.options import LoadOptions, ReadArguments
 
         check_keywords("Store.read", options, ReadArguments)
         given, on = LoadOptions(**options), usable_device(device)
@@ -319,7 +319,7 @@ class Store:
         refs = list(manifest.blobs)
         if match or state is not None:
             from casckpt.loading.load import wanted_blobs
-            from casckpt.loading.load_plan import LoadOptions, MatchArguments
+            from casckpt.loading.options import LoadOptions, MatchArguments
 
             check_keywords("Store.pre_download", match, MatchArguments)
             given = LoadOptions(cast=True, allow_pickle=True, threads=threads, **match)
@@ -466,7 +466,7 @@ class Store:
     def read_attachment(self, ref: str | Checkpoint, name: str) -> bytes:
         """Return the contents of an attachment. Raises NotFound."""
         from casckpt.loading.load import read_attachment
-        from casckpt.loading.load_plan import LoadOptions
+        from casckpt.loading.options import LoadOptions
 
         manifest = manifests.get(self.repository, self._resolve_to_load(ref))
         return read_attachment(self.repository, manifest, name, LoadOptions())

@@ -12,7 +12,7 @@ import torch
 
 import casckpt
 from casckpt.errors import ForgottenWarning, Gone, InvalidInput, NotFound
-from casckpt.loading.load_plan import LoadArguments, LoadOptions, MatchArguments, ReadArguments
+from casckpt.loading.options import LoadArguments, LoadOptions, MatchArguments, ReadArguments
 from casckpt.saving.options import SaveArguments, SaveOptions
 from tests.support.repositories import memory
 from tests.support.saves import small

@@ -35,7 +35,7 @@ from casckpt.frontends.interchange.new_files import (
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.views.view import check_whole
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
-from casckpt.loading.load_plan import LoadOptions
+from casckpt.loading.options import LoadOptions
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import Destination
 

@@ -42,7 +42,7 @@ from casckpt.frontends.views.windows import WindowReader
 from casckpt.loading.arguments import Rename
 from casckpt.loading.contents import Contents
 from casckpt.loading.load import values_at
-from casckpt.loading.load_plan import LoadOptions
+from casckpt.loading.options import LoadOptions
 from casckpt.saving.options import ImportArguments
 from casckpt.storage.paths import local_path
 from casckpt.store.exports import Exported, FileOptions

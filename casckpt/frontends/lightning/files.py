@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 
-from casckpt.base.names import check_run
+from casckpt.base.names import TAG, check_run
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.contents.refs import TAG
 from casckpt.errors import NotFound
 from casckpt.frontends.lightning.pointer import Pointer
 from casckpt.frontends.trainer.janitor import Janitor

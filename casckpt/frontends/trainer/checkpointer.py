@@ -40,7 +40,7 @@ from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
 from casckpt.frontends.training_state.stored import MODEL
 from casckpt.history.commits import Commit
 from casckpt.loading.arguments import Rename
-from casckpt.loading.load_plan import FillArguments, LoadOptions, MatchArguments, Unread
+from casckpt.loading.options import FillArguments, LoadOptions, MatchArguments, Unread
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks, this_rank
 from casckpt.saving.options import CheckReplicas, SaveArguments
 from casckpt.upkeep.gc.rotation import rotate, thin

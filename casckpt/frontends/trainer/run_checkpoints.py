@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
+from casckpt.base.names import similar_runs
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.contents.refs import similar_runs
 from casckpt.errors import NotFound
 from casckpt.history.commits import Commit
 from casckpt.ranks.agreement import check_same

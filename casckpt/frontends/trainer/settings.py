@@ -10,8 +10,7 @@ from typing import Any, Literal, TypeAlias, TypedDict
 from casckpt.base.names import check_run, check_step
 from casckpt.errors import InvalidInput
 from casckpt.plan.retention import Policy, thinning_of
-from casckpt.saving.options import CheckReplicas, Compress, Metrics, usable_check, usable_compress
-from casckpt.saving.prepare import Frozen, Owners
+from casckpt.saving.options import CheckReplicas, Compress, Frozen, Metrics, Owners, usable_check, usable_compress
 from casckpt.upkeep.gc.rotation import Rotation
 
 Kind: TypeAlias = Literal["permanent", "ephemeral"]

@@ -50,7 +50,8 @@ from casckpt.loading.fit import (
     name_without_adapters,
     shape_of,
 )
-from casckpt.loading.load_plan import LoadOptions, new_empty
+from casckpt.loading.load_plan import new_empty
+from casckpt.loading.options import LoadOptions
 from casckpt.loading.unread import that_hold
 from casckpt.ranks.ranks import Ranks, everyone
 from casckpt.tensors.dtensors import described_like, local_of

@@ -25,7 +25,7 @@ from casckpt.frontends.training_state.plain_state import draws, fill, plain_stat
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.frontends.training_state.together import Made, NamedState, find, is_sharded, make_state
 from casckpt.loading.arguments import renamer
-from casckpt.loading.load_plan import LoadOptions
+from casckpt.loading.options import LoadOptions
 from casckpt.ranks.ranks import Ranks, everyone, on_each, open_ranks
 from casckpt.saving.options import SaveArguments
 from casckpt.store.store import Store
