@@ -19,8 +19,16 @@ TAG = "tag:"
 """Parts of references, see `casckpt.contents.refs`."""
 _SIMILAR = 5
 _MAX_ATTACHMENT_NAME = 1024
+_DATE = r"[0-9]{4}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])T(?:[01][0-9]|2[0-3])[0-5][0-9][0-5][0-9][0-9]{6}Z"
+TXID = rf"{_DATE}-[0-9a-f]{{16}}-[0-9a-f]{{16}}-(?:0|[1-9][0-9]{{0,18}})"  # \d would take any digit of Unicode
+_TXID_RE = re.compile(TXID)
 _RUN_RE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 _UNFIT_RE = re.compile("[\0-\x1f\\\\\ud800-\udfff]")  # no UTF-8 has a lone surrogate
+
+
+def is_txid(text: str) -> bool:
+    """Tell whether it has the form of the id of a transaction."""
+    return _TXID_RE.fullmatch(text) is not None
 
 
 def run_hash(run: str) -> str:

@@ -20,7 +20,6 @@ from contextlib import suppress
 
 from casckpt.base.durations import time_of
 from casckpt.base.names import LATEST, MAX_STEP, TAG, check_run, run_hash, similar_runs
-from casckpt.contents import manifests
 from casckpt.errors import Damaged, Gone, InvalidInput, NotFound, Refused
 from casckpt.format.keys import parse_txid
 from casckpt.format.names import ManifestId, TxId
@@ -297,6 +296,8 @@ def _by_id(repo: Repository, found: CommitList, prefix: str) -> Commit:
 def _meant(repo: Repository, hits: Sequence[Commit]) -> Commit:
     """Return the first of the commits of an id; where their records differ, the first that is true."""
     if len({(commit.run, commit.step) for commit in hits}) > 1:  # an id tells of one run and step
+        from casckpt.contents import manifests  # they need numpy, and hardly any reference needs them
+
         for commit in hits:
             with suppress(Damaged, Refused, Gone):
                 manifests.get(repo, commit)

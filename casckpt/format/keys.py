@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from casckpt.base.digest import hex_digest
-from casckpt.base.names import run_hash
+from casckpt.base.names import TXID, is_txid, run_hash
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format.names import BlobHash, ManifestId, TxId
 
@@ -25,19 +25,16 @@ MARKER = "casckpt.json"
 MAX_NUMBER = 999_999_999
 """Of what is numbered."""
 
-_DATE = r"[0-9]{4}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])T(?:[01][0-9]|2[0-3])[0-5][0-9][0-5][0-9][0-9]{6}Z"
-_TXID = rf"{_DATE}-[0-9a-f]{{16}}-[0-9a-f]{{16}}-(?:0|[1-9][0-9]{{0,18}})"  # \d would take any digit of Unicode
 _HEX64 = r"[0-9a-f]{64}"
 _NUMBER = r"(?:0|[1-9][0-9]{0,8})"
 _TAG = r"[a-z0-9][a-z0-9._-]{0,99}"
-_TXID_RE = re.compile(_TXID)
 _HEX64_RE = re.compile(_HEX64)
 _TAG_RE = re.compile(_TAG)
-_LOG_RE = re.compile(rf"(?:commits|transactions)/({_TXID})(?:\.([1-9]\d{{0,8}}))?")
-_OBJECT_RE = re.compile(rf"objects/({_TXID})/({_HEX64})\.(safetensors|manifest)")
+_LOG_RE = re.compile(rf"(?:commits|transactions)/({TXID})(?:\.([1-9]\d{{0,8}}))?")
+_OBJECT_RE = re.compile(rf"objects/({TXID})/({_HEX64})\.(safetensors|manifest)")
 _TAG_KEY_RE = re.compile(rf"tags/({_TAG})/({_NUMBER})")
-_DAMAGED_RE = re.compile(rf"damaged/({_TXID})/({_HEX64})/({_NUMBER})")
-_MIRRORED_RE = re.compile(rf"mirrored/({_TXID})(?:\.([1-9][0-9]{{0,8}}))?")
+_DAMAGED_RE = re.compile(rf"damaged/({TXID})/({_HEX64})/({_NUMBER})")
+_MIRRORED_RE = re.compile(rf"mirrored/({TXID})(?:\.([1-9][0-9]{{0,8}}))?")
 _SIGNATURE_RE = re.compile(rf"signatures/({_HEX64})/({_HEX64})")
 _SETTINGS_RE = re.compile(rf"settings/({_NUMBER})")
 _ANNOUNCEMENT_RE = re.compile(r"runs/([0-9a-f]{16})/([0-9]{6})/([0-9]{3})")
@@ -88,7 +85,7 @@ def later_than(time: datetime, others: list[TxId]) -> datetime:
 
 def check_txid(text: str) -> TxId:
     """Return ``text`` as a txid. Raises `Refused` if it is not one."""
-    if not _TXID_RE.fullmatch(text):
+    if not is_txid(text):
         raise Refused(f"not a transaction id: {text[:120]!r}")
     return TxId(text)
 

@@ -128,6 +128,25 @@ class Thinning:
     keep: Policy
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rotation:
+    """What stays: of permanent checkpoints what any of the rules keeps, and of ephemeral ones the newest of the run.
+
+    ``max_checkpoints``: that many of the newest, not counting tagged ones and those of ``fixed`` steps, which stay in
+    any case. Without ``keep`` and ``max_checkpoints`` everything stays. ``thin``: what is left out of what stays.
+    """
+
+    keep: Policy | None = None
+    max_checkpoints: int | None = None
+    fixed: frozenset[int] = frozenset()
+    thin: Thinning | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether all checkpoints stay."""
+        return self.keep is None and self.max_checkpoints is None
+
+
 def thinning_of(rule: Any) -> Thinning | None:
     """Return what ``{"drop": ["optim.*"], "keep_last": 2}`` means. Raises InvalidInput."""
     if rule is None:

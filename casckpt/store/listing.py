@@ -60,11 +60,13 @@ class Listing:
     @cached_property
     def tags(self) -> Mapping[str, NamedTag]:
         """The tags by name, sorted, without those in `damaged_tags` and `lost_tags`."""
-        return {
-            name: NamedTag(Checkpoint(self._repo, commit), None if tag.expires is None else time_of(tag.expires), tag.holder)
-            for name, tag in self._tags.tags.items()
-            if (commit := self._named(name)) is not None
-        }
+        tags = {}
+        for name, commit in self._named.items():
+            if commit is not None:
+                tag = self._tags.tags[name]
+                expires = None if tag.expires is None else time_of(tag.expires)
+                tags[name] = NamedTag(Checkpoint(self._repo, commit), expires, tag.holder)
+        return tags
 
     @property
     def damaged_tags(self) -> list[str]:
@@ -74,7 +76,7 @@ class Listing:
     @property
     def lost_tags(self) -> list[str]:
         """The names of tags on checkpoints whose record cannot be read."""
-        return [name for name in self._tags.tags if self._named(name) is None]
+        return [name for name, commit in self._named.items() if commit is None]
 
     @property
     def damaged_records(self) -> list[str]:
@@ -83,7 +85,7 @@ class Listing:
 
     def tags_of(self, checkpoint: Checkpoint) -> list[str]:
         """Return the names of the tags on a checkpoint, sorted."""
-        return tag_log.tags_of(self._tags.tags, checkpoint.id)
+        return tag_log.tags_of(self._tags.tags, checkpoint.commit.id)
 
     def freed(self) -> Freed:
         """Return the bytes that a gc without rules frees, without what failed saves left. Reads manifests."""
@@ -97,8 +99,9 @@ class Listing:
 
         return about_run(self._repo, self._commits, run)
 
-    def _named(self, name: str) -> Commit | None:
-        return tag_log.named_by(self._tags.tags[name], self._commits)
+    @cached_property
+    def _named(self) -> dict[str, Commit | None]:
+        return {name: tag_log.named_by(tag, self._commits) for name, tag in self._tags.tags.items()}
 
     def _checkpoints(self, commits: Iterable[Commit]) -> list[Checkpoint]:
         return [Checkpoint(self._repo, commit) for commit in commits]

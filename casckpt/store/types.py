@@ -4,33 +4,55 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from casckpt.history.folding import Commit as Commit
-from casckpt.loading.arguments import Rename as Rename
-from casckpt.loading.options import FillArguments as FillArguments
-from casckpt.loading.options import MatchArguments as MatchArguments
-from casckpt.loading.options import Unread as Unread
-from casckpt.saving.options import CheckReplicas as CheckReplicas
-from casckpt.saving.options import Compress as Compress
-from casckpt.saving.options import Frozen as Frozen
-from casckpt.saving.options import ImportArguments as ImportArguments
-from casckpt.saving.options import Metrics as Metrics
-from casckpt.saving.options import Owners as Owners
-from casckpt.saving.options import SaveArguments as SaveArguments
-from casckpt.saving.options import SaveOptions
+from casckpt.history.folding import Commit
+from casckpt.loading.arguments import Rename
+from casckpt.loading.options import FillArguments, MatchArguments, Unread
+from casckpt.saving.options import (
+    CheckReplicas,
+    Compress,
+    Frozen,
+    ImportArguments,
+    Metrics,
+    Owners,
+    SaveArguments,
+    SaveOptions,
+)
 
 if TYPE_CHECKING:  # results of gc, copies and reports, whose modules take a while to import
-    from casckpt.upkeep.copies.copy import CopyResult as CopyResult
-    from casckpt.upkeep.footprint import RuleUsage as RuleUsage
-    from casckpt.upkeep.gc.gc import GcResult as GcResult
-    from casckpt.upkeep.gc.purge import Deferred as Deferred
-    from casckpt.upkeep.gc.rotation import Rotation as Rotation
-    from casckpt.upkeep.history import Added as Added
-    from casckpt.upkeep.history import Heat as Heat
-    from casckpt.upkeep.history import History as History
-    from casckpt.upkeep.repair.verify import Mode as Mode
-    from casckpt.upkeep.usage import Freed as Freed
-    from casckpt.upkeep.usage import RunUsage as RunUsage
-    from casckpt.upkeep.usage import StoreUsage as StoreUsage
+    from casckpt.upkeep.copies.copy import CopyResult
+    from casckpt.upkeep.footprint import RuleUsage
+    from casckpt.upkeep.gc.gc import GcResult
+    from casckpt.upkeep.gc.purge import Deferred
+    from casckpt.upkeep.history import Added, Heat, History
+    from casckpt.upkeep.repair.verify import Mode
+    from casckpt.upkeep.usage import Freed, RunUsage, StoreUsage
+
+__all__ = [
+    "Added",
+    "CheckReplicas",
+    "Commit",
+    "Compress",
+    "CopyResult",
+    "Deferred",
+    "FillArguments",
+    "Freed",
+    "Frozen",
+    "GcResult",
+    "Heat",
+    "History",
+    "ImportArguments",
+    "MatchArguments",
+    "Metrics",
+    "Mode",
+    "Owners",
+    "Rename",
+    "RuleUsage",
+    "RunUsage",
+    "SaveArguments",
+    "StoreUsage",
+    "Unread",
+    "check_save_arguments",
+]
 
 
 def check_save_arguments(arguments: SaveArguments) -> None:

@@ -17,7 +17,7 @@ from casckpt.cli.types import SETTING, SIZE
 from casckpt.errors import Damaged
 
 if TYPE_CHECKING:
-    from casckpt.upkeep.copies.copy import CopyResult
+    from casckpt.store.types import CopyResult
 
 
 @store_command("copy")

@@ -132,7 +132,7 @@ def serve(
         raise InvalidInput(f"at {host} others reach the store: give --token-file, or say --no-token")
     tokens = None if token_file is None else tokens_in(_content(token_file).decode("utf-8", "replace"), str(token_file))
     rules = None if view is None else read_rules(_content(view), str(view))
-    session.repository.check_exists()  # else a slip of the pen would be served, as nothing
+    _ = session.store.marker  # else a slip of the pen would be served, as nothing
     hub = Hub(session.store, rules=rules, max_shard_size=max_shard_size)
     app = app_of(hub, tokens=tokens, checks_host=is_loopback(host))
     try:

@@ -18,8 +18,7 @@ from casckpt.cli.text import count, moment, name, printable, say, say_all, say_s
 from casckpt.cli.types import DURATION
 
 if TYPE_CHECKING:
-    from casckpt.upkeep.gc.gc import GcResult
-    from casckpt.upkeep.gc.purge import Deferred
+    from casckpt.store.types import Deferred, GcResult
 
 _OLD: Final = "the old places of "  # of what was rewritten
 _KNOWN_BY_THEN: Final = ("forgotten", "restored", "purged", "waiting", "revoked", "thin", "dry_run")  # when it fails

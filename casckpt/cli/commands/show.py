@@ -14,8 +14,6 @@ from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import Column, coded, count, facts, moment, say, shortened, size, summed, table, unusual
 from casckpt.errors import MissingKey
-from casckpt.format.plain import decode
-from casckpt.format.sections.index import REPLICAS_NOTE
 
 if TYPE_CHECKING:
     from casckpt.store.store import Store
@@ -52,25 +50,20 @@ def command(session: Session, ref: str, *, all_tensors: bool, keys: tuple[str, .
 
 def details(store: Store, ref: str, patterns: tuple[str, ...] = ()) -> dict[str, Any]:
     """A checkpoint as plain data. Raises MissingKey for a pattern that matches no tensor."""
-    from casckpt.contents import manifests
-    from casckpt.contents.signatures import signers
-
     checkpoint = store.get(ref)
-    manifest = manifests.get(store.repository, checkpoint.commit)
-    body = manifest.body
-    differing = body.notes.get(REPLICAS_NOTE)
+    details = checkpoint.details
     chosen, health = _chosen(list(checkpoint.tensors), patterns), checkpoint.health or {}
     return summary(checkpoint) | {
         "tags": checkpoint.tags,
-        "signers": signers(store.repository, checkpoint.commit.id),
+        "signers": checkpoint.signers,
         "metadata": checkpoint.metadata,
-        "parent": body.parent,
-        "world_size": body.world_size,
-        "versions": {"casckpt": body.casckpt, "torch": body.torch},
+        "parent": details.parent,
+        "world_size": details.world_size,
+        "versions": {"casckpt": details.casckpt, "torch": details.torch},
         "attachments": [{"name": name, "bytes": nbytes} for name, nbytes in store.attachments(checkpoint).items()],
-        "objects": list(dict.fromkeys(one.key for one in manifest.objects)),
-        "pickled": list(dict.fromkeys(one.key for one in manifest.objects if one.pickled)),
-        "differing": [] if differing is None else list(decode(differing, strict=True)),
+        "objects": list(details.objects),
+        "pickled": list(details.pickled),
+        "differing": list(details.differing),
         "tensors": [
             {"key": key} | plain(one) | {"health": plain(health.get(key))}
             for key, one in checkpoint.tensors.items()

@@ -16,10 +16,10 @@ from casckpt.frontends.interchange.safetensors.layout import SUFFIX
 from casckpt.frontends.interchange.safetensors.planned import CONFIG
 from casckpt.frontends.interchange.torch_files import export_torch
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.loading.arguments import Rename
 from casckpt.storage.paths import local_path
 from casckpt.store.exports import Exported, FileOptions, Format
 from casckpt.store.store import Store
+from casckpt.store.types import Rename
 
 FORMATS: Final[tuple[Format, ...]] = get_args(Format)
 _SUFFIXES: Final[Mapping[str, Format]] = {SUFFIX: "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}

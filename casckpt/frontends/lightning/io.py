@@ -18,7 +18,7 @@ from casckpt.frontends.interchange.new_files import new_file
 from casckpt.frontends.lightning.files import RunFiles
 from casckpt.frontends.lightning.pointer import AnyPath, Pointer
 from casckpt.frontends.stores import AnyStore, as_store, check_foreign
-from casckpt.saving.options import Compress, SaveArguments
+from casckpt.store.types import Compress, SaveArguments
 
 log = logging.getLogger(__name__)
 

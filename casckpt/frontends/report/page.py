@@ -10,7 +10,7 @@ from html import escape
 from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from casckpt._version import __version__
 from casckpt.base.durations import time_of
@@ -19,11 +19,10 @@ from casckpt.base.sizes import format_size
 from casckpt.errors import Damaged, Refused
 from casckpt.frontends.interchange.new_files import new_file
 from casckpt.frontends.report import charts
-from casckpt.history import tags
 from casckpt.store.store import Store
-from casckpt.upkeep.footprint import RuleUsage
-from casckpt.upkeep.history import Added, Heat, History, heat, history
-from casckpt.upkeep.usage import StoreUsage
+
+if TYPE_CHECKING:
+    from casckpt.store.types import Added, Heat, History, RuleUsage, StoreUsage
 
 RUNS: Final = 12  # beside each other
 CLOSER: Final = 3  # runs with charts of their own
@@ -57,14 +56,13 @@ def write_report(store: Store, path: str | os.PathLike[str]) -> int:
 
 def page(store: Store) -> str:
     """Give the report of ``store`` as HTML, below 300 KB. Raises NotFound, Unsupported, StorageError."""
-    repo, usage = store.repository, store.report()
-    found = history(repo, [run.run for run in usage.runs[:RUNS]])
-    heats = {
-        run.run: made for run in usage.runs[:CLOSER] if (made := heat(repo, _of_run(found.added, run.run))) is not None
-    }
-    found_tags = tags.list_tags(repo).tags
-    named: dict[str, list[str]] = grouped(found_tags, lambda name: found_tags[name].manifest)
-    return _page(_Found(store.url, usage, found, heats, named, _rules(store)))
+    usage = store.report()
+    history = store.history([run.run for run in usage.runs[:RUNS]])
+    heats = {run.run: store.heat(_of_run(history.added, run.run)) for run in usage.runs[:CLOSER]}
+    tags = store.listing().tags
+    named: dict[str, list[str]] = grouped(tags, lambda name: tags[name].checkpoint.id)
+    drawn = {run: heat for run, heat in heats.items() if heat is not None}
+    return _page(_Found(store.url, usage, history, drawn, named, _rules(store)))
 
 
 def _rules(store: Store) -> Sequence[RuleUsage]:

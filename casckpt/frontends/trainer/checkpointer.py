@@ -38,12 +38,9 @@ from casckpt.frontends.trainer.train_state import restore_rng, rng_state
 from casckpt.frontends.training_state.hub_config import config_files
 from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
 from casckpt.frontends.training_state.stored import MODEL
-from casckpt.history.commits import Commit
-from casckpt.loading.arguments import Rename
-from casckpt.loading.options import FillArguments, LoadOptions, MatchArguments, Unread
+from casckpt.loading.options import LoadOptions
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks, this_rank
-from casckpt.saving.options import CheckReplicas, SaveArguments
-from casckpt.upkeep.gc.rotation import rotate, thin
+from casckpt.store.types import CheckReplicas, FillArguments, MatchArguments, Rename, SaveArguments, Unread
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -443,13 +440,13 @@ class Checkpointer(OneRun):
         """Do, on rank 0, what is due once a checkpoint is committed. It is there whatever goes wrong here."""
         if not leads:
             return
-        gone, thinned = list[Commit](), list[Commit]()
+        gone, thinned = list[Checkpoint](), list[Checkpoint]()
         try:
-            gone = rotate(self.store.repository, self.run, self._rotation)
-            thinned = thin(self.store.repository, self.run, self._rotation.thin)
+            gone = self.store.rotate(self.run, self._rotation)
+            thinned = self.store.thin_now(self.run, self._rotation.thin)
         except CasckptError as error:
             log.warning("after %s@%d nothing was forgotten: %s", saved.run, saved.step, error)
-        steps = tuple(commit.step for commit in gone)
+        steps = tuple(one.step for one in gone)
         self.summary = SaveSummary(checkpoint=saved, blocked=blocked, durable=durable, forgotten=steps)
         log.info("%s", self.summary)
         if self.config.gc:

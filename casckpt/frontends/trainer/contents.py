@@ -27,11 +27,12 @@ from casckpt.frontends.training_state.save_load import state_of
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.frontends.training_state.together import Groups, Made, find, is_sharded, made_by_name, make_state
 from casckpt.loading.arguments import renamer
-from casckpt.loading.options import LoadOptions, MatchArguments, Unread
+from casckpt.loading.options import LoadOptions
 from casckpt.loading.unread import is_generator, is_within, tell, warn_moved
 from casckpt.ranks.ranks import Ranks, on_each
 from casckpt.store.objects import is_of_optimizer
 from casckpt.store.store import Store
+from casckpt.store.types import MatchArguments, Unread
 
 log = logging.getLogger("casckpt")
 

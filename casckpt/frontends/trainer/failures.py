@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Conflict, InvalidInput, Revoked
-from casckpt.repository.repository import Clock
 
 PATIENCE = 15 * 60 * 1_000_000
 """For so many microseconds saves may fail before one is made in the foreground."""
@@ -43,7 +43,7 @@ class Failures:
     ``most``: so many in a row, over `PATIENCE`, are too many. None: they never are.
     """
 
-    def __init__(self, most: int | None, clock: Clock) -> None:
+    def __init__(self, most: int | None, clock: Callable[[], int]) -> None:
         self.count = 0
         self._most, self._clock, self._first = most, clock, 0
 

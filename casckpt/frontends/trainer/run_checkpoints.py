@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from casckpt.base.names import similar_runs
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import NotFound
-from casckpt.history.commits import Commit
 from casckpt.ranks.agreement import check_same
 from casckpt.ranks.ranks import Ranks, everyone
 from casckpt.store.store import Store
+from casckpt.store.types import Commit
 
 log = logging.getLogger(__name__)
 
@@ -21,14 +21,14 @@ def newest(store: Store, run: str, step: int | None = None) -> Commit | None:
     try:
         return store.get(_ref(run, step)).commit
     except NotFound as error:
-        if store.repository.exists():  # else it is the first run of all
+        if store.exists():  # else it is the first run of all
             log.info("%s", error)  # a slip of the pen would start a training anew
         return None
 
 
 def newest_healthy(store: Store, run: str) -> Commit | None:
     """The newest of a run that nobody called unhealthy; None if there is none. Raises NotFound if all are unhealthy."""
-    found = store.checkpoints(run) if store.repository.exists() else []
+    found = store.checkpoints(run) if store.exists() else []
     healthy = [one.commit for one in found if one.healthy is not False]
     if found and not healthy:
         raise NotFound(f"all checkpoints of {run} were saved with healthy=False; load one of them by its step")
@@ -60,7 +60,7 @@ def newest_together(
 
 def warn_of_similar(store: Store, run: str) -> None:
     """Log that a run of another name may be meant, as one with a typo: a training begins anew."""
-    similar = similar_runs(run, store.runs()) if store.repository.exists() else []
+    similar = similar_runs(run, store.runs()) if store.exists() else []
     if similar:
         log.warning(
             "there is no checkpoint of run %r in %s, so nothing is resumed; did you mean run %s?",

@@ -33,9 +33,9 @@ from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.views.recut import ViewTensor
 from casckpt.frontends.views.view import Rules
 from casckpt.frontends.views.windows import WindowReader
-from casckpt.loading.arguments import Rename
 from casckpt.store.exports import Exported
 from casckpt.store.store import Store
+from casckpt.store.types import Rename
 
 _OURS = re.compile(rf"{STEM}(-[0-9]{{5}}-of-[0-9]{{5}})?\{SUFFIX}")
 
