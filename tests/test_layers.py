@@ -324,12 +324,72 @@ def test_a_right_import_is_left_alone(path: str, source: str) -> None:
     assert violations(path, source) == []
 
 
-LATE = ("store/",)
+CIRCLE = (
+    "cli/",
+    "frontends/report/",
+    "frontends/trainer/",
+    "frontends/lightning/",
+    "frontends/follow.py",
+    "frontends/transformers.py",
+    "frontends/torchtitan.py",
+    "frontends/accelerate.py",
+    "frontends/interchange/export.py",
+    "frontends/interchange/safetensors/exporting.py",
+    "frontends/serve/hub.py",
+    "frontends/serve/app.py",
+    "frontends/serve/names.py",
+    "frontends/serve/access.py",
+)
+"""Users of `Store`: they see the store, its checkpoints, values and ranks, and nothing of what lies below."""
+
+SEEN = (
+    *("casckpt.__version__", "casckpt._version", "casckpt.errors", "casckpt.base", "casckpt.cli", "casckpt.frontends"),
+    *("casckpt.store", "casckpt.contents.checkpoint", "casckpt.ranks", "casckpt.tensors.values"),
+    *(f"casckpt.plan.{name}" for name in ("difference", "retention")),
+)
+"""What users of `Store` may name of the package."""
+
+DEBT = {
+    ("frontends/trainer/checkpointer.py", "casckpt.loading.options.LoadOptions"): "hands the options to contents.py",
+    ("frontends/trainer/contents.py", "casckpt.loading.arguments.renamer"): "fills tensors, as training_state does",
+    ("frontends/trainer/contents.py", "casckpt.loading.options.LoadOptions"): "fills tensors, as training_state does",
+    ("frontends/trainer/contents.py", "casckpt.loading.unread.is_generator"): "logs of unread keys in its own words",
+    ("frontends/trainer/contents.py", "casckpt.loading.unread.is_within"): "logs of unread keys in its own words",
+    ("frontends/trainer/contents.py", "casckpt.loading.unread.tell"): "logs of unread keys in its own words",
+    ("frontends/trainer/contents.py", "casckpt.loading.unread.warn_moved"): "logs of unread keys in its own words",
+    ("frontends/trainer/throttle.py", "casckpt.storage.base.ObjectStore"): "wraps the storage of an open store",
+    ("frontends/transformers.py", "casckpt.tensors.dtypes.torch_dtype"): "restores files of tensors, as exports do",
+}
+"""(module, name) -> why a user of `Store` still names it. Names may leave this list; none may join it."""
+
+
+def beyond(path: str, source: str) -> set[tuple[str, str]]:
+    """(module, name) of what a user of `Store` names outside its circle."""
+    names = {use.name for use in uses(path, source) if use.name.startswith("casckpt.")}
+    return {(path, name) for name in names if path.startswith(CIRCLE) and not within(name, SEEN)}
+
+
+def test_users_of_the_store_see_nothing_below_it() -> None:
+    found = {pair for path in modules() for pair in beyond(path, (PACKAGE / path).read_text())}
+    assert found == DEBT.keys()
+
+
+def test_a_reach_below_the_store_is_seen() -> None:
+    source = "def late():\n    from casckpt.history.commits import list_commits\nfrom casckpt.store.store import Store"
+    assert beyond("cli/main.py", source) == {("cli/main.py", "casckpt.history.commits.list_commits")}
+    assert beyond("frontends/dcp/exporting.py", source) == set()
+
+
+def test_every_user_of_the_store_is_there() -> None:
+    assert [place for place in CIRCLE if not any(path.startswith(place) for path in modules())] == []
+
+
+LATE = ("store/", "loading/options.py", "loading/arguments.py", "saving/options.py")
 """Modules of layers with torch that import it when a call needs tensors: `casckpt list` uses them."""
 
 
 def test_what_needs_no_tensor_does_not_load_torch() -> None:
-    free = [path for path in modules() if not path.startswith((*TORCH, "__main__")) or path in LATE]
+    free = [path for path in modules() if not path.startswith((*TORCH, "__main__")) or path.startswith(LATE)]
     names = [".".join(("casckpt", *path.removesuffix(".py").split("/"))).removesuffix(".__init__") for path in free]
     code = f"import sys\nfor name in {names}: __import__(name)\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

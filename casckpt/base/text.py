@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import unquote
+
+from casckpt.errors import InvalidInput
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
@@ -25,3 +29,11 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     """Tell whether it names files behind a URL, other than file://."""
     found = _SCHEME.match(path) if isinstance(path, str) else None
     return found is not None and found[1].lower() != "file"
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a local file or folder, also of a file:// URL. Raises InvalidInput for an empty one."""
+    text = os.fspath(path)
+    if not text:
+        raise InvalidInput("'' names no file or folder; give a path or a URL")
+    return Path(unquote(text.removeprefix("file://")) if text.startswith("file://") else text).expanduser()

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from urllib.parse import unquote
 
-from casckpt.base.text import is_url
-from casckpt.errors import InvalidInput
+from casckpt.base.text import is_url, local_path
 from casckpt.storage.files import Files
 from casckpt.storage.local.files import LocalFiles
-
-
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a local file or folder, also of a file:// URL. Raises InvalidInput for an empty one."""
-    text = os.fspath(path)
-    if not text:
-        raise InvalidInput("'' names no file or folder; give a path or a URL")
-    return Path(unquote(text.removeprefix("file://")) if text.startswith("file://") else text).expanduser()
 
 
 def open_files(path: str | os.PathLike[str]) -> Files:

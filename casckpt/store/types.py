@@ -28,31 +28,10 @@ if TYPE_CHECKING:  # results of gc, copies and reports, whose modules take a whi
     from casckpt.upkeep.usage import Freed, RunUsage, StoreUsage
 
 __all__ = [
-    "Added",
-    "CheckReplicas",
-    "Commit",
-    "Compress",
-    "CopyResult",
-    "Deferred",
-    "FillArguments",
-    "Freed",
-    "Frozen",
-    "GcResult",
-    "Heat",
-    "History",
-    "ImportArguments",
-    "MatchArguments",
-    "Metrics",
-    "Mode",
-    "Owners",
-    "Rename",
-    "RuleUsage",
-    "RunUsage",
-    "SaveArguments",
-    "StoreUsage",
-    "Unread",
-    "check_save_arguments",
-]
+    "Added", "CheckReplicas", "Commit", "Compress", "CopyResult", "Deferred", "FillArguments", "Freed", "Frozen",
+    "GcResult", "Heat", "History", "ImportArguments", "MatchArguments", "Metrics", "Mode", "Owners", "Rename",
+    "RuleUsage", "RunUsage", "SaveArguments", "StoreUsage", "Unread", "check_save_arguments",
+]  # fmt: skip
 
 
 def check_save_arguments(arguments: SaveArguments) -> None:

@@ -26,7 +26,7 @@ from torch.serialization import skip_data
 
 from casckpt.base.keywords import check_keywords
 from casckpt.base.progress import Shown
-from casckpt.base.text import is_url
+from casckpt.base.text import is_url, local_path
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.signatures import get_trusted
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Refused
@@ -44,7 +44,6 @@ from casckpt.loading.contents import Contents
 from casckpt.loading.load import values_at
 from casckpt.loading.options import LoadOptions
 from casckpt.saving.options import ImportArguments
-from casckpt.storage.paths import local_path
 from casckpt.store.exports import Exported, FileOptions
 from casckpt.store.store import Store
 from casckpt.tensors.dtypes import torch_dtype
