@@ -343,13 +343,13 @@ class _Groups:
     def get(self, parent: ProcessGroup, purpose: str) -> GroupRanks:
         key = (parent.group_name, purpose)
         with self._lock:
-            found = self._made.get(key)
-            if found is not None and found.parent() is not parent:  # it was of an earlier one of the same name
-                found = None
-            if found is None or found.dropped:
-                found = self._made[key] = GroupRanks(parent, purpose, found.generation + 1 if found else 0)
-                found.connect(parent)
-            return found
+            group = self._made.get(key)
+            if group is not None and group.parent() is not parent:  # it was of an earlier one of the same name
+                group = None
+            if group is None or group.dropped:
+                group = self._made[key] = GroupRanks(parent, purpose, group.generation + 1 if group else 0)
+                group.connect(parent)
+            return group
 
 
 _groups = _Groups()

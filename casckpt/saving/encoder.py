@@ -296,8 +296,8 @@ class Coder:
         """Read a cell, with its frames, from where that is cheap: a local store, or this host's cache."""
         stored: list[bytearray] = []
 
-        def read(one: StoredCell) -> bytearray:
-            stored.append(self._bytes_of(one))
+        def read(link: StoredCell) -> bytearray:
+            stored.append(self._bytes_of(link))
             return stored[-1]
 
         try:
@@ -307,7 +307,7 @@ class Coder:
             return None
         *links, _ = cell.chain
         every = zip(links, reversed(stored), strict=False)
-        frames = tuple(HeldFrame(bytes(data), one.base.digest) for one, data in every if one.base is not None)
+        frames = tuple(HeldFrame(bytes(data), link.base.digest) for link, data in every if link.base is not None)
         return HeldCell(cell.digest, plain, frames)
 
     def _bytes_of(self, cell: StoredCell) -> bytearray:

@@ -350,14 +350,14 @@ class Upload:
 
     def _claim(self, cell: Cell, digest: CellDigest, number: int, offset: int) -> tuple[PlacedCell, bool]:
         """The place of a cell that was just hashed: where it is already, or here."""
-        found = self._find(cell, digest)
+        stored = self._find(cell, digest)
         with self._lock:
             earlier = self._claims.get(digest)
             if earlier is not None and all(map(self.known.usable, earlier.needs)):
                 return earlier, False
-            place = PlacedCell.known(found) if found else PlacedCell(digest, True, number, offset)
+            place = PlacedCell.known(stored) if stored else PlacedCell(digest, True, number, offset)
             self._claims[digest] = place
-        return place, found is None
+        return place, stored is None
 
 
 class _Queue(Queue[Cell]):

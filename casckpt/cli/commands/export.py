@@ -72,18 +72,18 @@ def command(session: Session, ref: str, out: str, **options: Unpack[ExportOption
     checkpoint = session.store.get(ref)
     with progress_bar("exporting") as done:
         options["progress"] = done
-        found = export(session.store, checkpoint, out, **options)
+        exported = export(session.store, checkpoint, out, **options)
     result = {
-        "format": found.format,
-        "files": [str(path) for path in found.files],
-        "tensors": found.tensors,
-        "bytes": found.nbytes,
-        "attachments": list(found.attachments),
-        "left_out": list(found.left_out),
-        "skipped": list(found.skipped),
-        "prefix": found.prefix,
+        "format": exported.format,
+        "files": [str(path) for path in exported.files],
+        "tensors": exported.tensors,
+        "bytes": exported.nbytes,
+        "attachments": list(exported.attachments),
+        "left_out": list(exported.left_out),
+        "skipped": list(exported.skipped),
+        "prefix": exported.prefix,
     }
-    is_file = len(found.files) == 1 and Path(found.files[0]).name == Path(out).name
+    is_file = len(exported.files) == 1 and Path(exported.files[0]).name == Path(out).name
     session.give(brief(checkpoint) | result, partial(_text, is_file=is_file, wanted=options["attachments"]))
 
 

@@ -62,7 +62,7 @@ def command(
 
 def _warn_of_unknown(rows: list[dict[str, Any]], show: Sequence[str]) -> None:
     """An empty column may be a slip in its name."""
-    known = sorted({key for row in rows for key in _told(row)})
+    known = sorted({key for row in rows for key in _user_values(row)})
     for name in show:
         if rows and name not in known:
             there = f"; there are {', '.join(shortened(known))}" if known else ""
@@ -85,21 +85,20 @@ def _sorted(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
         return sorted(rows, key=_KEYS[name], reverse=backwards)
     numbers = {id(row): found for row in rows if (found := _number(row, name)) is not None}
     if rows and not numbers:
-        told = {key for row in rows for key in _told(row) if _number(row, key) is not None}
-        known = sorted({*_KEYS, *told})
+        numeric = {key for row in rows for key in _user_values(row) if _number(row, key) is not None}
+        known = sorted({*_KEYS, *numeric})
         raise InvalidInput(f"nothing in the list has a number {name!r} to sort by; there are {', '.join(known)}")
     first = sorted((row for row in rows if id(row) in numbers), key=lambda row: numbers[id(row)], reverse=backwards)
     return first + [row for row in rows if id(row) not in numbers]
 
 
-def _told(row: dict[str, Any]) -> dict[str, Any]:
-    """What the user has said of a checkpoint, by name."""
-    told: dict[str, Any] = (row["metadata"] or {}) | row["metrics"]
-    return told
+def _user_values(row: dict[str, Any]) -> dict[str, Any]:
+    """The metadata and metrics of a checkpoint, by name."""
+    return {**(row["metadata"] or {}), **row["metrics"]}
 
 
 def _number(row: dict[str, Any], name: str) -> float | None:
-    found = _told(row).get(name)
+    found = _user_values(row).get(name)
     is_number = isinstance(found, int | float) and not isinstance(found, bool) and not isnan(found)
     return found if is_number else None
 
@@ -168,7 +167,7 @@ def _cells(row: dict[str, Any], shown: Sequence[str]) -> tuple[str, ...]:
 
 def _value(row: dict[str, Any], name: str) -> str:
     """Of metrics or metadata: text as it is, a number in up to 4 digits, the rest as JSON; "" where it is missing."""
-    found = _told(row).get(name, "")
+    found = _user_values(row).get(name, "")
     if isinstance(found, float):
         return f"{found:.4g}"
     return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)

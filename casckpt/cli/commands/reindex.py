@@ -13,5 +13,5 @@ def command(session: Session) -> None:
     This host has one for each store. It only saves time, and is checked when it is read. Nothing in the store changes.
     """
     known, path = session.store.reindex(), str(session.store.repository.catalogue.path)
-    told = f"{printable(path)} knows {count(known, 'checkpoint')}"
-    session.give({"checkpoints": known, "path": path}, lambda result: say(told))
+    line = f"{printable(path)} knows {count(known, 'checkpoint')}"
+    session.give({"checkpoints": known, "path": path}, lambda result: say(line))

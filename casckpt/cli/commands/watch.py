@@ -30,8 +30,8 @@ def command(
     One line each, once it can be loaded, in the order of their announcements. "late" means that a checkpoint that began
     later was printed before. With --json each line is an object. Neither the store nor the run has to exist yet.
     """
-    told = session.store.watch(run, after=after, latest_only=latest_only, timeout=timeout, poll=poll)
-    for one in told:
+    arrivals = session.store.watch(run, after=after, latest_only=latest_only, timeout=timeout, poll=poll)
+    for one in arrivals:
         row = summary(one.checkpoint) | {"late": one.late}
         say(json.dumps(finite(row), allow_nan=False) if session.as_json else _line(row))
 
