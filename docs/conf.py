@@ -11,6 +11,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE / "site"), str(HERE.parent / "tools")]
 
+import commands
 import page_tables
 import pictures
 import reference
@@ -50,6 +51,8 @@ def _source_read(app: Sphinx, name: str, source: list[str]) -> None:
     if name == "benchmarks":
         text += "\n```{toctree}\n:hidden:\n:glob:\n\n_benchmarks/*\n```\n"
     text = re.sub(r"\]\((\.\./)?benchmarks/(\w[\w-]*)\.json\)", r"](\1_benchmarks/\2.md)", text)
+    if name == "cli":
+        text += f"\n{commands.sections()}"
     if name == "decisions/README":
         text += "\n```{toctree}\n:hidden:\n:glob:\n\n0*\n```\n"
     for page in ("api/README.md", "README.md"):

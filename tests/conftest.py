@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tests.support.servers import Server
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60, print_blob=True)
+settings.register_profile("quick", derandomize=True, deadline=None, max_examples=20, print_blob=True)
 settings.register_profile("bucket", derandomize=True, deadline=None, max_examples=6, print_blob=True)
 settings.register_profile("full", deadline=None, max_examples=1000, print_blob=True)
 
@@ -30,7 +31,9 @@ LONGER = 6
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="what is plain: no ranks, no servers, no other processes")
+    parser.addoption(
+        "--quick", action="store_true", help="what is plain and no sweep: no ranks, no servers, no other processes"
+    )
     parser.addoption("--full", action="store_true", help="long sweeps (the mark soak) too, with new random seeds")
     points = "with --full: at so many calls of each kind is somebody struck in a bucket (10); 0: at all, for hours"
     parser.addoption("--points", type=int, default=10, help=points)
@@ -40,13 +43,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its own options
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # while tests are collected: modules and tests are no garbage
     full = config.getoption("--full")
     if full and config.getoption("--quick"):
         raise pytest.UsageError("--quick and --full exclude each other")
     for kind, needs in kinds.KINDS.items():
         config.addinivalue_line("markers", f"{kind}: set by what the test reaches: {needs}")
     if config.getoption("--hypothesis-profile") is None:
-        settings.load_profile("bucket" if config.getoption("--storage") else "full" if full else "ci")
+        quick = "quick" if config.getoption("--quick") else "ci"
+        settings.load_profile("bucket" if config.getoption("--storage") else "full" if full else quick)
     if full and config.getoption("timeout") is None:
         config.option.timeout = LONGER * float(config.getini("timeout"))
     if full and config.getoption("--hypothesis-seed") is None:
@@ -82,12 +87,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """What there is by now stays; to look at all of it for garbage takes half a second, as often as that comes due."""
     gc.freeze()
+    gc.enable()
 
 
 def _wanted(config: pytest.Config, item: pytest.Item) -> bool:
     if item.get_closest_marker("soak") and not config.getoption("--full"):
         return False
-    if config.getoption("--quick") and not _is_plain(item):
+    if config.getoption("--quick") and not (_is_plain(item) and item.get_closest_marker("sweep") is None):
         return False
     if not config.getoption("--storage"):
         return True

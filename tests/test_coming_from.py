@@ -37,7 +37,7 @@ ELSEWHERE = {
 def test_each_section_is_run_or_says_why_not() -> None:
     sections = re.findall(r"^## (.*)$", PAGE.read_text(), re.MULTILINE)
     assert sections == ["torch.save", "safetensors", "torch.distributed.checkpoint", *HERE, "OLMo-core", "Orbax",
-                        "What is different on purpose"]  # fmt: skip
+                        "Intentional differences"]  # fmt: skip
     assert sections[:-1] == [*list(ELSEWHERE)[:3], *HERE, *list(ELSEWHERE)[3:]]
     assert {block.needs for block in blocks(PAGE)} == {"", *HERE.values()}
 

@@ -6,6 +6,8 @@ import builtins
 import pkgutil
 import re
 from contextlib import chdir
+from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -138,12 +140,12 @@ def test_limits_are_those_of_the_code() -> None:
 # all pages
 
 
-@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.stem))
-def test_links_lead_somewhere(page: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", page.read_text()):
-        other = page.parent / target if target else page
-        assert other.exists(), f"{page.name} links to {target}"
-        assert not anchor or anchor in anchors(other), f"{page.name} links to {target}#{anchor}"
+def test_links_lead_somewhere() -> None:
+    for page in EVERY_PAGE:
+        for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+            other = page.parent / target if target else page
+            assert other.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors(other), f"{page.name} links to {target}#{anchor}"
 
 
 OUTSIDE = {
@@ -158,23 +160,24 @@ def test_links_to_other_sites_are_listed() -> None:
     assert all(re.fullmatch(r"https://[\w-]+(\.[\w-]+)+(/\S*)?", link) for link in OUTSIDE)
 
 
+@cache
 def anchors(page: Path) -> set[str]:
     """What links may name in a page: its headings, as GitHub names them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.stem))
-def test_headings_go_down_level_by_level(page: Path) -> None:
+def test_headings_go_down_level_by_level() -> None:
     """Else the site is not built: a warning there is an error."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    levels = [len(found) for found in re.findall(r"^(#+) ", text, re.MULTILINE)]
-    assert all(after <= before + 1 for before, after in pairwise([0, *levels]))
+    for page in EVERY_PAGE:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        levels = [len(found) for found in re.findall(r"^(#+) ", text, re.MULTILINE)]
+        assert all(after <= before + 1 for before, after in pairwise([0, *levels])), page
 
 
-@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.stem))
-def test_a_page_with_examples_is_run(page: Path) -> None:
-    assert page in (*PAGES, REMOTE, HUB, SERVING) or not blocks(page), f"{page.name} has examples: add it to PAGES"
+def test_a_page_with_examples_is_run() -> None:
+    for page in EVERY_PAGE:
+        assert page in (*PAGES, REMOTE, HUB, SERVING) or not blocks(page), f"{page.name} has examples: add it to PAGES"
 
 
 # README.md
@@ -270,11 +273,10 @@ def test_every_layer_has_its_table_of_modules_which_the_site_makes() -> None:
     assert rows >= {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
 
 
-@pytest.mark.parametrize("page", [DESIGN, *sorted((DOCS / "decisions").glob("0*.md"))], ids=lambda page: str(page.stem))
-def test_files_that_are_named_are_there(page: Path) -> None:
-    text = page.read_text()
-    for name in re.findall(r"`((?:[\w.]+/)*\w+\.(?:py|md))`", text):
-        assert any((folder / name).exists() for folder in (ROOT, PACKAGE, DOCS)), f"{page.name} names {name}"
+def test_files_that_are_named_are_there() -> None:
+    for page in (DESIGN, *sorted((DOCS / "decisions").glob("0*.md"))):
+        for name in re.findall(r"`((?:[\w.]+/)*\w+\.(?:py|md))`", page.read_text()):
+            assert any((folder / name).exists() for folder in (ROOT, PACKAGE, DOCS)), f"{page.name} names {name}"
 
 
 def named_in_the_code() -> dict[str, Path]:
@@ -295,6 +297,18 @@ def test_what_docstrings_refer_to_is_there() -> None:
         except (ImportError, AttributeError):
             broken.append(f"{path}: {name}")
     assert broken == []
+
+
+# docs/glossary.md
+
+
+def test_the_glossary_is_short_and_each_word_has_a_home() -> None:
+    page = (DOCS / "glossary.md").read_text()
+    rows = re.findall(r"^\| \*\*([\w ]+)\*\* \| .* \| `([\w.]+)` \|$", page, re.MULTILINE)
+    words = [word for word, _ in rows]
+    assert len(words) == len(set(words))
+    assert 30 < len(words) <= 40
+    assert [home for _, home in rows if find_spec(home) is None] == []
 
 
 # docs/decisions

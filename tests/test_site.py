@@ -137,13 +137,13 @@ def settings(heading: str) -> dict[str, str]:
 
 
 def test_the_settings_of_a_store_are_those_of_the_code() -> None:
-    assert settings("Of a store") == _DEFAULTS
+    assert settings("Store settings") == _DEFAULTS
     assert list(_DEFAULTS) == list(NAMES)
 
 
 def test_the_settings_of_a_new_store_are_those_of_the_code() -> None:
     fields = {field.name: field.default for field in msgspec.structs.fields(Marker)}
-    sizes = {name: parse_size(default) for name, default in settings("Of a new store").items()}
+    sizes = {name: parse_size(default) for name, default in settings("Sizes of a new store").items()}
     assert sizes == {name: fields[name] for name in ("cell_bytes", "blob_bytes")}
 
 
@@ -154,10 +154,12 @@ def as_written(values: dict[str, Any]) -> dict[str, str]:
 
 def test_the_arguments_of_open_are_those_of_the_code() -> None:
     parameters = [*inspect.signature(open_store).parameters.values()][1:]
-    assert settings("Of an open store") == as_written({one.name: one.default for one in parameters})
+    assert settings("Options of open") == as_written({one.name: one.default for one in parameters})
 
 
-@pytest.mark.parametrize(("heading", "kind"), [("Of a save", SaveOptions), ("Of a Checkpointer", CheckpointerConfig)])
+@pytest.mark.parametrize(
+    ("heading", "kind"), [("Options of save", SaveOptions), ("Options of Checkpointer", CheckpointerConfig)]
+)
 def test_the_settings_of_what_saves_are_those_of_the_code(heading: str, kind: Any) -> None:
     assert settings(heading) == as_written({field.name: field.default for field in fields(kind)})
 

@@ -92,11 +92,11 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def cli() -> None:
-    """Keep PyTorch checkpoints in a store that holds equal bytes once.
+    """Store PyTorch checkpoints, and equal bytes only once.
 
-    STORE is a folder or a URL. Leave it out if you pass -s or set CASCKPT_STORE. REF names a checkpoint: an id (or its
-    first 6 or more hex digits), RUN@STEP, RUN@latest, latest, or tag:NAME. Where a command takes several, RUN@100..500,
-    RUN@501.., RUN@..500 and RUN@.. name ranges.
+    STORE is a folder or a URL. Omit it if you pass -s or set CASCKPT_STORE. REF names a checkpoint: an id (or its first
+    6 or more hex digits), RUN@STEP, RUN@latest, latest, or tag:NAME. Where a command takes several, RUN@100..500,
+    RUN@501.., RUN@..500 and RUN@.. name ranges of steps.
 
     Exit status: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 damaged data found, 5 conflict, 130 interrupted.
     """

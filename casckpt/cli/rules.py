@@ -20,19 +20,19 @@ def _best(text: str) -> str:
 
 _OPTIONS: Final = (
     click.option("--keep-last", type=click.IntRange(min=0), metavar="N", help="Keep the N newest of each run."),
-    click.option("--keep-every", type=AT_LEAST_ONE, metavar="N", help="Keep those whose step is a multiple of N."),
-    click.option("--keep-within", type=DURATION, help="Keep those saved within this time (12h, 7d)."),
+    click.option("--keep-every", type=AT_LEAST_ONE, metavar="N", help="Keep steps that are a multiple of N."),
+    click.option("--keep-within", type=DURATION, help="Keep what was saved within this time (12h, 7d)."),
     click.option(
-        "--keep-daily", type=AT_LEAST_ONE, metavar="N", help="Keep the newest of each of N days that have any."
+        "--keep-daily", type=AT_LEAST_ONE, metavar="N", help="Keep the newest of each of the last N days that have one."
     ),
-    click.option("--keep-weekly", type=AT_LEAST_ONE, metavar="N", help="Keep the newest of each of N weeks."),
-    click.option("--keep-monthly", type=AT_LEAST_ONE, metavar="N", help="Keep the newest of each of N months."),
+    click.option("--keep-weekly", type=AT_LEAST_ONE, metavar="N", help="The same for N weeks."),
+    click.option("--keep-monthly", type=AT_LEAST_ONE, metavar="N", help="The same for N months."),
     click.option(
         "--keep-best",
         type=Parsed("best", _best),
         multiple=True,
         metavar="METRIC:[max:]N",
-        help="Keep the N with the lowest metric, or the highest. May be repeated.",
+        help="Keep the N with the lowest value, or the highest (max). May be repeated.",
     ),
 )
 

@@ -74,9 +74,9 @@ def finite(value: Any) -> Any:
 
 STORE_ARGUMENT = click.Argument(["store"], metavar="STORE", type=STORE)
 COMMON: tuple[click.Parameter, ...] = (
-    click.Option(["--json", "as_json"], is_flag=True, help="Give the result as JSON."),
-    click.Option(["-v", "--verbose"], count=True, help="Log more; given twice, log everything."),
-    click.Option(["--debug"], is_flag=True, help="Show where in the code an error comes from."),
+    click.Option(["--json", "as_json"], is_flag=True, help="Print the result as JSON."),
+    click.Option(["-v", "--verbose"], count=True, help="Log more; twice: log everything."),
+    click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."),
 )
 ON_STORES: tuple[click.Parameter, ...] = (
     click.Option(
@@ -85,25 +85,25 @@ ON_STORES: tuple[click.Parameter, ...] = (
         type=STORE,
         envvar=ENV_STORE,
         show_envvar=True,
-        help="The store; then leave out STORE among the arguments.",
+        help="The store, in place of the argument STORE.",
     ),
     click.Option(
         ["--storage-option", "storage_options"],
         type=SETTING,
         multiple=True,
-        help="For the client of a remote storage; the value is JSON, or text. May be repeated.",
+        help="An option for the client of a remote storage; the value is JSON or text. May be repeated.",
     ),
     click.Option(
         ["--cache-dir"],
         type=click.Path(path_type=Path, file_okay=False),
         envvar="CASCKPT_CACHE_DIR",
         show_envvar=True,
-        help="Where this host keeps what it knows of stores.",
+        help="The folder for the catalogue and the blob cache.",
     ),
     click.Option(
         ["--single-writer"],
         is_flag=True,
-        help="Promise that nobody else writes at the same time, to use a storage that cannot refuse a second create.",
+        help="Promise that no other process writes, for a storage without exclusive creates.",
     ),
 )
 
@@ -112,7 +112,7 @@ REQUIRE_SIGNATURE = click.Option(
     ["--require-signature"],
     metavar="KEY",
     multiple=True,
-    help="Only what this public key has signed: its file, or 64 hex digits. May be repeated; then any of them.",
+    help="Only checkpoints signed by this public key: its file, or 64 hex digits. May be repeated; any key counts.",
 )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -26,7 +26,7 @@ except ImportError as error:
     raise ImportError("casckpt.frontends.torchtitan needs torchtitan 0.3: pip install 'casckpt[torchtitan]'") from error
 
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.errors import InvalidInput, NotFound, Unsupported
+from casckpt.errors import InvalidInput, MissingKey, NotFound, Unsupported
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.training_state.model import model_state
 from casckpt.frontends.training_state.parts import as_model
@@ -34,6 +34,10 @@ from casckpt.store.opening import open as open_store
 
 OPTIMIZER = "optimizer"  # what torchtitan calls them
 PARTS = ("lr_scheduler", "dataloader")
+_OWN_NAMES = (
+    "{}. Under torchtitan, rename is for initial_load_ref: go on as another run, with run=..., "
+    "initial_load_ref='{}@{}', initial_load_model_only=False and that rename in the configuration"
+)
 
 
 class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan has no types
@@ -44,7 +48,9 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         """torchtitan's settings, and those of the store.
 
         ``store``: a path or URL; "" for the folder ``folder`` below the dump folder. ``initial_load_ref``: a
-        checkpoint of the store to begin from, while the run has none (instead of ``initial_load_path``).
+        checkpoint of the store to begin from, while the run has none (instead of ``initial_load_path``). ``rename``:
+        from names of the model, ``model.<name>``, to those in ``initial_load_ref``: regular expressions and
+        replacements, see `casckpt.Store.load`.
         ``async_save``: in the background. ``fixed_steps``: saved in any case, and kept. ``throttle``,
         ``pre_download``, ``health``, ``check_replicas``: see `Checkpointer`. ``cast``, ``options``: see its `load`.
         ``mirror``, ``sign_with``, ``require_signature`` ("" and () for none): see `casckpt.open`.
@@ -53,6 +59,7 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         store: str = ""
         run: str = "default"
         initial_load_ref: str | None = None
+        rename: dict[str, str] = field(default_factory=dict)
         async_save: bool = True
         fixed_steps: tuple[int, ...] = ()
         throttle: int | None = None
@@ -142,15 +149,16 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         excluded = set(self.config.exclude_from_loading)
         optims = None if model_only or OPTIMIZER in excluded else self.optimizers
         needed = True if own and not model_only else None
-        loaded = self.checkpointer.load(
-            ref,
-            self.model_parts,
-            optims,
-            load_optim_state=needed if optims else None,
-            load_trainer_state=False if model_only else needed,
-            cast=self.config.cast,
-            options=self.config.options,
-        )
+        try:
+            loaded = self.checkpointer.load(
+                ref, self.model_parts, optims, load_optim_state=needed if optims else None,
+                load_trainer_state=False if model_only else needed, cast=self.config.cast,
+                options=self.config.options, rename=None if own else self.config.rename,
+            )  # fmt: skip
+        except MissingKey as error:
+            if not isinstance(ref, Checkpoint):
+                raise
+            raise MissingKey(_OWN_NAMES.format(error, ref.run, ref.step), **error.__dict__) from error
         if loaded is not None:
             wanted = {name: part for name, part in self.states.items() if name not in excluded}
             TrainState(**wanted).load_state_dict(loaded)

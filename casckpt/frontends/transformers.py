@@ -199,7 +199,7 @@ def restore_checkpoint(
     *,
     force: bool = False,
     allow_pickle: bool = False,
-) -> Path | None:
+) -> str | None:
     """Write the folder ``output_dir/checkpoint-STEP`` as the trainer had written it; its path.
 
     None if ``ref`` is ``RUN@latest`` of a run that has no checkpoint yet: then a trainer starts from the beginning.
@@ -229,15 +229,15 @@ def restore_checkpoint(
     force = force or _is_its_folder(opened, stored.checkpoint, target)
     with new_folder(target, force=force, stale=lambda name: True, last=[STATE]) as folder:
         for name in opened.attachments(stored.checkpoint):
-            _write(folder, name, opened.read_attachment(stored.checkpoint, name))
+            _within(folder, name).write_bytes(opened.read_attachment(stored.checkpoint, name))
         for name, data in about.get("rng", {}).items():
-            _write(folder, name, data)
+            _within(folder, name).write_bytes(data)
         for name, file in about["files"].items():
             tensors = _read(opened, stored, name, file["names"])
             save_file(tensors, _within(folder, name), metadata=dict(file["metadata"]) or None)
         if stored.has_optimizer():
             torch.save(unshard_optim_state(opened, stored.checkpoint, allow_pickle=allow_pickle), folder / OPTIMIZER)
-    return target
+    return str(target)
 
 
 def _is_its_folder(store: Store, checkpoint: Checkpoint, folder: Path) -> bool:
@@ -297,7 +297,3 @@ def _within(folder: Path, name: str) -> Path:
     path = folder / check_attachment_name(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def _write(folder: Path, name: str, data: bytes) -> None:
-    _within(folder, name).write_bytes(data)

@@ -199,6 +199,7 @@ def _get(repo: Repository, key: str) -> bytes | CasckptError | None:
     except NotFound:
         return None
     except (Damaged, Refused) as error:
+        repo.storage.size(key)  # raises if a folder above it is a file: then no number is free, and none can be read
         return error
 
 

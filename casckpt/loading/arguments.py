@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,6 +16,18 @@ if TYPE_CHECKING:
 
 Rename: TypeAlias = Callable[[str], str] | Mapping[str, str] | None
 FullMatch: TypeAlias = "Callable[[re.Pattern[str], str], re.Match[str] | None]"
+
+
+@dataclass(frozen=True)
+class Renaming:
+    """A function of a key that a front end passes as ``rename``. ``given``: what it was given itself, for messages."""
+
+    function: Callable[[str], str]
+    given: Rename
+
+    def __call__(self, key: str) -> str:
+        """Give the key of the checkpoint."""
+        return self.function(key)
 
 
 def usable_device(device: str | torch.device) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -17,11 +18,15 @@ _ATOMS: Final = frozenset((NoneType, bool, int, float, str, bytes))
 class Entries:
     """A mapping of a template, ``target``, against a saved one, which ``decode`` gives.
 
+    ``key``: of the template, ``name``: of the checkpoint. ``rename``: that of the load.
     ``lacking``: flat keys that only the template has. ``unread``: those that only the saved one has.
     """
 
+    key: str
+    name: str
     target: Mapping[Any, Any]
     decode: Callable[[], Any]
+    rename: Callable[[str], str]
     lacking: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
 
@@ -33,13 +38,26 @@ class Entries:
         if not isinstance(target, MutableMapping):
             raise InvalidInput(f"{key!r}: a {type(target).__qualname__} cannot be changed; give a dict", key=key)
         for element, value in target.items():
+            here, there = f"{key}.{element}", f"{name}.{element}"
+            if (renamed := self.rename(here)) not in (here, there):
+                raise no_entry(here, renamed, self.key, self.name)
             if element not in saved:
-                self.lacking.append(f"{key}.{element}")
+                self.lacking.append(here)
                 continue
-            there = saved[element]
-            if _is_filled(value) or (isinstance(there, dict) and value is not None and not isinstance(value, Mapping)):
-                self.compare(f"{key}.{element}", f"{name}.{element}", value, there)
+            one = saved[element]
+            if _is_filled(value) or (isinstance(one, dict) and value is not None and not isinstance(value, Mapping)):
+                self.compare(here, there, value, one)
         self.unread.extend(f"{name}.{element}" for element in saved if element not in target)
+
+
+def no_entry(key: str, renamed: str, mapping: str, name: str) -> InvalidInput:
+    """What to raise where ``rename`` gives, for a key of ``mapping``, an entry of what is one object at ``name``."""
+    return InvalidInput(
+        f"rename gives {renamed!r} for {key!r}, but {name!r} is one object in the checkpoint, whose entries keep their "
+        f"names. Give the key of the mapping, as rename={{{re.escape(mapping)!r}: {name!r}}}, or get "
+        f"the entries by store.read(ref, keys=[{name!r}])",
+        key=key,
+    )
 
 
 def fill_entries(target: Any, saved: Any) -> None:

@@ -18,7 +18,7 @@ from casckpt.base.text import listed
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Shape
-from casckpt.loading.arguments import Rename, renamer
+from casckpt.loading.arguments import Rename, Renaming, renamer
 from casckpt.tensors.dtensors import local_of
 from casckpt.tensors.values import Shard
 
@@ -202,6 +202,8 @@ def rename_hint(pairs: Mapping[str, str], filled: Mapping[str, str], rename: Ren
     """Say which ``rename`` fills ``pairs``; nothing if there are none."""
     if not pairs:
         return ""
+    while isinstance(rename, Renaming):
+        rename = rename.given
     rules, more = rename_for(pairs, filled), " for these, beside what your own function does"
     if rename is None or isinstance(rename, Mapping):
         rules, more = rules | {old: new for old, new in (rename or {}).items() if old not in rules}, ""

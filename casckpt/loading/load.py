@@ -32,7 +32,7 @@ from casckpt.loading.fit import Fit, log_once
 from casckpt.loading.load_plan import LoadPlan
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.template import Template
-from casckpt.loading.unread import also_unread, on_all, tell, that_hold, warn_moved
+from casckpt.loading.unread import also_unread, on_all, that_hold, warn_moved, warn_unread
 from casckpt.ranks.agreement import StoreIdentity, check_same, named
 from casckpt.ranks.ranks import Ranks, everyone
 from casckpt.repository.repository import Repository
@@ -131,7 +131,8 @@ def _load(repo: Repository, ranks: Ranks, state: Any, found: _Found, mine: LoadO
     def finish(left: Sequence[list[bool]]) -> Sequence[tuple[str, ...]]:
         unread = on_all(asked, left)
         if mine.unread == "warn":
-            tell(commit.run, commit.step, unread, 'pass unread="ignore"')
+            told = [key for key in unread if not that_hold(mine.meant, [key])]
+            warn_unread(commit.run, commit.step, told, 'pass unread="ignore"')
             log_once(commit.id, said, template.missing)
             left_here = frozenset(template.unread)
             read = {key: held for key, held in template.per_rank.items() if key not in left_here}

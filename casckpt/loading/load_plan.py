@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -31,9 +31,6 @@ from casckpt.tensors.memory import Destination
 from casckpt.tensors.objects import decode_object, refuse_pickle
 from casckpt.tensors.shards import LocalTensor, check_apart, check_in_place, local_tensor
 from casckpt.tensors.state import LeafValue, inflate
-
-if TYPE_CHECKING:
-    pass
 
 
 class LoadPlan:
@@ -158,14 +155,15 @@ class LoadPlan:
         else:
             raise lacking(self.contents.manifest, key)
 
-    def add_entries(self, key: str, name: str, target: Mapping[Any, Any]) -> Entries:
+    def add_entries(self, key: str, name: str, target: Mapping[Any, Any], rename: Callable[[str], str]) -> Entries:
         """A mapping of the template, whose entries are to be filled from those of one object, ``name``."""
         self.named.add(name)
         stored = self.contents.objects[name]
         if stored.pickled and stored.parts:
             raise Mismatch(f"{key!r} is a mapping here, but a pickle in the checkpoint; put None in its place", key=key)
         self._add_object(key, stored)
-        entries = self._entries[key] = Entries(target, partial(self._decoded, key, *self._objects.pop(key)))
+        decode = partial(self._decoded, key, *self._objects.pop(key))
+        entries = self._entries[key] = Entries(key, name, target, decode, rename)
         entries.compare(key, name, target, entries.decode())  # its buffers are not read yet, but its keys are there
         return entries
 

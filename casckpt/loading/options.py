@@ -70,6 +70,7 @@ class UpdateArguments(FillArguments, total=False):
 class LoadOptions:
     """What a load was asked for: `LoadArguments`, `UpdateArguments`, with their defaults. Another name is a TypeError.
 
+    ``meant``: keys below which the log names nothing that stays unread: the caller means it, or names it.
     ``updates``: is it an update? ``rank``: of how many ``ranks`` that load together. ``alive``: called now and then by
     what reads.
     """
@@ -77,6 +78,7 @@ class LoadOptions:
     strict: bool = True
     ignore_mismatched: Sequence[str] | None = None
     unread: Unread = "warn"
+    meant: Sequence[str] = ()
     rename: Rename = None
     cast: bool = False
     lease: bool = False

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from casckpt.base.cycle_collector import collecting_later
 from casckpt.base.lazy import cached_property
@@ -16,13 +19,16 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.tree import Node, Path, children, find, join, leaves
 from casckpt.loading.arguments import matches, renamer
 from casckpt.loading.contents import Contents
+from casckpt.loading.entries import no_entry
 from casckpt.loading.fit import Fit, check_fit, merged, missed_pairs, rename_hint, saved_shapes, shape_of
 from casckpt.loading.load_plan import LoadPlan
 from casckpt.loading.options import LoadOptions
-from casckpt.loading.unread import EVERYTHING, is_generator, left_unread
+from casckpt.loading.unread import EVERYTHING, is_generator, left_unread, prefixes
 from casckpt.repository.repository import Repository
 from casckpt.tensors.state import FlatState, LeafValue, check_replaceable, flatten, is_part, replace_leaves
 
+PACKED = ".quant_state.bitsandbytes__"
+"""In the key of what a Linear4bit of bitsandbytes packs anew whenever its state_dict is asked for."""
 _SHOWN = 10
 
 
@@ -55,7 +61,9 @@ class Template:
         self._names = {key: name_of(key) for key in flat.leaves}
         self._plan.contents.ready(self._names.values())
         errors, lacking = self._add()
-        entries = self._add_entries(lacking)
+        for leaf in lacking:
+            self._check_no_entry(leaf.key, self._names[leaf.key])
+        entries = self._add_entries(lacking, name_of)
         for key, of_optimizer in _empty_mappings(flat.tree, ()):
             self._look_below(key, name_of(key), of_optimizer=of_optimizer)
         self.missing = tuple(leaf.key for leaf in lacking if not self._plan.fills(leaf))
@@ -71,6 +79,28 @@ class Template:
             raise self._lacks(needed)
         check_replaceable(state, self._plan.replaced)
         self._plan.check_shared(repo)
+        self._check_packed(repo)
+
+    def _check_packed(self, repo: Repository) -> None:
+        """Raise Mismatch where a module of bitsandbytes would get weights that do not go with what stays in it."""
+        left, kept = frozenset((*self.missing, *self.mismatched)), dict[str, torch.Tensor]()
+        plan = LoadPlan(self._plan.contents, replace(self._plan.options, updates=False, progress=None))
+        for key, leaf in self._flat.leaves.items():
+            if PACKED in key and isinstance(leaf.value, torch.Tensor) and key.partition(PACKED)[0] not in left:
+                kept[key] = leaf.value.cpu()
+                if key not in self.missing:
+                    plan.new(self._names[key], torch.device("cpu"))
+        saved = plan.run(repo) if kept else {}
+        differ = [key for key, value in kept.items() if not torch.equal(value, saved.get(self._names[key], value[:0]))]
+        if differ:
+            weight = differ[0].partition(PACKED)[0]
+            raise Mismatch(
+                f"{differ[0]!r} is a copy of what a module of bitsandbytes keeps, and {self._where} has another value, "
+                f"without which its weights mean something else. Leave {weight!r}, and all keys that begin with it, "
+                "out of the state; or get them by store.read, and make the weight of them, by "
+                "bitsandbytes.nn.Params4bit.from_prequantized",
+                keys=tuple(differ),
+            )
 
     def _is_ignored(self, key: str) -> bool:
         return matches(key, self._plan.options.ignore_mismatched or ())
@@ -92,11 +122,17 @@ class Template:
         self.mismatched = tuple(left)
         return errors, lacking
 
-    def _add_entries(self, lacking: list[LeafValue]) -> tuple[str, ...]:
+    def _check_no_entry(self, key: str, name: str) -> None:
+        """Raise InvalidInput if ``name``, which is not there, is an entry, by ``rename``, of what is one object."""
+        above = next(filter(self._plan.contents.objects.__contains__, prefixes(name)), "") if name != key else ""
+        if above and self._plan.first_entry(above) is not None:
+            raise no_entry(key, name, key.rpartition(".")[0], above)
+
+    def _add_entries(self, lacking: list[LeafValue], name_of: Callable[[str], str]) -> tuple[str, ...]:
         """Add mappings that are one object of the checkpoint. Gives the entries that only that has."""
         unread: list[str] = []
         for key in self._flat.whole:
-            found = self._plan.add_entries(key, self._names[key], self._flat.leaves[key].value)
+            found = self._plan.add_entries(key, self._names[key], self._flat.leaves[key].value, name_of)
             unread += found.unread
             self._names.update({one: self._names[key] + one.removeprefix(key) for one in found.lacking})
             lacking += [LeafValue(one, (one,), None, False, False) for one in found.lacking]
@@ -152,12 +188,13 @@ class Template:
         more = len(errors) - _SHOWN
         lines = [*map(str, errors[:_SHOWN]), *([f"and {more} more"] if more > 0 else [])]
         below = tuple(f"{key}." for key in self.subtrees if key != EVERYTHING)
-        alone = [key for key in self.unread if not key.startswith(below)]
-        for what, keys in (
-            ("only the template has", self.missing),
-            ("only the checkpoint has", [*alone, *(f"{start}*" for start in below)]),
-        ):
-            lines += [f"{what} {listed(keys)}"] if keys else []
+        alone = [
+            key for key in self.unread if key in self._plan.contents.manifest.tensors and not key.startswith(below)
+        ]
+        others = [*alone, *(f"{start}*" for start in below if f"{start}param_groups" not in self.unread)]
+        if self.missing:  # which may be among the others under another name
+            lines += [f"only the template has {listed(self.missing)}"]
+            lines += [f"only the checkpoint has {listed(others)}"] if others else []
         plural = "key does" if len(errors) == 1 else "keys do"
         return Mismatch(
             f"{len(errors)} {plural} not fit {self._where}:\n  " + "\n  ".join(lines) + "\n"

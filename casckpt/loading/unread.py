@@ -101,7 +101,7 @@ def warn_moved(run: str, step: int, holders: Mapping[str, Collection[int]], size
             log.warning("%s of %s@%d: %s", listed(keys), run, step, "; ".join(said))
 
 
-def tell(run: str, step: int, subtrees: Sequence[str], what_to_say: str) -> None:
+def warn_unread(run: str, step: int, subtrees: Sequence[str], what_to_say: str) -> None:
     """Log that these were left unread, once of each run. ``what_to_say``: how a caller says that it is meant."""
     if subtrees and _is_news(run, tuple(subtrees)):
         named = listed([key for key in subtrees if key != EVERYTHING])

@@ -43,14 +43,14 @@ class Best:
             raise InvalidInput(f'keep-best {text!r:.120}: give a metric and a number, as "loss:3" or "acc:max:1"')
         return cls(metric, int(number), way == "max")
 
-    def of(self, current: Iterable[Kept]) -> list[Kept]:
+    def of(self, current: Iterable[RetentionCandidate]) -> list[RetentionCandidate]:
         """Return the best of these, which are oldest first; all of them if none has the metric: any may be the best."""
         known = [one for one in current if self.is_known_of(one)]
         if not known:
             return list(current)
         return sorted(known, key=lambda one: one.metrics[self.metric] * (-1 if self.is_max else 1))[: self.count]
 
-    def is_known_of(self, one: Kept) -> bool:
+    def is_known_of(self, one: RetentionCandidate) -> bool:
         """Tell whether a checkpoint has a number for the metric."""
         return not isnan(one.metrics.get(self.metric, nan))
 
@@ -170,7 +170,7 @@ def patterns_of(drop: Any) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class RetentionCandidate:
     """A visible checkpoint as a policy sees it. ``created_at``: microseconds since the epoch.
 
     ``metrics``: numbers by name. ``healthy``: the word of whoever saved it, None for none.
@@ -185,8 +185,13 @@ class Kept:
 
 
 def plan_forget(
-    visible: Iterable[Kept], policy: Policy, now: int, *, tagged: Container[TxId] = (), run: str | None = None
-) -> list[Kept]:
+    visible: Iterable[RetentionCandidate],
+    policy: Policy,
+    now: int,
+    *,
+    tagged: Container[TxId] = (),
+    run: str | None = None,
+) -> list[RetentionCandidate]:
     """Choose what ``policy`` forgets of the ``visible`` checkpoints of a store at ``now`` (microseconds).
 
     Both are in the order of the saves. Twins (the same run and step, twice) that a later save superseded are forgotten
@@ -200,7 +205,9 @@ def plan_forget(
     return [one for one in wanted if one.txid in chosen and one.txid not in tagged]
 
 
-def runs_without(visible: Iterable[Kept], policy: Policy, *, run: str | None = None) -> dict[str, list[str]]:
+def runs_without(
+    visible: Iterable[RetentionCandidate], policy: Policy, *, run: str | None = None
+) -> dict[str, list[str]]:
     """Return by metric of ``keep_best`` the runs of which no checkpoint has a number for it, and so all stay.
 
     Raises InvalidInput if no checkpoint has it at all, as its name may be mistyped. ``run`` limits it to that run.
@@ -222,7 +229,7 @@ def runs_without(visible: Iterable[Kept], policy: Policy, *, run: str | None = N
     }
 
 
-def _forget_of_run(group: list[Kept], policy: Policy, now: int) -> list[Kept]:
+def _forget_of_run(group: list[RetentionCandidate], policy: Policy, now: int) -> list[RetentionCandidate]:
     """Choose what is forgotten of one run. ``group``: its checkpoints, oldest first."""
     answers = {one.step: one.txid for one in group}  # of twins, the last one
     current = [one for one in group if answers[one.step] == one.txid]
@@ -230,13 +237,13 @@ def _forget_of_run(group: list[Kept], policy: Policy, now: int) -> list[Kept]:
     return [one for one in group if one.txid not in keep]
 
 
-def newest_of(current: Sequence[Kept]) -> list[Kept]:
+def newest_of(current: Sequence[RetentionCandidate]) -> list[RetentionCandidate]:
     """Return the last one, and the last one that nobody called unhealthy: whatever the rules say, these stay."""
     healthy = next((one for one in reversed(current) if one.healthy is not False), None)
     return [*current[-1:], *([] if healthy is None else [healthy])]
 
 
-def _kept_by_rules(current: list[Kept], policy: Policy, now: int) -> Iterator[Kept]:
+def _kept_by_rules(current: list[RetentionCandidate], policy: Policy, now: int) -> Iterator[RetentionCandidate]:
     """Choose what the rules keep of one run. ``current``: all of its checkpoints that count, oldest first."""
     if policy.keep_last:
         yield from current[-policy.keep_last :]
@@ -254,5 +261,5 @@ def _kept_by_rules(current: list[Kept], policy: Policy, now: int) -> Iterator[Ke
             yield from list(newest.values())[-periods:]
 
 
-def _moment(one: Kept) -> datetime:
+def _moment(one: RetentionCandidate) -> datetime:
     return datetime.fromtimestamp(one.created_at / 1e6, UTC)

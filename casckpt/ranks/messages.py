@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Final
 
 import torch
 
+from casckpt.base.text import listed
 from casckpt.errors import CasckptError, InvalidInput, RankFailed
 
 FRAME: Final = 4096  # bytes of the first frame of a message: most need no second one
@@ -16,12 +19,24 @@ _LENGTH: Final = 8
 
 @dataclass
 class Message:
-    """What goes through the wire: a value or an error. ``step``: where in the code its sender is."""
+    """What goes through the wire: a value or an error.
+
+    ``step``: where in the code its sender is; ``call``: the function of casckpt that its user has called.
+    """
 
     value: Any = None
     error: BaseException | None = None
     rank: int | None = None
     step: str = ""
+    call: str = ""
+
+
+@dataclass(frozen=True)
+class WithObjects:
+    """A value of a call that ranks make where there are whole objects in their state. ``keys``: of these objects."""
+
+    value: Any
+    keys: Sequence[str]
 
 
 def pack(message: Message) -> bytes:
@@ -88,13 +103,39 @@ def from_frame(frame: torch.Tensor) -> tuple[bytes, int]:
     return held, length - len(held)
 
 
-def astray(rank: int, step: str, expected: str) -> InvalidInput:
-    """What to raise where a rank is elsewhere in the code than rank 0."""
+def astray(messages: Sequence[Message], mine: Message) -> InvalidInput | None:
+    """What to raise where a rank is elsewhere in the code than rank 0, which sends ``mine``; None where none is.
+
+    ``messages``: of all ranks, in their order.
+    """
+    away = [message for message in messages if message.step != mine.step]
+    if not away:
+        return None
+    call, rank = away[0].call, away[0].rank
+    where = f"in {call}, rank 0 in {mine.call}" if call != mine.call else f"at another point of {call} than rank 0"
+    said = f"rank {rank} is {where}: all ranks must make the same calls of casckpt in the same order"
+    keys = {one.rank: one.value.keys for one in messages if isinstance(one.value, WithObjects) and one.value.keys}
+    without = [one.rank for one in messages if one.rank not in keys]
+    if not keys or not without:
+        return InvalidInput(f"{said}, from one thread or with process_group=... for each", rank=rank)
+    holder, held = next(iter(keys.items()))
     return InvalidInput(
-        f"rank {rank} is at {step}, rank 0 at {expected}: all ranks must make the same calls of casckpt in the same "
-        "order; whole objects in the state of one rank, and none in that of another, are different calls",
+        f"{said}. Rank {holder} has the whole objects {listed(held)} in its state, and rank {without[0]} has none: "
+        "give the objects on every rank, or the state_dict of each",
         rank=rank,
+        keys=tuple(held),
     )
+
+
+def public_call(frame: FrameType | None) -> str:
+    """Return the outermost public function of casckpt that ``frame`` runs in, by name; "casckpt" if there is none."""
+    found = "casckpt"
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("casckpt."):
+            name = frame.f_code.co_qualname.partition(".<locals>")[0]
+            found = found if name.startswith(("_", "<")) or "._" in name else name
+        frame = frame.f_back
+    return found
 
 
 def portable(error: Exception) -> Exception:

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, wraps
-from threading import Lock
+from threading import Lock, current_thread, main_thread
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 from weakref import ref
@@ -32,7 +33,7 @@ import torch
 from casckpt.base.progress import Progress
 from casckpt.errors import CasckptError, InvalidInput, RankFailed, Unsupported
 from casckpt.ranks import waiting
-from casckpt.ranks.messages import Message, astray, first_line, seen_from
+from casckpt.ranks.messages import Message, astray, first_line, public_call, seen_from
 from casckpt.ranks.waiting import Meeting
 from casckpt.ranks.wire import Transfer, Wire
 
@@ -218,7 +219,8 @@ class GroupRanks:
             self.exchanges += 1
             self._wire.begin()
             mine = self._attempt(call)
-            mine.step = f"{decide.__module__}.{decide.__qualname__}".replace(".<locals>", "")
+            mine.step = f"{decide.__module__}.{decide.__qualname__}"
+            mine.call = public_call(sys._getframe())
             answer = self._lead(mine, decide) if self.rank == 0 else self._follow(mine)
             self._wire.end()
         if mine.error is not None:
@@ -238,7 +240,7 @@ class GroupRanks:
         """Rank 0's part: hear all, decide, tell all."""
         received, lost = self._wire.gather(mine)
         heard = [message for message in received if message is not None]
-        failed = Message(error=lost[0], rank=lost[0].rank) if lost else _first_failure(heard, mine.step)
+        failed = Message(error=lost[0], rank=lost[0].rank) if lost else _first_failure(heard, mine)
         answers = [failed] * self.size if failed else self._decided(decide, [message.value for message in heard])
         given_up = self._wire.scatter(answers, skip={error.rank for error in lost})
         if lost:
@@ -279,15 +281,13 @@ class GroupRanks:
             self.dropped = True
 
 
-def _first_failure(messages: Sequence[Message], step: str) -> Message | None:
-    """The first error of all ranks, else the first rank that is elsewhere in the code than at ``step``."""
+def _first_failure(messages: Sequence[Message], mine: Message) -> Message | None:
+    """The first error of all ranks, else the first rank that is elsewhere in the code than this one."""
     failed = [Message(error=message.error, rank=message.rank) for message in messages if message.error is not None]
-    strayed = (
-        Message(error=astray(rank, message.step, step), rank=rank)
-        for rank, message in enumerate(messages)
-        if message.step != step
-    )
-    return failed[0] if failed else next(strayed, None)
+    strayed = astray(messages, mine)
+    if strayed is not None:
+        failed.append(Message(error=strayed, rank=strayed.rank))
+    return failed[0] if failed else None
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta:
@@ -308,7 +308,10 @@ def _connect(parent: ProcessGroup, name: str, rank: int, size: int) -> Wire:
     if not torch.distributed.is_gloo_available():
         raise Unsupported("this build of torch has no gloo, over which the ranks of a save talk")
     dist: Any = torch.distributed
-    store = dist.PrefixStore(name, dist.distributed_c10d._world.pg_map[parent][1])
+    shared = dist.distributed_c10d._world.pg_map[parent][1]
+    if current_thread() is not main_thread() and hasattr(shared, "clone"):
+        shared = shared.clone()  # one of torch's serves one thread at a time, and another may wait in it for its ranks
+    store = dist.PrefixStore(name, shared)
     timeout = _timeout_of(parent)
     _, problem = _gloo(dist.HashStore(), 0, 1, timeout)  # alone, to see whether it can start
     meeting, seconds = Meeting(store, rank, size), timeout.total_seconds()
@@ -338,11 +341,11 @@ class _Groups:
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, str], GroupRanks] = {}
-        self._lock = Lock()
+        self._locks: dict[tuple[str, str], Lock] = {}
 
     def get(self, parent: ProcessGroup, purpose: str) -> GroupRanks:
         key = (parent.group_name, purpose)
-        with self._lock:
+        with self._locks.setdefault(key, Lock()):  # of each its own: ranks may connect two groups in either order
             group = self._made.get(key)
             if group is not None and group.parent() is not parent:  # it was of an earlier one of the same name
                 group = None

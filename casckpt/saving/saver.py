@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, get_args
+from typing import Any, NoReturn, TypeAlias, get_args
 
 from casckpt.base.cycle_collector import collecting_later
 from casckpt.contents.checkpoint import Checkpoint
@@ -19,9 +19,6 @@ from casckpt.saving.options import SaveOptions, WhenBusy
 from casckpt.saving.prepare import Prepared, prepare, snapshot, tensors_of
 from casckpt.saving.replicas import memory_of
 from casckpt.saving.save import compare, save
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 from casckpt.tensors.staging import Staging
 
 
@@ -118,24 +115,27 @@ with suppress(AttributeError, RuntimeError):  # nobody promised that there is th
 
 State: TypeAlias = Mapping[Any, Any] | Callable[[], Mapping[Any, Any]]
 """What is to be saved, or what makes it: then what goes wrong in the making reaches all ranks."""
+WithoutObjects: TypeAlias = Callable[[Ranks, State, SaveOptions], tuple[State, SaveOptions]]
+"""See `casckpt.store.objects.without_objects`, which lies above."""
 
 
 class Saver:
     """What `casckpt.Store.save` and `casckpt.Store.save_async` run on. Thread-safe."""
 
-    def __init__(self, repo: Repository) -> None:
+    def __init__(self, repo: Repository, without_objects: WithoutObjects) -> None:
         self.background = Background()
-        self._repo = repo
+        self._repo, self._without_objects = repo, without_objects
         self._memories: dict[str, GroupMemory] = {}
 
     def save(self, state: State, options: SaveOptions) -> Checkpoint:
         """Save, and return once it is durable and visible."""
         ranks = open_ranks(options.process_group, no_dist=options.no_dist)
+        state, options = self._without_objects(ranks, state, options)
         try:
             checked = options.checked()
         except CasckptError as error:
             ranks.fail(error)
-        return self._run(ranks, checked, lambda: _prepare(state, ranks, checked))
+        return self._run(ranks, checked, lambda: _prepare(state, checked, ranks))
 
     def save_async(self, state: State, options: SaveOptions, when_busy: WhenBusy) -> Future[Checkpoint]:
         """Check all that is given, on all ranks; copy the state, and save the copy in the background."""
@@ -165,12 +165,13 @@ class Saver:
         ranks = open_ranks(options.process_group, no_dist=options.no_dist, purpose="busy")
         ranks.exchange(lambda: self.background.busy, decide)
 
-    def warm_up(self, state: State, *, process_group: ProcessGroup | None, no_dist: bool) -> None:
+    def warm_up(self, state: State, options: SaveOptions) -> None:
         """Make the memory for the copy of such a state, and the connections between ranks."""
-        ranks = open_ranks(process_group, no_dist=no_dist, purpose="async")
+        ranks = open_ranks(options.process_group, no_dist=options.no_dist, purpose="async")
         with self.background.lock:
             self.background.wait()
-            prepared = _prepare(state, ranks, SaveOptions(step=0, allow_pickle=True))
+            state, options = self._without_objects(ranks, state, options)
+            prepared = on_each(ranks, lambda: _prepare(state, options, ranks))
             self.background.staging.reserve(tensors_of(prepared))
 
     def _looked_at(
@@ -180,6 +181,7 @@ class Saver:
 
         So does what the save before failed with, if nobody asked its future.
         """
+        state, options = self._without_objects(ranks, state, options)
 
         def look() -> tuple[SaveOptions, Prepared]:
             if when_busy not in get_args(WhenBusy):
@@ -187,7 +189,7 @@ class Saver:
             if failed := self.background.unheard():
                 raise failed
             checked = options.checked()
-            return checked, _prepare(state, ranks, checked)
+            return checked, _prepare(state, checked, ranks)
 
         return on_each(ranks, look)
 
@@ -206,7 +208,7 @@ class Saver:
         return Checkpoint(self._repo, save(self._repo, ranks, memory, prepared, checked))
 
 
-def _prepare(state: Any, ranks: Ranks, options: SaveOptions) -> Prepared:
+def _prepare(state: Any, options: SaveOptions, ranks: Ranks) -> Prepared:
     """Look at every leaf; see `casckpt.saving.prepare.prepare`."""
     with collecting_later():
         return prepare(

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from casckpt.saving.options import SaveArguments
-
 if TYPE_CHECKING:
+    from casckpt.ranks.ranks import Ranks
+    from casckpt.saving.options import SaveOptions
     from casckpt.saving.saver import State
 
 log = logging.getLogger("casckpt")
@@ -27,7 +27,7 @@ home: Callable[[], Any]
 """Imports, and gives, the module that takes objects apart: set when `casckpt` is imported."""
 
 
-def without_objects(state: State, options: SaveArguments) -> tuple[State, SaveArguments]:
+def without_objects(ranks: Ranks, state: State, options: SaveOptions) -> tuple[State, SaveOptions]:
     """The arguments of a save with the state of each whole object in its place. Every rank makes the call."""
     import torch
 
@@ -36,7 +36,7 @@ def without_objects(state: State, options: SaveArguments) -> tuple[State, SaveAr
     is_made = callable(state) and not isinstance(state, Mapping | torch.nn.Module)  # what a model does is its forward
     if not is_made and not holds_object(state):
         return state, options
-    found: tuple[State, SaveArguments] = home().save_objects(state, options)  # noqa: F821 - see above
+    found: tuple[State, SaveOptions] = home().save_objects(ranks, state, options)  # noqa: F821 - see above
     return found
 
 

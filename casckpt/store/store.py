@@ -144,7 +144,6 @@ class Store:
         RankFailed; on every rank alike. After an error nothing of the save is visible.
         """
         check_keywords("Store.save", options, SaveArguments)
-        state, options = objects.without_objects(state, options)
         return self._saver.get().save(state, SaveOptions(run=run, step=step, **options))
 
     def save_async(
@@ -166,7 +165,6 @@ class Store:
         error, once.
         """
         check_keywords("Store.save_async", options, SaveArguments)
-        state, options = objects.without_objects(state, options)
         return self._saver.get().save_async(state, SaveOptions(run=run, step=step, **options), when_busy)
 
     def check(self, state: State, *, run: str = "default", **options: Unpack[SaveArguments]) -> None:
@@ -175,7 +173,6 @@ class Store:
         Every rank makes the call. Raises InvalidInput, on every rank alike.
         """
         check_keywords("Store.check", options, SaveArguments)
-        state, options = objects.without_objects(state, options)
         self._saver.get().check(state, SaveOptions(run=run, step=0, **options))
 
     def warm_up(self, state: State, *, process_group: ProcessGroup | None = None, no_dist: bool = False) -> None:
@@ -183,8 +180,8 @@ class Store:
 
         Without it the first call of `save_async` does that. Every rank makes the call. Raises InvalidInput as `save`.
         """
-        state, _ = objects.without_objects(state, {"process_group": process_group, "no_dist": no_dist})
-        self._saver.get().warm_up(state, process_group=process_group, no_dist=no_dist)
+        options = SaveOptions(step=0, allow_pickle=True, process_group=process_group, no_dist=no_dist)
+        self._saver.get().warm_up(state, options)
 
     def load(self, state: Any, ref: str | Checkpoint, **options: Unpack[LoadArguments]) -> Checkpoint:
         """Load into ``state``: its tensors are filled in place, its other leaves replaced. Keys it lacks are not read.
@@ -203,10 +200,11 @@ class Store:
         of in the log, once of a run, as are single keys of a container that was read, and values per rank that other
         ranks take, or none; ``unread``: "ignore" says that all this is meant ("warn" is the default). ``rename``: from
         a key of ``state`` to one of the checkpoint, a callable or a dict from regular expression (matched against the
-        whole key) to replacement. ``cast``: convert dtypes. ``verify`` (unless False): compare every cell read with its
-        digest. ``allow_pickle``: unpickle what only a pickle could hold. ``threads``, ``progress``: as for `save`.
-        ``lease``: rank 0 holds the checkpoint meanwhile, as `lease` does. Every rank of ``process_group`` makes the
-        call, with its own shards, whatever ranks and shards it was saved from; ``no_dist``: this process loads alone.
+        whole key) to replacement; the state of an optimizer among the objects goes with its module's names. ``cast``:
+        convert dtypes. ``verify`` (unless False): compare every cell read with its digest. ``allow_pickle``: unpickle
+        what only a pickle could hold. ``threads``, ``progress``: as for `save`. ``lease``: rank 0 holds the checkpoint
+        meanwhile, as `lease` does. Every rank of ``process_group`` makes the call, with its own shards, whatever ranks
+        and shards it was saved from; ``no_dist``: this process loads alone.
 
         Raises Conflict if ranks give different references, or stores; NotFound, MissingKey, Mismatch or InvalidInput;
         all before anything changes. Damaged (naming key, blob and checkpoints), Gone (a gc purged it meanwhile, which a
@@ -452,7 +450,7 @@ class Store:
         from casckpt.ranks.ranks import open_ranks
 
         ranks = open_ranks(process_group, no_dist=no_dist)
-        made: Any = objects.without_objects(state, {"process_group": process_group, "no_dist": no_dist})[0]
+        made: Any = objects.without_objects(ranks, state, SaveOptions(step=0))[0]
         return compare_together(self.repository, ranks, made, ref, lambda: resolve(self.repository, ref))
 
     def stats(self) -> StoreStats:
@@ -890,7 +888,7 @@ class Store:
 def _new_saver(repository: Repository) -> Saver:
     from casckpt.saving.saver import Saver
 
-    return Saver(repository)
+    return Saver(repository, objects.without_objects)
 
 
 def _optional(duration: Duration | None, what: str) -> float | None:

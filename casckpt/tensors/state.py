@@ -76,9 +76,13 @@ def is_object(value: Any) -> bool:
     )
 
 
+class OfObjects(dict[Any, Any]):
+    """A state that objects have given already: an object in it is a value, and no whole object to be taken apart."""
+
+
 def holds_object(state: Any) -> bool:
     """Tell whether there is a whole object anywhere in the containers of ``state``."""
-    is_container = isinstance(state, _CONTAINERS)
+    is_container = isinstance(state, _CONTAINERS) and not isinstance(state, OfObjects)
     return is_container and any(is_object(item) for item in _within(state) if item is not state)
 
 

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import casckpt
-from casckpt.frontends.lightning import CasCheckpointIO
+from casckpt.frontends.lightning import CasCheckpointCheck, CasCheckpointIO
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore")  # Lightning's, about this small example
@@ -53,8 +53,9 @@ trainer = Trainer(
     logger=False,
     enable_progress_bar=False,
     enable_model_summary=False,
-    plugins=[CasCheckpointIO(store, run="fit")],  # this is all
+    plugins=[CasCheckpointIO(store, run="fit")],
     callbacks=[
+        CasCheckpointCheck(),  # before the first batch, raises what could not be saved
         EMAWeightAveraging(decay=0.9),
         ModelCheckpoint(dirpath="lightning", monitor="loss", save_top_k=-1, save_last=True),
     ],

@@ -62,7 +62,7 @@ rank, size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 text = torch.arange(1000).square() % VOCABULARY
 model = DistributedDataParallel(GPT())
-optim = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+optim = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
 
 with casckpt.Checkpointer(
     "checkpoints", run="nanogpt", save_interval=10, last_step=STEPS, max_checkpoints=3, gc=True

@@ -19,7 +19,7 @@ def arguments(server: Server) -> list[str]:
     return [word for name, value in server.options.items() for word in ("--storage-option", f"{name}={value}")]
 
 
-@pytest.fixture(params=["moto_server", "seaweed_server"])
+@pytest.fixture(params=[pytest.param("moto_server", marks=pytest.mark.soak), "seaweed_server"])
 def safe(request: pytest.FixtureRequest) -> Server:
     """A server that keeps all promises."""
     server: Server = request.getfixturevalue(request.param)

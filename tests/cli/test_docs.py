@@ -1,4 +1,4 @@
-"""docs/cli.md says what --help says. After a change: ``python -m tests.cli.test_docs`` writes it anew."""
+"""docs/cli.md names every command, with its purpose and its JSON; the site has the rest from ``--help``."""
 
 from __future__ import annotations
 
@@ -6,64 +6,45 @@ import re
 from pathlib import Path
 
 import click
+import pytest
+from commands import GROUPS, command_of, names, sections
 
-from casckpt.cli.main import NAME, cli
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
-WIDTH = 88
-
-
-def help_of(name: str = "") -> str:
-    """What ``casckpt NAME --help`` prints."""
-    with cli.make_context(NAME, ["x"], resilient_parsing=True, terminal_width=WIDTH) as top:
-        command = cli.get_command(top, name) if name else None
-        if command is None:
-            return cli.get_help(top)
-        with command.make_context(name, [], parent=top, resilient_parsing=True) as context:
-            return command.get_help(context)
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
 
 
-def names() -> list[str]:
-    """All commands, sorted."""
-    with click.Context(cli) as context:
-        return cli.list_commands(context)
+@pytest.mark.parametrize("name", names())
+def test_the_page_has_the_purpose_and_the_json_of_each_command(name: str) -> None:
+    purpose = command_of(name).get_short_help_str(90).rstrip(".")
+    assert re.search(rf"^\| `{name}` \| (\[{purpose}\]\(.*\)|{purpose}) \|$", PAGE, re.MULTILINE)
+    json = PAGE.partition("\n## JSON output\n")[2].partition("\n## ")[0]
+    assert re.search(rf"^\| `{name}`[ (]", json, re.MULTILINE)
 
 
-def section(name: str) -> str:
-    """The section of one command, "" for the program itself."""
-    title = f"{NAME} {name}".strip()
-    return f"## {title}\n\n```text\n{help_of(name)}\n```\n"
+@pytest.mark.parametrize("name", names())
+def test_help_says_what_every_option_does(name: str) -> None:
+    command = command_of(name)
+    assert command.help
+    assert [one.name for one in command.params if isinstance(one, click.Option) and not one.help] == []
+    assert not command.get_short_help_str(60).endswith("..."), "its first sentence is long"
 
 
-def by_hand() -> str:
-    """The text before the first section, which nobody generates."""
-    return re.split(r"^## ", PAGE.read_text(), maxsplit=1, flags=re.MULTILINE)[0]
-
-
-def page() -> str:
-    """The page as it should be."""
-    return by_hand() + "\n".join(map(section, ["", *names()]))
-
-
-def test_the_page_is_what_help_says() -> None:
-    assert PAGE.read_text() == page(), "run: python -m tests.cli.test_docs"
-
-
-def test_every_command_is_in_the_table_of_fields() -> None:
+def test_the_site_has_every_option_of_every_command() -> None:
+    text = sections()
+    own = dict(re.findall(r"^## casckpt ([\w-]+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    shared = text.partition("\n## ")[0]
+    assert sorted(own) == names()
     for name in names():
-        assert f"| `{name}`" in by_hand(), f"docs/cli.md does not say what {name} --json gives"
+        assert f"Usage: casckpt {name} " in own[name]
+        for option in command_of(name).params:
+            if isinstance(option, click.Option):
+                assert option.opts[-1] in own[name] + shared
 
 
-def test_help_says_what_every_option_does() -> None:
-    with click.Context(cli) as context:
-        for name in names():
-            command = cli.get_command(context, name)
-            assert command is not None
-            assert command.help
-            silent = [one.name for one in command.params if isinstance(one, click.Option) and not one.help]
-            assert silent == [], name
-            assert not command.get_short_help_str(60).endswith("..."), f"{name}: its first sentence is long"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())
+def test_shared_options_are_those_of_the_commands_in_their_title() -> None:
+    every = set(names())
+    for title, options in GROUPS.items():
+        named = set(re.findall(r"\w+", title)) & every
+        expected = named if named and "except" not in title else every - named
+        for option in options:
+            having = {name for name in every if option.name in {param.name for param in command_of(name).params}}
+            assert having == expected, f"{title}: {option.name}"

@@ -15,6 +15,7 @@ pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
 
 import casckpt
 from casckpt.errors import InvalidInput, Unsupported
+from tests.support.ranks import comes_last, outcome_of
 from tests.support.saves import small_folder, steps
 from tests.support.torchrun import as_accelerate_hears
 from tests.support.training import identical
@@ -165,6 +166,47 @@ def test_a_data_loader_goes_on_where_it_was(stateful: bool, generator: bool) -> 
         assert torch.equal(again.synchronized_generator.get_state(), data.synchronized_generator.get_state())
     _Loader(fresh).load_state_dict(state | {"inside": None})  # saved by a loader that did not know
     assert (fresh.iteration, fresh.place) == (3, 0)
+
+
+class Refused:
+    """What the last rank has, and is asked for last, cannot be saved from a step on."""
+
+    def __init__(self, rank: int, size: int, step: int) -> None:
+        self.rank, self.size, self.step, self.now = rank, size, step, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        is_bad = self.now >= self.step and comes_last(f"{self.step}", self.rank, self.size, self.size - 1)
+        return {"x": object() if is_bad else 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def hears(rank: int, size: int, path: Path) -> Any:
+    from casckpt.frontends.accelerate import AcceleratorCheckpointer
+
+    found = []
+    for step in (0, 1, 3):
+        with as_accelerate_hears(rank, size):
+            training, bad = Training(path, f"bad{step}"), Refused(rank, size, step)
+            training.accelerator.register_for_checkpointing(bad)
+            run = AcceleratorCheckpointer(training.accelerator, path, run=f"bad{step}", save_interval=2)
+            error = outcome_of(run.resume)
+            while not isinstance(error, Exception) and bad.now < 6:
+                bad.now += 1
+                training.accelerator.backward(training.model(torch.ones(4, 8)).square().mean())
+                training.optim.step()
+                error = outcome_of(lambda: run.save_if_due(bad.now))  # noqa: B023 - called at once
+            outcome_of(run.close)
+            found.append((type(error).__name__, bad.now))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_what_cannot_be_saved_is_heard_on_all_ranks_at_one_step(store_path: Path, ranks: Pool, size: int) -> None:
+    assert (
+        ranks.run(size, hears, store_path) == [[("InvalidInput", 0), ("InvalidInput", 1), ("InvalidInput", 4)]] * size
+    )
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA"])

@@ -25,7 +25,7 @@ from tests.support.cut import cut
 from tests.support.dcp import failed, load, save
 from tests.support.faulty import fail_before
 from tests.support.meshes import build, differing, state_of, whole
-from tests.support.ranks import die
+from tests.support.ranks import comes_last, die
 from tests.support.together import line, numbers, spread, watched
 
 if TYPE_CHECKING:
@@ -219,14 +219,17 @@ def fails_on(rank: int, size: int, path: Path, culprit: int) -> Any:
     faults = [fail_before("put", times=99, key="objects/*")] if rank == culprit else []
     store, _ = watched(path, *faults)
     state = {"a": distribute_tensor(numbers("a", 8, 2), line(size), [Shard(0)])}
+    comes_last("save", rank, size, culprit)
     told = failed(lambda: save(state, StorageWriter(store, step=1)))
     save(state, StorageWriter(path, step=1))
     return told
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_a_rank_that_cannot_write_fails_all_and_nothing_is_left(ranks: Pool, store_path: Path, culprit: int) -> None:
-    for told in ranks.run(2, fails_on, store_path, culprit):
+@pytest.mark.parametrize(("size", "culprit"), [(2, 0), (2, 1), pytest.param(4, 2, marks=pytest.mark.soak)])
+def test_a_rank_that_cannot_write_fails_all_and_nothing_is_left(
+    ranks: Pool, store_path: Path, size: int, culprit: int
+) -> None:
+    for told in ranks.run(size, fails_on, store_path, culprit):
         assert told[culprit][0] == "StorageError"
     store = casckpt.open(store_path)
     assert [c.step for c in store.checkpoints()] == [1]

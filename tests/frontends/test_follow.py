@@ -419,7 +419,7 @@ def dying(store: Path, folder: Path, *, reuse: bool) -> Iterator[Callable[[int],
 
 @pytest.mark.parametrize("reuse", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_killed_anywhere(store: Store, tmp_path: Path, reuse: bool, full: bool) -> None:
-    """At each call by itself, in the switch from one version to the next; by default at every third."""
+    """At each call by itself, in the switch from one version to the next; by default at every fifth."""
     folder, told = tmp_path / "to", tmp_path / "told"
     command, seen, at = f'echo $CASCKPT_STEP >> "{told}"', [0, 1], 1
     for step in seen:
@@ -427,7 +427,7 @@ def test_killed_anywhere(store: Store, tmp_path: Path, reuse: bool, full: bool) 
             save(store, step)
         once(store, folder, command=command, keep=0, reuse=reuse)
     with dying(tmp_path / "store", folder, reuse=reuse) as killed_at:
-        for step, call in enumerate(itertools.count(1, 1 if full else 3), start=2):
+        for step, call in enumerate(itertools.count(1, 1 if full else 5), start=2):
             save(store, step)
             was_killed = killed_at(call)
             at = next(one for one in (step, at) if is_at(folder, one))
@@ -472,7 +472,7 @@ def test_two_followers_killed_again_and_again(tmp_path: Path, monkeypatch: pytes
         followers = [
             stack.enter_context(dying(tmp_path / "store", folder, reuse=folder == folders[1])) for folder in folders
         ]
-        for _ in range(300 if full else 15):
+        for _ in range(300 if full else 8):
             train()
             killed = [pool.submit(one, draw.randrange(1, 80)) for one in followers]
             store.gc(keep_last=1, min_age=0, wait=0)

@@ -418,3 +418,28 @@ def test_what_cannot_be_saved_is_heard_at_the_begin(
     with nullcontext() if step == 4 else pytest.raises(InvalidInput, match=r"projector|hyper_parameters\.act"):
         training.fit(model(), data())
     assert training.global_step == step
+
+
+def test_a_module_among_hyperparameters_is_no_whole_object(tmp_path: Path) -> None:
+    """It would come back as a state_dict."""
+    checkpoint = {"state_dict": {"w": torch.ones(2)}, "global_step": 1, "hyper_parameters": {"net": nn.Linear(1, 1)}}
+    with pytest.raises(InvalidInput, match=r"hyper_parameters\.net: a .*Linear cannot be stored"):
+        CasCheckpointIO(tmp_path / "store", run="plain").check(checkpoint)
+    io = CasCheckpointIO(tmp_path / "store", run="sft", allow_pickle=True)
+    io.save_checkpoint(checkpoint, tmp_path / "x.ckpt")
+    assert type(io.load_checkpoint(tmp_path / "x.ckpt")["hyper_parameters"]["net"]) is nn.Linear
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize("checks", [(), (CasCheckpointCheck(),)])
+def test_the_first_save_that_fails_says_what_would_have_been_earlier(
+    tmp_path: Path, checks: tuple[Callback, ...], async_save: bool
+) -> None:
+    io = CasCheckpointIO(tmp_path / "store", run="sft", async_save=async_save)
+    training = trainer(tmp_path, io, *checks, epochs=1, limit_train_batches=4)
+    with pytest.raises(InvalidInput) as caught:
+        training.fit(Odd(), data())
+    assert any("CasCheckpointCheck()" in note for note in getattr(caught.value, "__notes__", ())) == (not checks)
+    with pytest.raises(InvalidInput) as caught:  # of a Fabric, which has no callbacks
+        CasCheckpointIO(tmp_path / "fabric", run="sft").save_checkpoint({"x": object()}, tmp_path / "x")
+    assert not hasattr(caught.value, "__notes__")

@@ -38,6 +38,7 @@ PICKLED = "with `allow_pickle=True`"
 OWNED = "with `owners=`"
 SHARDED = "as it is, on any number of ranks; refused with `overlap_with_ddp=True`"
 AS_OBJECT = "refused before step 1: leave `optim` out, and pass `TrainState(optim=optim)`"
+REFUSED = "refused, in a `TrainState` too: its state is by numbers that are no integers, or by tuples"
 
 Make = Callable[[Any, nn.Module], Optimizer]
 
@@ -133,13 +134,17 @@ ROWS = [
         "LayerWiseDummyOptimizer", "transformers", "5.23.0", "transformers.trainer_pt_utils", make={"": layer_wise}
     ),
     Row(
-        "SOAP Shampoo GaLore APOLLO Lion Prodigy ADOPT Adan StableAdamW", "pytorch_optimizer", "4.1.0",
-        "pytorch_optimizer",
+        "SOAP Shampoo GaLore APOLLO Lion Prodigy ADOPT Adan StableAdamW SPlus Kron", "pytorch_optimizer", "4.1.0",
+        "pytorch_optimizer", make={"Kron": partial(by_default, balance_prob=0.0)},  # else it draws from numpy
     ),
     Row("ScalableShampoo Conda SCION", "pytorch_optimizer", "4.1.0", "pytorch_optimizer", PICKLED),
     Row(
         "Ranger21 SPAM StableSPAM", "pytorch_optimizer", "4.1.0", "pytorch_optimizer", AS_OBJECT,
         {"Ranger21": partial(by_default, num_iterations=10)},
+    ),
+    Row(
+        "AggMo Lookahead Magma", "pytorch_optimizer", "4.1.0", "pytorch_optimizer", REFUSED,
+        {"Lookahead": partial(around, optim.SGD)},
     ),
     Row("Shampoo Lamb AdaBelief RAdam Yogi", "torch_optimizer", "0.3.0", "torch_optimizer"),
     Row("Lion", "lion_pytorch", "0.2.5", "lion_pytorch"),
@@ -159,7 +164,7 @@ ROWS = [
 CASES = [
     pytest.param(row, name, id=f"{row.package} {name}")
     for row in ROWS
-    if row.outcome not in (SHARDED, OWNED)
+    if row.outcome not in (SHARDED, OWNED, REFUSED)
     for name in row.names.split()
 ]
 
@@ -245,6 +250,19 @@ def test_a_training_goes_on_bit_by_bit(monkeypatch: pytest.MonkeyPatch, row: Row
     for other in resumed:
         train(*other, range(3, 6))
         assert identical(all_of(*other), all_of(model, optimizer))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the package
+@pytest.mark.parametrize("name", ["AggMo", "Lookahead", "Magma"])
+def test_what_has_no_place_in_a_checkpoint_is_refused(name: str) -> None:
+    row = next(row for row in ROWS if row.outcome == REFUSED)
+    model, store = network(1), small()
+    optimizer = row.of(name, model)
+    train(model, optimizer, range(2))
+    for contents in ((model, optimizer), (model, None, TrainState(optim=optimizer))):
+        with pytest.raises(InvalidInput), Checkpointer(store, run="r") as checkpointer:
+            checkpointer.save(2, *contents)
+    assert not store.repository.exists() or not store.checkpoints()
 
 
 def in_a_loop(

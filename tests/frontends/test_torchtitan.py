@@ -18,7 +18,7 @@ pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
 
 import casckpt
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsigned, Unsupported
-from tests.support.ranks import outcome_of
+from tests.support.ranks import comes_last, outcome_of
 from tests.support.saves import small_folder
 from tests.support.signing import pair
 from tests.support.training import identical
@@ -237,13 +237,14 @@ def test_what_is_not_for_a_store_is_refused(store_path: Path, ranks: Pool) -> No
 
 
 class Refused:
-    """A part of a train state that no save can store, from a step on."""
+    """A part of a train state that no save can store, from a step on. The last rank has it, and is asked last."""
 
-    def __init__(self, loop: Loop, step: int) -> None:
-        self.loop, self.step = loop, step
+    def __init__(self, loop: Loop, step: int, name: str, rank: int, size: int) -> None:
+        self.loop, self.step, self.place = loop, step, (name, rank, size, size - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"refused": object() if self.loop.step >= self.step else 1}
+        is_bad = self.loop.step >= self.step and comes_last(*self.place)
+        return {"refused": object() if is_bad else 1}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         pass
@@ -253,17 +254,17 @@ def hears(rank: int, size: int, path: Path) -> Any:
     found = []
     for step, load_only in ((0, False), (1, False), (0, True)):
         loop = Loop(rank, size, path, load_only=load_only)
-        if rank == size - 1:
-            loop.manager.states["refused"] = Refused(loop, step)
+        loop.manager.states["refused"] = Refused(loop, step, f"{step} {load_only}", rank, size)
         error = outcome_of(loop.load)
         error = outcome_of(lambda: loop.train(1)) if error is False else error  # noqa: B023 - called at once
         found.append((loop.step, type(error).__name__))
     return found
 
 
-def test_what_cannot_be_saved_is_heard_before_the_first_step_or_at_it(store_path: Path, ranks: Pool) -> None:
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_what_cannot_be_saved_is_heard_before_the_first_step_or_at_it(store_path: Path, ranks: Pool, size: int) -> None:
     expected = [(0, "InvalidInput"), (1, "InvalidInput"), (1, "dict")]
-    assert ranks.run(2, hears, store_path) == [expected] * 2
+    assert ranks.run(size, hears, store_path) == [expected] * size
 
 
 def keeps(rank: int, size: int, path: Path) -> Any:

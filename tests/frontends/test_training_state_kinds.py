@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 import casckpt
 from casckpt.errors import Mismatch
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
-from casckpt.frontends.training_state.kinds import Kind
+from casckpt.frontends.training_state.kinds import StateKind
 from tests.support.saves import small
 from tests.support.training import everything, identical
 
@@ -118,7 +118,7 @@ def test_what_is_known_of_a_kind_is_what_torch_keeps(kind: str) -> None:
     """Should a version of torch keep more or less, this says so."""
     model, optimizer = made(kind, 1)
     step(model, optimizer, 1)
-    known = Kind.of(optimizer)
+    known = StateKind.of(optimizer)
     assert known is not None
     for state in optimizer.state.values():
         assert known.needs(optimizer.param_groups[0]) <= state.keys() <= known.keeps()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -377,6 +378,28 @@ def test_frozen_parameters_in_and_out_of_the_optimizer(store: casckpt.Store) -> 
     assert fresh.frozen.weight not in other.state
     assert not fresh.frozen.weight.requires_grad
     assert torch.equal(fresh.frozen.weight, model.frozen.weight)
+
+
+def test_a_model_that_was_resized_is_refused_over_its_shapes_alone(store: casckpt.Store) -> None:
+    def resized(rows: int) -> nn.ModuleList:
+        return nn.ModuleList([nn.Embedding(rows, 2), nn.Linear(2, rows, bias=False)])
+
+    model = resized(6)
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model[1](model[0](torch.tensor(0))).sum().backward()
+    optimizer.step()
+    save_model_and_optim_state(store, model, optimizer, run="a", step=1)
+    for loaded, lacks in ((resized(8), False), (resized(8).append(nn.Linear(1, 1)), True)):
+        new = optim.SGD(loaded.parameters(), lr=0.1)
+        for load in (
+            partial(load_model_and_optim_state, store, "a@1", loaded, new, strict=False),
+            partial(load_model_and_optim_state, store, "a@1", loaded, strict=False),
+            partial(store.load, {"model": loaded, "optim": new}, "a@1", strict=False),
+        ):
+            with pytest.raises(Mismatch, match="2 keys do not fit a@1") as caught:
+                load()
+            assert ("only the template has 'model.2.weight', 'model.2.bias'" in str(caught.value)) is lacks
+            assert "only the checkpoint" not in str(caught.value)
 
 
 def test_buffers_that_are_not_kept_are_neither_saved_nor_loaded(store: casckpt.Store) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import itertools
 import logging
@@ -25,6 +26,7 @@ from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
+from casckpt.loading.arguments import renamer
 from casckpt.store.store import Store
 from tests.support.ranks import outcome_of
 from tests.support.saves import small
@@ -111,8 +113,8 @@ def test_what_either_front_end_saved_the_other_loads() -> None:
         assert identical(contents(fresh, fresh_optimizer), contents(model, optimizer))
 
 
-def load_objects(store: Store, ref: str, model: nn.Module, optimizer: optim.Optimizer) -> Any:
-    return store.load({"model": model, "optim": optimizer}, ref)
+def load_objects(store: Store, ref: str, model: nn.Module, optimizer: optim.Optimizer, **options: Any) -> Any:
+    return store.load({"model": model, "optim": optimizer}, ref, **options)
 
 
 def adversaries(seed: int) -> dict[str, Any]:
@@ -296,9 +298,138 @@ def test_a_filled_state_dict_of_an_optimizer_that_nobody_holds_draws_a_warning(
     assert 'store.save({"model": model, "adam": optim}, step=step)' in warnings(caplog)
 
 
+class Holder:
+    """Its state_dict, its extra state or its optimizer's state has an object in it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["x"]
+
+
+class Extra(nn.Linear):
+    def __init__(self, value: Any) -> None:
+        super().__init__(1, 1)
+        self.held = [value]
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"x": self.held[0]}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.held[0] = state["x"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [nn.Linear(1, 1), torch.Generator(), optim.lr_scheduler.StepLR(optim.SGD([nn.Parameter(torch.ones(1))]), 1)],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_object_in_what_another_object_gives_is_stored_as_it_is_or_refused(value: Any) -> None:
+    """Else it would come back as its state_dict, which its owner did not ask for."""
+    model, holder, extra = nn.Linear(1, 1), Holder(value), Extra(value)
+    sgd = optim.SGD(model.parameters())
+    sgd.state[model.weight]["x"] = value
+    saves: dict[str, Callable[..., Any]] = {
+        "train.0.holder.x": lambda run: run.save(1, nn.Linear(1, 1), None, {"holder": holder}),
+        "train.0.x": lambda run: run.save(2, nn.Linear(1, 1), None, holder),
+        "model._extra_state.x": lambda run: run.save(3, extra),
+        "optim.state.weight.x": lambda run: run.save(4, model, sgd),
+    }
+    store = small()
+    for key, save in saves.items():
+        with pytest.raises(InvalidInput, match=f"{key}: a .* cannot be stored as plain data"):
+            save(Checkpointer(store, run="plain"))
+    with pytest.raises(InvalidInput, match=r"optim\.state\.weight\.x: a "):
+        save_model_and_optim_state(store, model, sgd, run="smo", step=1)
+    run = Checkpointer(store, run="pickled", allow_pickle=True)
+    for save in saves.values():
+        save(run)
+    extra.held[0] = sgd.state[model.weight]["x"] = None
+    parts, whole = (run.load(f"pickled@{step}", nn.Linear(1, 1)) for step in (1, 2))
+    run.load("pickled@3", extra)
+    run.load("pickled@4", model, sgd)
+    found = (parts["holder"]["x"], whole["x"], extra.held[0], sgd.state[model.weight]["x"])
+    assert [type(one) for one in found] == [type(value)] * 4
+
+
 def test_a_model_by_itself_is_given_by_name() -> None:
     with pytest.raises(InvalidInput, match=r'\{"model": model\}'):
         small().save(made()[0], run="a", step=1)
+
+
+class Inside(nn.Module):
+    """A model that was put into another one since it was saved."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+def inside(state: dict[str, Any]) -> dict[str, Any]:
+    return {"model": Inside(state["model"]), "optim": state["optim"]}
+
+
+RENAMED: list[tuple[Callable[[Any, Any], Any], Callable[[Any], Any], dict[str, str]]] = [
+    (lambda model, adam: {"model": model, "optim": adam}, inside, {r"model\.inner\.(.*)": r"model.\1"}),
+    (
+        lambda model, adam: {"net": model, "adam": adam},
+        lambda state: state,
+        {r"model\.(.*)": r"net.\1", r"optim\.(.*)": r"adam.\1"},
+    ),
+    (lambda model, adam: {"nets": {"g": model}, "optim": adam}, inside, {r"model\.inner\.(.*)": r"nets.g.\1"}),
+]
+
+
+@pytest.mark.parametrize(("saved", "here", "rename"), RENAMED, ids=["names", "keys", "both"])
+def test_a_rename_of_a_model_takes_its_optimizer_along(
+    saved: Callable[[Any, Any], Any], here: Callable[[Any], Any], rename: dict[str, str]
+) -> None:
+    store, (model, optimizer) = small(), trained()
+    store.save(saved(model, optimizer), run="a", step=1)
+    for given in (rename, renamer(rename)):
+        fresh, fresh_optimizer = made(seed=1)
+        loaded = store.load(here({"model": fresh, "optim": fresh_optimizer}), "a@1", rename=given)
+        assert identical(contents(fresh, fresh_optimizer), contents(model, optimizer))
+        assert not (*loaded.missing_keys, *loaded.unread_keys)
+
+
+def test_names_that_only_the_checkpoint_has_are_found_below_a_renamed_model() -> None:
+    store, (model, optimizer) = small(), trained()
+    model.register_buffer("more", torch.ones(2))
+    store.save({"net": model, "optim": optimizer}, run="a", step=1)
+    fresh, fresh_optimizer = made(seed=1)
+    with pytest.raises(Mismatch, match="the model in a@1 has 'more', which this model does not have"):
+        load_objects(store, "a@1", fresh, fresh_optimizer, rename={r"model\.(.*)": r"net.\1"})
+
+
+def test_without_a_rename_an_optimizer_takes_nothing_of_other_names() -> None:
+    store, (model, optimizer) = small(), trained()
+    store.save({"model": model, "optim": optimizer}, run="a", step=1)
+    fresh, fresh_optimizer = made(seed=1)
+    before = contents(fresh)
+    state = {"model": Inside(fresh), "optim": fresh_optimizer}
+    store.load(state, "a@1", strict=False, unread="ignore")
+    assert identical(contents(fresh), before)
+    assert not fresh_optimizer.state
+
+
+@pytest.mark.parametrize("front", [load_objects, load_model_and_optim_state])
+def test_an_error_gives_the_rename_that_loads_objects_and_names_no_function(front: Callable[..., Any]) -> None:
+    store, (model, optimizer) = small(), trained()
+    store.save({"net": model, "optim": optimizer}, run="a", step=1)
+    fresh, fresh_optimizer = made(seed=1)
+    with pytest.raises(MissingKey) as refused:
+        store.load({"model": fresh}, "a@1")
+    assert "your own function" not in str(refused.value)
+    rename = ast.literal_eval(str(refused.value).rpartition("rename=")[2])
+    with pytest.raises(MissingKey, match="beside what your own function does"):
+        store.load({"model": fresh}, "a@1", rename=lambda key: key)
+    front(store, "a@1", fresh, fresh_optimizer, rename=rename)
+    assert identical(contents(fresh, fresh_optimizer), contents(model, optimizer))
 
 
 # over ranks
@@ -363,12 +494,37 @@ def test_an_object_that_fails_on_one_rank_fails_on_all(tmp_path: Path, ranks: Po
         assert "raised in load_state_dict of 'z'; what was loaded before it stays loaded" in loaded
 
 
-def objects_on_one(rank: int, size: int, path: Path) -> str:
-    return str(outcome_of(lambda: casckpt.open(path).save({"z": nn.Linear(1, 1) if rank else 1}, step=1)))
+def objects_on_one(rank: int, size: int, path: Path) -> dict[str, list[str]]:
+    """What each call raises where rank 1 alone has objects: rank 0 has their state_dict, or nothing."""
+    store = casckpt.open(path)
+    model = nn.Linear(1, 1)
+    store.save({"model": model}, run="good", step=1, check_replicas="off")
+    found: dict[str, list[str]] = {}
+    for name, mine in (
+        ("dict", {"model": model.state_dict()}),
+        ("nothing", {}),
+        ("function", lambda: {"model": model}),
+    ):
+        state: Any = {"model": model} if rank else mine
+        calls: list[Callable[[], Any]] = [
+            lambda: store.save(state, run="bad", step=1),  # noqa: B023 - called at once
+            lambda: store.save_async(state, run="bad", step=2).result(),  # noqa: B023
+            lambda: store.save_async(state, run="bad", step=3, when_busy="refuse").result(),  # noqa: B023
+            lambda: store.check(state),  # noqa: B023
+            lambda: store.warm_up(state),  # noqa: B023
+            lambda: store.load(state, "good@1"),  # noqa: B023
+        ]
+        found[name] = [str(outcome_of(call)) for call in calls[: 5 if callable(mine) else 6]]
+    for step, state in enumerate(({"model": model}, {"model": model.state_dict()})):
+        store.save_async(state, run="followed", step=step, check_replicas="off").result()
+    return found
 
 
-def test_objects_in_the_state_of_one_rank_alone_are_told(tmp_path: Path, ranks: Pool) -> None:
-    assert all("whole objects in the state of one rank" in text for text in ranks.run(2, objects_on_one, tmp_path))
+def test_objects_on_one_rank_alone_are_refused_at_once_on_all_ranks(tmp_path: Path, ranks: Pool) -> None:
+    for found in ranks.run(2, objects_on_one, tmp_path):
+        for text in (*found["dict"], *found["nothing"]):
+            assert "Rank 1 has the whole objects 'model' in its state, and rank 0 has none" in text
+        assert not any("same calls" in text for text in found["function"])  # it gives the same objects
 
 
 def save_averaged(rank: int, size: int, path: Path) -> tuple[list[torch.Tensor], str]:

@@ -166,6 +166,62 @@ def test_a_second_name_of_a_parameter_is_filled_and_refused_where_torch_would_be
     assert torch.equal(fresh.weight, model.weight)
 
 
+class Packing(nn.Linear):
+    """Like a Linear4bit: its state_dict has a copy of what its weight means nothing without."""
+
+    def __init__(self, offset: int) -> None:
+        super().__init__(3, 3)
+        self.offset = offset
+        nn.init.constant_(self.weight, offset)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight.quant_state.bitsandbytes__nf4"] = torch.tensor([self.offset], dtype=torch.uint8)
+
+
+class Unpacking(Packing):
+    """The same, which reads it."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.offset = int(state_dict.pop(prefix + "weight.quant_state.bitsandbytes__nf4"))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def test_a_state_dict_with_a_copy_of_what_its_module_keeps_is_filled_only_with_the_same(store: casckpt.Store) -> None:
+    store.save({"model": Packing(1).state_dict()}, run="a", step=1)
+    same, other = Packing(1), Packing(2)
+    nn.init.zeros_(same.weight)
+    store.load({"model": same.state_dict()}, "a@1")
+    assert torch.equal(same.weight, Packing(1).weight)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    for options in ({}, {"strict": False}, {"ignore_mismatched": ["*"]}):
+        with pytest.raises(Mismatch, match=r"Leave 'model\.weight', and all keys that begin with it, out") as refused:
+            store.load({"model": other.state_dict()}, "a@1", **options)
+        assert refused.value.keys == ("model.weight.quant_state.bitsandbytes__nf4",)
+        assert identical(dict(other.state_dict()), before)
+    with pytest.raises(Mismatch, match="bitsandbytes"):
+        store.update({"model": other.state_dict()}, "a@1", held=None)
+    left = {name: value for name, value in other.state_dict().items() if not name.startswith("weight")}
+    store.load({"model": left}, "a@1")  # as the error says
+    assert torch.equal(other.bias, store.read("a@1")["model"]["bias"])
+
+
+def test_a_checkpoint_without_the_weights_of_such_a_module_is_loaded_beside_them(store: casckpt.Store) -> None:
+    store.save({"model": {"bias": torch.ones(3)}, "plain": {"weight": torch.ones(3, 3)}}, run="a", step=1)
+    model = Packing(2)
+    store.load({"model": model.state_dict()}, "a@1", strict=False, unread="ignore")
+    assert torch.equal(model.bias, torch.ones(3))
+    with pytest.raises(Mismatch, match="bitsandbytes"):  # its weights alone
+        store.load({"plain": model.state_dict()}, "a@1", strict=False)
+
+
+def test_a_module_that_reads_what_it_packs_gets_it(store: casckpt.Store) -> None:
+    save_model_and_optim_state(store, Packing(1), run="a", step=1)
+    model = Unpacking(2)
+    load_model_and_optim_state(store, "a@1", model)
+    assert (model.offset, model.weight[0, 0].item()) == (1, 1.0)
+
+
 def test_a_linear_of_bitsandbytes_is_refused_by_the_names_of_its_scales(store: casckpt.Store) -> None:
     bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
 
@@ -185,3 +241,11 @@ def test_a_linear_of_bitsandbytes_is_refused_by_the_names_of_its_scales(store: c
         assert torch.equal(model(x), before)
     load_model_and_optim_state(store, "a@1", model, ignore_mismatched=["0.*"])
     assert identical(dict(model.state_dict()), state)
+    with pytest.raises(Mismatch, match="Params4bit"):
+        store.load({"model": model.state_dict()}, "a@1")
+    assert identical(dict(model.state_dict()), state)
+    saved = store.read("a@1")["model"]
+    packed = {name.removeprefix("0.weight."): value for name, value in saved.items() if name.startswith("0.weight.")}
+    model[0].weight = bnb.nn.Params4bit.from_prequantized(saved["0.weight"], packed, device="cpu")
+    store.load({"model": {"0.bias": model[0].bias}}, "a@1")
+    assert torch.equal(model(x), quantised(0)(x))

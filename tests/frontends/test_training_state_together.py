@@ -245,6 +245,32 @@ def test_a_save_that_one_rank_must_refuse_all_refuse(store_path: Path, ranks: Po
         casckpt.open(store_path).get("a@1")
 
 
+def of_two_kinds(rank: int, size: int, path: Path) -> Any:
+    """Two ranks have one model, and optimizers of another kind each; then a part of the model each, too."""
+    torch.manual_seed(1)
+    model, kind = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), (optim.AdamW, optim.SGD)[rank]
+    whole = kinds(
+        outcome_of(lambda: save_model_and_optim_state(path, model, kind(model.parameters()), run="a", step=1))
+    )
+    state = {"model": model, "own": kind(model.parameters())}
+    objects = kinds(outcome_of(lambda: casckpt.open(path).save(state, run="a", step=1)))
+    save_model_and_optim_state(path, model, kind(model[rank].parameters()), run="a", step=2)
+    return whole, objects
+
+
+def test_ranks_with_other_kinds_of_optimizers_under_one_key_are_refused(store_path: Path, ranks: Pool) -> None:
+    small_folder(store_path)
+    for found in ranks.run(2, of_two_kinds, store_path):
+        for key, (kind, text) in zip(("optim", "own"), found, strict=True):
+            assert kind == "InvalidInput"
+            assert f"'{key}' is another kind of optimizer on rank 1 than on rank 0: for '0.weight' it has " in text
+            assert text.index("'dampening'") < text.index(", and rank 0 ") < text.index("'betas'")
+    groups = casckpt.open(store_path).read("a@2")["optim"]["param_groups"]
+    assert [("betas" in group, group["params"]) for group in groups] == [
+        (True, ["0.weight", "0.bias"]), (False, ["1.weight", "1.bias"]),
+    ]  # fmt: skip
+
+
 # without a model
 
 

@@ -28,7 +28,7 @@ from casckpt.frontends.training_state import load_model_and_optim_state, save_mo
 from casckpt.frontends.transformers import CasCheckpointCallback, restore_checkpoint
 from casckpt.store.store import Store
 from tests.support.hub import check_loads, export, gpt2, trained
-from tests.support.ranks import outcome_of
+from tests.support.ranks import comes_last, outcome_of
 from tests.support.saves import steps
 from tests.support.together import line
 from tests.support.torchrun import as_accelerate_hears
@@ -103,7 +103,7 @@ def restored_folder(*arguments: Any, **options: Any) -> Path:
     """Of a checkpoint that is there."""
     found = restore_checkpoint(*arguments, **options)
     assert found is not None
-    return found
+    return Path(found)
 
 
 def test_ten_checkpoints_of_a_frozen_encoder_take_the_first_and_what_changed(tmp_path: Path, store: Store) -> None:
@@ -351,14 +351,16 @@ def on_one_of_several(rank: int, size: int, folder: Path) -> None:
 
 
 def fails_on_rank_0(rank: int, size: int, folder: Path) -> str:
+    comes_last("save", rank, size, 0)
     state, args = SimpleNamespace(global_step=9, epoch=0.5), SimpleNamespace(output_dir=folder)
     return str(outcome_of(lambda: CasCheckpointCallback(folder / "store", run="sft").on_save(args, state, None)))
 
 
-def test_what_fails_on_rank_0_is_raised_on_all(tmp_path: Path, ranks: Pool) -> None:
-    found = ranks.run(2, fails_on_rank_0, tmp_path)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_what_fails_on_rank_0_is_raised_on_all(tmp_path: Path, ranks: Pool, size: int) -> None:
+    found = ranks.run(size, fails_on_rank_0, tmp_path)
     assert all("checkpoint-9 is not there" in text for text in found)
-    assert found[1].startswith("rank 0: ")
+    assert all(text.startswith("rank 0: ") for text in found[1:])
 
 
 def test_each_rank_brings_its_own_random_generators(tmp_path: Path, ranks: Pool) -> None:
@@ -405,6 +407,15 @@ def test_several_files_and_files_below(tmp_path: Path, store: Store) -> None:
         restored_folder(store, "other@1", tmp_path)
 
 
+def test_a_restored_folder_has_a_type_that_the_trainer_takes() -> None:
+    """In the words of either: both may hold names that are not there when a program runs."""
+    given, taken = (
+        set(str(function.__annotations__[name]).replace("NoneType", "None").split(" | "))
+        for function, name in ((restore_checkpoint, "return"), (hub.Trainer.train, "resume_from_checkpoint"))
+    )
+    assert given <= taken
+
+
 def test_a_job_starts_from_the_beginning_where_nothing_is_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -412,7 +423,7 @@ def test_a_job_starts_from_the_beginning_where_nothing_is_saved(
     callback = CasCheckpointCallback(store, run="sft")
     for last in (1, 2):  # the same job, twice
         found = restore_checkpoint(store, "sft@latest", tmp_path / "out", force=True)
-        assert found == (None if last == 1 else tmp_path / "out" / "checkpoint-1")
+        assert found == (None if last == 1 else str(tmp_path / "out" / "checkpoint-1"))
         trainer(tmp_path / "out", tiny(), callback, most=last).train(resume_from_checkpoint=found)
     assert steps(store) == [("sft", 1), ("sft", 2)]
     assert not caplog.records

@@ -8,6 +8,7 @@ import shutil
 import warnings
 from collections import UserDict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -470,6 +471,33 @@ def test_who_need_not_wait_for_the_others_says_so(ranks: Pool, store_path: Path,
     advice = told.text(waiting.late([1], 30.0))
     ranks.run(2, alone_of_two, str(store_path), advice.argument("no_dist"))
     assert casckpt.open(store_path).read("a@1") == {"x": 1}
+
+
+def otherwise(rank: int, size: int, path: str) -> str:
+    store, state = casckpt.open(path), {"m": torch.zeros(2)}
+    store.save(state, run="first", step=1)
+    other = outcome_of(lambda: store.load(state, "first@1") if rank else store.save(state, run="a", step=1))
+    advice = Advice(str(other))
+    advice.says("with process_group=... for each")
+    store.save(state, run="same", step=1)
+    advice.says("with process_group=... for each")
+    groups = [dist.new_group(backend="gloo") for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:  # in each rank's order
+        both = [
+            threads.submit(store.save, {"m": n}, run=f"thread{n}", step=1, process_group=groups[n])
+            for n in ((0, 1) if rank else (1, 0))
+        ]
+        for saving in both:
+            saving.result()
+    return advice.message
+
+
+@follows("ranks/messages.py:astray", "with process_group=... for each")
+def test_ranks_make_the_same_calls_or_have_groups_for_threads(ranks: Pool, store_path: Path, told: Told) -> None:
+    for message in ranks.run(2, otherwise, str(store_path)):
+        told.text(message).says("in the same order, from one thread")
+    found = {one.run for one in casckpt.open(store_path).checkpoints()}
+    assert found == {"first", "same", "thread0", "thread1"}
 
 
 # saves

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +12,22 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("lightning.pytorch", reason="needs casckpt[lightning]")
 pytest.importorskip("transformers", reason="needs casckpt[transformers]")
 
+from lightning.pytorch import Callback, LightningModule, Trainer
+
 import casckpt
-from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsigned, Unsupported
-from casckpt.frontends.lightning import CasCheckpointIO, CasModelParallelStrategy, restore_checkpoint
-from casckpt.frontends.trainer import Checkpointer
+from casckpt.errors import InvalidInput, Mismatch, MissingKey, NotFound, Unsigned, Unsupported
+from casckpt.frontends.lightning import (
+    CasCheckpointCheck,
+    CasCheckpointIO,
+    CasModelParallelStrategy,
+    restore_checkpoint,
+)
+from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.transformers import CasCheckpointCallback
 from casckpt.frontends.transformers import restore_checkpoint as restore_folder
 from tests.hints.conftest import Run
@@ -55,6 +64,39 @@ def test_options_of_a_storage_are_given_where_it_is_opened(store_path: Path, tmp
     store = casckpt.open(store_path, storage_options=options)
     CasCheckpointIO(store, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt")
     assert store.get("sft@3").step == 3
+
+
+class Begins(LightningModule):
+    """Trains one batch, with a hyperparameter that is no plain data."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        return (self.weight * batch[0]).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@follows("frontends/lightning/io.py:CasCheckpointIO.save_checkpoint", "CasCheckpointCheck(), ...]) raises this before")
+def test_a_callback_raises_before_the_first_batch_what_a_save_would(store: Store, tmp_path: Path, told: Told) -> None:
+    def fit(*callbacks: Callback) -> tuple[int, InvalidInput]:
+        trainer = Trainer(
+            plugins=[CasCheckpointIO(store, run="sft")], callbacks=[*callbacks], accelerator="cpu", max_epochs=1,
+            logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        with pytest.raises(InvalidInput) as caught:
+            trainer.fit(Begins(torch.relu), DataLoader(TensorDataset(torch.ones(1))))
+        return trainer.global_step, caught.value
+
+    step, error = fit()
+    assert step == 1
+    told.text("".join(error.__notes__)).says("callbacks=[CasCheckpointCheck()")
+    step, error = fit(CasCheckpointCheck())
+    assert step == 0
 
 
 @follows(
@@ -158,6 +200,37 @@ def test_folders_of_a_hub_go_through_commands(store: Store, tmp_path: Path, told
     fresh = nn.Linear(2, 2)
     manager.checkpointer.load(CasCheckpointManager._ref(manager, -1), fresh)
     assert identical(dict(fresh.state_dict()), dict(model.state_dict()))
+
+
+@follows("frontends/torchtitan.py:", "Under torchtitan, rename is for initial_load_ref")
+def test_a_model_that_was_renamed_goes_on_as_another_run(store: Store, told: Told) -> None:
+    pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
+    from casckpt.frontends.torchtitan import CasCheckpointManager
+
+    def manager_of(model: nn.Module, run: str = "titan", **settings: Any) -> tuple[Any, torch.optim.Optimizer]:
+        adam = torch.optim.AdamW(model.parameters())
+        config = CasCheckpointManager.Config(enable=True, store=store.url, run=run, interval=1, **settings)
+        parts: Any = {"model_parts": [model], "optimizers": [adam], "states": {"step": TrainState(value=0)}}
+        return CasCheckpointManager(config, dataloader=None, lr_schedulers=None, sd_adapter=None, **parts), adam
+
+    model, fresh = nn.Linear(2, 2), nn.Linear(2, 2)
+    saving, adam = manager_of(model)
+    model(torch.ones(1, 2)).sum().backward()
+    adam.step()
+    saving.save(2)
+    saving.close()
+    inside = nn.Sequential(OrderedDict(net=fresh))
+    with told.error(MissingKey) as advice:
+        manager_of(inside)[0].load()
+    rename = advice.argument("rename", after="other names there: give")
+    begun = {**advice.argument("initial_load_ref"), **advice.argument("initial_load_model_only")}
+    loading, fresh_adam = manager_of(inside, "next", **begun, **rename)
+    assert loading.load()
+    assert identical(dict(fresh.state_dict()), dict(model.state_dict()))
+    assert identical(fresh_adam.state_dict()["state"], adam.state_dict()["state"])
+    loading.save(3)
+    loading.maybe_wait_for_saving()
+    assert manager_of(inside, "next", **begun, **rename)[0].load()  # its own names are not renamed
 
 
 # Transformers

@@ -12,6 +12,7 @@ import torch
 from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.optim.lr_scheduler import StepLR
 
 import casckpt
 from casckpt import load_model_and_optim_state, save_model_and_optim_state
@@ -70,7 +71,7 @@ def weights(model: nn.Module) -> dict[str, Any]:
 # loads of models and optimizers
 
 
-@follows("frontends/training_state/groups.py:match", "load the model alone (optim=None), or map each to one of its own")
+@follows("frontends/training_state/groups.py:match", "or load the model alone (optim=None; from a dict")
 def test_of_two_parameters_of_one_name_each_has_its_own(trained: Store, model: Two, told: Told) -> None:
     fresh = Two("a", "c")
     new = SGD(fresh.parameters())
@@ -83,6 +84,7 @@ def test_of_two_parameters_of_one_name_each_has_its_own(trained: Store, model: T
         trained, "a@1", fresh, rename={"model.c.weight": "model.a.weight"}, strict=False, **alone
     )
     assert torch.equal(fresh.c.weight, model.a.weight)  # type: ignore[union-attr,arg-type]
+    trained.load({"model": fresh}, "a@1", rename={"model.c.weight": "model.a.weight"}, strict=False)
     advice.says("map each to one of its own")
     load_model_and_optim_state(trained, "a@1", fresh, new, rename={"model.c.weight": "model.b.weight"})
     assert torch.equal(fresh.c.weight, model.b.weight)  # type: ignore[union-attr,arg-type]
@@ -102,6 +104,9 @@ def test_instead_of_another_optimizer_the_same_is_made_or_none_is_loaded(
     alone: Any = advice.argument("optim")
     load_model_and_optim_state(trained, "a@1", other, **alone)
     assert identical(weights(other), weights(model))
+    advice.says("from a dict, leave the optimizer out")
+    trained.load({"model": fresh}, "a@1")
+    Checkpointer(trained, run="a").resume({"model": fresh}, **alone)
 
 
 @follows("frontends/training_state/groups.py:_other_parameters", "Pass strict=False to load what both have")
@@ -114,7 +119,7 @@ def test_what_both_optimizers_have_is_loaded(trained: Store, told: Told) -> None
     assert len(new.state) == 2
 
 
-@follows("frontends/training_state/kinds.py:Kind.check", "or load the model alone (optim=None)")
+@follows("frontends/training_state/kinds.py:StateKind.check", "or load the model alone (optim=None; from a dict")
 def test_state_of_another_kind_is_not_loaded(store: Store, model: Two, told: Told) -> None:
     save_model_and_optim_state(store, model, stepped(model, optim.Adagrad), run="a", step=1)
     state = store.read("a@1")
@@ -172,9 +177,7 @@ def test_what_a_load_leaves_is_not_logged_where_that_is_meant(trained: Store, to
     assert texts == []
 
 
-@follows(
-    "frontends/training_state/stored.py:StoredTraining.groups", "load the model without it (optim=None), or choose"
-)
+@follows("frontends/training_state/stored.py:StoredTraining.groups", "load the model alone (optim=None; from a dict")
 @follows("frontends/training_state/stored.py:StoredTraining.groups", "read it with store.read")
 def test_a_checkpoint_without_an_optimizer_by_name_gives_its_model(store: Store, model: Two, told: Told) -> None:
     trained = stepped(model)
@@ -187,6 +190,8 @@ def test_a_checkpoint_without_an_optimizer_by_name_gives_its_model(store: Store,
     alone: Any = advice.argument("optim")
     load_model_and_optim_state(store, "a@1", fresh, **alone)
     assert identical(weights(fresh), weights(model))
+    advice.says("from a dict, leave the optimizer out")
+    store.load({"model": fresh}, "a@1")
     advice.says("choose another checkpoint")
     load_model_and_optim_state(store, "a@2", fresh, SGD(fresh.parameters()))
     with told.error(Mismatch) as advice:
@@ -536,6 +541,24 @@ def test_what_is_not_passed_to_a_resume_is_passed_or_meant(store: Store, model: 
     assert texts == []
 
 
+@follows("frontends/trainer/resumed.py:", 'options="keep" keeps what is given')
+def test_a_rate_that_is_given_stays_with_keep(store: Store, model: Two, told: Told) -> None:
+    made = checkpointer(store)
+    first = stepped(model)
+    StepLR(first, 100)
+    made.save(1, model, first)
+    lower = SGD(model.parameters(), lr=1e-9)
+    StepLR(lower, 100)
+    with told.log() as advice:
+        made.resume(model, lower)
+    assert lower.param_groups[0]["lr"] > 1e-9
+    lower = SGD(model.parameters(), lr=1e-9)
+    StepLR(lower, 100)
+    with heard() as texts:
+        made.resume(model, lower, **advice.argument("options"))
+    assert (lower.param_groups[0]["lr"], texts) == (1e-9, [])
+
+
 @follows("frontends/trainer/run_checkpoints.py:newest_healthy", "load one of them by its step")
 def test_where_all_are_unhealthy_one_is_loaded_by_its_step(store: Store, model: Two, told: Told) -> None:
     made = checkpointer(store)
@@ -580,7 +603,7 @@ def test_generators_are_restored_from_what_was_made(told: Told) -> None:
     assert torch.equal(torch.rand(3), first)
 
 
-@follows("frontends/trainer/train_state.py:TrainState.set_parts", "rng=False: without the random generators")
+@follows("frontends/trainer/train_state.py:TrainState._missing", "rng=False: without the random generators")
 def test_parts_that_were_not_saved_are_left_out(told: Told) -> None:
     with told.error(MissingKey) as advice:
         TrainState(epoch=0, place=1).load_state_dict({"epoch": 3})

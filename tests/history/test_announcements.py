@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from casckpt.base.names import run_hash
-from casckpt.errors import StorageError
+from casckpt.errors import Refused, StorageError
 from casckpt.format.keys import announcement_key, commit_key, parse_log
 from casckpt.format.names import TxId
 from casckpt.history import commits
@@ -18,6 +18,7 @@ from casckpt.history.announcements import announce, fill, look, read_back, runs
 from casckpt.history.commits import forget, purge, restore
 from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
+from casckpt.storage.local.store import LocalStore
 from tests.support.announced import announcements
 from tests.support.faulty import Call, FaultyStore, call_first, fail_after, fail_before, look_on
 from tests.support.repositories import commit_bare, committed, meanwhile, memory, repository
@@ -97,6 +98,21 @@ def test_a_late_put_and_a_second_attempt_have_a_number_each(tmp_path: Path) -> N
     commit_bare(repo)
     assert [number for number, _ in told(repo)] == [0, 1]
     assert len(look_at(repo).announced) == 2
+
+
+@pytest.mark.parametrize("folder", ["runs", f"runs/{RUN}", announcement_key(RUN, 0).rpartition("/")[0]])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_file_in_place_of_a_folder_of_announcements_is_an_error(tmp_path: Path, folder: str, is_known: bool) -> None:
+    """Each number behind the head seems to be taken then, without end, and none can be read."""
+    storage = LocalStore(tmp_path / "store")
+    repo = repository(tmp_path / "host", storage)
+    commit_bare(repo)
+    (storage.path / folder).rename(tmp_path / "away")
+    (storage.path / folder).touch()
+    if not is_known:
+        repo = repository(tmp_path / "other", storage, seed=2)
+    with pytest.raises(Refused, match=f"{folder} is a(| file| n object) where a folder"):
+        commit_bare(repo, step=1)
 
 
 def look_at(repo: Repository, run: str = RUN) -> RunCache:

@@ -17,6 +17,7 @@ from casckpt.loading import unread
 from casckpt.loading.contents import Contents
 from casckpt.saving import prepare
 from casckpt.store.store import Store
+from tests.support.hints import Advice
 from tests.support.saves import small
 
 if TYPE_CHECKING:
@@ -116,6 +117,30 @@ def test_it_may_have_another_name_here(store: Store) -> None:
     into = {"w": torch.zeros(2), "ids": {"a": 0}}
     store.load(into, "latest", rename=lambda key: key.replace("ids", "train.seen"), unread="ignore")
     assert into["ids"] == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        {r"ids\.(.*)": r"train.seen.\1"},
+        {r"ids\.a": "train.seen.b", "ids": "train.seen"},
+        {r"ids\.deep\.n": "train.seen.a", "ids": "train.seen"},
+    ],
+)
+def test_a_rename_of_single_entries_is_refused(rename: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "LARGE", 3)
+    store = small()
+    store.save({"w": torch.ones(2), "train": {"seen": SEEN}}, step=1)
+    into: dict[str, Any] = {"w": torch.zeros(2), "ids": {"a": 0, "deep": {"n": 0}}}
+    with pytest.raises(InvalidInput):
+        store.load(into, "latest", rename=rename, strict=False, unread="ignore")
+    with pytest.raises(InvalidInput, match=r"rename gives 'train\.seen") as refused:
+        store.load(into, "latest", rename=rename, unread="ignore")
+    advice = Advice(str(refused.value))
+    assert into["ids"] == {"a": 0, "deep": {"n": 0}}
+    assert store.read("latest", **advice.argument("keys"))["train"]["seen"]["a"] == 1
+    store.load(into, "latest", **advice.argument("rename"), unread="ignore")
+    assert into["ids"] == {"a": 1, "deep": {"n": 1}}
 
 
 def saving(rank: int, size: int, where: str) -> Any:

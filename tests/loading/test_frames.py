@@ -32,7 +32,8 @@ from tests.support.coded import Stored, chain, code
 from tests.support.far import far
 from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before
 from tests.support.gcs import collect
-from tests.support.repositories import meanwhile, memory
+from tests.support.halves import half_of
+from tests.support.repositories import again, meanwhile, memory, objects_of
 from tests.support.rewrites import move
 from tests.support.saves import CELL, content, counted, flip, overwrite, same_state, small, small_folder
 from tests.support.servers import Server
@@ -61,9 +62,7 @@ def key_of(store: Store, ref: str, cell: StoredCell) -> str:
 # what is loaded
 
 
-@pytest.mark.parametrize("planes", [False, True])
-@pytest.mark.parametrize("threads", [1, 4])
-@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(("planes", "threads", "verify"), half_of([False, True], [1, 4], [False, True]))
 def test_each_version_is_what_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planes: bool, threads: int, verify: bool
 ) -> None:
@@ -247,16 +246,23 @@ def faults() -> FaultyStore:
 
 
 @pytest.fixture
-def store(faults: FaultyStore) -> Store:
+def store(faults: FaultyStore, objects: dict[str, bytes]) -> Store:
     """Each version of ``m`` is told from the one before, and the first from nothing; ``same`` lies as it is."""
+    faults.inner = again(objects, near=False)
+    return Store(Repository(faults))
+
+
+@pytest.fixture(scope="module")
+def objects() -> dict[str, bytes]:
+    """Those of the store above."""
     found = states()
-    store = small(faults)
+    store = small()
     for step, state in enumerate(found):
         store.save(state, step=step)
     code(store, "default@0", keys=lambda key: key.startswith("m."), encode=lambda *given: encode_planes(*given[:2]))
     chain(store, [f"default@{step}" for step in range(STEPS)])
     collect(store.repository)
-    return store
+    return objects_of(store.repository.storage)
 
 
 def hit(store: Store, ref: str, link: int, harm: Callable[[Store, str, int], None]) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 
 import casckpt
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
-from casckpt.loading.unread import EVERYTHING, also_unread, on_all, tell
+from casckpt.loading.unread import EVERYTHING, also_unread, on_all, warn_unread
 from tests.support.renames import rename_in
 from tests.support.saves import same_state, small, small_folder
 from tests.support.tensors import same
@@ -230,7 +230,7 @@ def test_what_one_rank_left_another_may_have_read() -> None:
 
 
 def test_many_subtrees_are_told_of_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    tell(new_run(), 1, [f"t{number}" for number in range(9)], "say so")
+    warn_unread(new_run(), 1, [f"t{number}" for number in range(9)], "say so")
     assert told(caplog)[0].endswith("'t4' and 4 more of " + told(caplog)[0].split(" of ")[-1])
 
 

@@ -21,6 +21,7 @@ from tests.support.coded import Stored
 from tests.support.far import far
 from tests.support.faulty import FaultyStore, corrupt, fail_before
 from tests.support.graphs import is_noticed
+from tests.support.halves import half_of
 from tests.support.reads import blob_bytes
 from tests.support.saves import CELL, reopened, same_state, small, small_folder
 from tests.support.tensors import same
@@ -52,9 +53,7 @@ def frames(store: Store, one: int, other: int, key: str | None = None) -> int:
 # what is there afterwards
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-@pytest.mark.parametrize("check", [False, True])
-@pytest.mark.parametrize("planes", [False, True])
+@pytest.mark.parametrize(("threads", "check", "planes"), half_of([1, 4], [False, True], [False, True]))
 def test_from_any_version_to_any(tmp_path: Path, threads: int, check: bool, planes: bool) -> None:
     found = states()
     for made in (small(), small_folder(tmp_path), small(far())):

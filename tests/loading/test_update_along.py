@@ -36,6 +36,14 @@ def state(step: int) -> dict[str, Any]:
     return {"all": trained(12, step).reshape(ROWS, 512), "part": part, "still": trained(4, 0, seed=2)}
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of all steps, which tests read."""
+    path = tmp_path_factory.mktemp("along") / "store"
+    run(small_folder(path))
+    return path
+
+
 def run(store: Store, steps: int = STEPS) -> Store:
     for step in range(steps):
         store.save(state(step), step=step, compress="auto")
@@ -55,8 +63,8 @@ def kept(held: Checkpoint) -> int:
     return sum(len(data) for frames in held.frames.values() for data in frames.values())
 
 
-def test_an_update_by_one_step_reads_what_its_save_wrote(tmp_path: Path) -> None:
-    store = run(small_folder(tmp_path))
+def test_an_update_by_one_step_reads_what_its_save_wrote(folder: Path) -> None:
+    store = casckpt.open(folder)
     found = emptied(state(0))
     held = store.load(found, ref(0))
     again = []
@@ -70,9 +78,9 @@ def test_an_update_by_one_step_reads_what_its_save_wrote(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_who_begins_with_an_update_has_kept_all(tmp_path: Path, check: bool) -> None:
+def test_who_begins_with_an_update_has_kept_all(folder: Path, check: bool) -> None:
     """And where cells are read whole on the way, as those of which nothing is held."""
-    store = run(small_folder(tmp_path))
+    store = casckpt.open(folder)
     for step, delta in enumerate(deltas(store, STEPS)):
         found = emptied(state(0))
         held = store.update(found, ref(step), held=None)
@@ -85,9 +93,9 @@ def test_who_begins_with_an_update_has_kept_all(tmp_path: Path, check: bool) -> 
         assert sum(read) <= 1.1 * delta
 
 
-def test_who_has_kept_nothing_reads_what_is_undone_too(tmp_path: Path) -> None:
+def test_who_has_kept_nothing_reads_what_is_undone_too(folder: Path) -> None:
     """As after a full load, or in another process; and all is right."""
-    store = run(small_folder(tmp_path))
+    store = casckpt.open(folder)
     found, more = emptied(state(0)), []
     held = store.load(found, ref(0))
     for step, delta in enumerate(deltas(store, STEPS), start=1):
@@ -145,7 +153,7 @@ def follow(rank: int, size: int, path: str, steps: Sequence[int]) -> list[bool]:
     return right
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_64_steps_end_like_loads_on_any_number_of_ranks(ranks: Pool, tmp_path: Path, size: int) -> None:
     store = run(small_folder(tmp_path), 65)
     assert all(map(all, ranks.run(size, follow, str(tmp_path), range(65))))
@@ -153,9 +161,9 @@ def test_64_steps_end_like_loads_on_any_number_of_ranks(ranks: Pool, tmp_path: P
 
 
 @pytest.mark.parametrize(("first", "then"), [(5, 10), (10, 0), (15, 20), (24, 14), (14, 19)])
-def test_a_jump_reads_no_key(tmp_path: Path, first: int, then: int) -> None:
+def test_a_jump_reads_no_key(folder: Path, first: int, then: int) -> None:
     """5 forward, 10 back: where no cell has had a new key on the way."""
-    store = run(small_folder(tmp_path), 25)
+    store = casckpt.open(folder)
     mine, theirs = (Stored(store, ref(step)).cells() for step in (first, then))
     roots = [(list(mine[place].chain)[-1].digest, list(theirs[place].chain)[-1].digest) for place in theirs]
     new = sum(theirs[place].nbytes for place, (one, other) in zip(theirs, roots, strict=True) if one != other)

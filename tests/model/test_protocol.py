@@ -59,6 +59,7 @@ def check(setup: Setup, **options: bool) -> Verdict:
     return Model(setup).check(**options)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("setup", SAFE.values(), ids=SAFE.keys())
 def test_nothing_is_lost(setup: Setup) -> None:
     verdict = check(setup)

@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import make_txid
 from casckpt.format.names import TxId
-from casckpt.plan.retention import Kept, Policy, plan_forget, runs_without, thinning_of
+from casckpt.plan.retention import Policy, RetentionCandidate, plan_forget, runs_without, thinning_of
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 DAY = 86_400_000_000
 
 
-def kept(number: int, step: int, run: str = "sft", day: int | None = None) -> Kept:
+def kept(number: int, step: int, run: str = "sft", day: int | None = None) -> RetentionCandidate:
     """Checkpoint ``number`` in order of transactions, created on ``day`` (its number unless given)."""
     txid = make_txid(START + timedelta(days=number), number.to_bytes(8, "big"), run, step)
-    return Kept(txid, run, step, (number if day is None else day) * DAY)
+    return RetentionCandidate(txid, run, step, (number if day is None else day) * DAY)
 
 
-def steps(forgotten: list[Kept]) -> list[int]:
+def steps(forgotten: list[RetentionCandidate]) -> list[int]:
     return [one.step for one in forgotten]
 
 
@@ -91,7 +91,7 @@ def test_the_newest_of_each_day_week_and_month() -> None:
     assert steps(plan_forget(store, Policy(keep_monthly=2), 0)) == [0, 10, 20, 40]
 
 
-def at(number: int, when: datetime) -> Kept:
+def at(number: int, when: datetime) -> RetentionCandidate:
     return replace(kept(number, number), created_at=int(when.timestamp() * 1_000_000))
 
 
@@ -177,7 +177,7 @@ POLICIES = st.builds(
 
 
 @given(STORES, POLICIES, st.data())
-def test_what_no_policy_takes(store: list[Kept], policy: Policy, data: st.DataObject) -> None:
+def test_what_no_policy_takes(store: list[RetentionCandidate], policy: Policy, data: st.DataObject) -> None:
     tagged: set[TxId] = set(data.draw(st.lists(st.sampled_from([one.txid for one in store])))) if store else set()
     forgotten = set(plan_forget(store, policy, 9 * DAY, tagged=tagged))
     assert not {one.txid for one in forgotten} & tagged
@@ -187,20 +187,20 @@ def test_what_no_policy_takes(store: list[Kept], policy: Policy, data: st.DataOb
 
 
 @given(STORES, POLICIES)
-def test_a_second_pass_finds_nothing_more(store: list[Kept], policy: Policy) -> None:
+def test_a_second_pass_finds_nothing_more(store: list[RetentionCandidate], policy: Policy) -> None:
     forgotten = plan_forget(store, policy, 9 * DAY)
     assert plan_forget([one for one in store if one not in forgotten], policy, 9 * DAY) == []
 
 
 @given(STORES, POLICIES, st.integers(1, 5))
-def test_one_more_rule_never_forgets_more(store: list[Kept], policy: Policy, every: int) -> None:
+def test_one_more_rule_never_forgets_more(store: list[RetentionCandidate], policy: Policy, every: int) -> None:
     if policy.is_empty or policy.keep_every is not None:
         return
     forgotten = set(plan_forget(store, policy, 9 * DAY))
     assert set(plan_forget(store, replace(policy, keep_every=every), 9 * DAY)) <= forgotten
 
 
-def scored(*values: float | None, name: str = "loss") -> list[Kept]:
+def scored(*values: float | None, name: str = "loss") -> list[RetentionCandidate]:
     return [replace(kept(i, i), metrics={} if value is None else {name: value}) for i, value in enumerate(values)]
 
 

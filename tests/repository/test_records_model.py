@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
@@ -217,3 +218,4 @@ class RecordsModel(RuleBasedStateMachine):
 
 
 TestRecordsModel = RecordsModel.TestCase
+TestRecordsModel.settings = settings(max_examples=-(-settings().max_examples // 2))

@@ -16,7 +16,7 @@ import casckpt
 from casckpt.errors import InvalidInput
 from casckpt.frontends.trainer import Checkpointer
 from tests.support.faulty import call_first
-from tests.support.ranks import outcome_of, tell, wait_for
+from tests.support.ranks import comes_last, outcome_of
 from tests.support.saves import small_folder
 from tests.support.together import line, numbers, spread, watched
 
@@ -35,14 +35,7 @@ class Late:
         self.rank, self.who, self.size, self.name = rank, who, size, ""
 
     def comes_last(self) -> bool:
-        """Tell the others that this rank has come; on ``who``, wait for them."""
-        if self.rank != self.who:
-            tell(f"{self.name} on {self.rank}")
-            return False
-        for other in range(self.size):
-            if other != self.who:
-                wait_for(f"{self.name} on {other}")
-        return True
+        return comes_last(self.name, self.rank, self.size, self.who)
 
     def __call__(self, *_: Any) -> None:
         if self.comes_last():

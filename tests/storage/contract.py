@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.synchronize import Barrier
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -28,6 +28,15 @@ Peek = Callable[[str], bytes | None]
 MIB = 1 << 20
 SIZES = [0, 1, 4095, 4096, 4097, MIB - 1, MIB, MIB + 1, 9 * MIB + 17]
 OBJECT = "objects/x/a.safetensors"
+
+
+def of_each_size(choices: list[Any]) -> list[Any]:
+    """Each size, with one of both by turns; with the other one, too, with --full."""
+    return [
+        pytest.param(size, choices[which], marks=[pytest.mark.soak] * ((number + which) % 2))
+        for number, size in enumerate(SIZES)
+        for which in (0, 1)
+    ]
 
 
 def noise(size: int, seed: int = 0) -> bytes:
@@ -56,8 +65,7 @@ class StorageContract:
         assert storage.traits.parallel >= 1
         assert storage.url
 
-    @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize("settle", [True, False])
+    @pytest.mark.parametrize(("size", "settle"), of_each_size([False, True]))
     def test_what_is_put_is_there(self, storage: ObjectStore, peek: Peek, size: int, settle: bool) -> None:
         data = noise(size)
         storage.put(OBJECT, data, settle=settle)
@@ -66,8 +74,7 @@ class StorageContract:
         assert storage.size(OBJECT) == size
         assert list(storage.list("objects/")) == [ListedObject(OBJECT, size)]
 
-    @pytest.mark.parametrize("size", SIZES[1:])
-    @pytest.mark.parametrize("shift", [0, 1])
+    @pytest.mark.parametrize(("size", "shift"), of_each_size([0, 1])[2:])
     def test_put_from_an_aligned_buffer(self, storage: ObjectStore, peek: Peek, size: int, shift: int) -> None:
         data = noise(size)
         with AlignedBuffer(size + shift) as buffer:

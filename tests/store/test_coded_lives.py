@@ -19,9 +19,10 @@ from casckpt.upkeep.copies import mirror
 from tests.support.dying import WAYS, Dying, Killed
 from tests.support.far import FarStore
 from tests.support.faulty import FaultyStore, fail_before
-from tests.support.repositories import memory
+from tests.support.repositories import again, memory, objects_of
 from tests.support.saves import cells, reopened, same_state, small, small_folder, steps, trained
 
+pytestmark = pytest.mark.sweep
 STEPS = 6
 
 
@@ -43,27 +44,20 @@ def check(store: Store, wanted: list[int]) -> None:
     assert not found.verify(decode=True).is_damaged
 
 
-def again(objects: dict[str, bytes]) -> ObjectStore:
-    storage = memory()
-    for key, data in objects.items():
-        storage.put(key, data)
-    return storage
-
-
 @pytest.fixture(scope="module")
 def objects() -> dict[str, bytes]:
     """Those of a store with a key and deltas."""
     store = saved(small(memory()))
     assert [ckpt.commit.committed.bytes_deltas > 0 for ckpt in store.checkpoints()] == [False] + [True] * (STEPS - 1)
-    storage = store.repository.storage
-    return {entry.key: storage.get(entry.key, limit=1 << 30) for entry in storage.list("")}
+    return objects_of(store.repository.storage)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_gc_that_forgets_keys_is_cut_off_anywhere(objects: dict[str, bytes], way: str) -> None:
-    at, ended = 0, False
+def test_a_gc_that_forgets_keys_is_cut_off_anywhere(objects: dict[str, bytes], way: str, seed: int, full: bool) -> None:
+    stride = 1 if full else 3  # each way begins elsewhere
+    at, ended = seed % stride, False
     while not ended:
-        at += 1
+        at += stride
         storage = again(objects)
         dying = Dying(storage, at, way)
         with suppress(Killed, CasckptError):
@@ -81,11 +75,14 @@ def test_a_gc_that_forgets_keys_is_cut_off_anywhere(objects: dict[str, bytes], w
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_copy_of_one_that_is_told_from_others_takes_these_along(objects: dict[str, bytes], way: str) -> None:
+def test_a_copy_of_one_that_is_told_from_others_takes_these_along(
+    objects: dict[str, bytes], way: str, seed: int, full: bool
+) -> None:
     """It alone, into an empty store, cut off anywhere: whole or not there, and the next copy ends it."""
-    source, at, ended = Store(Repository(again(objects))), 0, False
+    stride = 1 if full else 3
+    source, at, ended = Store(Repository(again(objects))), seed % stride, False
     while not ended:
-        at += 1
+        at += stride
         storage = memory()
         dying = Dying(storage, at, way)
         with suppress(Killed, CasckptError):

@@ -20,7 +20,7 @@ from tests.support.servers import Server
 CASCKPT = (sys.executable, "-m", "casckpt")
 
 
-@pytest.fixture(params=["moto_server", "seaweed_server"])
+@pytest.fixture(params=[pytest.param("moto_server", marks=pytest.mark.soak), "seaweed_server"])
 def server(request: pytest.FixtureRequest) -> Server:
     found: Server = request.getfixturevalue(request.param)
     return found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,11 +9,13 @@ import pytest
 from tests.support import killed_thins
 from tests.support.killed_saves import WAYS, check_all, check_clean, open_folder, state
 from tests.support.saves import same_state, steps
+from tests.support.scripts import run_script
 from tests.support.shared import made_once
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "tests.support.killed_saves"]
-POINTS = 10  # of each way
+SAVES, THINS = "tests.support.killed_saves", "tests.support.killed_thins"
+PATIENCE = 4 * 3600.0  # seconds, for a sweep of all points
+POINTS = 6  # of each way
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,14 @@ def killed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     return made_once(
         tmp_path_factory,
         "killed",
-        lambda folder: subprocess.run([*COMMAND, "sweep", folder, *numbers], cwd=ROOT, check=True),
+        lambda folder: done(SAVES, "sweep", folder, *numbers),
     )
+
+
+def done(module: str, *arguments: str | Path) -> None:
+    """Run a program of its own to its end."""
+    ended = run_script(module, *arguments, cwd=ROOT, patience=PATIENCE)
+    assert ended.status == 0, ended.told
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -58,11 +64,8 @@ def test_a_save_killed_at_many_instants(killed: Path, way: str) -> None:
 def thinned(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A folder with a store for each point at which who thinned was killed."""
     full = bool(request.config.getoption("--full"))
-    numbers = [str(100 if full else POINTS), str(int(request.config.getoption("--hypothesis-seed") or 0))]
-    command = [sys.executable, "-m", "tests.support.killed_thins"]
-    return made_once(
-        tmp_path_factory, "thinned", lambda folder: subprocess.run([*command, folder, *numbers], cwd=ROOT, check=True)
-    )
+    numbers = [str(100 if full else 10), str(int(request.config.getoption("--hypothesis-seed") or 0))]
+    return made_once(tmp_path_factory, "thinned", lambda folder: done(THINS, folder, *numbers))
 
 
 @pytest.mark.parametrize("way", killed_thins.WAYS)
@@ -89,9 +92,9 @@ def test_thinning_and_its_gc_killed_at_many_instants_lose_nothing(thinned: Path,
     assert states == {False, True}
 
 
-@pytest.mark.parametrize("saves", [12, pytest.param(60, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("saves", [8, pytest.param(60, marks=pytest.mark.soak)])
 def test_two_processes_save_while_a_gc_goes_on(tmp_path: Path, saves: int) -> None:
-    subprocess.run([*COMMAND, "race", tmp_path, str(saves)], cwd=ROOT, check=True)
+    done(SAVES, "race", tmp_path, str(saves))
     store = open_folder(tmp_path)
     assert {ckpt.run for ckpt in store.checkpoints()} == {"a", "b"}
     assert len(store.checkpoints()) >= 4

@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Role:
     return call
 
 
-@pytest.fixture(params=["folder", "moto_server", "seaweed_server"])
+@pytest.fixture(params=["folder", "moto_server", pytest.param("seaweed_server", marks=pytest.mark.soak)])
 def role(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Role]:
     if request.param == "folder":
         yield folder(tmp_path)

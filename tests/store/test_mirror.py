@@ -407,7 +407,7 @@ elif end == "kill":
 """
 
 
-@pytest.mark.parametrize("end", ["kill", "exit", "wait"])
+@pytest.mark.parametrize("end", ["kill", "exit", pytest.param("wait", marks=pytest.mark.soak)])
 def test_programs_that_end_at_once(store_path: Path, away: Path, end: str) -> None:
     """Two of them; killed, or at their end without waiting, or in good order."""
     started = [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +14,15 @@ from casckpt.frontends.follow import CURRENT
 from casckpt.store.store import Store
 from tests.support.killed_saves import check_clean, side_by_side
 from tests.support.saves import same_state
+from tests.support.scripts import run_script
 from tests.support.shared import made_once
 from tests.support.struck import KEPT, KILLED, LATER, MEET, NEW, RUNS, Point, Scene, state
 
 if TYPE_CHECKING:
     from tests.support.servers import Server
 
-pytestmark = pytest.mark.timeout(4 * 3600)  # that of all points is one sweep
+PATIENCE = 4 * 3600.0  # seconds: that of all points is one sweep
+pytestmark = pytest.mark.timeout(PATIENCE)
 ROOT = Path(__file__).parents[2]
 POINTS = 1  # of each kind, in each way; with --full all, in buckets --points
 CAN_END = {
@@ -44,8 +44,9 @@ def struck(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         bucket = (server.new_place(), server.endpoint)
 
     def sweep(folder: Path) -> None:
-        command = [sys.executable, "-m", "tests.support.struck", str(folder), str(points), seed, *(bucket or ())]
-        subprocess.run(command, cwd=ROOT, check=True)
+        arguments = (folder, str(points), seed, *(bucket or ()))
+        done = run_script("tests.support.struck", *arguments, cwd=ROOT, patience=PATIENCE)
+        assert done.status == 0, done.told
 
     if bucket is not None:  # which is this worker's own
         sweep(folder := tmp_path_factory.mktemp("struck"))

@@ -1,7 +1,8 @@
 """Puts that are killed: at every system call one by one, or by whoever reads the lines that it writes.
 
-``python -m tests.support.crash steps FOLDER`` forks a child for each way to create a file, each size and each system
-call, which kills itself right before or right after that call. ``... endless FOLDER`` puts until it is killed.
+``python -m tests.support.crash steps STRIDE FOLDER`` forks a child for each way to create a file, each size and each
+system call (or only so many of them), which kills itself right before or right after that call. ``... endless FOLDER``
+puts until it is killed.
 """
 
 from __future__ import annotations
@@ -72,10 +73,10 @@ def _survives(folder: Path, way: Naming, size: int, step: int) -> bool:
     os._exit(0)
 
 
-def steps(folder: Path) -> None:
-    """Kill a put at each of its steps."""
-    for way, size in itertools.product(Naming, SIZES):
-        for step in itertools.count(1):
+def steps(folder: Path, stride: int) -> None:
+    """Kill a put at each of its steps, or at one of ``stride``: of each way and size at others."""
+    for number, (way, size) in enumerate(itertools.product(Naming, SIZES)):
+        for step in itertools.count(1 + number % stride, stride):
             if _survives(folder, way, size, step):
                 break
 
@@ -90,4 +91,7 @@ def endless(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"steps": steps, "endless": endless}[sys.argv[1]](Path(sys.argv[2]))
+    if sys.argv[1] == "steps":
+        steps(Path(sys.argv[3]), int(sys.argv[2]))
+    else:
+        endless(Path(sys.argv[2]))

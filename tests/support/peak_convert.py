@@ -6,7 +6,6 @@ worst: a DCP folder into a store, out of it, a file of torch.save out of it, and
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -30,6 +29,7 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
 from tests.support.dcp import save
+from tests.support.killed_saves import forked
 from tests.support.peak import MIB, taken
 
 
@@ -45,8 +45,8 @@ def _opened(folder: Path) -> Store:
 
 def convert(store: Store, folder: Path, mib: int, run: str) -> list[float]:
     """All five, for a state of ``mib``, which another process makes."""
-    command = [sys.executable, "-m", "tests.support.peak_convert", str(folder / "in"), str(mib), "make"]
-    subprocess.run(command, check=True)
+    if forked(lambda: save(_state(mib), FileSystemWriter(str(folder / "in")))):
+        raise SystemExit("the folder to be read could not be made")
     calls: list[Any] = [
         lambda: dcp_to_casckpt(folder / "in", store, run=run, step=1),
         lambda: casckpt_to_dcp(store, f"{run}@1", folder / "out"),
@@ -69,7 +69,4 @@ def main(folder: Path, mib: int) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if sys.argv[3:] == ["make"]:
-        save(_state(int(sys.argv[2])), FileSystemWriter(sys.argv[1]))
-    else:
-        main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

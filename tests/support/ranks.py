@@ -220,6 +220,17 @@ def wait_for(name: str) -> None:
     _store().wait([f"tests/{name}"], timedelta(seconds=PATIENCE))
 
 
+def comes_last(name: str, rank: int, size: int, who: int) -> bool:
+    """Tell the others that this rank has come; on ``who``, wait for them, and return True."""
+    if rank != who:
+        tell(f"{name} on {rank}")
+        return False
+    for other in range(size):
+        if other != who:
+            wait_for(f"{name} on {other}")
+    return True
+
+
 def die() -> None:
     """The end of this process, without a word to anybody."""
     os.kill(os.getpid(), signal.SIGKILL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,19 @@ def meanwhile(action: Callable[[], object]) -> Callable[[Call], None]:
 def memory(*, near: bool = True) -> MemoryStore | RemoteStore:
     """A storage of its own: in memory, or where ``pytest --storage`` says; see `tests.support.elsewhere`."""
     return elsewhere.storage(near=near) or MemoryStore(f"test-{next(_STORES)}")
+
+
+def objects_of(storage: ObjectStore) -> dict[str, bytes]:
+    """All that a storage holds, for `again`."""
+    return {entry.key: storage.get(entry.key, limit=1 << 30) for entry in storage.list("")}
+
+
+def again(objects: Mapping[str, bytes], *, near: bool = True) -> MemoryStore | RemoteStore:
+    """A new storage that holds these: what a test changes, it need not make."""
+    storage = memory(near=near)
+    for key, data in objects.items():
+        storage.put(key, data)
+    return storage
 
 
 def repository(

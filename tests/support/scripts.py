@@ -35,8 +35,12 @@ def run_script(
     cwd: Path | None = None,
     ranks: int = 0,
     environment: Mapping[str, str] | None = None,
+    patience: float = PATIENCE,
 ) -> Done:
-    """Run a file, or a module by its name. ``ranks``: on so many, as torchrun would start them."""
+    """Run a file, or a module by its name. ``ranks``: on so many, as torchrun would start them.
+
+    ``patience``: seconds that each process may take.
+    """
     words = list(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:
         processes = []
@@ -45,7 +49,7 @@ def run_script(
             processes.append(afresh().Process(target=play, args=(what, words, cwd or Path.cwd(), given, output)))
             processes[-1].start()
         for process in processes:
-            process.join(PATIENCE)
+            process.join(patience)
             process.kill()
             process.join()
         printed, told = (

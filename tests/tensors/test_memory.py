@@ -25,18 +25,18 @@ def out(memory: TensorMemory | BufferMemory, lo: int, hi: int) -> bytes:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_bytes_out_of_every_dtype_and_layout(name: str, layout: str) -> None:
-    tensor = LAYOUTS[layout](name, 1)
-    memory, want = TensorMemory(tensor), bytes_of(tensor)
-    count, size = tensor.numel(), tensor.element_size()
-    assert memory.itemsize == size
-    for lo, hi in ((0, count), (count // 3, count // 2), (count // 2, count)):
-        if lo < hi:
-            assert out(memory, lo, hi) == want[lo * size : hi * size]
-            view = memory.view(lo, hi)
-            assert (view is not None) == tensor.is_contiguous()
-            assert view is None or bytes(view) == want[lo * size : hi * size]
+def test_bytes_out_of_every_dtype_and_layout(name: str) -> None:
+    for layout, make in LAYOUTS.items():
+        tensor = make(name, 1)
+        memory, want = TensorMemory(tensor), bytes_of(tensor)
+        count, size = tensor.numel(), tensor.element_size()
+        assert memory.itemsize == size
+        for lo, hi in ((0, count), (count // 3, count // 2), (count // 2, count)):
+            if lo < hi:
+                assert out(memory, lo, hi) == want[lo * size : hi * size], layout
+                view = memory.view(lo, hi)
+                assert (view is not None) == tensor.is_contiguous(), layout
+                assert view is None or bytes(view) == want[lo * size : hi * size], layout
 
 
 @pytest.mark.parametrize("name", COMPLEX)
@@ -121,17 +121,17 @@ def _filled(destination: Destination, source: bytes, shape: Shape, size: int, pa
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("layout", ["contiguous", "strided", "transposed", "scalar"])
-def test_bytes_into_every_dtype_and_layout(name: str, layout: str) -> None:
-    target, source = LAYOUTS[layout](name, 1), LAYOUTS[layout](name, 2)
-    shape = tuple(target.shape)
-    region = Region(full_box(shape), 0, target.numel())
-    destination = Destination(region, target, dtype_of(name))
-    half = target.numel() // 2
-    parts = [Region(region.box, 0, half), Region(region.box, half, target.numel())]
-    _filled(destination, bytes_of(source), shape, target.element_size(), parts)
-    assert same(target, source)
-    assert (destination.view(0, target.numel()) is not None) == target.is_contiguous()
+def test_bytes_into_every_dtype_and_layout(name: str) -> None:
+    for layout in ("contiguous", "strided", "transposed", "scalar"):
+        target, source = LAYOUTS[layout](name, 1), LAYOUTS[layout](name, 2)
+        shape = tuple(target.shape)
+        region = Region(full_box(shape), 0, target.numel())
+        destination = Destination(region, target, dtype_of(name))
+        half = target.numel() // 2
+        parts = [Region(region.box, 0, half), Region(region.box, half, target.numel())]
+        _filled(destination, bytes_of(source), shape, target.element_size(), parts)
+        assert same(target, source), layout
+        assert (destination.view(0, target.numel()) is not None) == target.is_contiguous(), layout
 
 
 @given(full_shapes, st.data())

@@ -110,10 +110,11 @@ class ThinPlay(Play):
         save_parts(self.watcher, weights(step), {name: array(100 + step) for name in OPTIM}, step=step)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("switches", [0.2, 0.05])
 def test_beside_rewriters_holders_and_gcs(tmp_path: Path, seed: int, full: bool, switches: float) -> None:
     thinned = 0
-    for round_ in range(200 if full else 12):
+    for round_ in range(200 if full else 8):
         play = ThinPlay(tmp_path / str(round_), seed + round_)
         play.never_gone = {one.id for one in list_commits(play.watcher).visible()}
         for name in ("t0", "t1"):
@@ -129,11 +130,12 @@ def test_beside_rewriters_holders_and_gcs(tmp_path: Path, seed: int, full: bool,
     assert thinned
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dies", ["gc", "thinner"])
 def test_what_is_tagged_is_visible_and_whole_in_the_end(tmp_path: Path, seed: int, full: bool, dies: str) -> None:
     """Beside a rule that forgets, and one who thins, one of whom is killed right behind its first change of a log."""
     taken_back = 0
-    for round_ in range(400 if full else 40):
+    for round_ in range(400 if full else 24):
         play = ThinPlay(tmp_path / str(round_), seed + round_)
         for step in (2, 3):
             play.save(step)
@@ -169,8 +171,9 @@ def tags_that_lie(repo: Repository) -> list[str]:
     return lying
 
 
+@pytest.mark.sweep
 def test_beside_writers_and_users(tmp_path: Path, seed: int, full: bool) -> None:
-    for round_ in range(200 if full else 12):
+    for round_ in range(200 if full else 8):
         play = ThinPlay(tmp_path / str(round_), seed + round_)
         play.thinner("t0")
         play.writer("w0")

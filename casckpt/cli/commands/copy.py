@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 @click.option("--run", type=RUN, help="Only checkpoints of this run.")
 @click.option("--tags", is_flag=True, help="Also set the tags of these checkpoints in DST.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Files to copy at once.  [default: 4; 16 for a bucket]")
-@click.option("--blob-size", type=SIZE, help="Repack into files of about this size; DST may be STORE.")
-@click.option("--compress", type=click.Choice(["off", "always"]), help="Store floats in fewer bytes, or as they are.")
+@click.option("--blob-size", type=SIZE, help="Repack into blobs of about this size. DST may be STORE.")
+@click.option("--compress", type=click.Choice(["off", "always"]), help="always: encode floats in fewer bytes.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be copied.")
-@click.option("--dst-option", "dst_options", type=SETTING, multiple=True, help="As --storage-option, for DST.")
+@click.option("--dst-option", "dst_options", type=SETTING, multiple=True, help="Like --storage-option, for DST.")
 def command(
     session: Session,
     destination: str,
@@ -43,12 +43,13 @@ def command(
     dst_options: Any,
     dry_run: bool,
 ) -> int:
-    """Copy checkpoints into another store, only what it lacks.
+    """Copy checkpoints to another store.
 
-    All visible ones, or those that you name. They keep their ids, times and order, and every byte is verified on the
-    way. DST is made if it does not exist. After a kill, the next copy continues where this one stopped. Under torchrun
-    the processes share the work. What DST has forgotten stays forgotten, unless you name it. Exit status 4 if something
-    is damaged and was not copied, 5 if DST has another checkpoint in its place.
+    Copies all visible checkpoints, or those that you name, and only the bytes that DST lacks. Ids, times and order
+    stay, and every byte is verified. DST is created if it does not exist. After a kill, the next copy continues where
+    this one stopped. Under torchrun, the processes share the work. What DST has forgotten stays forgotten, unless you
+    name it. Exit status 4 if something is damaged and was not copied, 5 if DST has another checkpoint under the same
+    run and step.
     """
     from casckpt.base.text import is_url
     from casckpt.store.opening import open as open_store

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 @plain_command("demo")
 @click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[FOLDER]")
 def command(output: Output, folder: Path | None) -> None:
-    """See it work, on a small model.
+    """Show how it works, on a small model.
 
-    It trains the model here, and shows saves, what they share, a load, and a gc. It takes seconds and downloads
-    nothing. FOLDER becomes the store, for you to play with. Without it, nothing is left behind.
+    Trains the model in this process, and shows saves, what they share, a load, and a gc. It takes seconds and downloads
+    nothing. FOLDER becomes the store and stays. Without it, the demo deletes its store.
     """
     from casckpt.frontends.demo import Training
 

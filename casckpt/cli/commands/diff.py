@@ -26,12 +26,12 @@ _COLUMNS = (
 @store_command("diff")
 @click.argument("old", type=REF)
 @click.argument("new", type=REF, required=False)
-@click.option("--values", is_flag=True, help="Also show largest values and NaN, where saves have looked.")
+@click.option("--values", is_flag=True, help="Also show largest values and NaN, where the saves recorded them.")
 def command(session: Session, old: str, new: str | None, *, values: bool) -> None:
-    """Show which tensors two checkpoints differ in.
+    """Show which tensors differ between two checkpoints.
 
-    It compares their manifests, cell by cell, and reads no tensor. Without NEW, OLD is compared with its parent, the
-    checkpoint that its save found before it.
+    Compares the manifests, cell by cell, and reads no tensor. Without NEW, OLD is compared with its parent: the newest
+    checkpoint of the run when it was saved.
     """
     if new is None:
         old, new = _parent(session.store, old), old

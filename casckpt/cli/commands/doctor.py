@@ -16,8 +16,8 @@ _WORDS: Final = {True: "ok", False: "NOT OK", None: "note"}
 def command(session: Session) -> int:
     """Check whether a storage is safe for a store.
 
-    And how fast it is. It needs no store there. It writes small objects, and a few of 8 MiB, under probes/, and deletes
-    them again. Exit status 1 if anything is not ok.
+    Also measures its speed. No store needs to exist there. Writes small objects, and a few of 8 MiB, under probes/, and
+    deletes them again. Exit status 1 if a check fails.
     """
     checks = []
     for finding in session.store.doctor():

@@ -34,9 +34,9 @@ _NO_MODEL = {
 @click.argument("out")
 @click.option(
     "--format", type=click.Choice(["hf", "safetensors", "dcp", "torch"]),
-    help="What to write.  [default: by the suffix of OUT; else hf if a config.json is attached, safetensors if not]",
+    help="The format.  [default: by the suffix of OUT; else hf if a config.json is attached, safetensors if not]",
 )  # fmt: skip
-@click.option("--max-shard-size", type=SIZE, help="The most in one safetensors file of a folder.  [default: 5GB]")
+@click.option("--max-shard-size", type=SIZE, help="The largest safetensors file of a folder.  [default: 5GB]")
 @click.option("--keys", multiple=True, metavar="PATTERN", help="Only tensors whose key matches. May be repeated.")
 @click.option("--strip-prefix", metavar="PREFIX", help="Only tensors below PREFIX, named without it.")
 @click.option(
@@ -52,20 +52,21 @@ _NO_MODEL = {
     flag_value=False,
     help="Leave out the attachments.",
 )
-@click.option("--force", is_flag=True, help="Overwrite what is there.")
-@click.option("--allow-pickle", is_flag=True, help="Unpickle what only a pickle could hold. This runs code from it.")
+@click.option("--force", is_flag=True, help="Overwrite existing files.")
+@click.option(
+    "--allow-pickle", is_flag=True, help="Unpickle values that are stored as pickles. This runs code from the store."
+)
 def command(session: Session, ref: str, out: str, **options: Unpack[ExportOptions]) -> None:
     """Write a checkpoint for other programs.
 
-    hf: a folder that from_pretrained of Transformers loads, with the weights of the model alone, under the model's own
-    names, and the attachments. safetensors: the same with all tensors, under their keys. Both write model.safetensors,
-    or several files with an index, or the one file OUT if that ends in .safetensors.
+    hf: a folder for from_pretrained of Transformers, with the weights of the model only, under the model's own names,
+    and the attachments. safetensors: a folder with all tensors, under their keys, and the attachments. Both write
+    model.safetensors, or several files with an index, or one file if OUT ends in .safetensors.
 
-    dcp: a folder that torch.distributed.checkpoint loads. torch: a file that plain torch.load reads, for an OUT that
-    ends in .pt, .pth or .bin. Both hold all of the checkpoint; for torch, --keys, --strip-prefix and --rename choose.
-    OUT may be a URL.
+    dcp: a folder for torch.distributed.checkpoint. torch: a file for torch.load, if OUT ends in .pt, .pth or .bin. Both
+    hold the whole checkpoint; with torch, --keys, --strip-prefix and --rename select tensors. OUT may be a URL.
 
-    It names what it leaves out.
+    The output lists what was left out.
     """
     from casckpt.frontends.interchange.export import export
 
@@ -102,22 +103,26 @@ def _text(result: dict[str, Any], *, is_file: bool, wanted: bool) -> None:
 
 
 @store_command("serve", loads=True)
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one.")
-@click.option("--token-file", type=click.Path(path_type=Path, dir_okay=False), help="Tokens of clients, one a line.")
-@click.option("--no-token", is_flag=True, help="Answer everybody who reaches the address.")
-@click.option("--view", type=click.Path(path_type=Path, dir_okay=False), help="How to show all checkpoints: JSON.")
-@click.option("--max-shard-size", type=SIZE, default="5GB", show_default=True, help="The most in one safetensors file.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="The port; 0: a free one.")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A file with the tokens of clients, one per line.",
+)
+@click.option("--no-token", is_flag=True, help="Answer every client without a token.")
+@click.option("--view", type=click.Path(path_type=Path, dir_okay=False), help="A view for all checkpoints, as JSON.")
+@click.option("--max-shard-size", type=SIZE, default="5GB", show_default=True, help="The largest safetensors file.")
 def serve(
     session: Session, *, host: str, port: int, token_file: Path | None, no_token: bool, view: Path | None,
     max_shard_size: int,
 ) -> None:  # fmt: skip
     """Serve the store like a Hugging Face Hub.
 
-    Set HF_ENDPOINT to what it prints. Then from_pretrained, hf download, HfFileSystem and engines that load from a hub
-    take any checkpoint. The run is the repository; a step, a tag, latest, main or an id is the revision. Files are made
-    while they are sent, and every byte is verified. The page at / shows what there is. The server writes nothing but
-    leases. Clients on other machines need a token. Exit status 3 if there is no store.
+    Set HF_ENDPOINT to the address that it prints. Then from_pretrained, hf download, HfFileSystem and engines that load
+    from a hub can load any checkpoint. The run is the repository; a step, a tag, latest, main or an id is the revision.
+    The server makes files while it sends them, and verifies every byte. The page at / lists the checkpoints. The server
+    writes nothing but leases. Clients on other machines need a token. Exit status 3 if there is no store.
     """
     try:
         from casckpt.frontends.serve.access import is_loopback, tokens_in

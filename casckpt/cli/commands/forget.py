@@ -14,13 +14,13 @@ from casckpt.cli.text import name, printable, say_all
 
 @store_command("forget")
 @click.argument("refs", type=REF, nargs=-1, required=True, metavar="REF...")
-@click.option("--tagged", is_flag=True, help="Also those that a tag names.")
-@click.option("--dry-run", is_flag=True, help="Only show which.")
+@click.option("--tagged", is_flag=True, help="Also forget tagged checkpoints.")
+@click.option("--dry-run", is_flag=True, help="Only show which checkpoints.")
 def command(session: Session, refs: tuple[str, ...], tagged: bool, dry_run: bool) -> None:
-    """Take checkpoints out of sight.
+    """Hide checkpoints, so that gc can delete them.
 
-    Name them, or use RUN@100..500, RUN@501.., RUN@..500 and RUN@.. for ranges of steps. `casckpt restore` brings them
-    back, until a gc purges them. If one of them is tagged, nothing is forgotten.
+    Ranges of steps are RUN@100..500, RUN@501.., RUN@..500 and RUN@.. for all. `casckpt restore` undoes it until a gc
+    purges them. If one of them is tagged, none is forgotten.
     """
     forgotten = session.store.forget(*refs, tagged=tagged, dry_run=dry_run)
     session.give({"forgotten": list(map(brief, forgotten)), "dry_run": dry_run}, _text)
@@ -33,14 +33,14 @@ def _text(result: dict[str, Any]) -> None:
 
 @store_command("restore")
 @click.argument("refs", type=FORGOTTEN, nargs=-1, required=True, metavar="REF...")
-@click.option("--whole", is_flag=True, help="Bring back what `casckpt thin` left out of them.")
-@click.option("--dry-run", is_flag=True, help="Only show which.")
+@click.option("--whole", is_flag=True, help="Bring back the tensors that `casckpt thin` dropped.")
+@click.option("--dry-run", is_flag=True, help="Only show which checkpoints.")
 def restore(session: Session, refs: tuple[str, ...], *, whole: bool, dry_run: bool) -> int:
     """Make forgotten checkpoints visible again.
 
-    Name them by their ids (`casckpt list --all`), by RUN@STEP, or by ranges of steps, which pass by what is visible.
-    Those that were purged are not found. It is a conflict if another checkpoint is visible under the same run and step.
-    If one of them cannot be restored, nothing is.
+    Name them by id (see `casckpt list --all`), by RUN@STEP, or by ranges of steps, which skip visible checkpoints. A
+    purged checkpoint is not found. It is a conflict if another checkpoint is visible under the same run and step. If
+    one of them cannot be restored, none is.
     """
     result = session.store.restore_many(*refs, whole=whole, dry_run=dry_run, check=False)
     failed = [brief(one.commit) | {"kind": one.error.kind, "why": str(one.error)} for one in result.failed]

@@ -28,20 +28,21 @@ _KNOWN_BY_THEN: Final = ("forgotten", "restored", "purged", "waiting", "revoked"
 @click.option("--run", type=RUN, help="Forget and purge only checkpoints of this run.")
 @keep_options
 @click.option(
-    "--thin", multiple=True, metavar="PATTERN", help="Drop such tensors from what stays (see thin). May be repeated."
+    "--thin",
+    multiple=True,
+    metavar="PATTERN",
+    help="Drop these tensors from the checkpoints that stay (see thin). May be repeated.",
 )
 @click.option(
-    "--thin-keep-last", type=AT_LEAST_ONE, metavar="N", help="Not from the N newest of each run.  [default: 1]"
+    "--thin-keep-last", type=AT_LEAST_ONE, metavar="N", help="Keep the N newest of each run whole.  [default: 1]"
 )
 @click.option(
     "--min-age",
     type=DURATION,
-    help="Purge what was forgotten this long ago; until then it can be restored.  [default: 24h]",
+    help="Purge what was forgotten at least this long ago.  [default: 24h]",
 )
-@click.option("--wait", type=DURATION, default="60s", show_default=True, help="The longest wait for saves in progress.")
-@click.option(
-    "--revoke-after", type=DURATION, help="Give up on saves without a sign of life for this long.  [default: 1h]"
-)
+@click.option("--wait", type=DURATION, default="60s", show_default=True, help="How long to wait for saves in progress.")
+@click.option("--revoke-after", type=DURATION, help="Revoke saves without a sign of life for this long.  [default: 1h]")
 @click.option("--dry-run", is_flag=True, help="Only show what would be done.")
 def command(
     session: Session,
@@ -50,11 +51,11 @@ def command(
     thin_keep_last: int | None,
     **options: Any,  # those of `Store.gc`
 ) -> None:
-    """Forget by rules, delete what nothing needs.
+    """Forget checkpoints by rules, and delete unused files.
 
-    Safe while others save. A checkpoint stays if any --keep rule keeps it. Without a rule, none is forgotten. The
-    newest of each run, and tagged ones, always stay. What is forgotten can be restored for a day, unless --min-age says
-    otherwise. The next gc after that deletes it. What has to wait is left to the next gc.
+    Safe beside saves and loads. A checkpoint stays if any --keep rule keeps it. Without a rule, none is forgotten. The
+    newest of each run, and tagged ones, always stay. A forgotten checkpoint can be restored for a day, or for
+    --min-age. The next gc after that deletes it. Files that a save in progress may use are left to the next gc.
     """
     if thin_keep_last is not None and not thin:
         raise click.UsageError("--thin-keep-last says what --thin leaves whole: give --thin PATTERN, too")

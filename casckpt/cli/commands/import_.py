@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 @click.argument("path", metavar="FILE_OR_FOLDER")
 @click.option("--run", default="default", show_default=True, type=RUN, help="The run to save it under.")
 @click.option("--step", type=click.IntRange(min=0), required=True, help="The step to save it under.")
-@click.option("--overwrite", is_flag=True, help="Replace what is there under this run and step.")
-@click.option("--compress", type=click.Choice(["off", "always"]), help="Store floats in fewer bytes, or as they are.")
-@click.option("--as-is", is_flag=True, help="Keep what a file of torch.save holds as it is nested there.")
-@click.option("--allow-pickle", is_flag=True, help="Unpickle what is in it. This runs code from it.")
+@click.option("--overwrite", is_flag=True, help="Replace the checkpoint under this run and step.")
+@click.option("--compress", type=click.Choice(["off", "always"]), help="always: encode floats in fewer bytes.")
+@click.option("--as-is", is_flag=True, help="Keep the structure of a file of torch.save.")
+@click.option("--allow-pickle", is_flag=True, help="Unpickle values. This runs code from the file.")
 def command(
     session: Session, path: str, step: int, as_is: bool, allow_pickle: bool, **options: Unpack[ImportArguments]
 ) -> None:
-    """Save what other programs wrote as a checkpoint.
+    """Save files of other programs as a checkpoint.
 
-    It looks at the contents to see what it is: a safetensors file or a Hugging Face folder, a file of torch.save, a
-    folder of torch.distributed.checkpoint (also Megatron's torch_dist), or a folder of OLMo-core; or a URL of one.
-    Small files beside the weights become attachments. The store is made if it does not exist.
+    Detects the format: a safetensors file, a Hugging Face folder, a file of torch.save, a folder of
+    torch.distributed.checkpoint (also Megatron's torch_dist), or a folder of OLMo-core; or a URL of one. Small files
+    beside the weights become attachments. The store is created if it does not exist.
 
-    If a file of torch.save holds a model and its optimizer, the optimizer is stored by the names of parameters, so that
-    a training can resume from it, and the rest as train state, unless you pass --as-is.
+    If a file of torch.save holds a model and its optimizer, the optimizer is stored by the names of the parameters, so
+    that a training can resume from it, and the rest as train state. --as-is keeps the file's own structure.
     """
     from casckpt.frontends.convert import import_any, looked_at
 

@@ -31,19 +31,22 @@ log = logging.getLogger(__name__)
 
 
 @store_command("list")
-@click.option("--run", type=RUN, help="Only those of this run.")
-@click.option("--all", "everything", is_flag=True, help="Also forgotten ones and old places, until they are purged.")
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the N newest; with --sort the first N.")
-@click.option("--sort", "by", metavar="NAME", help="By step, size, new, a metric or metadata; -NAME backwards.")
-@click.option("--show", multiple=True, metavar="NAME", help="A column for this metric or metadata. May be repeated.")
+@click.option("--run", type=RUN, help="Only checkpoints of this run.")
+@click.option(
+    "--all", "everything", is_flag=True, help="Also forgotten checkpoints and old places, until they are purged."
+)
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the N newest; with --sort, the first N.")
+@click.option("--sort", "by", metavar="NAME", help="Sort by step, size, new, a metric or metadata; -NAME: descending.")
+@click.option(
+    "--show", multiple=True, metavar="NAME", help="Add a column for this metric or metadata. May be repeated."
+)
 def command(
     session: Session, *, run: str | None, everything: bool, limit: int | None, by: str | None, show: tuple[str, ...]
 ) -> None:
     """List the checkpoints, oldest first.
 
-    NEW is what its save wrote. The rest of SIZE was in the store already. "superseded" means that a later twin of the
-    same run and step has the name now. "replaced" marks the old places of a checkpoint that was rewritten. `casckpt ls`
-    does the same.
+    NEW is what the save wrote. The rest of SIZE was already in the store. "superseded": a later checkpoint has the same
+    run and step. "replaced": the old places of a checkpoint that was rewritten. `casckpt ls` is the same command.
     """
     listing = session.store.listing()
     rows = checkpoint_rows(listing, run, everything=everything)

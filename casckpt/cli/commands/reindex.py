@@ -8,9 +8,9 @@ from casckpt.cli.text import count, printable, say
 
 @store_command("reindex")
 def command(session: Session) -> None:
-    """Rebuild the catalogue of a store.
+    """Rebuild this host's catalogue of the store.
 
-    This host has one for each store. It only saves time, and is checked when it is read. Nothing in the store changes.
+    The catalogue is a cache: it saves time, and is checked when it is read. Nothing in the store changes.
     """
     known, path = session.store.reindex(), str(session.store.repository.catalogue.path)
     line = f"{printable(path)} knows {count(known, 'checkpoint')}"

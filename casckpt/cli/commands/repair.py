@@ -16,14 +16,14 @@ from casckpt.errors import Damaged
 
 @store_command("repair")
 @click.option(
-    "--from", "sources", multiple=True, metavar="STORE", help="Another store to take right bytes from. May be repeated."
+    "--from", "sources", multiple=True, metavar="STORE", help="Another store to take bytes from. May be repeated."
 )
 def command(session: Session, sources: tuple[str, ...]) -> int:
-    """Repair what was found damaged.
+    """Repair damaged blobs and manifests.
 
-    The bytes come from equal blobs and cells of this store, or of others. If a blob cannot be rebuilt, the checkpoint
-    is rewritten without it, under the same id. It does not repair records of commits and tags: put those files back
-    from a copy. Exit status 4 if something cannot be repaired.
+    Takes the bytes from equal blobs and cells of this store and of others. If a blob cannot be rebuilt, the checkpoint
+    is rewritten without it, under the same id. Damaged records of commits and tags are only reported: put those files
+    back from a copy. Exit status 4 if something cannot be repaired.
     """
     from casckpt.store.opening import open as open_store
 

@@ -73,14 +73,14 @@ _RULES = (Column("RULE"), *_bytes_of("FORGETS", "FREES"))
 @store_command("report")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-    help="Write a page of HTML with charts to FILE.",
+    help="Write an HTML page with charts to FILE.",
 )  # fmt: skip
 def command(session: Session, output: Path | None) -> None:
-    """Show where the bytes of the store are, run by run.
+    """Show which runs hold the bytes of the store.
 
-    SIZE is what the checkpoints of a run would take one by one. STORED is what they do take. ALONE is what no other run
-    uses of that, which is what a gc would free if you dropped the run. The page that -o writes shows more: growth, what
-    each checkpoint added and why, which layers changed when, damage. It needs casckpt[report].
+    SIZE is what the checkpoints of a run would take one by one, STORED what they do take, and ALONE the part that no
+    other run uses, which a gc would free if you dropped the run. The page of -o also shows growth, what each checkpoint
+    added and why, which layers changed when, and damage. It needs casckpt[report].
     """
     if output is not None:
         _write(session, output)
@@ -108,14 +108,14 @@ def _write(session: Session, output: Path) -> None:
 
 @store_command("stats")
 @click.option("--by", multiple=True, type=click.Choice(list(_BY)), help="Show what holds the bytes. May be repeated.")
-@click.option("--run", type=RUN, help="With --by or a rule: only of this run.")
+@click.option("--run", type=RUN, help="With --by or a rule: only this run.")
 @keep_options
 def stats(session: Session, *, by: tuple[str, ...], run: str | None, **rules: Any) -> None:
     """Show how much the store holds.
 
-    And what its checkpoints would take without sharing. --by key groups by the first element of the keys. BASES is what
-    visible checkpoints need only as the base of their deltas. --keep-last and the other rules of gc are not carried
-    out: stats shows what each of them would free if it were the only one.
+    Also shows what the checkpoints would take without sharing. --by key groups by the first element of the keys; BASES
+    are bytes that visible checkpoints need only as the base of their deltas. The --keep rules are not carried out:
+    stats shows what each would free if it were the only one.
     """
     result = plain(session.store.stats())
     given: Any = {name: list(value) if isinstance(value, tuple) else value for name, value in rules.items()}

@@ -25,15 +25,15 @@ _DEFAULTS = {
 
 @store_command("settings")
 @click.option("--set", "changes", type=TEXT_SETTING, multiple=True, help="Change a setting. May be repeated.")
-@click.option("--unset", multiple=True, metavar="NAME", help="Return a setting to its default. May be repeated.")
+@click.option("--unset", multiple=True, metavar="NAME", help="Reset a setting to its default. May be repeated.")
 def command(session: Session, changes: tuple[tuple[str, str], ...], unset: tuple[str, ...]) -> None:
-    """Show the settings of the store, or change them.
+    """Show or change the settings of the store.
 
-    They hold for everybody who uses the store. min_age: how long a forgotten checkpoint can be restored.
-    min_age_ephemeral: the same for ephemeral checkpoints. revoke_after: how long a save may show no sign of life before
-    a gc gives up on it. All three are durations: 90s, 15m, 12h, 7d or 2w. mirror: the store that this one is copied to;
-    a gc keeps what is not safe there yet. mirror_thinned, yes or no: thin the mirror, too. compress, off, auto or
-    always: for saves that do not choose.
+    They apply to all users of the store. min_age: how long a forgotten checkpoint can be restored. min_age_ephemeral:
+    the same for ephemeral checkpoints. revoke_after: how long a save may show no sign of life before a gc revokes it.
+    All three are durations: 90s, 15m, 12h, 7d or 2w. mirror: the store that this one is copied to; gc keeps what is not
+    safe there yet. mirror_thinned, yes or no: thin the mirror too. compress, off, auto or always: for saves that do not
+    choose.
     """
     fields: Any = dict(changes)
     if both := fields.keys() & set(unset):
@@ -58,12 +58,12 @@ def _value(name: str, value: Any) -> str:
 
 
 @store_command("init")
-@click.option("--cell-size", type=SIZE, default="1MiB", show_default=True, help="The most that is compared at once.")
-@click.option("--blob-size", type=SIZE, default="32MiB", show_default=True, help="About how large stored files are.")
+@click.option("--cell-size", type=SIZE, default="1MiB", show_default=True, help="The size of cells.")
+@click.option("--blob-size", type=SIZE, default="32MiB", show_default=True, help="The approximate size of blobs.")
 def init(session: Session, cell_size: int, blob_size: int) -> None:
-    """Make an empty store.
+    """Create an empty store.
 
-    The first save does that, too. The sizes can never be changed.
+    The first save does so too. The sizes can never be changed.
     """
     if not session.store.create(cell_bytes=cell_size, blob_bytes=blob_size):
         raise Conflict(f"there is a store at {session.store.url} already; nothing was changed, use it as it is")

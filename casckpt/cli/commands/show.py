@@ -31,13 +31,13 @@ _HEALTH = (Column("LARGEST", "right", fixed=True), Column("UNUSUAL", fixed=True)
 
 @store_command("show")
 @click.argument("ref", type=REF)
-@click.option("--tensors", "all_tensors", is_flag=True, help="List the tensors, even if they are many.")
+@click.option("--tensors", "all_tensors", is_flag=True, help="List all tensors, even if there are many.")
 @click.option("--keys", multiple=True, metavar="PATTERN", help="Only tensors whose key matches. May be repeated.")
-@click.option("--digests", is_flag=True, help="BLAKE3 of each tensor's bytes; may read them.")
+@click.option("--digests", is_flag=True, help="Show the BLAKE3 of each tensor's bytes; may read them.")
 def command(session: Session, ref: str, *, all_tensors: bool, keys: tuple[str, ...], digests: bool) -> None:
-    """Show what a checkpoint holds.
+    """Show the content of a checkpoint.
 
-    And what its save did. With --json, the tensors are always listed.
+    Also shows what its save did. With --json, all tensors are listed.
     """
     result = details(session.store, ref, keys)
     if digests:

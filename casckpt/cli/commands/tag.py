@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 @click.argument("tag", required=False, metavar="[NAME]")
 @click.argument("ref", type=REF, required=False)
 @click.option("--delete", metavar="NAME", help="Delete this tag. Its checkpoint stays.")
-@click.option("--expires", type=DURATION, help="Let the tag end by itself after this time (12h, 7d).")
+@click.option("--expires", type=DURATION, help="Let the tag expire after this time (12h, 7d).")
 def command(session: Session, tag: str | None, ref: str | None, delete: str | None, expires: timedelta | None) -> None:
-    """Name a checkpoint, or list the names.
+    """Tag a checkpoint, or list the tags.
 
-    No rule forgets a tagged checkpoint. tag:NAME is a REF. A tag moves when you set it again.
+    No rule forgets a tagged checkpoint. Use tag:NAME as REF. Setting a tag again moves it.
     """
     if expires is not None and ref is None:
         raise click.UsageError("--expires is for a tag that is set: give NAME and REF")
@@ -51,10 +51,9 @@ def command(session: Session, tag: str | None, ref: str | None, delete: str | No
 
 @store_command("tags")
 def tags(session: Session) -> None:
-    """List the tags: what they name, until when, and who set them.
+    """List the tags, with their ends and holders.
 
-    Leases are tags, too: a reader holds its checkpoint with one. The list may be empty. Exit status 3 if there is no
-    store.
+    The list includes leases, with which readers hold checkpoints, and may be empty. Exit status 3 if there is no store.
     """
     session.give(_rows(session), _table)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.option("--drop", multiple=True, required=True, metavar="PATTERN", help="Tensors to drop. May be repeated.")
 @click.option("--run", type=RUN, help="Only checkpoints of this run.")
 @keep_options
-@click.option("--tagged", is_flag=True, help="Also those that a tag names.")
+@click.option("--tagged", is_flag=True, help="Also thin tagged checkpoints.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be done.")
 def command(
     session: Session,
@@ -35,9 +35,9 @@ def command(
 ) -> None:
     """Drop tensors from checkpoints, and keep the rest.
 
-    It thins those that you name, or all that no --keep rule keeps whole. The newest of each run, and tagged ones, stay
-    whole. A thinned checkpoint has the same id, name and tags, and none of its bytes move. `casckpt restore --whole`
-    brings everything back until a gc purges the old places, a day later by default. That gc frees the space.
+    Thins the checkpoints that you name, or all that no --keep rule keeps whole. The newest of each run, and tagged
+    ones, stay whole. A thinned checkpoint keeps its id, name and tags. `casckpt restore --whole` brings the tensors
+    back until a gc purges the old places, a day later by default. That gc frees the space.
     """
     if run is not None:
         doubt(session.store, run)

@@ -15,15 +15,15 @@ _ALIVE = {True: "alive", False: "dead", None: "on another host, or not known"}
 
 
 @store_command("transactions")
-@click.option("--revoke", metavar="TXID", help="Give up on this save: nothing of it will be visible.")
+@click.option("--revoke", metavar="TXID", help="End this save: nothing of it will be visible.")
 @click.option(
     "--give-up", metavar="TXID", help="End a transaction whose record, and so its checkpoint, is lost or unreadable."
 )
 def command(session: Session, revoke: str | None, give_up: str | None) -> None:
     """List the saves in progress.
 
-    A gc waits for them. Revoking is safe: at worst a save that was alive fails, and casckpt tries it again. Giving up
-    is for a record that is lost or damaged beyond repair, and that keeps gc from working.
+    gc waits for them. --revoke is safe: at worst, a save that was alive fails, and casckpt tries it again. --give-up is
+    for a record that is lost or damaged beyond repair and keeps gc from working.
     """
     if give_up is not None and revoke is not None:
         raise click.UsageError("--revoke is for a save in progress, --give-up for a damaged one: give one of them")

@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 @store_command("verify", loads=True)
 @click.argument("refs", type=REF, nargs=-1, metavar="[REF]...")
-@click.option("--quick", is_flag=True, help="Only check that blobs are there, of the right size, and not marked.")
+@click.option("--quick", is_flag=True, help="Check only that blobs exist, have the right size, and are not marked.")
 @click.option(
     "--sample", type=click.FloatRange(0, 1, min_open=True), default=1.0, metavar="FRACTION",
-    help="Only check this part of the blobs, drawn at random.",
+    help="Check only a random part of the blobs, such as 0.1.",
 )  # fmt: skip
-@click.option("--decode", is_flag=True, help="Also decode what is stored smaller, and compare the cells.")
+@click.option("--decode", is_flag=True, help="Also decode encoded cells, and compare them.")
 def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float, decode: bool) -> int:
-    """Read everything, and compare it with the hashes.
+    """Read all bytes and compare them with their hashes.
 
-    It reads everything that checkpoints need, or what the given ones need. Exit status 4 if anything is damaged. It
-    marks damaged blobs, so that no save reuses them, and `casckpt repair` fixes them where it can. With
-    --require-signature, exit status 1 if one has no signature of these keys.
+    Reads everything that the checkpoints need, or the given ones. Marks damaged blobs, so that no save uses them;
+    `casckpt repair` fixes them where it can. Exit status 4 if anything is damaged, and with --require-signature 1 if a
+    checkpoint has no signature of these keys.
     """
     with progress_bar("verifying") as done:
         mode: Mode = "exists" if quick else "full"
@@ -49,8 +49,8 @@ def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float,
 def sign(session: Session, refs: tuple[str, ...], key: str, password: bool) -> None:
     """Sign checkpoints.
 
-    It puts a signature of each checkpoint's id into the store. The signature survives repair, copies and thin, and goes
-    with its checkpoint. REF may be a range of steps. Readers can demand it: casckpt.open(..., require_signature=KEY).
+    Stores a signature of each checkpoint's id. It survives repair, copies and thin, and is deleted with its checkpoint.
+    REF may be a range of steps. Readers can require signatures: casckpt.open(..., require_signature=KEY).
     """
     word = click.prompt("password", hide_input=True, err=True).encode() if password else None
     signed = session.store.sign(*refs, key=key, password=word)

@@ -48,7 +48,7 @@ from casckpt.store.exports import Exported, FileOptions
 from casckpt.store.store import Store
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.objects import is_archive, read_archive, refused_name, write_archive
-from casckpt.tensors.state import inflate
+from casckpt.tensors.state import OfObjects, inflate
 from casckpt.tensors.untrusted import check_expansion, misread
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def torch_save_to_casckpt(
     for note in laid.notes:
         log.warning("%s: %s", given, note)
     options["progress"] = letting_go(options.get("progress"), _unmapper(given))
-    saved = as_store(store).save(laid.state, step=step, allow_pickle=allow_pickle, no_dist=True, **options)
+    saved = as_store(store).save(OfObjects(laid.state), step=step, allow_pickle=allow_pickle, no_dist=True, **options)
     return replace(saved, notes=laid.notes)
 
 

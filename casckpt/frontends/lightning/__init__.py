@@ -2,7 +2,8 @@
 
 ::
 
-    Trainer(plugins=[CasCheckpointIO(store, run="sft")], callbacks=[ModelCheckpoint(save_top_k=2, save_last=True)])
+    callbacks = [CasCheckpointCheck(), ModelCheckpoint(save_top_k=2, save_last=True)]
+    trainer = Trainer(plugins=[CasCheckpointIO(store, run="sft")], callbacks=callbacks)
     trainer.fit(model, ckpt_path="last")              # or a path, "best", or a reference into the store: "sft@latest"
 
 In the store: weights under ``model``, as every front end has them, and all else under ``lightning``. Each file has a

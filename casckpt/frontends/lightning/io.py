@@ -18,7 +18,9 @@ from casckpt.frontends.interchange.new_files import new_file
 from casckpt.frontends.lightning.files import RunFiles
 from casckpt.frontends.lightning.pointer import AnyPath, Pointer
 from casckpt.frontends.stores import AnyStore, as_store, check_foreign
+from casckpt.ranks.ranks import on_each, open_ranks
 from casckpt.store.types import Compress, SaveArguments
+from casckpt.tensors.state import OfObjects
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class CasCheckpointIO(CheckpointIO):
         self._async = async_save
         self._allow_pickle, self._threads, self._compress, self._health = allow_pickle, threads, compress, health
         self._torch_io = TorchCheckpointIO()
+        self._is_checked = False
         self._queue: ThreadPoolExecutor | None = None
         self._waiting: list[Future[None]] = []
 
@@ -68,16 +71,22 @@ class CasCheckpointIO(CheckpointIO):
         run, overwrite = self._run_files.place(pointer, step)
         options = self._options(checkpoint)
         options["overwrite"] = overwrite
-        if not self._async:
-            self._run_files.saved(pointer, before, self.store.save(state, run=run, step=step, **options))
-            return
-        saving = self.store.save_async(state, run=run, step=step, **options)
+        try:
+            if not self._async:
+                self._run_files.saved(pointer, before, self.store.save(state, run=run, step=step, **options))
+                return
+            saving = self.store.save_async(state, run=run, step=step, **options)
+        except InvalidInput as error:
+            if not self._is_checked and "global_step" in checkpoint:  # of a Trainer, which has callbacks
+                error.add_note("Trainer(callbacks=[CasCheckpointCheck(), ...]) raises this before the first batch")
+            raise
         if before is None:
             pointer.write({"run": run, "step": step})  # so that Lightning gives the name to nobody else
         self._later(lambda: self._finish(pointer, before, saving))
 
     def check(self, checkpoint: dict[str, Any]) -> None:
         """Raise what `save_checkpoint` would raise for it before it writes anything. Rank 0 makes the call."""
+        self._is_checked = True
         self.store.check(to_state(checkpoint), run=self._run_files.run, **self._options(checkpoint))
 
     def _options(self, checkpoint: Mapping[str, Any]) -> SaveArguments:
@@ -100,8 +109,7 @@ class CasCheckpointIO(CheckpointIO):
         if pointer.is_foreign():
             check_foreign(self.store, path)
             more = {} if map_location is None else {"map_location": map_location}
-            loaded: dict[str, Any] = self._torch_io.load_checkpoint(Path(path), weights_only=weights_only, **more)
-            return loaded
+            return self._torch_io.load_checkpoint(Path(path), weights_only=weights_only, **more)
         device = map_location if isinstance(map_location, str | torch.device) else "cpu"
         ref, threads = self._run_files.named(pointer), self._threads
         return from_state(self.store.read(ref, device=device, allow_pickle=self._allow_pickle, threads=threads))
@@ -178,32 +186,23 @@ class CasCheckpointCheck(Callback):
 
     def _check(self, trainer: Trainer) -> None:
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        io, failed = trainer.strategy.checkpoint_io, None
-        try:
-            if trainer.is_global_zero and isinstance(io, CasCheckpointIO):
-                io.check(checkpoint)
-        except CasckptError as error:
-            failed = error
-        failed = trainer.strategy.broadcast(failed)
-        if failed is not None:
-            raise failed
+        io = trainer.strategy.checkpoint_io
+        if isinstance(io, CasCheckpointIO):
+            on_each(open_ranks(), lambda: io.check(checkpoint) if trainer.is_global_zero else None)
 
 
 def to_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Give what is saved of Lightning's dict."""
     rest = dict(checkpoint)
     weights = rest.pop("state_dict", None)
-    return {REST: rest} if weights is None else {WEIGHTS: weights, REST: rest}
+    return OfObjects({REST: rest} if weights is None else {WEIGHTS: weights, REST: rest})
 
 
 def monitored(checkpoint: Mapping[str, Any]) -> dict[str, float]:
     """Give the figures that Lightning's callbacks choose checkpoints by, as they are now."""
-    found = {}
-    for one in (checkpoint.get("callbacks") or {}).values():
-        name, score = (one.get("monitor"), one.get("current_score")) if isinstance(one, Mapping) else (None, None)
-        if isinstance(name, str) and score is not None:
-            found[name] = float(score)
-    return found
+    states = (one for one in (checkpoint.get("callbacks") or {}).values() if isinstance(one, Mapping))
+    found = ((one.get("monitor"), one.get("current_score")) for one in states)
+    return {name: float(score) for name, score in found if isinstance(name, str) and score is not None}
 
 
 def from_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from casckpt.frontends.trainer import Checkpointer
 from casckpt.frontends.trainer.contents import GroupOptions
 from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.ranks.agreement import check_same
-from casckpt.ranks.ranks import everyone, open_ranks
+from casckpt.ranks.ranks import everyone, on_each, open_ranks
 from casckpt.store.types import CheckReplicas, Owners
 
 _EMA = "ema"
@@ -95,12 +95,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         saved = self._checkpointer(run).save(
             step, self._models(), optims or None, rest, overwrite=overwrite, metrics=monitored(checkpoint)
         )
-
-        def name(_: list[None]) -> list[None]:
-            self._book.saved(Pointer(path), before, saved)
-            return [None] * ranks.size
-
-        ranks.exchange(lambda: None, name)
+        on_each(ranks, lambda: self._book.saved(Pointer(path), before, saved) if ranks.rank == 0 else None)
 
     def load_checkpoint(self, checkpoint_path: AnyPath, weights_only: bool | None = None) -> dict[str, Any]:
         """Load into model and optimizers; what else there is. A path, or a reference into the store.

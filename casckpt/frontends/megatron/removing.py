@@ -16,6 +16,7 @@ from casckpt.frontends.megatron.place import CheckpointDir, StoreRef, place_of
 from casckpt.frontends.megatron.stored import MegatronCheckpoint, read_values
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.store.store import Store
+from casckpt.tensors.state import OfObjects
 
 FOLDER = "megatron_folder"
 """In the metadata of a checkpoint: the folder that it was saved from."""
@@ -105,7 +106,7 @@ def drop(place: StoreRef, key_prefix: str, allow_pickle: bool) -> None:
     if len(kept) == len(every):
         log.warning("%s has nothing sharded whose key begins with %r: nothing was removed", stored.where, key_prefix)
         return
-    state = stored.inflated(read_values(stored, kept, allow_pickle=allow_pickle))
+    state = OfObjects(stored.inflated(read_values(stored, kept, allow_pickle=allow_pickle)))
     store, old = stored.store, stored.checkpoint
     files = {name: store.read_attachment(old, name) for name in store.attachments(old)}
     store.save(

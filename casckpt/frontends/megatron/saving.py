@@ -34,7 +34,7 @@ from casckpt.saving.options import CheckReplicas, SaveArguments, usable_check
 from casckpt.saving.prepare import tensor_source
 from casckpt.saving.replicas import Samples, compared, memory_of, samples_of
 from casckpt.tensors.foreign import flat_range, megatron_shard
-from casckpt.tensors.state import check_nesting
+from casckpt.tensors.state import OfObjects, check_nesting
 from casckpt.tensors.values import Shard
 
 log = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ class Saving:
                 raise CheckpointingException(
                     f"{key!r} has the form of the key of an object, and would be loaded as one; rename it", key=key
                 )
-        return {**common, **shards, **objects}
+        return OfObjects({**common, **shards, **objects})
 
 
 def _packed(common: Any) -> bytes | None:

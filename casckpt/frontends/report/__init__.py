@@ -1,4 +1,4 @@
-"""A report of a store as one page of HTML, which needs no network and no scripts: ``casckpt report STORE -o FILE``.
+"""A report of a store as one HTML page: ``casckpt report STORE -o FILE``.
 
 ::
 
@@ -6,7 +6,8 @@
 
     write_report(store, "report.html")
 
-It is made of manifests and of what this host's catalogue knows; no tensor is read.
+`page` collects the facts from manifests and from the catalogue of this host, without reading a tensor. `charts` draws
+them as SVG. The page is a single file that needs no network and no scripts.
 """
 
 from __future__ import annotations

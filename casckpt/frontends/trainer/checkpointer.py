@@ -21,16 +21,16 @@ from casckpt.frontends.trainer.contents import (
     AnyTrainState,
     GroupOptions,
     HasState,
+    LoadRequest,
     Missing,
     Restoring,
     TrainModel,
-    Wanted,
     state_to_save,
 )
 from casckpt.frontends.trainer.failures import Failures, HeardFuture, will_repeat
 from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.frontends.trainer.resumed import Resumed, check_given, of_all_ranks, outcome_of
-from casckpt.frontends.trainer.run_checkpoints import OneRun, newest_together
+from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest_together
 from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
 from casckpt.frontends.trainer.summary import SaveSummary
 from casckpt.frontends.trainer.throttle import throttled
@@ -67,7 +67,7 @@ class CheckpointerConfig(TrainerSettings):
         return Checkpointer(store, process_group=process_group, **(settings | dict(overrides)))
 
 
-class Checkpointer(OneRun):
+class Checkpointer(RunCheckpoints):
     """Saves and loads the checkpoints of one run, and keeps their number down. Every rank makes the same calls.
 
     ``keep``, ``max_checkpoints``, ``fixed_steps``: what of the permanent checkpoints stays once a new one is committed
@@ -319,7 +319,7 @@ class Checkpointer(OneRun):
         what they are. Raises as `Store.load` does.
         """
         check_keywords("Checkpointer.load", match, MatchArguments)
-        wanted = Wanted(
+        wanted = LoadRequest(
             optim=load_optim_state, train=load_trainer_state, pre_download=self.config.pre_download, options=options,
             given=self._load_options(unread=unread, cast=cast, **match),
         )  # fmt: skip
@@ -352,21 +352,22 @@ class Checkpointer(OneRun):
         training. If it finds nothing, but a run whose name is similar, the log warns. Raises as `load` and `check` do,
         and InvalidInput for a train state that is neither a dict nor has load_state_dict.
         """
-        self.resumed = None
-        found = self._find_together(None, lambda: check_given(train_state, missing), healthy=healthy)
+        self.resumed, before = None, dict[str, float]()
+        found = self._find_together(
+            None, lambda: before.update(check_given(train_state, missing, model, optim)), healthy=healthy
+        )
         if found is not None:
             given = [*model] if isinstance(model, Mapping) else [MODEL]
             given += [name for name, one in ((OPTIM, optim), (TRAIN, train_state)) if one is not None]
             demand = True if missing == "raise" else None
             strict = missing == "raise" if strict is None else strict
-            wanted = Wanted(
+            wanted = LoadRequest(
                 optim=demand if OPTIM in given else None, train=demand if TRAIN in given else None,
                 given=self._load_options(unread=unread, cast=cast, strict=strict, rename=rename),
-                pre_download=self.config.pre_download, options=options, is_train_state_set=TRAIN in given,
-                missing=missing,
+                pre_download=self.config.pre_download, options=options, missing=missing, train_state=train_state,
             )  # fmt: skip
             found, state = self._restore(found, model, optim, wanted)
-            ranks, mine = open_ranks(self.process_group), (found, given, wanted, train_state, state)
+            ranks, mine = open_ranks(self.process_group), (found, given, wanted, state, before, model, optim)
             self.resumed = Resumed(found, *ranks.exchange(lambda: outcome_of(*mine), of_all_ranks))
             if ranks.rank == 0:
                 self.resumed.log()
@@ -393,7 +394,7 @@ class Checkpointer(OneRun):
             restore_rng(generators)  # a data loader may draw from them when it is asked for its state
 
     def _restore(
-        self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None, wanted: Wanted
+        self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None, wanted: LoadRequest
     ) -> tuple[Checkpoint, Any]:
         """(the checkpoint, with what was left of it; this rank's train state)."""
         self._settle()

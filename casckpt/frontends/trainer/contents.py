@@ -8,9 +8,10 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from torch import nn
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, NotFound
+from casckpt.frontends.trainer.train_state import check_parts
 from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors
 from casckpt.frontends.training_state.objects import is_optimizer, load_objects, made_of
 from casckpt.frontends.training_state.optimizer import tensors_below
@@ -26,13 +28,13 @@ from casckpt.frontends.training_state.plain_state import plain_state
 from casckpt.frontends.training_state.save_load import state_of
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.frontends.training_state.together import Groups, Made, find, is_sharded, made_by_name, make_state
-from casckpt.loading.arguments import renamer
+from casckpt.loading.arguments import Renaming, renamer
 from casckpt.loading.options import LoadOptions
-from casckpt.loading.unread import is_generator, is_within, tell, warn_moved
+from casckpt.loading.unread import EVERYTHING, is_generator, that_hold, warn_moved, warn_unread
 from casckpt.ranks.ranks import Ranks, on_each
 from casckpt.store.objects import is_of_optimizer
 from casckpt.store.store import Store
-from casckpt.store.types import MatchArguments, Unread
+from casckpt.store.types import MatchArguments
 
 log = logging.getLogger("casckpt")
 
@@ -138,14 +140,14 @@ def _with(model: Mapping[str, Any], optim: AnyOptimizer | None) -> dict[str, Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class LoadRequest:
     """What a load is asked for. None: if it is there. True: it must be. False: not.
 
     ``given``: for `Store.load`. ``pre_download``: into the cache of this host first. ``options``: those of the
-    optimizer's groups, of the checkpoint or as they are. ``is_train_state_set``: False: a train state is left unread,
-    which is told of. ``missing``: of a resume, which tells by itself of what is left; None for another load. "raise": a
-    train module must find all that it has. "warn": an optimizer that was saved by number is left out, rather than
-    refused, and so are tensors of another shape.
+    optimizer's groups, of the checkpoint or as they are. ``missing``: of a resume, which tells by itself of what is
+    left; None for another load. "raise": a train module must find all that it has. "warn": an optimizer that was saved
+    by number is left out, rather than refused, and so are tensors of another shape. ``train_state``: what a resume
+    sets; without one it reads none.
     """
 
     optim: bool | None
@@ -153,14 +155,14 @@ class Wanted:
     given: LoadOptions
     pre_download: bool
     options: GroupOptions
-    is_train_state_set: bool = True
     missing: Missing | None = None
+    train_state: Any = None
 
 
 class Restoring:
     """One load, on one rank: the checkpoint that was found, and what goes where."""
 
-    def __init__(self, ranks: Ranks, store: Store, wanted: Wanted) -> None:
+    def __init__(self, ranks: Ranks, store: Store, wanted: LoadRequest) -> None:
         self._ranks, self._store, self._wanted, self._given = ranks, store, wanted, wanted.given
 
     def load(self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None) -> tuple[Checkpoint, Any]:
@@ -185,7 +187,8 @@ class Restoring:
                 self._ranks, self._store, ref, optimizers=wanted_optimizers, required=False,
                 allow_pickle=self._given.allow_pickle, lenient=wanted.missing == "warn",
             )  # fmt: skip
-        train = self._train_template(stored)
+        train = self._train = self._train_template(stored)
+        self._given = replace(self._given, meant=self._meant(has_train=bool(train)))
         if isinstance(model, TrainModule):
             state, loaded = self._load_module(stored, model, train)
         elif isinstance(model, Mapping):
@@ -195,8 +198,8 @@ class Restoring:
             if self._ranks.rank == 0 and optims and groups[OPTIM] is None and wanted.missing is None:
                 log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
         if self._ranks.rank == 0 and self._given.unread == "warn":
-            if wanted.missing is None and (not says_itself or self._unread_of_module == "ignore"):
-                tell(loaded.run, loaded.step, self._left(loaded.unread_subtrees, has_train=bool(train)), _MEANT)
+            left = [key for key in loaded.unread_subtrees if not that_hold(self._given.meant, [key])]
+            warn_unread(loaded.run, loaded.step, [] if says_itself else left, _MEANT)
             warn_moved(loaded.run, loaded.step, _parts_of(stored) if train else {}, self._ranks.size)
         return loaded, next(iter(state[TRAIN].values())) if train else None
 
@@ -205,30 +208,33 @@ class Restoring:
         leave_resized = self._wanted.missing == "warn" and not self._given.strict
         return {"keep_options": self._wanted.options == "keep", "leave_resized": leave_resized}
 
-    def _left(self, subtrees: Sequence[str], *, has_train: bool) -> list[str]:
-        """Of what was left unread, that of which the caller did not say so. Other ranks have had train states, too."""
+    def _meant(self, *, has_train: bool) -> list[str]:
+        """Below which keys nothing unread is named. Other ranks have had train states. A resume names all itself."""
+        if self._wanted.missing is not None:
+            return [EVERYTHING]
         meant = [OPTIM] if self._wanted.optim is False else []
-        meant += [TRAIN] if has_train or self._wanted.train is False else []
-        return [key for key in subtrees if not any(is_within(key, one) for one in meant)]
+        return [*meant, TRAIN] if has_train or self._wanted.train is False else meant
 
     def _check_there(self, stored: StoredTraining, has_optimizer: bool) -> None:
         """In an exchange: ranks may want other things each."""
-        for what, name, wanted, there in (
+        for what, name, is_wanted, there in (
             ("an optimizer", "load_optim_state", self._wanted.optim, has_optimizer),
             ("a train state", "load_trainer_state", self._wanted.train, bool(_ranks_of(stored))),
         ):
-            if wanted and not there:
+            if is_wanted and not there:
                 raise NotFound(
                     f"{stored.where} was saved without {what} that could be loaded; it has {stored.at_the_top()}. Pass "
                     f'{name}=None (to resume: missing="warn") to go on without, or choose another checkpoint'
                 )
+        read, wanted = partial(stored.value, allow_pickle=self._given.allow_pickle), self._wanted
+        for at in [f"{TRAIN}.{rank}" for rank in self._train.get(TRAIN, ())]:
+            check_parts(wanted.train_state, stored.below(at), at, strict=wanted.missing != "warn", read=read)
 
     def _train_template(self, stored: StoredTraining) -> dict[str, Any]:
-        wanted = self._wanted.train is not False and self._wanted.is_train_state_set
-        ranks = _ranks_of(stored) if wanted else []
-        if not ranks:
-            return {}
-        return {TRAIN: {self._ranks.rank if self._ranks.rank in ranks else min(ranks): None}}
+        wanted, mine = self._wanted, self._ranks.rank
+        is_set = wanted.missing is None or wanted.train_state is not None
+        ranks = _ranks_of(stored) if is_set and wanted.train is not False else []
+        return {TRAIN: {mine if mine in ranks else min(ranks): None}} if ranks else {}
 
     @normal_tensors()
     def _load_named(
@@ -241,7 +247,7 @@ class Restoring:
         loading = TrainingStateLoad(stored, groups, self._given, **self._keeps)
         loading.prepare(self._ranks, make, {OPTIM: optims})
         loading.state.update(train)
-        given = replace(self._given, rename=loading.saved_key, ignore_mismatched=loading.ignored, unread="ignore")
+        given = replace(self._given, rename=loading.rename, ignore_mismatched=loading.ignored, unread="ignore")
         return loading.state, loading.install(self._fill(stored, loading.state, given))
 
     def _load_objects(
@@ -259,12 +265,11 @@ class Restoring:
             if not is_wanted and self._ranks.rank == 0 and wanted.missing is None:
                 log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
 
-        def load(template: Any, _: Checkpoint, given: LoadOptions) -> Checkpoint:
-            return self._fill(stored, template, given)
-
-        state, given = whole | train, self._given_for_all
-        about = (self._store, self._ranks, state, stored.checkpoint)
-        loaded = load_objects(*about, given=given, load=load, **self._keeps)
+        state = whole | train
+        loaded = load_objects(
+            self._store, self._ranks, state, stored.checkpoint, given=self._given_for_all,
+            load=lambda template, _, given: self._fill(stored, template, given), **self._keeps,
+        )  # fmt: skip
         return state, replace(loaded, missing_keys=(*loaded.missing_keys, *absent))
 
     def _saved_key(self, key: str) -> str:
@@ -276,10 +281,10 @@ class Restoring:
     ) -> tuple[dict[str, Any], Checkpoint]:
         optim = self._wanted.optim
         if optim is None:
-            optim = self._wanted.missing == "raise" or _has_optimizer(stored)
+            optim = self._wanted.missing == "raise" or bool(stored.keys_below(OPTIM))
 
         def make() -> dict[str, Any]:
-            self._check_there(stored, _has_optimizer(stored))
+            self._check_there(stored, bool(stored.keys_below(OPTIM)))
             return dict(_template_of(model, StoredKeys(stored.manifest.tensors), optim=optim))
 
         state = on_each(self._ranks, make) | train
@@ -290,25 +295,15 @@ class Restoring:
 
     @property
     def _given_for_all(self) -> LoadOptions:
-        return replace(self._given, rename=self._saved_key, unread=self._unread_of_module)
-
-    @property
-    def _unread_of_module(self) -> Unread:
-        """`Store.load` says what is left, unless the caller wants a part alone."""
-        meant = self._wanted.optim is False or self._wanted.train is False
-        return "ignore" if meant else self._given.unread
+        return replace(self._given, rename=Renaming(self._saved_key, self._given.rename))
 
     def _fill(self, stored: StoredTraining, state: dict[str, Any], given: LoadOptions) -> Checkpoint:
-        ref = stored.checkpoint
         match: MatchArguments = {
             "rename": given.rename, "strict": given.strict, "ignore_mismatched": given.ignore_mismatched
         }  # fmt: skip
         if self._wanted.pre_download:
-            on_each(self._ranks, lambda: self._store.pre_download(ref, state, **match))
-        return self._store.load(
-            state, ref, unread=given.unread, cast=given.cast, allow_pickle=given.allow_pickle,
-            process_group=given.process_group, threads=given.threads, **match,
-        )  # fmt: skip
+            on_each(self._ranks, lambda: self._store.pre_download(stored.checkpoint, state, **match))
+        return self._store._load(state, stored.checkpoint, given)
 
 
 def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Mapping[str, Any]:
@@ -318,10 +313,6 @@ def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Ma
     options = {"optim": optim} if "optim" in parameters else {}
     given = [metadata] if parameters.keys() - {"optim"} else []
     return method(*given, **options)
-
-
-def _has_optimizer(stored: StoredTraining) -> bool:
-    return bool(stored.keys_below(OPTIM))
 
 
 def _parts_of(stored: StoredTraining) -> dict[str, list[int]]:

@@ -11,8 +11,10 @@ from casckpt.base.groups import grouped
 from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput
-from casckpt.frontends.trainer.contents import OPTIM, TRAIN, Missing, Wanted
-from casckpt.frontends.trainer.train_state import RNG, TrainState
+from casckpt.frontends.trainer.contents import OPTIM, TRAIN, LoadRequest, Missing, TrainModel
+from casckpt.frontends.trainer.train_state import RNG, as_parts
+from casckpt.frontends.training_state.objects import is_optimizer
+from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
 from casckpt.frontends.training_state.stored import GROUPS
 from casckpt.ranks.ranks import everyone
 
@@ -27,6 +29,7 @@ _RESIZED = (
     "of another shape in the checkpoint, stays as it is; to keep what was saved, load into the old size, then resize"
 )
 _KEPT = 'options="keep": the learning rate and all other options stay as they are'
+_TO_KEEP = 'options="keep" keeps what is given'
 _RATES = "set to the base rates of the checkpoint, from which its next step may compute the learning rate"
 
 
@@ -36,50 +39,84 @@ class Resumed:
 
     ``checkpoint``: what was loaded. ``restored``: which of "model", "optim" and "train", as a whole or in part.
     ``left``: what was not restored, or not read, and why, by flat key ("optim.state.head.bias", "train.scheduler").
+    ``replaced``: the learning rates that differ from those of the checkpoint, as (given, saved) by key
+    ("optim.param_groups.0.lr"; "initial_lr" where a scheduler changes the rate).
     """
 
     checkpoint: Checkpoint
     restored: tuple[str, ...]
     left: Mapping[str, str]
+    replaced: Mapping[str, tuple[float, float]]
 
     def __str__(self) -> str:
-        by_reason = grouped(self.left, lambda key: self.left[key])
-        saved = self.checkpoint
-        head = f"resumed {', '.join(self.restored)} from {saved.run}@{saved.step} of {saved.repo.storage.url}"
-        return "\n  ".join([head, *(f"left: {listed(keys)} ({why})" for why, keys in by_reason.items())])
+        saved, values = self.checkpoint, self.replaced.items()
+        replaced = {key: f"{one} was given, the checkpoint has {other}; {_TO_KEEP}" for key, (one, other) in values}
+        lines = [f"resumed {', '.join(self.restored)} from {saved.run}@{saved.step} of {saved.repo.storage.url}"]
+        for what, why in (("left", self.left), ("replaced", replaced)):
+            lines += [f"{what}: {listed(keys)} ({text})" for text, keys in grouped(why, why.__getitem__).items()]
+        return "\n  ".join(lines)
 
     def log(self) -> None:
-        """Log it, as a warning if anything was left that was not asked to be."""
-        log.log(logging.WARNING if {*self.left.values()} - {_KEPT} else logging.INFO, "%s", self)
+        """Log it, as a warning if anything was left that was not asked to be, or a scheduler began with another rate.
+
+        A rate without a scheduler is no warning: loops that set it in each step restart with another one.
+        """
+        is_odd = {*self.left.values()} - {_KEPT} or any(key.endswith(".initial_lr") for key in self.replaced)
+        log.log(logging.WARNING if is_odd else logging.INFO, "%s", self)
 
 
-Outcome: TypeAlias = tuple[tuple[str, ...], dict[str, str]]
-"""``restored`` and ``left`` of `Resumed`, on one rank or on all."""
+Outcome: TypeAlias = tuple[tuple[str, ...], dict[str, str], dict[str, tuple[float, float]]]
+"""``restored``, ``left`` and ``replaced`` of `Resumed`, on one rank or on all."""
 
 
 def of_all_ranks(found: Sequence[Outcome]) -> Sequence[Outcome]:
     """What the ranks did together: what any of them has left, but of the checkpoint only what all have left."""
-    everywhere = set(found[0][1]).intersection(*(left for _, left in found))
-    left = {k: why for _, mine in found for k, why in mine.items() if why != _NOT_HERE or k in everywhere}
-    restored = tuple(dict.fromkeys(name for names, _ in found for name in names))
-    return everyone((restored, left), len(found))
+    everywhere = set(found[0][1]).intersection(*(left for _, left, _ in found))
+    left = {k: why for _, mine, _ in found for k, why in mine.items() if why != _NOT_HERE or k in everywhere}
+    restored = tuple(dict.fromkeys(name for names, _, _ in found for name in names))
+    return everyone((restored, left, {k: v for _, _, replaced in found for k, v in replaced.items()}), len(found))
 
 
-def check_given(train_state: Any, missing: Any) -> None:
-    """Raise InvalidInput for a train state that cannot be set, and for another ``missing``."""
+def rates_of(model: TrainModel, optim: AnyOptimizer | None) -> dict[str, float]:
+    """The learning rates of the optimizers by key, as "optim.param_groups.0.lr". Raises InvalidInput.
+
+    A rate that a scheduler changes counts as "initial_lr", the rate with which the scheduler began.
+    """
+    optims = {key: (one,) for key, one in model.items() if is_optimizer(one)} if isinstance(model, Mapping) else {}
+    rates = dict[str, float]()
+    for at, several in (optims | {OPTIM: as_optimizers(optim)} if optim is not None else optims).items():
+        for number, group in enumerate(group for one in several for group in one.param_groups):
+            name = "initial_lr" if "initial_lr" in group else "lr"
+            if name in group:
+                rates[f"{at}.param_groups.{number}.{name}"] = float(f"{float(group[name]):.7g}")  # as a float32 has it
+    return rates
+
+
+def check_given(train_state: Any, missing: Any, *optimized: Any) -> dict[str, float]:
+    """Raise InvalidInput for a train state that cannot be set, and for another ``missing``.
+
+    ``optimized``: model and optimizer, of which it returns the `rates_of`.
+    """
     if missing not in get_args(Missing):
         raise InvalidInput(f'missing={missing!r:.80} is not usable; give "raise" or "warn"')
     if not isinstance(train_state, MutableMapping | None) and not hasattr(train_state, "load_state_dict"):
         kind = type(train_state).__name__
         raise InvalidInput(f"a {kind} cannot be set: give resume a TrainState or a dict, or take what load gives")
+    return rates_of(*optimized)
 
 
 def outcome_of(
-    loaded: Checkpoint, given: Collection[str], wanted: Wanted, train_state: Any, state: Mapping[str, Any] | None
+    loaded: Checkpoint,
+    given: Collection[str],
+    wanted: LoadRequest,
+    state: Mapping[str, Any] | None,
+    rates: Mapping[str, float],
+    *optimized: Any,
 ) -> Outcome:
-    """Set ``train_state``, if there is one, to the ``state`` that was loaded; say what this rank did with ``loaded``.
+    """Set the train state, if there is one, to the ``state`` that was loaded; say what this rank did with ``loaded``.
 
-    ``given``: the keys of what it is to fill. Raises what ``load_state_dict`` of the train state raises.
+    ``given``: the keys of what it is to fill. ``rates``: the `rates_of` model and optimizer, ``optimized``, before
+    it. Raises what ``load_state_dict`` of the train state raises.
     """
     left = dict.fromkeys(loaded.missing_keys, _NOT_THERE) | dict.fromkeys(loaded.mismatched_keys, _RESIZED)
     absent = [name for name in given if f"{name}.param_groups" in left]
@@ -92,31 +129,31 @@ def outcome_of(
         unread = (key for key in (*loaded.unread_subtrees, *loaded.unread_keys) if not key.startswith(inside))
         not_given = {OPTIM, TRAIN}.difference(given)
         left |= {key: _NOT_GIVEN if key in not_given else _NOT_HERE for key in unread if key not in left}
-    if train_state is not None and state is None:
+    if wanted.train_state is not None and state is None:
         left[TRAIN] = _NO_TRAIN
     elif state is not None:
         restored.append(TRAIN)
-        left |= {f"{TRAIN}.{name}": why for name, why in _set(train_state, state, wanted).items()}
-    return tuple(restored), left
+        left |= {f"{TRAIN}.{name}": why for name, why in _set(wanted.train_state, state, wanted).items()}
+    now = rates_of(*optimized)
+    before = {key: rates.get(key, rates.get(key.replace(".initial_lr", ".lr"), rate)) for key, rate in now.items()}
+    return tuple(restored), left, {key: (before[key], value) for key, value in now.items() if before[key] != value}
 
 
-def _set(train_state: Any, state: Mapping[str, Any], wanted: Wanted) -> dict[str, str]:
+def _set(train_state: Any, state: Mapping[str, Any], wanted: LoadRequest) -> dict[str, str]:
     """Set a train state; its parts, and those of ``state``, that were left, or need a word, and why.
 
     A dict is filled in place, and gets what only the checkpoint has.
     """
-    if not hasattr(train_state, "load_state_dict"):
-        parts = TrainState(rng=False)
-        parts.data = train_state
-        left = {name: why for name, why in _set(parts, state, wanted).items() if name in train_state}
-        train_state.update({name: value for name, value in state.items() if name not in train_state})
-        return left
-    if not isinstance(train_state, TrainState):
+    parts = as_parts(train_state)
+    if parts is None:
         train_state.load_state_dict(state)
         return {}
-    left = dict.fromkeys(train_state.set_parts(state, strict=wanted.missing != "warn"), _NOT_THERE)
-    if wanted.given.unread == "warn":
-        left |= dict.fromkeys((name for name in state if name not in train_state and name != RNG), _NOT_HERE)
+    left = dict.fromkeys(parts.set_parts(state, strict=wanted.missing != "warn"), _NOT_THERE)
+    beside = [name for name in state if name not in parts]
+    if parts is not train_state:
+        train_state.update({name: state[name] for name in beside})
+    elif wanted.given.unread == "warn":
+        left |= dict.fromkeys((name for name in beside if name != RNG), _NOT_HERE)
     if wanted.options == "keep":
-        left |= {name: _RATES for name, part in train_state.items() if name in state and hasattr(part, "base_lrs")}
+        left |= {name: _RATES for name, part in parts.items() if name in state and hasattr(part, "base_lrs")}
     return left

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from casckpt.base.names import similar_runs
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import NotFound
+from casckpt.format.keys import MARKER
 from casckpt.ranks.agreement import check_same
 from casckpt.ranks.ranks import Ranks, everyone
 from casckpt.store.store import Store
@@ -59,20 +64,41 @@ def newest_together(
 
 
 def warn_of_similar(store: Store, run: str) -> None:
-    """Log that a run of another name may be meant, as one with a typo: a training begins anew."""
-    similar = similar_runs(run, store.runs()) if store.exists() else []
+    """Log that a run, or a folder, of another name may be meant, as one with a typo: a training begins anew."""
+    is_there, folder = store.exists(), getattr(store.repository.storage, "path", None)
+    if is_there:
+        what, similar = f"checkpoint of run {run!r} in", [f"run {name!r}" for name in similar_runs(run, store.runs())]
+    else:
+        what, similar = "store at", _similar_folders(folder) if isinstance(folder, Path) else []
     if similar:
-        log.warning(
-            "there is no checkpoint of run %r in %s, so nothing is resumed; did you mean run %s?",
-            run, store.url, " or ".join(map(repr, similar)),
-        )  # fmt: skip
+        log.warning("there is no %s %s, so nothing is resumed; did you mean %s?", what, store.url, " or ".join(similar))
+    elif not is_there:
+        log.info("there is no store at %s yet, so nothing is resumed; the first save makes it", store.url)
+
+
+def _similar_folders(path: Path) -> list[str]:
+    """The folders of stores whose path has another spelling of the first part of ``path`` that does not exist.
+
+    Numbers are no typos.
+    """
+    with suppress(OSError):
+        first = next((one for one in (*path.parents[::-1], path) if not one.exists()), path)
+        close = difflib.get_close_matches(first.name, os.listdir(first.parent), cutoff=0.85)
+        names = [name for name in close if name != first.name and _digits(name) == _digits(first.name)]
+        named = [first.parent / name / path.relative_to(first) for name in names]
+        return [str(one) for one in named if (one / MARKER).is_file()]
+    return []
+
+
+def _digits(name: str) -> str:
+    return "".join(filter(str.isdigit, name))
 
 
 def _ref(run: str, step: int | None) -> str:
     return f"{run}@{'latest' if step is None else step}"
 
 
-class OneRun:
+class RunCheckpoints:
     """The checkpoints of a run, as one process finds them. What saves and loads them is a `Checkpointer`."""
 
     def __init__(self, store: Store, run: str) -> None:

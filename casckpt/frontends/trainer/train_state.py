@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import random
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from casckpt.base.digest import hex_digest
-from casckpt.errors import InvalidInput, MissingKey
+from casckpt.errors import InvalidInput, Mismatch, MissingKey
+from casckpt.format.tree import TENSOR, Node
 from casckpt.frontends.training_state.plain_state import check_part, draws, fill, plain_state
 from casckpt.ranks.ranks import this_rank
+from casckpt.tensors.state import GENERATORS, holds_object, is_object
 
 log = logging.getLogger("casckpt")
 
@@ -97,16 +99,76 @@ class TrainState(UserDict[str, Any]):
 
     def set_parts(self, state: Mapping[str, Any], *, strict: bool) -> list[str]:
         """Do what `load_state_dict` does, without the line in the log."""
-        missing = [name for name in (*self, *((RNG,) if self._rng else ())) if name not in state]
-        if missing and strict:
-            without = " (rng=False: without the random generators)" if RNG in missing else ""
-            raise MissingKey(
-                f"the saved train state has no {missing[0]!r}, but {', '.join(map(repr, state)) or 'nothing'}; leave "
-                f"that part out of the TrainState{without}, or load another checkpoint",
-                keys=tuple(missing),
-            )
+        missing = self._missing(state, strict=strict)
         for name in sorted((name for name in self if name not in missing), key=lambda name: draws(self[name])):
             self[name] = fill(self[name], state[name], name)
         if self._rng and RNG not in missing:
             restore_rng(state[RNG])
         return missing
+
+    def _missing(self, saved: Collection[str], *, strict: bool) -> list[str]:
+        missing = [name for name in (*self, *((RNG,) if self._rng else ())) if name not in saved]
+        if missing and strict:
+            without = " (rng=False: without the random generators)" if RNG in missing else ""
+            raise MissingKey(
+                f"the saved train state has no {missing[0]!r}, but {', '.join(map(repr, saved)) or 'nothing'}; leave "
+                f"that part out of the TrainState{without}, or load another checkpoint",
+                keys=tuple(missing),
+            )
+        return missing
+
+
+def as_parts(train_state: Any) -> TrainState | None:
+    """The parts of a train state: of a `TrainState` or a mapping. None for an object that sets itself, and for None."""
+    if train_state is None or isinstance(train_state, TrainState) or hasattr(train_state, "load_state_dict"):
+        return train_state if isinstance(train_state, TrainState) else None
+    parts = TrainState(rng=False)
+    parts.data = train_state
+    return parts
+
+
+def check_parts(
+    train_state: Any, saved: Mapping[Any, Node], at: str, *, strict: bool, read: Callable[[str], Any]
+) -> None:
+    """Raise what setting ``train_state`` would raise over the parts that are ``saved``, as far as kinds show it.
+
+    ``at``: its key in the checkpoint. ``read``: gives the object at a key, which the tree of a checkpoint does not show
+    from inside.
+    """
+    parts = as_parts(train_state)
+    if parts is not None:
+        for name in sorted(parts.keys() - parts._missing(saved, strict=strict)):
+            _check_kind(parts[name], saved[name], f"{at}.{name}", read)
+
+
+def _check_kind(value: Any, saved: Any, key: str, read: Callable[[str], Any] | None) -> None:
+    """Raise Mismatch if ``value`` is an object, or holds one, and something else is ``saved`` in its place.
+
+    ``saved``: a node of the checkpoint's tree; without ``read`` the value itself.
+    """
+    if not is_object(value) and not holds_object(value):
+        return
+    if read is not None and isinstance(saved, int):
+        saved, read = torch.empty(0, device="cpu") if saved == TENSOR else read(key), None
+    inside: dict[Any, Any] = {}
+    if is_object(value):
+        is_dict = isinstance(saved, Mapping) and not isinstance(value, GENERATORS)
+        fits = is_dict or _shape(saved) == _shape(plain_state(value, key))
+    else:
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        inside = {name: child for name, child in pairs if holds_object([child])}
+        fits = isinstance(saved, Mapping) and inside.keys() <= saved.keys()
+        if not isinstance(value, Mapping):
+            fits = isinstance(saved, list | tuple) and len(saved) == len(value)
+    if not fits:
+        raise Mismatch(
+            f"{key!r} is a {type(value).__name__} here, and the checkpoint has a {type(saved).__name__} there, or one "
+            "of other entries; give what was saved, or leave that part out of the TrainState",
+            key=key,
+        )
+    for name, child in inside.items():
+        _check_kind(child, saved[name], f"{key}.{name}", read)
+
+
+def _shape(value: Any) -> list[bool]:
+    return [isinstance(value, kind) for kind in (Mapping, list | tuple, torch.Tensor)]

@@ -62,7 +62,8 @@ def match(
             if owners.setdefault(hits[0], one.names[0]) != one.names[0]:
                 raise InvalidInput(
                     f"rename gives the saved {hits[0]!r} for two parameters of the optimizer, {owners[hits[0]]!r} and "
-                    f"{one.names[0]!r}; load the model alone (optim=None), or map each to one of its own",
+                    f"{one.names[0]!r}; map each to one of its own, or load the model alone (optim=None; from a "
+                    "dict, leave the optimizer out)",
                     key=hits[0],
                 )
         else:
@@ -89,7 +90,8 @@ def check(found: Match, defaults: Mapping[str, Any], saved: Sequence[Mapping[str
         if lacking and unknown:
             raise Mismatch(
                 f"the optimizer in {where} is of another kind: it has the options {listed(unknown)}, but not "
-                f"{listed(lacking)}. Make the same optimizer as was saved, or load the model alone (optim=None)",
+                f"{listed(lacking)}. Make the same optimizer as was saved, or load the model alone (optim=None; from a "
+                "dict, leave the optimizer out)",
                 keys=tuple(lacking),
             )
 

@@ -44,13 +44,13 @@ _WITH = {  # an option that is on: what it needs
 
 
 @dataclass(frozen=True)
-class Kind:
+class StateKind:
     """A kind of optimizer. ``name``: of the class of torch.optim whose step it takes."""
 
     name: str
 
     @classmethod
-    def of(cls, optim: Optimizer) -> Kind | None:
+    def of(cls, optim: Optimizer) -> StateKind | None:
         """None for one that takes steps in its own way."""
         step = type(optim).step
         name = step.__qualname__.partition(".")[0]
@@ -75,14 +75,15 @@ class Kind:
         """
         names = set(saved)
         lacking = sorted(self.needs(options) - names)
-        others = () if names <= self.keeps() else map(Kind, _ALWAYS)
+        others = () if names <= self.keeps() else map(StateKind, _ALWAYS)
         kinds = [kind.name for kind in others if kind.needs({}) <= names <= kind.keeps()]
         is_other = bool(kinds) and names != {"step"}  # users count, too
         if lacking or is_other:
             found = f"it lacks {', '.join(map(repr, lacking))}" if lacking else f"it is that of {' or '.join(kinds)}"
             raise Mismatch(
                 f"the optimizer's state of {key!r} in {where} is not what {self.name} keeps: {found}. Make the same "
-                "optimizer as was saved, with the same options, or load the model alone (optim=None)",
+                "optimizer as was saved, with the same options, or load the model alone (optim=None; from a dict, "
+                "leave the optimizer out)",
                 key=key,
             )
 

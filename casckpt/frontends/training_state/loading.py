@@ -25,7 +25,7 @@ from casckpt.format.tree import Element, Node, children
 from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.groups import Match, check, check_unused, match
 from casckpt.frontends.training_state.holding import Holding, apart, unwrapped
-from casckpt.frontends.training_state.kinds import Kind
+from casckpt.frontends.training_state.kinds import StateKind
 from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
 from casckpt.frontends.training_state.optimizer import install, local_optimizer, named_groups, tensors_below
 from casckpt.frontends.training_state.stored import (
@@ -37,7 +37,7 @@ from casckpt.frontends.training_state.stored import (
     steps_on_cpu,
 )
 from casckpt.frontends.training_state.together import on_no_rank
-from casckpt.loading.arguments import matches, renamer, usable_patterns
+from casckpt.loading.arguments import Renaming, matches, renamer, usable_patterns
 from casckpt.loading.fit import (
     Fit,
     check_fit,
@@ -91,7 +91,8 @@ class TrainingStateLoad:
     of names of the model, or of keys; what does not fit there is left as it is. ``cast``: convert; state that was saved
     in the dtype of its saved parameter gets that of the parameter here.
     ``keep_options``: options of the optimizer's groups stay as they are. ``leave_resized``: so do tensors of the model
-    for which the checkpoint has another shape, and the optimizer's state for them.
+    for which the checkpoint has another shape, and the optimizer's state for them. ``places``: the keys under which the
+    checkpoint has the optimizers, if these are not their own.
     Weights at the top of a checkpoint, as an import of safetensors files has them, are those of a model, too: where the
     layout does not tell, `prepare` takes the reading that fills more.
     """
@@ -103,10 +104,12 @@ class TrainingStateLoad:
         given: LoadOptions,
         *,
         at: str = MODEL,
+        places: Mapping[str, str] | None = None,
         **keeps: Unpack[Keeps],
     ) -> None:
         self.state: dict[str, Any] = {}
         self.at, self._start, self._keeps = at, f"{at}.", keeps
+        self._saved_start, self._optimizer_places = self._start, places or {}
         self._stored, self._groups, self._given, self._strict = stored, groups, given, given.strict
         self.ignored: tuple[str, ...] = ()
         """For `Store.load`: patterns of keys that are left as they are where they do not fit. Known after `prepare`."""
@@ -154,6 +157,7 @@ class TrainingStateLoad:
         if ranks.rank == 0 and bare is not None:
             self._filled = _all_of(fits[bare]) if ranks.size == 1 else "all"
         self._bare = ranks.exchange(lambda: fits, decide) if bare is None else bare
+        self._saved_start = self._start_there()
         if self._keeps.get("leave_resized"):
             self.ignored += tuple(glob.escape(key) for key in fits[self._bare].misfits)
 
@@ -200,6 +204,18 @@ class TrainingStateLoad:
         base = place(plain)
         return base if base in entries else saved
 
+    def _start_there(self) -> str:
+        """What the saved names of the model begin with: its key, unless ``rename`` puts another in its place.
+
+        Where it does, what an optimizer was saved with tells how much of a key is the name.
+        """
+        saved = self._stored.manifest.tensors
+        places = [place for place in self._places[self._bare].values() if place in saved]
+        known = {name for groups in self._groups.values() for group in groups or () for name in group["params"]}
+        above = commonprefix([place.split(".")[:-1] for place in places])  # noqa: RUF071 - of lists
+        starts = [f"{'.'.join(above[:end])}." for end in range(len(above), 0, -1)]
+        return max([self._start, *starts], key=lambda start: sum(one.removeprefix(start) in known for one in places))
+
     def _plan(self, optims: Mapping[str, Sequence[Optimizer]]) -> Unused:
         """Check all that this rank can."""
         self._left = self._leave()
@@ -221,12 +237,14 @@ class TrainingStateLoad:
 
     def _plan_optimizers(self, at: str, optims: Sequence[Optimizer], new: Collection[str]) -> list[str]:
         """The same for those that were saved together at one key. Give the names that only the checkpoint has."""
-        groups = self._groups.get(at)
+        groups, place = self._groups.get(at), self._optimizer_places.get(at, at)
         if not optims or groups is None:
             self._absent += (f"{at}.param_groups",) if optims else ()
             return []
         about = (self._stored, groups, self._module, self._saved_name)
-        make = partial(_OptimizerPlan, at=at, start=self._start, new=new, strict=self._strict, cast=self._given.cast)
+        make = partial(
+            _OptimizerPlan, at=place, start=self._saved_start, new=new, strict=self._strict, cast=self._given.cast
+        )
         plans = [make(optim, *about, keep_options=self._keeps.get("keep_options", False)) for optim in optims]
         self._optimizers[at] = plans
         self._absent += tuple(f"{at}.state.{name}" for plan in plans for name in plan.match.missing)
@@ -260,8 +278,13 @@ class TrainingStateLoad:
     def _is_ignored(self, name: str) -> bool:
         return matches(f"{self._start}{name}", self.ignored)
 
+    @property
+    def rename(self) -> Renaming:
+        """For `Store.load`."""
+        return Renaming(self.saved_key, self._given.rename)
+
     def saved_key(self, key: str) -> str:
-        """For `Store.load`: where in the checkpoint the value for a key of ``state`` is. The optimizer's say that."""
+        """Where in the checkpoint the value for a key of ``state`` is. The optimizer's say that."""
         return self._place(key.removeprefix(self._start)) if key.startswith(self._start) else key
 
     def _place(self, name: str) -> str:
@@ -271,13 +294,13 @@ class TrainingStateLoad:
     def _saved_name(self, name: str) -> str:
         """Give what a name of the model's was when it was saved."""
         saved = self._place(name)
-        return saved if self._bare else saved.removeprefix(self._start)
+        return saved if self._bare else saved.removeprefix(self._saved_start)
 
     def _unused_keys(self) -> list[str]:
         """Saved names of the model's that it has not."""
         wanted = {self._saved_name(name): name for name in (*self._model.values, *self._left)}
         extra = tuple(f"{saved}." for saved, name in wanted.items() if is_extra_state(name))
-        there = self._stored.bare_keys() if self._bare else self._stored.keys_below(self.at)
+        there = self._stored.bare_keys() if self._bare else self._stored.keys_below(self._saved_start[:-1])
         return [name for name in there if name not in wanted and not name.startswith(extra)]
 
     def check_unused(self, found: Sequence[Unused]) -> Sequence[None]:
@@ -307,7 +330,8 @@ class TrainingStateLoad:
         for at, plans in self._optimizers.items():
             for plan in plans:
                 plan.install(self.state.get(at, {}).get("state", {}))
-            known = (f"{at}.param_groups", *(f"{at}.state.{name}" for plan in plans for name in plan.nothing_of))
+            place = self._optimizer_places.get(at, at)
+            known = (f"{place}.param_groups", *(f"{place}.state.{name}" for plan in plans for name in plan.nothing_of))
             starts = tuple(f"{key}." for key in known)
             unread = tuple(key for key in unread if key not in known and not key.startswith(starts))
         if self._filled:
@@ -366,7 +390,7 @@ class _OptimizerPlan:
         ``new``: names of parameters that are left as they are, and their state with them.
         """
         self._given, optim = optim, local_optimizer(optim)
-        self._optim, self._kind, self._stored, self._cast = optim, Kind.of(optim), stored, cast
+        self._optim, self._kind, self._stored, self._cast = optim, StateKind.of(optim), stored, cast
         self._kept, self._start = None if self._kind is None else self._kind.keeps(), start
         here = named_groups(model, optim)
         self.match: Match = match(

@@ -17,6 +17,7 @@ from casckpt.errors import InvalidInput
 from casckpt.frontends.training_state.flat import flat_parts, full_dtypes, let_go, without_fsdp_hooks
 from casckpt.frontends.training_state.names import plain_name
 from casckpt.frontends.training_state.parts import Parts
+from casckpt.loading.template import PACKED
 from casckpt.loading.unread import is_within, prefixes
 from casckpt.ranks.ranks import this_rank
 from casckpt.tensors.values import Shard
@@ -152,7 +153,7 @@ def _has_own(module: nn.Module, method: str) -> bool:
 
 
 class ModelTemplate:
-    """What a load fills: the model's own tensors, so that no copy is made, and its extra state, to be replaced."""
+    """What a load fills: the model's own tensors, so that no copy is made. All else in its state is to be replaced."""
 
     def __init__(self, model: nn.Module, *, strict: bool) -> None:
         let_go(model)
@@ -170,7 +171,7 @@ class ModelTemplate:
             return part.shard(part.data)
         if id(value) in self._dtypes:
             return torch.empty_like(value, dtype=self._dtypes[id(value)])
-        return None if is_extra_state(name) else value
+        return None if is_extra_state(name) or PACKED in name else value
 
     def install(self, missing: Collection[str], strict: bool) -> None:
         """Hand what was loaded to the model, all but the names ``missing``, which it keeps as they are.

@@ -24,46 +24,41 @@ from casckpt.frontends.training_state.optimizer import states_to_save, tensors_b
 from casckpt.frontends.training_state.plain_state import draws, fill, plain_state
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.frontends.training_state.together import Made, NamedState, find, is_sharded, make_state
-from casckpt.loading.arguments import renamer
+from casckpt.loading.arguments import Renaming, renamer
 from casckpt.loading.options import LoadOptions
-from casckpt.ranks.ranks import Ranks, everyone, on_each, open_ranks
-from casckpt.saving.options import SaveArguments
+from casckpt.ranks.messages import WithObjects
+from casckpt.ranks.ranks import Ranks, everyone, on_each
+from casckpt.saving.options import SaveOptions
 from casckpt.store.store import Store
-from casckpt.tensors.state import check_replaceable, flatten, inflate, is_object, replace_leaves
+from casckpt.tensors.state import OfObjects, check_replaceable, flatten, inflate, is_object, replace_leaves
 from casckpt.tensors.values import PerRank
 
 AnyRef: TypeAlias = str | Checkpoint
 Load: TypeAlias = Callable[[Any, Checkpoint, LoadOptions], Checkpoint]
 
 
-def save_objects(state: Any, options: SaveArguments) -> tuple[dict[str, Any], SaveArguments]:
-    """The arguments of `Store.save` without whole objects. Every rank makes the call.
+def save_objects(ranks: Ranks, state: Any, options: SaveOptions) -> tuple[dict[str, Any], SaveOptions]:
+    """The arguments of a save without whole objects. Every rank makes the call.
 
     ``state``: or a function that makes it. What goes wrong in the making is raised on all ranks.
     """
-    whole: list[Any] = []
+    whole, keys = list[Any](), list[str]()
 
     def make() -> Made:
         whole.append(state() if callable(state) else state)
-        return made_of(whole[0])
+        if isinstance(whole[0], OfObjects):
+            return whole[0], ()
+        objects = Objects(whole[0])
+        keys.extend(objects.by_key)
+        return objects.made()
 
-    made = make_state(open_ranks(options.get("process_group"), no_dist=options.get("no_dist", False)), make)
-    return made, options | {"attachments": with_config(whole[0], options.get("attachments"))}
+    made = make_state(ranks, make, keys)
+    return made, replace(options, attachments=with_config(whole[0], options.attachments))
 
 
 def made_of(state: Any) -> Made:
     """What this rank saves of ``state``. Raises InvalidInput."""
-    objects = Objects(state)
-    values: dict[str, Any] = {}
-    for key, value in objects.by_key.items():
-        if key in objects.modules:
-            values[key] = model_to_save(value)
-        elif key in objects.optimizers:
-            values[key] = states_to_save(objects.modules[objects.owners[key]], [value])
-        else:
-            values[key] = plain_state(value, key)
-    named = [NamedState(key, values[key], values[owner]) for key, owner in objects.owners.items()]
-    return objects.nested(values), named
+    return Objects(state).made()
 
 
 def is_optimizer(value: Any) -> bool:
@@ -89,6 +84,19 @@ class Objects:
                 raise InvalidInput(f"{key!r} is in a PerRank; give modules and optimizers without it", key=key)
         parameters = {key: parameter_names(module).keys() for key, module in self.modules.items()}
         self.owners = {key: _owner(key, optim, parameters) for key, optim in self.optimizers.items()}
+
+    def made(self) -> Made:
+        """What this rank saves of the state. Raises InvalidInput."""
+        values: dict[str, Any] = {}
+        for key, value in self.by_key.items():
+            if key in self.modules:
+                values[key] = model_to_save(value)
+            elif key in self.optimizers:
+                values[key] = states_to_save(self.modules[self.owners[key]], [value])
+            else:
+                values[key] = plain_state(value, key)
+        named = [NamedState(key, values[key], values[owner]) for key, owner in self.owners.items()]
+        return self.nested(values), named
 
     def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The state with ``values`` in place of its objects, in new containers; without those that have none."""
@@ -158,21 +166,26 @@ def load_objects(
     """
     made: list[Objects] = []
 
-    def hello() -> list[str]:
+    def hello() -> WithObjects:
         made.append(Objects(state))
         check_replaceable(state, made[0].plain)
-        return list(made[0].modules)
+        return WithObjects(list(made[0].modules), list(made[0].by_key))
 
-    modules = ranks.exchange(hello, lambda found: everyone(sorted({key for keys in found for key in keys}), ranks.size))
+    def unite(found: Sequence[WithObjects]) -> Sequence[list[str]]:
+        return everyone(sorted({key for one in found for key in one.value}), ranks.size)
+
+    modules = ranks.exchange(hello, unite)
     objects, allow_pickle = made[0], given.allow_pickle
     stored, groups = find(
-        ranks, store, ref, optimizers=lambda: objects.optimizers, required=given.strict, allow_pickle=allow_pickle
-    )
+        ranks, store, ref, optimizers=lambda: objects.optimizers, required=given.strict, allow_pickle=allow_pickle,
+        rename=given.rename,
+    )  # fmt: skip
+    places = on_each(ranks, lambda: {key: stored.optimizer_at(key, given.rename) for key in objects.optimizers})
     silent = replace(given, unread="ignore")  # `Store.load` says what is left
-    loads = [TrainingStateLoad(stored, groups, silent, at=key, **keeps) for key in modules]
+    loads = [TrainingStateLoad(stored, groups, silent, at=key, places=places, **keeps) for key in modules]
     for one in loads:
         _prepare(ranks, one, objects)
-    template, options = on_each(ranks, lambda: _template(objects, stored, loads, given))
+    template, options = on_each(ranks, lambda: _template(objects, stored, loads, places, given))
     loaded = load(template, stored.checkpoint, options)
     for one in loads:
         loaded = one.install(loaded)
@@ -188,23 +201,30 @@ def _prepare(ranks: Ranks, load: TrainingStateLoad, objects: Objects) -> None:
 
 
 def _template(
-    objects: Objects, stored: StoredTraining, loads: Sequence[TrainingStateLoad], given: LoadOptions
+    objects: Objects,
+    stored: StoredTraining,
+    loads: Sequence[TrainingStateLoad],
+    places: Mapping[str, str],
+    given: LoadOptions,
 ) -> tuple[dict[str, Any], LoadOptions]:
-    """What `Store.load` is to fill, and how."""
+    """What `Store.load` is to fill, and how. ``places``: where the checkpoint has the optimizers."""
     values = {key: value for one in loads for key, value in one.state.items()}
-    for key in filter(stored.has_optimizer, objects.optimizers):
-        values[key] = {**values.get(key, {}), "param_groups": None}  # read once more, so that nothing is left unread
+    rename = renamer(given.rename)
+    for key, place in places.items():
+        if stored.has_optimizer(place):  # read once more, so that nothing is left unread
+            values[key] = {**values.get(key, {}), "param_groups": None}
     for key in objects.others:
-        has_tensors = any(name.startswith(f"{key}.") for name in stored.manifest.tensors)
+        has_tensors = any(name.startswith(f"{rename(key)}.") for name in stored.manifest.tensors)
         state = plain_state(objects.by_key[key], key) if has_tensors else None
         # None: all of it is made; but where it has shards, each rank fills its own
         values[key] = state if any(is_sharded(tensor) for _, tensor in tensors_below(state, key)) else None
-    rename = renamer(given.rename)
-    homes: dict[str, Callable[[str], str]] = {one.at: one.saved_key for one in loads}
-    homes |= dict.fromkeys(objects.optimizers, renamer(None))  # by the names that they were saved with
+    models = {one.at: one.saved_key for one in loads}
 
     def saved_key(key: str) -> str:
-        return next((place for at, place in homes.items() if key.startswith(f"{at}.")), rename)(key)
+        for at, place in places.items():
+            if key.startswith(f"{at}."):  # below it by the names that it was saved with
+                return place + key.removeprefix(at)
+        return next((place for at, place in models.items() if key.startswith(f"{at}.")), rename)(key)
 
     ignored = [pattern for one in loads for pattern in one.ignored] or given.ignore_mismatched
-    return objects.nested(values), replace(given, rename=saved_key, ignore_mismatched=ignored)
+    return objects.nested(values), replace(given, rename=Renaming(saved_key, given.rename), ignore_mismatched=ignored)

@@ -15,7 +15,7 @@ from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_mo
 from casckpt.frontends.training_state.stored import MODEL, OPTIM
 from casckpt.frontends.training_state.together import Made, find, made_by_name, make_state
 from casckpt.loading.options import LoadArguments, LoadOptions
-from casckpt.loading.unread import is_within, tell
+from casckpt.loading.unread import is_within, warn_unread
 from casckpt.ranks.ranks import open_ranks
 from casckpt.saving.options import SaveArguments
 from casckpt.store.store import Store
@@ -113,9 +113,9 @@ def load_model_and_optim_state(
     )  # fmt: skip
     loading = TrainingStateLoad(stored, groups, given)
     loading.prepare(ranks, lambda: as_model(model), {OPTIM: as_optimizers(optim)})
-    options |= {"ignore_mismatched": loading.ignored, "unread": "ignore", "rename": loading.saved_key}
+    options |= {"ignore_mismatched": loading.ignored, "unread": "ignore", "rename": loading.rename}
     loaded = loading.install(stored.store.load(loading.state, stored.checkpoint, **options))
     if ranks.rank == 0 and given.unread == "warn":
         left = [key for key in loaded.unread_subtrees if optim is not None or not is_within(key, OPTIM)]
-        tell(loaded.run, loaded.step, left, 'pass unread="ignore"')
+        warn_unread(loaded.run, loaded.step, left, 'pass unread="ignore"')
     return loaded

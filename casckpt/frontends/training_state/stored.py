@@ -16,6 +16,7 @@ from casckpt.format.regions import Shape, whole
 from casckpt.format.sections.index import Entry
 from casckpt.format.tree import Element, Leaf, Node, children, find, join, leaves
 from casckpt.history.commits import Commit
+from casckpt.loading.arguments import Rename, renamer
 from casckpt.loading.fit import saved_shapes
 from casckpt.plan.reads import covers
 from casckpt.store.store import Store
@@ -99,6 +100,11 @@ class StoredTraining:
         """Whether an optimizer was saved along, under the key ``at``."""
         return find(self._tree, f"{at}.param_groups") is not None
 
+    def optimizer_at(self, key: str, rename: Rename) -> str:
+        """Where it has the optimizer ``key``: where ``rename`` puts its ``param_groups``, if one is there."""
+        renamed = renamer(rename)(f"{key}.param_groups").removesuffix(".param_groups")
+        return renamed if self.has_optimizer(renamed) else key
+
     def groups(self, at: str = OPTIM, *, allow_pickle: bool = False) -> StoredGroups:
         """The groups of the optimizer at ``at``, with their parameters by name.
 
@@ -107,13 +113,12 @@ class StoredTraining:
         key = f"{at}.param_groups"
         if not self.has_optimizer(at):
             raise MissingKey(
-                f"{self.where} holds no optimizer ({key}), but {self.at_the_top()}; load the model without it "
-                "(optim=None), or choose another checkpoint. A whole object goes by the name that it was saved under",
+                f"{self.where} holds no optimizer ({key}), but {self.at_the_top()}; load the model alone "
+                "(optim=None; from a dict, leave the optimizer out), or choose another checkpoint. A whole object goes "
+                "by the name that it was saved under",
                 keys=(key,),
             )
-        made: dict[str, Any] = {key: None}
-        self.store.load(made, self.checkpoint, no_dist=True, unread="ignore", allow_pickle=allow_pickle)
-        found = made[key]
+        found = self.value(key, allow_pickle=allow_pickle)
         usable = isinstance(found, list) and all(isinstance(group, Mapping) and "params" in group for group in found)
         if not usable or not all(isinstance(name, str) for group in found for name in group["params"]):
             raise Mismatch(
@@ -123,6 +128,12 @@ class StoredTraining:
             )
         groups: StoredGroups = found
         return groups
+
+    def value(self, key: str, *, allow_pickle: bool) -> Any:
+        """What stands at a key; this process reads it alone."""
+        made: dict[str, Any] = {key: None}
+        self.store.load(made, self.checkpoint, no_dist=True, unread="ignore", allow_pickle=allow_pickle)
+        return made[key]
 
     def nodes(self, names: Mapping[str, Any], at: str = OPTIM) -> dict[Element, Node]:
         """The part of the tree for each of ``names`` that has state at ``at``, and for what else stands beside them."""

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any, TypeAlias
 
 from casckpt.base.digest import hex_digest
+from casckpt.base.text import listed
 from casckpt.contents import manifests
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Mismatch
@@ -17,12 +18,15 @@ from casckpt.frontends.training_state.groups import merged
 from casckpt.frontends.training_state.optimizer import tensors_below
 from casckpt.frontends.training_state.stored import MODEL, OPTIM, StoredGroups, StoredTraining
 from casckpt.history.commits import Commit
+from casckpt.loading.arguments import Rename
 from casckpt.ranks.agreement import check_same, named
+from casckpt.ranks.messages import WithObjects
 from casckpt.ranks.ranks import Ranks, everyone
 from casckpt.saving.replicas import digest_of
 from casckpt.store.store import Store
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.shards import check_storable
+from casckpt.tensors.state import OfObjects
 from casckpt.tensors.values import Shard
 
 
@@ -50,27 +54,32 @@ def made_by_name(state: dict[str, Any]) -> Made:
     return state, (NamedState(OPTIM, state[OPTIM], state.get(MODEL, {})),)
 
 
-def make_state(ranks: Ranks, make: Callable[[], Made]) -> dict[str, Any]:
+def make_state(ranks: Ranks, make: Callable[[], Made], objects: Sequence[str] = ()) -> dict[str, Any]:
     """This rank's state, in which the ``param_groups`` of each optimizer are those of all ranks that have it.
 
-    What goes wrong in the making is raised on all of them. Raises InvalidInput, too, where ranks have other values of
-    an optimizer's state that is no shard of anything, for a parameter that is sharded.
+    ``objects``: keys of the whole objects that it is made of, known once ``make`` was called. What goes wrong in
+    the making is raised on all of them. Raises InvalidInput, too, where ranks have other values of an optimizer's
+    state that is no shard of anything, for a parameter that is sharded.
     """
     made: list[Made] = []
 
-    def digest() -> tuple[dict[str, str], dict[str, bytes]]:
+    def digest() -> WithObjects:
         made.append(make())
         named = made[0][1]
-        texts = {one.key: repr([group["params"] for group in one.state["param_groups"]]) for one in named}
-        return {key: hex_digest(text.encode()) for key, text in texts.items()}, _beside_shards(named, ranks.size)
+        groups = {one.key: one.state["param_groups"] for one in named}
+        texts = {key: repr([(sorted(group), group["params"]) for group in several]) for key, several in groups.items()}
+        digests = {key: hex_digest(text.encode()) for key, text in texts.items()}
+        return WithObjects((digests, _beside_shards(named, ranks.size)), objects)
 
-    def compare(found: Sequence[tuple[dict[str, str], Mapping[str, bytes]]]) -> Sequence[set[str]]:
-        _check_alike([beside for _, beside in found])
-        distinct = {pair for texts, _ in found for pair in texts.items()}
+    def compare(found: Sequence[WithObjects]) -> Sequence[set[str]]:
+        _check_alike([one.value[1] for one in found])
+        distinct = {pair for one in found for pair in one.value[0].items()}
         keys = [key for key, _ in distinct]
         return everyone({key for key in keys if keys.count(key) > 1}, ranks.size)
 
     def merge(found: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        for key in differ:
+            _check_one_kind(key, {rank: one[key] for rank, one in enumerate(found) if key in one})
         return everyone({key: merged([one[key] for one in found if key in one]) for key in differ}, ranks.size)
 
     differ = ranks.exchange(digest, compare)
@@ -79,7 +88,7 @@ def make_state(ranks: Ranks, make: Callable[[], Made]) -> dict[str, Any]:
         every = ranks.exchange(lambda: {key: state["param_groups"] for key, state in mine.items()}, merge)
         for key, state in mine.items():
             state["param_groups"] = every[key]
-    return made[0][0]
+    return OfObjects(made[0][0])
 
 
 def _beside_shards(named: Sequence[NamedState], size: int) -> dict[str, bytes]:
@@ -117,6 +126,23 @@ def _check_alike(found: Sequence[Mapping[str, bytes]]) -> None:
                 )
 
 
+def _check_one_kind(key: str, groups_of: Mapping[int, StoredGroups]) -> None:
+    """Raise InvalidInput for a parameter of which two ranks have optimizers with other options each."""
+    first: dict[str, tuple[int, frozenset[str]]] = {}
+    for rank, group in ((rank, group) for rank, groups in groups_of.items() for group in groups):
+        mine = frozenset(group)
+        for name in group["params"]:
+            other, options = first.setdefault(name, (rank, mine))
+            if options - mine and mine - options:
+                raise InvalidInput(
+                    f"{key!r} is another kind of optimizer on rank {rank} than on rank {other}: for {name!r} it has "
+                    f"{listed(sorted(mine - options))}, and rank {other} {listed(sorted(options - mine))}. Make the "
+                    "same optimizer on all ranks",
+                    key=key,
+                    rank=rank,
+                )
+
+
 def find(
     ranks: Ranks,
     store: AnyStore,
@@ -126,12 +152,14 @@ def find(
     required: bool,
     allow_pickle: bool,
     lenient: bool = False,
+    rename: Rename = None,
 ) -> tuple[StoredTraining, Groups]:
     """The checkpoint that ``ref`` names, and the groups of the ``optimizers``, keys, that any rank wants; rank 0 reads.
 
     ``optimizers``: called once, where what it raises reaches all ranks. ``required``: they must be there; else those
-    that are not are None. ``lenient``: so are those that were saved by number. Raises Conflict if ranks name different
-    checkpoints, NotFound, MissingKey, Mismatch, Damaged, StorageError; on all ranks.
+    that are not are None. ``lenient``: so are those that were saved by number. ``rename``: see
+    `StoredTraining.optimizer_at`. Raises Conflict if ranks name different checkpoints, NotFound, MissingKey, Mismatch,
+    Damaged, StorageError; on all ranks.
     """
     opened: list[Store] = []
 
@@ -144,9 +172,10 @@ def find(
         stored = StoredTraining.read(opened[0], ref)
         groups: Groups = {}
         for key in sorted({key for _, wanted in told for key in wanted}):
-            is_read = required or stored.has_optimizer(key)
+            at = stored.optimizer_at(key, rename)
+            is_read = required or stored.has_optimizer(at)
             try:
-                groups[key] = stored.groups(key, allow_pickle=allow_pickle) if is_read else None
+                groups[key] = stored.groups(at, allow_pickle=allow_pickle) if is_read else None
             except Mismatch:
                 if not lenient:
                     raise

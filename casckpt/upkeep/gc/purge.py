@@ -34,7 +34,7 @@ from casckpt.history.commits import Commit, CommitList, announce_all, append, fo
 from casckpt.history.folding import STANDS, VOID, Holdings
 from casckpt.history.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_of
 from casckpt.history.transactions import OpenTransaction
-from casckpt.plan.retention import Kept, Policy, plan_forget, runs_without
+from casckpt.plan.retention import Policy, RetentionCandidate, plan_forget, runs_without
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.copies.mirror_notes import NO_STORE, mirror_made_at, mirror_to_wait_for, unmirrored
 
@@ -206,11 +206,11 @@ def _gone_since(commit: Commit, now: int) -> int:
     return now if commit.visible else max(commit.changed_at, saved if saved <= now else 0)
 
 
-def kept_of(commit: Commit) -> Kept:
+def kept_of(commit: Commit) -> RetentionCandidate:
     """Return a commit as a policy sees it."""
     said = commit.committed
     metrics = metric_values(said.metrics)
-    return Kept(commit.txid, said.run, said.step, said.created_at, metrics=metrics, healthy=said.healthy)
+    return RetentionCandidate(commit.txid, said.run, said.step, said.created_at, metrics=metrics, healthy=said.healthy)
 
 
 def check_metrics(repo: Repository, policy: Policy, run: str | None) -> None:

@@ -19,7 +19,7 @@ from casckpt.errors import CasckptError, StorageError
 from casckpt.frontends import megatron
 from casckpt.store.store import Store
 from tests.support.megatron_core import core
-from tests.support.ranks import die, outcome_of
+from tests.support.ranks import comes_last, die, outcome_of
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -78,15 +78,17 @@ def test_a_save_over_a_folder_replaces_its_common_part_too(path: Path, ranks: Po
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_object_that_one_rank_cannot_save(path: Path, ranks: Pool, asynchronous: bool) -> None:
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_an_object_that_one_rank_cannot_save(path: Path, ranks: Pool, asynchronous: bool, size: int) -> None:
     ranks.run(2, saved, path, 1)
-    assert ranks.run(2, with_a_function, path, asynchronous) == ["rank 1", "rank 1"]
+    assert ranks.run(size, with_a_function, path, asynchronous) == ["rank 1"] * size
     tensors = casckpt.open(path / "store").read("a@4")
     assert tensors["w"].tolist() == [1, 1, 2, 2]
 
 
 def with_a_function(rank: int, size: int, path: Path, asynchronous: bool) -> str:
-    """Rank 1 alone has what needs pickle."""
+    """Rank 1 alone has what needs pickle, and saves last."""
+    comes_last("save", rank, size, 1)
     mapping = core(".mapping")
     value = (lambda: None) if rank == 1 else 7
     objects = {"rng": mapping.ShardedObject("rng", value, (size,), (rank,))}

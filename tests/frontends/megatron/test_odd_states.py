@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import casckpt
+from casckpt.errors import CasckptError
 from casckpt.frontends.megatron import (
     CheckpointingException,
     LocalNonpersistentObject,
@@ -21,6 +22,7 @@ from casckpt.frontends.megatron import (
     load,
     load_common_state_dict,
     load_plain_tensors,
+    remove_sharded_tensors,
     save,
 )
 from tests.support.ranks import outcome_of
@@ -275,6 +277,17 @@ def test_a_common_value_at_a_path_that_is_also_a_key(tmp_path: Path, common: dic
     assert diff(load_common_state_dict(where), common) == ([], [], [])
     assert casckpt.open(tmp_path).read("a@1")[key].tolist() == [0, 1]
     assert set(load_plain_tensors(where)) == {key}
+
+
+def test_an_object_in_the_common_part_is_stored_as_it_is_or_refused(tmp_path: Path) -> None:
+    state = {"common": {"net": torch.nn.Linear(1, 1)}} | {key: tensor(key, torch.ones(2)) for key in "xy"}
+    with pytest.raises(CasckptError, match=r"common\.net: a .*Linear cannot be stored"):
+        save(dict(state), f"{tmp_path}#a@1")
+    save(dict(state), f"{tmp_path}#a@2", allow_pickle=True)
+    for _ in range(2):
+        found = load({"x": tensor("x", torch.ones(2))}, f"{tmp_path}#a@2", allow_pickle=True)
+        assert type(found["common"]["net"]) is torch.nn.Linear
+        remove_sharded_tensors(f"{tmp_path}#a@2", "y.", allow_pickle=True)
 
 
 def key_on_the_other_rank(rank: int, size: int, where: str) -> Any:

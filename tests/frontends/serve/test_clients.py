@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -28,6 +27,7 @@ from casckpt.saving.options import Compress
 from tests.support import servers
 from tests.support.hub import gpt2, trained
 from tests.support.pages import Reader
+from tests.support.scripts import run_script
 from tests.support.serving import Served, serving, serving_process
 from tests.support.training import identical
 from tests.test_docs import DOCS, ROOT
@@ -242,11 +242,13 @@ torch.save(model.state_dict(), sys.argv[2])
 def test_from_pretrained_with_an_endpoint_alone(store: casckpt.Store, tmp_path: Path) -> None:
     save(store, "sft", 100)
     save(store, "sft", 200, seed=4)
-    environment = {"HF_HOME": str(tmp_path / "home"), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1",
-                   "HF_HUB_DISABLE_PROGRESS_BARS": "1", **PATIENT}  # fmt: skip
+    script = tmp_path / "load.py"
+    script.write_text(SCRIPT)
+    environment = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_PROGRESS_BARS": "1", **PATIENT}
     with serving_process(store.url) as (served, _):
-        command = [sys.executable, "-c", SCRIPT, "100", str(tmp_path / "model.pt")]
-        subprocess.run(command, check=True, env=environment | {"HF_ENDPOINT": served.endpoint})
+        environment["HF_ENDPOINT"] = served.endpoint
+        done = run_script(script, "100", tmp_path / "model.pt", cwd=tmp_path, environment=environment)
+        assert done.status == 0, done.told
     assert identical(torch.load(tmp_path / "model.pt"), dict(gpt2().state_dict()))
 
 

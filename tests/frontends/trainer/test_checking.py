@@ -160,6 +160,31 @@ def test_a_resume_that_finds_nothing_names_a_run_that_may_be_meant(
     assert [text.rpartition("; ")[2] for text in told] == ([f"did you mean run {meant!r}?"] if meant else [])
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("run1/chekpoints", "run1/checkpoints"), ("run/checkpoints", None), ("run2/checkpoints", None),
+        ("run1/chekpoints/more", None), ("run1/other", None),
+        ("runs1/checkpoints", "run1/checkpoints"), ("run1/checkpoint", "run1/checkpoints"),
+    ],
+)  # fmt: skip
+def test_a_resume_where_no_store_is_names_the_folder_and_one_that_may_be_meant(
+    path: str, meant: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = made(1)
+    Checkpointer(tmp_path / "run1" / "checkpoints", run="sft").save(1, model, optimizer)
+    (tmp_path / "run1" / "checkpoinds").mkdir()  # no store
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.INFO, "casckpt"):
+        assert Checkpointer(path, run="sft").resume(model, optimizer) is None
+    there = f"there is no store at {tmp_path / path}"
+    if meant is None:
+        want = logging.INFO, f"{there} yet, so nothing is resumed; the first save makes it"
+    else:
+        want = logging.WARNING, f"{there}, so nothing is resumed; did you mean {tmp_path / meant}?"
+    assert [(one.levelno, one.getMessage()) for one in caplog.records if "no store" in one.getMessage()] == [want]
+
+
 # many ranks
 
 
@@ -195,10 +220,10 @@ def test_all_ranks_hear_of_it_at_the_same_step(store_path: Path, ranks: Pool, si
 def stepped_on_one(rank: int, size: int, path: Path) -> Any:
     """Only the optimizer of rank 1 makes state, at the second step."""
     model = net()
-    optimizer = Phased(model.parameters(), lr=0.0) if rank else optim.SGD(model.parameters(), lr=0.0)
+    optimizer = Phased(model.parameters(), lr=0.0)
     run = Checkpointer(small_folder(path), run="sft", save_interval=5)
     for step in range(1, 5):
-        if step == 2:
+        if step == 2 and rank == 1:
             stepped(model, optimizer)
         error = outcome_of(lambda: run.save_if_due(step, model, optimizer))  # noqa: B023
         if error is not None:

@@ -73,6 +73,31 @@ def test_parts_per_rank_that_move_are_named(tmp_path: Path, ranks: Pool) -> None
     ]
 
 
+def of_models(rank: int, size: int, path: Path) -> None:
+    models = {"model": nn.Linear(1, 1), "ema": nn.Linear(1, 1)}
+    for model in models.values():
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+    Checkpointer(small_folder(path), run="models").save(1, models, None, TrainState(loader={"at": rank}))
+
+
+def test_a_resume_of_models_on_fewer_ranks_names_once_what_moves(
+    tmp_path: Path, ranks: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks.run(2, of_models, tmp_path)
+    models = {"model": nn.Linear(1, 1), "ema": nn.Linear(1, 1)}
+    checkpointer = Checkpointer(small_folder(tmp_path), run="models")
+    checkpointer.resume(models, None, TrainState(loader={"at": 9}))
+    assert caplog.messages == ["'train.loader' of models@1: what rank 1 saved was not taken"]
+    caplog.clear()
+    checkpointer.resume(models)
+    assert caplog.messages == [str(checkpointer.resumed)]
+    assert "left: 'train' (in the checkpoint, but not passed" in caplog.text
+    caplog.clear()
+    assert checkpointer.load("models@1", {"ema": models["ema"]}) is not None
+    assert caplog.messages == ["the load did not read 'model' of models@1; if that is meant, pass unread=\"ignore\""]
+
+
 def test_ranks_and_parts_are_listed(caplog: pytest.LogCaptureFixture) -> None:
     holders = {"moved.a": [0, 1], "moved.b": [0, 1], "moved.c": [1, 3], "moved.d": [0, 1, 2]}
     for _ in range(2):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -281,6 +282,92 @@ def test_a_new_learning_rate_stays_where_that_is_asked_for(how: str, caplog: pyt
     assert float(optimizer.state[weight(other, "head")]["step"]) == 1
     checkpointer.load(f"{run}@5", other, optimizer)
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.1, 0.01)
+
+
+def resumed_with(
+    store: Store, given: dict[str, Any], saved: dict[str, Any], schedule: Callable[[optim.Optimizer], Any] | None = None
+) -> Checkpointer:
+    """A resume into a new optimizer, with the options ``given``, of one that was saved after two steps with others."""
+
+    def made_with(options: dict[str, Any]) -> tuple[nn.Module, optim.Optimizer, TrainState]:
+        model = layers("head")
+        optimizer = optim.AdamW(model.parameters(), **deepcopy(options))  # a scheduler changes a tensor in place
+        return model, optimizer, TrainState(rng=False, schedule=schedule(optimizer) if schedule else 0)
+
+    checkpointer, (model, optimizer, state) = Checkpointer(store, run=new_run()), made_with(saved)
+    for _ in range(2):
+        optimizer.step()
+        if schedule:
+            state["schedule"].step()
+    checkpointer.save(2, model, optimizer, state)
+    assert checkpointer.resume(*made_with(given)) is not None
+    return checkpointer
+
+
+def warmup(optimizer: optim.Optimizer) -> Any:
+    return optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: (epoch + 1) / 10)
+
+
+def cycle(optimizer: optim.Optimizer) -> Any:
+    return optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=20)
+
+
+def cosine(optimizer: optim.Optimizer) -> Any:
+    return optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+
+
+@pytest.mark.parametrize(
+    ("given", "saved", "schedule", "replaced"),
+    [
+        ({"lr": 0.1}, {"lr": 0.3}, warmup, {"initial_lr": (0.1, 0.3)}),
+        ({"lr": 0.3}, {"lr": 0.1}, warmup, {"initial_lr": (0.3, 0.1)}),
+        ({"lr": torch.tensor(0.1)}, {"lr": 0.3}, cosine, {"initial_lr": (0.1, 0.3)}),
+    ],
+)  # fmt: skip
+def test_a_resume_names_the_rates_that_it_replaces(
+    given: dict[str, Any], saved: dict[str, Any], schedule: Any, replaced: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = resumed_with(small(), given, saved, schedule)
+    want = {f"optim.param_groups.0.{name}": values for name, values in replaced.items()}
+    assert checkpointer.resumed is not None
+    assert checkpointer.resumed.replaced == want
+    assert [line.strip() for line in told(caplog).splitlines()[1:]] == [
+        f'replaced: {key!r} ({one} was given, the checkpoint has {other}; options="keep" keeps what is given)'
+        for key, (one, other) in want.items()
+    ]
+
+
+@pytest.mark.parametrize("schedule", [None, warmup, cycle, cosine])
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
+def test_an_ordinary_restart_names_no_rates(schedule: Any, rate: Any, caplog: pytest.LogCaptureFixture) -> None:
+    checkpointer = resumed_with(small(), {"lr": rate}, {"lr": rate}, schedule)
+    assert checkpointer.resumed is not None
+    assert not checkpointer.resumed.replaced
+    assert not told(caplog)
+
+
+@pytest.mark.parametrize("given", [0.3, torch.tensor(0.05)])
+def test_a_replaced_rate_without_a_scheduler_is_no_warning(given: Any, caplog: pytest.LogCaptureFixture) -> None:
+    checkpointer = resumed_with(small(), {"lr": given}, {"lr": 0.1})
+    assert checkpointer.resumed is not None
+    assert checkpointer.resumed.replaced == {"optim.param_groups.0.lr": (round(float(given), 6), 0.1)}
+    assert not told(caplog)
+
+
+def test_rates_of_all_optimizers_are_named_by_their_keys() -> None:
+    store, run, models = small(), new_run(), {"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}
+
+    def resumed(rate: float) -> Checkpointer:
+        first, second = (optim.SGD(model.parameters(), lr=rate) for model in models.values())
+        checkpointer = Checkpointer(store, run=run)
+        if checkpointer.resume(models | {"sgd": first}, [second], missing="warn") is None:
+            checkpointer.save(1, models | {"sgd": first}, second)
+        return checkpointer
+
+    resumed(0.5)
+    found = resumed(0.1).resumed
+    assert found is not None
+    assert found.replaced == {"sgd.param_groups.0.lr": (0.1, 0.5), "optim.param_groups.0.lr": (0.1, 0.5)}
 
 
 def test_a_scheduler_that_may_undo_a_new_rate_is_named() -> None:

@@ -101,6 +101,43 @@ def test_a_dict_that_asks_for_more_than_was_saved_is_refused_before_it_changes()
     assert plain == {"epoch": 3, "more": 1}
 
 
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("more", 1), ("epoch", schedule(1)), ("scheds", [schedule(1)]), ("scheds", {"one": schedule(1)}),
+        ("pair", [schedule(1), 3]), ("pair", {"one": schedule(1), "other": schedule(1)}),
+        ("pair", {"one": {"x": schedule(1)}}),
+        ("generator", schedule(1)), ("schedule", torch.Generator()), ("schedule", random.Random(1)),
+        ("deep", [[1, schedule(1)], 2]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("kind", "named"), [(dict, False), (TrainState, True)])
+def test_a_train_state_that_does_not_fit_is_refused_before_the_model_changes(
+    kind: Any, named: bool, name: str, part: Any
+) -> None:
+    store, model, fresh = small(), nn.Linear(2, 2), nn.Linear(2, 2)
+    saved = {"epoch": 3, "scheds": [schedule(1), schedule(2)], "pair": {"one": schedule(3)}, "deep": [schedule(1), 2]}
+    saved |= {"generator": torch.Generator(), "schedule": schedule(4)}
+    state = kind(**saved)
+    Checkpointer(store, run="a").save(1, {"model": model} if named else model, stepped(model), state)
+    optimizer, before = stepped(fresh, 0.5), [one.clone() for one in fresh.parameters()]
+    with pytest.raises((Mismatch, MissingKey), match=name):
+        Checkpointer(store, run="a").resume({"model": fresh} if named else fresh, optimizer, kind(**{name: part}))
+    assert all(map(torch.equal, fresh.parameters(), before))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    saved["epoch"] = 0
+    Checkpointer(store, run="a").resume({"model": fresh} if named else fresh, optimizer, state)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def stepped(model: nn.Module, rate: float = 0.1) -> optim.Optimizer:
+    made = optim.SGD(model.parameters(), rate, momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    made.step()
+    return made
+
+
 def test_an_object_inside_a_dict_of_which_nothing_was_saved_is_not_lost() -> None:
     with pytest.raises(MissingKey, match="'one'"):
         TrainState(rng=False, scheds={"one": schedule(1)}).load_state_dict({"scheds": {}})

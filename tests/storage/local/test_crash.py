@@ -19,18 +19,17 @@ COMMAND = [sys.executable, "-m", "tests.support.crash"]
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of stores, one for each way, size and step at which the put was killed."""
-    return made_once(
-        tmp_path_factory, "puts", lambda folder: subprocess.run([*COMMAND, "steps", folder], cwd=ROOT, check=True)
-    )
+def killed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A folder of stores, one for each way, size and step at which the put was killed; by default each third step."""
+    command = [*COMMAND, "steps", "1" if request.config.getoption("--full") else "3"]
+    return made_once(tmp_path_factory, "puts", lambda folder: subprocess.run([*command, folder], cwd=ROOT, check=True))
 
 
 @pytest.mark.parametrize("way", list(Naming), ids=lambda way: way.name)
 @pytest.mark.parametrize("size", crash.SIZES)
-def test_killed_at_every_step(killed: Path, way: Naming, size: int) -> None:
+def test_killed_at_any_step(killed: Path, way: Naming, size: int) -> None:
     steps = [int(path.name.rpartition("-")[2]) for path in killed.glob(f"{way.name}-{size}-*")]
-    assert len(steps) > 20
+    assert len(steps) > 8
     outcomes = set()
     for step in steps:
         store = LocalStore(killed / f"{way.name}-{size}-{step}")

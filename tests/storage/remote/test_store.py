@@ -36,6 +36,7 @@ class S3Contract(SharedContract):
         return lambda key: server.look(bucket, f"deep/store/{key}")
 
 
+@pytest.mark.soak  # the real server below shows the same
 class TestMoto(S3Contract):
     @pytest.fixture
     def server(self, moto_server: Server) -> Server:

@@ -19,7 +19,8 @@ from tests.support.gcs import collect
 from tests.support.repositories import repository
 from tests.upkeep.gc.play import Play
 
-ROUNDS = 15
+pytestmark = pytest.mark.sweep
+ROUNDS = 10
 Cast = Callable[[Play, "Copier"], None]
 
 
@@ -105,7 +106,7 @@ CASTS = [
 @pytest.mark.parametrize("cast", CASTS)
 def test_copies_beside_others(tmp_path: Path, seed: int, full: bool, cast: Cast) -> None:
     copied = 0
-    for round_ in range(ROUNDS * (20 if full else 1)):
+    for round_ in range(ROUNDS * (30 if full else 1)):
         play, copier = Play(tmp_path / str(round_), seed + round_), Copier(tmp_path / str(round_))
         cast(play, copier)
         play.run()

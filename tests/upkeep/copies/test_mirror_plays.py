@@ -25,7 +25,8 @@ from tests.support.gcs import keys
 from tests.support.repositories import memory, repository
 from tests.upkeep.gc.play import Play, named, rewrite_some, thin_some
 
-ROUNDS = 16
+pytestmark = pytest.mark.sweep
+ROUNDS = 10
 
 
 class MirrorPlay(Play):
@@ -111,7 +112,7 @@ def test_what_is_noted_is_whole_in_the_mirror(
 ) -> None:
     monkeypatch.setattr(mirror, "JOBS", 1)
     noted = 0
-    for round_ in range(ROUNDS * (15 if full else 1)):
+    for round_ in range(ROUNDS * (24 if full else 1)):
         play = MirrorPlay(tmp_path / str(round_), seed + round_, thinned=thinned)
         play.mirror("mirror")
         play.others()

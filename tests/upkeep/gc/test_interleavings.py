@@ -24,6 +24,7 @@ from casckpt.upkeep.gc.gc import WaitResult
 from tests.support.repositories import put_blob, save
 from tests.upkeep.gc.play import HOUR, ROUNDS, Lost, Play, draw_from_log, draw_known, finish, rewrite_some
 
+pytestmark = pytest.mark.sweep
 HELD_UP = (0.05, 0.2)  # few switches, but a fifth of all changes come late: what is wrong shows in a tenth of the plays
 
 # plays
@@ -91,7 +92,7 @@ def test_nothing_that_lives_is_lost_and_the_rest_goes(
     tmp_path: Path, seed: int, full: bool, cast: Callable[[Play], None]
 ) -> None:
     deleted = 0
-    for round_ in range(ROUNDS * (20 if full else 1)):
+    for round_ in range(ROUNDS * (33 if full else 1)):
         play = Play(tmp_path / str(round_), seed + round_)
         cast(play)
         play.run(*STYLES[round_ % 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,11 +15,13 @@ from casckpt.format.digest import cell_digest
 from casckpt.format.encodings import encode
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key, manifest_key
+from casckpt.repository.repository import Repository
 from casckpt.store.opening import open as opened
 from casckpt.store.store import Store
 from casckpt.upkeep.repair import frames
 from casckpt.upkeep.repair.cell_sources import locate
 from tests.support.coded import Encode, Stored, chain, code
+from tests.support.repositories import again, objects_of
 from tests.support.saves import BLOB, CELL, cells, flip, reopened, small
 
 STEPS = (1, 2, 3)
@@ -37,15 +40,22 @@ def state(step: int) -> dict[str, torch.Tensor]:
     return {"hit": weights(step), "other": weights(step, seed=2), "stays": cells(2, 3)}
 
 
-def saved(store: Store, *, key: str | None = None) -> Store:
+def saved(key: str | None = None) -> Store:
     """Three checkpoints of a run, each told from the one before. ``key``: how the first one lies, raw or as planes."""
+    return Store(Repository(again(objects(key), near=False)))
+
+
+@cache
+def objects(key: str | None) -> dict[str, bytes]:
+    """Those of this store."""
+    store = small()
     for step in STEPS:
         store.save(state(step), run="r", step=step)
     if key == "planes":
         code(store, "r@1")
     chain(store, [f"r@{step}" for step in STEPS])
     store.gc(min_age=0)
-    return reopened(store)
+    return objects_of(store.repository.storage)
 
 
 def cells_of(store: Store, step: int, key: str = "hit") -> list[StoredCell]:
@@ -91,7 +101,7 @@ def damage(store: Store, step: int, link: int, *, whole: bool = False) -> str:
 
 @pytest.mark.parametrize("key", ["raw", "planes"])
 def test_what_is_whole_is_decoded_once(key: str) -> None:
-    store = saved(small(), key=key)
+    store = saved(key)
     found = store.verify(decode=True)
     assert not found.is_damaged
     stays, *others = (len(content(1)[name]) for name in ("stays", "hit", "other"))
@@ -105,7 +115,7 @@ def test_what_is_whole_is_decoded_once(key: str) -> None:
 @pytest.mark.parametrize("key", ["raw", "planes"])
 @pytest.mark.parametrize(("step", "link", "hit"), [(1, 0, (1, 2, 3)), (3, 2, (1, 2, 3)), (2, 0, (2, 3)), (3, 0, (3,))])
 def test_a_flipped_byte_hits_all_that_is_told_from_it(key: str, step: int, link: int, hit: tuple[int, ...]) -> None:
-    store = saved(small(), key=key)
+    store = saved(key)
     blob = damage(store, step, link)
     found = store.verify(decode=True)
     (damaged,) = found.damaged
@@ -119,7 +129,7 @@ def test_a_flipped_byte_hits_all_that_is_told_from_it(key: str, step: int, link:
 
 @pytest.mark.parametrize("link", [0, 1])
 def test_a_flipped_byte_in_a_row_is_damage_of_the_manifest(link: int) -> None:
-    store = saved(small())
+    store = saved()
     commit = store.get("r@3").commit
     lengths = b"".join(cell.stored.to_bytes(4, "little") for cell in cells_of(store, 3))
     row = [*cells_of(store, 3)[1].chain][link].digest if link else lengths
@@ -208,7 +218,7 @@ def test_a_mark_on_frames_that_are_right_is_taken_away() -> None:
     store.verify(decode=True)
     store.forget("r@3")
     store.gc(min_age=0)
-    store = saved(small())
+    store = saved()
     ref = manifests.get(store.repository, store.get("r@3").commit).blob(cells_of(store, 3)[1].blob)
     for heal in (store.repair, lambda: store.verify(decode=True)):
         blobs.mark_damaged(store.repository, ref.uploader, ref.hash, "for a test", by_frames=True)
@@ -219,7 +229,7 @@ def test_a_mark_on_frames_that_are_right_is_taken_away() -> None:
 
 def with_twin(**twin: Encode) -> tuple[Store, Store]:
     """A store, and another one that has the same checkpoints, raw, or coded there in its own way."""
-    store, other = saved(small()), small()
+    store, other = saved(), small()
     for step in STEPS:
         other.save(state(step), run="twin", step=step)
     if twin:
@@ -231,7 +241,7 @@ def with_twin(**twin: Encode) -> tuple[Store, Store]:
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(("step", "link"), [(1, 0), (2, 0), (3, 0)])
 def test_what_a_copy_has_is_taken_as_it_lies_there(step: int, link: int, *, whole: bool) -> None:
-    store, mirror = saved(small()), small()
+    store, mirror = saved(), small()
     store.copy_to(mirror)
     blob = damage(store, step, link, whole=whole)
     store.verify()
@@ -288,7 +298,7 @@ def test_a_cell_lies_bare_where_its_frame_cannot_be_made_again(*, whole: bool) -
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_lost_base_is_made_of_a_later_version_that_is_whole(key: str, has: tuple[int, ...], *, whole: bool) -> None:
     """Its frames are undone, one after the other."""
-    store, other = saved(small(), key=key), small()
+    store, other = saved(key), small()
     for step in has:
         other.save(state(step) if not whole else {"all": state(step)}, run="twin", step=step)
     blob = damage(store, 1, 0)
@@ -325,7 +335,7 @@ def test_versions_that_came_back_to_each_other_are_not_gone_through_for_ever() -
 @pytest.mark.parametrize("has", [(2, 3), (2,), (3,)])
 def test_what_is_told_from_a_lost_cell_lies_bare_where_it_can_be_had(has: tuple[int, ...]) -> None:
     """Or what comes of a later version, by the frames between."""
-    store, other = saved(small()), small()
+    store, other = saved(), small()
     for step in has:
         other.save(state(step), run="twin", step=step)
     damage(store, 1, 0)
@@ -343,7 +353,7 @@ def test_what_is_told_from_a_lost_cell_lies_bare_where_it_can_be_had(has: tuple[
 
 @pytest.mark.parametrize(("step", "hit"), [(1, STEPS), (2, (2, 3)), (3, (3,))])
 def test_what_cannot_be_had_is_named_with_all_that_need_it(step: int, hit: tuple[int, ...]) -> None:
-    store = saved(small())
+    store = saved()
     damage(store, step, 0)
     store.verify()
     found = store.repair()
@@ -353,14 +363,14 @@ def test_what_cannot_be_had_is_named_with_all_that_need_it(step: int, hit: tuple
 
 
 def test_a_copy_of_what_is_damaged_names_the_keys_that_need_the_blob() -> None:
-    store = saved(small())
+    store = saved()
     damage(store, 1, 0)
     with pytest.raises(Damaged, match="'hit'"):
         store.copy_to(small(), "r@3")
 
 
 def test_few_cells_are_told_of_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = saved(small())
+    store = saved()
     whole = store.verify(decode=True)
     monkeypatch.setattr(frames, "_AT_ONCE", 5)
     found = store.verify(decode=True)
@@ -369,7 +379,7 @@ def test_few_cells_are_told_of_in_memory_at_once(monkeypatch: pytest.MonkeyPatch
 
 
 def test_copies_and_differences_are_those_of_the_cells() -> None:
-    store, other = saved(small()), small()
+    store, other = saved(), small()
     store.copy_to(other, tags=True)
     assert not other.verify(decode=True).is_damaged
     assert [plain(other, step) for step in STEPS] == [content(step) for step in STEPS]

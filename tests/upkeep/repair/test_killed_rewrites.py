@@ -20,7 +20,6 @@ from casckpt.format.names import ManifestId
 from casckpt.history import commits, tags
 from casckpt.history.commits import list_commits
 from casckpt.repository.repository import Repository
-from casckpt.storage.base import ObjectStore
 from casckpt.store.store import Store
 from casckpt.upkeep.repair.repair import repair
 from casckpt.upkeep.repair.verify import verify
@@ -29,8 +28,9 @@ from tests.support.checkpoints import array, content, read_arrays, save_arrays
 from tests.support.coded import code
 from tests.support.dying import WAYS, Dying, Killed
 from tests.support.gcs import collect
-from tests.support.repositories import memory, repository
+from tests.support.repositories import again, memory, objects_of, repository
 
+pytestmark = pytest.mark.sweep
 KEPT = {"a": array(1, 3), "new": array(7)}
 
 
@@ -73,19 +73,12 @@ class Damaged:
             self._copy_manifest(repo, newer)
             repo.storage.delete(manifest_key(newer.txid, newer.id))
         verify(repo)
-        self.objects = {entry.key: repo.storage.get(entry.key, limit=1 << 24) for entry in repo.storage.list("")}
+        self.objects = objects_of(repo.storage)
 
     def _copy_manifest(self, repo: Repository, commit: commits.Commit) -> None:
         from tests.upkeep.repair.test_repair import copy_into
 
         copy_into(self.other, repo, commit)
-
-    def again(self) -> ObjectStore:
-        """A copy of the store."""
-        storage = memory()
-        for key, data in self.objects.items():
-            storage.put(key, data)
-        return storage
 
 
 def check_now(repo: Repository, id: ManifestId) -> None:
@@ -101,12 +94,12 @@ def check_now(repo: Repository, id: ManifestId) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("what", ["blob", "manifest", "coded"])
-def test_a_repair_that_is_cut_off_anywhere(tmp_path: Path, what: str, way: str) -> None:
-    damaged = Damaged(tmp_path, what)
-    at, ended = 0, False
+def test_a_repair_that_is_cut_off_anywhere(tmp_path: Path, what: str, way: str, seed: int, full: bool) -> None:
+    damaged, stride = Damaged(tmp_path, what), 1 if full else 2
+    at, ended = seed % stride, False
     while not ended:
-        at += 1
-        folder, storage = tmp_path / f"{way} {at}", damaged.again()
+        at += stride
+        folder, storage = tmp_path / f"{way} {at}", again(damaged.objects)
         dying = Dying(storage, at, way)
         with suppress(Killed, CasckptError):
             repair(repository(folder / "cut off", dying, seed=3), sources=[damaged.other])

@@ -18,6 +18,7 @@ from casckpt.store.store import Store
 from tests.support.repositories import memory
 from tests.support.saves import blob_keys, cells, content, flip, manifest_keys, reopened, same_state, small
 
+pytestmark = pytest.mark.sweep
 CELL = 64 << 10  # bytes: the large cells are leaves
 MANY = 400  # tensors: so that pieces are grouped
 KEYS = ("large", "short", "bytes", "text", *(f"many.{n}" for n in (0, 1, 99, MANY // 2, MANY - 1)))
@@ -115,6 +116,7 @@ def test_each_part_of_a_manifest(store: Store) -> None:
         assert readable(user) == set(KEYS), (section, position)
 
 
+@pytest.mark.parametrize("store", ["by range", pytest.param("whole", marks=pytest.mark.soak)], indirect=True)
 def test_each_part_of_a_blob(store: Store) -> None:
     other = copy_of(store)
     manifest = manifests.get(store.repository, store.get("a@1").commit)
