@@ -368,7 +368,7 @@ DEBT = {
     (
         "frontends/trainer/run_checkpoints.py",
         "casckpt.format.keys.MARKER",
-    ): "looks for stores in folders beside this one",
+    ): "looks for stores beside this one",
     ("frontends/trainer/throttle.py", "casckpt.storage.base.ObjectStore"): "wraps the storage of an open store",
     ("frontends/trainer/train_state.py", "casckpt.format.tree.Node"): TRAIN,
     ("frontends/trainer/train_state.py", "casckpt.format.tree.TENSOR"): TRAIN,

@@ -282,6 +282,13 @@ PLANTED = (
         "tests/contents/test_watching.py",
     ),
     Planted(
+        "a listing shows forgotten checkpoints as visible",
+        "Listing.visible",
+        "self._commits.visible()",
+        "self._commits.standing()",
+        "tests/store/test_listing.py",
+    ),
+    Planted(
         "a load lets go of what it holds before it reads",
         "resolve_held",
         "        commit = held.enter_context(lease(repo, ref, AN_HOUR)).commit\n",
