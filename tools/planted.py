@@ -1914,7 +1914,7 @@ PLANTED = (
     ),
     Planted(
         "a state_dict of an optimizer that nobody holds is not told of",
-        "tell_of_optimizers",
+        "warn_unloaded_optimizers",
         "        if is_of_optimizer(state[name]) and",
         "        if False and",
         "tests/frontends/test_training_state_objects.py",

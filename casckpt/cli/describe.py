@@ -1,4 +1,4 @@
-"""Results as the plain data of the JSON output, and the warning about a run that has no checkpoint."""
+"""Results as plain data for the JSON output, and the warning about a run without checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors at one place: each becomes a message on stderr, its last line saying what to do next, and an exit status."""
+"""Errors of commands: each becomes a message on stderr with the next step, and an exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The common part of all commands: STORE as the first argument, the options, and how a result is printed."""
+"""The common part of all commands: the STORE argument, shared options, and output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text for people: tables that fit into the terminal, sizes, times, and no control characters out of a store."""
+"""Text for people: tables that fit the terminal, sizes, times, and no control characters from a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that work together name the same checkpoint, and use the same store: rank 0 alone looks things up."""
+"""Agreement of ranks on one checkpoint and one store. Rank 0 alone resolves references."""
 
 from __future__ import annotations
 

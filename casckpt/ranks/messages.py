@@ -1,4 +1,4 @@
-"""What ranks tell each other: a value or an error, as bytes; and errors in the words of those who did not make them."""
+"""Messages between ranks: a value or an error, as bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks of a process group talk: the only place with collectives.
+"""The ranks of a process group, and the only collectives of casckpt.
 
 One primitive, `Ranks.exchange`: every rank hands something up, rank 0 decides, every rank gets its answer; or all of
 them raise. It is a star of point-to-point messages over a gloo group of casckpt's own, so that one rank's failure never

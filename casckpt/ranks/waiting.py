@@ -1,4 +1,4 @@
-"""How ranks wait for each other: a warning names those that have not come, and a verdict reaches all that have.
+"""Waiting for other ranks: a warning names those that have not come, and all learn when one gives up.
 
 A `Meeting` needs nothing but the store of the process group, so ranks meet before any two of them are connected.
 """

@@ -1,7 +1,7 @@
-"""What is stored of a cell that changed: its bytes, or a frame, which is less.
+"""Encoding of changed cells: as frames against the previous version, where that takes less space.
 
-A frame is told from a version of the cell that the parent checkpoint has, and is decoded and compared before it counts:
-a bad one behind a good hash would be found only by the load that needs it.
+A frame encodes a cell against its version in the parent checkpoint. It is decoded and compared before it counts,
+because only a load would find a bad frame behind a good hash.
 """
 
 from __future__ import annotations

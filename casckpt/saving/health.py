@@ -1,4 +1,4 @@
-"""The health of a checkpoint: what ranks found in the cells that changed, and the parent told of the others."""
+"""The health of a checkpoint: counts of changed cells, joined with those of the parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank holds, in the form in which ranks compare it: names, hashes and numbers, no data.
+"""The layout of a rank: what it holds, as names, hashes and numbers without data.
 
 The layout of a rank is the same from one save to the next unless the model or the topology changes, so it is sent once
 and from then on only its fingerprint is.

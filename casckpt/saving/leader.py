@@ -1,4 +1,4 @@
-"""What rank 0 does in a save: begin, plan, and commit what all ranks stored. The protocol is that of docs/format.md."""
+"""Rank 0 in a save: it begins, plans and commits what all ranks stored, by the protocol of docs/format.md."""
 
 from __future__ import annotations
 

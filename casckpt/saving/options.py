@@ -1,4 +1,4 @@
-"""The arguments of a save, as they are given and as they are carried: one spelling, from the call to the leader."""
+"""The arguments of a save: checked, and carried from the call to the leader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a state to what is to be stored of it: streams of elements, encoded objects, the tree. Nothing is written."""
+"""Preparation of a save: a state becomes entries, encoded objects and a tree. Writes nothing."""
 
 from __future__ import annotations
 

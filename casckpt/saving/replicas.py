@@ -1,4 +1,4 @@
-"""Comparison of what several ranks hold whole: of samples before any rank writes, of some cells after that.
+"""Comparison of replicas: samples before a rank writes, some cells afterwards.
 
 Every rank sends one digest for each set of ranks that it shares rows with. Only where these differ, or layouts are
 new, the ranks send more. See docs/decisions/0064-replicas-are-split-and-compared-by-samples.md.

@@ -1,4 +1,4 @@
-"""From placed cells to extents: each rank's share, the union of all, and the proof that every tensor is whole."""
+"""Shares of ranks: the extents that each stored, their union, and the check that every tensor is whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine of a save: compare what may be known in place, pack what is new into blobs, put them, all in parallel.
+"""Uploads of a save: it compares cells, packs new ones into blobs and puts these, in parallel.
 
 Two phases, each over all cores:
 

@@ -1,6 +1,6 @@
-"""Whole objects in what a store saves and loads: modules, optimizers, and others with a state_dict.
+"""Whole objects in a saved or loaded state: modules, optimizers, and others with a state_dict.
 
-To name the parameters of an optimizer, models are taken apart. That lies above the store, and `casckpt` hands it in.
+Names of an optimizer's parameters come from the front ends, which lie above the store, so `casckpt` sets `home`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _BARE = (
 )
 
 home: Callable[[], Any]
-"""Imports, and gives, the module that takes objects apart: set when `casckpt` is imported."""
+"""Imports and returns the module that replaces objects by their state. `casckpt` sets it when it is imported."""
 
 
 def without_objects(ranks: Ranks, state: State, options: SaveOptions) -> tuple[State, SaveOptions]:
-    """The arguments of a save with the state of each whole object in its place. Every rank makes the call."""
+    """Return the arguments of a save, with each object replaced by its state. Every rank makes the call."""
     import torch
 
     from casckpt.tensors.state import holds_object
@@ -36,8 +36,8 @@ def without_objects(ranks: Ranks, state: State, options: SaveOptions) -> tuple[S
     is_made = callable(state) and not isinstance(state, Mapping | torch.nn.Module)  # what a model does is its forward
     if not is_made and not holds_object(state):
         return state, options
-    found: tuple[State, SaveOptions] = home().save_objects(ranks, state, options)  # noqa: F821 - see above
-    return found
+    plain: tuple[State, SaveOptions] = home().save_objects(ranks, state, options)  # noqa: F821 - see above
+    return plain
 
 
 def _references(state: object, **_: object) -> int:
@@ -46,13 +46,13 @@ def _references(state: object, **_: object) -> int:
 
 _DICT: dict[str, dict[str, Any]] = {"inside": {}}
 UNHELD, _UNHELD_INSIDE = _references({}), sys.getrefcount(_DICT["inside"])
-"""References that a dict has in a function that was called with it, and a dict inside it, where nobody else has one."""
+"""Reference counts of a dict, and of a dict in it, inside a function whose caller keeps no reference to it."""
 
 
-def tell_of_optimizers(state: Any, missing: Sequence[str], *, is_held: bool) -> None:
-    """Log of each dict in ``state`` that is the state_dict of an optimizer: by itself it changes no optimizer.
+def warn_unloaded_optimizers(state: Any, missing: Sequence[str], *, is_held: bool) -> None:
+    """Log each state_dict of an optimizer in ``state``: filling it changes no optimizer.
 
-    A warning, unless the caller still holds it, or the state (``is_held``), and so may hand it over.
+    It is a warning, unless the caller still holds the dict or the state (``is_held``) and so may load it.
     """
     for name in state if isinstance(state, Mapping) else ():
         if is_of_optimizer(state[name]) and f"{name}.param_groups" not in missing:
@@ -61,7 +61,7 @@ def tell_of_optimizers(state: Any, missing: Sequence[str], *, is_held: bool) -> 
 
 
 def is_of_optimizer(value: Any) -> bool:
-    """Tell whether it is the state_dict of an optimizer: it has groups that count parameters."""
+    """Return whether it is the state_dict of an optimizer: its groups hold numbers of parameters."""
     groups = value.get("param_groups") if isinstance(value, Mapping) else None
     first = groups[0] if isinstance(groups, list) and groups else None
     return isinstance(first, Mapping) and any(type(one) is int for one in first.get("params", ()))

@@ -1,6 +1,6 @@
-"""`Store`: what a program holds of a folder or bucket of checkpoints.
+"""`Store`, through which a program uses a folder or bucket of checkpoints.
 
-Importing this module and looking at checkpoints needs no torch; saving and loading import it when they are called.
+Importing this module needs neither torch nor numpy: each method imports the packages that it calls.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class Store:
         check_keywords("Store.load", options, LoadArguments)
         loaded = self._load(state, ref, LoadOptions(**options))
         if options.get("unread", "warn") == "warn":
-            objects.tell_of_optimizers(state, loaded.missing_keys, is_held=is_held)
+            objects.warn_unloaded_optimizers(state, loaded.missing_keys, is_held=is_held)
         return loaded
 
     def update(

@@ -1,4 +1,4 @@
-"""``casckpt export``, and `casckpt serve`, which makes the same files while they are sent."""
+"""``casckpt export``, and ``casckpt serve``, which makes the same files while it sends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``casckpt verify``, and ``casckpt sign``, which says whose it is."""
+"""``casckpt verify``, and ``casckpt sign``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``casckpt watch``, and ``casckpt follow``, which keeps a folder at what comes."""
+"""``casckpt watch``, and ``casckpt follow``, which updates a folder to each new checkpoint."""
 
 from __future__ import annotations
 
