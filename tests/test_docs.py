@@ -18,12 +18,11 @@ import pytest
 import torch
 
 from casckpt import errors
+from casckpt.base import names
 from casckpt.format import (
     blob,
     dtypes,
-    keys,
     manifest,
-    metrics,
     plain,
     plain_codecs,
     plain_numpy,
@@ -122,9 +121,9 @@ def test_every_kind_of_container_of_a_tree_is_described() -> None:
 def test_limits_are_those_of_the_code() -> None:
     assert records.MAX_RECORD_BYTES == 2**20
     assert records.MAX_METADATA_BYTES == 65536
-    assert f"at most {metrics.MAX_METRICS} names (1 to {metrics.MAX_METRIC_NAME} characters" in FORMAT
+    assert f"at most {names.MAX_METRICS} names (1 to {names.MAX_METRIC_NAME} characters" in FORMAT
     assert head.MAX_MANIFEST_BYTES == 2**32
-    assert keys.MAX_STEP == 2**63 - 1
+    assert names.MAX_STEP == 2**63 - 1
     assert regions.MAX_ELEMENTS == 2**62
     text = section("Limits")
     for limit in (

@@ -276,8 +276,10 @@ def move_one(project: Project, old: str, new: str) -> tuple[list[str], list[str]
     for file in project.with_word(name, [one for one in project.python if one not in (home, target)]):
         text = project.source(file)
         for node in ast.walk(text.tree):
-            found = [one for one in getattr(node, "names", []) if one.name == name]
-            if isinstance(node, ast.ImportFrom) and node.module == module and found:
+            if not isinstance(node, ast.ImportFrom) or node.module != module:
+                continue
+            found = [one for one in node.names if one.name == name]
+            if found:
                 local = f" as {found[0].asname}" if found[0].asname else ""
                 Move(project, module, new).split(file, text, node, found[0], f"from {new} import {name}{local}")
     paths = [one.removeprefix(f"{PACKAGE}/") for one in (home, target)]

@@ -282,11 +282,18 @@ PLANTED = (
         "tests/contents/test_watching.py",
     ),
     Planted(
+        "a listing shows forgotten checkpoints as visible",
+        "Listing.visible",
+        "self._commits.visible()",
+        "self._commits.standing()",
+        "tests/store/test_listing.py",
+    ),
+    Planted(
         "a load lets go of what it holds before it reads",
-        "Store._resolve_held",
-        "            commit = held.enter_context(self.lease(ref)).commit\n",
-        """            with self.lease(ref) as let_go:
-                commit = let_go.commit
+        "resolve_held",
+        "        commit = held.enter_context(lease(repo, ref, AN_HOUR)).commit\n",
+        """        with lease(repo, ref, AN_HOUR) as let_go:
+            commit = let_go.commit
 """,
         "tests/store/test_leases.py",
     ),

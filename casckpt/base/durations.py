@@ -1,12 +1,14 @@
-"""Durations with a unit. A bare number is refused, because it could mean days or seconds."""
+"""Durations with a unit, and times. A bare number is refused, because it could mean days or seconds."""
 
 from __future__ import annotations
 
 import re
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, TypeAlias
 
 from casckpt.errors import InvalidInput
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 Duration: TypeAlias = timedelta | str | Literal[0]
 """A `timedelta`, a number and a unit as text ("90s", "15m", "12h", "7d", "2w"), or 0."""
@@ -57,3 +59,8 @@ def _bare(duration: Any) -> str:
     """Return the text of a number without a unit; "" for anything else."""
     text = str(duration).strip()
     return text if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text) else ""
+
+
+def time_of(microseconds: int) -> datetime:
+    """Convert microseconds since the epoch, as records have them, to a datetime in UTC."""
+    return _EPOCH + timedelta(microseconds=microseconds)

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from click.shell_completion import CompletionItem
 
+from casckpt.base.names import LATEST, TAG
 from casckpt.cli.text import SHORT_ID
 from casckpt.errors import CasckptError
 
 if TYPE_CHECKING:
-    from casckpt.repository.repository import Repository
+    from casckpt.store.listing import Listing
 
 ENV_STORE: Final = "CASCKPT_STORE"
 _AT_MOST: Final = 200  # of the newest checkpoints: nobody reads more
@@ -33,7 +34,7 @@ class StoreType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes n
 class OfStoreType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
     """Something that the store of the same line has. ``offered``: all that may stand there."""
 
-    def __init__(self, name: str, offered: Callable[[Repository], Iterator[str]]) -> None:
+    def __init__(self, name: str, offered: Callable[[Listing], Iterator[str]]) -> None:
         self.name, self._offered = name, offered
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -44,7 +45,7 @@ class OfStoreType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes
             return []
         logging.disable(logging.CRITICAL)
         try:
-            found = dict.fromkeys(self._offered(_open(url, ctx.params)))
+            found = dict.fromkeys(self._offered(_listing(url, ctx.params)))
         except (CasckptError, OSError):
             return []
         finally:
@@ -52,37 +53,28 @@ class OfStoreType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes
         return [CompletionItem(name) for name in found if name.startswith(incomplete)]
 
 
-def _runs(repo: Repository) -> Iterator[str]:
-    from casckpt.history.commits import list_commits
-
-    return (commit.run for commit in list_commits(repo).visible())
+def _runs(listing: Listing) -> Iterator[str]:
+    return (checkpoint.run for checkpoint in listing.visible)
 
 
-def _refs(repo: Repository) -> Iterator[str]:
+def _refs(listing: Listing) -> Iterator[str]:
     """Tags, the newest of all, and the newest of each run."""
-    from casckpt.contents.refs import LATEST, TAG
-    from casckpt.history.commits import list_commits
-    from casckpt.history.tags import list_tags
-
-    commits = list_commits(repo).visible()
-    yield from (f"{TAG}{name}" for name in sorted(list_tags(repo).tags))
-    yield from [LATEST] * bool(commits)
-    yield from (f"{commit.run}@{LATEST}" for commit in commits)
-    yield from (f"{commit.run}@{commit.step}" for commit in commits[: -_AT_MOST - 1 : -1])
+    checkpoints = listing.visible
+    yield from (f"{TAG}{name}" for name in [*listing.tags, *listing.lost_tags])
+    yield from [LATEST] * bool(checkpoints)
+    yield from (f"{one.run}@{LATEST}" for one in checkpoints)
+    yield from (f"{one.run}@{one.step}" for one in checkpoints[: -_AT_MOST - 1 : -1])
 
 
-def _forgotten(repo: Repository) -> Iterator[str]:
-    from casckpt.history.commits import list_commits
-
-    forgotten = [commit for commit in list_commits(repo).live() if commit.is_forgotten]
-    return (commit.id[:SHORT_ID] for commit in forgotten[: -_AT_MOST - 1 : -1])
+def _forgotten(listing: Listing) -> Iterator[str]:
+    return (checkpoint.id[:SHORT_ID] for checkpoint in listing.forgotten[: -_AT_MOST - 1 : -1])
 
 
-def _open(url: str, params: dict[str, Any]) -> Repository:
-    from casckpt.repository.opening import open_repository
+def _listing(url: str, params: dict[str, Any]) -> Listing:
+    from casckpt.store.opening import open as open_store
 
     options, cache_dir = dict(params.get("storage_options") or ()), params.get("cache_dir")
-    return open_repository(url, storage_options=options, cache_dir=cache_dir)
+    return open_store(url, storage_options=options, cache_dir=cache_dir).listing()
 
 
 STORE = StoreType()

@@ -1,4 +1,4 @@
-"""Results as the plain data of the JSON output, and the warning about a run that has no checkpoint."""
+"""Results as plain data for the JSON output, and the warning about a run without checkpoints."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from casckpt.contents.checkpoint import Checkpoint
-    from casckpt.format.records import Record
-    from casckpt.history.commits import Commit
     from casckpt.store.store import Store
+    from casckpt.store.types import Commit
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +18,7 @@ log = logging.getLogger(__name__)
 def plain(value: Any) -> Any:
     """Convert a result: its fields by name, checkpoints to their names, times to ISO 8601, durations to seconds, ..."""
     from casckpt.contents.checkpoint import Checkpoint
-    from casckpt.history.commits import Commit
+    from casckpt.store.types import Commit
 
     if isinstance(value, Checkpoint | Commit):
         return brief(value)
@@ -38,10 +37,10 @@ def plain(value: Any) -> Any:
 
 def brief(checkpoint: Checkpoint | Commit) -> dict[str, Any]:
     """Name a checkpoint, and say so if it is but the places that one had before it was rewritten."""
-    from casckpt.history.folding import STANDS, Commit
+    from casckpt.store.types import Commit
 
     name = {"id": checkpoint.id, "run": checkpoint.run, "step": checkpoint.step}
-    is_old = isinstance(checkpoint, Commit) and (checkpoint.replaced is not None or checkpoint.standing != STANDS)
+    is_old = isinstance(checkpoint, Commit) and checkpoint.is_old_places
     return name | {"replaced": True} if is_old else name
 
 
@@ -60,14 +59,11 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _fields(record: Record | None) -> dict[str, Any] | None:
+def _fields(record: Any) -> dict[str, Any] | None:
     return None if record is None else {name: getattr(record, name) for name in record.__struct_fields__}
 
 
 def doubt(store: Store, run: str) -> None:
     """Say so, if nothing of ``run`` is there, not even forgotten: it may be a slip of the pen."""
     if not store.checkpoints(run, forgotten=True):
-        from casckpt.contents.refs import about_run
-        from casckpt.history.commits import list_commits
-
-        log.warning("%s", about_run(store.repository, list_commits(store.repository), run))
+        log.warning("%s", store.listing().about_run(run))

@@ -1,4 +1,4 @@
-"""Errors at one place: each becomes a message on stderr, its last line saying what to do next, and an exit status."""
+"""Errors of commands: each becomes a message on stderr with the next step, and an exit status."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Reported:
         if isinstance(error, click.ClickException):
             _show_usage(error)
             return self._as_json("usage", error.format_message(), error.exit_code, {})
-        from casckpt.storage.failures import in_one_line
+        from casckpt.base.text import in_one_line
 
         return self._say("error", f"{in_one_line(error)}\n{self._hint()}", FAILED, more)
 

@@ -1,4 +1,4 @@
-"""``casckpt``: finds the command, runs it, and turns whatever goes wrong into one message and an exit status."""
+"""The ``casckpt`` command: it finds and runs a subcommand, and reports errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress of what takes long: a bar on a terminal, and a line each half minute where there is none."""
+"""Progress of long commands: a bar on a terminal, else a line every half minute."""
 
 from __future__ import annotations
 

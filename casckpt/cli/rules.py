@@ -1,4 +1,4 @@
-"""The options that say what stays: rules of retention, the same for all commands."""
+"""The options for retention rules, the same for all commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The common part of all commands: STORE as the first argument, the options, and how a result is printed."""
+"""The common part of all commands: the STORE argument, shared options, and output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from casckpt.cli.text import printable
 from casckpt.cli.types import SETTING
 
 if TYPE_CHECKING:
-    from casckpt.repository.repository import Repository
     from casckpt.store.store import Store
 
 Function: TypeAlias = Callable[..., int | None]
@@ -54,21 +53,14 @@ class Session(Output):
     require_signature: tuple[str, ...] = ()
 
     @cached_property
-    def repository(self) -> Repository:
-        """What lies under the store; nothing is read or made by opening it. Enough to list, and much less to import."""
-        from casckpt.repository.opening import open_repository
+    def store(self) -> Store:
+        """The store. Opening it reads and makes nothing."""
+        from casckpt.store.opening import open as open_store
 
-        return open_repository(
+        return open_store(
             self.url, storage_options=self.storage_options, cache_dir=self.cache_dir, single_writer=self.single_writer,
             require_signature=self.require_signature or None,
         )  # fmt: skip
-
-    @cached_property
-    def store(self) -> Store:
-        """The store."""
-        from casckpt.store.store import Store
-
-        return Store(self.repository)
 
 
 def finite(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Text for people: tables that fit into the terminal, sizes, times, and no control characters out of a store."""
+"""Text for people: tables that fit the terminal, sizes, times, and no control characters from a store."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def unusual(health: Mapping[str, Any] | None) -> list[str]:
     return [f"{number} {what}" for what, number in found.items() if number]
 
 
-def coded(told: Mapping[str, int]) -> list[tuple[str, str]]:
+def coded(stats: Mapping[str, int]) -> list[tuple[str, str]]:
     """Say what is stored smaller than it is; nothing if nothing is."""
-    plain, frames, deltas = (told[f"bytes_{name}"] for name in ("coded", "frames", "deltas"))
+    plain, frames, deltas = (stats[f"bytes_{name}"] for name in ("coded", "frames", "deltas"))
     return [("smaller", f"{size(plain)} in {size(frames)}, {size(deltas)} of it deltas")] if plain else []

@@ -10,15 +10,16 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from casckpt.base.durations import time_of
+from casckpt.base.groups import grouped
 from casckpt.base.lazy import cached_property
 from casckpt.base.notebook import html_table
 from casckpt.base.sizes import format_size
 from casckpt.errors import ForgottenWarning
 from casckpt.format.metrics import metric_values
-from casckpt.format.records import Committed, Dropped, time_of
+from casckpt.format.records import Committed, Dropped
 from casckpt.history import tags
 from casckpt.history.commits import Commit
-from casckpt.plan.lots import grouped
 from casckpt.repository.repository import Repository
 
 if TYPE_CHECKING:
@@ -69,6 +70,23 @@ class SaveStats:
     bytes_coded: int
     bytes_frames: int
     bytes_deltas: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveDetails:
+    """How a checkpoint was saved. ``parent``: id of the one before it in its run. ``world_size``: number of ranks.
+
+    ``casckpt``, ``torch``: versions. ``objects``: keys of values that are no tensors; ``pickled``: those stored as a
+    pickle. ``differing``: keys that differed between ranks that should hold the same.
+    """
+
+    parent: str | None
+    world_size: int
+    casckpt: str
+    torch: str
+    objects: tuple[str, ...]
+    pickled: tuple[str, ...]
+    differing: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -167,6 +185,28 @@ class Checkpoint:
     def tags(self) -> list[str]:
         """The tags that name it now, sorted, without tags whose records are damaged."""
         return tags.tags_of(tags.list_tags(self.repo).tags, self.commit.id)
+
+    @property
+    def signers(self) -> list[str]:
+        """The names of the keys that claim to have signed it, sorted. Nobody has compared the signatures."""
+        from casckpt.contents.signatures import signers
+
+        return signers(self.repo, self.commit.id)
+
+    @property
+    def details(self) -> SaveDetails:
+        """How it was saved, as its manifest has it."""
+        from casckpt.format.plain import decode
+        from casckpt.format.sections.index import REPLICAS_NOTE
+
+        body, objects = self._manifest.body, self._manifest.objects
+        note = body.notes.get(REPLICAS_NOTE)
+        return SaveDetails(
+            body.parent, body.world_size, body.casckpt, body.torch,
+            objects=tuple(dict.fromkeys(one.key for one in objects)),
+            pickled=tuple(dict.fromkeys(one.key for one in objects if one.pickled)),
+            differing=() if note is None else tuple(decode(note, strict=True)),
+        )  # fmt: skip
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:

@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from casckpt.base.durations import time_of
 from casckpt.base.parallel import in_parallel
 from casckpt.contents import blobs
 from casckpt.errors import Damaged, Gone, InvalidInput, NotFound, Refused, StorageError
@@ -23,7 +24,7 @@ from casckpt.format.draft import Draft, Encoded, encode
 from casckpt.format.keys import manifest_key
 from casckpt.format.manifest import FRONT, Manifest, decode, decode_front
 from casckpt.format.names import BlobHash, ManifestId, TxId
-from casckpt.format.records import Committed, time_of
+from casckpt.format.records import Committed
 from casckpt.format.sections.blobs import BlobList, BlobRef
 from casckpt.format.sections.head import BLOBS, HEAD_BYTES, MAX_MANIFEST_BYTES, Head, check_section, check_size
 from casckpt.format.sections.index import ManifestBody

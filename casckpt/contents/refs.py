@@ -13,24 +13,23 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from casckpt.contents import manifests
+from casckpt.base.durations import time_of
+from casckpt.base.names import LATEST, MAX_STEP, TAG, check_run, run_hash, similar_runs
 from casckpt.errors import Damaged, Gone, InvalidInput, NotFound, Refused
-from casckpt.format.keys import MAX_STEP, check_run, parse_txid, run_hash
+from casckpt.format.keys import parse_txid
 from casckpt.format.names import ManifestId, TxId
-from casckpt.format.records import Committed, time_of
+from casckpt.format.records import Committed
 from casckpt.history.commits import Commit, CommitList, list_commits, read_log
 from casckpt.history.following import at_step, is_visible, look_at_all, newest, newest_of_runs
 from casckpt.history.tags import get_tag, named_by, no_tag
 from casckpt.repository.repository import Repository
 
 MIN_PREFIX = 6
-LATEST, TAG = "latest", "tag:"
 GRAMMAR = (
     "use an id or at least 6 hex digits of one, RUN@STEP, RUN@latest, latest or tag:NAME "
     "(and RUN@100..500, RUN@501.., RUN@..500 or RUN@.. where several are allowed)"
@@ -248,14 +247,6 @@ def _commits_of_run(repo: Repository, listed: CommitList, run: str) -> list[Comm
     raise NotFound(about_run(repo, listed, run))
 
 
-def similar_runs(run: str, runs: Sequence[str]) -> list[str]:
-    """Return those of ``runs`` that are similar to ``run``, or one of which is a prefix of the other; ignores case."""
-    name, names = run.casefold(), [other.casefold() for other in runs]
-    close = difflib.get_close_matches(name, names, _SHOWN)
-    near = [a in close or a.startswith(name) or name.startswith(a) for a in names]
-    return [other for other, is_near in zip(runs, near, strict=True) if is_near and other != run][:_SHOWN]
-
-
 def about_run(repo: Repository, listed: CommitList, run: str) -> str:
     """Return a message for a run without a visible checkpoint: whether it had one, and which runs there are."""
     forgotten = sum(commit.run == run for commit in listed.live())
@@ -303,6 +294,8 @@ def _by_id(repo: Repository, listed: CommitList, prefix: str) -> Commit:
 def _meant(repo: Repository, hits: Sequence[Commit]) -> Commit:
     """Return the first of the commits of an id; if their records differ, the first with a matching manifest."""
     if len({(commit.run, commit.step) for commit in hits}) > 1:  # an id belongs to one run and step
+        from casckpt.contents import manifests  # it imports numpy, which hardly any reference needs
+
         for commit in hits:
             with suppress(Damaged, Refused, Gone):
                 manifests.get(repo, commit)

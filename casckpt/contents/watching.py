@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from casckpt.base.names import check_run, run_hash
 from casckpt.contents.refs import resolve
 from casckpt.errors import Damaged, InvalidInput, NotFound, Refused, StorageError
-from casckpt.format.keys import announcement_key, check_run, commit_key, parse_log, parse_txid, run_hash
+from casckpt.format.keys import announcement_key, commit_key, parse_log, parse_txid
 from casckpt.format.names import ManifestId, TxId
 from casckpt.history.announcements import look, read_back
 from casckpt.history.commits import Commit, follow, list_commits, read_log

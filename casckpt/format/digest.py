@@ -1,14 +1,11 @@
-"""BLAKE3, the one hash of the format. Nothing else imports blake3."""
+"""BLAKE3, the one hash of the format."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 from blake3 import blake3
 
+from casckpt.base.digest import Buffer
 from casckpt.format.names import BlobHash, CellDigest
-
-Buffer: TypeAlias = bytes | bytearray | memoryview
 
 PROOF_CONTEXT = "casckpt 2026-11-23 the proof of a blob"
 """The context of the derive-key mode. So a cell with the bytes of a proof has another hash than the proof."""
@@ -17,11 +14,6 @@ PROOF_CONTEXT = "casckpt 2026-11-23 the proof of a blob"
 def cell_digest(data: Buffer) -> CellDigest:
     """Compute the 32-byte digest of a cell. Releases the GIL for all but tiny cells."""
     return CellDigest(blake3(data).digest())
-
-
-def hex_digest(data: Buffer) -> str:
-    """Compute the digest of a whole object: 64 hex digits, as b3sum prints them."""
-    return blake3(data).hexdigest()
 
 
 def proof_name(proof: Buffer) -> BlobHash:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from casckpt.base.digest import Buffer
 from casckpt.format.columns import pack
-from casckpt.format.digest import Buffer
 from casckpt.format.extents import ExtentTable, renumbered
 from casckpt.format.manifest import Manifest, Places, of_bytes
 from casckpt.format.names import ManifestId

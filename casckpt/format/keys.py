@@ -15,43 +15,30 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from numbers import Integral
-from typing import Any
 
+from casckpt.base.digest import hex_digest
+from casckpt.base.names import TXID, is_txid, run_hash
 from casckpt.errors import InvalidInput, Refused
-from casckpt.format.digest import hex_digest
 from casckpt.format.names import BlobHash, ManifestId, TxId
 
 MARKER = "casckpt.json"
-MAX_STEP = 2**63 - 1
 MAX_NUMBER = 999_999_999
 """The largest number of a record, a generation or an announcement."""
-_MAX_ATTACHMENT_NAME = 1024
 
-_DATE = r"[0-9]{4}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])T(?:[01][0-9]|2[0-3])[0-5][0-9][0-5][0-9][0-9]{6}Z"
-_TXID = rf"{_DATE}-[0-9a-f]{{16}}-[0-9a-f]{{16}}-(?:0|[1-9][0-9]{{0,18}})"  # \d would match all digits of Unicode
 _HEX64 = r"[0-9a-f]{64}"
 _NUMBER = r"(?:0|[1-9][0-9]{0,8})"
 _TAG = r"[a-z0-9][a-z0-9._-]{0,99}"
-_TXID_RE = re.compile(_TXID)
 _HEX64_RE = re.compile(_HEX64)
 _TAG_RE = re.compile(_TAG)
-_RUN_RE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
-_LOG_RE = re.compile(rf"(?:commits|transactions)/({_TXID})(?:\.([1-9]\d{{0,8}}))?")
-_OBJECT_RE = re.compile(rf"objects/({_TXID})/({_HEX64})\.(safetensors|manifest)")
+_LOG_RE = re.compile(rf"(?:commits|transactions)/({TXID})(?:\.([1-9]\d{{0,8}}))?")
+_OBJECT_RE = re.compile(rf"objects/({TXID})/({_HEX64})\.(safetensors|manifest)")
 _TAG_KEY_RE = re.compile(rf"tags/({_TAG})/({_NUMBER})")
-_DAMAGED_RE = re.compile(rf"damaged/({_TXID})/({_HEX64})/({_NUMBER})")
-_MIRRORED_RE = re.compile(rf"mirrored/({_TXID})(?:\.([1-9][0-9]{{0,8}}))?")
+_DAMAGED_RE = re.compile(rf"damaged/({TXID})/({_HEX64})/({_NUMBER})")
+_MIRRORED_RE = re.compile(rf"mirrored/({TXID})(?:\.([1-9][0-9]{{0,8}}))?")
 _SIGNATURE_RE = re.compile(rf"signatures/({_HEX64})/({_HEX64})")
 _SETTINGS_RE = re.compile(rf"settings/({_NUMBER})")
 _ANNOUNCEMENT_RE = re.compile(r"runs/([0-9a-f]{16})/([0-9]{6})/([0-9]{3})")
-_UNFIT_RE = re.compile("[\0-\x1f\\\\\ud800-\udfff]")  # no UTF-8 has a lone surrogate
 _TIME = "%Y%m%dT%H%M%S%f"
-
-
-def run_hash(run: str) -> str:
-    """Return the 16 hex digits that stand for a run's name in a txid."""
-    return hex_digest(run.encode())[:16]
 
 
 def make_txid(time: datetime, entropy: bytes, run: str, step: int) -> TxId:
@@ -98,7 +85,7 @@ def later_than(time: datetime, others: list[TxId]) -> datetime:
 
 def check_txid(text: str) -> TxId:
     """Return ``text`` as a txid. Raises `Refused` if it is not one."""
-    if not _TXID_RE.fullmatch(text):
+    if not is_txid(text):
         raise Refused(f"not a transaction id: {text[:120]!r}")
     return TxId(text)
 
@@ -110,22 +97,6 @@ def check_hash(text: str) -> str:
     return text
 
 
-def check_run(run: str) -> str:
-    """Return a valid name of a run. Raises `InvalidInput` for any other."""
-    if type(run) is not str or not _RUN_RE.fullmatch(run):
-        raise InvalidInput(
-            f"run {run!r} is not a usable name: use up to 200 of A-Z a-z 0-9 . _ - /, beginning with a letter or digit"
-        )
-    return run
-
-
-def check_step(step: Any) -> int:
-    """Return a step as an int. Raises `InvalidInput` for anything else."""
-    if isinstance(step, bool) or not isinstance(step, Integral) or not 0 <= int(step) <= MAX_STEP:
-        raise InvalidInput(f"step {step!r} is not usable: give an int from 0 to 2**63 - 1")
-    return int(step)  # it may be a numpy integer
-
-
 def check_tag(name: str) -> str:
     """Return a valid name of a tag. Raises `InvalidInput` for any other."""
     if type(name) is not str or not _TAG_RE.fullmatch(name):
@@ -133,20 +104,6 @@ def check_tag(name: str) -> str:
             f"tag {name!r} is not a usable name: use up to 100 of a-z 0-9 . _ -, beginning with a letter or digit"
         )
     return name
-
-
-def check_attachment_name(name: str) -> str:
-    """Return ``name`` if it is a relative path without "..". Raises `InvalidInput` if not."""
-    if not is_attachment_name(name):
-        raise InvalidInput(f"attachment name {name!r} is not usable: give a relative path without '..', in UTF-8")
-    return name
-
-
-def is_attachment_name(name: Any) -> bool:
-    """Tell whether ``name`` is a relative path without "..", with characters that files and manifests allow."""
-    if type(name) is not str or len(name) > _MAX_ATTACHMENT_NAME or _UNFIT_RE.search(name):
-        return False
-    return not any(part in ("", ".", "..") for part in name.split("/"))
 
 
 def blob_key(uploader: TxId, blob: BlobHash) -> str:

@@ -22,9 +22,11 @@ from typing import Any, Self
 import msgspec
 from msgspec.msgpack import Decoder
 
+from casckpt.base.digest import Buffer
 from casckpt.base.lazy import cached_property
+from casckpt.base.text import listed
 from casckpt.errors import Damaged, InvalidInput, MissingKey, Refused
-from casckpt.format.digest import Buffer, cell_digest
+from casckpt.format.digest import cell_digest
 from casckpt.format.extents import ExtentTable
 from casckpt.format.names import ManifestId
 from casckpt.format.sections.blobs import DECODE_ERRORS, BlobList, BlobRef
@@ -45,7 +47,6 @@ from casckpt.format.sections.health import HEALTH, Rows, decode_health
 from casckpt.format.sections.index import TENSOR, Entry, ManifestBody, StoredObject
 from casckpt.format.sections.pieces import PieceReader, Pieces
 from casckpt.format.sections.tables import decode_cells, decode_table
-from casckpt.format.tree import listed
 
 FRONT = (INDEX, PLACES, BLOBS)
 """The sections that every load reads."""

@@ -8,11 +8,10 @@ from math import isfinite
 from numbers import Integral, Real
 from typing import Any, TypeAlias
 
+from casckpt.base.names import MAX_METRIC_NAME, MAX_METRICS
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format.scalars import python_value
 
-MAX_METRICS = 64
-MAX_METRIC_NAME = 100
 _TEXTS = ("nan", "inf", "-inf")  # JSON has no numbers for these
 _UNFIT_RE = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
 

@@ -16,9 +16,10 @@ from itertools import accumulate
 from struct import Struct
 from typing import NamedTuple
 
+from casckpt.base.digest import Buffer
 from casckpt.errors import Refused
 from casckpt.format.blob import DATA_OFFSET, MAX_LEAVES, MIN_LEAVES, RECORD_BYTES
-from casckpt.format.digest import Buffer, Hasher, cell_digest, proof_name
+from casckpt.format.digest import Hasher, cell_digest, proof_name
 from casckpt.format.names import BlobHash, CellDigest
 
 MAX_LEAF_BYTES = 1 << 30

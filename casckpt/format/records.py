@@ -7,15 +7,15 @@ damaged record is distinguished from one of a later version.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec.json import Decoder
 
+from casckpt.base.digest import hex_digest
+from casckpt.base.names import check_run, check_step
 from casckpt.errors import Damaged, Refused, Unsupported
-from casckpt.format.digest import hex_digest
-from casckpt.format.keys import MAX_NUMBER, check_hash, check_run, check_step, check_txid, parse_txid
+from casckpt.format.keys import MAX_NUMBER, check_hash, check_txid, parse_txid
 from casckpt.format.metrics import Stored, check_metrics
 from casckpt.format.names import BlobHash, ManifestId, TxId
 
@@ -30,12 +30,6 @@ DEFAULT_BLOB_BYTES = 32 << 20
 MAX_METADATA_BYTES = 64 << 10
 """Metadata of the user up to this many bytes of JSON stands in the commit record too, so that listings show it."""
 _YEAR_10000 = 253_402_300_800 * 10**6
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-
-
-def time_of(microseconds: int) -> datetime:
-    """Convert the time of a record to a datetime."""
-    return _EPOCH + timedelta(microseconds=microseconds)
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

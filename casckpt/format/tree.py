@@ -215,9 +215,3 @@ def _rebuilt(node: Node, path: Path, leaf: Callable[[str, Leaf], Any], keep: Cal
     if isinstance(made, OrderedDict):
         vars(made).update(deepcopy(vars(made)))  # torch changes it, and the tree may be reused
     return made
-
-
-def listed(names: Sequence[object], most: int = 5) -> str:
-    """Format the first few names or numbers for a message."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(repr(name) for name in names[:most]) + more

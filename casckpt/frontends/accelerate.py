@@ -32,8 +32,7 @@ from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.trainer.contents import GroupOptions, Missing
 from casckpt.frontends.trainer.settings import DueArguments, StepArguments, TrainerArguments
 from casckpt.frontends.training_state.names import parameter_names
-from casckpt.loading.arguments import Rename
-from casckpt.loading.load_plan import Unread
+from casckpt.store.types import Rename, Unread
 
 _OTHERS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 

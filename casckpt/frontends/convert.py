@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Unpack
 
+from casckpt.base.text import is_url, local_path
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, InvalidInput, NotFound
 from casckpt.frontends.dcp.exporting import casckpt_to_dcp
@@ -24,7 +25,7 @@ from casckpt.frontends.interchange.torch_files import casckpt_to_torch_save, tor
 from casckpt.frontends.stores import AnyStore
 from casckpt.saving.options import ImportArguments
 from casckpt.storage.failures import reporting
-from casckpt.storage.paths import is_url, local_path, open_files
+from casckpt.storage.paths import open_files
 from casckpt.store.exports import Exported
 
 log = logging.getLogger(__name__)

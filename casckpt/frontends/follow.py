@@ -30,7 +30,6 @@ from pathlib import Path
 
 from casckpt.base.durations import Duration
 from casckpt.contents.checkpoint import Arrival, Checkpoint
-from casckpt.contents.watching import LONGEST_PAUSE
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, StorageError, Unsigned
 from casckpt.frontends.interchange.new_files import locked, sync_folder
 from casckpt.frontends.interchange.safetensors.exporting import Base, export_safetensors
@@ -40,7 +39,7 @@ from casckpt.store.store import Store
 CURRENT = "current"
 _TOLD = ".told"
 _GENERATION = re.compile(r"([0-9]{6,})-([0-9]+)-([0-9a-f]{64})")
-_PAUSE = 1.0  # seconds until what failed is tried again, at first
+_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds until what failed is tried again: at first, and at most
 _LEFT = re.compile(r"\.[0-9]{6,}-.*\.casckpt-[0-9a-f]+|\.link-[0-9a-f]+")
 
 log = logging.getLogger("casckpt")
@@ -101,7 +100,7 @@ class Follower:
                         raise
                     log.warning("%s is not followed for now; it is tried again in %.0f s: %s", self.run, pause, error)
                 time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+                pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _warn_if_absent(self) -> None:
         with suppress(StorageError):  # the watch will report it

@@ -28,11 +28,9 @@ except ImportError as error:
     raise ImportError("casckpt.frontends.transformers needs it: pip install 'casckpt[transformers]'") from error
 
 from casckpt.base.lazy import cached_property
+from casckpt.base.names import LATEST, MAX_METRIC_NAME, MAX_METRICS, check_attachment_name
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.contents.refs import LATEST
 from casckpt.errors import CasckptError, InvalidInput, Mismatch, NotFound, Unsupported
-from casckpt.format.keys import check_attachment_name
-from casckpt.format.metrics import MAX_METRIC_NAME, MAX_METRICS
 from casckpt.frontends.interchange.new_files import new_folder
 from casckpt.frontends.interchange.safetensors.importing import Maps
 from casckpt.frontends.stores import AnyStore, as_store

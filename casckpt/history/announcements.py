@@ -18,13 +18,13 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
 
+from casckpt.base.groups import grouped
 from casckpt.base.parallel import in_parallel
 from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused
 from casckpt.format import records
 from casckpt.format.keys import MARKER, announcement_key, parse_announcement, parse_txid, run_folder
 from casckpt.format.names import TxId
 from casckpt.format.records import Announced
-from casckpt.plan.lots import grouped
 from casckpt.repository.caches import RunCache
 from casckpt.repository.reading import fetch_record
 from casckpt.repository.repository import Repository

@@ -8,10 +8,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from casckpt.base.names import run_hash
 from casckpt.base.parallel import in_parallel
 from casckpt.errors import CasckptError, Conflict, Damaged, Gone, NotFound, Refused, Revoked
 from casckpt.format import records
-from casckpt.format.keys import commit_key, parse_log, parse_txid, run_hash
+from casckpt.format.keys import commit_key, parse_log, parse_txid
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import (
     Committed,

@@ -81,6 +81,11 @@ class Commit:
         return self.first.replaces if isinstance(self.first, Committed) else None
 
     @property
+    def is_old_places(self) -> bool:
+        """It is what a rewrite replaced, or a rewrite that does not stand: not what its id means."""
+        return self.replaced is not None or self.standing != STANDS
+
+    @property
     def dropped(self) -> Dropped | None:
         """What thinning dropped; None if it is whole."""
         return self.first.dropped if isinstance(self.first, Committed) else None

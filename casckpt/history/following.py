@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from casckpt.base.names import run_hash
 from casckpt.base.parallel import in_parallel
 from casckpt.errors import Damaged, Refused
-from casckpt.format.keys import parse_txid, run_hash
+from casckpt.format.keys import parse_txid
 from casckpt.format.names import TxId
 from casckpt.history.announcements import Announcement, announce, are_there_any, look, read_back, runs
 from casckpt.history.commits import Commit, follow, list_commits, list_names, read_log

@@ -15,9 +15,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+from casckpt.base.durations import time_of
 from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound
 from casckpt.format.keys import check_tag
-from casckpt.format.records import time_of
 from casckpt.history.commits import Commit, list_commits, refresh
 from casckpt.history.tags import Tag, end_generation, newest_generation, take_back, write_generation
 from casckpt.repository.repository import Repository

@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from casckpt.errors import InvalidInput, MissingKey
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 Rename: TypeAlias = Callable[[str], str] | Mapping[str, str] | None
@@ -32,6 +33,8 @@ class Renaming:
 
 def usable_device(device: str | torch.device) -> torch.device:
     """Return ``device`` as a `torch.device`. Raises InvalidInput for one that torch does not know."""
+    import torch
+
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from casckpt.base.groups import grouped, in_batches
 from casckpt.base.parallel import run_all, usable_threads, useful_threads
 from casckpt.base.progress import Progress
 from casckpt.contents import manifests
@@ -23,7 +24,6 @@ from casckpt.format.regions import Region
 from casckpt.history.commits import Commit
 from casckpt.loading.contents import Contents
 from casckpt.loading.regions import WINDOW_BYTES, EntrySlice, RegionReader
-from casckpt.plan.lots import grouped, in_batches
 from casckpt.plan.reuse import ManifestCells, ReusableCells
 from casckpt.ranks.agreement import StoreIdentity, check_same, named
 from casckpt.ranks.ranks import Ranks, everyone, telling

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from casckpt.base.digest import hex_digest
 from casckpt.base.progress import Progress
 from casckpt.contents import manifests
-from casckpt.format.digest import Hasher, hex_digest
+from casckpt.format.digest import Hasher
 from casckpt.format.extents import DIGEST_BYTES
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.index import Entry

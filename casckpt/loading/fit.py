@@ -13,12 +13,12 @@ from functools import partial
 from itertools import count, takewhile
 from typing import Any, TypeAlias
 
+from casckpt.base.groups import grouped
+from casckpt.base.text import listed
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Shape
-from casckpt.format.tree import listed
 from casckpt.loading.arguments import Rename, Renaming, renamer
-from casckpt.plan.lots import grouped
 from casckpt.tensors.dtensors import local_of
 from casckpt.tensors.values import Shard
 

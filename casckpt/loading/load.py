@@ -28,7 +28,8 @@ from casckpt.history.commits import Commit
 from casckpt.loading.arguments import check_used, matches, usable_patterns
 from casckpt.loading.contents import Contents
 from casckpt.loading.fit import Fit, log_once
-from casckpt.loading.load_plan import LoadOptions, LoadPlan
+from casckpt.loading.load_plan import LoadPlan
+from casckpt.loading.options import LoadOptions
 from casckpt.loading.template import Template
 from casckpt.loading.unread import also_unread, on_all, that_hold, warn_moved, warn_unread
 from casckpt.ranks.agreement import StoreIdentity, check_same, named

@@ -6,9 +6,9 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from casckpt.base.groups import in_batches
 from casckpt.format.extents import StoredCell
 from casckpt.format.regions import Box, Region
-from casckpt.plan.lots import in_batches
 from casckpt.plan.reads import Batch, Unit, affordable_gap, plan_batches
 from casckpt.storage.base import BLOCK, Traits
 from casckpt.tensors.memory import Destination, copy_bytes

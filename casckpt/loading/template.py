@@ -11,16 +11,18 @@ import torch
 
 from casckpt.base.cycle_collector import collector_paused
 from casckpt.base.lazy import cached_property
+from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Frames
 from casckpt.errors import Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.format.tree import Node, Path, children, find, join, leaves, listed
+from casckpt.format.tree import Node, Path, children, find, join, leaves
 from casckpt.loading.arguments import matches, renamer
 from casckpt.loading.contents import Contents
 from casckpt.loading.entries import no_entry
 from casckpt.loading.fit import Fit, check_fit, merged, missed_pairs, rename_hint, saved_shapes, shape_of
-from casckpt.loading.load_plan import LoadOptions, LoadPlan
+from casckpt.loading.load_plan import LoadPlan
+from casckpt.loading.options import LoadOptions
 from casckpt.loading.unread import EVERYTHING, is_generator, left_unread, prefixes
 from casckpt.repository.repository import Repository
 from casckpt.tensors.state import FlatState, LeafValue, check_replaceable, flatten, is_part, replace_leaves

@@ -6,8 +6,9 @@ import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from casckpt.format.tree import Node, Path, children, join, listed
-from casckpt.plan.lots import grouped
+from casckpt.base.groups import grouped
+from casckpt.base.text import listed
+from casckpt.format.tree import Node, Path, children, join
 
 log = logging.getLogger("casckpt")
 

@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from casckpt.base.groups import in_batches
 from casckpt.base.parallel import run_all, useful_threads
 from casckpt.contents import manifests
 from casckpt.contents.checkpoint import Checkpoint, Frames
@@ -37,7 +38,6 @@ from casckpt.loading.blob_readers import BlobReaders
 from casckpt.loading.contents import Contents
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.planned_reads import Consumer, FilledRange, part, place
-from casckpt.plan.lots import in_batches
 from casckpt.plan.reads import Batch, affordable_gap, plan_batches, plan_units
 from casckpt.plan.routes import Link, Route, Span, common, find_extent_route, find_route, links, within
 from casckpt.storage.base import ShortObject

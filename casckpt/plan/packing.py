@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from threading import Lock
 from typing import Generic, Protocol, TypeVar
 
+from casckpt.base.groups import in_batches
 from casckpt.format.blob_writer import LEAF_BYTES, place_behind
 from casckpt.format.sections.index import ATTACHMENT
-from casckpt.plan.lots import in_batches
 
 _MAX_BRANCHES = 16
 _MIXED = 1 << 20  # bytes: branches up to this size together share a blob

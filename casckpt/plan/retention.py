@@ -15,9 +15,9 @@ from math import isnan, nan
 from typing import Any, Self, TypedDict
 
 from casckpt.base.durations import Duration, seconds_of
+from casckpt.base.groups import grouped
 from casckpt.errors import InvalidInput
 from casckpt.format.names import TxId
-from casckpt.plan.lots import grouped
 
 MAX_PATTERNS = 1 << 14
 _NUMBER = re.compile("[1-9][0-9]{0,8}")
@@ -126,6 +126,25 @@ class Thinning:
 
     drop: tuple[str, ...]
     keep: Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotation:
+    """Which checkpoints stay: the permanent ones that any rule keeps, and the newest of the run if it is ephemeral.
+
+    ``max_checkpoints``: keep this number of the newest. Tagged checkpoints and those of ``fixed`` steps do not count,
+    and always stay. Without ``keep`` and ``max_checkpoints`` all stay. ``thin``: what the remaining ones leave out.
+    """
+
+    keep: Policy | None = None
+    max_checkpoints: int | None = None
+    fixed: frozenset[int] = frozenset()
+    thin: Thinning | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether all checkpoints stay."""
+        return self.keep is None and self.max_checkpoints is None
 
 
 def thinning_of(rule: Any) -> Thinning | None:

@@ -11,10 +11,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from casckpt.base.names import run_hash
 from casckpt.errors import Damaged, Refused
 from casckpt.format.blob import most_data
 from casckpt.format.extents import DIGEST_BYTES, Extent, ExtentTable, StoredCell
-from casckpt.format.keys import parse_txid, run_hash
+from casckpt.format.keys import parse_txid
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import CellDigest, TxId
 from casckpt.format.regions import Shape

@@ -1,4 +1,4 @@
-"""Ranks that work together name the same checkpoint, and use the same store: rank 0 alone looks things up."""
+"""Agreement of ranks on one checkpoint and one store. Rank 0 alone resolves references."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from casckpt.base.groups import grouped
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Conflict
 from casckpt.format.keys import commit_key, transaction_key
 from casckpt.format.names import TxId
-from casckpt.plan.lots import grouped
 from casckpt.repository.repository import Repository
 
 _SHOWN = 8

@@ -1,4 +1,4 @@
-"""What ranks tell each other: a value or an error, as bytes; and errors in the words of those who did not make them."""
+"""Messages between ranks: a value or an error, as bytes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import torch
 
+from casckpt.base.text import listed
 from casckpt.errors import CasckptError, InvalidInput, RankFailed
-from casckpt.format.tree import listed
 
 FRAME: Final = 4096  # bytes of the first frame of a message: most need no second one
 _LENGTH: Final = 8

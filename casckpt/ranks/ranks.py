@@ -1,4 +1,4 @@
-"""How the ranks of a process group talk: the only place with collectives.
+"""The ranks of a process group, and the only collectives of casckpt.
 
 One primitive, `Ranks.exchange`: every rank hands something up, rank 0 decides, every rank gets its answer; or all of
 them raise. It is a star of point-to-point messages over a gloo group of casckpt's own, so that one rank's failure never
@@ -346,13 +346,13 @@ class _Groups:
     def get(self, parent: ProcessGroup, purpose: str) -> GroupRanks:
         key = (parent.group_name, purpose)
         with self._locks.setdefault(key, Lock()):  # of each its own: ranks may connect two groups in either order
-            found = self._made.get(key)
-            if found is not None and found.parent() is not parent:  # it was of an earlier one of the same name
-                found = None
-            if found is None or found.dropped:
-                found = self._made[key] = GroupRanks(parent, purpose, found.generation + 1 if found else 0)
-                found.connect(parent)
-            return found
+            group = self._made.get(key)
+            if group is not None and group.parent() is not parent:  # it was of an earlier one of the same name
+                group = None
+            if group is None or group.dropped:
+                group = self._made[key] = GroupRanks(parent, purpose, group.generation + 1 if group else 0)
+                group.connect(parent)
+            return group
 
 
 _groups = _Groups()

@@ -1,4 +1,4 @@
-"""How ranks wait for each other: a warning names those that have not come, and a verdict reaches all that have.
+"""Waiting for other ranks: a warning names those that have not come, and all learn when one gives up.
 
 A `Meeting` needs nothing but the store of the process group, so ranks meet before any two of them are connected.
 """
@@ -13,8 +13,8 @@ from threading import Event, Lock, Thread
 from time import monotonic, sleep
 from typing import Any, Final
 
+from casckpt.base.text import listed
 from casckpt.errors import RankFailed
-from casckpt.format.tree import listed
 
 log = logging.getLogger(__name__)
 

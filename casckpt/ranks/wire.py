@@ -1,4 +1,4 @@
-"""Messages from rank to rank over a gloo group: how long one waits for another, and who is to blame for silence.
+"""Messages from rank to rank over gloo, with timeouts, and the rank that is to blame for silence.
 
 A star: rank 0 talks with all others, and the others with rank 0 alone, except for what they `Wire.swap`.
 """

@@ -14,9 +14,11 @@ from typing import Any, TypeAlias
 
 import platformdirs
 
+from casckpt.base.digest import hex_digest
+from casckpt.base.durations import time_of
+from casckpt.base.names import check_run, check_step
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
 from casckpt.format import keys, records
-from casckpt.format.digest import hex_digest
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import Marker, Record, Settings
 from casckpt.repository.blob_cache import BlobCache
@@ -272,11 +274,11 @@ class Repository:
 
         Raises `InvalidInput` for a bad run or step.
         """
-        keys.check_run(run)
-        keys.check_step(step)
+        check_run(run)
+        check_step(step)
         latest = max(after, default=None)  # ids sort by time
         try:
-            begun = keys.later_than(records.time_of(self.clock()), [latest] if latest else [])
+            begun = keys.later_than(time_of(self.clock()), [latest] if latest else [])
         except OverflowError as error:
             raise Refused(f"transaction id {latest} lies at the end of time; nothing can come after it") from error
         return keys.make_txid(begun, self.entropy(8), run, step)

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NewType, TypeAlias
 
+from casckpt.base.digest import hex_digest
 from casckpt.errors import InvalidInput, NotFound, Unsupported
-from casckpt.format.digest import hex_digest
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -1,7 +1,7 @@
-"""What is stored of a cell that changed: its bytes, or a frame, which is less.
+"""Encoding of changed cells: as frames against the previous version, where that takes less space.
 
-A frame is told from a version of the cell that the parent checkpoint has, and is decoded and compared before it counts:
-a bad one behind a good hash would be found only by the load that needs it.
+A frame encodes a cell against its version in the parent checkpoint. It is decoded and compared before it counts,
+because only a load would find a bad frame behind a good hash.
 """
 
 from __future__ import annotations
@@ -296,8 +296,8 @@ class Coder:
         """Read a cell, with its frames, from where that is cheap: a local store, or this host's cache."""
         stored: list[bytearray] = []
 
-        def read(one: StoredCell) -> bytearray:
-            stored.append(self._bytes_of(one))
+        def read(link: StoredCell) -> bytearray:
+            stored.append(self._bytes_of(link))
             return stored[-1]
 
         try:
@@ -307,7 +307,7 @@ class Coder:
             return None
         *links, _ = cell.chain
         every = zip(links, reversed(stored), strict=False)
-        frames = tuple(HeldFrame(bytes(data), one.base.digest) for one, data in every if one.base is not None)
+        frames = tuple(HeldFrame(bytes(data), link.base.digest) for link, data in every if link.base is not None)
         return HeldCell(cell.digest, plain, frames)
 
     def _bytes_of(self, cell: StoredCell) -> bytearray:

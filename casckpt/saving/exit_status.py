@@ -1,4 +1,4 @@
-"""The end of a program whose save failed in the background, where nobody heard of it: it says so, and its status too.
+"""The exit status of a program whose save in the background failed unnoticed.
 
 Nothing that runs when Python ends can set that status. But it is 120, as `sys.exit` has it, where an error occurs while
 Python cleans up, such as a standard stream that cannot be flushed. So the last flush is made to fail. All others do at

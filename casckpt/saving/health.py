@@ -1,4 +1,4 @@
-"""The health of a checkpoint: what ranks found in the cells that changed, and the parent told of the others."""
+"""The health of a checkpoint: counts of changed cells, joined with those of the parent."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class Parent:
         every = self._entries.values()
         return frozenset(one.name for one in every if has_health(one.dtype) and one.number not in self._told)
 
-    def rows(self, name: Name, dtype: str, table: ExtentTable, found: Found) -> Rows | None:
-        """Return the rows of a stream that has these cells, of which some were ``found``; None if any is unknown."""
+    def rows(self, name: Name, dtype: str, table: ExtentTable, scanned: Found) -> Rows | None:
+        """Return the rows of a stream that has these cells, of which some were ``scanned``; None if any is unknown."""
         digests, entry = _digests(table), self._entries.get(name)
-        made = _rows(dtype, digests, found, {})
+        made = _rows(dtype, digests, scanned, {})
         if made is not None or entry is None or entry.dtype != dtype or entry.number not in self._told:
             return made
         before, told = self._cells(entry), self._told[entry.number]
         if before == digests and len(told) == len(digests):  # as of most
             return told
         known = dict(zip(before, starmap(CellHealth, told.tolist()), strict=False))
-        return _rows(dtype, digests, found, known)
+        return _rows(dtype, digests, scanned, known)
 
     def _cells(self, entry: Entry) -> list[CellDigest]:
         """Return the digests of the cells of an entry; none, if these cannot be read."""

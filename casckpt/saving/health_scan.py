@@ -1,7 +1,7 @@
-"""A look at the cells that a save stores: NaNs, infinities and the largest value of each.
+"""Counts of NaN and infinities, and the largest value, of each cell that a save stores.
 
-It is taken in the buffer in which a cell was hashed, while that is in the cache. What the parent has told of a cell
-with the same digest is true of it, too.
+They are taken from the buffer in which a cell was hashed, while it is in the CPU's cache. A cell with the digest of
+one in the parent has the same counts.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from casckpt.base.groups import grouped
 from casckpt.format.names import CellDigest
 from casckpt.format.sections.health import CellHealth, Rows, rows_of
 from casckpt.format.sections.index import TENSOR, Name
-from casckpt.plan.lots import grouped
 from casckpt.saving.local_entries import Cell, LocalEntry
 
 

@@ -1,4 +1,4 @@
-"""What a rank holds, in the form in which ranks compare it: names, hashes and numbers, no data.
+"""The layout of a rank: what it holds, as names, hashes and numbers without data.
 
 The layout of a rank is the same from one save to the next unless the model or the topology changes, so it is sent once
 and from then on only its fingerprint is.
@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from casckpt.base.digest import hex_digest
 from casckpt.base.lazy import cached_property
 from casckpt.errors import InvalidInput
 from casckpt.format import dtypes
-from casckpt.format.digest import hex_digest
 from casckpt.format.regions import Box, Shape, normalise
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR, Name
 from casckpt.format.tree import merge

@@ -1,4 +1,4 @@
-"""What rank 0 does in a save: begin, plan, and commit what all ranks stored. The protocol is that of docs/format.md."""
+"""Rank 0 in a save: it begins, plans and commits what all ranks stored, by the protocol of docs/format.md."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from casckpt._version import __version__
 from casckpt.base.cycle_collector import collector_paused
+from casckpt.base.text import listed
 from casckpt.contents import manifests
 from casckpt.contents.signatures import sign_save
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
@@ -23,7 +24,6 @@ from casckpt.format.records import Committed, Health
 from casckpt.format.sections.health import Rows
 from casckpt.format.sections.index import REPLICAS_NOTE, TENSOR
 from casckpt.format.sections.metadata import encode_metadata
-from casckpt.format.tree import listed
 from casckpt.history.commits import Commit, forget, read_log
 from casckpt.history.following import (
     announce_lost,
@@ -226,7 +226,7 @@ class Leader:
         """Prove that every tensor is whole, put the manifest, commit. ``notes``: see `ManifestBody`."""
         if self._transaction is None:
             raise InvalidInput("a save was finished that had not begun; this is a bug of casckpt")
-        described = merge([one.share for one in stored], streams, self.repo.marker.cell_bytes)
+        described = merge([request.share for request in stored], streams, self.repo.marker.cell_bytes)
         notes = {**(notes or {}), **self._replica_note(described, stored)}
         record, worn = self._put_manifest(self._transaction.txid, described, stored, tree, notes)
         sign_save(self.repo, record.manifest)
@@ -234,12 +234,12 @@ class Leader:
         if self.size > 1:
             self._remember_replicas(streams)
         self._forget_replaced()
-        say_pickled(self.repo.storage.url, record.run, (entry for one in stored for entry in one.objects))
+        say_pickled(self.repo.storage.url, record.run, (entry for request in stored for entry in request.objects))
         return [
             FinishAnswer(
-                record, frozenset((r.uploader, r.hash) for r in one.share.refs if (r.uploader, r.hash) in worn)
+                record, frozenset((r.uploader, r.hash) for r in request.share.refs if (r.uploader, r.hash) in worn)
             )
-            for one in stored
+            for request in stored
         ]
 
     def _replica_note(self, described: Share, stored: Sequence[FinishRequest]) -> dict[str, bytes]:
@@ -278,14 +278,14 @@ class Leader:
     def _existing(self, announced: RunCache) -> list[Commit]:
         """The visible commits of this run and step: what an overwrite replaces."""
         run, step = self.options.run, self.options.step
-        found = at_step(self.repo, announced, run, step, is_visible, skip_doubtful=True)
-        if found and not self.options.overwrite:
+        commits = at_step(self.repo, announced, run, step, is_visible, skip_doubtful=True)
+        if commits and not self.options.overwrite:
             raise Conflict(
-                f"{run}@{step} exists already ({found[-1].id}); save another step, or overwrite it "
+                f"{run}@{step} exists already ({commits[-1].id}); save another step, or overwrite it "
                 "(overwrite=True, --overwrite)",
-                checkpoints=(found[-1].id,),
+                checkpoints=(commits[-1].id,),
             )
-        return found
+        return commits
 
     def knowledge(self, streams: Streams) -> ReuseOffer:
         """What these streams may be found in; nothing in the retry of a save that was revoked, which uploads all."""

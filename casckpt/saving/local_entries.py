@@ -1,4 +1,4 @@
-"""What one rank is to write: streams of elements with a name, and the pieces of them that it holds."""
+"""The entries of one rank: named streams of elements, and the pieces of them that it holds."""
 
 from __future__ import annotations
 

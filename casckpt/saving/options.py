@@ -1,14 +1,14 @@
-"""The arguments of a save, as they are given and as they are carried: one spelling, from the call to the leader."""
+"""The arguments of a save: checked, and carried from the call to the leader."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, TypeAlias, TypedDict, get_args
 
+from casckpt.base.names import check_run, check_step
 from casckpt.base.parallel import usable_threads
 from casckpt.errors import InvalidInput
-from casckpt.format.keys import check_run, check_step
 from casckpt.format.metrics import stored_metrics
 from casckpt.format.sections.metadata import plain_metadata
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from casckpt.base.progress import Shown
-    from casckpt.saving.prepare import Frozen, Owners
 
 Dedup: TypeAlias = Literal["store", "run"]
 Compress: TypeAlias = Literal["auto", "off", "always"]
@@ -25,6 +24,10 @@ CheckReplicas: TypeAlias = Literal["raise", "sample", "off"] | bool
 """True is "raise", False is "off"."""
 Metrics: TypeAlias = Mapping[str, SupportsFloat]
 """Names to real numbers, of Python or numpy, or tensors of no dimensions."""
+Frozen: TypeAlias = Callable[[str], bool] | Sequence[str] | None
+"""Which tensors are declared frozen: by flat key, a predicate or fnmatch patterns."""
+Owners: TypeAlias = Callable[[str], int | None] | None
+"""The rank that alone maintains a leaf, by flat key; None for what all ranks that have it hold alike."""
 
 
 class WriterArguments(TypedDict, total=False):

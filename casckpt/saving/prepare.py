@@ -1,4 +1,4 @@
-"""From a state to what is to be stored of it: streams of elements, encoded objects, the tree. Nothing is written."""
+"""Preparation of a save: a state becomes entries, encoded objects and a tree. Writes nothing."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import PurePosixPath
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
+from casckpt.base.names import check_attachment_name
 from casckpt.errors import InvalidInput
 from casckpt.format.draft import Attachment, ObjectEntry
-from casckpt.format.keys import check_attachment_name
 from casckpt.format.plain import Spill
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR
 from casckpt.format.tree import show
 from casckpt.saving.local_entries import LocalEntry
+from casckpt.saving.options import Frozen, Owners
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.objects import encode_object
 from casckpt.tensors.shards import Piece, local_tensor, may_differ
@@ -32,9 +33,6 @@ _EMPTY = (
     "leaves them, this checkpoint lacks the weights: gather them first, and save again"
 )
 log = logging.getLogger(__name__)
-
-Owners: TypeAlias = Callable[[str], int | None] | None
-"""The rank that alone maintains a leaf, by flat key; None for what all ranks that have it hold alike."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +49,6 @@ class Prepared:
     def bytes_total(self) -> int:
         """Bytes of this rank's tensors."""
         return sum(source.nbytes for source in self.sources if source.kind == TENSOR)
-
-
-Frozen: TypeAlias = Callable[[str], bool] | Sequence[str] | None
-"""Which tensors are declared frozen: by flat key, a predicate or fnmatch patterns."""
 
 
 def prepare(

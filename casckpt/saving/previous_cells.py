@@ -1,4 +1,4 @@
-"""Cells as they were last saved, kept in host memory: what the next save tells its frames from.
+"""Cells of the previous save in host memory, as bases for the frames of the next one.
 
 What is kept is a copy of the buffer that was hashed, never of the caller's memory, and it counts only where its digest
 is that of the cell in the manifest. So whatever happened in between (a save that failed, a run that was rolled back, or

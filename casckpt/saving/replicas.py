@@ -1,4 +1,4 @@
-"""Comparison of what several ranks hold whole: of samples before any rank writes, of some cells after that.
+"""Comparison of replicas: samples before a rank writes, some cells afterwards.
 
 Every rank sends one digest for each set of ranks that it shares rows with. Only where these differ, or layouts are
 new, the ranks send more. See docs/decisions/0064-replicas-are-split-and-compared-by-samples.md.
@@ -208,18 +208,18 @@ def judged(
     ``words``: for each rank, the samples of its odd rows, by row. Raises InvalidInput for a parameter that differs too
     much the first time it is saved.
     """
-    found: dict[str, None] = {}
+    keys: dict[str, None] = {}
     for (first, row), *others in odd:
         layout = layouts[first]
         (_, key, _, _), dtype, _ = layout.stream(row)
         nbytes = int((layout.held.hi[row] - layout.held.lo[row]) * layout.held.itemsize[row])
-        mine = _values(words[first][row], nbytes)
-        ratios = {rank: relative_difference(dtype, mine, _values(words[rank][at], nbytes)) for rank, at in others}
+        expected = _values(words[first][row], nbytes)
+        ratios = {rank: relative_difference(dtype, expected, _values(words[rank][at], nbytes)) for rank, at in others}
         other = max(ratios, key=lambda rank: ratios[rank])
         if ratios[other] >= REFUSED and not layout.may_differ[row] and key not in memory.saved:
             raise _differs(key, first, other, f" (relative difference {ratios[other]:.3g})", _ADVICE)
-        found[key] = None
-    return found
+        keys[key] = None
+    return keys
 
 
 def _differs(key: str, one: int, other: int, how: str, advice: str) -> InvalidInput:
@@ -257,7 +257,7 @@ def differing_cells(plan: WritePlan, described: Share, again: Sequence[tuple[int
 
     ``again``: what `Compared.read_again` returned on each rank.
     """
-    found: dict[str, None] = {}
+    keys: dict[str, None] = {}
     for rank, read in enumerate(again):
         turn, digests = read or (0, ())
         held = plan.layouts[rank].held
@@ -267,8 +267,8 @@ def differing_cells(plan: WritePlan, described: Share, again: Sequence[tuple[int
             region = int(held.region[row]), int(held.lo[row]), int(held.hi[row])
             written = _written(described.extents[name][1], region, lo, hi)
             if written is not None and _words([written])[0] != digest:
-                found[name[1]] = None
-    return found
+                keys[name[1]] = None
+    return keys
 
 
 def _written(table: ExtentTable, region: tuple[int, int, int], lo: int, hi: int) -> bytes | None:

@@ -1,4 +1,4 @@
-"""What a save may reuse: the cells of the run's newest live checkpoint, and of other runs for what that one lacks."""
+"""The cells that a save may reuse: of the newest checkpoint of its run, then of other runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A save, on every rank: three exchanges at the most, and between them this rank's own part."""
+"""A save on every rank: at most three exchanges, with the work of this rank between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The saves of one store by one process: one after the other in the background, and what each leaves for the next."""
+"""The saves of one process into one store: one after the other, in the background."""
 
 from __future__ import annotations
 

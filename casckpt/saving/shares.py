@@ -1,4 +1,4 @@
-"""From placed cells to extents: each rank's share, the union of all, and the proof that every tensor is whole."""
+"""Shares of ranks: the extents that each stored, their union, and the check that every tensor is whole."""
 
 from __future__ import annotations
 
@@ -126,15 +126,15 @@ def _check_whole(name: Name, table: ExtentTable, shares: Sequence[Share]) -> Non
             key=name[1],
         )
     if overlaps:
-        one, other = (table.region(table.extents[row]) for row in overlaps[0])
+        a, b = (table.region(table.extents[row]) for row in overlaps[0])
         held = [share.extents[name][1] if name in share.extents else None for share in shares]
         ranks = [
             rank
-            for rank, mine in enumerate(held)
-            if mine is not None and any(_meets(mine.region(extent), one, other) for extent in mine.extents)
+            for rank, part in enumerate(held)
+            if part is not None and any(_meets(part.region(extent), a, b) for extent in part.extents)
         ]
         raise InvalidInput(
-            f"{name[1]!r} of shape {list(table.shape)}: {one} and {other} overlap (ranks {ranks}). Nothing was saved; "
+            f"{name[1]!r} of shape {list(table.shape)}: {a} and {b} overlap (ranks {ranks}). Nothing was saved; "
             "give every element to one rank only",
             key=name[1],
         )

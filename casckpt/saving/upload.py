@@ -1,4 +1,4 @@
-"""The engine of a save: compare what may be known in place, pack what is new into blobs, put them, all in parallel.
+"""Uploads of a save: it compares cells, packs new ones into blobs and puts these, in parallel.
 
 Two phases, each over all cores:
 
@@ -25,6 +25,7 @@ from threading import BoundedSemaphore, Event, Lock
 from time import perf_counter
 
 from casckpt.base.cycle_collector import collector_paused
+from casckpt.base.groups import in_batches
 from casckpt.base.lazy import cached_property
 from casckpt.base.parallel import run_all, usable_cores, useful_threads
 from casckpt.base.progress import Progress, silent
@@ -34,7 +35,6 @@ from casckpt.format.digest import cell_digest
 from casckpt.format.extents import Frame, StoredCell
 from casckpt.format.names import CellDigest, TxId
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.plan.lots import in_batches
 from casckpt.plan.packing import Queue, branches_of, by_branch
 from casckpt.plan.reuse import ReusableCells
 from casckpt.repository.repository import Repository
@@ -350,14 +350,14 @@ class Upload:
 
     def _claim(self, cell: Cell, digest: CellDigest, number: int, offset: int) -> tuple[PlacedCell, bool]:
         """The place of a cell that was just hashed: where it is already, or here."""
-        found = self._find(cell, digest)
+        stored = self._find(cell, digest)
         with self._lock:
             earlier = self._claims.get(digest)
             if earlier is not None and all(map(self.known.usable, earlier.needs)):
                 return earlier, False
-            place = PlacedCell.known(found) if found else PlacedCell(digest, True, number, offset)
+            place = PlacedCell.known(stored) if stored else PlacedCell(digest, True, number, offset)
             self._claims[digest] = place
-        return place, found is None
+        return place, stored is None
 
 
 class _Queue(Queue[Cell]):

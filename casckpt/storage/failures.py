@@ -25,12 +25,6 @@ _ADVICE = {
 }
 
 
-def in_one_line(error: BaseException) -> str:
-    """Return the type and the message of a foreign error in one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 @contextmanager
 def reporting(verb: str, path: Path) -> Iterator[None]:
     """Turn errors of the operating system into a `StorageError` with advice."""

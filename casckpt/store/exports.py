@@ -1,6 +1,6 @@
-"""Exports, as a store offers them: what is asked for, what comes back, and who does it.
+"""Types of exports, and the hook by which `Store.export` finds the exporter.
 
-Formats are front ends, and those lie above the store: the one that exports is handed in, by `casckpt` itself.
+Formats are front ends, which lie above the store, so `casckpt` sets the exporter.
 """
 
 from __future__ import annotations
@@ -57,4 +57,4 @@ class Exported:
 
 
 exporter: Callable[[], Callable[..., Exported]]
-"""Imports, and gives, `casckpt.export`: set when `casckpt` is imported."""
+"""Imports and returns `casckpt.export`. `casckpt` sets it when it is imported."""

@@ -36,8 +36,8 @@ def without_objects(ranks: Ranks, state: State, options: SaveOptions) -> tuple[S
     is_made = callable(state) and not isinstance(state, Mapping | torch.nn.Module)  # a model is callable, too
     if not is_made and not holds_object(state):
         return state, options
-    found: tuple[State, SaveOptions] = home().save_objects(ranks, state, options)  # noqa: F821 - see above
-    return found
+    plain: tuple[State, SaveOptions] = home().save_objects(ranks, state, options)  # noqa: F821 - see above
+    return plain
 
 
 def _references(state: object, **_: object) -> int:

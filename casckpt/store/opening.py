@@ -1,4 +1,4 @@
-"""From a path or a URL to a `Store`: `casckpt.open`."""
+"""`casckpt.open`: from a path or URL to a `Store`."""
 
 from __future__ import annotations
 

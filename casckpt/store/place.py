@@ -1,17 +1,17 @@
-"""Where a front end that knows folders is to save or load: one run and step of a store."""
+"""The place of one checkpoint for front ends that expect a folder: a store, run and step."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
-from casckpt.format.keys import check_run, check_step
+from casckpt.base.names import check_run, check_step
 from casckpt.store.store import Store
 
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """One place for a checkpoint: a run and a step of a store. As text: ``STORE#RUN@STEP``."""
+    """The place of a checkpoint: a run and a step of a store. As text: ``STORE#RUN@STEP``."""
 
     store: Store | str | os.PathLike[str]
     run: str
@@ -23,5 +23,5 @@ class At:
 
 
 def at(store: Store | str | os.PathLike[str], *, run: str, step: int) -> At:
-    """Where a front end that knows folders is to save or load. Raises InvalidInput for a run or step of no use."""
+    """Return the place of a checkpoint. Raises InvalidInput for an unusable run or step."""
     return At(store, check_run(run), check_step(step))

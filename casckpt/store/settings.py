@@ -1,4 +1,4 @@
-"""The settings of a store, as a program or `casckpt settings` sees and changes them."""
+"""The settings of a store, as programs and ``casckpt settings`` read and change them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`Store`: what a program holds of a folder or bucket of checkpoints.
+"""`Store`, through which a program uses a folder or bucket of checkpoints.
 
-Importing this module and looking at checkpoints needs no torch; saving and loading import it when they are called.
+Importing this module needs neither torch nor numpy: each method imports the packages that it calls.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,45 +18,28 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 from casckpt.base.durations import Duration, seconds_of
 from casckpt.base.keywords import check_keywords
 from casckpt.base.progress import Progress, Shown
-from casckpt.contents import manifests, refs, watching
-from casckpt.contents.checkpoint import Arrival, Checkpoint, html_of, warn_if_forgotten
-from casckpt.contents.prefetching import pre_download
-from casckpt.contents.signatures import check_trusted, get_trusted, sign
-from casckpt.errors import InvalidInput, NotFound, StorageError, Unsupported
+from casckpt.contents import refs
+from casckpt.contents.checkpoint import Arrival, Checkpoint, html_of
+from casckpt.errors import InvalidInput, NotFound
 from casckpt.format.names import TxId
-from casckpt.format.sections.index import ATTACHMENT
+from casckpt.format.records import Marker
 from casckpt.history import commits as commit_log
 from casckpt.history import tags
-from casckpt.history.commits import Commit
-from casckpt.history.leases import Lease, hold
-from casckpt.plan.difference import Difference, difference
-from casckpt.plan.retention import KeepRules, Policy, thinning_of
+from casckpt.history.leases import hold
+from casckpt.loading.options import LoadArguments, LoadOptions, MatchArguments, ReadArguments, UpdateArguments
+from casckpt.plan.retention import KeepRules, Policy, Rotation, Thinning, thinning_of
 from casckpt.repository.blob_cache import AT_ONCE as PREFETCHING
 from casckpt.repository.opening import open_repository
 from casckpt.repository.repository import Repository
 from casckpt.repository.signing_keys import KeyFile, private_key
-from casckpt.saving.options import SaveArguments, SaveOptions, usable_compress
+from casckpt.saving.options import SaveArguments, SaveOptions, WhenBusy, usable_compress
 from casckpt.storage.base import Finding
 from casckpt.storage.forking import PerProcess
 from casckpt.store import exports, objects
 from casckpt.store.exports import Exported, ExportOptions
+from casckpt.store.listing import Listing, list_store
+from casckpt.store.references import lease, plain, resolve, resolve_held, resolve_to_load
 from casckpt.store.settings import SettingChanges, StoreSettings, check_names, duration_fields, settings_from
-from casckpt.upkeep.copies import copy as copying
-from casckpt.upkeep.copies.copy import CopyResult
-from casckpt.upkeep.copies.mirror import Mirror
-from casckpt.upkeep.copies.mirror_notes import MirrorLag
-from casckpt.upkeep.doctor import examine
-from casckpt.upkeep.footprint import Footprint, footprint
-from casckpt.upkeep.gc.forgetting import forget, plan_forget
-from casckpt.upkeep.gc.gc import GcResult, Tell, execute, plan_gc, preview
-from casckpt.upkeep.gc.purge import check_metrics
-from casckpt.upkeep.gc.restoring import RestoreResult, plan_restore, restore
-from casckpt.upkeep.repair.repair import RepairResult, repair
-from casckpt.upkeep.repair.verify import Mode, VerifyResult, verify
-from casckpt.upkeep.saves import SaveInProgress, give_up, revoke_save, saves_in_progress
-from casckpt.upkeep.thin import ThinResult, plan_thin, thin, thin_by
-from casckpt.upkeep.thin import check as check_thinned
-from casckpt.upkeep.usage import StoreStats, StoreUsage, measure, usage
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,16 +49,21 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from casckpt.loading.comparison import Comparison
-    from casckpt.loading.load_plan import (
-        LoadArguments,
-        LoadOptions,
-        MatchArguments,
-        ReadArguments,
-        UpdateArguments,
-    )  # fmt: skip
+    from casckpt.plan.difference import Difference
     from casckpt.ranks.ranks import Ranks
-    from casckpt.saving.options import WhenBusy
     from casckpt.saving.saver import Saver, State
+    from casckpt.upkeep.copies.copy import CopyResult
+    from casckpt.upkeep.copies.mirror import Mirror
+    from casckpt.upkeep.copies.mirror_notes import MirrorLag
+    from casckpt.upkeep.footprint import Footprint
+    from casckpt.upkeep.gc.gc import GcResult, Tell
+    from casckpt.upkeep.gc.restoring import RestoreResult
+    from casckpt.upkeep.history import Added, Heat, History
+    from casckpt.upkeep.repair.repair import RepairResult
+    from casckpt.upkeep.repair.verify import Mode, VerifyResult
+    from casckpt.upkeep.saves import SaveInProgress
+    from casckpt.upkeep.thin import ThinResult
+    from casckpt.upkeep.usage import StoreStats, StoreUsage
 
 WAIT: Duration = "60s"  # of a gc for saves in progress
 _MOST_OFTEN = 0.1  # seconds between two polls of a watch
@@ -91,8 +79,10 @@ class Store:
             raise InvalidInput(f"a store is opened with casckpt.open({repository!r}), not made with casckpt.Store")
         self.repository = repository
         self._saver = PerProcess(partial(_new_saver, repository))  # a forked child has no thread of the parent's
-        self._mirror = None
+        self._mirror: Mirror | None = None
         if mirror is not None:
+            from casckpt.upkeep.copies.mirror import Mirror
+
             repository.mirror = mirror.storage
             self._mirror = Mirror(repository, mirror)
             weakref.finalize(self, self._mirror.stop)
@@ -105,11 +95,16 @@ class Store:
         """Where it is, without credentials."""
         return self.repository.storage.url
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether it lies in a bucket or on a server, where each request takes long."""
+        return self.repository.storage.traits.remote
+
     def __repr__(self) -> str:
         return f"casckpt.open({self.url!r})"
 
     def _repr_html_(self) -> str:
-        return html_of(self.url, self.checkpoints() if self.repository.exists() else [])
+        return html_of(self.url, self.checkpoints() if self.exists() else [])
 
     # saving and loading
 
@@ -216,8 +211,6 @@ class Store:
         lease prevents) or StorageError during the read, after which the contents of ``state`` are undefined.
         """
         is_held = sys.getrefcount(state) > objects.UNHELD
-        from casckpt.loading.load_plan import LoadArguments, LoadOptions
-
         check_keywords("Store.load", options, LoadArguments)
         loaded = self._load(state, ref, LoadOptions(**options))
         if options.get("unread", "warn") == "warn":
@@ -243,8 +236,6 @@ class Store:
         `load`; all that is read is verified. After an error during the read the contents of ``state`` are undefined,
         and a load of all of it, or an update with ``check``, mends it.
         """
-        from casckpt.loading.load_plan import LoadOptions, UpdateArguments
-
         check_keywords("Store.update", options, UpdateArguments)
         if held is not None and not isinstance(held, Checkpoint):
             raise InvalidInput(f"held={held!r:.80} is not usable; give what load or update returned, or None")
@@ -265,8 +256,10 @@ class Store:
         from casckpt.loading.load import load_together
 
         with ExitStack() as held:
-            resolve = partial(self._resolve_held, ref, held) if given.lease else partial(self._resolve_to_load, ref)
-            loaded = load_together(self.repository, ranks, state, ref, given, resolve=resolve)
+            find = partial(resolve_held, held=held) if given.lease else resolve_to_load
+            loaded = load_together(
+                self.repository, ranks, state, ref, given, resolve=partial(find, self.repository, ref)
+            )
         return Checkpoint(
             self.repository, loaded.commit, missing_keys=loaded.missing, unread_keys=loaded.unread,
             mismatched_keys=loaded.mismatched, unread_subtrees=tuple(key for key in loaded.subtrees if key),
@@ -287,11 +280,12 @@ class Store:
         """
         from casckpt.loading.arguments import usable_device
         from casckpt.loading.load import read
-        from casckpt.loading.load_plan import LoadOptions, ReadArguments
 
         check_keywords("Store.read", options, ReadArguments)
         given, on = LoadOptions(**options), usable_device(device)
-        return read(self.repository, self._resolve_to_load(ref), keys=keys, device=on, options=given.checked())
+        return read(
+            self.repository, resolve_to_load(self.repository, ref), keys=keys, device=on, options=given.checked()
+        )
 
     def pre_download(
         self,
@@ -312,17 +306,19 @@ class Store:
         Raises NotFound, Damaged (naming the blob), InvalidInput if the cache may not hold so much (``cache_bytes`` of
         `open`), StorageError.
         """
-        commit = self._resolve_to_load(ref)
+        from casckpt.contents.prefetching import pre_download
+        from casckpt.contents.signatures import get_trusted
+
+        commit, shown = resolve_to_load(self.repository, ref), Progress(progress)
         manifest = get_trusted(self.repository, commit)
-        refs = list(manifest.blobs)
+        wanted = list(manifest.blobs)
         if match or state is not None:
             from casckpt.loading.load import wanted_blobs
-            from casckpt.loading.load_plan import LoadOptions, MatchArguments
 
             check_keywords("Store.pre_download", match, MatchArguments)
             given = LoadOptions(cast=True, allow_pickle=True, threads=threads, **match)
-            refs = refs if state is None else wanted_blobs(self.repository, manifest, state, given.checked())
-        return pre_download(self.repository, commit, refs, threads=threads or PREFETCHING, progress=Progress(progress))
+            wanted = wanted if state is None else wanted_blobs(self.repository, manifest, state, given.checked())
+        return pre_download(self.repository, commit, wanted, threads=threads or PREFETCHING, progress=shown)
 
     def export(self, ref: str | Checkpoint, path: str | os.PathLike[str], **options: Unpack[ExportOptions]) -> Exported:
         """Write a checkpoint for other programs: a folder for ``from_pretrained``, safetensors, DCP or torch.save.
@@ -337,16 +333,32 @@ class Store:
         """Make the store now, with your own ``cell_bytes`` and ``blob_bytes``. Return False if it exists already."""
         return self.repository.create(**sizes)
 
+    def exists(self) -> bool:
+        """Return whether there is a store, which the first save or `create` makes. Raises StorageError."""
+        return self.repository.exists()
+
+    @property
+    def marker(self) -> Marker:
+        """What never changes of the store: its id, format and sizes. Raises NotFound if there is no store."""
+        return self.repository.marker
+
+    def listing(self) -> Listing:
+        """Return all checkpoints and tags at one instant, with what the store has forgotten, and what is damaged.
+
+        Raises NotFound if there is no store, StorageError.
+        """
+        return list_store(self.repository)
+
     def get(self, ref: str | Checkpoint) -> Checkpoint:
         """Return the checkpoint that ``ref`` names. Raises NotFound, InvalidInput.
 
         A reference is an id (or its first 6 or more hex digits), RUN@STEP, RUN@latest, latest, or tag:NAME.
         """
-        return Checkpoint(self.repository, self._resolve(ref))
+        return Checkpoint(self.repository, resolve(self.repository, ref))
 
     def __contains__(self, ref: str | Checkpoint) -> bool:
         try:
-            self._resolve(ref)
+            resolve(self.repository, ref)
         except NotFound:  # a checkpoint that is held may have been purged
             return False
         return True
@@ -384,20 +396,25 @@ class Store:
         Raises InvalidInput, NotFound for a reference to nothing, StorageError. The iteration raises StorageError if the
         storage still fails at its end, and Damaged or Refused for a store that cannot be read.
         """
+        from casckpt.contents import watching
+
         seconds, limit = seconds_of(poll, "poll"), _optional(timeout, "timeout")
         if seconds < _MOST_OFTEN:
             raise InvalidInput(f"poll: {poll!r} is too often; give 0.1s or more")
-        behind = f"{run}@{after}" if isinstance(after, int) else None if after is None else _plain(after)
+        behind = f"{run}@{after}" if isinstance(after, int) else None if after is None else plain(after)
         watcher = watching.Watcher(self.repository, run, behind, latest_only=latest_only)
-        told = watching.watch(watcher, poll=seconds, timeout=limit)
-        return (Arrival(Checkpoint(self.repository, one.commit), one.late) for one in told)
+        arrivals = watching.watch(watcher, poll=seconds, timeout=limit)
+        return (Arrival(Checkpoint(self.repository, one.commit), one.late) for one in arrivals)
 
     def diff(self, old: str | Checkpoint, new: str | Checkpoint) -> Difference:
         """Return which tensors were added, removed, changed, and left as they were. It reads only the manifests."""
-        one, other = (manifests.get(self.repository, self._resolve(ref)) for ref in (old, new))
-        for manifest in (one, other):
+        from casckpt.contents import manifests
+        from casckpt.plan.difference import difference
+
+        before, after = (manifests.get(self.repository, resolve(self.repository, ref)) for ref in (old, new))
+        for manifest in (before, after):
             manifest.ready(objects=())
-        return difference(one, other)
+        return difference(before, after)
 
     def digests(
         self, ref: str | Checkpoint, *, keys: Sequence[str] | None = None, progress: Shown | None = None
@@ -411,7 +428,7 @@ class Store:
         """
         from casckpt.loading.digests import digests_of
 
-        return digests_of(self.repository, self._resolve(ref), keys, Progress(progress))
+        return digests_of(self.repository, resolve(self.repository, ref), keys, Progress(progress))
 
     def compare(
         self,
@@ -434,15 +451,34 @@ class Store:
 
         ranks = open_ranks(process_group, no_dist=no_dist)
         made: Any = objects.without_objects(ranks, state, SaveOptions(step=0))[0]
-        return compare_together(self.repository, ranks, made, ref, lambda: self._resolve(ref))
+        return compare_together(self.repository, ranks, made, ref, lambda: resolve(self.repository, ref))
 
     def stats(self) -> StoreStats:
         """Return how many checkpoints and blobs there are, and their bytes."""
+        from casckpt.upkeep.usage import measure
+
         return measure(self.repository)
 
     def report(self) -> StoreUsage:
         """Return where the bytes are: those of each run, shared or not, and those that no checkpoint needs."""
+        from casckpt.upkeep.usage import usage
+
         return usage(self.repository)
+
+    def history(self, runs: Collection[str]) -> History:
+        """Return what each visible checkpoint added and why, oldest first, and the damage that is known.
+
+        It compares the manifests of the newest checkpoints of ``runs``. Raises NotFound, StorageError.
+        """
+        from casckpt.upkeep.history import history
+
+        return history(self.repository, runs)
+
+    def heat(self, added: Sequence[Added]) -> Heat | None:
+        """Return which layers changed when, for checkpoints of one run in a `history`; None if none was compared."""
+        from casckpt.upkeep.history import heat
+
+        return heat(self.repository, added)
 
     def footprint(self, run: str | None = None, *, branches: bool = False, **keep: Unpack[KeepRules]) -> Footprint:
         """Return what holds the bytes: each checkpoint and tag, used and alone, and what is forgotten until when.
@@ -452,21 +488,26 @@ class Store:
         `gc`: what each of them would free if it were the only one. Raises InvalidInput, NotFound, Damaged,
         StorageError.
         """
+        from casckpt.upkeep.footprint import footprint
+
         check_keywords("Store.footprint", keep, KeepRules)
         return footprint(self.repository, run=run, branches=branches, policy=Policy(**keep))
 
     def attachments(self, ref: str | Checkpoint) -> dict[str, int]:
         """Return the names of the attachments, and their sizes in bytes."""
-        manifest = manifests.get(self.repository, self._resolve(ref))
+        from casckpt.contents import manifests
+        from casckpt.format.sections.index import ATTACHMENT
+
+        manifest = manifests.get(self.repository, resolve(self.repository, ref))
         short = {one.key: manifest.size(one) for one in manifest.body.attachments}
         return short | {entry.key: entry.nbytes for entry in manifest.entries if entry.kind == ATTACHMENT}
 
     def read_attachment(self, ref: str | Checkpoint, name: str) -> bytes:
         """Return the contents of an attachment. Raises NotFound."""
+        from casckpt.contents import manifests
         from casckpt.loading.load import read_attachment
-        from casckpt.loading.load_plan import LoadOptions
 
-        manifest = manifests.get(self.repository, self._resolve_to_load(ref))
+        manifest = manifests.get(self.repository, resolve_to_load(self.repository, ref))
         return read_attachment(self.repository, manifest, name, LoadOptions())
 
     # keeping and removing
@@ -481,9 +522,9 @@ class Store:
         if isinstance(ref, str) and refs.is_reference(name) and not refs.is_reference(ref):
             raise InvalidInput(f"the name of a tag comes first, then the checkpoint: tag({ref!r}, {name!r})")
         if expires is None:
-            tags.set_tag(self.repository, name, self._resolve(ref))
+            tags.set_tag(self.repository, name, resolve(self.repository, ref))
         else:
-            hold(self.repository, name, self._resolve(ref), seconds_of(expires, "expires"))
+            hold(self.repository, name, resolve(self.repository, ref), seconds_of(expires, "expires"))
 
     @contextmanager
     def lease(self, ref: str | Checkpoint, *, expires: Duration = "1h") -> Iterator[Checkpoint]:
@@ -493,25 +534,15 @@ class Store:
         After a kill it ends by itself. If a renewal fails, the log has a warning while it is tried again, and an error
         when the lease is lost. Raises NotFound if the checkpoint is not visible.
         """
-        with self._lease(ref, seconds_of(expires, "expires")) as held:
+        with lease(self.repository, ref, seconds_of(expires, "expires")) as held:
             yield Checkpoint(self.repository, held.commit)
-
-    def _lease(self, ref: str | Checkpoint, seconds: float) -> Lease:
-        commit = self._resolve(ref)
-        try:
-            return Lease(self.repository, commit, seconds)
-        except NotFound:
-            if self._resolve(ref) == commit:
-                raise
-        return self._lease(ref, seconds)  # RUN@latest is another one by now
 
     def tags(self) -> dict[str, Checkpoint]:
         """Return all tags and the checkpoints that they name, without those whose records are damaged."""
-        found, named = commit_log.list_commits(self.repository), tags.list_tags(self.repository)
-        for name in named.damaged:
+        listing = self.listing()
+        for name in listing.damaged_tags:
             log.warning("the record of tag %s cannot be read: set the tag again, or delete it", name)
-        commits = {name: tags.named_by(tag, found) for name, tag in named.tags.items()}
-        return {name: Checkpoint(self.repository, commit) for name, commit in commits.items() if commit is not None}
+        return {name: tag.checkpoint for name, tag in listing.tags.items()}
 
     def untag(self, name: str) -> None:
         """Remove a tag. Raises NotFound."""
@@ -528,8 +559,10 @@ class Store:
 
         Raises NotFound, InvalidInput, Damaged, StorageError; Unsupported without that package.
         """
+        from casckpt.contents.signatures import sign
+
         signer = private_key(key, password) if isinstance(key, str | os.PathLike) else key
-        chosen = refs.resolve_many(self.repository, map(_plain, named))
+        chosen = refs.resolve_many(self.repository, map(plain, named))
         for commit in chosen:
             sign(self.repository, commit, signer)
         return [Checkpoint(self.repository, commit) for commit in chosen]
@@ -541,10 +574,41 @@ class Store:
         then. Without it, a tagged one is a Conflict, and nothing is forgotten. ``dry_run``: only return which. Raises
         NotFound, InvalidInput, Conflict.
         """
-        chosen = plan_forget(self.repository, map(_plain, refs), tagged=tagged)
+        from casckpt.upkeep.gc.forgetting import forget, plan_forget
+
+        chosen = plan_forget(self.repository, map(plain, refs), tagged=tagged)
         if not dry_run:
             chosen = forget(self.repository, chosen)
         return [Checkpoint(self.repository, commit) for commit in chosen]
+
+    def forget_now(self, *checkpoints: Checkpoint) -> list[Checkpoint]:
+        """Forget and purge checkpoints, with no gc in between; return what was forgotten. A gc frees the space.
+
+        What is tagged, or not safe in the store's mirror yet, stays. If the store has a minimum age, a gc purges.
+        Raises StorageError.
+        """
+        from casckpt.upkeep.gc.purge import forget_and_purge
+
+        forgotten = forget_and_purge(self.repository, [one.commit for one in checkpoints])
+        return [Checkpoint(self.repository, commit) for commit in forgotten]
+
+    def rotate(self, run: str, rotation: Rotation) -> list[Checkpoint]:
+        """Forget and purge what ``rotation`` does not keep of ``run``, as `forget_now` does. One process calls it.
+
+        Raises Damaged or Refused if a tag cannot be read, StorageError.
+        """
+        from casckpt.upkeep.gc.rotation import rotate
+
+        return [Checkpoint(self.repository, commit) for commit in rotate(self.repository, run, rotation)]
+
+    def thin_now(self, run: str, rule: Thinning | None) -> list[Checkpoint]:
+        """Thin the checkpoints of ``run`` by ``rule``, and purge their old places as `forget_now` does.
+
+        Damaged checkpoints stay as they are. Raises as `rotate`.
+        """
+        from casckpt.upkeep.gc.rotation import thin
+
+        return [Checkpoint(self.repository, commit) for commit in thin(self.repository, run, rule)]
 
     def thin(
         self,
@@ -567,12 +631,15 @@ class Store:
         tagged, StorageError. If one cannot be thinned because it is damaged, the others still are, and that is raised
         at the end.
         """
+        from casckpt.upkeep.gc.purge import check_metrics
+        from casckpt.upkeep.thin import check, plan_thin, thin
+
         check_keywords("Store.thin", keep, KeepRules)
         policy = Policy(**keep)
         check_metrics(self.repository, policy, run)
-        plan = plan_thin(self.repository, map(_plain, refs), drop=drop, keep=policy, run=run, tagged=tagged)
+        plan = plan_thin(self.repository, map(plain, refs), drop=drop, keep=policy, run=run, tagged=tagged)
         result = thin(self.repository, plan, dry_run=dry_run)
-        check_thinned(plan)
+        check(plan)
         return result
 
     def restore(self, ref: str | Checkpoint, *, whole: bool = False) -> Checkpoint:
@@ -597,7 +664,9 @@ class Store:
         wrong for some of them once the others are restored; without it, that is in ``failed`` of the result. Raises
         NotFound, InvalidInput, Conflict, StorageError.
         """
-        plan = plan_restore(self.repository, map(_plain, named), whole=whole)
+        from casckpt.upkeep.gc.restoring import RestoreResult, plan_restore, restore
+
+        plan = plan_restore(self.repository, map(plain, named), whole=whole)
         if dry_run:
             return RestoreResult(plan.chosen, dry_run=True)
         result = restore(self.repository, plan)
@@ -640,6 +709,10 @@ class Store:
         However it fails, also by an interrupt, ``error.done`` is the `GcResult` of what was forgotten, purged, restored
         and thinned by then; with ``dry_run``, of what would be.
         """
+        from casckpt.upkeep.gc.gc import execute, plan_gc, preview
+        from casckpt.upkeep.gc.purge import check_metrics
+        from casckpt.upkeep.thin import thin_by
+
         check_keywords("Store.gc", keep, KeepRules)
         policy = Policy(**keep)
         wait_seconds, revoke_seconds = seconds_of(wait, "wait"), _optional(revoke_after, "revoke-after")
@@ -680,10 +753,14 @@ class Store:
 
     def transactions(self) -> list[SaveInProgress]:
         """Return the saves in progress, oldest first. Raises NotFound if there is no store."""
+        from casckpt.upkeep.saves import saves_in_progress
+
         return saves_in_progress(self.repository)
 
     def revoke(self, txid: str) -> None:
         """Give up on a save in progress: nothing of it will be visible. Raises NotFound, Conflict if it has ended."""
+        from casckpt.upkeep.saves import revoke_save
+
         revoke_save(self.repository, TxId(txid))
 
     def give_up(self, txid: str) -> None:
@@ -691,17 +768,23 @@ class Store:
 
         Until then no gc deletes anything.
         """
+        from casckpt.upkeep.saves import give_up
+
         give_up(self.repository, TxId(txid))
 
     # checking and copying
 
     def doctor(self) -> Iterator[Finding]:
         """Find out whether the storage is safe for a store, check by check. It needs no store there."""
+        from casckpt.upkeep.doctor import examine
+
         return examine(self.repository)
 
     def reindex(self) -> int:
         """Rebuild this host's catalogue of the store. Return how many checkpoints it knows. Raises StorageError."""
-        return manifests.reindex(self.repository)
+        from casckpt.contents.manifests import reindex
+
+        return reindex(self.repository)
 
     def verify(
         self,
@@ -718,9 +801,10 @@ class Store:
         ``progress`` is called with the bytes read so far, and the bytes in all. The result lists what is damaged.
         Raises NotFound, InvalidInput, StorageError.
         """
-        chosen = [_plain(ref) for ref in refs] or None
-        told = Progress(progress)
-        return verify(self.repository, refs=chosen, mode=mode, sample=sample, decode=decode, progress=told)
+        from casckpt.upkeep.repair.verify import verify
+
+        chosen, shown = [plain(ref) for ref in refs] or None, Progress(progress)
+        return verify(self.repository, refs=chosen, mode=mode, sample=sample, decode=decode, progress=shown)
 
     def repair(self, *sources: Store | str | os.PathLike[str], progress: Shown | None = None) -> RepairResult:
         """Put right bytes back where `verify`, or a save, found damage, or where blobs are gone.
@@ -728,6 +812,8 @@ class Store:
         They come from other copies in this store, or in ``sources``, which are only read. ``progress`` is called with
         the bytes put back. The result lists what cannot be repaired. Raises NotFound, StorageError.
         """
+        from casckpt.upkeep.repair.repair import repair
+
         others = [repository_of(one, self.repository.cache_dir) for one in sources]
         return repair(self.repository, sources=others, progress=Progress(progress))
 
@@ -761,11 +847,13 @@ class Store:
         Raises Damaged (naming blob and keys), Gone, Refused, or Conflict if ``target`` has another checkpoint under the
         run and step. Nothing of that checkpoint is visible there, and all others are copied. NotFound, StorageError.
         """
+        from casckpt.upkeep.copies import copy as copying
+
         other = repository_of(target, self.repository.cache_dir)
         if compress not in {None, "off", "always"}:
             raise InvalidInput(f"compress={compress!r} is not usable in a copy; give 'always' or 'off'")
         plan = copying.plan_copy(
-            self.repository, other, map(_plain, refs), run=run, blob_bytes=blob_bytes, compress=compress == "always"
+            self.repository, other, map(plain, refs), run=run, blob_bytes=blob_bytes, compress=compress == "always"
         )
         if dry_run:
             return copying.preview(self.repository, other, plan)
@@ -796,35 +884,11 @@ class Store:
             raise InvalidInput(f"{self.url} was opened without a mirror: give casckpt.open(..., mirror=URL)")
         return self._mirror
 
-    def _resolve(self, ref: str | Checkpoint) -> Commit:
-        return refs.resolve(self.repository, _plain(ref))
-
-    def _resolve_to_load(self, ref: str | Checkpoint) -> Commit:
-        commit = self._resolve(ref)
-        warn_if_forgotten(commit)
-        return self._trusted(commit)
-
-    def _trusted(self, commit: Commit) -> Commit:
-        check_trusted(self.repository, commit.id, str(commit))
-        return commit
-
-    def _resolve_held(self, ref: str | Checkpoint, held: ExitStack) -> Commit:
-        try:
-            commit = held.enter_context(self.lease(ref)).commit
-        except (StorageError, Unsupported) as error:
-            more = "A lease is a small record in tags/; if you cannot write there, load without lease=True"
-            raise type(error)(f"{error}. {more}", **error.__dict__) from error
-        return self._trusted(commit)
-
 
 def _new_saver(repository: Repository) -> Saver:
     from casckpt.saving.saver import Saver
 
     return Saver(repository, objects.without_objects)
-
-
-def _plain(ref: str | Checkpoint) -> str | Commit:
-    return ref.commit if isinstance(ref, Checkpoint) else ref
 
 
 def _optional(duration: Duration | None, what: str) -> float | None:

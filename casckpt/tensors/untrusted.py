@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Final
 
 import torch
 
+from casckpt.base.text import in_one_line
 from casckpt.errors import CasckptError, Refused
-from casckpt.storage.failures import in_one_line
 
 MISREAD: Final[tuple[type[Exception], ...]] = (
     pickle.PickleError, struct.error, ArithmeticError, AssertionError, AttributeError, BufferError, EOFError,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from casckpt.base.groups import grouped
 from casckpt.base.sizes import format_size
 from casckpt.contents import blobs, manifests
 from casckpt.errors import CasckptError
@@ -12,7 +13,6 @@ from casckpt.format.manifest import Manifest
 from casckpt.history.commits import Commit, list_commits
 from casckpt.plan.difference import difference
 from casckpt.plan.layers import group, summed
-from casckpt.plan.lots import grouped
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.blob_use import BlobUse
 

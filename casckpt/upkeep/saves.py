@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
+from casckpt.base.durations import time_of
 from casckpt.errors import Conflict, NotFound
 from casckpt.format.keys import parse_txid
 from casckpt.format.names import TxId
-from casckpt.format.records import Process, time_of
+from casckpt.format.records import Process
 from casckpt.history.commits import list_commits, list_names, purge_unreadable
 from casckpt.history.transactions import OpenTransaction, has_died, open_transactions, revoke
 from casckpt.repository.processes import is_dead, this_process

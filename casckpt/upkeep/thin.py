@@ -19,6 +19,7 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from functools import partial
 
+from casckpt.base.durations import time_of
 from casckpt.base.parallel import in_parallel
 from casckpt.contents import manifests
 from casckpt.contents.refs import resolve_many
@@ -26,7 +27,7 @@ from casckpt.errors import CasckptError, Conflict, Damaged, Gone, InvalidInput, 
 from casckpt.format.draft import thinned
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, TxId
-from casckpt.format.records import Committed, Dropped, changed, time_of
+from casckpt.format.records import Committed, Dropped, changed
 from casckpt.format.sections.index import ATTACHMENT, Entry
 from casckpt.history.commits import Commit, CommitList, list_commits, restore
 from casckpt.history.tags import Tag, tagged_txids, tags, tags_of, write_generation

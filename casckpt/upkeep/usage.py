@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from casckpt.base.groups import grouped
 from casckpt.contents import blobs
 from casckpt.format.keys import parse_object
 from casckpt.format.names import BlobHash, TxId
 from casckpt.history.commits import Commit, CommitList, list_commits
-from casckpt.plan.lots import grouped
 from casckpt.plan.retention import Policy
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.blob_use import BlobUse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import shutil
@@ -90,15 +91,23 @@ def values() -> list[type]:
 
 def _given_by(one: type) -> Iterator[type]:
     """Give the dataclasses of casckpt that its methods, properties and fields name as what they give."""
-    names = vars(sys.modules[one.__module__])
+    module = sys.modules[one.__module__]
     members = [getattr(value, "fget", value) for name, value in vars(one).items() if not name.startswith("_")]
     said = [str(getattr(member, "__annotations__", {}).get("return", "")) for member in members]
     if is_dataclass(one):
         said += [str(field.type) for field in fields(one) if not field.name.startswith("_")]
     for name in re.findall(r"\b[A-Z]\w+", " ".join(said)):
-        found = names.get(name)
+        found = _named(module, name)
         if inspect.isclass(found) and is_dataclass(found) and found.__module__.startswith(_GIVERS):
             yield found
+
+
+def _named(module: ModuleType, name: str) -> object:
+    """Give what ``name`` is in a module; what it imports for its types alone, too."""
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if isinstance(node, ast.ImportFrom) and name in [alias.asname or alias.name for alias in node.names]:
+            return getattr(import_module(node.module or ""), name, None)
+    return getattr(module, name, None)
 
 
 def _of_values() -> str:

@@ -13,11 +13,11 @@ import pytest
 from click.testing import CliRunner
 
 import casckpt
+from casckpt.base.digest import hex_digest
 from casckpt.cli import main
 from casckpt.cli.main import cli, command_modules
 from casckpt.cli.session import Session, store_command
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, MissingKey, NotFound, Revoked, StorageError
-from casckpt.format.digest import hex_digest
 from tests.cli.conftest import AsJson, Run
 from tests.support.signing import pair
 

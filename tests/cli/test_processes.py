@@ -59,7 +59,7 @@ def test_commands_that_need_no_tensor_do_not_import_torch(saved: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "modules"),
-    [([], {"casckpt.store.store", "casckpt.upkeep.gc.gc", "numpy"}), (["--json"], {"rich", "numpy"})],
+    [([], {"casckpt.upkeep.gc.gc", "numpy"}), (["--json"], {"rich", "numpy"})],
     ids=["table", "json"],
 )
 def test_a_listing_does_not_import_what_it_does_not_need(saved: Path, options: list[str], modules: set[str]) -> None:

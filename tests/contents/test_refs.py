@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from casckpt.base.digest import hex_digest
 from casckpt.contents.refs import resolve, resolve_forgotten, resolve_many
 from casckpt.errors import Damaged, Gone, InvalidInput, NotFound
-from casckpt.format.digest import hex_digest
 from casckpt.format.keys import commit_key, tag_key
 from casckpt.format.names import ManifestId
 from casckpt.history.commits import Commit, forget, list_commits, purge

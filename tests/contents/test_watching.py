@@ -14,12 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from casckpt.base.durations import time_of
+from casckpt.base.names import run_hash
 from casckpt.contents.watching import LONGEST_PAUSE, Expected, Notice, Watcher, watch
 from casckpt.contents.watching import START as WHOLE
 from casckpt.errors import InvalidInput, NotFound, StorageError
-from casckpt.format.keys import announcement_key, commit_key, make_txid, run_hash
+from casckpt.format.keys import announcement_key, commit_key, make_txid
 from casckpt.format.names import ManifestId, TxId
-from casckpt.format.records import time_of
 from casckpt.history import commits as log
 from casckpt.history.announcements import announce
 from casckpt.history.commits import Commit, CommitList, just_committed, list_commits

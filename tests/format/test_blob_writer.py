@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from casckpt.base.digest import Buffer
 from casckpt.errors import InvalidInput
 from casckpt.format import blob_writer
 from casckpt.format.blob import DATA_OFFSET, decode_header, order
 from casckpt.format.blob_writer import LEAF_BYTES, BlobWriter, buffer_bytes, padded
-from casckpt.format.digest import Buffer, cell_digest
+from casckpt.format.digest import cell_digest
 from casckpt.format.dtypes import stored_itemsize
 from casckpt.format.names import BlobHash, CellDigest
 from casckpt.format.proof import Leaf, LeafCheck, decode_proof, read_proof

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from casckpt.base.names import MAX_METRIC_NAME, MAX_METRICS
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import records
-from casckpt.format.metrics import MAX_METRIC_NAME, MAX_METRICS, check_metrics, metric_values, stored_metrics
+from casckpt.format.metrics import check_metrics, metric_values, stored_metrics
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import Committed
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from casckpt.base.digest import hex_digest
 from casckpt.errors import CasckptError, Damaged, Refused
 from casckpt.format import records
-from casckpt.format.digest import hex_digest
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import (
     Announced,

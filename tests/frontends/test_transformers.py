@@ -22,8 +22,8 @@ hub: Any = pytest.importorskip("transformers", reason="needs casckpt[transformer
 pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
 
 import casckpt
+from casckpt.base.names import MAX_METRICS
 from casckpt.errors import Conflict, InvalidInput, Mismatch, NotFound, Unsupported
-from casckpt.format.metrics import MAX_METRICS
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
 from casckpt.frontends.transformers import CasCheckpointCallback, restore_checkpoint
 from casckpt.store.store import Store

@@ -105,7 +105,7 @@ def test_what_is_left_whole_comes_with_what_is_thinned(saved: Store, store_path:
     assert saved.get("a@1").commit.dropped is not None
 
 
-@follows("cli/commands/list.py:listing", "the record of %s cannot be read; `casckpt verify` says more")
+@follows("cli/commands/list.py:checkpoint_rows", "the record of %s cannot be read; `casckpt verify` says more")
 @follows("cli/commands/tag.py:_rows", "tag %s names a checkpoint whose record cannot be read; `casckpt verify` says")
 def test_of_a_record_that_cannot_be_read_verify_says_more(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     saved.tag("best", "a@1")

@@ -208,7 +208,7 @@ def test_instead_of_a_purged_checkpoint_another_is_found_in_the_list(
 
 
 @follows("contents/refs.py:_doubt", "commit records cannot be read: see `casckpt verify`")
-@follows("cli/commands/list.py:listing", "the record of %s cannot be read; `casckpt verify` says more")
+@follows("cli/commands/list.py:checkpoint_rows", "the record of %s cannot be read; `casckpt verify` says more")
 def test_a_commit_record_that_cannot_be_read_is_named_by_verify(
     saved: Store, store_path: Path, told: Told, run: Run
 ) -> None:
@@ -251,7 +251,7 @@ def test_a_damaged_tag_is_set_again_or_deleted(saved: Store, store_path: Path, t
     assert list(casckpt.open(store_path).tags()) == (["best"] if way == "set" else [])
 
 
-@follows("store/store.py:Store._resolve_held", "if you cannot write there, load without lease=True")
+@follows("store/references.py:resolve_held", "if you cannot write there, load without lease=True")
 def test_what_cannot_be_held_is_loaded_without(tmp_path: Path, told: Told, weights: dict[str, torch.Tensor]) -> None:
     faulty = FaultyStore(LocalStore(tmp_path / "store"))
     store = Store(Repository(faulty, tmp_path / "cache"))

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from casckpt.base.names import run_hash
 from casckpt.errors import Refused, StorageError
-from casckpt.format.keys import announcement_key, commit_key, parse_log, run_hash
+from casckpt.format.keys import announcement_key, commit_key, parse_log
 from casckpt.format.names import TxId
 from casckpt.history import commits
 from casckpt.history.announcements import announce, fill, look, read_back, runs

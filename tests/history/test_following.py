@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from casckpt.base.durations import time_of
+from casckpt.base.names import run_hash
 from casckpt.contents.refs import resolve
 from casckpt.errors import Damaged, NotFound
-from casckpt.format.keys import announcement_key, commit_key, make_txid, run_hash
-from casckpt.format.records import time_of
+from casckpt.format.keys import announcement_key, commit_key, make_txid
 from casckpt.history import commits as log
 from casckpt.history.announcements import look
 from casckpt.history.commits import list_commits

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 import casckpt
+from casckpt.base.digest import hex_digest
 from casckpt.errors import Damaged, MissingKey
-from casckpt.format.digest import hex_digest
 from casckpt.frontends.interchange.safetensors.importing import import_safetensors
 from casckpt.loading import regions
 from tests.support.saves import blob_keys, counted, flip, small, small_folder

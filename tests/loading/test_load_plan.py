@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import casckpt
-from casckpt.loading.load_plan import LoadArguments, LoadOptions, MatchArguments, ReadArguments
+from casckpt.loading.options import LoadArguments, LoadOptions, MatchArguments, ReadArguments
 from casckpt.saving.options import SaveArguments, SaveOptions
 
 

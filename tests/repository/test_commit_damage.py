@@ -7,9 +7,9 @@ from uuid import uuid4
 
 import pytest
 
+from casckpt.base.digest import hex_digest
 from casckpt.errors import Conflict, Damaged, NotFound, Refused
 from casckpt.format import records
-from casckpt.format.digest import hex_digest
 from casckpt.format.keys import commit_key
 from casckpt.format.records import Forgotten, Restored
 from casckpt.history.commits import (

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from casckpt.base.names import MAX_STEP
 from casckpt.errors import InvalidInput
-from casckpt.format.keys import MAX_STEP
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
 from tests.saving.test_encoder import check, links, versions

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from casckpt.base.names import MAX_STEP
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Conflict, InvalidInput, NotFound
-from casckpt.format.keys import MAX_STEP
 from casckpt.history.commits import list_commits
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore

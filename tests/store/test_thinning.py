@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from casckpt.base.names import run_hash
 from casckpt.errors import Conflict, InvalidInput, MissingKey, NotFound
-from casckpt.format.keys import run_hash
 from casckpt.history.commits import list_commits
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store

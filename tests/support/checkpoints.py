@@ -7,11 +7,12 @@ from collections.abc import Collection, Mapping
 import numpy as np
 import numpy.typing as npt
 
+from casckpt.base.digest import Buffer
 from casckpt.contents import blobs, manifests
 from casckpt.errors import Refused
 from casckpt.format.blob import order
 from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
-from casckpt.format.digest import Buffer, cell_digest
+from casckpt.format.digest import cell_digest
 from casckpt.format.extents import ExtentTable, build
 from casckpt.format.keys import blob_key
 from casckpt.format.manifest import Manifest

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from casckpt.base.groups import in_batches
 from casckpt.contents import blobs, manifests
 from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
 from casckpt.format.digest import cell_digest
@@ -19,7 +20,6 @@ from casckpt.format.regions import Region
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.format.sections.index import Entry, Name
 from casckpt.history.commits import Commit
-from casckpt.plan.lots import in_batches
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from casckpt.upkeep.rewrite import record_of, rewrite

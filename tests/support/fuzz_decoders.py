@@ -21,9 +21,9 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
+from casckpt.base.digest import hex_digest
 from casckpt.errors import CasckptError
 from casckpt.format import blob, manifest, plain, proof, records, tree
-from casckpt.format.digest import hex_digest
 from casckpt.format.encodings import frames
 from casckpt.format.extents import ExtentTable
 from casckpt.format.names import ManifestId

@@ -7,10 +7,10 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+from casckpt.base.durations import time_of
 from casckpt.errors import Conflict
 from casckpt.format.keys import make_txid
 from casckpt.format.names import TxId
-from casckpt.format.records import time_of
 from casckpt.history import commits as log
 from casckpt.history.announcements import announce
 from casckpt.history.commits import Commit, list_commits

@@ -16,6 +16,12 @@ import casckpt.loading.load
 import casckpt.saving.save
 import casckpt.storage.remote.s3.client
 import casckpt.store.store
+import casckpt.upkeep.copies.mirror
+import casckpt.upkeep.footprint
+import casckpt.upkeep.gc.gc
+import casckpt.upkeep.gc.rotation
+import casckpt.upkeep.history
+import casckpt.upkeep.repair.repair
 import tests.support.buckets
 import tests.support.parallel
 import tests.support.ranks

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
+from casckpt.base.digest import hex_digest
 from casckpt.contents import blobs, manifests
 from casckpt.errors import NotFound
-from casckpt.format.digest import hex_digest
 from casckpt.format.draft import Draft, Encoded
 from casckpt.format.keys import manifest_key
 from casckpt.format.names import BlobHash, ManifestId, TxId

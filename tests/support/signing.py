@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
-from casckpt.format.digest import hex_digest
+from casckpt.base.digest import hex_digest
 
 
 class Pair(NamedTuple):

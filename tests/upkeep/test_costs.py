@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 import casckpt
-from casckpt.cli.commands.list import listing
-from casckpt.history.commits import list_commits
+from casckpt.cli.commands.list import checkpoint_rows
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from casckpt.upkeep.copies.copy import execute, plan_copy
@@ -60,7 +59,7 @@ def copy_nothing(store: Store) -> object:
 
 
 WORKS: list[Work] = [
-    lambda store: listing(store.repository, list_commits(store.repository)),
+    lambda store: checkpoint_rows(store.listing()),
     Store.stats,
     diff,
     gc,

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from casckpt.base.names import run_hash
 from casckpt.contents.refs import resolve
 from casckpt.errors import Conflict, Damaged, StorageError
-from casckpt.format.keys import commit_key, parse_log, run_hash
+from casckpt.format.keys import commit_key, parse_log
 from casckpt.format.names import TxId
 from casckpt.format.records import Committed, Replaced, changed
 from casckpt.history.commits import (

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from casckpt.base.groups import grouped
 from casckpt.cli.completion import REF, RUN, STORE
 from casckpt.cli.describe import brief, doubt, plain
 from casckpt.cli.progress import progress_bar
@@ -14,10 +15,9 @@ from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, say_all, say_some, shortened, size
 from casckpt.cli.types import SETTING, SIZE
 from casckpt.errors import Damaged
-from casckpt.plan.lots import grouped
 
 if TYPE_CHECKING:
-    from casckpt.upkeep.copies.copy import CopyResult
+    from casckpt.store.types import CopyResult
 
 
 @store_command("copy")
@@ -51,7 +51,7 @@ def command(
     name it. Exit status 4 if something is damaged and was not copied, 5 if DST has another checkpoint under the same
     run and step.
     """
-    from casckpt.storage.paths import is_url
+    from casckpt.base.text import is_url
     from casckpt.store.opening import open as open_store
 
     if session.storage_options and not is_url(session.url):

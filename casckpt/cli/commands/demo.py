@@ -59,13 +59,12 @@ class Tour:
         from casckpt.cli.commands import diff, gc, list, report, verify
         from casckpt.cli.describe import plain
         from casckpt.frontends.demo import RUN, STEPS, loads_exactly, train_and_save
-        from casckpt.history.commits import list_commits
         from casckpt.store.opening import open as open_store
 
         store = open_store(self.folder)
         first, last = f"{RUN}@{STEPS[0]}", f"{RUN}@{STEPS[-1]}"
         train_and_save(store, self.training())
-        rows = list.listing(store.repository, list_commits(store.repository))
+        rows = list.checkpoint_rows(store.listing())
         self._show("Three saves of a model whose backbone is frozen: NEW is what each wrote", "list", rows, list.text)
         what = "Between the first and the last, only the head and its optimizer changed"
         self._show(what, f"diff {first} {last}", diff.differences(store, first, last), diff.text)
@@ -75,7 +74,7 @@ class Tour:
         self._show("Every byte is what was written", "verify", plain(store.verify()), verify.text)
         done, line = gc.described(store.gc(keep_last=1, min_age=0)), "gc --keep-last 1 --min-age 0"
         self._show("Keep the newest, and delete now what only the others needed", line, done, gc.text)
-        rows = list.listing(store.repository, list_commits(store.repository))
+        rows = list.checkpoint_rows(store.listing())
         self._show("What is left", "list", rows, list.text)
 
     def _show(self, title: str, line: str | None, result: Any, text: Callable[[Any], None]) -> None:

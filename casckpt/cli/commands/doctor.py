@@ -23,13 +23,13 @@ def command(session: Session) -> int:
     for finding in session.store.doctor():
         checks.append(plain(finding))
         if not session.as_json:
-            _tell(checks[-1])
+            _say_check(checks[-1])
     bad = [check["name"] for check in checks if check["ok"] is False]
     session.give({"url": session.store.url, "ok": not bad, "checks": checks}, _summary)
     return FAILED if bad else 0
 
 
-def _tell(check: dict[str, Any]) -> None:
+def _say_check(check: dict[str, Any]) -> None:
     say(f"{_WORDS[check['ok']]:6}  {check['name']:16}  {printable(check['found'])}")
     if check["advice"] and check["ok"] is not True:
         say(f"{'':6}  {'':16}  -> {printable(check['advice'])}")

@@ -1,4 +1,4 @@
-"""``casckpt export``, and `casckpt serve`, which makes the same files while they are sent."""
+"""``casckpt export``, and ``casckpt serve``, which makes the same files while it sends them."""
 
 from __future__ import annotations
 
@@ -73,18 +73,18 @@ def command(session: Session, ref: str, out: str, **options: Unpack[ExportOption
     checkpoint = session.store.get(ref)
     with progress_bar("exporting") as done:
         options["progress"] = done
-        found = export(session.store, checkpoint, out, **options)
+        exported = export(session.store, checkpoint, out, **options)
     result = {
-        "format": found.format,
-        "files": [str(path) for path in found.files],
-        "tensors": found.tensors,
-        "bytes": found.nbytes,
-        "attachments": list(found.attachments),
-        "left_out": list(found.left_out),
-        "skipped": list(found.skipped),
-        "prefix": found.prefix,
+        "format": exported.format,
+        "files": [str(path) for path in exported.files],
+        "tensors": exported.tensors,
+        "bytes": exported.nbytes,
+        "attachments": list(exported.attachments),
+        "left_out": list(exported.left_out),
+        "skipped": list(exported.skipped),
+        "prefix": exported.prefix,
     }
-    is_file = len(found.files) == 1 and Path(found.files[0]).name == Path(out).name
+    is_file = len(exported.files) == 1 and Path(exported.files[0]).name == Path(out).name
     session.give(brief(checkpoint) | result, partial(_text, is_file=is_file, wanted=options["attachments"]))
 
 
@@ -137,7 +137,7 @@ def serve(
         raise InvalidInput(f"at {host} others reach the store: give --token-file, or say --no-token")
     tokens = None if token_file is None else tokens_in(_content(token_file).decode("utf-8", "replace"), str(token_file))
     rules = None if view is None else read_rules(_content(view), str(view))
-    session.repository.check_exists()  # else a slip of the pen would be served, as nothing
+    _ = session.store.marker  # else a slip of the pen would be served, as nothing
     hub = Hub(session.store, rules=rules, max_shard_size=max_shard_size)
     app = app_of(hub, tokens=tokens, checks_host=is_loopback(host))
     try:

@@ -18,8 +18,7 @@ from casckpt.cli.text import count, moment, name, printable, say, say_all, say_s
 from casckpt.cli.types import DURATION
 
 if TYPE_CHECKING:
-    from casckpt.upkeep.gc.gc import GcResult
-    from casckpt.upkeep.gc.purge import Deferred
+    from casckpt.store.types import Deferred, GcResult
 
 _OLD: Final = "the old places of "  # of what was rewritten
 _KNOWN_BY_THEN: Final = ("forgotten", "restored", "purged", "waiting", "revoked", "thin", "dry_run")  # when it fails
@@ -65,7 +64,7 @@ def command(
     rule = {"drop": thin, "keep_last": thin_keep_last or 1} if thin else None
     try:
         with progress_bar("deleting", of_bytes=False) as done:
-            result = session.store.gc(dry_run=dry_run, thin=rule, progress=done, tell=_Teller(), **options)
+            result = session.store.gc(dry_run=dry_run, thin=rule, progress=done, tell=_WaitReport(), **options)
     except BaseException as error:
         _say_by_then(session, error)
         raise
@@ -95,16 +94,16 @@ def _known(one: Deferred) -> dict[str, Any]:
     return {name: value for name, value in plain(one).items() if value not in (None, [])}
 
 
-class _Teller:
-    """Says what is waited for, each thing once."""
+class _WaitReport:
+    """Prints each transaction that gc waits for, once."""
 
     def __init__(self) -> None:
-        self.told: set[str | None] = set()
+        self.reported: set[str | None] = set()
 
     def __call__(self, waiting: Sequence[Deferred]) -> None:
         for one in waiting:
-            if one.txid not in self.told:
-                self.told.add(one.txid)
+            if one.txid not in self.reported:
+                self.reported.add(one.txid)
                 say(f"waiting for {_waits(_known(one))}", err=True)
 
 
@@ -115,17 +114,17 @@ def text(result: dict[str, Any]) -> None:
         forget, restore, purge, delete = ("forgot", "restored", "purged", "deleted")
     if result["thin"]:
         thinned_text(result["thin"], with_space=result["dry_run"])
-    purged = {one["id"] for one in result["purged"]}
-    forgotten = {one["id"]: one for one in result["forgotten"] if one["id"] not in purged}
-    young = {one["id"]: one for one in result["waiting"] if one["reason"] == "young"}
-    say_some([f"{forget} {_waits(young.get(id, one))}" for id, one in forgotten.items()])
-    say_some([f"{restore} {name(one)}, which is tagged" for one in result["restored"]])
-    say_some(_once(f"{purge} {_name(one)}" for one in result["purged"]))
+    purged = {item["id"] for item in result["purged"]}
+    forgotten = {item["id"]: item for item in result["forgotten"] if item["id"] not in purged}
+    young = {item["id"]: item for item in result["waiting"] if item["reason"] == "young"}
+    say_some([f"{forget} {_waits(young.get(id, item))}" for id, item in forgotten.items()])
+    say_some([f"{restore} {name(item)}, which is tagged" for item in result["restored"]])
+    say_some(_once(f"{purge} {_name(item)}" for item in result["purged"]))
     say_all(f"gave up on save {txid}" for txid in result["revoked"])
     if "deleted_blobs" in result:
         _say_space(delete, result)
-    later = [one for one in result["waiting"] if one.get("id") not in forgotten]
-    say_some(_once(f"left for later: {_waits(one)}" for one in later))
+    later = [item for item in result["waiting"] if item.get("id") not in forgotten]
+    say_some(_once(f"left for later: {_waits(item)}" for item in later))
     if result.get("foreign"):
         say(f"not ours, left alone: {printable(', '.join(shortened(result['foreign'], 5)))}")
 
@@ -152,19 +151,19 @@ def _name(one: dict[str, Any]) -> str:
     return f"{_OLD if 'replaced' in one else ''}{name(one)}"
 
 
-def _waits(one: dict[str, Any]) -> str:
-    if "reason" not in one:
-        return name(one)
-    if one["reason"] == "young":
-        return f"{name(one)}, can be restored until {moment(one['until'])} UTC"
-    if one["reason"] == "replaced":
-        return f"{_name(one)}, until {moment(one['until'])} UTC"
-    if one["reason"] == "unmirrored":
-        return f"{_name(one)}, not safe in the mirror yet"
-    if one["reason"] == "tagged":
-        until = f", until {moment(one['until'])} UTC" if "until" in one else ""
-        why = "" if "replaced" in one else "forgotten but "
-        return f"{_name(one)}, {why}tagged {', '.join(one['tags'])}{until}"
-    run = f"{one['run']}@{one['step']}" if "run" in one else f"step {one['step']}"
-    process = f" by process {one['pid']} on {one['host']}" if "pid" in one else ""
-    return printable(f"the save of {run}{process}, since {moment(one['since'])} UTC ({one['txid']})")
+def _waits(waiting: dict[str, Any]) -> str:
+    if "reason" not in waiting:
+        return name(waiting)
+    if waiting["reason"] == "young":
+        return f"{name(waiting)}, can be restored until {moment(waiting['until'])} UTC"
+    if waiting["reason"] == "replaced":
+        return f"{_name(waiting)}, until {moment(waiting['until'])} UTC"
+    if waiting["reason"] == "unmirrored":
+        return f"{_name(waiting)}, not safe in the mirror yet"
+    if waiting["reason"] == "tagged":
+        until = f", until {moment(waiting['until'])} UTC" if "until" in waiting else ""
+        why = "" if "replaced" in waiting else "forgotten but "
+        return f"{_name(waiting)}, {why}tagged {', '.join(waiting['tags'])}{until}"
+    run = f"{waiting['run']}@{waiting['step']}" if "run" in waiting else f"step {waiting['step']}"
+    process = f" by process {waiting['pid']} on {waiting['host']}" if "pid" in waiting else ""
+    return printable(f"the save of {run}{process}, since {moment(waiting['since'])} UTC ({waiting['txid']})")

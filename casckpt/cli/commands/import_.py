@@ -13,7 +13,7 @@ from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import name, printable, say, shortened, size
 
 if TYPE_CHECKING:
-    from casckpt.saving.options import ImportArguments
+    from casckpt.store.types import ImportArguments
 
 
 @store_command("import")

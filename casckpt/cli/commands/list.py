@@ -16,8 +16,7 @@ from casckpt.cli.text import SHORT_ID, Column, count, freed, moment, printable, 
 from casckpt.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from casckpt.history.commits import CommitList
-    from casckpt.repository.repository import Repository
+    from casckpt.store.listing import Listing
 
 _COLUMNS = (
     Column("ID", fixed=True, spare=4),  # RUN and STEP name a checkpoint too
@@ -49,14 +48,10 @@ def command(
     NEW is what the save wrote. The rest of SIZE was already in the store. "superseded": a later checkpoint has the same
     run and step. "replaced": the old places of a checkpoint that was rewritten. `casckpt ls` is the same command.
     """
-    from casckpt.history.commits import list_commits
-
-    commits = list_commits(session.repository)
-    rows = listing(session.repository, commits, run, everything=everything)
+    listing = session.store.listing()
+    rows = checkpoint_rows(listing, run, everything=everything)
     if run is not None and not rows:
-        from casckpt.contents.refs import about_run
-
-        log.warning("%s", about_run(session.repository, commits, run))
+        log.warning("%s", listing.about_run(run))
     _warn_of_unknown(rows, show)
     if by is None:
         rows = rows[-limit:] if limit else rows
@@ -65,12 +60,12 @@ def command(
         show = show if name in {*_KEYS, *show} else (*show, name)
     session.give(rows, lambda rows: text(rows, show))
     if not session.as_json and run is None:
-        _say_forgotten(session.repository, commits, shown=everything)
+        _say_forgotten(listing, is_remote=session.store.is_remote, shown=everything)
 
 
 def _warn_of_unknown(rows: list[dict[str, Any]], show: Sequence[str]) -> None:
     """An empty column may be a slip in its name."""
-    known = sorted({key for row in rows for key in _told(row)})
+    known = sorted({key for row in rows for key in _user_values(row)})
     for name in show:
         if rows and name not in known:
             there = f"; there are {', '.join(shortened(known))}" if known else ""
@@ -93,63 +88,55 @@ def _sorted(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
         return sorted(rows, key=_KEYS[name], reverse=backwards)
     numbers = {id(row): found for row in rows if (found := _number(row, name)) is not None}
     if rows and not numbers:
-        told = {key for row in rows for key in _told(row) if _number(row, key) is not None}
-        known = sorted({*_KEYS, *told})
+        numeric = {key for row in rows for key in _user_values(row) if _number(row, key) is not None}
+        known = sorted({*_KEYS, *numeric})
         raise InvalidInput(f"nothing in the list has a number {name!r} to sort by; there are {', '.join(known)}")
     first = sorted((row for row in rows if id(row) in numbers), key=lambda row: numbers[id(row)], reverse=backwards)
     return first + [row for row in rows if id(row) not in numbers]
 
 
-def _told(row: dict[str, Any]) -> dict[str, Any]:
-    """What the user has said of a checkpoint, by name."""
-    told: dict[str, Any] = (row["metadata"] or {}) | row["metrics"]
-    return told
+def _user_values(row: dict[str, Any]) -> dict[str, Any]:
+    """The metadata and metrics of a checkpoint, by name."""
+    return {**(row["metadata"] or {}), **row["metrics"]}
 
 
 def _number(row: dict[str, Any], name: str) -> float | None:
-    found = _told(row).get(name)
+    found = _user_values(row).get(name)
     is_number = isinstance(found, int | float) and not isinstance(found, bool) and not isnan(found)
     return found if is_number else None
 
 
-def listing(
-    repo: Repository, commits: CommitList, run: str | None = None, *, everything: bool = False
-) -> list[dict[str, Any]]:
+def checkpoint_rows(listing: Listing, run: str | None = None, *, everything: bool = False) -> list[dict[str, Any]]:
     """The checkpoints as plain data. A damaged record spoils its own line alone."""
     from casckpt.cli.describe import summary
-    from casckpt.contents.checkpoint import Checkpoint
-    from casckpt.history.tags import list_tags, tags_of
 
-    tags = list_tags(repo)
-    superseded = {commit.txid for commit in commits.superseded()}
-    for name in (*commits.damaged, *tags.damaged):
+    for name in (*listing.damaged_records, *listing.damaged_tags):
         log.warning("the record of %s cannot be read; `casckpt verify` says more", name)
     rows = []
-    for commit in commits.standing() if everything else commits.visible():
-        if run is None or commit.run == run:
-            row = summary(Checkpoint(repo, commit)) | {
-                "bytes_total": commit.committed.bytes_total,
-                "bytes_held": commit.bytes_held,
-                "tensors": commit.committed.tensors,
-                "superseded": commit.txid in superseded,
-                "tags": tags_of(tags.tags, commit.id),
-                "metadata": commit.committed.metadata,
+    for checkpoint in listing.standing if everything else listing.visible:
+        if run is None or checkpoint.run == run:
+            record = checkpoint.commit.committed
+            row = summary(checkpoint) | {
+                "bytes_total": record.bytes_total,
+                "bytes_held": checkpoint.commit.bytes_held,
+                "tensors": record.tensors,
+                "superseded": checkpoint in listing.superseded,
+                "tags": listing.tags_of(checkpoint),
+                "metadata": record.metadata,
             }
             rows.append(row)
     return rows
 
 
-def _say_forgotten(repo: Repository, commits: CommitList, *, shown: bool) -> None:
+def _say_forgotten(listing: Listing, *, is_remote: bool, shown: bool) -> None:
     """Say what is not in the list unless ``shown``, and takes space."""
-    forgotten = sum(commit.is_forgotten for commit in commits.live())
+    forgotten = len(listing.forgotten)
     if not forgotten:
         return
     frees = "`casckpt stats` says what a gc frees"  # to read what many forgotten ones hold may take long there
-    if not repo.storage.traits.remote:
-        from casckpt.upkeep.usage import freed_by_gc
-
-        found = freed_by_gc(repo, commits)
-        frees = f"a gc frees {freed(found.now, found.later)}"
+    if not is_remote:
+        freed_by_gc = listing.freed()
+        frees = f"a gc frees {freed(freed_by_gc.now, freed_by_gc.later)}"
     what = f"{count(forgotten, 'checkpoint')} forgotten" + ("" if shown else " (--all lists them)")
     say(f"{what}: {frees}", err=True)  # stdout is the table: a pipe gets rows alone
 
@@ -183,7 +170,7 @@ def _cells(row: dict[str, Any], shown: Sequence[str]) -> tuple[str, ...]:
 
 def _value(row: dict[str, Any], name: str) -> str:
     """Of metrics or metadata: text as it is, a number in up to 4 digits, the rest as JSON; "" where it is missing."""
-    found = _told(row).get(name, "")
+    found = _user_values(row).get(name, "")
     if isinstance(found, float):
         return f"{found:.4g}"
     return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)

@@ -12,6 +12,6 @@ def command(session: Session) -> None:
 
     The catalogue is a cache: it saves time, and is checked when it is read. Nothing in the store changes.
     """
-    known, path = session.store.reindex(), str(session.repository.catalogue.path)
-    told = f"{printable(path)} knows {count(known, 'checkpoint')}"
-    session.give({"checkpoints": known, "path": path}, lambda result: say(told))
+    known, path = session.store.reindex(), str(session.store.repository.catalogue.path)
+    line = f"{printable(path)} knows {count(known, 'checkpoint')}"
+    session.give({"checkpoints": known, "path": path}, lambda result: say(line))

@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
+from casckpt.base.durations import time_of
 from casckpt.cli.completion import RUN
 from casckpt.cli.describe import doubt, plain
 from casckpt.cli.rules import keep_options
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import Column, coded, count, facts, freed, moment, say, size, table
-from casckpt.format.records import time_of
 
 _COLUMNS = (
     Column("RUN"),

@@ -67,7 +67,7 @@ def init(session: Session, cell_size: int, blob_size: int) -> None:
     """
     if not session.store.create(cell_bytes=cell_size, blob_bytes=blob_size):
         raise Conflict(f"there is a store at {session.store.url} already; nothing was changed, use it as it is")
-    names, marker = ("store_id", "format", "cell_bytes", "blob_bytes"), session.repository.marker
+    names, marker = ("store_id", "format", "cell_bytes", "blob_bytes"), session.store.marker
     session.give({"url": session.store.url} | {name: getattr(marker, name) for name in names}, _made)
 
 

@@ -14,8 +14,6 @@ from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import Column, coded, count, facts, moment, say, shortened, size, summed, table, unusual
 from casckpt.errors import MissingKey
-from casckpt.format.plain import decode
-from casckpt.format.sections.index import REPLICAS_NOTE
 
 if TYPE_CHECKING:
     from casckpt.store.store import Store
@@ -52,25 +50,20 @@ def command(session: Session, ref: str, *, all_tensors: bool, keys: tuple[str, .
 
 def details(store: Store, ref: str, patterns: tuple[str, ...] = ()) -> dict[str, Any]:
     """A checkpoint as plain data. Raises MissingKey for a pattern that matches no tensor."""
-    from casckpt.contents import manifests
-    from casckpt.contents.signatures import signers
-
     checkpoint = store.get(ref)
-    manifest = manifests.get(store.repository, checkpoint.commit)
-    body = manifest.body
-    differing = body.notes.get(REPLICAS_NOTE)
+    details = checkpoint.details
     chosen, health = _chosen(list(checkpoint.tensors), patterns), checkpoint.health or {}
     return summary(checkpoint) | {
         "tags": checkpoint.tags,
-        "signers": signers(store.repository, checkpoint.commit.id),
+        "signers": checkpoint.signers,
         "metadata": checkpoint.metadata,
-        "parent": body.parent,
-        "world_size": body.world_size,
-        "versions": {"casckpt": body.casckpt, "torch": body.torch},
+        "parent": details.parent,
+        "world_size": details.world_size,
+        "versions": {"casckpt": details.casckpt, "torch": details.torch},
         "attachments": [{"name": name, "bytes": nbytes} for name, nbytes in store.attachments(checkpoint).items()],
-        "objects": list(dict.fromkeys(one.key for one in manifest.objects)),
-        "pickled": list(dict.fromkeys(one.key for one in manifest.objects if one.pickled)),
-        "differing": [] if differing is None else list(decode(differing, strict=True)),
+        "objects": list(details.objects),
+        "pickled": list(details.pickled),
+        "differing": list(details.differing),
         "tensors": [
             {"key": key} | plain(one) | {"health": plain(health.get(key))}
             for key, one in checkpoint.tensors.items()
@@ -96,7 +89,7 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
     saved = f"{size(stats['bytes_total'])}, {size(stats['bytes_written'])} written; {stats['seconds']:.2f} s"
     notes = [*result["tags"], *(what for what in ("ephemeral", "forgotten") if result[what])]
     notes += [] if result["healthy"] is None else ["healthy" if result["healthy"] else "unhealthy"]
-    attachments = ", ".join(f"{one['name']} ({size(one['bytes'])})" for one in result["attachments"])
+    attachments = ", ".join(f"{item['name']} ({size(item['bytes'])})" for item in result["attachments"])
     rows = [
         ("id", result["id"]),
         ("name", f"{result['run']}@{result['step']}"),
@@ -120,9 +113,9 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
     facts([(title, value) for title, value in rows if value])
     if with_tensors and result["tensors"]:
         say()
-        looked = any(one["health"] for one in result["tensors"])
+        looked = any(item["health"] for item in result["tensors"])
         digest = (Column("BLAKE3", fixed=True),) if "digest" in result["tensors"][0] else ()
-        table((*_COLUMNS, *(_HEALTH if looked else ()), *digest), (_cells(one, looked) for one in result["tensors"]))
+        table((*_COLUMNS, *(_HEALTH if looked else ()), *digest), (_cells(item, looked) for item in result["tensors"]))
     elif result["tensors"]:
         say("--tensors lists them, --keys PATTERN some")
 
@@ -142,14 +135,14 @@ def _few(keys: list[str]) -> str:
     return ", ".join(shortened(keys if len(keys) <= _FEW_VALUES else list(summed(keys))))
 
 
-def _health(found: dict[str, Any] | None, tensors: list[dict[str, Any]]) -> str:
+def _health(health: dict[str, Any] | None, tensors: list[dict[str, Any]]) -> str:
     """What the save found in all tensors, and of how many nobody knows; nothing if it was not asked to look."""
-    if found is None:
+    if health is None:
         return ""
     unknown = sum(one["health"] is None and one["dtype"] != "bool" for one in tensors)
     unlooked = f"; {count(unknown, 'tensor')} not looked at" if unknown else ""
-    told = ", ".join(unusual(found)) or "no NaN, none infinite"
-    return f"{told}{' in ' * bool(found['keys'])}{_few(found['keys'])}{unlooked}"
+    summary = ", ".join(unusual(health)) or "no NaN, none infinite"
+    return f"{summary}{' in ' * bool(health['keys'])}{_few(health['keys'])}{unlooked}"
 
 
 def _cells(one: dict[str, Any], looked: bool) -> tuple[str, ...]:

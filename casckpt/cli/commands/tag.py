@@ -9,12 +9,11 @@ from typing import Any
 import click
 
 from casckpt.cli.completion import REF
-from casckpt.cli.describe import brief
+from casckpt.cli.describe import brief, plain
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import Column, moment, name, printable, say, table
 from casckpt.cli.types import DURATION
 from casckpt.errors import NotFound
-from casckpt.format.records import time_of
 
 _COLUMNS = (
     Column("NAME", fixed=True),
@@ -61,21 +60,16 @@ def tags(session: Session) -> None:
 
 def _rows(session: Session, only: str | None = None) -> list[dict[str, Any]]:
     """All tags, or one. Raises NotFound."""
-    from casckpt.history.commits import list_commits
-    from casckpt.history.tags import list_tags, named_by
-
-    session.repository.check_exists()  # no store is not the same as no tags
-    found, commits = list_tags(session.repository), list_commits(session.repository)
-    for tag in found.damaged:
-        log.warning("the record of tag %s cannot be read: set the tag again, or delete it", tag)
-    rows = []
-    for tag, one in found.tags.items():
-        commit = named_by(one, commits)
-        if commit is None:
-            log.warning("tag %s names a checkpoint whose record cannot be read; `casckpt verify` says more", tag)
-        elif only in (None, tag):
-            until = None if one.expires is None else time_of(one.expires).isoformat()
-            rows.append({"name": tag} | brief(commit) | {"expires": until, "holder": one.holder})
+    listing = session.store.listing()
+    for tag_name in listing.damaged_tags:
+        log.warning("the record of tag %s cannot be read: set the tag again, or delete it", tag_name)
+    for tag_name in listing.lost_tags:
+        log.warning("tag %s names a checkpoint whose record cannot be read; `casckpt verify` says more", tag_name)
+    rows = [
+        {"name": tag_name} | brief(tag.checkpoint.commit) | {"expires": plain(tag.expires), "holder": tag.holder}
+        for tag_name, tag in listing.tags.items()
+        if only in (None, tag_name)
+    ]
     if only is not None and not rows:
         raise NotFound(f"there is no tag {only!r}; `casckpt tag STORE {only} REF` makes it")
     return rows

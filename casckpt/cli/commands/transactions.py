@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from casckpt.base.names import is_txid
 from casckpt.cli.describe import plain
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import moment, printable, say
-from casckpt.errors import Refused
-
-if TYPE_CHECKING:
-    from casckpt.format.names import TxId
 
 _ALIVE = {True: "alive", False: "dead", None: "on another host, or not known"}
 
@@ -40,13 +37,12 @@ def command(session: Session, revoke: str | None, give_up: str | None) -> None:
         session.give({"revoked": revoke}, lambda result: say(f"revoked {revoke}"))
 
 
-def _txid(name: str, option: str) -> TxId:
-    from casckpt.format.keys import check_txid
-
-    try:
-        return check_txid(name)
-    except Refused as error:
-        raise click.BadParameter(f"{error}; `casckpt transactions STORE` lists them", param_hint=option) from error
+def _txid(name: str, option: str) -> str:
+    if not is_txid(name):
+        raise click.BadParameter(
+            f"not a transaction id: {name[:120]!r}; `casckpt transactions STORE` lists them", param_hint=option
+        )
+    return name
 
 
 def _text(rows: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""``casckpt verify``, and ``casckpt sign``, which says whose it is."""
+"""``casckpt verify``, and ``casckpt sign``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from casckpt.cli.text import count, name, printable, say, say_all, shortened, si
 from casckpt.errors import Damaged
 
 if TYPE_CHECKING:
-    from casckpt.upkeep.repair.verify import Mode
+    from casckpt.store.types import Mode
 
 
 @store_command("verify", loads=True)

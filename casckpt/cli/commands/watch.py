@@ -1,4 +1,4 @@
-"""``casckpt watch``, and ``casckpt follow``, which keeps a folder at what comes."""
+"""``casckpt watch``, and ``casckpt follow``, which updates a folder to each new checkpoint."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def command(
     object for each line. "late": a checkpoint that began later was printed before. Neither the store nor the run needs
     to exist yet.
     """
-    told = session.store.watch(run, after=after, latest_only=latest_only, timeout=timeout, poll=poll)
-    for one in told:
+    arrivals = session.store.watch(run, after=after, latest_only=latest_only, timeout=timeout, poll=poll)
+    for one in arrivals:
         row = summary(one.checkpoint) | {"late": one.late}
         say(json.dumps(finite(row), allow_nan=False) if session.as_json else _line(row))
 

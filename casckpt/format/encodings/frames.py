@@ -21,8 +21,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from casckpt.base.digest import Buffer
 from casckpt.errors import InvalidInput, Refused
-from casckpt.format.digest import Buffer
 from casckpt.format.encodings.parts import Part, PartReader, encode_part
 from casckpt.format.encodings.planes import BLOCK, encode_parts, foresee, join, read_parts, sample, some_of
 from casckpt.format.encodings.scratch import Bytes, Unsigned, scratch

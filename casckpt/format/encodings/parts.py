@@ -17,8 +17,8 @@ from typing import TypeAlias
 
 import numpy as np
 
+from casckpt.base.digest import Buffer
 from casckpt.errors import Refused
-from casckpt.format.digest import Buffer
 from casckpt.format.encodings.scratch import Bytes
 
 if sys.version_info >= (3, 14):

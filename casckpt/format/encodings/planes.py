@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from casckpt.format.digest import Buffer
+from casckpt.base.digest import Buffer
 from casckpt.format.encodings.parts import Part, PartReader, encode_part
 from casckpt.format.encodings.scratch import Bytes, Unsigned, scratch
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import msgspec
 from msgspec.msgpack import Decoder
 
+from casckpt.base.digest import Buffer
 from casckpt.errors import Refused
 from casckpt.format.blob import DATA_OFFSET, MAX_LEAVES, RECORD_BYTES
 from casckpt.format.columns import pack, unpack
-from casckpt.format.digest import Buffer
 from casckpt.format.keys import check_txid
 from casckpt.format.names import BlobHash, TxId
 

@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 from msgspec.msgpack import Decoder
 
+from casckpt.base.digest import Buffer
 from casckpt.errors import Refused
 from casckpt.format.blob import DATA_OFFSET
-from casckpt.format.digest import Buffer
 from casckpt.format.extents import DIGEST_BYTES, MAX_LINKS, Coding, Extent
 
 ROW = Struct("<IIIB")

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from struct import Struct
 from typing import NamedTuple, TypeAlias
 
+from casckpt.base.digest import Buffer
 from casckpt.base.lazy import cached_property
 from casckpt.errors import Damaged, Refused
-from casckpt.format.digest import Buffer, cell_digest
+from casckpt.format.digest import cell_digest
 
 MAGIC = b"CASCKPT\x01"
 HEAD_BYTES = 4096

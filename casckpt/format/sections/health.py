@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.msgpack import Decoder
 
+from casckpt.base.digest import Buffer
 from casckpt.errors import Refused
 from casckpt.format.columns import pack, unpack
-from casckpt.format.digest import Buffer
 from casckpt.format.sections.blobs import DECODE_ERRORS
 
 HEALTH = "health"

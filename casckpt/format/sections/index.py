@@ -10,11 +10,12 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from casckpt.base.lazy import cached_property
+from casckpt.base.names import check_attachment_name, check_run, check_step
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import dtypes
 from casckpt.format.columns import pack, unpack
 from casckpt.format.extents import ExtentTable
-from casckpt.format.keys import check_attachment_name, check_hash, check_run, check_step
+from casckpt.format.keys import check_hash
 from casckpt.format.names import ManifestId
 from casckpt.format.regions import MAX_DIMENSIONS, Shape, check_shape
 from casckpt.format.sections.pieces import Pieces

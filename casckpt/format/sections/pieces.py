@@ -11,9 +11,10 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
+from casckpt.base.digest import Buffer
 from casckpt.errors import Damaged, Refused
 from casckpt.format.columns import pack, unpack
-from casckpt.format.digest import Buffer, cell_digest
+from casckpt.format.digest import cell_digest
 from casckpt.format.sections.head import Read, Section
 
 _HASH = 32

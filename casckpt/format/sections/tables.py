@@ -13,9 +13,9 @@ from struct import Struct
 import msgspec
 from msgspec.msgpack import Decoder
 
+from casckpt.base.digest import Buffer
 from casckpt.errors import Refused
 from casckpt.format.blob import DATA_OFFSET
-from casckpt.format.digest import Buffer
 from casckpt.format.extents import DIGEST_BYTES, Extent, ExtentTable
 from casckpt.format.regions import Box, Shape, full_box
 from casckpt.format.sections.coded_rows import decode_coded, encode_coded

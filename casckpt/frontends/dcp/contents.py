@@ -25,7 +25,7 @@ from casckpt.frontends.dcp.note import Note, read_note
 from casckpt.frontends.dcp.schema import Opaque, Schema, Value, schema_of
 from casckpt.loading.contents import Contents
 from casckpt.loading.load import values_at
-from casckpt.loading.load_plan import LoadOptions
+from casckpt.loading.options import LoadOptions
 from casckpt.store.store import Store
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.objects import is_archive, read_archive, write_archive

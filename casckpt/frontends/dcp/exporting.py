@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from casckpt.base.groups import grouped, in_batches
 from casckpt.base.progress import Progress, Shown
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput
@@ -30,9 +31,8 @@ from casckpt.frontends.interchange.new_files import (
 )
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.views.view import check_whole
-from casckpt.loading.load_plan import LoadOptions
+from casckpt.loading.options import LoadOptions
 from casckpt.loading.regions import EntrySlice, RegionReader
-from casckpt.plan.lots import grouped, in_batches
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import tensor_over
 

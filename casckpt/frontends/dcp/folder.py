@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from casckpt.base.text import listed
 from casckpt.errors import Damaged, InvalidInput, Refused, Unsupported
-from casckpt.format.tree import listed
 from casckpt.frontends.dcp.described import read_metadata
 from casckpt.frontends.dcp.items import BoxedStream
 from casckpt.frontends.dcp.unflattened import places, unflatten

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any, Final, Unpack
 
 from casckpt.base.keywords import check_keywords
+from casckpt.base.names import is_attachment_name
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.format.keys import is_attachment_name
 from casckpt.frontends.dcp.folder import METADATA, Folder
 from casckpt.frontends.dcp.session import WriterSession
 from casckpt.frontends.stores import AnyStore, as_store

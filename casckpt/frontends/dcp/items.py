@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
+from casckpt.base.groups import in_batches
 from casckpt.errors import InvalidInput
 from casckpt.format import plain
 from casckpt.format.draft import ObjectEntry
@@ -20,7 +21,6 @@ from casckpt.format.tree import Leaf, find
 from casckpt.frontends.dcp.note import Chunk
 from casckpt.frontends.dcp.planners import ValueStream, has_methods_of
 from casckpt.frontends.dcp.schema import is_one_value
-from casckpt.plan.lots import in_batches
 from casckpt.saving.local_entries import LocalEntry
 from casckpt.saving.prepare import Prepared, prepare, stored_object
 from casckpt.tensors.dtensors import is_dtensor

@@ -17,11 +17,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as Protocol
 from torch.futures import Future
 
+from casckpt.base.groups import in_batches
+from casckpt.base.names import check_run
 from casckpt.base.parallel import usable_threads
 from casckpt.base.progress import Progress, Shown
 from casckpt.contents.checkpoint import Checkpoint, warn_if_forgotten
 from casckpt.errors import Conflict, Damaged, InvalidInput, Mismatch, NotFound
-from casckpt.format.keys import check_run
 from casckpt.format.regions import Box, Region
 from casckpt.frontends.dcp.contents import DcpContents
 from casckpt.frontends.dcp.hooks import hook
@@ -31,9 +32,9 @@ from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream, h
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.fit import Fit, check_fit, log_once, saved_shapes, shape_of
-from casckpt.loading.load_plan import LoadOptions, Unread, check_cast
+from casckpt.loading.load_plan import check_cast
+from casckpt.loading.options import LoadOptions, Unread
 from casckpt.loading.tied_tensors import Content, TiedTensors
-from casckpt.plan.lots import in_batches
 from casckpt.plan.reads import covers
 from casckpt.ranks.ranks import this_rank
 from casckpt.tensors.dtensors import is_dtensor

@@ -16,8 +16,8 @@ from torch.futures import Future
 from typing_extensions import override
 
 from casckpt.base.keywords import check_keywords
+from casckpt.base.names import check_run, check_step
 from casckpt.errors import InvalidInput
-from casckpt.format.keys import check_run, check_step
 from casckpt.frontends.dcp.hooks import hook
 from casckpt.frontends.dcp.ids import is_usable, place_of, stamp
 from casckpt.frontends.dcp.session import WriterSession

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final, Unpack, get_args
 
 from casckpt.base.progress import Shown
+from casckpt.base.text import is_url, local_path
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput
 from casckpt.frontends.interchange.safetensors.exporting import export_safetensors
@@ -15,10 +16,9 @@ from casckpt.frontends.interchange.safetensors.layout import SUFFIX
 from casckpt.frontends.interchange.safetensors.planned import CONFIG
 from casckpt.frontends.interchange.torch_files import export_torch
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.loading.arguments import Rename
-from casckpt.storage.paths import is_url, local_path
 from casckpt.store.exports import Exported, FileOptions, Format
 from casckpt.store.store import Store
+from casckpt.store.types import Rename
 
 FORMATS: Final[tuple[Format, ...]] = get_args(Format)
 _SUFFIXES: Final[Mapping[str, Format]] = {SUFFIX: "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}

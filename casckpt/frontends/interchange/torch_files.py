@@ -26,6 +26,7 @@ from torch.serialization import skip_data
 
 from casckpt.base.keywords import check_keywords
 from casckpt.base.progress import Progress, Shown
+from casckpt.base.text import is_url, local_path
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.signatures import get_trusted
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Refused
@@ -41,9 +42,8 @@ from casckpt.frontends.views.windows import WindowReader
 from casckpt.loading.arguments import Rename
 from casckpt.loading.contents import Contents
 from casckpt.loading.load import values_at
-from casckpt.loading.load_plan import LoadOptions
+from casckpt.loading.options import LoadOptions
 from casckpt.saving.options import ImportArguments
-from casckpt.storage.paths import is_url, local_path
 from casckpt.store.exports import Exported, FileOptions
 from casckpt.store.store import Store
 from casckpt.tensors.dtypes import torch_dtype

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 
+from casckpt.base.names import TAG, check_run
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.contents.refs import TAG
 from casckpt.errors import NotFound
-from casckpt.format.keys import check_run
 from casckpt.frontends.lightning.pointer import Pointer
 from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.store.store import Store
-from casckpt.upkeep.gc.purge import forget_and_purge
 
 
 class RunFiles:
@@ -23,7 +21,7 @@ class RunFiles:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the checkpoints of the run; none if there is no store yet."""
-        return self.store.checkpoints(self.run) if self.store.repository.exists() else []
+        return self.store.checkpoints(self.run) if self.store.exists() else []
 
     def place(self, pointer: Pointer, step: int) -> tuple[str, bool]:
         """Return (run, overwrite) for a save. A checkpoint that no other file names is replaced."""
@@ -47,7 +45,7 @@ class RunFiles:
         """Remove a file, and forget the checkpoint if no other file names it."""
         named = pointer.read()
         pointer.delete()
-        if self.store.repository.exists():
+        if self.store.exists():
             if pointer.tag in self.store.tags():
                 self.store.untag(pointer.tag)
             self._let_go(named)
@@ -57,7 +55,7 @@ class RunFiles:
         if named is not None and named in self.store:
             found = self.store.get(named)
             if not found.tags and not found.forgotten:
-                forget_and_purge(self.store.repository, [found.commit])
+                self.store.forget_now(found)
             if self._gc:
                 self._janitor.ask(found.run)
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
-from casckpt.format.digest import hex_digest
+from casckpt.base.digest import hex_digest
 from casckpt.frontends.interchange.new_files import new_file
 
 AnyPath: TypeAlias = str | os.PathLike[str]

@@ -21,8 +21,7 @@ from casckpt.frontends.trainer.contents import GroupOptions
 from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.ranks.agreement import check_same
 from casckpt.ranks.ranks import everyone, on_each, open_ranks
-from casckpt.saving.options import CheckReplicas
-from casckpt.saving.prepare import Owners
+from casckpt.store.types import CheckReplicas, Owners
 
 _EMA = "ema"
 _NOT_PLAIN = ("state_dict", "optimizer_states", "current_model_state")

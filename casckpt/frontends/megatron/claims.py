@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from casckpt.base.text import listed
 from casckpt.format.regions import Region, Shape, normalise
-from casckpt.format.tree import listed
 from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors, refused
 from casckpt.frontends.megatron.kinds import is_sharded_object, is_sharded_tensor
 from casckpt.frontends.megatron.mapping import is_main_replica

@@ -34,7 +34,7 @@ from casckpt.frontends.megatron.strictness import (
     log_missing,
     parse_strict_flag,
 )
-from casckpt.loading.load_plan import RankArguments
+from casckpt.loading.options import RankArguments
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks
 from casckpt.tensors.foreign import flat_range, megatron_shard, part_shape
 from casckpt.tensors.memory import narrow

@@ -24,7 +24,7 @@ from casckpt.frontends.megatron.mapping import ShardedObject
 from casckpt.frontends.megatron.nesting import merge
 from casckpt.frontends.megatron.place import StoreRef
 from casckpt.history.commits import Commit
-from casckpt.loading.load_plan import RankArguments
+from casckpt.loading.options import RankArguments
 from casckpt.ranks.agreement import check_same
 from casckpt.ranks.ranks import Ranks, everyone
 from casckpt.store.store import Store

@@ -38,7 +38,7 @@ from casckpt.frontends.megatron.removing import drop, folder_noted, follow
 from casckpt.frontends.megatron.saving import Saving
 from casckpt.frontends.megatron.stored import MegatronCheckpoint
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.loading.load_plan import ReadArguments
+from casckpt.loading.options import ReadArguments
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks
 from casckpt.saving.options import SaveArguments
 from casckpt.tensors.objects import write_archive

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Collection
 from enum import Enum
 
-from casckpt.format.tree import listed
+from casckpt.base.text import listed
 from casckpt.frontends.megatron.errors import CheckpointingException, ShardedKeyMissing
 
 log = logging.getLogger(__name__)

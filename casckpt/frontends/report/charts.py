@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from casckpt.base.sizes import format_size
 from casckpt.errors import Unsupported
-from casckpt.upkeep.history import Heat
-from casckpt.upkeep.usage import RunUsage
 
 try:
     import matplotlib as mpl
@@ -23,6 +21,8 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from casckpt.store.types import Heat, RunUsage
 
 WIDTH: Final = 4.0  # inches: 384 pixels, so that text keeps its size on a phone
 POINTS: Final = 200  # of a line; more would not be visible

@@ -10,20 +10,19 @@ from html import escape
 from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from casckpt._version import __version__
+from casckpt.base.durations import time_of
+from casckpt.base.groups import grouped
 from casckpt.base.sizes import format_size
 from casckpt.errors import Damaged, Refused
-from casckpt.format.records import time_of
 from casckpt.frontends.interchange.new_files import new_file
 from casckpt.frontends.report import charts
-from casckpt.history import tags
-from casckpt.plan.lots import grouped
 from casckpt.store.store import Store
-from casckpt.upkeep.footprint import RuleUsage
-from casckpt.upkeep.history import Added, Heat, History, heat, history
-from casckpt.upkeep.usage import StoreUsage
+
+if TYPE_CHECKING:
+    from casckpt.store.types import Added, Heat, History, RuleUsage, StoreUsage
 
 RUNS: Final = 12  # in the chart of all runs
 CLOSER: Final = 3  # runs with their own charts
@@ -56,13 +55,13 @@ def write_report(store: Store, path: str | os.PathLike[str]) -> int:
 
 def page(store: Store) -> str:
     """The report of ``store`` as HTML, below 300 KB. Raises NotFound, Unsupported, StorageError."""
-    repo, usage = store.repository, store.report()
-    past = history(repo, [run.run for run in usage.runs[:RUNS]])
-    of_runs = {run.run: heat(repo, _of_run(past.added, run.run)) for run in usage.runs[:CLOSER]}
+    usage = store.report()
+    history = store.history([run.run for run in usage.runs[:RUNS]])
+    of_runs = {run.run: store.heat(_of_run(history.added, run.run)) for run in usage.runs[:CLOSER]}
     heats = {run: changes for run, changes in of_runs.items() if changes is not None}
-    tagged = tags.list_tags(repo).tags
-    names: dict[str, list[str]] = grouped(tagged, lambda name: tagged[name].manifest)
-    return _page(_Content(store.url, usage, past, heats, names, _rules(store)))
+    tags = store.listing().tags
+    names: dict[str, list[str]] = grouped(tags, lambda name: tags[name].checkpoint.id)
+    return _page(_Content(store.url, usage, history, heats, names, _rules(store)))
 
 
 def _rules(store: Store) -> Sequence[RuleUsage]:

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any, Final, TypeAlias
 
+from casckpt.base.digest import hex_digest
+from casckpt.base.groups import grouped
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, NotFound
-from casckpt.format.digest import hex_digest
 from casckpt.frontends.interchange.safetensors.files import NAMES
 from casckpt.frontends.interchange.safetensors.layout import plan_shards
 from casckpt.frontends.interchange.safetensors.planned import CONFIG
@@ -18,7 +19,6 @@ from casckpt.frontends.serve.answers import no_file, no_repository, no_revision
 from casckpt.frontends.serve.folders import File, ServedFolder, ServedFolders
 from casckpt.frontends.serve.names import COMMIT_DIGITS, MAIN, commit_of, is_of, reference, repo_of, run_of
 from casckpt.frontends.views.view import Rules
-from casckpt.plan.lots import grouped
 from casckpt.store.store import Store
 
 Json: TypeAlias = dict[str, Any]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
-from casckpt.format.keys import run_hash
+from casckpt.base.names import run_hash
 
 MAIN: Final = "main"
 LATEST: Final = (MAIN, "latest")

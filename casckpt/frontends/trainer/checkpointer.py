@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from casckpt.base.keywords import check_keywords
+from casckpt.base.names import check_attachment_name, check_step
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput
-from casckpt.format.keys import check_attachment_name, check_step
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer.contents import (
     OPTIM,
@@ -30,7 +30,6 @@ from casckpt.frontends.trainer.contents import (
 from casckpt.frontends.trainer.failures import Failures, HeardFuture, will_repeat
 from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.frontends.trainer.resumed import Resumed, check_given, of_all_ranks, outcome_of
-from casckpt.frontends.trainer.rotation import rotate, thin
 from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest_together
 from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
 from casckpt.frontends.trainer.summary import SaveSummary
@@ -39,11 +38,9 @@ from casckpt.frontends.trainer.train_state import restore_rng, rng_state
 from casckpt.frontends.training_state.hub_config import with_config
 from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
 from casckpt.frontends.training_state.stored import MODEL
-from casckpt.history.commits import Commit
-from casckpt.loading.arguments import Rename
-from casckpt.loading.load_plan import FillArguments, LoadOptions, MatchArguments, Unread
+from casckpt.loading.options import LoadOptions
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks, this_rank
-from casckpt.saving.options import CheckReplicas, SaveArguments
+from casckpt.store.types import CheckReplicas, FillArguments, MatchArguments, Rename, SaveArguments, Unread
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -442,13 +439,13 @@ class Checkpointer(RunCheckpoints):
         """On rank 0: forget and thin checkpoints after a save. An error here is logged: the checkpoint is saved."""
         if not leads:
             return
-        gone, thinned = list[Commit](), list[Commit]()
+        gone, thinned = list[Checkpoint](), list[Checkpoint]()
         try:
-            gone = rotate(self.store.repository, self.run, self._rotation)
-            thinned = thin(self.store.repository, self.run, self._rotation.thin)
+            gone = self.store.rotate(self.run, self._rotation)
+            thinned = self.store.thin_now(self.run, self._rotation.thin)
         except CasckptError as error:
             log.warning("retention after the save of %s@%d failed: %s", saved.run, saved.step, error)
-        steps = tuple(commit.step for commit in gone)
+        steps = tuple(checkpoint.step for checkpoint in gone)
         self.summary = SaveSummary(checkpoint=saved, blocked=blocked, durable=durable, forgotten=steps)
         log.info("%s", self.summary)
         if self.config.gc:

@@ -29,11 +29,12 @@ from casckpt.frontends.training_state.save_load import state_of
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.frontends.training_state.together import Groups, Made, find, is_sharded, made_by_name, make_state
 from casckpt.loading.arguments import Renaming, renamer
-from casckpt.loading.load_plan import LoadOptions, MatchArguments
+from casckpt.loading.options import LoadOptions
 from casckpt.loading.unread import EVERYTHING, is_generator, that_hold, warn_moved, warn_unread
 from casckpt.ranks.ranks import Ranks, on_each
 from casckpt.store.objects import is_of_optimizer
 from casckpt.store.store import Store
+from casckpt.store.types import MatchArguments
 
 log = logging.getLogger("casckpt")
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Conflict, InvalidInput, Revoked
-from casckpt.repository.repository import Clock
 
 PATIENCE = 15 * 60 * 1_000_000
 """Saves may fail for this many microseconds before one runs in the foreground."""
@@ -43,7 +43,7 @@ class Failures:
     ``most``: this number in a row, over `PATIENCE`, is too many. None: no number is.
     """
 
-    def __init__(self, most: int | None, clock: Clock) -> None:
+    def __init__(self, most: int | None, clock: Callable[[], int]) -> None:
         self.count = 0
         self._most, self._clock, self._first = most, clock, 0
 

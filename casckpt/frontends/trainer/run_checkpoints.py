@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from casckpt.base.names import similar_runs
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.contents.refs import similar_runs
 from casckpt.errors import NotFound
 from casckpt.format.keys import MARKER
-from casckpt.history.commits import Commit
 from casckpt.ranks.agreement import check_same
 from casckpt.ranks.ranks import Ranks, everyone
 from casckpt.store.store import Store
+from casckpt.store.types import Commit
 
 log = logging.getLogger(__name__)
 
@@ -26,14 +26,14 @@ def newest(store: Store, run: str, step: int | None = None) -> Commit | None:
     try:
         return store.get(_ref(run, step)).commit
     except NotFound as error:
-        if store.repository.exists():  # else it is the first run
+        if store.exists():  # else it is the first run
             log.info("%s", error)  # a typo would start a new training
         return None
 
 
 def newest_healthy(store: Store, run: str) -> Commit | None:
     """Return the newest commit of a run that is not unhealthy; None for an empty run. NotFound if all are unhealthy."""
-    found = store.checkpoints(run) if store.repository.exists() else []
+    found = store.checkpoints(run) if store.exists() else []
     healthy = [one.commit for one in found if one.healthy is not False]
     if found and not healthy:
         raise NotFound(f"all checkpoints of {run} were saved with healthy=False; load one of them by its step")
@@ -71,7 +71,7 @@ def newest_together(
 
 def warn_of_similar(store: Store, run: str) -> None:
     """Log the runs, or the stores, with a similar name: a typo starts a new training."""
-    is_there, folder = store.repository.exists(), getattr(store.repository.storage, "path", None)
+    is_there, folder = store.exists(), getattr(store.repository.storage, "path", None)
     if is_there:
         what, similar = f"checkpoint of run {run!r} in", [f"run {name!r}" for name in similar_runs(run, store.runs())]
     else:

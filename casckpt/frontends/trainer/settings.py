@@ -7,12 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypedDict
 
+from casckpt.base.names import check_run, check_step
 from casckpt.errors import InvalidInput
-from casckpt.format.keys import check_run, check_step
-from casckpt.frontends.trainer.rotation import Rotation
-from casckpt.plan.retention import Policy, thinning_of
-from casckpt.saving.options import CheckReplicas, Compress, Metrics, usable_check, usable_compress
-from casckpt.saving.prepare import Frozen, Owners
+from casckpt.plan.retention import Policy, Rotation, thinning_of
+from casckpt.store.types import CheckReplicas, Compress, Frozen, Metrics, Owners, check_save_arguments
 
 Kind: TypeAlias = Literal["permanent", "ephemeral"]
 Keep: TypeAlias = Policy | Mapping[str, Any] | int | None
@@ -108,9 +106,7 @@ class TrainerSettings:
         if self.last_step is not None:
             object.__setattr__(self, "last_step", check_step(self.last_step))
         policy_of(self.keep)
-        usable_check(self.check_replicas)
-        if self.compress is not None:
-            usable_compress(self.compress)
+        check_save_arguments({"check_replicas": self.check_replicas, "compress": self.compress})
         thinning_of(self.thin)
         self._check_risk()
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from casckpt.base.digest import hex_digest
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
-from casckpt.format.digest import hex_digest
 from casckpt.format.tree import TENSOR, Node
 from casckpt.frontends.training_state.plain_state import check_part, draws, fill, objects_within, plain_state
 from casckpt.ranks.ranks import this_rank

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from casckpt.base.text import listed
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
-from casckpt.format.tree import listed
 from casckpt.frontends.training_state.optimizer import NamedParameter
 
 _LOG = logging.getLogger("casckpt")

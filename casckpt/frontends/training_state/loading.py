@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Mismatch
 from casckpt.format.regions import Shape
 from casckpt.format.sections.index import Entry
-from casckpt.format.tree import Element, Node, children, listed
+from casckpt.format.tree import Element, Node, children
 from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.groups import Match, check, check_unused, match
 from casckpt.frontends.training_state.holding import Holding, apart, unwrapped
@@ -49,7 +50,8 @@ from casckpt.loading.fit import (
     name_without_adapters,
     shape_of,
 )
-from casckpt.loading.load_plan import LoadOptions, new_empty
+from casckpt.loading.load_plan import new_empty
+from casckpt.loading.options import LoadOptions
 from casckpt.loading.unread import that_hold
 from casckpt.ranks.ranks import Ranks, everyone
 from casckpt.tensors.dtensors import described_like, local_of

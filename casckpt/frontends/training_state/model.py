@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from casckpt.base.text import listed
 from casckpt.errors import InvalidInput
-from casckpt.format.tree import listed
 from casckpt.frontends.training_state.flat import flat_parts, full_dtypes, let_go, without_fsdp_hooks
 from casckpt.frontends.training_state.names import plain_name
 from casckpt.frontends.training_state.parts import Parts

@@ -14,9 +14,9 @@ from typing import Any, TypeAlias, Unpack
 from torch import nn
 from torch.optim import Optimizer
 
+from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Mismatch
-from casckpt.format.tree import listed
 from casckpt.frontends.training_state.hub_config import with_config
 from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors
 from casckpt.frontends.training_state.model import model_to_save
@@ -26,7 +26,7 @@ from casckpt.frontends.training_state.plain_state import draws, fill, plain_stat
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.frontends.training_state.together import Made, NamedState, find, is_sharded, make_state
 from casckpt.loading.arguments import Renaming, renamer
-from casckpt.loading.load_plan import LoadOptions
+from casckpt.loading.options import LoadOptions
 from casckpt.ranks.messages import WithObjects
 from casckpt.ranks.ranks import Ranks, everyone, on_each
 from casckpt.saving.options import SaveOptions

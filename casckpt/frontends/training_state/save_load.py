@@ -14,7 +14,7 @@ from casckpt.frontends.training_state.optimizer import states_to_save
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
 from casckpt.frontends.training_state.stored import MODEL, OPTIM
 from casckpt.frontends.training_state.together import Made, find, made_by_name, make_state
-from casckpt.loading.load_plan import LoadArguments, LoadOptions
+from casckpt.loading.options import LoadArguments, LoadOptions
 from casckpt.loading.unread import is_within, warn_unread
 from casckpt.ranks.ranks import open_ranks
 from casckpt.saving.options import SaveArguments

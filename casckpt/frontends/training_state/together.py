@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
 
+from casckpt.base.digest import hex_digest
+from casckpt.base.text import listed
 from casckpt.contents import manifests
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Mismatch
-from casckpt.format.digest import hex_digest
 from casckpt.format.manifest import Manifest
-from casckpt.format.tree import listed
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.training_state.groups import merged
 from casckpt.frontends.training_state.optimizer import tensors_below

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from fsspec.core import url_to_fs
 
+from casckpt.base.text import in_one_line
 from casckpt.errors import NotFound, Refused, Unsupported
 from casckpt.storage.base import AlreadyExists, Finding, ListedObject, ShortObject
-from casckpt.storage.failures import in_one_line
 from casckpt.storage.remote.calls import WEB, calls_of, with_timeouts
 from casckpt.storage.remote.client import ExplainedFailure, Page
 from casckpt.storage.remote.patience import Patience

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 
+from casckpt.base.durations import time_of
+from casckpt.base.groups import grouped
 from casckpt.base.parallel import in_parallel
 from casckpt.contents import manifests
 from casckpt.errors import Conflict, Damaged, Gone, Refused
@@ -27,12 +29,11 @@ from casckpt.format import records
 from casckpt.format.keys import parse_txid
 from casckpt.format.metrics import metric_values
 from casckpt.format.names import TxId
-from casckpt.format.records import Restored, Settings, time_of
+from casckpt.format.records import Restored, Settings
 from casckpt.history.commits import Commit, CommitList, announce_all, append, forget, list_commits, purge, restore
 from casckpt.history.folding import STANDS, VOID, Holdings
 from casckpt.history.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_of
 from casckpt.history.transactions import OpenTransaction
-from casckpt.plan.lots import grouped
 from casckpt.plan.retention import Policy, SavedCheckpoint, plan_forget, runs_without
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.copies.mirror_notes import NO_STORE, mirror_made_at, mirror_to_wait_for, unmirrored

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from casckpt.base.digest import Buffer
 from casckpt.errors import InvalidInput, NotFound, Refused, StorageError
 from casckpt.format.blob import DATA_OFFSET, decode_header, encode_header, order
 from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
-from casckpt.format.digest import Buffer, cell_digest, proof_name
+from casckpt.format.digest import cell_digest, proof_name
 from casckpt.format.dtypes import coded_width, stored_name
 from casckpt.format.encodings.frames import decode, encode_delta, encode_planes
 from casckpt.format.keys import blob_key

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
+from casckpt.base.digest import Buffer
+from casckpt.base.groups import in_batches
 from casckpt.contents import blobs, manifests
 from casckpt.errors import Damaged
 from casckpt.format.blob import order
 from casckpt.format.blob_writer import LEAF_BYTES, BlobWriter, buffer_bytes, padded
-from casckpt.format.digest import Buffer
 from casckpt.format.draft import placed
 from casckpt.format.extents import Frame, StoredCell, build
 from casckpt.format.keys import uploader_folder
@@ -25,7 +26,6 @@ from casckpt.format.names import TxId
 from casckpt.format.records import Committed, changed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.history.commits import Commit, CommitList
-from casckpt.plan.lots import in_batches
 from casckpt.plan.reuse import coded_bytes
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.repair.blob_rebuild import CellSupply, put

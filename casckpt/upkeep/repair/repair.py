@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from casckpt.base.groups import grouped
 from casckpt.base.progress import Progress, silent
 from casckpt.contents import blobs, manifests
 from casckpt.errors import CasckptError, Conflict, Damaged, Gone, Refused
@@ -30,7 +31,6 @@ from casckpt.format.names import CellDigest, ManifestId, TxId
 from casckpt.format.records import Committed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.history.commits import Commit, CommitList, list_commits
-from casckpt.plan.lots import grouped
 from casckpt.repository.fetching import BlobDamaged, fetch
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements

@@ -122,7 +122,7 @@ def test_a_gc_that_is_interrupted_says_what_it_has_forgotten_and_purged(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("casckpt.cli.commands.gc._Teller.__call__", interrupt)
+    monkeypatch.setattr("casckpt.cli.commands.gc._WaitReport.__call__", interrupt)
     transaction = begin(store.repository, "a", 4)
     done = as_json("gc", saved, "--keep-last", 2, "--min-age", 0, status=130)
     assert done["error"]["kind"] == "interrupted"

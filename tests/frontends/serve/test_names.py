@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casckpt.format.keys import check_run
+from casckpt.base.names import check_run
 from casckpt.frontends.serve.names import commit_of, is_repo, reference, repo_of, run_of
 
 hub = pytest.importorskip("huggingface_hub.utils", reason="needs casckpt[transformers]")

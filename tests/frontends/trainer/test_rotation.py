@@ -21,11 +21,11 @@ from casckpt.format.keys import make_txid
 from casckpt.format.names import ManifestId
 from casckpt.format.records import Committed
 from casckpt.frontends.trainer import Checkpointer
-from casckpt.frontends.trainer.rotation import Rotation, plan_rotation
 from casckpt.history.commits import Commit, list_commits
-from casckpt.plan.retention import Policy
+from casckpt.plan.retention import Policy, Rotation
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
+from casckpt.upkeep.gc.rotation import plan_rotation
 from tests.support.far import far
 from tests.support.faulty import Call, Fault, FaultyStore, call_first, fail_before, look_on
 from tests.support.repositories import memory

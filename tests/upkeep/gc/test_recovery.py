@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from casckpt.base.names import run_hash
 from casckpt.contents import blobs, manifests
 from casckpt.errors import StorageError
-from casckpt.format.keys import announcement_key, commit_key, run_hash
+from casckpt.format.keys import announcement_key, commit_key
 from casckpt.format.records import Forgotten
 from casckpt.history import commits
 from casckpt.history.announcements import announce, look, read_back

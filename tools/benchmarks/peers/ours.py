@@ -65,7 +65,9 @@ class Casckpt(Peer):
     @classmethod
     def absent(cls) -> str | None:
         """See `Peer.absent`."""
-        return missing("casckpt.store.store", "casckpt.saving.prepare", "casckpt.loading.load")
+        return missing(
+            "casckpt.saving.prepare", "casckpt.loading.load", "casckpt.upkeep.copies.copy", "casckpt.upkeep.gc.gc"
+        )
 
     def save(self, state: State, folder: Path) -> Mapping[str, float]:
         """A step of a training: the store stays open from one to the next."""

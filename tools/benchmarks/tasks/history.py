@@ -193,8 +193,9 @@ def _synthesize(
     history: _History, run: str, count: int, began: datetime, *, first: int = 0, copied: bool = False
 ) -> Commit | None:
     """Write the records of ``count`` checkpoints, 30 seconds apart, and announcements; no objects. The last one."""
+    from casckpt.base.names import run_hash
     from casckpt.format import records
-    from casckpt.format.keys import announcement_key, commit_key, make_txid, run_hash
+    from casckpt.format.keys import announcement_key, commit_key, make_txid
     from casckpt.format.names import ManifestId
     from casckpt.format.records import Announced, Committed
     from casckpt.history.announcements import look

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from casckpt.base.progress import Progress, Shown
 from casckpt.base.sizes import parse_size
+from casckpt.base.text import is_url
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Conflict
 from casckpt.frontends.interchange.new_files import (
@@ -32,10 +33,9 @@ from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.views.recut import ViewTensor
 from casckpt.frontends.views.view import Rules
 from casckpt.frontends.views.windows import WindowReader
-from casckpt.loading.arguments import Rename
-from casckpt.storage.paths import is_url
 from casckpt.store.exports import Exported
 from casckpt.store.store import Store
+from casckpt.store.types import Rename
 
 _OURS = re.compile(rf"{STEM}(-[0-9]{{5}}-of-[0-9]{{5}})?\{SUFFIX}")
 

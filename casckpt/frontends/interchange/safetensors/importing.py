@@ -14,10 +14,10 @@ from typing import Any, Final, Unpack
 import torch
 
 from casckpt.base.keywords import check_keywords
+from casckpt.base.names import is_attachment_name
 from casckpt.base.progress import Shown
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, NotFound, Unsupported
-from casckpt.format.keys import is_attachment_name
 from casckpt.format.regions import Shape
 from casckpt.frontends.interchange.resident import letting_go
 from casckpt.frontends.interchange.safetensors.files import (

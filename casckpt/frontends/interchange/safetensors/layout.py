@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
+from casckpt.base.groups import in_batches
 from casckpt.errors import InvalidInput, Refused
 from casckpt.frontends.interchange.safetensors.files import (
     INDEX_SUFFIX,
@@ -17,7 +18,6 @@ from casckpt.frontends.interchange.safetensors.files import (
     rank_of,
 )
 from casckpt.frontends.views.recut import ViewTensor
-from casckpt.plan.lots import in_batches
 
 STEM, SUFFIX = "model", ".safetensors"
 INDEX: Final = f"{STEM}{INDEX_SUFFIX}"

@@ -22,8 +22,8 @@ from botocore.exceptions import (
 from botocore.exceptions import ConnectionError as Unreached
 from botocore.parsers import ResponseParserError
 
+from casckpt.base.text import in_one_line
 from casckpt.errors import NotFound, StorageError, Unsupported
-from casckpt.storage.failures import in_one_line
 from casckpt.storage.remote.client import ExplainedFailure
 
 FAILURES: tuple[type[Exception], ...] = (ClientError, BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError)

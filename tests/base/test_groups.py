@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casckpt.plan.lots import in_batches
+from casckpt.base.groups import in_batches
 
 
 @given(st.lists(st.integers(0, 20)), st.integers(1, 30))

@@ -7,37 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
 
 from casckpt.format.names import TxId
 from casckpt.history.commits import Commit, list_commits
 from casckpt.history.tags import FOREIGN_CLOCKS, tagged_txids, tags
-from casckpt.plan.retention import Policy, Thinning, newest_of, plan_forget
+from casckpt.plan.retention import Rotation, Thinning, newest_of, plan_forget
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc.purge import forget_and_purge, kept_of, purge_now
 from casckpt.upkeep.thin import execute, plan_thin
 
 log = logging.getLogger(__name__)
 _WARN_EVERY = 10  # checkpoints
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rotation:
-    """Which checkpoints stay: the permanent ones that any rule keeps, and the newest of the run if it is ephemeral.
-
-    ``max_checkpoints``: keep this number of the newest. Tagged checkpoints and those of ``fixed`` steps do not count,
-    and always stay. Without ``keep`` and ``max_checkpoints`` all stay. ``thin``: what the remaining ones leave out.
-    """
-
-    keep: Policy | None = None
-    max_checkpoints: int | None = None
-    fixed: frozenset[int] = frozenset()
-    thin: Thinning | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """Tell whether all checkpoints stay."""
-        return self.keep is None and self.max_checkpoints is None
 
 
 def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Container[TxId], now: int) -> list[Commit]:

@@ -1,0 +1,74 @@
+"""The names of runs, steps, metrics and attachments: which ones are usable, and what references are made of."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+from casckpt.base.digest import hex_digest
+from casckpt.errors import InvalidInput
+
+MAX_STEP = 2**63 - 1
+MAX_METRICS = 64
+MAX_METRIC_NAME = 100
+LATEST = "latest"
+TAG = "tag:"
+"""Parts of references, see `casckpt.contents.refs`."""
+_SIMILAR = 5
+_MAX_ATTACHMENT_NAME = 1024
+_DATE = r"[0-9]{4}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])T(?:[01][0-9]|2[0-3])[0-5][0-9][0-5][0-9][0-9]{6}Z"
+TXID = rf"{_DATE}-[0-9a-f]{{16}}-[0-9a-f]{{16}}-(?:0|[1-9][0-9]{{0,18}})"  # \d would match all digits of Unicode
+_TXID_RE = re.compile(TXID)
+_RUN_RE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
+_UNFIT_RE = re.compile("[\0-\x1f\\\\\ud800-\udfff]")  # no UTF-8 has a lone surrogate
+
+
+def is_txid(text: str) -> bool:
+    """Tell whether ``text`` has the form of a txid."""
+    return _TXID_RE.fullmatch(text) is not None
+
+
+def run_hash(run: str) -> str:
+    """Return the 16 hex digits that stand for a run's name in a txid."""
+    return hex_digest(run.encode())[:16]
+
+
+def check_run(run: str) -> str:
+    """Return a valid name of a run. Raises `InvalidInput` for any other."""
+    if type(run) is not str or not _RUN_RE.fullmatch(run):
+        raise InvalidInput(
+            f"run {run!r} is not a usable name: use up to 200 of A-Z a-z 0-9 . _ - /, beginning with a letter or digit"
+        )
+    return run
+
+
+def check_step(step: Any) -> int:
+    """Return a step as an int. Raises `InvalidInput` for anything else."""
+    if isinstance(step, bool) or not isinstance(step, Integral) or not 0 <= int(step) <= MAX_STEP:
+        raise InvalidInput(f"step {step!r} is not usable: give an int from 0 to 2**63 - 1")
+    return int(step)  # it may be a numpy integer
+
+
+def check_attachment_name(name: str) -> str:
+    """Return ``name`` if it is a relative path without "..". Raises `InvalidInput` if not."""
+    if not is_attachment_name(name):
+        raise InvalidInput(f"attachment name {name!r} is not usable: give a relative path without '..', in UTF-8")
+    return name
+
+
+def is_attachment_name(name: Any) -> bool:
+    """Tell whether ``name`` is a relative path without "..", with characters that files and manifests allow."""
+    if type(name) is not str or len(name) > _MAX_ATTACHMENT_NAME or _UNFIT_RE.search(name):
+        return False
+    return not any(part in ("", ".", "..") for part in name.split("/"))
+
+
+def similar_runs(run: str, runs: Sequence[str]) -> list[str]:
+    """Return those of ``runs`` that are similar to ``run``, or one of which is a prefix of the other; ignores case."""
+    name, names = run.casefold(), [other.casefold() for other in runs]
+    close = difflib.get_close_matches(name, names, _SIMILAR)
+    near = [a in close or a.startswith(name) or name.startswith(a) for a in names]
+    return [other for other, is_near in zip(runs, near, strict=True) if is_near and other != run][:_SIMILAR]

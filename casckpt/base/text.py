@@ -1,0 +1,39 @@
+"""Text for messages: the first few of many names, an error in one line, and which texts are URLs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import unquote
+
+from casckpt.errors import InvalidInput
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+
+
+def listed(names: Sequence[object], most: int = 5) -> str:
+    """Format the first few names or numbers for a message."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(repr(name) for name in names[:most]) + more
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the type and the message of a foreign error in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Tell whether ``path`` is a URL other than file://."""
+    match = _SCHEME.match(path) if isinstance(path, str) else None
+    return match is not None and match[1].lower() != "file"
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a local file or folder, given as a path or a file:// URL. Raises InvalidInput for ""."""
+    text = os.fspath(path)
+    if not text:
+        raise InvalidInput("'' names no file or folder; give a path or a URL")
+    return Path(unquote(text.removeprefix("file://")) if text.startswith("file://") else text).expanduser()

@@ -1,0 +1,104 @@
+"""The arguments of a load: checked, and carried from the call to the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias, TypedDict, get_args
+
+from casckpt.base.parallel import usable_threads
+from casckpt.errors import InvalidInput
+from casckpt.loading.arguments import Rename, usable_patterns
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from casckpt.base.progress import Shown
+    from casckpt.contents.checkpoint import Checkpoint
+
+Unread: TypeAlias = Literal["warn", "ignore"]
+
+
+class ReadArguments(TypedDict, total=False):
+    """The keyword arguments of `Store.read`, which describes them, that `Store.load` has too."""
+
+    verify: bool
+    allow_pickle: bool
+    threads: int | None
+    progress: Shown | None
+
+
+class MatchArguments(TypedDict, total=False):
+    """The keyword arguments of `Store.load` that say what is read for a key."""
+
+    strict: bool
+    ignore_mismatched: Sequence[str] | None
+    rename: Rename
+
+
+class RankArguments(ReadArguments, total=False):
+    """The keyword arguments of `Store.read`, and those that say which ranks make the call together."""
+
+    process_group: ProcessGroup | None
+    no_dist: bool
+
+
+class FillArguments(MatchArguments, total=False):
+    """The keyword arguments that `Store.load` and `Store.update` have, but not `Store.read`."""
+
+    unread: Unread
+    cast: bool
+    lease: bool
+
+
+class LoadArguments(RankArguments, FillArguments, total=False):
+    """The keyword arguments of `Store.load`, which describes them."""
+
+
+class UpdateArguments(FillArguments, total=False):
+    """The keyword arguments of `Store.update`, which describes them."""
+
+    check: bool
+    allow_pickle: bool
+    process_group: ProcessGroup | None
+    no_dist: bool
+    threads: int | None
+    progress: Shown | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """The arguments of a load or update, with their defaults. Any other name is a TypeError.
+
+    ``meant``: keys whose unread content is not logged, because the caller leaves it out or reports it.
+    ``updates``: whether it is an update. ``rank``: this rank, of the ``ranks`` that load together. ``alive``: called
+    now and then during the reads.
+    """
+
+    strict: bool = True
+    ignore_mismatched: Sequence[str] | None = None
+    unread: Unread = "warn"
+    meant: Sequence[str] = ()
+    rename: Rename = None
+    cast: bool = False
+    lease: bool = False
+    updates: bool = False
+    held: Checkpoint | None = None
+    check: bool = False
+    verify: bool = True
+    allow_pickle: bool = False
+    process_group: ProcessGroup | None = None
+    no_dist: bool = False
+    threads: int | None = None
+    progress: Shown | None = None
+    rank: int = 0
+    ranks: int = 1
+    ranks_here: int = 1  # on this host
+    alive: Callable[[], None] | None = None
+
+    def checked(self) -> Self:
+        """The options in usable form. Raises InvalidInput; called inside an exchange, so all ranks raise it."""
+        patterns = usable_patterns(self.ignore_mismatched, "ignore_mismatched") or ()
+        if self.unread not in get_args(Unread):
+            raise InvalidInput(f'unread={self.unread!r:.80} is not usable; give "warn" or "ignore"')
+        return replace(self, ignore_mismatched=tuple(patterns), threads=usable_threads(self.threads))

@@ -1,0 +1,114 @@
+"""`Listing`: the checkpoints and tags of a store at one instant. Needs neither torch nor numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from casckpt.base.durations import time_of
+from casckpt.base.lazy import cached_property
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.history import commits as commit_log
+from casckpt.history import tags as tag_log
+from casckpt.history.commits import Commit, CommitList
+from casckpt.history.tags import TagList
+from casckpt.repository.repository import Repository
+
+if TYPE_CHECKING:
+    from casckpt.store.types import Freed
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTag:
+    """A tag. ``expires``: when it ends, None for never. ``holder``: the process that set it, as host:pid."""
+
+    checkpoint: Checkpoint
+    expires: datetime | None
+    holder: str
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a store holds: its tags, then its commits, each from one LIST. A commit that a tag names is among them."""
+
+    _repo: Repository
+    _commits: CommitList
+    _tags: TagList
+
+    @property
+    def visible(self) -> list[Checkpoint]:
+        """The visible checkpoints, oldest first, with those that a later twin of their run and step supersedes."""
+        return self._checkpoints(self._commits.visible())
+
+    @property
+    def standing(self) -> list[Checkpoint]:
+        """The same, with the forgotten checkpoints, and the old places of those that were rewritten."""
+        return self._checkpoints(self._commits.standing())
+
+    @property
+    def forgotten(self) -> list[Checkpoint]:
+        """The checkpoints that `Store.restore` can bring back, oldest first."""
+        return self._checkpoints(commit for commit in self._commits.live() if commit.is_forgotten)
+
+    @cached_property
+    def superseded(self) -> frozenset[Checkpoint]:
+        """The visible checkpoints whose run and step name a later one."""
+        return frozenset(self._checkpoints(self._commits.superseded()))
+
+    @cached_property
+    def tags(self) -> Mapping[str, NamedTag]:
+        """The tags by name, sorted, without those in `damaged_tags` and `lost_tags`."""
+        tags = {}
+        for name, commit in self._named.items():
+            if commit is not None:
+                tag = self._tags.tags[name]
+                expires = None if tag.expires is None else time_of(tag.expires)
+                tags[name] = NamedTag(Checkpoint(self._repo, commit), expires, tag.holder)
+        return tags
+
+    @property
+    def damaged_tags(self) -> list[str]:
+        """The names of tags whose record cannot be read."""
+        return list(self._tags.damaged)
+
+    @property
+    def lost_tags(self) -> list[str]:
+        """The names of tags on checkpoints whose record cannot be read."""
+        return [name for name, commit in self._named.items() if commit is None]
+
+    @property
+    def damaged_records(self) -> list[str]:
+        """The transactions of which a record cannot be read."""
+        return list(self._commits.damaged)
+
+    def tags_of(self, checkpoint: Checkpoint) -> list[str]:
+        """Return the names of the tags on a checkpoint, sorted."""
+        return tag_log.tags_of(self._tags.tags, checkpoint.commit.id)
+
+    def freed(self) -> Freed:
+        """Return the bytes that a gc without rules frees, without what failed saves left. Reads manifests."""
+        from casckpt.upkeep.usage import freed_by_gc
+
+        return freed_by_gc(self._repo, self._commits)
+
+    def about_run(self, run: str) -> str:
+        """Return why there is no visible checkpoint of ``run``, and which runs there are, for a message."""
+        from casckpt.contents.refs import about_run
+
+        return about_run(self._repo, self._commits, run)
+
+    @cached_property
+    def _named(self) -> dict[str, Commit | None]:
+        return {name: tag_log.named_by(tag, self._commits) for name, tag in self._tags.tags.items()}
+
+    def _checkpoints(self, commits: Iterable[Commit]) -> list[Checkpoint]:
+        return [Checkpoint(self._repo, commit) for commit in commits]
+
+
+def list_store(repo: Repository) -> Listing:
+    """List the tags, then the commits of a store. Raises NotFound if there is no store, StorageError."""
+    repo.check_exists()
+    tags = tag_log.list_tags(repo)
+    return Listing(repo, commit_log.list_commits(repo), tags)
