@@ -188,7 +188,7 @@ def test_a_save_is_signed_before_its_commit_or_not_committed(alice: Pair) -> Non
 def test_a_follower_leaves_out_what_is_not_signed(
     tmp_path: Path, store: Store, trusting: Callable[[], Store], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(NotFound, match=r"nothing of run 'run' in .* can be used"):
+    with pytest.raises(NotFound, match=r"no checkpoint of run 'run' in .* is usable"):
         list(Follower(trusting(), "run", tmp_path / "to").follow(once=True))
     assert "run@3" in caplog.text
     assert not (tmp_path / "to" / "current").exists()

@@ -172,7 +172,7 @@ def test_lost_settings_stop_a_gc_where_there_was_a_mirror(local: Repository, roo
     commits.forget(local, newest)
     shutil.rmtree(root / "settings")
     before = keys(local)
-    with pytest.raises(Damaged, match=r"settings/ of .* is lost: mirrored/"):
+    with pytest.raises(Damaged, match=r"settings/ of .* is lost, and mirrored/"):
         run_gc(local)
     assert keys(local) == before
     local.change_settings(mirror=mirror)
