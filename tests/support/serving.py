@@ -85,15 +85,23 @@ def serving(store: Store, *, guard: Mapping[str, Any] | None = None, **options: 
 def _counted(app: ASGIApp, served: Served) -> ASGIApp:
     async def counted(scope: Scope, receive: Receive, send: Send) -> None:
         seen = [0, 0]
+        is_noted = False
+
+        def note() -> None:
+            nonlocal is_noted
+            if scope["type"] == "http" and not is_noted:
+                served.sent.append((scope["method"], scope["path"], seen[0], seen[1]))
+                is_noted = True
 
         async def sending(message: Message) -> None:
             seen[0] = message.get("status", seen[0])
             seen[1] += len(message.get("body", b""))
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                note()  # before the client has the end, and the test goes on
             await send(message)
 
         await app(scope, receive, sending)
-        if scope["type"] == "http":
-            served.sent.append((scope["method"], scope["path"], seen[0], seen[1]))
+        note()
 
     return counted
 
