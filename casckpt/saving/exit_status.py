@@ -51,10 +51,10 @@ def _tell() -> None:
 
 
 def _end_badly() -> None:
-    """Let the program, which is ending, do so with `STATUS`, unless an uncaught error ends it anyway.
+    """End the program with `STATUS`, unless an uncaught error ends it.
 
-    Also where it gave another status to `sys.exit`: who cleans up is not told of that, and to wrap `sys.exit` for it
-    would change a function of everybody's.
+    A status that the program passed to `sys.exit` is lost: a clean-up function cannot see it, and casckpt does not
+    replace `sys.exit`.
     """
     uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if uncaught is not None:

@@ -27,7 +27,7 @@ _TOLD = 8  # keys with NaN or infinities that a commit record names
 
 
 class Parent:
-    """What the parent of a save, if there is one that can be read, has told of its entries."""
+    """The health of the entries of the parent of a save; empty if there is no parent, or it cannot be read."""
 
     def __init__(self, manifest: Manifest | None) -> None:
         self._manifest = manifest
@@ -36,7 +36,7 @@ class Parent:
 
     @classmethod
     def of_commit(cls, repo: Repository, commit: Commit | None) -> Parent:
-        """Read what a parent has told."""
+        """Read the health of a parent."""
         return cls(None if commit is None else readable(repo, commit))
 
     @property

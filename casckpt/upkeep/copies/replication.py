@@ -63,8 +63,8 @@ class Work:
     ``twins``: copy a checkpoint even if another one has its run and step in the target; otherwise that is a Conflict.
     ``blob_bytes``: repack its cells into blobs with so many bytes of data; None copies the blobs as they are. Blobs of
     a checkpoint with encoded cells are always copied as they are. ``compress``: encode the cells of the other ones.
-    ``places``: locations of blobs in the target that earlier copies found. ``spoilt``: damaged blobs of the source that
-    earlier copies found.
+    ``places``: locations of blobs in the target that earlier copies found. ``damaged``: damaged blobs of the source
+    that earlier copies found.
     """
 
     jobs: int = 4
@@ -74,7 +74,7 @@ class Work:
     blob_bytes: int | None = None
     compress: bool = False
     places: BlobLocations | None = None
-    spoilt: dict[BlobRef, BlobDamaged] = field(default_factory=dict)
+    damaged: dict[BlobRef, BlobDamaged] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def replicate(source: Repository, target: Repository, commit: Commit, work: Work
     manifest = format_manifest.decode(data, commit.id, commit.committed.head)
     manifest.left_out = manifests.left_out(commit)
     _check(target, commit)
-    known = next((work.spoilt[ref] for ref in map(_bare, manifest.blobs) if ref in work.spoilt), None)
+    known = next((work.damaged[ref] for ref in map(_bare, manifest.blobs) if ref in work.damaged), None)
     if known is not None:  # without a transaction for each checkpoint that shares it
         raise _damaged_blob(source, commit, manifest, known)
     attempt, kind = 0, _Copy if not _repacks(work) or blobs_of_chains(manifest) else _Recoded
@@ -286,7 +286,7 @@ class _Copy:
             try:
                 data = fetch(self.source.storage, ref, buffer.view)
             except BlobDamaged as error:
-                self.work.spoilt[_bare(ref)] = error
+                self.work.damaged[_bare(ref)] = error
                 raise _damaged_blob(self.source, self.commit, self.manifest, error) from error
             blobs.put(self.target, own, ref.hash, data)
         self.put[ref.hash] = ref.size
