@@ -2266,9 +2266,16 @@ PLANTED = (
     Planted(
         "an object in what a state_dict gives is taken apart, too",
         "make_state",
-        "    return OfObjects(made[0][0])\n",
-        "    return made[0][0]\n",
+        "    return OfObjects(state)\n",
+        "    return state\n",
         "tests/frontends/training_state/test_objects.py",
+    ),
+    Planted(
+        "ranks that keep a value are all at one point",
+        "exchange_keeping",
+        "    @wraps(decide)  # ranks compare its name, to see that they are at the same point\n",
+        "",
+        "tests/ranks/test_ranks.py",
     ),
     Planted(
         "ranks that make different calls hear of what runs inside these",

@@ -33,7 +33,7 @@ from casckpt.loading.options import LoadOptions
 from casckpt.loading.template import Template
 from casckpt.loading.unread import also_unread, on_all, that_hold, warn_moved, warn_unread
 from casckpt.ranks.agreement import StoreIdentity, check_same, named
-from casckpt.ranks.ranks import Ranks, everyone
+from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.repository.repository import Repository
 from casckpt.tensors.state import LeafValue, inflate
 
@@ -97,21 +97,22 @@ def _load(repo: Repository, ranks: Ranks, state: Any, answer: _ResolveAnswer, op
     commit = answer.commit
     if answer.manifest is not None and ranks.rank != 0:
         manifests.adopt(repo, commit, answer.manifest)
-    templates: list[Template] = []  # the last one counts: if the manifest is gone, the plan begins anew with another
 
-    def plan_by(_: Commit, manifest: Manifest) -> None:
-        templates.append(Template(manifest, options))
-        templates[-1].plan(repo, state)
+    def plan_by(_: Commit, manifest: Manifest) -> Template:
+        planned = Template(manifest, options)
+        planned.plan(repo, state)
+        return planned
 
-    def plan() -> tuple[Mapping[str, str], bool]:
+    def plan() -> tuple[Template, tuple[Mapping[str, str], bool]]:
         answer.home.check(repo)
-        manifests.use(repo, commit, plan_by)
-        return templates[-1].empties, templates[-1].is_full
+        mine = manifests.use(repo, commit, plan_by)
+        return mine, (mine.empties, mine.is_full)
 
-    def compare(planned: Sequence[tuple[Mapping[str, str], bool]]) -> Sequence[tuple[tuple[str, ...], bool]]:
-        templates[-1].check_empty([empties for empties, _ in planned])
-        warns, first = options.unread == "warn", templates[-1]
-        held = first.per_rank
+    def compare(
+        first: Template, planned: Sequence[tuple[Mapping[str, str], bool]]
+    ) -> Sequence[tuple[tuple[str, ...], bool]]:
+        first.check_empty([empties for empties, _ in planned])
+        warns, held = options.unread == "warn", first.per_rank
         own = [key for key in first.unread if key in held and not that_hold(first.subtrees, [key])]
         asked = tuple(dict.fromkeys((*first.subtrees, *((*first.dropped, *own) if warns else ()))))
         return everyone((asked, warns and not all(is_full for _, is_full in planned)), ranks.size)
@@ -119,8 +120,7 @@ def _load(repo: Repository, ranks: Ranks, state: Any, answer: _ResolveAnswer, op
     def check(fits: Sequence[Fit]) -> Sequence[str | None]:
         return everyone(template.check_fit(fits), ranks.size)
 
-    asked, partly = ranks.exchange(plan, compare)
-    template = templates[-1]
+    template, (asked, partly) = exchange_keeping(ranks, plan, compare)
     warning = ranks.exchange(lambda: template.fit, check) if partly else None
 
     def run() -> list[bool]:
@@ -147,14 +147,13 @@ def _resolved(
     repo: Repository, ranks: Ranks, ref: str | Checkpoint, options: LoadOptions, resolve: Callable[[], Commit]
 ) -> tuple[_ResolveAnswer, LoadOptions]:
     """Exchange what ``ref`` names. Also returns the options of this rank."""
-    settings: list[LoadOptions] = []
 
-    def hello() -> _ResolveRequest:
-        settings.append(options.checked())
+    def hello() -> tuple[LoadOptions, _ResolveRequest]:
+        checked = options.checked()
         check_verified(repo, verify=options.verify)
-        return _ResolveRequest(named(ref), gethostname(), repo.manifests.names())
+        return checked, _ResolveRequest(named(ref), gethostname(), repo.manifests.names())
 
-    def find(requests: Sequence[_ResolveRequest]) -> list[_ResolveAnswer]:
+    def find(_: LoadOptions, requests: Sequence[_ResolveRequest]) -> list[_ResolveAnswer]:
         check_same([request.ref for request in requests])
         commit, manifest = manifests.use(repo, resolve(), lambda commit, manifest: (commit, manifest))
         home, name = StoreIdentity.of(repo), (commit.txid, commit.committed.head)
@@ -167,10 +166,10 @@ def _resolved(
             )
         return [answers[request.host, name in request.names] for request in requests]
 
-    answer = ranks.exchange(hello, find)
+    checked, answer = exchange_keeping(ranks, hello, find)
     alive = ranks.alive if ranks.size > 1 else None
     rank, size = ranks.rank, ranks.size
-    return answer, replace(settings[0], rank=rank, ranks=size, ranks_here=answer.ranks_here, alive=alive)
+    return answer, replace(checked, rank=rank, ranks=size, ranks_here=answer.ranks_here, alive=alive)
 
 
 def wanted_blobs(repo: Repository, manifest: Manifest, state: Any, options: LoadOptions) -> list[BlobRef]:

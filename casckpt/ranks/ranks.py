@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Kept = TypeVar("Kept")
 Up = TypeVar("Up")
 Down = TypeVar("Down")
 MARGIN = timedelta(seconds=30)  # beyond twice the timeout, how long the others wait for rank 0
@@ -53,16 +54,37 @@ def everyone(value: Down, size: int) -> list[Down]:
     return [value] * size
 
 
+def exchange_keeping(
+    ranks: Ranks, call: Callable[[], tuple[Kept, Up]], decide: Callable[[Kept, list[Up]], Sequence[Down]]
+) -> tuple[Kept, Down]:
+    """Exchange messages, as `Ranks.exchange` does, where ``call`` also makes a value that stays on its rank.
+
+    ``call`` returns (value that stays, message). ``decide`` gets the value of rank 0 and the messages of all ranks.
+    Returns (value of this rank, its answer).
+    """
+    kept: list[Kept] = []
+
+    def message() -> Up:
+        mine, up = call()
+        kept.append(mine)
+        return up
+
+    @wraps(decide)  # ranks compare its name, to see that they are at the same point
+    def answers(messages: list[Up]) -> Sequence[Down]:
+        return decide(kept[0], messages)
+
+    down = ranks.exchange(message, answers)
+    return kept[0], down
+
+
 def on_each(ranks: Ranks, call: Callable[[], Up]) -> Up:
-    """Run ``call`` on every rank; its result on this one. What it raises on one rank, all raise."""
-    results: list[Up] = []
+    """Run ``call`` on every rank and return its result on this one. All ranks raise what it raises on any of them."""
 
-    @wraps(call)  # by its name ranks see that they are at the same place
-    def done(found: list[None]) -> list[None]:
-        return found
+    @wraps(call)
+    def done(_: Up, messages: list[None]) -> list[None]:
+        return messages
 
-    ranks.exchange(lambda: results.append(call()), done)
-    return results[0]
+    return exchange_keeping(ranks, lambda: (call(), None), done)[0]
 
 
 def telling(ranks: Ranks, progress: Progress) -> Progress:

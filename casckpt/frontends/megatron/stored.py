@@ -26,7 +26,7 @@ from casckpt.frontends.megatron.place import StoreRef
 from casckpt.history.commits import Commit
 from casckpt.loading.options import RankArguments
 from casckpt.ranks.agreement import check_same
-from casckpt.ranks.ranks import Ranks, everyone
+from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.store.store import Store
 from casckpt.tensors.state import decode_tree, inflate
 from casckpt.tensors.values import Shard
@@ -66,19 +66,18 @@ class MegatronCheckpoint:
 
         Each rank loads through its own store.
         """
-        places: list[StoreRef] = []
 
-        def hello() -> str:
-            places.append(locate())
-            return places[0].ref
+        def hello() -> tuple[StoreRef, str]:
+            place = locate()
+            return place, place.ref
 
-        def find(refs: Sequence[str]) -> list[Facts]:
+        def find(place: StoreRef, refs: Sequence[str]) -> list[Facts]:
             check_same(refs)
-            stored = cls.read(places[0], common=common)
+            stored = cls.read(place, common=common)
             return everyone((stored.commit, stored.manifest, stored.notes, stored.file), ranks.size)
 
-        facts = ranks.exchange(hello, find)
-        stored = cls(places[0].store, *facts)
+        place, facts = exchange_keeping(ranks, hello, find)
+        stored = cls(place.store, *facts)
         if ranks.rank != 0:
             manifests.adopt(stored.store.repository, stored.commit, stored.manifest)
         return stored

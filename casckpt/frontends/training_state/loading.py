@@ -53,7 +53,7 @@ from casckpt.loading.fit import (
 from casckpt.loading.load_plan import new_empty
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.unread import that_hold
-from casckpt.ranks.ranks import Ranks, everyone
+from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.tensors.dtensors import described_like, local_of
 from casckpt.tensors.dtypes import dtype_name
 
@@ -143,19 +143,19 @@ class TrainingStateLoad:
 
     def _choose(self, ranks: Ranks, make: Callable[[], nn.Module]) -> None:
         """Choose the reading of the checkpoint. Raises InvalidInput if both readings fill as many tensors."""
-        where, fits = self._stored.where, list[Fit]()
+        where = self._stored.where
 
-        def measure() -> list[bool]:
+        def measure() -> tuple[list[Fit], list[bool]]:
             given = usable_patterns(self._given.ignore_mismatched, "ignore_mismatched") or ()
             self.ignored = (*given, *(f"{self._start}{pattern}" for pattern in given))
             self._saved_key = renamer(self._given.rename)
             self._module = make()
             self._model = ModelTemplate(self._module, strict=self._strict)
             only_nested = self.at != MODEL or self._stored.is_nested
-            fits[:] = [self._fit(bare=bare) for bare in ((False,) if only_nested else (False, True))]
-            return [fit.is_full for fit in fits]
+            mine = [self._fit(bare=bare) for bare in ((False,) if only_nested else (False, True))]
+            return mine, [fit.is_full for fit in mine]
 
-        def settled(found: Sequence[list[bool]]) -> Sequence[bool | None]:
+        def settled(_: list[Fit], found: Sequence[list[bool]]) -> Sequence[bool | None]:
             full = [all(flags) for flags in zip(*found, strict=True)]
             return everyone(full.index(True) == 1 if full.count(True) == 1 else None, ranks.size)
 
@@ -167,7 +167,7 @@ class TrainingStateLoad:
                 self._said.append(check_fit(readings[bare], self._stored.weights(), where, self._given.rename))
             return everyone(bare, ranks.size)
 
-        bare = ranks.exchange(measure, settled)
+        fits, bare = exchange_keeping(ranks, measure, settled)
         if ranks.rank == 0 and bare is not None:
             self._filled = _all_of(fits[bare]) if ranks.size == 1 else "all"
         self._bare = ranks.exchange(lambda: fits, decide) if bare is None else bare
