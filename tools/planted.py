@@ -2272,7 +2272,7 @@ PLANTED = (
     ),
     Planted(
         "ranks that keep a value are all at one point",
-        "exchange_keeping",
+        "exchange_keeping.answers",
         "    @wraps(decide)  # ranks compare its name, to see that they are at the same point\n",
         "",
         "tests/ranks/test_ranks.py",

@@ -17,16 +17,16 @@ import torch
 from casckpt.base.cycle_collector import collector_paused
 from casckpt.contents import manifests
 from casckpt.contents.checkpoint import Checkpoint, Frames
+from casckpt.contents.contents import Contents
 from casckpt.contents.signatures import check_verified
 from casckpt.errors import MissingKey, NotFound
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import TxId
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.format.sections.index import ATTACHMENT
+from casckpt.format.sections.index import StoredObject
 from casckpt.format.tree import Node, Path, children, join, leaves
 from casckpt.history.commits import Commit
 from casckpt.loading.arguments import check_used, matches, usable_patterns
-from casckpt.loading.contents import Contents
 from casckpt.loading.fit import Fit, log_once
 from casckpt.loading.load_plan import LoadPlan
 from casckpt.loading.options import LoadOptions
@@ -35,6 +35,7 @@ from casckpt.loading.unread import also_unread, on_all, that_hold, warn_moved, w
 from casckpt.ranks.agreement import StoreIdentity, check_same, named
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.repository.repository import Repository
+from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.state import LeafValue, inflate
 
 _QUICK_BYTES = 256 << 20  # of a checkpoint that is loaded in well under a second
@@ -192,24 +193,24 @@ def read(
 def _plan_to_read(
     manifest: Manifest, patterns: Sequence[str] | None, device: torch.device, options: LoadOptions
 ) -> LoadPlan:
-    contents = Contents(manifest, options.rank)
+    contents = Contents(manifest, options.rank, TORCH_EXTENSIONS)
     plan = LoadPlan(contents, options)
     wanted = [key for path, _ in leaves(contents.tree) if matches(key := join(path), patterns)]
     contents.ready(wanted)
     for key in wanted:
         plan.new(key, device)
     if patterns is not None:
-        check_used(patterns, list(_names(contents.tree, ())), f"{manifest.body.run}@{manifest.body.step}")
+        check_used(patterns, list(_names(contents.tree, ())), contents.where)
     return plan
 
 
 def values_at(repo: Repository, contents: Contents, keys: Sequence[str], options: LoadOptions) -> dict[str, Any]:
     """The values at flat keys, of leaves or of whole containers, in new tensors on the CPU. Raises MissingKey."""
-    manifest, plan = contents.manifest, LoadPlan(contents, options)
+    plan = LoadPlan(contents, options)
     contents.ready(keys)
     for key in keys:
         if not plan.add(key, key, LeafValue(key, (key,), None, False, False)):
-            raise MissingKey(f"{manifest.body.run}@{manifest.body.step} lacks {key!r}", keys=(key,))
+            raise MissingKey(f"{contents.where} lacks {key!r}", keys=(key,))
     return plan.run(repo)
 
 
@@ -224,18 +225,15 @@ def _names(node: Node, path: Path) -> Iterator[str]:
 
 def read_attachment(repo: Repository, manifest: Manifest, name: str, options: LoadOptions) -> bytes:
     """The contents of one attachment. Raises NotFound."""
-    for short in manifest.body.attachments:
-        if short.key == name:
-            return manifest.data(short)
-    contents = Contents(manifest, options.rank)
-    entry = contents.entries.get((ATTACHMENT, name, 0))
-    if entry is None:
-        large = [entry.key for entry in manifest.entries if entry.kind == ATTACHMENT]
-        names = sorted([*large, *(short.key for short in manifest.body.attachments)])
+    contents = Contents(manifest)
+    attached = contents.attachments.get(name)
+    if attached is None:
+        names = sorted(contents.attachments)
         listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-        where = f"{manifest.body.run}@{manifest.body.step}"
-        raise NotFound(f"{where} has no attachment {name!r}; it has {listed or 'none'}")
+        raise NotFound(f"{contents.where} has no attachment {name!r}; it has {listed or 'none'}")
+    if isinstance(attached, StoredObject):
+        return manifest.data(attached)
     plan = LoadPlan(contents, options)
-    data = plan.new_tensor(entry, torch.device("cpu"))
+    data = plan.new_tensor(attached, torch.device("cpu"))
     plan.run(repo)
     return data.numpy().tobytes()

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, Unpack
 from casckpt.base.lazy import cached_property
 from casckpt.contents import manifests
 from casckpt.contents.checkpoint import Checkpoint, warn_if_forgotten
-from casckpt.contents.signatures import get_trusted
+from casckpt.contents.contents import Contents
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.index import Entry
 from casckpt.format.tree import Node, children, container, find, join, leaves
@@ -28,7 +28,8 @@ from casckpt.loading.options import RankArguments
 from casckpt.ranks.agreement import check_same
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.store.store import Store
-from casckpt.tensors.state import decode_tree, inflate
+from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
+from casckpt.tensors.state import inflate
 from casckpt.tensors.values import Shard
 
 _STATE = "optimizer.state."
@@ -43,7 +44,7 @@ class MegatronCheckpoint:
 
     store: Store
     commit: Commit
-    manifest: Manifest
+    contents: Contents
     notes: Notes
     file: bytes | None
 
@@ -55,10 +56,10 @@ class MegatronCheckpoint:
         names = place.store.attachments(checkpoint)
         data = place.store.read_attachment(checkpoint, NOTES_NAME) if NOTES_NAME in names else None
         notes = Notes() if data is None else Notes.decoded(data)
-        manifest = get_trusted(place.store.repository, checkpoint.commit)
+        contents = Contents.open(place.store.repository, checkpoint.commit, extensions=TORCH_EXTENSIONS)
         wanted = common and COMMON_NAME in names
         file = place.store.read_attachment(checkpoint, COMMON_NAME) if wanted else None
-        return cls(place.store, checkpoint.commit, manifest, notes, file)
+        return cls(place.store, checkpoint.commit, contents, notes, file)
 
     @classmethod
     def together(cls, ranks: Ranks, locate: Callable[[], StoreRef], *, common: bool = False) -> MegatronCheckpoint:
@@ -74,13 +75,12 @@ class MegatronCheckpoint:
         def find(place: StoreRef, refs: Sequence[str]) -> list[Facts]:
             check_same(refs)
             stored = cls.read(place, common=common)
-            return everyone((stored.commit, stored.manifest, stored.notes, stored.file), ranks.size)
+            return everyone((stored.commit, stored.contents.manifest, stored.notes, stored.file), ranks.size)
 
-        place, facts = exchange_keeping(ranks, hello, find)
-        stored = cls(place.store, *facts)
+        place, (commit, manifest, notes, file) = exchange_keeping(ranks, hello, find)
         if ranks.rank != 0:
-            manifests.adopt(stored.store.repository, stored.commit, stored.manifest)
-        return stored
+            manifests.adopt(place.store.repository, commit, manifest)
+        return cls(place.store, commit, Contents(manifest, extensions=TORCH_EXTENSIONS), notes, file)
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -97,7 +97,7 @@ class MegatronCheckpoint:
         """The sharded tensors by key."""
         objects = (join((name, *path)) for name in self.objects for path, _ in leaves(self._nodes[name]))
         others = self.notes.tensors.union(objects)
-        return {key: entry for key, entry in self.manifest.tensors.items() if key not in others}
+        return {key: entry for key, entry in self.contents.tensors.items() if key not in others}
 
     @cached_property
     def objects(self) -> dict[str, ShardedObject]:
@@ -120,9 +120,9 @@ class MegatronCheckpoint:
         made: Node = container(type(self._tree), kept, self._tree)
         return made
 
-    @cached_property
+    @property
     def _tree(self) -> Node:
-        return decode_tree(self.manifest.body.tree)
+        return self.contents.tree
 
     @cached_property
     def _nodes(self) -> dict[str, Node]:

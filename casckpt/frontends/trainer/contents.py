@@ -285,7 +285,7 @@ class Restoring:
 
         def make() -> dict[str, Any]:
             self._check_there(stored, bool(stored.keys_below(OPTIM)))
-            return dict(_template_of(model, StoredKeys(stored.manifest.tensors), optim=optim))
+            return dict(_template_of(model, StoredKeys(stored.contents.tensors), optim=optim))
 
         state = on_each(self._ranks, make) | train
         loaded = self._fill(stored, state, self._given_for_all)

@@ -178,14 +178,14 @@ class TrainingStateLoad:
     def _fit(self, *, bare: bool) -> Fit:
         """Return how this rank's tensors fit: by name, or by memory that they share with a tensor that fits."""
         filled, unfilled, misfits = dict[str, str](), dict[str, Shape](), set[str]()
-        manifest, values = self._stored.manifest, self._model.values
+        stored, values = self._stored.contents, self._model.values
         places = self._places[bare] = {name: self._where(name, bare=bare) for name in values}
         for name, value in values.items():
             key, shape, saved = f"{self._start}{name}", shape_of(value), places[name]
-            entry = manifest.tensors.get(saved)
+            entry = stored.tensors.get(saved)
             if shape is None:
                 continue
-            if entry is not None and entry.shape == shape and not manifest.lacks(entry):
+            if entry is not None and entry.shape == shape and not stored.manifest.lacks(entry):
                 filled[key] = saved
             elif entry is None or entry.shape == shape or self._is_ignored(name):
                 unfilled[key] = shape
@@ -199,7 +199,7 @@ class TrainingStateLoad:
 
     def _where(self, name: str, *, bare: bool) -> str:
         """Return the key in the checkpoint for a name of the model, in one of the two readings."""
-        entries = self._stored.manifest.tensors
+        entries = self._stored.contents.tensors
 
         def place(name: str) -> str:
             """Apply ``rename``. If the result is a whole key of the checkpoint, it is the place."""
@@ -218,7 +218,7 @@ class TrainingStateLoad:
 
         If it does, the names of parameters in the saved optimizer show where a name begins.
         """
-        saved = self._stored.manifest.tensors
+        saved = self._stored.contents.tensors
         places = [place for place in self._places[self._bare].values() if place in saved]
         known = {name for groups in self._groups.values() for group in groups or () for name in group["params"]}
         above = commonprefix([place.split(".")[:-1] for place in places])  # noqa: RUF071 - of lists
@@ -232,7 +232,7 @@ class TrainingStateLoad:
             del self._model.values[name]
         if self._model.values:
             self.state[self.at] = self._model.values
-        saved = self._stored.manifest.tensors
+        saved = self._stored.contents.tensors
         shapes = {name: entry.shape for name in self._model.values if (entry := saved.get(self._place(name)))}
         ignored = filter(self._is_ignored, self._model.values)
         new = {*self._left, *(name for name in ignored if shapes.get(name) != shape_of(self._model.values[name]))}
@@ -453,7 +453,7 @@ class _OptimizerPlan:
         State that was saved in the dtype of its parameter follows the parameter. All other state, such as counts, has a
         dtype of its own.
         """
-        weight = self._stored.manifest.tensors.get(f"{self._start}{name}")
+        weight = self._stored.contents.tensors.get(f"{self._start}{name}")
         stays = keeps_dtype(entry, key) or key in getattr(self._optim, "non_castable_tensor_keys", ())  # bitsandbytes'
         follows = self._cast and weight is not None and entry.dtype == weight.dtype and not stays
         return entry.converted(dtype_name(dtype), dtype.itemsize) if follows else entry

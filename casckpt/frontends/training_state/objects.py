@@ -204,7 +204,7 @@ def _template(
         if stored.has_optimizer(place):  # read once more, so that it does not count as unread
             values[key] = {**values.get(key, {}), "param_groups": None}
     for key in objects.others:
-        has_tensors = any(name.startswith(f"{rename(key)}.") for name in stored.manifest.tensors)
+        has_tensors = any(name.startswith(f"{rename(key)}.") for name in stored.contents.tensors)
         state = plain_state(objects.by_key[key], key) if has_tensors else None
         # None: make all of it; but if it has shards, each rank fills its own
         values[key] = state if any(is_sharded(tensor) for _, tensor in tensors_below(state, key)) else None

@@ -12,6 +12,7 @@ from casckpt.base.digest import hex_digest
 from casckpt.base.text import listed
 from casckpt.contents import manifests
 from casckpt.contents.checkpoint import Checkpoint
+from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, Mismatch
 from casckpt.format.manifest import Manifest
 from casckpt.frontends.stores import AnyStore, as_store
@@ -26,6 +27,7 @@ from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.saving.replicas import digest_of
 from casckpt.store.store import Store
 from casckpt.tensors.dtensors import is_dtensor
+from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.shards import check_storable
 from casckpt.tensors.state import OfObjects
 from casckpt.tensors.values import Shard
@@ -176,12 +178,12 @@ def find(
             with suppress(*([Mismatch] if lenient else [])):
                 if required or stored.has_optimizer(at):
                     groups[key] = stored.groups(at, allow_pickle=allow_pickle)
-        return everyone((stored.commit, stored.manifest, groups), ranks.size)
+        return everyone((stored.commit, stored.contents.manifest, groups), ranks.size)
 
     opened, (commit, manifest, groups) = exchange_keeping(ranks, hello, read)
     if ranks.rank != 0:
         manifests.adopt(opened.repository, commit, manifest)
-    return StoredTraining(opened, commit, manifest), groups
+    return StoredTraining(opened, commit, Contents(manifest, extensions=TORCH_EXTENSIONS)), groups
 
 
 def on_no_rank(found: Sequence[Sequence[str]]) -> list[str]:

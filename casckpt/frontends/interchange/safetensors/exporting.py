@@ -121,7 +121,7 @@ class _Job(FolderPlan):
 
     def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules, progress: Shown | None) -> None:
         super().__init__(store, checkpoint, rules)
-        self._reader = WindowReader(store.repository, self.manifest, self.view.nbytes, Progress(progress))
+        self._reader = WindowReader(store.repository, self.contents.manifest, self.view.nbytes, Progress(progress))
 
     def write(self, path: Path, head: bytes, streams: Sequence[ViewTensor]) -> None:
         """Write one file: ``head``, then the data of ``streams``."""

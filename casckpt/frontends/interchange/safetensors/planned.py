@@ -11,9 +11,8 @@ from typing import Final
 
 from casckpt.base.lazy import cached_property
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.contents.signatures import get_trusted
+from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, MissingKey
-from casckpt.format.manifest import Manifest
 from casckpt.frontends.interchange.safetensors.importing import METADATA_KEY
 from casckpt.frontends.interchange.safetensors.layout import INDEX, Layout, lay_out
 from casckpt.frontends.views.view import Rules, view_of
@@ -25,12 +24,12 @@ _OF_TRAINING = re.compile(r"optimizer\.(pt|bin)|scheduler\.pt|scaler\.pt|trainin
 
 
 class FolderPlan:
-    """The plan for one checkpoint and some rules. Raises what `view_of` and `get_trusted` raise."""
+    """The plan for one checkpoint and some rules. Raises what `Contents.open` and `view_of` raise."""
 
     def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules) -> None:
         self.store, self.checkpoint, self.rules = store, checkpoint, rules
-        self.manifest: Manifest = get_trusted(store.repository, checkpoint.commit)
-        self.view = view_of(self.manifest, rules)
+        self.contents = Contents.open(store.repository, checkpoint.commit)
+        self.view = view_of(self.contents, rules)
 
     def lay_out(self, most: int | None) -> Layout:
         """The files with tensors, and their index. Raises InvalidInput for what safetensors cannot hold."""
@@ -56,7 +55,7 @@ class FolderPlan:
                 return False
             whole = replace(rules, keys=None, strip_prefix=self.view.prefix or None)
         try:
-            view = view_of(self.manifest, whole)
+            view = view_of(self.contents, whole)
         except (InvalidInput, MissingKey):
             return not rules.model  # undecidable, so the user's choice counts
         names = {tensor.name for tensor in view.tensors}
