@@ -820,14 +820,14 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     (
         "the buffer of windows does not grow",
-        "RegionReader.planned",
+        "RegionReader._planned",
         "self._buffer.nbytes < total",
         "False",
         "tests/frontends/test_convert.py",
     ),
     (
         "a file is revised where the last change ended",
-        "WindowReader.revise",
+        "RegionReader.revise",
         "file.seek(start + len(window))",
         "pass",
         "tests/frontends/test_follow.py",

@@ -961,7 +961,7 @@ PLANTED = (
     ),
     Planted(
         "a new generation trusts what stands in the one before",
-        "WindowReader.revise",
+        "RegionReader.revise",
         "            change(self._reader, wants, held, 0, check=True)\n",
         "            change(self._reader, wants, held, 0, check=False)\n",
         "tests/frontends/test_follow.py",

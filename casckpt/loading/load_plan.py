@@ -185,9 +185,9 @@ class LoadPlan:
         if options.updates:
             self.frames = update(reader, together, options.held, options.rank, check=options.check)
         else:
-            reader.run(together)
+            reader.fill(together)
         for want in alone:
-            reader.run([want])
+            reader.fill([want])
         return self._built()
 
     def wants(self) -> list[RegionRequest]:

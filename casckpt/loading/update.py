@@ -123,7 +123,7 @@ def change(
     decoded = dict[Link, bytes]()
     work = _Update(replace(reader, decoded=decoded), contents, known, check, decoded)
     left = work.run(wants)
-    work.reader.run(left, work.done)
+    work.reader.fill(left, work.done)
     frames = work.frames()
     known.clear()
     return frames

@@ -236,7 +236,7 @@ class StorageReader(Protocol):
         tied.check(download)
         together, alone = tied.in_turns(wants)
         for turn in (together, *([want] for want in alone)):
-            download.run(turn)
+            download.fill(turn)
         if converted:
             log.warning("converted to the dtype of what is loaded into: %s", ", ".join(list(converted)[:8]))
         for item, target in pairs:

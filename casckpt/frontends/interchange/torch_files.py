@@ -38,10 +38,10 @@ from casckpt.frontends.interchange.resident import letting_go
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.views.recut import ViewTensor
 from casckpt.frontends.views.view import Rules, View, view_of
-from casckpt.frontends.views.windows import WindowReader
 from casckpt.loading.arguments import Rename
 from casckpt.loading.load import values_at
 from casckpt.loading.options import LoadOptions
+from casckpt.loading.regions import RegionReader
 from casckpt.saving.options import ImportArguments
 from casckpt.store.exports import Exported, FileOptions
 from casckpt.store.store import Store
@@ -199,7 +199,7 @@ def export_torch(
     state, view, storages = job.whole() if rules.is_plain else job.seen(rules)
     with place_for(path, force=force) as place, new_file(place, force=force) as target:
         manifest = job.contents.manifest
-        job.write(target, state, storages, WindowReader(opened.repository, manifest, view.nbytes, Progress(progress)))
+        job.write(target, state, storages, RegionReader(opened.repository, manifest, view.nbytes, Progress(progress)))
         name = os.fspath(path) if is_url(path) else place
     return Exported(
         checkpoint, (name,), len(view.tensors), view.nbytes, (), view.left_out, tuple(opened.attachments(checkpoint)),
@@ -247,7 +247,7 @@ class _Export:
         with self._fake:
             return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
 
-    def write(self, path: Path, state: Any, storages: Sequence[_Storage], reader: WindowReader) -> None:
+    def write(self, path: Path, state: Any, storages: Sequence[_Storage], reader: RegionReader) -> None:
         """Write the file. It is durable when this returns."""
         path.open("xb").close()  # raises a clear error if the folder is not writable
         with skip_data(materialize_fake_tensors=True), torch_saves():
@@ -267,7 +267,7 @@ def _storages_in(value: Any) -> Iterator[bytes]:
             yield archive.read(names[f"data/{index}"])
 
 
-def _filled(path: Path, storages: Sequence[_Storage], reader: WindowReader) -> dict[str, int]:
+def _filled(path: Path, storages: Sequence[_Storage], reader: RegionReader) -> dict[str, int]:
     """Write the data of all storages into the file. Returns the crc of each record."""
     places: Any = torch._C.PyTorchFileReader(str(path))
     with zipfile.ZipFile(path) as archive:
@@ -280,7 +280,7 @@ def _filled(path: Path, storages: Sequence[_Storage], reader: WindowReader) -> d
                 raise InvalidInput(f"torch {torch.__version__} numbers storages in an unknown order")
             sums[record] = 0
             file.seek(places.get_record_offset(record))
-            for data in [storage] if isinstance(storage, bytes) else reader.read_tensors([storage]):
+            for data in [storage] if isinstance(storage, bytes) else reader.read_joined(storage.sources):
                 file.write(data)
                 sums[record] = zlib.crc32(data, sums[record])
     return sums
