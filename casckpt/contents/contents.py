@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Self
 
 from casckpt.base.lazy import cached_property
+from casckpt.contents import manifests
 from casckpt.contents.signatures import get_trusted
 from casckpt.errors import Damaged, Refused
 from casckpt.format.extents import ExtentTable
@@ -57,6 +58,10 @@ class Contents:
     def open(cls, repo: Repository, commit: Commit, rank: int = 0, extensions: Sequence[Extension] = ()) -> Self:
         """Read the contents of a checkpoint. Raises as `casckpt.contents.signatures.get_trusted`."""
         return cls(get_trusted(repo, commit), rank, extensions)
+
+    def adopt(self, repo: Repository, commit: Commit) -> None:
+        """Cache the manifest, which came from another rank. Its missing pieces are read from ``repo``."""
+        manifests.adopt(repo, commit, self.manifest)
 
     @property
     def where(self) -> str:

@@ -26,8 +26,8 @@ from casckpt.loading.update import update
 from casckpt.plan.reads import covers
 from casckpt.repository.repository import Repository
 from casckpt.tensors.dtensors import is_dtensor
-from casckpt.tensors.dtypes import converts, dtype_name, torch_dtype
-from casckpt.tensors.memory import Destination
+from casckpt.tensors.dtypes import check_cast, dtype_name, torch_dtype
+from casckpt.tensors.memory import Destination, new_empty
 from casckpt.tensors.objects import decode_object, refuse_pickle
 from casckpt.tensors.shards import LocalTensor, check_apart, check_in_place, local_tensor
 from casckpt.tensors.state import LeafValue, inflate
@@ -225,28 +225,3 @@ class LoadPlan:
 
         data = self.contents.manifest.data(stored)
         return decode_object(key, data, stored.pickled, allow_pickle=self.options.allow_pickle, load=load)
-
-
-def check_cast(key: str, stored: torch.dtype, here: torch.dtype, *, cast: bool, where: str) -> None:
-    """Raise Mismatch unless ``cast`` is set and torch converts the ``stored`` dtype to the one ``here``.
-
-    ``where``: the name of what takes ``cast``, for the message.
-    """
-    possible = converts(stored, here)
-    if not possible or not cast:
-        raise Mismatch(
-            f"{key!r} is {dtype_name(here)} here, but {dtype_name(stored)} in the checkpoint; "
-            + (f"pass cast=True to {where}" if possible else "torch cannot convert one to the other"),
-            key=key,
-        )
-
-
-def new_empty(entry: Entry, device: torch.device) -> torch.Tensor:
-    """Memory for a whole tensor, in its stored dtype. Raises InvalidInput if ``device`` has too little."""
-    try:
-        return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device)
-    except (RuntimeError, AssertionError) as error:  # too little memory, or no such device
-        raise InvalidInput(
-            f"{entry.key!r} ({entry.nbytes} bytes) cannot be made on {device}: {error}; give another device",
-            key=entry.key,
-        ) from error

@@ -20,7 +20,7 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.tree import Node, Path, children, find, join, leaves
 from casckpt.loading.arguments import matches, renamer
 from casckpt.loading.entries import no_entry
-from casckpt.loading.fit import Fit, check_fit, merged, missed_pairs, rename_hint, saved_shapes, shape_of
+from casckpt.loading.fit import PACKED, Fit, check_fit, merged, missed_pairs, rename_hint, saved_shapes, shape_of
 from casckpt.loading.load_plan import LoadPlan
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.unread import EVERYTHING, is_generator, left_unread, prefixes
@@ -28,8 +28,6 @@ from casckpt.repository.repository import Repository
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.state import FlatState, LeafValue, check_replaceable, flatten, is_part, replace_leaves
 
-PACKED = ".quant_state.bitsandbytes__"
-"""Part of the keys of values that a Linear4bit of bitsandbytes makes anew for each state_dict."""
 _SHOWN = 10
 
 

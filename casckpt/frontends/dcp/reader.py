@@ -32,13 +32,12 @@ from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream, h
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.fit import Fit, check_fit, log_once, saved_shapes, shape_of
-from casckpt.loading.load_plan import check_cast
 from casckpt.loading.options import LoadOptions, Unread
 from casckpt.loading.tied_tensors import Content, TiedTensors
 from casckpt.plan.reads import covers
 from casckpt.ranks.ranks import this_rank
 from casckpt.tensors.dtensors import is_dtensor
-from casckpt.tensors.dtypes import torch_dtype
+from casckpt.tensors.dtypes import check_cast, torch_dtype
 from casckpt.tensors.memory import Destination
 from casckpt.tensors.shards import check_destination
 

@@ -13,7 +13,6 @@ from math import prod
 from typing import Any, TypeAlias, Unpack
 
 from casckpt.base.lazy import cached_property
-from casckpt.contents import manifests
 from casckpt.contents.checkpoint import Checkpoint, warn_if_forgotten
 from casckpt.contents.contents import Contents
 from casckpt.format.manifest import Manifest
@@ -23,11 +22,11 @@ from casckpt.frontends.megatron.common import COMMON_NAME, NOTES_NAME, Notes, re
 from casckpt.frontends.megatron.mapping import ShardedObject
 from casckpt.frontends.megatron.nesting import merge
 from casckpt.frontends.megatron.place import StoreRef
-from casckpt.history.commits import Commit
 from casckpt.loading.options import RankArguments
 from casckpt.ranks.agreement import check_same
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.store.store import Store
+from casckpt.store.types import Commit
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.state import inflate
 from casckpt.tensors.values import Shard
@@ -78,9 +77,10 @@ class MegatronCheckpoint:
             return everyone((stored.commit, stored.contents.manifest, stored.notes, stored.file), ranks.size)
 
         place, (commit, manifest, notes, file) = exchange_keeping(ranks, hello, find)
+        contents = Contents(manifest, extensions=TORCH_EXTENSIONS)
         if ranks.rank != 0:
-            manifests.adopt(place.store.repository, commit, manifest)
-        return cls(place.store, commit, Contents(manifest, extensions=TORCH_EXTENSIONS), notes, file)
+            contents.adopt(place.store.repository, commit)
+        return cls(place.store, commit, contents, notes, file)
 
     @property
     def checkpoint(self) -> Checkpoint:

@@ -50,12 +50,12 @@ from casckpt.loading.fit import (
     name_without_adapters,
     shape_of,
 )
-from casckpt.loading.load_plan import new_empty
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.unread import that_hold
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.tensors.dtensors import described_like, local_of
 from casckpt.tensors.dtypes import dtype_name
+from casckpt.tensors.memory import new_empty
 
 
 @contextmanager

@@ -14,10 +14,10 @@ from casckpt.errors import Mismatch, MissingKey
 from casckpt.format.regions import Shape
 from casckpt.format.sections.index import Entry
 from casckpt.format.tree import Element, Leaf, Node, children, find, join, leaves
-from casckpt.history.commits import Commit
 from casckpt.loading.arguments import Rename, renamer
 from casckpt.loading.fit import saved_shapes
 from casckpt.store.store import Store
+from casckpt.store.types import Commit
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.state import inflate
 

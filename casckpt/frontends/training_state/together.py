@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 from casckpt.base.digest import hex_digest
 from casckpt.base.text import listed
-from casckpt.contents import manifests
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, Mismatch
@@ -19,13 +18,13 @@ from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.training_state.groups import merged
 from casckpt.frontends.training_state.optimizer import tensors_below
 from casckpt.frontends.training_state.stored import MODEL, OPTIM, StoredGroups, StoredTraining
-from casckpt.history.commits import Commit
 from casckpt.loading.arguments import Rename
 from casckpt.ranks.agreement import check_same, named
 from casckpt.ranks.messages import WithObjects
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.saving.replicas import digest_of
 from casckpt.store.store import Store
+from casckpt.store.types import Commit
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.shards import check_storable
@@ -181,9 +180,10 @@ def find(
         return everyone((stored.commit, stored.contents.manifest, groups), ranks.size)
 
     opened, (commit, manifest, groups) = exchange_keeping(ranks, hello, read)
+    contents = Contents(manifest, extensions=TORCH_EXTENSIONS)
     if ranks.rank != 0:
-        manifests.adopt(opened.repository, commit, manifest)
-    return StoredTraining(opened, commit, Contents(manifest, extensions=TORCH_EXTENSIONS)), groups
+        contents.adopt(opened.repository, commit)
+    return StoredTraining(opened, commit, contents), groups
 
 
 def on_no_rank(found: Sequence[Sequence[str]]) -> list[str]:

@@ -32,7 +32,6 @@ from casckpt.frontends.interchange.safetensors.planned import CONFIG, FolderPlan
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.views.recut import ViewTensor, sources_of
 from casckpt.frontends.views.view import Rules
-from casckpt.loading.regions import RegionReader
 from casckpt.store.exports import Exported
 from casckpt.store.store import Store
 from casckpt.store.types import Rename
@@ -121,7 +120,7 @@ class _Job(FolderPlan):
 
     def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules, progress: Shown | None) -> None:
         super().__init__(store, checkpoint, rules)
-        self._reader = RegionReader(store.repository, self.contents.manifest, self.view.nbytes, Progress(progress))
+        self._reader = self.reader(Progress(progress))
 
     def write(self, path: Path, head: bytes, streams: Sequence[ViewTensor]) -> None:
         """Write one file: ``head``, then the data of ``streams``."""

@@ -10,12 +10,14 @@ from dataclasses import replace
 from typing import Final
 
 from casckpt.base.lazy import cached_property
+from casckpt.base.progress import Progress
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, MissingKey
 from casckpt.frontends.interchange.safetensors.importing import METADATA_KEY
 from casckpt.frontends.interchange.safetensors.layout import INDEX, Layout, lay_out
 from casckpt.frontends.views.view import Rules, view_of
+from casckpt.loading.regions import RegionReader
 from casckpt.store.store import Store
 
 CONFIG: Final = "config.json"
@@ -34,6 +36,10 @@ class FolderPlan:
     def lay_out(self, most: int | None) -> Layout:
         """The files with tensors, and their index. Raises InvalidInput for what safetensors cannot hold."""
         return lay_out(self.view.tensors, file_metadata(self.checkpoint, self.rules), most)
+
+    def reader(self, progress: Progress) -> RegionReader:
+        """Return a reader of the tensors of the view."""
+        return RegionReader(self.store.repository, self.contents.manifest, self.view.nbytes, progress)
 
     def attachments(self, *, wanted: bool = True) -> tuple[list[str], list[str]]:
         """The names of the attachments for the folder, and of those that are left out."""
