@@ -422,8 +422,8 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
     (
         "a shard of several is read from an object that is whole",
         "MegatronCheckpoint.object_key",
-        "prod(wanted.global_shape) == 1 and find(self._tree, wanted.key) is not None",
-        "(find(self._tree, wanted.key) is not None)",
+        "prod(wanted.global_shape) == 1 and find(self.contents.tree, wanted.key) is not None",
+        "(find(self.contents.tree, wanted.key) is not None)",
         "tests/frontends/megatron/test_loading.py",
     ),
     (

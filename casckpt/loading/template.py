@@ -187,9 +187,7 @@ class Template:
         more = len(errors) - _SHOWN
         lines = [*map(str, errors[:_SHOWN]), *([f"and {more} more"] if more > 0 else [])]
         below = tuple(f"{key}." for key in self.subtrees if key != EVERYTHING)
-        alone = [
-            key for key in self.unread if key in self._plan.contents.manifest.tensors and not key.startswith(below)
-        ]
+        alone = [key for key in self.unread if key in self._plan.contents.tensors and not key.startswith(below)]
         others = [*alone, *(f"{start}*" for start in below if f"{start}param_groups" not in self.unread)]
         if self.missing:  # which may be among the others under another name
             lines += [f"only the template has {listed(self.missing)}"]

@@ -39,12 +39,11 @@ class DcpContents:
         self.checkpoint, self._options = checkpoint, options
         self._repo = store.repository
         self.contents = Contents.open(self._repo, checkpoint.commit, options.rank, TORCH_EXTENSIONS)
-        self.manifest = self.contents.manifest
 
     @cached_property
     def note(self) -> Note:
         """The note that the save made for DCP."""
-        return read_note(self.manifest, allow_pickle=self._options.allow_pickle)
+        return read_note(self.contents.manifest, allow_pickle=self._options.allow_pickle)
 
     @cached_property
     def schema(self) -> Schema:
@@ -158,7 +157,7 @@ class DcpContents:
         """The bytes of a planner, even if they are a pickle."""
         if not keys:
             return {}
-        bare = Contents(self.manifest, self._options.rank, TORCH_EXTENSIONS)
+        bare = Contents(self.contents.manifest, self._options.rank, TORCH_EXTENSIONS)
         for key in keys:
             bare.objects[key] = changed(bare.objects[key], pickled=False)
         return values_at(self._repo, bare, keys, self._options)

@@ -64,7 +64,7 @@ def casckpt_to_dcp(
     if opened.note.chunks:
         raise InvalidInput(f"{checkpoint.run} holds what one rank saved for itself; there is no whole state to export")
     total = checkpoint.stats.bytes_total
-    reader = RegionReader(opened_store.repository, opened.manifest, total, Progress(progress))
+    reader = RegionReader(opened_store.repository, opened.contents.manifest, total, Progress(progress))
     attached = opened_store.attachments(checkpoint)
     if attachments:
         check_file_names(attached, _is_ours)

@@ -186,9 +186,9 @@ class StorageReader(Protocol):
         self._check_fit(planner)
         self._read_values([item for item in plan.items if item.type == LoadItemType.BYTE_IO], planner)
         repo, verify, progress = self._store.repository, self._options.verify, Progress(self._shown).of(None)
-        download = EntryReader(repo, self._now.manifest, verify, self._threads, progress, ranks)
+        download = EntryReader(repo, self._now.contents.manifest, verify, self._threads, progress, ranks)
         tensors = [item.storage_index for item in plan.items if item.type != LoadItemType.BYTE_IO]
-        self._now.manifest.ready([self._now.tensor(index)[0].number for index in tensors], ())
+        self._now.contents.manifest.ready([self._now.tensor(index)[0].number for index in tensors], ())
         for window in _windows(plan.items, planner):
             self._read_tensors(download, window, planner)
         future: Future[None] = Future()
@@ -199,7 +199,7 @@ class StorageReader(Protocol):
         """Check that the names on this rank fit, before anything changes on it."""
         if self._options.unread == "ignore" or not isinstance(planner, DefaultLoadPlanner):
             return
-        saved = saved_shapes(self._now.manifest)
+        saved = saved_shapes(self._now.contents.manifest)
         wanted = {key: shape for key, value in planner.state_dict.items() if (shape := shape_of(value)) is not None}
         filled = {key: key for key in wanted if key in self._known}
         fit = Fit(filled, {key: shape for key, shape in wanted.items() if key not in filled})
@@ -260,7 +260,7 @@ class StorageReader(Protocol):
         offset = tuple(a + b for a, b in zip(base, item.storage_offsets, strict=True))
         box = Box(offset, tuple(item.lengths))
         region = Region(box, 0, box.numel)
-        table = self._now.manifest.extents(entry)
+        table = self._now.contents.manifest.extents(entry)
         if not covers(table, region):
             raise Damaged(f"the checkpoint holds {key!r} only in part; {region} is not all there", key=key)
         if region.numel:

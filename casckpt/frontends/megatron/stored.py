@@ -116,21 +116,17 @@ class MegatronCheckpoint:
 
     @cached_property
     def _without_objects(self) -> Node:
-        kept = {element: node for element, node in children(self._tree) if str(element) not in self.objects}
-        made: Node = container(type(self._tree), kept, self._tree)
+        kept = {element: node for element, node in children(self.contents.tree) if str(element) not in self.objects}
+        made: Node = container(type(self.contents.tree), kept, self.contents.tree)
         return made
-
-    @property
-    def _tree(self) -> Node:
-        return self.contents.tree
 
     @cached_property
     def _nodes(self) -> dict[str, Node]:
-        return {str(element): node for element, node in children(self._tree)}
+        return {str(element): node for element, node in children(self.contents.tree)}
 
     def flat_keys(self) -> dict[str, str | None]:
         """Map the flat key of each leaf to the key of its sharded value, or to None."""
-        keys: dict[str, str | None] = {join(path): None for path, _ in leaves(self._tree)}
+        keys: dict[str, str | None] = {join(path): None for path, _ in leaves(self.contents.tree)}
         keys.update((key, key) for key in self.tensors)
         for name, shard in self.objects.items():
             keys.update((join((name, *path)), shard.key) for path, _ in leaves(self._nodes[name]))
@@ -138,7 +134,7 @@ class MegatronCheckpoint:
 
     def inflated(self, values: Mapping[str, Any]) -> dict[Any, Any]:
         """The state, nested as it was saved, with the leaves in ``values`` (by flat key) and no others."""
-        return dict(inflate(self._tree, lambda key, _: values[key], lambda key: key in values))
+        return dict(inflate(self.contents.tree, lambda key, _: values[key], lambda key: key in values))
 
     def tensor_key(self, key: str) -> str | None:
         """The flat key of a sharded tensor for a key of Megatron's, or None.
@@ -160,12 +156,12 @@ class MegatronCheckpoint:
         """
         if wanted.unique_key in self.objects:
             return str(wanted.unique_key)
-        alone = prod(wanted.global_shape) == 1 and find(self._tree, wanted.key) is not None
+        alone = prod(wanted.global_shape) == 1 and find(self.contents.tree, wanted.key) is not None
         return str(wanted.key) if alone and wanted.key not in self.tensors else None
 
     def ask_for(self, request: ReadRequest, key: str) -> Callable[[], Any]:
         """Request an object, which is a leaf or a container. Returns a function that gives its value after the read."""
-        node = self._nodes.get(key) or find(self._tree, key)
+        node = self._nodes.get(key) or find(self.contents.tree, key)
         if node is None or isinstance(node, int):
             label = request.add(key)
             return lambda: request.values[label]
