@@ -961,7 +961,7 @@ PLANTED = (
     ),
     Planted(
         "a new generation trusts what stands in the one before",
-        "WindowReader.revise",
+        "RegionReader.revise",
         "            change(self._reader, wants, held, 0, check=True)\n",
         "            change(self._reader, wants, held, 0, check=False)\n",
         "tests/frontends/test_follow.py",
@@ -2266,9 +2266,16 @@ PLANTED = (
     Planted(
         "an object in what a state_dict gives is taken apart, too",
         "make_state",
-        "    return OfObjects(made[0][0])\n",
-        "    return made[0][0]\n",
+        "    return OfObjects(state)\n",
+        "    return state\n",
         "tests/frontends/training_state/test_objects.py",
+    ),
+    Planted(
+        "ranks that keep a value are all at one point",
+        "exchange_keeping.answers",
+        "    @wraps(decide)  # ranks compare its name, to see that they are at the same point\n",
+        "",
+        "tests/ranks/test_ranks.py",
     ),
     Planted(
         "ranks that make different calls hear of what runs inside these",

@@ -240,7 +240,7 @@ def _is_its_folder(store: Store, checkpoint: Checkpoint, folder: Path) -> bool:
 def _read(store: Store, stored: StoredTraining, name: str, names: list[str]) -> dict[str, torch.Tensor]:
     """Read the tensors of one file in their order."""
     prefix = "model" if _MODEL.fullmatch(name) else f"{HOME}.tensors.{name}"
-    found = {key: stored.manifest.tensors[f"{prefix}.{key}"] for key in names}
+    found = {key: stored.contents.tensors[f"{prefix}.{key}"] for key in names}
     tensors = {key: torch.empty(one.shape, dtype=torch_dtype(one.dtype), device="cpu") for key, one in found.items()}
     whole = {"model": tensors} if prefix == "model" else {HOME: {"tensors": {name: tensors}}}
     store.load(whole, stored.checkpoint, no_dist=True, unread="ignore")

@@ -18,11 +18,11 @@ from casckpt.base.parallel import run_all, usable_threads, useful_threads
 from casckpt.base.progress import Progress
 from casckpt.contents import manifests
 from casckpt.contents.checkpoint import Checkpoint
+from casckpt.contents.contents import Contents
 from casckpt.format.digest import cell_digest
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Region
 from casckpt.history.commits import Commit
-from casckpt.loading.contents import Contents
 from casckpt.loading.regions import WINDOW_BYTES, EntrySlice, RegionReader
 from casckpt.plan.reuse import ManifestCells, ReusableCells
 from casckpt.ranks.agreement import StoreIdentity, check_same, named
@@ -101,7 +101,7 @@ def _compare(
     tensors = {key: leaf.value for key, leaf in flatten(state).leaves.items() if leaf.is_tensor}
     contents.ready(tensors)
     for key, tensor in tensors.items():
-        source, entry = tensor_source(key, tensor, None), contents.tensor(key)
+        source, entry = tensor_source(key, tensor, None), contents.tensors.get(key)
         if entry is None:
             unlike.append(Differs(key, rank, "missing"))
         elif (source.dtype, source.shape) != (entry.dtype, entry.shape):
@@ -147,7 +147,7 @@ def _unequal(
     """Compare cells with the stored bytes."""
     keys = (sources[cell.source].key for cell in cells)
     parts = (
-        EntrySlice(contents.stored_tensor(key), cell.cut.lo, cell.cut.hi, cell.group.box)
+        EntrySlice(contents.tensor(key), cell.cut.lo, cell.cut.hi, cell.group.box)
         for key, cell in zip(keys, cells, strict=True)
     )
     reader = RegionReader(repo, contents.manifest, sum(cell.nbytes for cell in cells), progress)

@@ -94,7 +94,7 @@ class EntryReader:
         check_verified(self.repo, verify=self.verify)
         check_trusted(self.repo, self.manifest.id, f"{body.run}@{body.step}")
 
-    def run(self, wants: Sequence[RegionRequest], done: Set[FilledRange] = frozenset()) -> None:
+    def fill(self, wants: Sequence[RegionRequest], done: Set[FilledRange] = frozenset()) -> None:
         """Fill all destinations, except for the ranges in ``done``.
 
         Raises Damaged, naming the key and the blob; Gone if the checkpoint was purged meanwhile.
@@ -195,7 +195,7 @@ class EntryReader:
         return min(self.threads, usable_cores(self.ranks_here))
 
     def blobs(self, wants: Sequence[RegionRequest]) -> list[BlobRef]:
-        """The blobs that `run` would read."""
+        """The blobs that `fill` would read."""
         return [self.manifest.blob(number) for number in sorted({batch.blob for batch in self._reads(wants).every})]
 
     @collector_paused()

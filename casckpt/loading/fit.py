@@ -27,6 +27,8 @@ log = logging.getLogger("casckpt")
 Shapes: TypeAlias = Mapping[str, Shape]
 """Global shapes, by key."""
 
+PACKED = ".quant_state.bitsandbytes__"
+"""Part of the keys of values that a Linear4bit of bitsandbytes makes anew for each state_dict."""
 _CONTAINERS = frozenset(("model", "module", "state_dict", "model_state_dict", "base_model"))
 """First parts of names of models in a container or wrapper."""
 _WRAPPERS = frozenset((

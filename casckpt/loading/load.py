@@ -17,24 +17,25 @@ import torch
 from casckpt.base.cycle_collector import collector_paused
 from casckpt.contents import manifests
 from casckpt.contents.checkpoint import Checkpoint, Frames
+from casckpt.contents.contents import Contents
 from casckpt.contents.signatures import check_verified
 from casckpt.errors import MissingKey, NotFound
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import TxId
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.format.sections.index import ATTACHMENT
+from casckpt.format.sections.index import StoredObject
 from casckpt.format.tree import Node, Path, children, join, leaves
 from casckpt.history.commits import Commit
 from casckpt.loading.arguments import check_used, matches, usable_patterns
-from casckpt.loading.contents import Contents
 from casckpt.loading.fit import Fit, log_once
 from casckpt.loading.load_plan import LoadPlan
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.template import Template
 from casckpt.loading.unread import also_unread, on_all, that_hold, warn_moved, warn_unread
 from casckpt.ranks.agreement import StoreIdentity, check_same, named
-from casckpt.ranks.ranks import Ranks, everyone
+from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.repository.repository import Repository
+from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.state import LeafValue, inflate
 
 _QUICK_BYTES = 256 << 20  # of a checkpoint that is loaded in well under a second
@@ -97,21 +98,22 @@ def _load(repo: Repository, ranks: Ranks, state: Any, answer: _ResolveAnswer, op
     commit = answer.commit
     if answer.manifest is not None and ranks.rank != 0:
         manifests.adopt(repo, commit, answer.manifest)
-    templates: list[Template] = []  # the last one counts: if the manifest is gone, the plan begins anew with another
 
-    def plan_by(_: Commit, manifest: Manifest) -> None:
-        templates.append(Template(manifest, options))
-        templates[-1].plan(repo, state)
+    def plan_by(_: Commit, manifest: Manifest) -> Template:
+        planned = Template(manifest, options)
+        planned.plan(repo, state)
+        return planned
 
-    def plan() -> tuple[Mapping[str, str], bool]:
+    def plan() -> tuple[Template, tuple[Mapping[str, str], bool]]:
         answer.home.check(repo)
-        manifests.use(repo, commit, plan_by)
-        return templates[-1].empties, templates[-1].is_full
+        mine = manifests.use(repo, commit, plan_by)
+        return mine, (mine.empties, mine.is_full)
 
-    def compare(planned: Sequence[tuple[Mapping[str, str], bool]]) -> Sequence[tuple[tuple[str, ...], bool]]:
-        templates[-1].check_empty([empties for empties, _ in planned])
-        warns, first = options.unread == "warn", templates[-1]
-        held = first.per_rank
+    def compare(
+        first: Template, planned: Sequence[tuple[Mapping[str, str], bool]]
+    ) -> Sequence[tuple[tuple[str, ...], bool]]:
+        first.check_empty([empties for empties, _ in planned])
+        warns, held = options.unread == "warn", first.per_rank
         own = [key for key in first.unread if key in held and not that_hold(first.subtrees, [key])]
         asked = tuple(dict.fromkeys((*first.subtrees, *((*first.dropped, *own) if warns else ()))))
         return everyone((asked, warns and not all(is_full for _, is_full in planned)), ranks.size)
@@ -119,8 +121,7 @@ def _load(repo: Repository, ranks: Ranks, state: Any, answer: _ResolveAnswer, op
     def check(fits: Sequence[Fit]) -> Sequence[str | None]:
         return everyone(template.check_fit(fits), ranks.size)
 
-    asked, partly = ranks.exchange(plan, compare)
-    template = templates[-1]
+    template, (asked, partly) = exchange_keeping(ranks, plan, compare)
     warning = ranks.exchange(lambda: template.fit, check) if partly else None
 
     def run() -> list[bool]:
@@ -147,14 +148,13 @@ def _resolved(
     repo: Repository, ranks: Ranks, ref: str | Checkpoint, options: LoadOptions, resolve: Callable[[], Commit]
 ) -> tuple[_ResolveAnswer, LoadOptions]:
     """Exchange what ``ref`` names. Also returns the options of this rank."""
-    settings: list[LoadOptions] = []
 
-    def hello() -> _ResolveRequest:
-        settings.append(options.checked())
+    def hello() -> tuple[LoadOptions, _ResolveRequest]:
+        checked = options.checked()
         check_verified(repo, verify=options.verify)
-        return _ResolveRequest(named(ref), gethostname(), repo.manifests.names())
+        return checked, _ResolveRequest(named(ref), gethostname(), repo.manifests.names())
 
-    def find(requests: Sequence[_ResolveRequest]) -> list[_ResolveAnswer]:
+    def find(_: LoadOptions, requests: Sequence[_ResolveRequest]) -> list[_ResolveAnswer]:
         check_same([request.ref for request in requests])
         commit, manifest = manifests.use(repo, resolve(), lambda commit, manifest: (commit, manifest))
         home, name = StoreIdentity.of(repo), (commit.txid, commit.committed.head)
@@ -167,10 +167,10 @@ def _resolved(
             )
         return [answers[request.host, name in request.names] for request in requests]
 
-    answer = ranks.exchange(hello, find)
+    checked, answer = exchange_keeping(ranks, hello, find)
     alive = ranks.alive if ranks.size > 1 else None
     rank, size = ranks.rank, ranks.size
-    return answer, replace(settings[0], rank=rank, ranks=size, ranks_here=answer.ranks_here, alive=alive)
+    return answer, replace(checked, rank=rank, ranks=size, ranks_here=answer.ranks_here, alive=alive)
 
 
 def wanted_blobs(repo: Repository, manifest: Manifest, state: Any, options: LoadOptions) -> list[BlobRef]:
@@ -193,24 +193,24 @@ def read(
 def _plan_to_read(
     manifest: Manifest, patterns: Sequence[str] | None, device: torch.device, options: LoadOptions
 ) -> LoadPlan:
-    contents = Contents(manifest, options.rank)
+    contents = Contents(manifest, options.rank, TORCH_EXTENSIONS)
     plan = LoadPlan(contents, options)
     wanted = [key for path, _ in leaves(contents.tree) if matches(key := join(path), patterns)]
     contents.ready(wanted)
     for key in wanted:
         plan.new(key, device)
     if patterns is not None:
-        check_used(patterns, list(_names(contents.tree, ())), f"{manifest.body.run}@{manifest.body.step}")
+        check_used(patterns, list(_names(contents.tree, ())), contents.where)
     return plan
 
 
 def values_at(repo: Repository, contents: Contents, keys: Sequence[str], options: LoadOptions) -> dict[str, Any]:
     """The values at flat keys, of leaves or of whole containers, in new tensors on the CPU. Raises MissingKey."""
-    manifest, plan = contents.manifest, LoadPlan(contents, options)
+    plan = LoadPlan(contents, options)
     contents.ready(keys)
     for key in keys:
         if not plan.add(key, key, LeafValue(key, (key,), None, False, False)):
-            raise MissingKey(f"{manifest.body.run}@{manifest.body.step} lacks {key!r}", keys=(key,))
+            raise MissingKey(f"{contents.where} lacks {key!r}", keys=(key,))
     return plan.run(repo)
 
 
@@ -225,18 +225,15 @@ def _names(node: Node, path: Path) -> Iterator[str]:
 
 def read_attachment(repo: Repository, manifest: Manifest, name: str, options: LoadOptions) -> bytes:
     """The contents of one attachment. Raises NotFound."""
-    for short in manifest.body.attachments:
-        if short.key == name:
-            return manifest.data(short)
-    contents = Contents(manifest, options.rank)
-    entry = contents.entries.get((ATTACHMENT, name, 0))
-    if entry is None:
-        large = [entry.key for entry in manifest.entries if entry.kind == ATTACHMENT]
-        names = sorted([*large, *(short.key for short in manifest.body.attachments)])
+    contents = Contents(manifest)
+    attached = contents.attachments.get(name)
+    if attached is None:
+        names = sorted(contents.attachments)
         listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-        where = f"{manifest.body.run}@{manifest.body.step}"
-        raise NotFound(f"{where} has no attachment {name!r}; it has {listed or 'none'}")
+        raise NotFound(f"{contents.where} has no attachment {name!r}; it has {listed or 'none'}")
+    if isinstance(attached, StoredObject):
+        return manifest.data(attached)
     plan = LoadPlan(contents, options)
-    data = plan.new_tensor(entry, torch.device("cpu"))
+    data = plan.new_tensor(attached, torch.device("cpu"))
     plan.run(repo)
     return data.numpy().tobytes()

@@ -13,11 +13,11 @@ import torch
 from casckpt.base.parallel import usable_threads
 from casckpt.base.progress import Progress
 from casckpt.contents.checkpoint import Frames
+from casckpt.contents.contents import Contents
 from casckpt.errors import Damaged, InvalidInput, Mismatch, Refused
 from casckpt.format.regions import whole
 from casckpt.format.sections.index import Entry, StoredObject
 from casckpt.format.tree import Node, find, join, kind_of, leaves
-from casckpt.loading.contents import Contents, lacking
 from casckpt.loading.entries import Entries, fill_entries
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.options import LoadOptions
@@ -26,8 +26,8 @@ from casckpt.loading.update import update
 from casckpt.plan.reads import covers
 from casckpt.repository.repository import Repository
 from casckpt.tensors.dtensors import is_dtensor
-from casckpt.tensors.dtypes import converts, dtype_name, torch_dtype
-from casckpt.tensors.memory import Destination
+from casckpt.tensors.dtypes import check_cast, dtype_name, torch_dtype
+from casckpt.tensors.memory import Destination, new_empty
 from casckpt.tensors.objects import decode_object, refuse_pickle
 from casckpt.tensors.shards import LocalTensor, check_apart, check_in_place, local_tensor
 from casckpt.tensors.state import LeafValue, inflate
@@ -60,7 +60,7 @@ class LoadPlan:
 
     def add(self, key: str, name: str, leaf: LeafValue) -> bool:
         """Add a leaf of the template, ``key``, to be filled from ``name``. False if the checkpoint lacks it."""
-        entry = self.contents.tensor(name)
+        entry = self.contents.tensors.get(name)
         stored = self.contents.objects.get(name)
         if entry is None and stored is None:
             return self._add_container(key, name, leaf)
@@ -129,9 +129,7 @@ class LoadPlan:
 
     def new_tensor(self, entry: Entry, device: torch.device) -> torch.Tensor:
         """Make a tensor for a whole entry, which `run` fills. Raises Damaged if the extents have holes."""
-        table = self.contents.manifest.extents(entry)
-        if not covers(table, whole(entry.shape)):  # before memory is allocated, because a shape may be hostile
-            raise Damaged(f"the checkpoint holds {entry.key!r} ({entry.nbytes} bytes) only in part", key=entry.key)
+        table = self.contents.extents(entry)
         data = new_empty(entry, device)
         if entry.numel:
             destination = Destination(whole(entry.shape), data, torch_dtype(entry.dtype))
@@ -146,14 +144,14 @@ class LoadPlan:
 
     def new(self, key: str, device: torch.device) -> None:
         """Add a leaf that is made anew: a tensor on ``device``, or an object."""
-        entry = self.contents.tensor(key)
+        entry = self.contents.tensors.get(key)
         self.named.add(key)
         if entry is not None:
             self._values[key] = self.new_tensor(entry, device)
         elif key in self.contents.objects:
             self._add_object(key, self.contents.objects[key])
         else:
-            raise lacking(self.contents.manifest, key)
+            raise self.contents.lacks(key)
 
     def add_entries(self, key: str, name: str, target: Mapping[Any, Any], rename: Callable[[str], str]) -> Entries:
         """Add a mapping of the template that is filled from one object, ``name``."""
@@ -187,9 +185,9 @@ class LoadPlan:
         if options.updates:
             self.frames = update(reader, together, options.held, options.rank, check=options.check)
         else:
-            reader.run(together)
+            reader.fill(together)
         for want in alone:
-            reader.run([want])
+            reader.fill([want])
         return self._built()
 
     def wants(self) -> list[RegionRequest]:
@@ -227,28 +225,3 @@ class LoadPlan:
 
         data = self.contents.manifest.data(stored)
         return decode_object(key, data, stored.pickled, allow_pickle=self.options.allow_pickle, load=load)
-
-
-def check_cast(key: str, stored: torch.dtype, here: torch.dtype, *, cast: bool, where: str) -> None:
-    """Raise Mismatch unless ``cast`` is set and torch converts the ``stored`` dtype to the one ``here``.
-
-    ``where``: the name of what takes ``cast``, for the message.
-    """
-    possible = converts(stored, here)
-    if not possible or not cast:
-        raise Mismatch(
-            f"{key!r} is {dtype_name(here)} here, but {dtype_name(stored)} in the checkpoint; "
-            + (f"pass cast=True to {where}" if possible else "torch cannot convert one to the other"),
-            key=key,
-        )
-
-
-def new_empty(entry: Entry, device: torch.device) -> torch.Tensor:
-    """Memory for a whole tensor, in its stored dtype. Raises InvalidInput if ``device`` has too little."""
-    try:
-        return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device)
-    except (RuntimeError, AssertionError) as error:  # too little memory, or no such device
-        raise InvalidInput(
-            f"{entry.key!r} ({entry.nbytes} bytes) cannot be made on {device}: {error}; give another device",
-            key=entry.key,
-        ) from error

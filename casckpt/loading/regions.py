@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import BufferedRandom
 from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
 from casckpt.base.parallel import usable_threads
 from casckpt.base.progress import Progress
+from casckpt.contents.checkpoint import Checkpoint
+from casckpt.errors import StorageError
 from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Box, Region, full_box
 from casckpt.format.sections.index import Entry
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
+from casckpt.loading.update import change
 from casckpt.repository.repository import Repository
 from casckpt.storage.buffers import AlignedBuffer
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import BITS, Destination
 
 WINDOW_BYTES: Final = 64 << 20
+_ALIGN: Final = 16  # bytes: torch's copies of larger elements need no more
+_BLOCK = 1 << 20  # bytes of a file that are written together if one of them differs
 SliceBytes: TypeAlias = "tuple[EntrySlice, memoryview]"
 
 
@@ -93,12 +99,10 @@ def _request(part: EntrySlice, view: memoryview, tables: Mapping[int, ExtentTabl
 
 
 class RegionReader:
-    """Reads windows of one checkpoint into one buffer. Raises Damaged, MissingKey, Gone, StorageError.
+    """Reads slices of entries of one checkpoint into one buffer, window by window, and verifies them.
 
-    ``nbytes``: the bytes of all windows together, for ``progress``.
+    ``nbytes``: the bytes of all slices together, for ``progress``. Raises Damaged, MissingKey, Gone, StorageError.
     """
-
-    align = 16  # bytes: torch's copies of larger elements need no more
 
     def __init__(self, repo: Repository, manifest: Manifest, nbytes: int, progress: Progress) -> None:
         self._cell_bytes = manifest.body.cell_bytes
@@ -111,17 +115,40 @@ class RegionReader:
 
     def read(self, windows: Iterable[Sequence[EntrySlice]]) -> Iterator[SliceBytes]:
         """Yield the slices of all windows, in order. The bytes of a window are valid until the next is read."""
-        for wants, data, window in self.planned(windows):
-            self._reader.run(wants)
-            yield from views(window, data, self.align)
+        for wants, data, window in self._planned(windows, _ALIGN):
+            self._reader.fill(wants)
+            yield from views(window, data, _ALIGN)
 
-    def planned(
-        self, windows: Iterable[Sequence[EntrySlice]]
+    def read_joined(self, slices: Iterable[EntrySlice]) -> Iterator[memoryview]:
+        """Yield the bytes of slices as they follow each other in a file, window by window, valid until the next."""
+        for wants, data, _ in self._planned(self.windows(slices)):
+            self._reader.fill(wants)
+            yield data
+
+    def revise(self, slices: Iterable[EntrySlice], file: BufferedRandom, held: Checkpoint) -> None:
+        """Change the bytes of ``slices`` in a file, from its position on, from those of ``held`` to what they are now.
+
+        Everything is hashed, so the file may hold anything. Only what differs is read from the store, and written.
+        """
+        for wants, window, _ in self._planned(self.windows(slices)):
+            start = file.tell()
+            if file.readinto(window) != len(window):
+                raise StorageError(f"{file.name} was cut while it was read; let nothing else write to it")
+            before = bytes(window)
+            change(self._reader, wants, held, 0, check=True)
+            for at in range(0, len(window), _BLOCK):
+                if window[at : at + _BLOCK] != before[at : at + _BLOCK]:
+                    file.seek(start + at)
+                    file.write(window[at : at + _BLOCK])
+            file.seek(start + len(window))
+
+    def _planned(
+        self, windows: Iterable[Sequence[EntrySlice]], align: int = 1
     ) -> Iterator[tuple[list[RegionRequest], memoryview, Sequence[EntrySlice]]]:
         """Yield for each window its requests, and the part of the buffer that they fill."""
         for window in windows:
-            total = sum(-(-part.nbytes // self.align) * self.align for part in window)
+            total = sum(-(-part.nbytes // align) * align for part in window)
             if self._buffer.nbytes < total:
                 self._buffer = AlignedBuffer(total)
             data = self._buffer.view[:total]
-            yield requests(views(window, data, self.align), {}), data, window
+            yield requests(views(window, data, align), {}), data, window

@@ -13,22 +13,21 @@ from casckpt.base.cycle_collector import collector_paused
 from casckpt.base.lazy import cached_property
 from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Frames
+from casckpt.contents.contents import Contents
 from casckpt.errors import Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.tree import Node, Path, children, find, join, leaves
 from casckpt.loading.arguments import matches, renamer
-from casckpt.loading.contents import Contents
 from casckpt.loading.entries import no_entry
-from casckpt.loading.fit import Fit, check_fit, merged, missed_pairs, rename_hint, saved_shapes, shape_of
+from casckpt.loading.fit import PACKED, Fit, check_fit, merged, missed_pairs, rename_hint, saved_shapes, shape_of
 from casckpt.loading.load_plan import LoadPlan
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.unread import EVERYTHING, is_generator, left_unread, prefixes
 from casckpt.repository.repository import Repository
+from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.state import FlatState, LeafValue, check_replaceable, flatten, is_part, replace_leaves
 
-PACKED = ".quant_state.bitsandbytes__"
-"""Part of the keys of values that a Linear4bit of bitsandbytes makes anew for each state_dict."""
 _SHOWN = 10
 
 
@@ -42,8 +41,8 @@ class Template:
     """
 
     def __init__(self, manifest: Manifest, options: LoadOptions) -> None:
-        self._plan = LoadPlan(Contents(manifest, options.rank), options)
-        self._where = f"{manifest.body.run}@{manifest.body.step}"
+        self._plan = LoadPlan(Contents(manifest, options.rank, TORCH_EXTENSIONS), options)
+        self._where = self._plan.contents.where
         self.missing: tuple[str, ...] = ()
         self.mismatched: tuple[str, ...] = ()
         self.unread: tuple[str, ...] = ()
@@ -188,9 +187,7 @@ class Template:
         more = len(errors) - _SHOWN
         lines = [*map(str, errors[:_SHOWN]), *([f"and {more} more"] if more > 0 else [])]
         below = tuple(f"{key}." for key in self.subtrees if key != EVERYTHING)
-        alone = [
-            key for key in self.unread if key in self._plan.contents.manifest.tensors and not key.startswith(below)
-        ]
+        alone = [key for key in self.unread if key in self._plan.contents.tensors and not key.startswith(below)]
         others = [*alone, *(f"{start}*" for start in below if f"{start}param_groups" not in self.unread)]
         if self.missing:  # which may be among the others under another name
             lines += [f"only the template has {listed(self.missing)}"]

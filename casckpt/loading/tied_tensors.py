@@ -184,7 +184,7 @@ def _fill(reader: EntryReader, content: Content, memory: torch.Tensor, base: int
     view = view.conj() if data.is_conj() else view
     view = torch._neg_view(view) if data.is_neg() else view
     sink = Destination(content.region, view, torch_dtype(content.dtype))
-    reader.run([RegionRequest(content.entry, sink, content.table, True)])
+    reader.fill([RegionRequest(content.entry, sink, content.table, True)])
 
 
 def _mismatch(one: Content, other: Content) -> Mismatch:

@@ -24,6 +24,7 @@ from casckpt.base.groups import in_batches
 from casckpt.base.parallel import run_all, useful_threads
 from casckpt.contents import manifests
 from casckpt.contents.checkpoint import Checkpoint, Frames
+from casckpt.contents.contents import Contents
 from casckpt.errors import CasckptError, Damaged, InvalidInput, MissingKey, NotFound, Refused, StorageError
 from casckpt.format.digest import cell_digest
 from casckpt.format.encodings.frames import decode, undo
@@ -35,7 +36,6 @@ from casckpt.format.regions import Region, normalise
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import Entry
 from casckpt.loading.blob_readers import BlobReaders
-from casckpt.loading.contents import Contents
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.planned_reads import Consumer, FilledRange, part, place
 from casckpt.plan.reads import Batch, affordable_gap, plan_batches, plan_units
@@ -123,7 +123,7 @@ def change(
     decoded = dict[Link, bytes]()
     work = _Update(replace(reader, decoded=decoded), contents, known, check, decoded)
     left = work.run(wants)
-    work.reader.run(left, work.done)
+    work.reader.fill(left, work.done)
     frames = work.frames()
     known.clear()
     return frames
@@ -183,7 +183,7 @@ class _Update:
         """The extents of the held version of a tensor; None if it is unknown or has another shape or dtype."""
         if self.held is None:
             return None
-        before = self.held.tensor(entry.key)
+        before = self.held.tensors.get(entry.key)
         if before is None or (before.kind, before.shape, before.dtype) != (entry.kind, entry.shape, entry.dtype):
             return None
         try:

@@ -18,18 +18,18 @@ _LAG = 75  # seconds; NFS shows another host's new names after at most 60, unles
 
 
 def named(ref: str | Checkpoint) -> str:
-    """A reference as it was given, to be compared: what "latest" stands for is for rank 0 to say."""
+    """Return the text of a reference for a comparison. Rank 0 alone resolves words such as "latest"."""
     return ref if isinstance(ref, str) else repr(ref)
 
 
 def check_same(given: Sequence[str]) -> None:
-    """Raise Conflict, with the ranks and what each of them gave, unless all gave the same. On rank 0."""
+    """On rank 0: raise Conflict, with what each rank gave, unless all ranks gave the same."""
     ranks_of = grouped(range(len(given)), lambda rank: given[rank])
     if len(ranks_of) > 1:
-        told = [f"{text[:200]} on {_ranks(ranks)}" for text, ranks in list(ranks_of.items())[:_SHOWN]]
+        texts = [f"{text[:200]} on {_ranks(ranks)}" for text, ranks in list(ranks_of.items())[:_SHOWN]]
         more = "; ..." if len(ranks_of) > _SHOWN else ""
         raise Conflict(
-            f"ranks name different checkpoints: {'; '.join(told)}{more}. All ranks must name the same, or let rank 0 "
+            f"ranks name different checkpoints: {'; '.join(texts)}{more}. All ranks must name the same, or let rank 0 "
             "tell the others"
         )
 
@@ -48,21 +48,21 @@ class StoreIdentity:
 
     @classmethod
     def of(cls, repo: Repository) -> StoreIdentity:
-        """For the other ranks. Raises NotFound if there is none."""
+        """Return the identity for the other ranks. Raises NotFound if there is no store."""
         return cls(repo.marker.store_id, repo.storage.url)
 
     def check(self, repo: Repository) -> None:
-        """Raise Conflict if this rank uses another one, NotFound if there is none where it looks."""
+        """Raise Conflict if this rank uses another store, NotFound if there is no store at its place."""
         if repo.marker.store_id != self.store_id:
-            repo.look_again()  # it may have been made anew since this rank looked
+            repo.look_again()  # the store may be another one since this rank read its marker
         if repo.marker.store_id != self.store_id:
             raise self._apart(repo, repo.marker.store_id)
 
     def check_shared(self, repo: Repository, txid: TxId, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Raise Conflict where this rank sees nothing of the save that rank 0 has begun: nobody would find its part.
+        """Raise Conflict if this rank does not see the save that rank 0 has begun: its part would be lost.
 
-        Buckets are one for all by their names; folders are not, and memory never is. Where names that other hosts made
-        may show late, it waits for them.
+        A bucket is the same for all ranks by its name, a folder may not be, and memory never is. If the names that
+        other hosts made may show late, wait for them.
         """
         for _ in range(_LAG if repo.storage.traits.stale else 0):
             if _shows(repo, txid):
@@ -83,6 +83,6 @@ class StoreIdentity:
 
 
 def _shows(repo: Repository, txid: TxId) -> bool:
-    """Does this rank see the save ``txid``, which rank 0 has begun?"""
-    keys = transaction_key(txid), commit_key(txid)  # the second where the save was revoked, as is found out later
+    """Tell whether this rank sees the save ``txid``, which rank 0 has begun."""
+    keys = transaction_key(txid), commit_key(txid)  # the second if the save was revoked, which is noticed later
     return repo.exists() and (repo.storage.traits.remote or any(repo.storage.size(key) is not None for key in keys))

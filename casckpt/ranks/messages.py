@@ -19,9 +19,9 @@ _LENGTH: Final = 8
 
 @dataclass
 class Message:
-    """What goes through the wire: a value or an error.
+    """A value or an error that one rank sends to another.
 
-    ``step``: where in the code its sender is; ``call``: the function of casckpt that its user has called.
+    ``step``: the point of the code at which its sender is. ``call``: the function of casckpt that the user called.
     """
 
     value: Any = None
@@ -33,34 +33,34 @@ class Message:
 
 @dataclass(frozen=True)
 class WithObjects:
-    """A value of a call that ranks make where there are whole objects in their state. ``keys``: of these objects."""
+    """A value that ranks send if there may be whole objects in their state. ``keys``: of these objects."""
 
     value: Any
     keys: Sequence[str]
 
 
 def pack(message: Message) -> bytes:
-    """For another rank of the same job. An error that would not come back as it is goes as a `RankFailed`."""
+    """Encode a message for a rank of the same job. An error that would not survive that becomes a `RankFailed`."""
     error, rank = message.error, message.rank
-    if error is not None and not isinstance(error, CasckptError):  # many others pickle, but do not come back
+    if error is not None and not isinstance(error, CasckptError):  # many others pickle, but do not unpickle
         return pickle.dumps(Message(error=_failure(rank, error), rank=rank))
     try:
         data = pickle.dumps(message)
         if error is not None:
             unpack(data)
         return data
-    except Exception as problem:  # noqa: BLE001 - something with a lock or a socket in it: its text must do
+    except Exception as problem:  # noqa: BLE001 - it holds a lock or a socket, so its text must do
         return pickle.dumps(Message(error=_failure(rank, error or problem), rank=rank))
 
 
 def unpack(data: bytes) -> Message:
-    """What `pack` made."""
+    """Decode what `pack` made."""
     message: Message = pickle.loads(data)  # noqa: S301 - from a rank of the same job, which runs the same code
     return message
 
 
 def to_frames(data: bytes) -> list[torch.Tensor]:
-    """``data`` as one frame of ``FRAME`` bytes, and one of what that could not take, if anything."""
+    """Cut ``data`` into one frame of ``FRAME`` bytes, and one with the rest, if there is a rest."""
     room = FRAME - _LENGTH
     first = bytearray(FRAME)
     first[:_LENGTH] = len(data).to_bytes(_LENGTH, "little")
@@ -70,33 +70,33 @@ def to_frames(data: bytes) -> list[torch.Tensor]:
 
 
 def empty_frame() -> torch.Tensor:
-    """A frame to receive into."""
+    """Return a frame to receive into."""
     return torch.zeros(FRAME, dtype=torch.uint8, device="cpu")
 
 
 def alive_frame(warning: str = "") -> torch.Tensor:
-    """A frame that holds no message: its sender still works on its own, or waits, and gives a ``warning`` of that."""
+    """Return a frame without a message: its sender still works, or waits and sends a ``warning`` about that."""
     text = warning.encode()[: FRAME - _LENGTH - 1]
     return torch.frombuffer(bytearray(_LENGTH) + b"\1" + text.ljust(FRAME - _LENGTH - 1, b"\0"), dtype=torch.uint8)
 
 
 def is_alive(frame: torch.Tensor) -> bool:
-    """Whether it is a frame of `alive_frame`, or an empty one; a message is never empty."""
+    """Tell whether a frame is one of `alive_frame`, or empty. A message is never empty."""
     return not frame[:_LENGTH].any()
 
 
 def has_come(frame: torch.Tensor) -> bool:
-    """Whether anything was received into it."""
+    """Tell whether anything was received into a frame."""
     return bool(frame[: _LENGTH + 1].any())
 
 
 def warning_in(frame: torch.Tensor) -> str:
-    """What `alive_frame` was given."""
+    """Return the warning in a frame of `alive_frame`."""
     return frame[_LENGTH + 1 :].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
 
 
 def from_frame(frame: torch.Tensor) -> tuple[bytes, int]:
-    """What the first frame holds of a message, and how many bytes of it are still to come."""
+    """Return the bytes of a message that its first frame holds, and the number of bytes that follow."""
     data = frame.numpy().tobytes()
     length = int.from_bytes(data[:_LENGTH], "little")
     held = data[_LENGTH : _LENGTH + length]
@@ -104,7 +104,7 @@ def from_frame(frame: torch.Tensor) -> tuple[bytes, int]:
 
 
 def astray(messages: Sequence[Message], mine: Message) -> InvalidInput | None:
-    """What to raise where a rank is elsewhere in the code than rank 0, which sends ``mine``; None where none is.
+    """Return the error for a rank at another point of the code than rank 0, which sends ``mine``; None for none.
 
     ``messages``: of all ranks, in their order.
     """
@@ -113,14 +113,14 @@ def astray(messages: Sequence[Message], mine: Message) -> InvalidInput | None:
         return None
     call, rank = away[0].call, away[0].rank
     where = f"in {call}, rank 0 in {mine.call}" if call != mine.call else f"at another point of {call} than rank 0"
-    said = f"rank {rank} is {where}: all ranks must make the same calls of casckpt in the same order"
+    text = f"rank {rank} is {where}: all ranks must make the same calls of casckpt in the same order"
     keys = {one.rank: one.value.keys for one in messages if isinstance(one.value, WithObjects) and one.value.keys}
     without = [one.rank for one in messages if one.rank not in keys]
     if not keys or not without:
-        return InvalidInput(f"{said}, from one thread or with process_group=... for each", rank=rank)
+        return InvalidInput(f"{text}, from one thread or with process_group=... for each", rank=rank)
     holder, held = next(iter(keys.items()))
     return InvalidInput(
-        f"{said}. Rank {holder} has the whole objects {listed(held)} in its state, and rank {without[0]} has none: "
+        f"{text}. Rank {holder} has the whole objects {listed(held)} in its state, and rank {without[0]} has none: "
         "give the objects on every rank, or the state_dict of each",
         rank=rank,
         keys=tuple(held),
@@ -139,15 +139,15 @@ def public_call(frame: FrameType | None) -> str:
 
 
 def portable(error: Exception) -> Exception:
-    """The error itself if it comes back from a pickle as it is, else one that says the same in one text.
+    """Return the error if it survives pickling, else a `RankFailed` with its text.
 
-    For errors that somebody else pickles: one that does not come back leaves ranks waiting for each other.
+    Another library pickles it. An error that does not unpickle would leave ranks waiting for each other.
     """
     try:
         back = pickle.loads(pickle.dumps(error))  # noqa: S301 - what was pickled just now
         if type(back) is type(error) and str(back) == str(error):
             return error
-    except Exception:  # noqa: BLE001, S110 - whatever its class does when it is pickled
+    except Exception:  # noqa: BLE001, S110 - its class may raise anything when it is pickled
         pass
     return RankFailed(f"{type(error).__name__}: {error}")
 
@@ -158,7 +158,7 @@ def _failure(rank: int | None, error: BaseException) -> RankFailed:
 
 
 def seen_from(answer: Message, rank: int) -> Message:
-    """An answer as this rank is to raise it: errors of other ranks name them."""
+    """Return an answer whose error, if another rank raised it, names that rank."""
     error, origin = answer.error, answer.rank
     if error is None or origin is None or origin == rank or (isinstance(error, RankFailed) and error.rank is not None):
         return answer
@@ -170,7 +170,7 @@ def seen_from(answer: Message, rank: int) -> Message:
 
 
 def broken(rank: int, error: RuntimeError) -> RankFailed:
-    """What to raise where the connection to ``rank`` failed."""
+    """Return the error for a failed connection to ``rank``."""
     late = timed_out(error)
     how = "did not answer in time" if late else "died, or closed its connection"
     done = "nothing was saved or loaded" if rank else "see in the list of checkpoints whether it had committed by then"
@@ -183,10 +183,10 @@ def broken(rank: int, error: RuntimeError) -> RankFailed:
 
 
 def first_line(error: RuntimeError) -> str:
-    """Of what gloo says."""
+    """Return the first line of an error of gloo."""
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
 
 
 def timed_out(error: RuntimeError) -> bool:
-    """Whether it is about time, in the words of gloo or of torch's stores."""
+    """Tell whether the text is that of a timeout of gloo or of torch's stores."""
     return "imed out" in str(error) or "timeout" in str(error).lower()

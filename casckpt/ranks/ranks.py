@@ -1,18 +1,18 @@
 """The ranks of a process group, and the only collectives of casckpt.
 
-One primitive, `Ranks.exchange`: every rank hands something up, rank 0 decides, every rank gets its answer; or all of
-them raise. It is a star of point-to-point messages over a gloo group of casckpt's own, so that one rank's failure never
-leaves another one waiting:
+`Ranks.exchange` is the one primitive: every rank sends a message, rank 0 decides, and every rank gets its answer; or
+all of them raise. The messages go from point to point over a gloo group of casckpt's own, in a star around rank 0. So
+the failure of one rank never leaves another one waiting:
 
-- a rank that raises hands its error up; every rank raises it, with the rank named, and the group stays usable
-- a rank that dies closes its connection; rank 0 finds it closed, at the latest when all others have answered, and
-  tells them
-- a rank that stalls runs into the group's timeout at rank 0, which leaves word in the process group's store; one that
-  only takes long, and says so (`Ranks.alive`), does not
-- if rank 0 is gone, the others see their connection closed, find no word, and name rank 0
-- if rank 0 stalls, they run into a longer timeout, leave word in their turn, and rank 0 finds it
+- A rank that raises sends its error. Every rank raises it and names that rank. The group stays usable.
+- A rank that dies closes its connection. Rank 0 finds it closed, at the latest when all others have answered, and
+  tells them.
+- A rank that stalls exceeds the timeout of the group at rank 0, which leaves a note in the store of the process group.
+  A rank that takes long but reports that it is alive (`Ranks.alive`) does not.
+- If rank 0 dies, the others see their connection closed, find no note, and name rank 0.
+- If rank 0 stalls, the others exceed a longer timeout and leave a note, which rank 0 finds.
 
-After a death or a stall the group is dropped and made anew by the next call.
+After a death or a stall the group is dropped, and the next call makes another.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Kept = TypeVar("Kept")
 Up = TypeVar("Up")
 Down = TypeVar("Down")
 MARGIN = timedelta(seconds=30)  # beyond twice the timeout, how long the others wait for rank 0
@@ -49,24 +50,45 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def everyone(value: Down, size: int) -> list[Down]:
-    """The same answer for all ranks."""
+    """Return the same answer for each of ``size`` ranks."""
     return [value] * size
 
 
+def exchange_keeping(
+    ranks: Ranks, call: Callable[[], tuple[Kept, Up]], decide: Callable[[Kept, list[Up]], Sequence[Down]]
+) -> tuple[Kept, Down]:
+    """Exchange messages, as `Ranks.exchange` does, where ``call`` also makes a value that stays on its rank.
+
+    ``call`` returns (value that stays, message). ``decide`` gets the value of rank 0 and the messages of all ranks.
+    Returns (value of this rank, its answer).
+    """
+    kept: list[Kept] = []
+
+    def message() -> Up:
+        mine, up = call()
+        kept.append(mine)
+        return up
+
+    @wraps(decide)  # ranks compare its name, to see that they are at the same point
+    def answers(messages: list[Up]) -> Sequence[Down]:
+        return decide(kept[0], messages)
+
+    down = ranks.exchange(message, answers)
+    return kept[0], down
+
+
 def on_each(ranks: Ranks, call: Callable[[], Up]) -> Up:
-    """Run ``call`` on every rank; its result on this one. What it raises on one rank, all raise."""
-    results: list[Up] = []
+    """Run ``call`` on every rank and return its result on this one. All ranks raise what it raises on any of them."""
 
-    @wraps(call)  # by its name ranks see that they are at the same place
-    def done(found: list[None]) -> list[None]:
-        return found
+    @wraps(call)
+    def done(_: Up, messages: list[None]) -> list[None]:
+        return messages
 
-    ranks.exchange(lambda: results.append(call()), done)
-    return results[0]
+    return exchange_keeping(ranks, lambda: (call(), None), done)[0]
 
 
 def telling(ranks: Ranks, progress: Progress) -> Progress:
-    """``progress``, which is also taken as a sign of life."""
+    """Return a ``progress`` whose calls also report that this rank is alive."""
     return progress if ranks.size == 1 else progress.with_callback(ranks.alive)
 
 
@@ -81,14 +103,14 @@ class Solo:
         self.exchanges = 0
 
     def fail(self, error: CasckptError) -> NoReturn:
-        """Raise it."""
+        """Raise ``error``."""
         raise error
 
     def alive(self) -> None:
-        """Nobody waits."""
+        """Do nothing: no other rank waits."""
 
     def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        """There is nobody to swap with."""
+        """Do nothing: there is no other rank."""
 
     def exchange(self, call: Callable[[], Up], decide: Callable[[list[Up]], Sequence[Down]]) -> Down:
         """Call both."""
@@ -97,10 +119,10 @@ class Solo:
 
 
 def open_ranks(process_group: ProcessGroup | None = None, *, no_dist: bool = False, purpose: str = "main") -> Ranks:
-    """The ranks of ``process_group`` (None: all, if torch.distributed is initialised); one process with ``no_dist``.
+    """Return the ranks of ``process_group`` (None: all); this process alone with ``no_dist`` or without a group.
 
-    The first call for a group makes a gloo group of the same ranks, so all of them must make it. ``purpose``: calls
-    that may run at the same time (a save in the background) need groups of their own.
+    The first call for a group makes a gloo group of the same ranks, so all of them must make the call. ``purpose``:
+    calls that may run at the same time, such as a save in the background, need groups of their own.
     """
     if no_dist:
         return Solo()
@@ -127,7 +149,7 @@ def open_ranks(process_group: ProcessGroup | None = None, *, no_dist: bool = Fal
 
 @cache
 def _warn_of_others() -> None:
-    """Say once that this process works alone, where a launcher says that it is one of several."""
+    """Warn once that this process works alone, if a launcher started it as one of several."""
     if os.environ.get("WORLD_SIZE", "1") not in {"", "0", "1"}:
         log.warning(
             "WORLD_SIZE is %s, but torch.distributed is not initialised: this process saves and loads alone, whole "
@@ -149,7 +171,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _refuse_inherited() -> None:
-    """A worker of a data loader has the rank and the connections of its parent, whose messages it would garble."""
+    """Raise InvalidInput in a forked process. It would garble the messages of its parent, whose connections it has."""
     if any(world is torch.distributed.group.WORLD for world in _inherited):
         raise InvalidInput(
             "this process was forked by a rank of torch.distributed, and is none itself: call Store.read, or pass "
@@ -158,7 +180,7 @@ def _refuse_inherited() -> None:
 
 
 def this_rank() -> int:
-    """This process among all of them; 0 if torch.distributed is not initialised. Talks to nobody."""
+    """Return the rank of this process among all, without a message; 0 if torch.distributed is not initialised."""
     dist = torch.distributed
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
@@ -166,12 +188,12 @@ def this_rank() -> int:
 class GroupRanks:
     """The ranks of a process group, over a gloo group of their own.
 
-    ``rank``: this process, from 0. ``exchanges``: how many were made. ``name``: what tells it from other groups;
-    ``group``: of those of one process group, whatever their purpose.
+    ``rank``: of this process, from 0. ``exchanges``: their number. ``name``: differs from those of all other groups.
+    ``group``: the name of the process group, whatever the purpose.
     """
 
     def __init__(self, parent: ProcessGroup, purpose: str, generation: int) -> None:
-        """``generation``: how many of this purpose were dropped before, in this process group; alike on all ranks."""
+        """``generation``: how many groups of this purpose were dropped before; the same number on all ranks."""
         self.parent = ref(parent)
         self.group = parent.group_name
         self.name = f"casckpt/{parent.group_name}/{purpose}/{generation}"
@@ -183,12 +205,12 @@ class GroupRanks:
         self._lock = Lock()
 
     def connect(self, parent: ProcessGroup) -> None:
-        """Find the other ranks. Raises RankFailed on all ranks, which make the next group under another name."""
+        """Connect to the other ranks. Raises RankFailed on all ranks. The next group has another name."""
         self._wire = _connect(parent, self.name, self.rank, self.size)
         self.dropped = False
 
     def fail(self, error: CasckptError) -> NoReturn:
-        """Raise ``error`` here, and its like on all other ranks, which are about to make an exchange."""
+        """Raise ``error`` here, and an equal one on all other ranks, which are about to make an exchange."""
 
         def call() -> NoReturn:
             raise error
@@ -197,21 +219,24 @@ class GroupRanks:
         raise error
 
     def alive(self) -> None:
-        """Inside an exchange: this rank gets on with its part. Who waits is patient anew. Cheap, for threads."""
+        """Inside an exchange: report that this rank works, so that the timeouts of others begin anew.
+
+        Cheap. Threads may call it.
+        """
         self._wire.alive()
 
     def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        """Inside an exchange: hand bytes to other ranks, and take theirs, in the order that each pair of ranks has.
+        """Inside an exchange: send bytes to other ranks, and receive theirs. Each pair of ranks keeps one order.
 
-        On the CPU, of one dimension. Raises RankFailed.
+        The tensors lie on the CPU and have one dimension. Raises RankFailed.
         """
         self._wire.swap(sends, receives)
 
     def exchange(self, call: Callable[[], Up], decide: Callable[[list[Up]], Sequence[Down]]) -> Down:
-        """Run ``call`` on every rank; hand the results to ``decide`` on rank 0, whose answers go back, one a rank.
+        """Run ``call`` on every rank, and ``decide`` on rank 0 with all results. It returns an answer for each rank.
 
-        If any of it raises, every rank raises: the same error on the rank where it arose, and the like of it, with that
-        rank named, on the others. Raises RankFailed for a rank that died or did not answer in time.
+        If either raises, every rank raises: the same error on the rank where it arose, and an equal error that names
+        that rank on the others. Raises RankFailed for a rank that died or did not answer in time.
         """
         if self._dead is not None:
             raise RankFailed(str(self._dead), rank=self._dead.rank)
@@ -233,11 +258,11 @@ class GroupRanks:
     def _attempt(self, call: Callable[[], Up]) -> Message:
         try:
             return Message(call(), rank=self.rank)
-        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it, whatever it is; it is raised again
+        except Exception as error:  # noqa: BLE001 - goes to the other ranks, and is raised again
             return Message(error=error, rank=self.rank)
 
     def _lead(self, mine: Message, decide: Callable[[list[Any]], Sequence[Any]]) -> Message:
-        """Rank 0's part: hear all, decide, tell all."""
+        """Do the part of rank 0: receive all messages, decide, send the answers."""
         received, lost = self._wire.gather(mine)
         heard = [message for message in received if message is not None]
         failed = Message(error=lost[0], rank=lost[0].rank) if lost else _first_failure(heard, mine)
@@ -254,11 +279,11 @@ class GroupRanks:
         outcome = self._attempt(lambda: list(decide(values)))
         if outcome.error is not None:
             return [outcome] * self.size
-        same: dict[int, Message] = {}  # one message for all that are told the same
+        same: dict[int, Message] = {}  # one message for all ranks with the same answer
         return [same.setdefault(id(value), Message(value)) for value in outcome.value]
 
     def _follow(self, mine: Message) -> Message:
-        """The part of all others: say it, and hear what rank 0 decides."""
+        """Do the part of another rank: send a message, and receive the answer of rank 0."""
         try:
             answer = self._wire.ask(mine)
         except RankFailed as failure:
@@ -274,7 +299,7 @@ class GroupRanks:
         self._drop(error)
 
     def _drop(self, error: RankFailed) -> None:
-        """A group with a dead rank stays useless; one with a rank that was only late is made anew."""
+        """Drop the group. With a dead rank it stays useless; after a late rank the next call makes another."""
         if error.lost == "died":
             self._dead = error
         else:
@@ -282,7 +307,7 @@ class GroupRanks:
 
 
 def _first_failure(messages: Sequence[Message], mine: Message) -> Message | None:
-    """The first error of all ranks, else the first rank that is elsewhere in the code than this one."""
+    """Return the first error of all ranks, else one for the first rank at another point of the code; None for none."""
     failed = [Message(error=message.error, rank=message.rank) for message in messages if message.error is not None]
     strayed = astray(messages, mine)
     if strayed is not None:
@@ -291,7 +316,7 @@ def _first_failure(messages: Sequence[Message], mine: Message) -> Message | None
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta:
-    """The timeout that the caller gave the group."""
+    """Return the timeout that the caller gave the group."""
     for device in ("cpu", "cuda"):
         try:
             options = group._get_backend(torch.device(device)).options
@@ -304,13 +329,13 @@ def _timeout_of(group: ProcessGroup) -> timedelta:
 
 
 def _connect(parent: ProcessGroup, name: str, rank: int, size: int) -> Wire:
-    """Over a gloo group. Made by hand: `new_group` names groups by how many a rank is in; ranks may differ in that."""
+    """Connect over a new gloo group. `new_group` names groups by their number on a rank, which may differ."""
     if not torch.distributed.is_gloo_available():
         raise Unsupported("this build of torch has no gloo, over which the ranks of a save talk")
     dist: Any = torch.distributed
     shared = dist.distributed_c10d._world.pg_map[parent][1]
     if current_thread() is not main_thread() and hasattr(shared, "clone"):
-        shared = shared.clone()  # one of torch's serves one thread at a time, and another may wait in it for its ranks
+        shared = shared.clone()  # a store of torch serves one thread at a time, and another thread may wait in it
     store = dist.PrefixStore(name, shared)
     timeout = _timeout_of(parent)
     _, problem = _gloo(dist.HashStore(), 0, 1, timeout)  # alone, to see whether it can start
@@ -324,7 +349,7 @@ def _connect(parent: ProcessGroup, name: str, rank: int, size: int) -> Wire:
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[Any, str]:
-    """A gloo group, or why there is none."""
+    """Return a gloo group, or the reason why there is none."""
     try:
         return torch.distributed.ProcessGroupGloo(store, rank, size, timeout), ""
     except RuntimeError as error:
@@ -337,7 +362,7 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[Any, st
 
 
 class _Groups:
-    """The gloo groups of this process, made on first use; all ranks make and drop them alike."""
+    """The gloo groups of this process, made on first use. All ranks make and drop the same ones."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, str], GroupRanks] = {}
@@ -345,9 +370,11 @@ class _Groups:
 
     def get(self, parent: ProcessGroup, purpose: str) -> GroupRanks:
         key = (parent.group_name, purpose)
-        with self._locks.setdefault(key, Lock()):  # of each its own: ranks may connect two groups in either order
+        with self._locks.setdefault(key, Lock()):  # a lock for each group: ranks may connect two groups in either order
             group = self._made.get(key)
-            if group is not None and group.parent() is not parent:  # it was of an earlier one of the same name
+            if (
+                group is not None and group.parent() is not parent
+            ):  # it belongs to an earlier process group of the same name
                 group = None
             if group is None or group.dropped:
                 group = self._made[key] = GroupRanks(parent, purpose, group.generation + 1 if group else 0)

@@ -20,14 +20,14 @@ log = logging.getLogger(__name__)
 
 FIRST = 30.0  # seconds that a rank waits for others until it warns,
 NEXT = 300.0  # and from one warning to the next
-HEARD_SECONDS = 5.0  # how long a rank that failed waits until the others know why
+HEARD_SECONDS = 5.0  # how long a rank that failed waits until the others know the reason
 _LONGEST: Final = 0.25  # seconds between two looks into the store
 _NAMED: Final = 8  # ranks
 _END: Final = "\n"  # of the rank in a verdict
 
 
 def late(ranks: Sequence[int], seconds: float) -> str:
-    """Return the warning about ``ranks``, for which others have waited for so long."""
+    """Return the warning about ``ranks``, for which others have waited for ``seconds``."""
     return (
         f"waited {seconds:.0f} s for rank{'s' * (len(ranks) > 1)} {listed(ranks, _NAMED)}: every rank of the process "
         "group must make the same call of casckpt, not rank 0 alone. The wait goes on. Only Store.save and Store.load "
@@ -37,9 +37,9 @@ def late(ranks: Sequence[int], seconds: float) -> str:
 
 @contextmanager
 def announced(missing: Callable[[], Sequence[int]], tell: Callable[[str], None], delay: float = 0.0) -> Iterator[None]:
-    """Warn of a wait that takes long, as long as ranks are ``missing``, and ``tell`` the others that wait.
+    """Log a warning while a wait takes long and ranks are ``missing``. ``tell``: sends it to the others that wait.
 
-    ``delay``: seconds after which the first warning comes later than it does elsewhere.
+    ``delay``: seconds by which the first warning comes later than on other ranks.
     """
     over, lock, begun = Event(), Lock(), monotonic()
 
@@ -47,7 +47,7 @@ def announced(missing: Callable[[], Sequence[int]], tell: Callable[[str], None],
         pause = FIRST + delay
         while not over.wait(pause):
             pause = NEXT
-            with lock:  # nothing is told once the wait is over
+            with lock:  # no warning is sent once the wait is over
                 ranks = [] if over.is_set() else missing()
                 if ranks:
                     tell(late(ranks, monotonic() - begun))
@@ -64,21 +64,21 @@ def announced(missing: Callable[[], Sequence[int]], tell: Callable[[str], None],
 
 @dataclass(frozen=True)
 class Meeting:
-    """The ranks of one group, by what they leave in ``store``, one of torch's: works before any two are connected."""
+    """A meeting of the ranks of one group in ``store``, one of torch's. It works before two ranks are connected."""
 
     store: Any
     rank: int
     size: int
 
     def come(self, stage: str, seconds: float, problem: str = "") -> None:
-        """Wait until all ranks have come to ``stage``, at most so many seconds.
+        """Wait until all ranks have come to ``stage``, for at most ``seconds``.
 
-        ``problem``: why this rank cannot go on. Once all have come, or one of them has waited for too long, every rank
-        that came raises the same RankFailed, and so does one that comes later.
+        ``problem``: why this rank cannot go on. If any rank has a problem, or has waited for too long, every rank that
+        came raises the same RankFailed, and so does one that comes later.
         """
         try:
             verdict = self._verdict(stage, seconds, problem)
-        except RuntimeError as error:  # the store is gone, and with it whoever has it: rank 0, or what started it
+        except RuntimeError as error:  # the process with the store died: rank 0, or its launcher
             raise RankFailed(
                 f"rank 0 died, or the process that has the store of the process group: nothing was saved or loaded; "
                 f"start again ({str(error)[:200]})",
@@ -89,13 +89,13 @@ class Meeting:
             raise RankFailed(text, rank=int(who))
 
     def _verdict(self, stage: str, seconds: float, problem: str) -> str:
-        """Return the rank that failed and why, a line each; "" if all have come."""
+        """Return the rank that failed and the reason, a line each; "" if all have come."""
         store, key = self.store, f"{stage}/verdict"
         begun, due = monotonic(), min(FIRST, seconds)
         if problem:
             store.set(f"{stage}/problem", f"{self.rank}{_END}{problem}")
         store.set(f"{stage}/{self.rank}", "")
-        if store.add(f"{stage}/came", 1) % self.size == 0:  # a process group that had the store before counted, too
+        if store.add(f"{stage}/came", 1) % self.size == 0:  # an earlier process group may have counted in this store
             self._decide(stage, [])
         while not store.check([key]):
             waited = monotonic() - begun
@@ -105,7 +105,7 @@ class Meeting:
                     self._decide(stage, absent or [self.rank])
                 elif absent:
                     log.warning("%s", late(absent, waited))
-            sleep(min(_LONGEST, waited / 10))  # short at first: the ranks of a job come at about the same time
+            sleep(min(_LONGEST, waited / 10))  # short at first, since the ranks of a job come at about the same time
         verdict: str = store.get(key).decode()[1:]
         if verdict:
             self._let_all_hear(stage)
@@ -124,14 +124,14 @@ class Meeting:
         self.store.compare_set(f"{stage}/verdict", "", f"={verdict}")
 
     def _absent(self, stage: str, ranks: Sequence[int]) -> list[int]:
-        """Those that have not come, with few questions if they are few."""
+        """Return the ranks that have not come, with few questions if they are few."""
         if self.store.check([f"{stage}/{rank}" for rank in ranks]):
             return []
         half = len(ranks) // 2
         return [*self._absent(stage, ranks[:half]), *self._absent(stage, ranks[half:])] if half else list(ranks)
 
     def _let_all_hear(self, stage: str) -> None:
-        """Wait for those that have come to hear the verdict: the store may be gone when this process ends."""
+        """Wait until those that have come have read the verdict: the store may end with this process."""
         with suppress(RuntimeError):
             heard, end = self.store.add(f"{stage}/heard", 1), monotonic() + HEARD_SECONDS
             while heard < self.store.add(f"{stage}/came", 0) and monotonic() < end:

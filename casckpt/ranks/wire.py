@@ -1,6 +1,6 @@
-"""Messages from rank to rank over gloo, with timeouts, and the rank that is to blame for silence.
+"""Messages from rank to rank over gloo, with timeouts. An error names the rank that failed.
 
-A star: rank 0 talks with all others, and the others with rank 0 alone, except for what they `Wire.swap`.
+Rank 0 exchanges messages with all others, and they with rank 0 alone, except for the bytes of `Wire.swap`.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ log = logging.getLogger(__name__)
 Transfer: TypeAlias = "tuple[torch.Tensor, int]"
 """Bytes, and the other rank."""
 
-WORD_SECONDS = 5.0  # how long a rank looks for rank 0's word after its connection broke
+WORD_SECONDS = 5.0  # how long a rank looks for a note of rank 0 after its connection broke
 _REST_SECONDS = 60.0  # at the least, for the rest of a message that has begun
 _LOST = "lost"
-_SWAP = 1  # the tag of what is not a message
-_SIGNS = 4  # signs of life within a timeout; the first of an exchange comes before anybody warns
-AFTER_RANK_0 = 10.0  # seconds: rank 0, which knows who is missing, warns first
+_SWAP = 1  # the tag of bytes that are no message
+_SIGNS = 4  # signs of life within a timeout; the first of an exchange comes before any rank warns
+AFTER_RANK_0 = 10.0  # seconds: rank 0, which knows the missing ranks, warns first
 
 
 class Wire:
-    """One rank's connections to the others. ``group``: of gloo; ``store``: where word is left for who hears no more.
+    """The connections of one rank. ``group``: of gloo. ``store``: holds notes for ranks whose connection is closed.
 
     ``timeout``: how long rank 0 waits for the others. ``patience``: how long they wait for rank 0, which waits for all.
     """
@@ -58,30 +58,30 @@ class Wire:
         self._rank, self._size = rank, size
         self._timeout, self._patience = timeout, patience
         self._alive_lock = Lock()
-        self._signs: list[Any] = []  # signs of life on their way; gone only with the message that follows them
+        self._signs: list[Any] = []  # signs of life on their way, kept until the message that follows them
         self.begin()
 
     def begin(self) -> None:
-        """An exchange begins: nobody is impatient yet."""
-        self._told, self._pause = monotonic(), min(self._timeout.total_seconds() / _SIGNS, waiting.FIRST * 2 / 3)
+        """Begin an exchange: the pauses between signs of life begin anew."""
+        self._reported, self._pause = monotonic(), min(self._timeout.total_seconds() / _SIGNS, waiting.FIRST * 2 / 3)
 
     def end(self) -> None:
-        """An exchange is over."""
+        """End an exchange."""
         self._signs.clear()
 
     def alive(self) -> None:
         """See `casckpt.ranks.ranks.GroupRanks.alive`."""
-        if self._told_lately():
+        if self._reported_lately():
             return
         with self._alive_lock:
-            if self._told_lately():
+            if self._reported_lately():
                 return
-            self._told, self._pause = monotonic(), self._timeout.total_seconds() / _SIGNS
+            self._reported, self._pause = monotonic(), self._timeout.total_seconds() / _SIGNS
             others = [0] if self._rank else range(1, self._size)
             self._signs += [self._isend(alive_frame(), rank) for rank in others]
 
-    def _told_lately(self) -> bool:
-        return monotonic() - self._told < self._pause
+    def _reported_lately(self) -> bool:
+        return monotonic() - self._reported < self._pause
 
     def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         """See `casckpt.ranks.ranks.GroupRanks.swap`."""
@@ -91,13 +91,13 @@ class Wire:
             try:
                 work.wait(self._timeout)
             except RuntimeError as error:
-                raise broken(rank, error) from error  # the exchange finds out why
+                raise broken(rank, error) from error  # the exchange finds the reason
             self.alive()
 
     # rank 0
 
     def gather(self, mine: Message) -> tuple[list[Message | None], list[RankFailed]]:
-        """What every rank says, ``mine`` first; and which ranks are lost, whose place in it is None."""
+        """Return the message of every rank, ``mine`` first, with None for a lost rank; and the errors of lost ranks."""
         timeout = self._timeout.total_seconds()
         deadline = monotonic() + timeout
         frames = {rank: empty_frame() for rank in range(1, self._size)}
@@ -124,8 +124,8 @@ class Wire:
         return received, lost
 
     def scatter(self, answers: Sequence[Message], *, skip: Container[int | None]) -> RankFailed | None:
-        """Each rank's answer to it. Returns what to raise if the others have given up on rank 0 meanwhile."""
-        packed: dict[int, list[torch.Tensor]] = {}  # what several are told is packed once
+        """Send each rank its answer. Returns the error to raise if the others have given up on rank 0 meanwhile."""
+        packed: dict[int, list[torch.Tensor]] = {}  # an answer to several ranks is packed once
         sent: list[tuple[int, Any]] = []
         for rank in range(1, self._size):
             if rank not in skip:
@@ -145,11 +145,11 @@ class Wire:
     # the others
 
     def ask(self, mine: Message) -> Message:
-        """Tell rank 0, and wait for its answer. Raises RankFailed."""
+        """Send a message to rank 0, and return its answer. Raises RankFailed."""
         patience = self._patience.total_seconds()
         deadline = monotonic() + patience
         try:
-            sent = [self._isend(part, 0) for part in to_frames(pack(mine))]  # taken once rank 0 is done
+            sent = [self._isend(part, 0) for part in to_frames(pack(mine))]  # received once rank 0 is done
             frame = empty_frame()
             with waiting.announced(lambda: [] if has_come(frame) else [0], lambda _: None, AFTER_RANK_0):
                 answer = self._message(self._irecv(frame, 0), frame, 0, deadline, patience)
@@ -174,9 +174,9 @@ class Wire:
             return _Broken(error)
 
     def _message(self, work: Any, frame: torch.Tensor, rank: int, deadline: float, patience: float) -> Message:
-        """The message that begins with ``frame``, which ``work`` fills; a sign of life gives ``patience`` seconds more.
+        """Return the message that begins in ``frame``, which ``work`` fills. A sign of life adds ``patience`` seconds.
 
-        Most messages end with the frame they begin with: each frame costs a turn of gloo's thread.
+        Most messages fit into one frame, because each frame costs a turn of gloo's thread.
         """
         _wait(work, deadline)
         while is_alive(frame):
@@ -192,17 +192,17 @@ class Wire:
         _wait(self._irecv(rest, rank), max(deadline, monotonic() + _REST_SECONDS))
         return unpack(head + rest.numpy().tobytes())
 
-    # when somebody is gone
+    # lost ranks
 
     def leave_word(self, error: RankFailed) -> None:
-        """For those who find their connection closed."""
-        with suppress(RuntimeError):  # the store is gone, and with it whoever has it
+        """Leave a note for ranks that find their connection closed."""
+        with suppress(RuntimeError):  # the process with the store died
             self._store.set(_LOST, f"{error.rank}\n{error.lost}\n{error}")
 
     def _why_lost(self, rank: int, error: RuntimeError) -> RankFailed:
-        """Why a connection failed: who gives up on somebody closes all of its own, and leaves word of it."""
+        """Return why a connection failed. A rank that gives up on another closes all its connections, with a note."""
         if not timed_out(error):
-            with suppress(RuntimeError):  # no word, or no store any more
+            with suppress(RuntimeError):  # no note, or no store any more
                 self._store.wait([_LOST], timedelta(seconds=WORD_SECONDS))
                 who, lost, text = self._store.get(_LOST).decode().split("\n", 2)
                 return RankFailed(text, rank=int(who), lost=lost)
@@ -210,13 +210,13 @@ class Wire:
 
 
 class _Broken:
-    """What never comes."""
+    """The receipt or sending of a frame over a broken connection."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
 
     def wait(self, timeout: timedelta) -> NoReturn:
-        """Say why."""
+        """Raise the error of the connection."""
         raise self._error
 
 

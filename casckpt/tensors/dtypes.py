@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from casckpt.errors import InvalidInput, Unsupported
+from casckpt.errors import InvalidInput, Mismatch, Unsupported
 from casckpt.format import dtypes
 
 
@@ -42,3 +42,17 @@ def converts(source: torch.dtype, target: torch.dtype) -> bool:
     except RuntimeError:  # NotImplementedError, a subclass, after torch 2.6
         return False
     return True
+
+
+def check_cast(key: str, stored: torch.dtype, here: torch.dtype, *, cast: bool, where: str) -> None:
+    """Raise Mismatch unless ``cast`` is set and torch converts the ``stored`` dtype to the one ``here``.
+
+    ``where``: the name of what takes ``cast``, for the message.
+    """
+    possible = converts(stored, here)
+    if not possible or not cast:
+        raise Mismatch(
+            f"{key!r} is {dtype_name(here)} here, but {dtype_name(stored)} in the checkpoint; "
+            + (f"pass cast=True to {where}" if possible else "torch cannot convert one to the other"),
+            key=key,
+        )

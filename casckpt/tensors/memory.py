@@ -17,6 +17,8 @@ import torch
 from casckpt.base.lazy import cached_property
 from casckpt.errors import InvalidInput
 from casckpt.format.regions import Box, Region, Shape, flat_boxes, full_box, intersect
+from casckpt.format.sections.index import Entry
+from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.gpu import wait_for_gpus
 
 T = TypeVar("T", npt.NDArray[Any], torch.Tensor)
@@ -307,3 +309,14 @@ def _pairs(region: Region, held: T, targets: Sequence[tuple[Box, T]]) -> Iterato
             common = box.intersect(target_box)
             if common is not None:
                 yield target[common.within(target_box)], source[common.within(box)]
+
+
+def new_empty(entry: Entry, device: torch.device) -> torch.Tensor:
+    """Memory for a whole tensor, in its stored dtype. Raises InvalidInput if ``device`` has too little."""
+    try:
+        return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device)
+    except (RuntimeError, AssertionError) as error:  # too little memory, or no such device
+        raise InvalidInput(
+            f"{entry.key!r} ({entry.nbytes} bytes) cannot be made on {device}: {error}; give another device",
+            key=entry.key,
+        ) from error

@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[2]
 FOLLOW = """
 import io, os, signal, subprocess, sys
 from pathlib import Path
-import casckpt, casckpt.frontends.views.windows as windows
+import casckpt, casckpt.loading.regions as windows
 from casckpt.frontends.follow import Follower
 
 store, folder, reuse = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
@@ -222,7 +222,7 @@ def test_files_that_are_revised_are_those_that_are_written(
 ) -> None:
     """In several shards and windows, of all that a file can hold, whatever changed."""
     monkeypatch.setattr("casckpt.loading.regions.WINDOW_BYTES", window)
-    monkeypatch.setattr("casckpt.frontends.views.windows._BLOCK", 700)
+    monkeypatch.setattr("casckpt.loading.regions._BLOCK", 700)
     store = small_folder(tmp_path / "store")
     dtypes = ("float64", "complex64", "float32", "bfloat16", "bool", "float8_e4m3fn", "uint8")
     before: dict[str, bytes] = {}

@@ -218,7 +218,7 @@ def test_a_tensor_of_another_shape_is_left(saved: casckpt.Store, weights: Weight
     assert torch.equal(state["b"], weights["b"])
 
 
-@follows("loading/load_plan.py:check_cast", "pass cast=True to …")
+@follows("tensors/dtypes.py:check_cast", "pass cast=True to …")
 def test_a_tensor_of_another_dtype_is_converted(saved: casckpt.Store, weights: Weights, told: Told) -> None:
     state = zeros(weights) | {"w": torch.zeros(6, dtype=torch.double)}
     with told.error(Mismatch) as advice:

@@ -158,7 +158,7 @@ def test_keys_of_other_names_are_named_so_or_loaded_with_a_rename(store: Store, 
     assert torch.equal(state["b"], torch.ones(3))
 
 
-@follows("loading/load_plan.py:check_cast", "pass cast=True to …")
+@follows("tensors/dtypes.py:check_cast", "pass cast=True to …")
 def test_another_dtype_is_converted(store: Store, told: Told) -> None:
     store.save({"a": torch.ones(2)}, step=1)
     state = {"a": torch.zeros(2, dtype=torch.float64)}

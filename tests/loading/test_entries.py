@@ -12,9 +12,9 @@ import torch
 
 import casckpt
 from casckpt.contents import manifests
+from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.loading import unread
-from casckpt.loading.contents import Contents
 from casckpt.saving import prepare
 from casckpt.store.store import Store
 from tests.support.hints import Advice

@@ -169,7 +169,7 @@ def test_tied_tensors_that_are_stored_in_other_cells_or_dtypes_are_read_to_compa
 def test_what_overlaps_is_not_filled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cell that is made of an older one is that for a while, and what overlaps with it too."""
     filled: list[int] = []
-    run = EntryReader.run
+    run = EntryReader.fill
 
     def counted(self: EntryReader, wants: Any, done: Any = frozenset()) -> None:
         filled.append(len(wants))
@@ -179,7 +179,7 @@ def test_what_overlaps_is_not_filled_at_the_same_time(monkeypatch: pytest.Monkey
     store = small()
     store.save({"a": whole, "b": whole.t(), "c": whole[:50], "d": torch.ones(3), "e": whole.t()}, step=1)
     found = torch.zeros(120, 120)
-    monkeypatch.setattr(EntryReader, "run", counted)
+    monkeypatch.setattr(EntryReader, "fill", counted)
     store.load({"a": found, "b": found.t(), "c": found[:50], "d": torch.zeros(3), "e": found.t()}, "default@1")
     assert filled[-4:] == [2, 1, 1, 1]
     assert torch.equal(found, whole)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from casckpt.errors import CasckptError, InvalidInput, MissingKey, RankFailed
 from casckpt.ranks import ranks as module
-from casckpt.ranks.ranks import GroupRanks, Ranks, Solo, everyone, open_ranks
+from casckpt.ranks.ranks import GroupRanks, Ranks, Solo, everyone, exchange_keeping, open_ranks
 from tests.support.forks import forked
 from tests.support.ranks import outcome_of
 
@@ -87,6 +87,50 @@ def alone(rank: int, size: int) -> list[type]:
 def test_alone_in_a_group_or_by_choice(ranks: Pool) -> None:
     assert ranks.run(2, alone) == [[GroupRanks, Solo, Solo]] * 2
     assert ranks.run(1, alone) == [[Solo, Solo, Solo]]
+
+
+def keeping(rank: int, size: int) -> Any:
+    ranks = open_ranks()
+    kept, down = exchange_keeping(
+        ranks, lambda: ((threading.Lock(), rank), rank * 10), lambda mine, values: [(mine[1], sum(values))] * size
+    )
+    return kept[0].locked(), kept[1], down, ranks.exchanges
+
+
+def test_a_value_stays_on_its_rank_and_rank_0_decides_with_its_own(ranks: Pool) -> None:
+    """It need not be one that can be sent."""
+    assert ranks.run(3, keeping) == [(False, rank, (0, 30), 1) for rank in range(3)]
+
+
+def test_one_process_keeps_its_value() -> None:
+    assert exchange_keeping(Solo(), lambda: ("mine", 7), lambda mine, values: [(mine, values)]) == (
+        "mine", ("mine", [7])
+    )  # fmt: skip
+
+
+def keeping_apart(rank: int, size: int) -> Any:
+    """Rank 2 keeps a value at another point than the others; then rank 1 raises."""
+    ranks = open_ranks()
+
+    def call() -> tuple[int, int]:
+        if rank == 1:
+            raise MissingKey("no")
+        return rank, rank
+
+    def here() -> Any:
+        return exchange_keeping(ranks, lambda: (rank, rank), lambda _, values: values)
+
+    def there() -> Any:
+        return exchange_keeping(ranks, lambda: (rank, rank), lambda _, values: values)
+
+    stray = outcome_of(there if rank == 2 else here)
+    failed = outcome_of(lambda: exchange_keeping(ranks, call, lambda _, values: values))
+    return type(stray), stray.rank, type(failed), str(failed), total(ranks)
+
+
+def test_a_rank_that_keeps_a_value_at_another_point_is_named(ranks: Pool) -> None:
+    texts = ["rank 1: no", "no", "rank 1: no"]
+    assert ranks.run(3, keeping_apart) == [(InvalidInput, 2, MissingKey, text, 3) for text in texts]
 
 
 # groups

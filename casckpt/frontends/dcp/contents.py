@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 
 from casckpt.base.lazy import cached_property
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.contents.signatures import get_trusted
+from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, MissingKey
 from casckpt.format.records import changed
 from casckpt.format.regions import Shape
@@ -23,12 +23,12 @@ from casckpt.format.sections.index import Entry
 from casckpt.frontends.dcp.ids import stamp
 from casckpt.frontends.dcp.note import Note, read_note
 from casckpt.frontends.dcp.schema import Opaque, Schema, Value, schema_of
-from casckpt.loading.contents import Contents
 from casckpt.loading.load import values_at
 from casckpt.loading.options import LoadOptions
 from casckpt.store.store import Store
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.objects import is_archive, read_archive, write_archive
+from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.untrusted import MISREAD
 
 
@@ -38,22 +38,21 @@ class DcpContents:
     def __init__(self, store: Store, checkpoint: Checkpoint, options: LoadOptions) -> None:
         self.checkpoint, self._options = checkpoint, options
         self._repo = store.repository
-        self.manifest = get_trusted(self._repo, checkpoint.commit)
-        self._contents = Contents(self.manifest, options.rank)
+        self.contents = Contents.open(self._repo, checkpoint.commit, options.rank, TORCH_EXTENSIONS)
 
     @cached_property
     def note(self) -> Note:
         """The note that the save made for DCP."""
-        return read_note(self.manifest, allow_pickle=self._options.allow_pickle)
+        return read_note(self.contents.manifest, allow_pickle=self._options.allow_pickle)
 
     @cached_property
     def schema(self) -> Schema:
         """Keys and paths as in the note, else as DCP's default planner would make them."""
         if self.note.keys is None:
-            return schema_of(self._contents.whole_tree(), self._plain_values.get)
+            return schema_of(self.contents.whole_tree(), self._plain_values.get)
         schema = Schema()
         for key in self.note.keys:
-            if self._contents.tensor(key) is not None or key in self.note.chunks:
+            if key in self.contents.tensors or key in self.note.chunks:
                 schema.tensors.append(key)
             else:
                 schema.values[key] = Value(key)
@@ -62,7 +61,7 @@ class DcpContents:
     @cached_property
     def _plain_values(self) -> Mapping[str, Any]:
         """All objects that need no unpickling; `Opaque` in place of the others."""
-        objects = self._contents.objects
+        objects = self.contents.objects
         hidden = {key for key, stored in objects.items() if stored.pickled or key in self.note.opaque}
         read = self._values_at([key for key in objects if key not in hidden])
         return read | dict.fromkeys(hidden, Opaque)
@@ -89,9 +88,9 @@ class DcpContents:
         return _described(dtype, shape, [(part.offset, part.shape) for part in parts])
 
     def _entry(self, key: str) -> Entry:
-        entry = self._contents.tensor(key)
+        entry = self.contents.tensors.get(key)
         if entry is None:
-            raise MissingKey(f"{self.checkpoint.run}@{self.checkpoint.step} lacks the tensor {key!r}", keys=(key,))
+            raise MissingKey(f"{self.contents.where} lacks the tensor {key!r}", keys=(key,))
         return entry
 
     def tensor(self, index: dcp.MetadataIndex) -> tuple[Entry, Shape]:
@@ -152,13 +151,13 @@ class DcpContents:
         return archives
 
     def _values_at(self, keys: Sequence[str]) -> dict[str, Any]:
-        return values_at(self._repo, self._contents, keys, self._options) if keys else {}
+        return values_at(self._repo, self.contents, keys, self._options) if keys else {}
 
     def _bytes_at(self, keys: Sequence[str]) -> dict[str, bytes]:
         """The bytes of a planner, even if they are a pickle."""
         if not keys:
             return {}
-        bare = Contents(self.manifest, self._options.rank)
+        bare = Contents(self.contents.manifest, self._options.rank, TORCH_EXTENSIONS)
         for key in keys:
             bare.objects[key] = changed(bare.objects[key], pickled=False)
         return values_at(self._repo, bare, keys, self._options)

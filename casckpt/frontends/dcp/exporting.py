@@ -30,7 +30,6 @@ from casckpt.frontends.interchange.new_files import (
     write_durably,
 )
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.frontends.views.view import check_whole
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.regions import EntrySlice, RegionReader
 from casckpt.tensors.dtypes import torch_dtype
@@ -65,7 +64,7 @@ def casckpt_to_dcp(
     if opened.note.chunks:
         raise InvalidInput(f"{checkpoint.run} holds what one rank saved for itself; there is no whole state to export")
     total = checkpoint.stats.bytes_total
-    reader = RegionReader(opened_store.repository, opened.manifest, total, Progress(progress))
+    reader = RegionReader(opened_store.repository, opened.contents.manifest, total, Progress(progress))
     attached = opened_store.attachments(checkpoint)
     if attachments:
         check_file_names(attached, _is_ours)
@@ -91,7 +90,7 @@ class _Writer:
     def write(self) -> dcp.Metadata:
         """Write all files. Returns the metadata, which say where everything lies."""
         metadata, tensors = self._opened.metadata(), self._opened.schema.tensors
-        check_whole(self._opened.manifest, [self._opened.tensor(dcp.MetadataIndex(key))[0] for key in tensors])
+        self._opened.contents.check_whole([self._opened.tensor(dcp.MetadataIndex(key))[0] for key in tensors])
         chunks = [chunk for key in tensors for chunk in self._chunks(key)]
         values = self._opened.archives(list(self._opened.schema.values), boxed=self._boxed)
         windows = list(in_batches(chunks, lambda chunk: chunk.nbytes, WINDOW_BYTES))

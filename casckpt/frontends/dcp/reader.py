@@ -32,13 +32,12 @@ from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream, h
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.loading.entry_reader import EntryReader, RegionRequest
 from casckpt.loading.fit import Fit, check_fit, log_once, saved_shapes, shape_of
-from casckpt.loading.load_plan import check_cast
 from casckpt.loading.options import LoadOptions, Unread
 from casckpt.loading.tied_tensors import Content, TiedTensors
 from casckpt.plan.reads import covers
 from casckpt.ranks.ranks import this_rank
 from casckpt.tensors.dtensors import is_dtensor
-from casckpt.tensors.dtypes import torch_dtype
+from casckpt.tensors.dtypes import check_cast, torch_dtype
 from casckpt.tensors.memory import Destination
 from casckpt.tensors.shards import check_destination
 
@@ -187,9 +186,9 @@ class StorageReader(Protocol):
         self._check_fit(planner)
         self._read_values([item for item in plan.items if item.type == LoadItemType.BYTE_IO], planner)
         repo, verify, progress = self._store.repository, self._options.verify, Progress(self._shown).of(None)
-        download = EntryReader(repo, self._now.manifest, verify, self._threads, progress, ranks)
+        download = EntryReader(repo, self._now.contents.manifest, verify, self._threads, progress, ranks)
         tensors = [item.storage_index for item in plan.items if item.type != LoadItemType.BYTE_IO]
-        self._now.manifest.ready([self._now.tensor(index)[0].number for index in tensors], ())
+        self._now.contents.manifest.ready([self._now.tensor(index)[0].number for index in tensors], ())
         for window in _windows(plan.items, planner):
             self._read_tensors(download, window, planner)
         future: Future[None] = Future()
@@ -200,7 +199,7 @@ class StorageReader(Protocol):
         """Check that the names on this rank fit, before anything changes on it."""
         if self._options.unread == "ignore" or not isinstance(planner, DefaultLoadPlanner):
             return
-        saved = saved_shapes(self._now.manifest)
+        saved = saved_shapes(self._now.contents.manifest)
         wanted = {key: shape for key, value in planner.state_dict.items() if (shape := shape_of(value)) is not None}
         filled = {key: key for key in wanted if key in self._known}
         fit = Fit(filled, {key: shape for key, shape in wanted.items() if key not in filled})
@@ -236,7 +235,7 @@ class StorageReader(Protocol):
         tied.check(download)
         together, alone = tied.in_turns(wants)
         for turn in (together, *([want] for want in alone)):
-            download.run(turn)
+            download.fill(turn)
         if converted:
             log.warning("converted to the dtype of what is loaded into: %s", ", ".join(list(converted)[:8]))
         for item, target in pairs:
@@ -261,7 +260,7 @@ class StorageReader(Protocol):
         offset = tuple(a + b for a, b in zip(base, item.storage_offsets, strict=True))
         box = Box(offset, tuple(item.lengths))
         region = Region(box, 0, box.numel)
-        table = self._now.manifest.extents(entry)
+        table = self._now.contents.manifest.extents(entry)
         if not covers(table, region):
             raise Damaged(f"the checkpoint holds {key!r} only in part; {region} is not all there", key=key)
         if region.numel:

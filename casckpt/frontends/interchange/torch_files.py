@@ -28,7 +28,7 @@ from casckpt.base.keywords import check_keywords
 from casckpt.base.progress import Progress, Shown
 from casckpt.base.text import is_url, local_path
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.contents.signatures import get_trusted
+from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, Mismatch, NotFound, Refused
 from casckpt.format.sections.index import Entry
 from casckpt.format.tree import TENSOR, Element, Leaf, Node, children, container, join, leaves
@@ -37,17 +37,17 @@ from casckpt.frontends.interchange.optimizer_names import by_name, is_named, is_
 from casckpt.frontends.interchange.resident import letting_go
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.views.recut import ViewTensor
-from casckpt.frontends.views.view import Rules, View, check_whole, view_of
-from casckpt.frontends.views.windows import WindowReader
+from casckpt.frontends.views.view import Rules, View, view_of
 from casckpt.loading.arguments import Rename
-from casckpt.loading.contents import Contents
 from casckpt.loading.load import values_at
 from casckpt.loading.options import LoadOptions
+from casckpt.loading.regions import RegionReader
 from casckpt.saving.options import ImportArguments
 from casckpt.store.exports import Exported, FileOptions
 from casckpt.store.store import Store
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.objects import is_archive, read_archive, refused_name, write_archive
+from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.state import OfObjects, inflate
 from casckpt.tensors.untrusted import check_expansion, misread
 
@@ -198,9 +198,8 @@ def export_torch(
     job = _Export(opened, checkpoint, allow_pickle)
     state, view, storages = job.whole() if rules.is_plain else job.seen(rules)
     with place_for(path, force=force) as place, new_file(place, force=force) as target:
-        job.write(
-            target, state, storages, WindowReader(opened.repository, job.manifest, view.nbytes, Progress(progress))
-        )
+        manifest = job.contents.manifest
+        job.write(target, state, storages, RegionReader(opened.repository, manifest, view.nbytes, Progress(progress)))
         name = os.fspath(path) if is_url(path) else place
     return Exported(
         checkpoint, (name,), len(view.tensors), view.nbytes, (), view.left_out, tuple(opened.attachments(checkpoint)),
@@ -212,18 +211,17 @@ class _Export:
     """One export. torch writes the file without the data of tensors, which is filled in afterwards."""
 
     def __init__(self, store: Store, checkpoint: Checkpoint, allow_pickle: bool) -> None:
-        self.manifest = get_trusted(store.repository, checkpoint.commit)
-        self._contents = Contents(self.manifest, 0)
+        self.contents = Contents.open(store.repository, checkpoint.commit, extensions=TORCH_EXTENSIONS)
         self._options = LoadOptions(allow_pickle=allow_pickle)
         self._repo = store.repository
         self._fake = FakeTensorMode()
 
     def whole(self) -> tuple[Any, View, Sequence[_Storage]]:
         """The whole checkpoint, nested as it was saved, with tensors without data; and its storages, in order."""
-        tree = self._contents.whole_tree()
+        tree = self.contents.whole_tree()
         keys = [join(path) for path, node in leaves(tree) if node == TENSOR]
-        check_whole(self.manifest, [self._contents.stored_tensor(key) for key in keys])
-        objects = values_at(self._repo, self._contents, list(self._contents.objects), self._options)
+        self.contents.check_whole([self.contents.tensor(key) for key in keys])
+        objects = values_at(self._repo, self.contents, list(self.contents.objects), self._options)
         left_out = () if self._options.allow_pickle else tuple(key for key in objects if not _is_read(objects[key]))
         tree = tree if self._options.allow_pickle else _of_plain_kinds(tree)
         tensors: list[ViewTensor] = []
@@ -231,9 +229,9 @@ class _Export:
 
         def leaf(key: str, node: Leaf) -> Any:
             if node != TENSOR:
-                storages.extend(_storages_in(objects[key]) if self._contents.objects[key].pickled else ())
+                storages.extend(_storages_in(objects[key]) if self.contents.objects[key].pickled else ())
                 return objects[key]
-            tensors.append(ViewTensor(key, self._contents.stored_tensor(key)))
+            tensors.append(ViewTensor(key, self.contents.tensor(key)))
             storages.append(tensors[-1])
             return self._empty(tensors[-1].entry)
 
@@ -242,14 +240,14 @@ class _Export:
 
     def seen(self, rules: Rules) -> tuple[Any, View, Sequence[_Storage]]:
         """The tensors of a view by name, without data; and their storages, in order."""
-        view = view_of(self.manifest, rules)
+        view = view_of(self.contents, rules)
         return {tensor.name: self._empty(tensor.entry) for tensor in view.tensors}, view, view.tensors
 
     def _empty(self, entry: Entry) -> torch.Tensor:
         with self._fake:
             return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
 
-    def write(self, path: Path, state: Any, storages: Sequence[_Storage], reader: WindowReader) -> None:
+    def write(self, path: Path, state: Any, storages: Sequence[_Storage], reader: RegionReader) -> None:
         """Write the file. It is durable when this returns."""
         path.open("xb").close()  # raises a clear error if the folder is not writable
         with skip_data(materialize_fake_tensors=True), torch_saves():
@@ -269,7 +267,7 @@ def _storages_in(value: Any) -> Iterator[bytes]:
             yield archive.read(names[f"data/{index}"])
 
 
-def _filled(path: Path, storages: Sequence[_Storage], reader: WindowReader) -> dict[str, int]:
+def _filled(path: Path, storages: Sequence[_Storage], reader: RegionReader) -> dict[str, int]:
     """Write the data of all storages into the file. Returns the crc of each record."""
     places: Any = torch._C.PyTorchFileReader(str(path))
     with zipfile.ZipFile(path) as archive:
@@ -282,7 +280,7 @@ def _filled(path: Path, storages: Sequence[_Storage], reader: WindowReader) -> d
                 raise InvalidInput(f"torch {torch.__version__} numbers storages in an unknown order")
             sums[record] = 0
             file.seek(places.get_record_offset(record))
-            for data in [storage] if isinstance(storage, bytes) else reader.read_tensors([storage]):
+            for data in [storage] if isinstance(storage, bytes) else reader.read_joined(storage.sources):
                 file.write(data)
                 sums[record] = zlib.crc32(data, sums[record])
     return sums

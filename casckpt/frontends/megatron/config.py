@@ -6,7 +6,6 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from casckpt.contents import manifests
 from casckpt.errors import NotFound
 from casckpt.frontends.interchange.new_files import new_file
 from casckpt.frontends.megatron.errors import CheckpointExists, checkpointing_errors
@@ -95,9 +94,6 @@ def is_only_config(place: StoreRef) -> bool:
     """Whether there is a checkpoint that holds only the config that `save_config` wrote."""
     if place.ref not in place.store:
         return False
-    body = manifests.get(place.store.repository, place.store.get(place.ref).commit).body
-    return (
-        not body.entry_columns.keys
-        and not body.objects
-        and [attachment.key for attachment in body.attachments] == [CONFIG_NAME]
-    )
+    found = place.store.get(place.ref)
+    is_empty = not found.tensors and not found.details.objects
+    return is_empty and [*place.store.attachments(found)] == [CONFIG_NAME]

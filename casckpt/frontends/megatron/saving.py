@@ -30,7 +30,7 @@ from casckpt.frontends.megatron.nesting import Nested, Path, diff, nested_values
 from casckpt.frontends.megatron.place import CheckpointDir, StoreRef, place_of
 from casckpt.frontends.megatron.reading import CONTENT_METADATA
 from casckpt.frontends.megatron.stored import is_object_key
-from casckpt.ranks.ranks import Ranks, open_ranks
+from casckpt.ranks.ranks import Ranks, exchange_keeping, open_ranks
 from casckpt.saving.options import CheckReplicas, SaveArguments, usable_check
 from casckpt.saving.prepare import tensor_source
 from casckpt.saving.replicas import Samples, compared, memory_of, samples_of
@@ -146,16 +146,15 @@ class Saving:
         Returns the place, and whether the save replaces a checkpoint that holds only a config. ``background``: whether
         the save runs in the background; ranks that differ in it would wait for each other.
         """
-        places: list[StoreRef] = []
 
-        def sort() -> _Sorted:
-            places.append(locate())
-            run, step = places[0].run_and_step()
+        def sort() -> tuple[StoreRef, _Sorted]:
+            place = locate()
+            run, step = place.run_and_step()
             self.check_replicas = usable_check(self.check_replicas)
             claims = self._sort(preprocess)
-            return claims, background, self._samples(run, step) if ranks.size > 1 else None
+            return place, (claims, background, self._samples(run, step) if ranks.size > 1 else None)
 
-        def decide(gathered: list[_Sorted]) -> list[tuple[list[bool], bytes | None, bool]]:
+        def decide(place: StoreRef, gathered: list[_Sorted]) -> list[tuple[list[bool], bytes | None, bool]]:
             claims = [of_rank for of_rank, _, _ in gathered]
             if len({asked for _, asked, _ in gathered}) > 1:
                 ways = ", ".join(f"{asked} on rank {rank}" for rank, (_, asked, _) in enumerate(gathered[:8]))
@@ -164,16 +163,16 @@ class Saving:
                 check_claims(claims)
             samples = [sample for _, _, sample in gathered if sample is not None]
             if len(samples) == ranks.size:
-                memory = memory_of(places[0].store.url, ranks.group)
+                memory = memory_of(place.store.url, ranks.group)
                 memory.found |= compared(samples, memory, "sample")
             self._make_room({claim.key for of_rank in claims for claim in of_rank})
-            replaces, common = is_only_config(places[0]), _packed(self._compared) if validate else None
+            replaces, common = is_only_config(place), _packed(self._compared) if validate else None
             return [(selected, common, replaces) for selected in self.select(claims)]
 
-        self.selected, common, replaces = ranks.exchange(sort, decide)
+        place, (self.selected, common, replaces) = exchange_keeping(ranks, sort, decide)
         if common is not None and self.rank:
             self._warn_of_differences(common)
-        return places[0], replaces
+        return place, replaces
 
     def _samples(self, run: str, step: int) -> Samples | None:
         """Samples of all replicas, if only main replicas are saved; otherwise the save itself compares replicas."""

@@ -13,9 +13,8 @@ from math import prod
 from typing import Any, TypeAlias, Unpack
 
 from casckpt.base.lazy import cached_property
-from casckpt.contents import manifests
 from casckpt.contents.checkpoint import Checkpoint, warn_if_forgotten
-from casckpt.contents.signatures import get_trusted
+from casckpt.contents.contents import Contents
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.index import Entry
 from casckpt.format.tree import Node, children, container, find, join, leaves
@@ -23,12 +22,13 @@ from casckpt.frontends.megatron.common import COMMON_NAME, NOTES_NAME, Notes, re
 from casckpt.frontends.megatron.mapping import ShardedObject
 from casckpt.frontends.megatron.nesting import merge
 from casckpt.frontends.megatron.place import StoreRef
-from casckpt.history.commits import Commit
 from casckpt.loading.options import RankArguments
 from casckpt.ranks.agreement import check_same
-from casckpt.ranks.ranks import Ranks, everyone
+from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.store.store import Store
-from casckpt.tensors.state import decode_tree, inflate
+from casckpt.store.types import Commit
+from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
+from casckpt.tensors.state import inflate
 from casckpt.tensors.values import Shard
 
 _STATE = "optimizer.state."
@@ -43,7 +43,7 @@ class MegatronCheckpoint:
 
     store: Store
     commit: Commit
-    manifest: Manifest
+    contents: Contents
     notes: Notes
     file: bytes | None
 
@@ -55,10 +55,10 @@ class MegatronCheckpoint:
         names = place.store.attachments(checkpoint)
         data = place.store.read_attachment(checkpoint, NOTES_NAME) if NOTES_NAME in names else None
         notes = Notes() if data is None else Notes.decoded(data)
-        manifest = get_trusted(place.store.repository, checkpoint.commit)
+        contents = Contents.open(place.store.repository, checkpoint.commit, extensions=TORCH_EXTENSIONS)
         wanted = common and COMMON_NAME in names
         file = place.store.read_attachment(checkpoint, COMMON_NAME) if wanted else None
-        return cls(place.store, checkpoint.commit, manifest, notes, file)
+        return cls(place.store, checkpoint.commit, contents, notes, file)
 
     @classmethod
     def together(cls, ranks: Ranks, locate: Callable[[], StoreRef], *, common: bool = False) -> MegatronCheckpoint:
@@ -66,22 +66,21 @@ class MegatronCheckpoint:
 
         Each rank loads through its own store.
         """
-        places: list[StoreRef] = []
 
-        def hello() -> str:
-            places.append(locate())
-            return places[0].ref
+        def hello() -> tuple[StoreRef, str]:
+            place = locate()
+            return place, place.ref
 
-        def find(refs: Sequence[str]) -> list[Facts]:
+        def find(place: StoreRef, refs: Sequence[str]) -> list[Facts]:
             check_same(refs)
-            stored = cls.read(places[0], common=common)
-            return everyone((stored.commit, stored.manifest, stored.notes, stored.file), ranks.size)
+            stored = cls.read(place, common=common)
+            return everyone((stored.commit, stored.contents.manifest, stored.notes, stored.file), ranks.size)
 
-        facts = ranks.exchange(hello, find)
-        stored = cls(places[0].store, *facts)
+        place, (commit, manifest, notes, file) = exchange_keeping(ranks, hello, find)
+        contents = Contents(manifest, extensions=TORCH_EXTENSIONS)
         if ranks.rank != 0:
-            manifests.adopt(stored.store.repository, stored.commit, stored.manifest)
-        return stored
+            contents.adopt(place.store.repository, commit)
+        return cls(place.store, commit, contents, notes, file)
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -98,7 +97,7 @@ class MegatronCheckpoint:
         """The sharded tensors by key."""
         objects = (join((name, *path)) for name in self.objects for path, _ in leaves(self._nodes[name]))
         others = self.notes.tensors.union(objects)
-        return {key: entry for key, entry in self.manifest.tensors.items() if key not in others}
+        return {key: entry for key, entry in self.contents.tensors.items() if key not in others}
 
     @cached_property
     def objects(self) -> dict[str, ShardedObject]:
@@ -117,21 +116,17 @@ class MegatronCheckpoint:
 
     @cached_property
     def _without_objects(self) -> Node:
-        kept = {element: node for element, node in children(self._tree) if str(element) not in self.objects}
-        made: Node = container(type(self._tree), kept, self._tree)
+        kept = {element: node for element, node in children(self.contents.tree) if str(element) not in self.objects}
+        made: Node = container(type(self.contents.tree), kept, self.contents.tree)
         return made
 
     @cached_property
-    def _tree(self) -> Node:
-        return decode_tree(self.manifest.body.tree)
-
-    @cached_property
     def _nodes(self) -> dict[str, Node]:
-        return {str(element): node for element, node in children(self._tree)}
+        return {str(element): node for element, node in children(self.contents.tree)}
 
     def flat_keys(self) -> dict[str, str | None]:
         """Map the flat key of each leaf to the key of its sharded value, or to None."""
-        keys: dict[str, str | None] = {join(path): None for path, _ in leaves(self._tree)}
+        keys: dict[str, str | None] = {join(path): None for path, _ in leaves(self.contents.tree)}
         keys.update((key, key) for key in self.tensors)
         for name, shard in self.objects.items():
             keys.update((join((name, *path)), shard.key) for path, _ in leaves(self._nodes[name]))
@@ -139,7 +134,7 @@ class MegatronCheckpoint:
 
     def inflated(self, values: Mapping[str, Any]) -> dict[Any, Any]:
         """The state, nested as it was saved, with the leaves in ``values`` (by flat key) and no others."""
-        return dict(inflate(self._tree, lambda key, _: values[key], lambda key: key in values))
+        return dict(inflate(self.contents.tree, lambda key, _: values[key], lambda key: key in values))
 
     def tensor_key(self, key: str) -> str | None:
         """The flat key of a sharded tensor for a key of Megatron's, or None.
@@ -161,12 +156,12 @@ class MegatronCheckpoint:
         """
         if wanted.unique_key in self.objects:
             return str(wanted.unique_key)
-        alone = prod(wanted.global_shape) == 1 and find(self._tree, wanted.key) is not None
+        alone = prod(wanted.global_shape) == 1 and find(self.contents.tree, wanted.key) is not None
         return str(wanted.key) if alone and wanted.key not in self.tensors else None
 
     def ask_for(self, request: ReadRequest, key: str) -> Callable[[], Any]:
         """Request an object, which is a leaf or a container. Returns a function that gives its value after the read."""
-        node = self._nodes.get(key) or find(self._tree, key)
+        node = self._nodes.get(key) or find(self.contents.tree, key)
         if node is None or isinstance(node, int):
             label = request.add(key)
             return lambda: request.values[label]

@@ -15,6 +15,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Unpack
 
@@ -119,42 +120,41 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         ``async_strategy``: the queue that schedules the request, in Megatron-core's words "mcore" or "nvrx". The
         ``async_fn`` of the request only waits, so that the queue knows when the save is over.
         """
-        endings: list[Ending] = []
+        ending = cache(Ending)
         with _errors_of_both():
-            saving, options, finish = self._prepared(
-                sharded_state_dict, Path(checkpoint_dir), begin=lambda: endings.append(Ending())
-            )
+            saving, options, finish = self._prepared(sharded_state_dict, Path(checkpoint_dir), begin=ending)
             future = self.store.save_async(saving.state, **options)
-        future.add_done_callback(lambda _: endings[0].reached())
+        future.add_done_callback(lambda _: ending().reached())
 
         def finalize() -> None:
             with _errors_of_both():
                 future.result()
                 finish()
 
-        return _request_class(async_strategy)(wait_for_end, (endings[0].path,), [finalize])
+        return _request_class(async_strategy)(wait_for_end, (ending().path,), [finalize])
 
     def _prepared(
-        self, state: Nested, folder: Path, begin: Callable[[], None] = lambda: None
+        self, state: Nested, folder: Path, begin: Callable[[], object] = lambda: None
     ) -> tuple[Saving, _Arguments, Callable[[], None]]:
-        """This rank's part, the arguments of `Store.save`, and a function to call after the save."""
+        """This rank's part, the arguments of `Store.save`, and a function to call after the save.
+
+        ``begin``: called on each rank. All ranks raise its errors.
+        """
         ranks = open_ranks(self.options.get("process_group"))
         check = self.options.get("check_replicas", "sample")
         saving = Saving(state, ranks.rank, fully_parallel=self.fully_parallel, check_replicas=check)
-        common: list[_Common] = []  # on rank 0
+        common = cache(lambda: _common(state, folder) if ranks.rank == 0 else [])
 
         def locate() -> StoreRef:
             begin()
-            if ranks.rank == 0:
-                common.extend(_common(state, folder))
-                self._warn_of_classes(common)
+            self._warn_of_classes(common())  # read here, so that all ranks raise its error
             run = self.run if isinstance(self.run, str) else self.run(folder)
             return StoreRef(self.store, f"{run}@{self._step(folder)}")
 
         place, replaces = saving.agree(ranks, locate, validate=False, preprocess=None)
-        if any(part.handed_over for part in common):
+        if any(part.handed_over for part in common()):
             saving.leave_out(_COMMON_KEY)
-        files = {COMMON_NAME: common[0].file} if common else {}
+        files = {COMMON_NAME: common()[0].file} if common() else {}
         run, step = place.run_and_step()
         given: _Arguments = {
             **self.options, "run": run, "step": step,
@@ -164,7 +164,7 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         }  # fmt: skip
 
         def finish() -> None:
-            _point(ranks, folder, place, common)
+            _point(ranks, folder, place, common())
             if self.forget_removed and ranks.rank == 0:
                 follow(self.store, folder, run)
 

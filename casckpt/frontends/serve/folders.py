@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from casckpt.contents.checkpoint import Checkpoint
+from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, MissingKey
 from casckpt.format.digest import Hasher
 from casckpt.format.manifest import Manifest
-from casckpt.format.sections.index import ATTACHMENT
+from casckpt.format.sections.index import StoredObject
 from casckpt.frontends.interchange.safetensors.layout import INDEX, FileLayout
 from casckpt.frontends.interchange.safetensors.planned import FolderPlan
 from casckpt.frontends.serve.ranges import FileMap
@@ -97,10 +98,10 @@ class ServedFolders:
         if layout.index is not None:
             files[INDEX] = FileLayout(INDEX, layout.index, ())
         names, _ = plan.attachments()
-        attached = _attached(plan, names)
+        manifest, attached = plan.contents.manifest, (_attached(plan.contents, name) for name in names)
         files |= {file.name: file for file in attached if file.name not in files and file.name != VIEW_FILE}
-        made = {name: File(name, etag_of(plan.manifest, file), FileMap(file)) for name, file in sorted(files.items())}
-        return ServedFolder(checkpoint, plan.manifest, made, plan.view.tensors)
+        made = {name: File(name, etag_of(manifest, file), FileMap(file)) for name, file in sorted(files.items())}
+        return ServedFolder(checkpoint, manifest, made, plan.view.tensors)
 
     def _plan(self, checkpoint: Checkpoint) -> FolderPlan:
         rules = self.rules or self._own_rules(checkpoint)
@@ -123,15 +124,12 @@ def _place(checkpoint: Checkpoint) -> tuple[str, int]:
     return checkpoint.run, checkpoint.step
 
 
-def _attached(plan: FolderPlan, names: list[str]) -> Iterator[FileLayout]:
-    """The attachments: small ones with their bytes, large ones as entries."""
-    wanted, manifest = frozenset(names), plan.manifest
-    for short in manifest.body.attachments:
-        if short.key in wanted:
-            yield FileLayout(short.key, manifest.data(short), ())
-    for entry in manifest.held:
-        if entry.kind == ATTACHMENT and entry.key in wanted:
-            yield FileLayout(entry.key, b"", (ViewTensor(entry.key, entry),))
+def _attached(contents: Contents, name: str) -> FileLayout:
+    """An attachment: a small one with its bytes, a large one as an entry."""
+    attached = contents.attachments[name]
+    if isinstance(attached, StoredObject):
+        return FileLayout(name, contents.manifest.data(attached), ())
+    return FileLayout(name, b"", (ViewTensor(name, attached),))
 
 
 def etag_of(manifest: Manifest, file: FileLayout) -> str:

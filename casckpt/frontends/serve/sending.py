@@ -68,7 +68,7 @@ class RangeReader:
 
     def read(self, window: Window, buffer: memoryview) -> memoryview:
         """Read a window into ``buffer``, and return its bytes there. Raises Damaged, Gone, StorageError."""
-        self._reader.run(requests(views(window.sources, buffer), self._extents(window.sources)))
+        self._reader.fill(requests(views(window.sources, buffer), self._extents(window.sources)))
         return buffer[window.skip : window.skip + window.stop - window.start]
 
     def _extents(self, sources: list[EntrySlice]) -> dict[int, ExtentTable]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, MutableMapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -355,12 +356,11 @@ class Checkpointer(RunCheckpoints):
         checkpoint but a run with a similar name, the log warns. Raises the errors of `load` and `check`, and
         InvalidInput for a train state that is no dict and has no load_state_dict.
         """
-        self.resumed, before = None, dict[str, float]()
+        self.resumed, before = None, cache(partial(check_given, train_state, missing, model, optim))
         self._settle()
         checkpoint = newest_together(
-            open_ranks(self.process_group), self.store, self.run, healthy=healthy,
-            check=lambda: before.update(check_given(train_state, missing, model, optim)),
-        )  # fmt: skip
+            open_ranks(self.process_group), self.store, self.run, healthy=healthy, check=before
+        )
         if checkpoint is not None:
             given = [*model] if isinstance(model, Mapping) else [MODEL]
             given += [name for name, value in ((OPTIM, optim), (TRAIN, train_state)) if value is not None]
@@ -372,7 +372,7 @@ class Checkpointer(RunCheckpoints):
                 pre_download=self.config.pre_download, options=options, missing=missing, train_state=train_state,
             )  # fmt: skip
             checkpoint, state = self._restore(checkpoint, model, optim, wanted)
-            ranks, mine = open_ranks(self.process_group), (checkpoint, given, wanted, state, before, model, optim)
+            ranks, mine = open_ranks(self.process_group), (checkpoint, given, wanted, state, before(), model, optim)
             self.resumed = Resumed(checkpoint, *ranks.exchange(lambda: outcome_of(*mine), of_all_ranks))
             if ranks.rank == 0:
                 self.resumed.log()

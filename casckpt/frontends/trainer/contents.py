@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from torch import nn
@@ -175,8 +175,8 @@ class Restoring:
 
     def load(self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None) -> tuple[Checkpoint, Any]:
         """Load in place. Return the checkpoint and this rank's train state or None. Every rank makes the call."""
-        optims, wanted = list[Optimizer](), self._wanted
-        says_itself = isinstance(model, TrainModule | Mapping)
+        wanted, says_itself = self._wanted, isinstance(model, TrainModule | Mapping)
+        optims = cache(lambda: [] if wanted.optim is False or says_itself else [*as_optimizers(optim)])
 
         def wanted_optimizers() -> list[str]:
             if wanted.optim and optim is None and not says_itself:
@@ -187,8 +187,7 @@ class Restoring:
                 raise InvalidInput(
                     'a model with load_state_dict sets its optimizer by itself; leave out options="keep"'
                 )
-            optims.extend(() if wanted.optim is False or says_itself else as_optimizers(optim))
-            return [OPTIM] if optims else []
+            return [OPTIM] if optims() else []
 
         with normal_tensors():
             stored, groups = find(
@@ -202,7 +201,7 @@ class Restoring:
         elif isinstance(model, Mapping):
             loaded = self._load_objects(stored, _with(model, optim), train)
         else:
-            loaded = self._load_named(stored, groups, model, optims, train)
+            loaded = self._load_named(stored, groups, model, optims(), train)
         lacks_optimizer = any(key.endswith(".param_groups") for key in loaded.missing_keys)
         if self._ranks.rank == 0 and lacks_optimizer and wanted.missing is None:
             log.warning(_NO_OPTIMIZER, stored.where, stored.at_the_top())
@@ -286,7 +285,7 @@ class Restoring:
 
         def make() -> dict[str, Any]:
             self._check_there(stored, bool(stored.keys_below(OPTIM)))
-            return dict(_template_of(model, StoredKeys(stored.manifest.tensors), optim=optim))
+            return dict(_template_of(model, StoredKeys(stored.contents.tensors), optim=optim))
 
         state = on_each(self._ranks, make) | train
         loaded = self._fill(stored, state, self._given_for_all)

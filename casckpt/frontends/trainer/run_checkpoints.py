@@ -47,7 +47,7 @@ def newest_together(
     step: int | None = None,
     *,
     healthy: bool = False,
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[], object] = lambda: None,
 ) -> Checkpoint | None:
     """Return the newest checkpoint, as rank 0 finds it, on all ranks.
 

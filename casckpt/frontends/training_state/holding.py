@@ -12,9 +12,9 @@ import torch
 from casckpt.errors import InvalidInput
 from casckpt.format.sections.index import Entry
 from casckpt.frontends.training_state.flat import FlatPart
-from casckpt.loading.load_plan import new_empty
 from casckpt.tensors.dtensors import described_like, is_dtensor, local_of
 from casckpt.tensors.dtypes import torch_dtype
+from casckpt.tensors.memory import new_empty
 from casckpt.tensors.objects import Archived
 from casckpt.tensors.shards import inner_names
 from casckpt.tensors.values import Shard

@@ -50,12 +50,12 @@ from casckpt.loading.fit import (
     name_without_adapters,
     shape_of,
 )
-from casckpt.loading.load_plan import new_empty
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.unread import that_hold
-from casckpt.ranks.ranks import Ranks, everyone
+from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.tensors.dtensors import described_like, local_of
 from casckpt.tensors.dtypes import dtype_name
+from casckpt.tensors.memory import new_empty
 
 
 @contextmanager
@@ -143,19 +143,19 @@ class TrainingStateLoad:
 
     def _choose(self, ranks: Ranks, make: Callable[[], nn.Module]) -> None:
         """Choose the reading of the checkpoint. Raises InvalidInput if both readings fill as many tensors."""
-        where, fits = self._stored.where, list[Fit]()
+        where = self._stored.where
 
-        def measure() -> list[bool]:
+        def measure() -> tuple[list[Fit], list[bool]]:
             given = usable_patterns(self._given.ignore_mismatched, "ignore_mismatched") or ()
             self.ignored = (*given, *(f"{self._start}{pattern}" for pattern in given))
             self._saved_key = renamer(self._given.rename)
             self._module = make()
             self._model = ModelTemplate(self._module, strict=self._strict)
             only_nested = self.at != MODEL or self._stored.is_nested
-            fits[:] = [self._fit(bare=bare) for bare in ((False,) if only_nested else (False, True))]
-            return [fit.is_full for fit in fits]
+            mine = [self._fit(bare=bare) for bare in ((False,) if only_nested else (False, True))]
+            return mine, [fit.is_full for fit in mine]
 
-        def settled(found: Sequence[list[bool]]) -> Sequence[bool | None]:
+        def settled(_: list[Fit], found: Sequence[list[bool]]) -> Sequence[bool | None]:
             full = [all(flags) for flags in zip(*found, strict=True)]
             return everyone(full.index(True) == 1 if full.count(True) == 1 else None, ranks.size)
 
@@ -167,7 +167,7 @@ class TrainingStateLoad:
                 self._said.append(check_fit(readings[bare], self._stored.weights(), where, self._given.rename))
             return everyone(bare, ranks.size)
 
-        bare = ranks.exchange(measure, settled)
+        fits, bare = exchange_keeping(ranks, measure, settled)
         if ranks.rank == 0 and bare is not None:
             self._filled = _all_of(fits[bare]) if ranks.size == 1 else "all"
         self._bare = ranks.exchange(lambda: fits, decide) if bare is None else bare
@@ -178,14 +178,14 @@ class TrainingStateLoad:
     def _fit(self, *, bare: bool) -> Fit:
         """Return how this rank's tensors fit: by name, or by memory that they share with a tensor that fits."""
         filled, unfilled, misfits = dict[str, str](), dict[str, Shape](), set[str]()
-        manifest, values = self._stored.manifest, self._model.values
+        stored, values = self._stored.contents, self._model.values
         places = self._places[bare] = {name: self._where(name, bare=bare) for name in values}
         for name, value in values.items():
             key, shape, saved = f"{self._start}{name}", shape_of(value), places[name]
-            entry = manifest.tensors.get(saved)
+            entry = stored.tensors.get(saved)
             if shape is None:
                 continue
-            if entry is not None and entry.shape == shape and not manifest.lacks(entry):
+            if entry is not None and entry.shape == shape and not stored.manifest.lacks(entry):
                 filled[key] = saved
             elif entry is None or entry.shape == shape or self._is_ignored(name):
                 unfilled[key] = shape
@@ -199,7 +199,7 @@ class TrainingStateLoad:
 
     def _where(self, name: str, *, bare: bool) -> str:
         """Return the key in the checkpoint for a name of the model, in one of the two readings."""
-        entries = self._stored.manifest.tensors
+        entries = self._stored.contents.tensors
 
         def place(name: str) -> str:
             """Apply ``rename``. If the result is a whole key of the checkpoint, it is the place."""
@@ -218,7 +218,7 @@ class TrainingStateLoad:
 
         If it does, the names of parameters in the saved optimizer show where a name begins.
         """
-        saved = self._stored.manifest.tensors
+        saved = self._stored.contents.tensors
         places = [place for place in self._places[self._bare].values() if place in saved]
         known = {name for groups in self._groups.values() for group in groups or () for name in group["params"]}
         above = commonprefix([place.split(".")[:-1] for place in places])  # noqa: RUF071 - of lists
@@ -232,7 +232,7 @@ class TrainingStateLoad:
             del self._model.values[name]
         if self._model.values:
             self.state[self.at] = self._model.values
-        saved = self._stored.manifest.tensors
+        saved = self._stored.contents.tensors
         shapes = {name: entry.shape for name in self._model.values if (entry := saved.get(self._place(name)))}
         ignored = filter(self._is_ignored, self._model.values)
         new = {*self._left, *(name for name in ignored if shapes.get(name) != shape_of(self._model.values[name]))}
@@ -453,7 +453,7 @@ class _OptimizerPlan:
         State that was saved in the dtype of its parameter follows the parameter. All other state, such as counts, has a
         dtype of its own.
         """
-        weight = self._stored.manifest.tensors.get(f"{self._start}{name}")
+        weight = self._stored.contents.tensors.get(f"{self._start}{name}")
         stays = keeps_dtype(entry, key) or key in getattr(self._optim, "non_castable_tensor_keys", ())  # bitsandbytes'
         follows = self._cast and weight is not None and entry.dtype == weight.dtype and not stays
         return entry.converted(dtype_name(dtype), dtype.itemsize) if follows else entry

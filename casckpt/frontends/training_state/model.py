@@ -17,7 +17,7 @@ from casckpt.errors import InvalidInput
 from casckpt.frontends.training_state.flat import flat_parts, full_dtypes, let_go, without_fsdp_hooks
 from casckpt.frontends.training_state.names import plain_name
 from casckpt.frontends.training_state.parts import Parts
-from casckpt.loading.template import PACKED
+from casckpt.loading.fit import PACKED
 from casckpt.loading.unread import is_within, prefixes
 from casckpt.ranks.ranks import this_rank
 from casckpt.tensors.values import Shard

@@ -28,7 +28,7 @@ from casckpt.frontends.training_state.together import Made, NamedState, find, is
 from casckpt.loading.arguments import Renaming, renamer
 from casckpt.loading.options import LoadOptions
 from casckpt.ranks.messages import WithObjects
-from casckpt.ranks.ranks import Ranks, everyone, on_each
+from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping, on_each
 from casckpt.saving.options import SaveOptions
 from casckpt.store.store import Store
 from casckpt.tensors.state import OfObjects, check_replaceable, flatten, inflate, is_object, replace_leaves
@@ -160,21 +160,19 @@ def load_objects(
     Everything is checked before anything changes. Then modules and their optimizers are loaded, then the other objects,
     random generators last. Raises the errors of `Store.load` and of an object's load_state_dict, on all ranks.
     """
-    made: list[Objects] = []
 
-    def hello() -> WithObjects:
-        made.append(Objects(state))
-        check_replaceable(state, made[0].plain)
-        return WithObjects(list(made[0].modules), list(made[0].by_key))
+    def hello() -> tuple[Objects, WithObjects]:
+        made = Objects(state)
+        check_replaceable(state, made.plain)
+        return made, WithObjects(list(made.modules), list(made.by_key))
 
-    def unite(messages: Sequence[WithObjects]) -> Sequence[list[str]]:
+    def unite(_: Objects, messages: Sequence[WithObjects]) -> Sequence[list[str]]:
         return everyone(sorted({key for message in messages for key in message.value}), ranks.size)
 
-    modules = ranks.exchange(hello, unite)
-    objects, allow_pickle = made[0], given.allow_pickle
+    objects, modules = exchange_keeping(ranks, hello, unite)
     stored, groups = find(
-        ranks, store, ref, optimizers=lambda: objects.optimizers, required=given.strict, allow_pickle=allow_pickle,
-        rename=given.rename,
+        ranks, store, ref, optimizers=lambda: objects.optimizers, required=given.strict,
+        allow_pickle=given.allow_pickle,         rename=given.rename,
     )  # fmt: skip
     places = on_each(ranks, lambda: {key: stored.optimizer_at(key, given.rename) for key in objects.optimizers})
     silent = replace(given, unread="ignore")  # `Store.load` logs what was left
@@ -206,7 +204,7 @@ def _template(
         if stored.has_optimizer(place):  # read once more, so that it does not count as unread
             values[key] = {**values.get(key, {}), "param_groups": None}
     for key in objects.others:
-        has_tensors = any(name.startswith(f"{rename(key)}.") for name in stored.manifest.tensors)
+        has_tensors = any(name.startswith(f"{rename(key)}.") for name in stored.contents.tensors)
         state = plain_state(objects.by_key[key], key) if has_tensors else None
         # None: make all of it; but if it has shards, each rank fills its own
         values[key] = state if any(is_sharded(tensor) for _, tensor in tensors_below(state, key)) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
 from typing import Any, Unpack
 
 from casckpt.base.keywords import check_keywords
@@ -18,7 +19,6 @@ from casckpt.loading.options import LoadArguments, LoadOptions
 from casckpt.loading.unread import is_within, warn_unread
 from casckpt.ranks.ranks import open_ranks
 from casckpt.saving.options import SaveArguments
-from casckpt.store.store import Store
 
 
 def save_model_and_optim_state(
@@ -48,15 +48,15 @@ def save_model_and_optim_state(
     """
     check_keywords("save_model_and_optim_state", options, SaveArguments)
     ranks = open_ranks(options.get("process_group"), no_dist=options.get("no_dist", False))
-    opened: list[Store] = []
+    opened = cache(partial(as_store, store))
 
     def make() -> Made:
-        opened.append(as_store(store))
+        opened()  # here, so that all ranks raise its error
         return state_of(model, optim)
 
     state = make_state(ranks, make)
     options["attachments"] = with_config(model, options.get("attachments"))
-    return opened[0].save(state, run=run, step=step, **options)
+    return opened().save(state, run=run, step=step, **options)
 
 
 def state_of(model: AnyModel, optim: AnyOptimizer | None) -> Made:

@@ -9,18 +9,17 @@ from torch.optim import ASGD, Optimizer
 
 from casckpt.base.lazy import cached_property
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.contents.signatures import get_trusted
-from casckpt.errors import Damaged, Mismatch, MissingKey
-from casckpt.format.manifest import Manifest
-from casckpt.format.regions import Shape, whole
+from casckpt.contents.contents import Contents
+from casckpt.errors import Mismatch, MissingKey
+from casckpt.format.regions import Shape
 from casckpt.format.sections.index import Entry
 from casckpt.format.tree import Element, Leaf, Node, children, find, join, leaves
-from casckpt.history.commits import Commit
 from casckpt.loading.arguments import Rename, renamer
 from casckpt.loading.fit import saved_shapes
-from casckpt.plan.reads import covers
 from casckpt.store.store import Store
-from casckpt.tensors.state import decode_tree, inflate
+from casckpt.store.types import Commit
+from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
+from casckpt.tensors.state import inflate
 
 MODEL, OPTIM = "model", "optim"
 GROUPS, STATE = f"{OPTIM}.param_groups", f"{OPTIM}.state"
@@ -40,18 +39,16 @@ StoredGroups: TypeAlias = list[dict[str, Any]]
 class StoredTraining:
     """One checkpoint: its keys, and the groups and state of its optimizers by name."""
 
-    def __init__(self, store: Store, commit: Commit, manifest: Manifest) -> None:
-        self.store = store
-        self.commit, self.manifest = commit, manifest
+    def __init__(self, store: Store, commit: Commit, contents: Contents) -> None:
+        self.store, self.commit, self.contents = store, commit, contents
         self.checkpoint = Checkpoint(store.repository, commit)
-        self.where = f"{commit.run}@{commit.step}"
-        self._tree = decode_tree(manifest.body.tree)
+        self.where, self._tree = contents.where, contents.tree
 
     @classmethod
     def read(cls, store: Store, ref: str | Checkpoint) -> StoredTraining:
         """Read the checkpoint that ``ref`` names. Raises NotFound, Damaged, StorageError."""
         commit = store.get(ref).commit
-        return cls(store, commit, get_trusted(store.repository, commit))
+        return cls(store, commit, Contents.open(store.repository, commit, extensions=TORCH_EXTENSIONS))
 
     @cached_property
     def keys(self) -> set[str]:
@@ -77,18 +74,18 @@ class StoredTraining:
 
     def bare_keys(self) -> list[str]:
         """Return the keys of all tensors, without those of an optimizer and of train state."""
-        return [key for key in self.manifest.tensors if not key.startswith(("optim.", "train."))]
+        return [key for key in self.contents.tensors if not key.startswith(("optim.", "train."))]
 
     def beside_model(self, places: Collection[str]) -> list[str]:
         """Return the tensors at the top that are not in ``places``, if any of ``places`` is a tensor at the top."""
         top = [str(element) for element, node in children(self._tree) if isinstance(node, int)]
-        alone = [key for key in top if key in self.manifest.tensors]
+        alone = [key for key in top if key in self.contents.tensors]
         is_a_model = any(key in places for key in alone)
         return [key for key in alone if is_a_model and key not in places and not key.startswith("model.")]
 
     def weights(self) -> dict[str, Shape]:
         """Return the shapes of the tensors that may be those of a model, by key."""
-        shapes = saved_shapes(self.manifest)
+        shapes = saved_shapes(self.contents.manifest)
         return {key: shapes[key] for key in self.bare_keys() if key in shapes}
 
     def at_the_top(self) -> str:
@@ -165,22 +162,19 @@ class StoredTraining:
         """State to be filled by `Store.load`: the flat keys below the ``state`` of ``at`` that ``keep`` answers for."""
         filled: dict[Element, Any] = {}
         keys = (f"{at}.state.{join((name, *path))}" for name, node in nodes.items() for path, _ in leaves(node))
-        self.manifest.ready([entry.number for key in keys if (entry := self.manifest.tensors.get(key))], ())
+        self.contents.ready(key for key in keys if key in self.contents.tensors)
         for name, node in nodes.items():
             prefix = f"{name}."
 
             def leaf(key: str, kind: Leaf, name: Element = name, prefix: str = prefix) -> Any:
-                entry = self.manifest.tensors.get(f"{at}.state.{key}")
-                return None if entry is None else place(name, key.removeprefix(prefix), self._whole(entry))
+                entry = self.contents.tensors.get(f"{at}.state.{key}")
+                if entry is None:
+                    return None
+                self.contents.extents(entry)  # raises for a shape that nothing stands behind
+                return place(name, key.removeprefix(prefix), entry)
 
             filled |= inflate({name: node}, leaf, keep)
         return filled
-
-    def _whole(self, entry: Entry) -> Entry:
-        """Before memory is asked for: a shape that nothing stands behind is caught here."""
-        if not covers(self.manifest.extents(entry), whole(entry.shape)):
-            raise Damaged(f"{self.where} holds {entry.key!r} ({entry.nbytes} bytes) only in part", key=entry.key)
-        return entry
 
 
 def _owner(key: str, names: Mapping[str, Any]) -> str:

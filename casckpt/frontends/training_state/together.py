@@ -10,22 +10,23 @@ from typing import Any, TypeAlias
 
 from casckpt.base.digest import hex_digest
 from casckpt.base.text import listed
-from casckpt.contents import manifests
 from casckpt.contents.checkpoint import Checkpoint
+from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, Mismatch
 from casckpt.format.manifest import Manifest
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.training_state.groups import merged
 from casckpt.frontends.training_state.optimizer import tensors_below
 from casckpt.frontends.training_state.stored import MODEL, OPTIM, StoredGroups, StoredTraining
-from casckpt.history.commits import Commit
 from casckpt.loading.arguments import Rename
 from casckpt.ranks.agreement import check_same, named
 from casckpt.ranks.messages import WithObjects
-from casckpt.ranks.ranks import Ranks, everyone
+from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.saving.replicas import digest_of
 from casckpt.store.store import Store
+from casckpt.store.types import Commit
 from casckpt.tensors.dtensors import is_dtensor
+from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.shards import check_storable
 from casckpt.tensors.state import OfObjects
 from casckpt.tensors.values import Shard
@@ -62,17 +63,16 @@ def make_state(ranks: Ranks, make: Callable[[], Made], objects: Sequence[str] = 
     known after ``make`` was called. Raises InvalidInput if ranks have different values of state that is no shard, for a
     sharded parameter, and if ranks have different kinds of optimizers at one key.
     """
-    made: list[Made] = []
 
-    def digest() -> WithObjects:
-        made.append(make())
-        named = made[0][1]
+    def digest() -> tuple[Made, WithObjects]:
+        made = make()
+        _, named = made
         groups = {optimizer.key: optimizer.state["param_groups"] for optimizer in named}
         texts = {key: repr([(sorted(group), group["params"]) for group in several]) for key, several in groups.items()}
         digests = {key: hex_digest(text.encode()) for key, text in texts.items()}
-        return WithObjects((digests, _beside_shards(named, ranks.size)), objects)
+        return made, WithObjects((digests, _beside_shards(named, ranks.size)), objects)
 
-    def compare(messages: Sequence[WithObjects]) -> Sequence[set[str]]:
+    def compare(_: Made, messages: Sequence[WithObjects]) -> Sequence[set[str]]:
         _check_alike([message.value[1] for message in messages])
         distinct = {pair for message in messages for pair in message.value[0].items()}
         keys = [key for key, _ in distinct]
@@ -84,13 +84,13 @@ def make_state(ranks: Ranks, make: Callable[[], Made], objects: Sequence[str] = 
         of_ranks = {key: [groups[key] for groups in groups_of_ranks if key in groups] for key in differ}
         return everyone({key: merged(groups) for key, groups in of_ranks.items()}, ranks.size)
 
-    differ = ranks.exchange(digest, compare)
+    (state, optimizers), differ = exchange_keeping(ranks, digest, compare)
     if differ:
-        mine = {one.key: one.state for one in made[0][1] if one.key in differ}
-        every = ranks.exchange(lambda: {key: state["param_groups"] for key, state in mine.items()}, merge)
-        for key, state in mine.items():
-            state["param_groups"] = every[key]
-    return OfObjects(made[0][0])
+        mine = {one.key: one.state for one in optimizers if one.key in differ}
+        every = ranks.exchange(lambda: {key: own["param_groups"] for key, own in mine.items()}, merge)
+        for key, own in mine.items():
+            own["param_groups"] = every[key]
+    return OfObjects(state)
 
 
 def _beside_shards(named: Sequence[NamedState], size: int) -> dict[str, bytes]:
@@ -163,15 +163,13 @@ def find(
     too. ``rename``: see `StoredTraining.optimizer_at`. Raises Conflict if ranks name different checkpoints, NotFound,
     MissingKey, Mismatch, Damaged, StorageError; on all ranks.
     """
-    opened: list[Store] = []
 
-    def hello() -> tuple[str, list[str]]:
-        opened.append(as_store(store))
-        return named(ref), list(optimizers())
+    def hello() -> tuple[Store, tuple[str, list[str]]]:
+        return as_store(store), (named(ref), list(optimizers()))
 
-    def read(asked: Sequence[tuple[str, list[str]]]) -> Sequence[tuple[Commit, Manifest, Groups]]:
+    def read(opened: Store, asked: Sequence[tuple[str, list[str]]]) -> Sequence[tuple[Commit, Manifest, Groups]]:
         check_same([text for text, _ in asked])
-        stored = StoredTraining.read(opened[0], ref)
+        stored = StoredTraining.read(opened, ref)
         groups: Groups = {}
         for key in sorted({key for _, wanted in asked for key in wanted}):
             at = stored.optimizer_at(key, rename)
@@ -179,12 +177,13 @@ def find(
             with suppress(*([Mismatch] if lenient else [])):
                 if required or stored.has_optimizer(at):
                     groups[key] = stored.groups(at, allow_pickle=allow_pickle)
-        return everyone((stored.commit, stored.manifest, groups), ranks.size)
+        return everyone((stored.commit, stored.contents.manifest, groups), ranks.size)
 
-    commit, manifest, groups = ranks.exchange(hello, read)
+    opened, (commit, manifest, groups) = exchange_keeping(ranks, hello, read)
+    contents = Contents(manifest, extensions=TORCH_EXTENSIONS)
     if ranks.rank != 0:
-        manifests.adopt(opened[0].repository, commit, manifest)
-    return StoredTraining(opened[0], commit, manifest), groups
+        contents.adopt(opened.repository, commit)
+    return StoredTraining(opened, commit, contents), groups
 
 
 def on_no_rank(found: Sequence[Sequence[str]]) -> list[str]:

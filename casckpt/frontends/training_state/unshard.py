@@ -20,9 +20,9 @@ from casckpt.frontends.training_state.optimizer import by_number
 from casckpt.frontends.training_state.stored import OPTIM, STATE, StoredGroups, StoredTraining, is_step, steps_on_cpu
 from casckpt.frontends.training_state.together import find
 from casckpt.loading.arguments import usable_device, usable_patterns
-from casckpt.loading.load_plan import new_empty
 from casckpt.loading.options import ReadArguments
 from casckpt.ranks.ranks import on_each, open_ranks, this_rank
+from casckpt.tensors.memory import new_empty
 
 
 def unshard_model_state(

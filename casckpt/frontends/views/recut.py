@@ -37,6 +37,11 @@ class ViewTensor(NamedTuple):
         return self.parts or (EntrySlice(self.entry, 0, self.entry.numel),)
 
 
+def sources_of(tensors: Iterable[ViewTensor]) -> Iterator[EntrySlice]:
+    """The slices that hold the elements of ``tensors``, one after the other."""
+    return (source for tensor in tensors for source in tensor.sources)
+
+
 def recut(
     tensors: Iterable[ViewTensor], split: Split, concat: Concat, fullmatch: FullMatch = re.Pattern.fullmatch
 ) -> list[ViewTensor]:

@@ -6,15 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from casckpt.errors import Damaged, InvalidInput, MissingKey
-from casckpt.format.manifest import Manifest
-from casckpt.format.regions import whole
+from casckpt.contents.contents import Contents
+from casckpt.errors import InvalidInput, MissingKey
 from casckpt.format.sections.index import TENSOR, Entry
 from casckpt.frontends.views.model_part import check_no_adapters, model_part, plain_names
 from casckpt.frontends.views.recut import Concat, Split, ViewTensor, recut
 from casckpt.loading.arguments import FullMatch, Rename, check_used, matches, renamer, usable_patterns
-from casckpt.loading.contents import Contents
-from casckpt.plan.reads import covers
 
 
 @dataclass(frozen=True)
@@ -56,49 +53,38 @@ class View:
         return sum(tensor.entry.nbytes for tensor in self.tensors)
 
 
-def view_of(manifest: Manifest, rules: Rules) -> View:
+def view_of(contents: Contents, rules: Rules) -> View:
     """The view of a checkpoint by some rules. It is the same for the same state, whichever ranks saved it.
 
     Raises MissingKey if a pattern or prefix matches nothing, InvalidInput if two tensors get one name or several parts
     may be the model, Damaged for a tensor that is not whole.
     """
-    contents = Contents(manifest, 0)
     patterns = usable_patterns(rules.keys) or None
-    where = f"{manifest.body.run}@{manifest.body.step}"
-    entries = contents.entries.values()
-    asked = {entry.key: entry for entry in entries if entry.kind == TENSOR and matches(entry.key, patterns)}
-    check_used(patterns, asked, where)
-    prefix, keys = _part(contents, list(asked), rules, where)
+    asked = {key: entry for key, entry in contents.tensors.items() if matches(key, patterns)}
+    check_used(patterns, asked, contents.where)
+    prefix, keys = _part(contents, list(asked), rules)
     names = _names(keys, prefix, rules)
     tensors = [ViewTensor(name, asked[key]) for key, name in zip(keys, names, strict=True)]
-    check_whole(manifest, [tensor.entry for tensor in tensors])
+    contents.check_whole([tensor.entry for tensor in tensors])
     if rules.split or rules.concat:
         tensors = recut(tensors, rules.split, rules.concat, rules.fullmatch)
         _check_names((tensor.name, tensor.entry.key) for tensor in tensors)
     seen = {source.entry.number for tensor in tensors for source in tensor.sources}
     objects = [key for key in contents.objects if matches(key, patterns)]
-    others = [_other(entry) for entry in manifest.entries
+    others = [_other(entry) for entry in contents.manifest.entries
               if entry.kind == TENSOR and entry.number not in seen and matches(entry.key, patterns)]  # fmt: skip
     return View(tuple(sorted(tensors, key=lambda tensor: tensor.name)), (*objects, *others), prefix)
 
 
-def check_whole(manifest: Manifest, entries: Sequence[Entry]) -> None:
-    """Raise Damaged for a tensor with holes, Refused for unusable extents, before memory is allocated for it."""
-    manifest.ready([entry.number for entry in entries], ())
-    for entry in entries:
-        if not covers(manifest.extents(entry), whole(entry.shape)):
-            raise Damaged(f"the checkpoint holds {entry.key!r} only in part", key=entry.key)
-
-
-def _part(contents: Contents, keys: Sequence[str], rules: Rules, where: str) -> tuple[str, Sequence[str]]:
+def _part(contents: Contents, keys: Sequence[str], rules: Rules) -> tuple[str, Sequence[str]]:
     """The prefix, and the keys below it."""
     if rules.strip_prefix is None:
-        return model_part(contents.tree, keys, where) if rules.model else ("", keys)
+        return model_part(contents.tree, keys, contents.where) if rules.model else ("", keys)
     prefix = rules.strip_prefix and f"{rules.strip_prefix.removesuffix('.')}."
     below = [key for key in keys if key.startswith(prefix)]
     if not below:
         raise MissingKey(
-            f"no tensor of {where} lies below {prefix!r}; `casckpt show --tensors` lists them", keys=(prefix,)
+            f"no tensor of {contents.where} lies below {prefix!r}; `casckpt show --tensors` lists them", keys=(prefix,)
         )
     return prefix, below
 

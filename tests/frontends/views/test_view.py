@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import casckpt
-from casckpt.contents import manifests
+from casckpt.contents.contents import Contents
 from casckpt.errors import CasckptError, InvalidInput, MissingKey
 from casckpt.frontends.views.view import Rules, View, view_of
 from casckpt.store.store import Store
@@ -21,7 +21,7 @@ OPTIMIZER = {"state": {0: {"exp_avg": W, "step": torch.tensor(1.0)}}, "param_gro
 
 def view(store: Store, state: Any, **rules: Any) -> View:
     saved = store.save(state, step=0, overwrite=True)
-    return view_of(manifests.get(store.repository, saved.commit), Rules(**rules))
+    return view_of(Contents.open(store.repository, saved.commit), Rules(**rules))
 
 
 def names(store: Store, state: Any, **rules: Any) -> dict[str, str]:

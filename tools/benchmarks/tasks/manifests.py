@@ -107,10 +107,10 @@ def reach(here: Here, ranks: int) -> Measured:
 
     ``read``: bytes, of rank 0's message and of the ranges that it reads itself.
     """
+    from casckpt.contents.contents import Contents
     from casckpt.format.manifest import FRONT, Manifest
     from casckpt.format.regions import whole
     from casckpt.format.sections.head import decode_head
-    from casckpt.loading.contents import Contents
     from casckpt.plan.reads import plan_units
 
     data, moved = here.kept["data"], [0]
@@ -128,7 +128,7 @@ def reach(here: Here, ranks: int) -> Measured:
     count = len(manifest.entries) // ranks
     keys = [_key(number) for number in range(ranks // 2 * count, (ranks // 2 + 1) * count)]
     contents.ready([*keys, "train.rng"])
-    tables = [(manifest.extents(entry), entry) for key in keys if (entry := contents.tensor(key))]
+    tables = [(manifest.extents(entry), entry) for key in keys if (entry := contents.tensors.get(key))]
     units = [unit for table, entry in tables for unit in plan_units(table, whole(entry.shape), verify=True)]
     mine = manifest.data(contents.objects["train.rng"])
     measured = meter.stop()

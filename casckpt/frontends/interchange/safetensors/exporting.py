@@ -30,9 +30,8 @@ from casckpt.frontends.interchange.new_files import (
 from casckpt.frontends.interchange.safetensors.layout import INDEX, STEM, SUFFIX, FileLayout
 from casckpt.frontends.interchange.safetensors.planned import CONFIG, FolderPlan
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.frontends.views.recut import ViewTensor
+from casckpt.frontends.views.recut import ViewTensor, sources_of
 from casckpt.frontends.views.view import Rules
-from casckpt.frontends.views.windows import WindowReader
 from casckpt.store.exports import Exported
 from casckpt.store.store import Store
 from casckpt.store.types import Rename
@@ -121,13 +120,13 @@ class _Job(FolderPlan):
 
     def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules, progress: Shown | None) -> None:
         super().__init__(store, checkpoint, rules)
-        self._reader = WindowReader(store.repository, self.manifest, self.view.nbytes, Progress(progress))
+        self._reader = self.reader(Progress(progress))
 
     def write(self, path: Path, head: bytes, streams: Sequence[ViewTensor]) -> None:
         """Write one file: ``head``, then the data of ``streams``."""
         with synced_file(path) as file:
             file.write(head)
-            for window in self._reader.read_tensors(streams):
+            for window in self._reader.read_joined(sources_of(streams)):
                 file.write(window)
 
     def revise(self, path: Path, file: FileLayout, base: Base) -> bool:
@@ -141,7 +140,7 @@ class _Job(FolderPlan):
             return False
         with path.open("r+b") as opened:
             opened.seek(len(file.head))
-            self._reader.revise(file.tensors, opened, base.checkpoint)
+            self._reader.revise(sources_of(file.tensors), opened, base.checkpoint)
             opened.flush()
             os.fsync(opened)
         return True

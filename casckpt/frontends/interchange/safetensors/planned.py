@@ -10,13 +10,14 @@ from dataclasses import replace
 from typing import Final
 
 from casckpt.base.lazy import cached_property
+from casckpt.base.progress import Progress
 from casckpt.contents.checkpoint import Checkpoint
-from casckpt.contents.signatures import get_trusted
+from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput, MissingKey
-from casckpt.format.manifest import Manifest
 from casckpt.frontends.interchange.safetensors.importing import METADATA_KEY
 from casckpt.frontends.interchange.safetensors.layout import INDEX, Layout, lay_out
 from casckpt.frontends.views.view import Rules, view_of
+from casckpt.loading.regions import RegionReader
 from casckpt.store.store import Store
 
 CONFIG: Final = "config.json"
@@ -25,16 +26,20 @@ _OF_TRAINING = re.compile(r"optimizer\.(pt|bin)|scheduler\.pt|scaler\.pt|trainin
 
 
 class FolderPlan:
-    """The plan for one checkpoint and some rules. Raises what `view_of` and `get_trusted` raise."""
+    """The plan for one checkpoint and some rules. Raises what `Contents.open` and `view_of` raise."""
 
     def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules) -> None:
         self.store, self.checkpoint, self.rules = store, checkpoint, rules
-        self.manifest: Manifest = get_trusted(store.repository, checkpoint.commit)
-        self.view = view_of(self.manifest, rules)
+        self.contents = Contents.open(store.repository, checkpoint.commit)
+        self.view = view_of(self.contents, rules)
 
     def lay_out(self, most: int | None) -> Layout:
         """The files with tensors, and their index. Raises InvalidInput for what safetensors cannot hold."""
         return lay_out(self.view.tensors, file_metadata(self.checkpoint, self.rules), most)
+
+    def reader(self, progress: Progress) -> RegionReader:
+        """Return a reader of the tensors of the view."""
+        return RegionReader(self.store.repository, self.contents.manifest, self.view.nbytes, progress)
 
     def attachments(self, *, wanted: bool = True) -> tuple[list[str], list[str]]:
         """The names of the attachments for the folder, and of those that are left out."""
@@ -56,7 +61,7 @@ class FolderPlan:
                 return False
             whole = replace(rules, keys=None, strip_prefix=self.view.prefix or None)
         try:
-            view = view_of(self.manifest, whole)
+            view = view_of(self.contents, whole)
         except (InvalidInput, MissingKey):
             return not rules.model  # undecidable, so the user's choice counts
         names = {tensor.name for tensor in view.tensors}

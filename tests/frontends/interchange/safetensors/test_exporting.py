@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from casckpt.frontends.convert import (
     export_safetensors,
     import_safetensors,
 )
+from casckpt.loading import regions
 from tests.support.safetensors_files import Tensors, same, tensors
+from tests.support.told import Told
 
 pytestmark = pytest.mark.usefixtures("temporaries")
 
@@ -45,6 +48,21 @@ def test_an_export_is_cut_into_files_with_an_index(store: casckpt.Store, tmp_pat
 
 
 # exports of any state
+
+
+def test_small_windows_give_the_same_file(
+    store: casckpt.Store, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tensors(seed)
+    store.create(cell_bytes=4096, blob_bytes=1 << 16)
+    store.save(state, step=0, attachments={"long.txt": random.Random(seed).randbytes(25_600)})
+    whole = export_safetensors(store, "latest", tmp_path / "whole")
+    monkeypatch.setattr(regions, "WINDOW_BYTES", 10_000)
+    done = Told()
+    parts = export_safetensors(store, "latest", tmp_path / "parts", progress=done)
+    for one, other in zip(whole.files, parts.files, strict=True):
+        assert Path(one).read_bytes() == Path(other).read_bytes()
+    assert done.done == sum(tensor.nbytes for tensor in state.values()), "no cell was read twice"
 
 
 def test_nested_states_get_flat_keys_and_objects_are_named(store: casckpt.Store, tmp_path: Path) -> None:

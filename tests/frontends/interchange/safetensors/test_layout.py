@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casckpt.contents import manifests
+from casckpt.contents.contents import Contents
 from casckpt.errors import InvalidInput
 from casckpt.frontends.convert import (
     export_safetensors,
@@ -29,8 +29,8 @@ STATE = {
 
 
 def layout(store: Store, most: int | None = None) -> Layout:
-    manifest = manifests.get(store.repository, store.get("latest").commit)
-    return lay_out(view_of(manifest, Rules()).tensors, {"format": "pt"}, most)
+    contents = Contents.open(store.repository, store.get("latest").commit)
+    return lay_out(view_of(contents, Rules()).tensors, {"format": "pt"}, most)
 
 
 def test_a_layout_tells_every_byte_before_it_is_written(store: Store, tmp_path: Path) -> None:

@@ -2,46 +2,13 @@
 
 from __future__ import annotations
 
-import random
-from pathlib import Path
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import casckpt
 from casckpt.format.dtypes import itemsize
-from casckpt.frontends.convert import (
-    export_safetensors,
-)
 from casckpt.frontends.views.recut import ViewTensor
 from casckpt.loading import regions
-from tests.support.safetensors_files import streams, tensors
-from tests.support.told import Told
-
-pytestmark = pytest.mark.usefixtures("temporaries")
-
-
-# exports of any state
-
-
-def test_small_windows_give_the_same_file(
-    store: casckpt.Store, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = tensors(seed)
-    store.create(cell_bytes=4096, blob_bytes=1 << 16)
-    store.save(state, step=0, attachments={"long.txt": random.Random(seed).randbytes(25_600)})
-    whole = export_safetensors(store, "latest", tmp_path / "whole")
-    monkeypatch.setattr(regions, "WINDOW_BYTES", 10_000)
-    done = Told()
-    parts = export_safetensors(store, "latest", tmp_path / "parts", progress=done)
-    for one, other in zip(whole.files, parts.files, strict=True):
-        assert Path(one).read_bytes() == Path(other).read_bytes()
-    assert done.done == sum(tensor.nbytes for tensor in state.values()), "no cell was read twice"
-
-
-# plans
-
+from tests.support.safetensors_files import streams
 
 some_streams = st.lists(st.tuples(st.sampled_from(["uint8", "float32", "float64"]), st.integers(0, 300))).map(streams)
 

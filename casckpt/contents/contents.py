@@ -1,0 +1,130 @@
+"""What a checkpoint holds, by key: tensors, objects, attachments, and the tree that nests them. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Self
+
+from casckpt.base.lazy import cached_property
+from casckpt.contents import manifests
+from casckpt.contents.signatures import get_trusted
+from casckpt.errors import Damaged, Refused
+from casckpt.format.extents import ExtentTable
+from casckpt.format.manifest import Manifest
+from casckpt.format.plain import Extension
+from casckpt.format.regions import whole
+from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR, Entry, StoredObject
+from casckpt.format.tree import TENSOR as TENSOR_LEAF
+from casckpt.format.tree import Node, decode_tree, join, leaves
+from casckpt.history.commits import Commit
+from casckpt.plan.reads import covers
+from casckpt.repository.repository import Repository
+
+
+class Contents:
+    """What a checkpoint holds for one rank. Of values that each rank saved, it is the rank's own, else rank 0's.
+
+    ``extensions``: types that the tree may hold beside plain data, such as those of torch.
+    """
+
+    def __init__(self, manifest: Manifest, rank: int = 0, extensions: Sequence[Extension] = ()) -> None:
+        self.manifest, self._extensions = manifest, extensions
+        self.tensors: dict[str, Entry] = {}
+        """The entries of tensors, by key."""
+        self.objects: dict[str, StoredObject] = {}
+        self.attachments: dict[str, StoredObject | Entry] = {one.key: one for one in manifest.body.attachments}
+        """By name; large ones are entries."""
+        self.per_rank: dict[str, list[int]] = {}
+        """The ranks that saved a value of their own, by key."""
+        self._parts: dict[tuple[str, int], Entry] = {}
+        for entry in manifest.entries:
+            key, is_own = entry.key, entry.rank == rank
+            if entry.kind == TENSOR:
+                if key not in self.tensors or is_own:
+                    self.tensors[key] = entry
+                if entry.rank is not None:
+                    self.per_rank.setdefault(key, []).append(entry.rank)
+            elif entry.kind == ATTACHMENT:
+                self.attachments.setdefault(key, entry)
+            elif entry.kind == PART and ((key, entry.index) not in self._parts or is_own):
+                self._parts[key, entry.index] = entry
+        for stored in manifest.objects:
+            if stored.rank is not None:
+                self.per_rank.setdefault(stored.key, []).append(stored.rank)
+            if stored.key not in self.objects or stored.rank == rank:
+                self.objects[stored.key] = stored
+
+    @classmethod
+    def open(cls, repo: Repository, commit: Commit, rank: int = 0, extensions: Sequence[Extension] = ()) -> Self:
+        """Read the contents of a checkpoint. Raises as `casckpt.contents.signatures.get_trusted`."""
+        return cls(get_trusted(repo, commit), rank, extensions)
+
+    def adopt(self, repo: Repository, commit: Commit) -> None:
+        """Cache the manifest, which came from another rank. Its missing pieces are read from ``repo``."""
+        manifests.adopt(repo, commit, self.manifest)
+
+    @property
+    def where(self) -> str:
+        """RUN@STEP, for messages."""
+        return f"{self.manifest.body.run}@{self.manifest.body.step}"
+
+    def keys(self) -> list[str]:
+        """Return all keys of the state: tensors and objects."""
+        return [*self.tensors, *self.objects]
+
+    def tensor(self, key: str) -> Entry:
+        """Return the entry of a tensor that the tree names. Raises Refused if there is none."""
+        if key not in self.tensors:
+            raise self.lacks(key)
+        return self.tensors[key]
+
+    def lacks(self, key: str) -> Refused:
+        """Return the error for a leaf of the tree that is not stored."""
+        return Refused(f"manifest {self.manifest.id} names {key!r} in its tree but holds nothing for it", key=key)
+
+    def parts(self, stored: StoredObject) -> list[Entry]:
+        """Return the entries that hold the large buffers of an object."""
+        try:
+            return [self._parts[stored.key, index] for index in range(stored.parts)]
+        except KeyError as error:
+            raise Damaged(f"the manifest lacks a part of object {stored.key!r}", key=stored.key) from error
+
+    @cached_property
+    def tree(self) -> Node:
+        """The nested containers of the state, with its leaves."""
+        return decode_tree(self.manifest.body.tree, self._extensions)
+
+    def whole_tree(self) -> Node:
+        """Return the tree. Raises Refused if it names a leaf that the manifest does not hold."""
+        for path, leaf in leaves(self.tree):
+            key = join(path)
+            if key not in (self.tensors if leaf == TENSOR_LEAF else self.objects):
+                raise self.lacks(key)
+        return self.tree
+
+    def ready(self, keys: Iterable[str]) -> None:
+        """Fetch the parts of the manifest for these keys in few reads, before they are used."""
+        entries, objects = list[Entry](), list[int]()
+        for key in keys:
+            if key in self.tensors:
+                entries.append(self.tensors[key])
+            if key in self.objects:
+                objects.append(self.objects[key].number)
+                entries += self.parts(self.objects[key])
+        self.manifest.ready([entry.number for entry in entries], objects)
+
+    def extents(self, entry: Entry) -> ExtentTable:
+        """Return the extents of an entry that is stored as a whole. Call it before you make memory for the entry.
+
+        Raises Damaged for an entry with holes, since its shape may be hostile, and what `Manifest.extents` raises.
+        """
+        table = self.manifest.extents(entry)
+        if not covers(table, whole(entry.shape)):
+            raise Damaged(f"{self.where} holds {entry.key!r} ({entry.nbytes} bytes) only in part", key=entry.key)
+        return table
+
+    def check_whole(self, entries: Sequence[Entry]) -> None:
+        """Raise as `extents` for each entry, with few reads."""
+        self.manifest.ready([entry.number for entry in entries], ())
+        for entry in entries:
+            self.extents(entry)
