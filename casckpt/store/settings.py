@@ -10,7 +10,8 @@ from typing import Any, Final, TypedDict
 from casckpt.base.durations import Duration, seconds_of
 from casckpt.errors import InvalidInput
 from casckpt.format.records import Settings
-from casckpt.saving.options import Compress
+from casckpt.repository.repository import Repository
+from casckpt.saving.options import Compress, usable_compress
 
 DURATIONS: Final = ("min_age", "min_age_ephemeral", "revoke_after")
 NAMES: Final = (*DURATIONS, "mirror", "mirror_thinned", "compress")
@@ -55,14 +56,17 @@ def settings_from(record: Settings) -> StoreSettings:
     )
 
 
-def check_names(changes: SettingChanges) -> None:
-    """Raise InvalidInput, which lists the settings, for a name that is none of them."""
+def change_settings(repo: Repository, changes: SettingChanges) -> StoreSettings:
+    """Write ``changes``, and return all settings. ``mirror`` is a URL. Raises InvalidInput, which names the setting."""
     for name in changes:
         if name not in NAMES:
             raise InvalidInput(f"there is no setting {name!r} to change; there are {', '.join(NAMES)}")
-
-
-def duration_fields(changes: SettingChanges) -> dict[str, Any]:
-    """The fields of the record for the durations in ``changes``. Raises InvalidInput, which names the setting."""
+    fields: dict[str, Any] = {name: value for name, value in changes.items() if name not in DURATIONS}
     given: dict[str, Any] = {name: value for name, value in changes.items() if name in DURATIONS}
-    return {f"{name}_seconds": None if value is None else seconds_of(value, name) for name, value in given.items()}
+    for name, value in given.items():
+        fields[f"{name}_seconds"] = None if value is None else seconds_of(value, name)
+    if fields.get("mirror") == repo.storage.url:
+        raise InvalidInput(f"mirror: {repo.storage.url} cannot be its own mirror; give another store")
+    if fields.get("compress") is not None:
+        fields["compress"] = usable_compress(fields["compress"])
+    return settings_from(repo.change_settings(**fields))

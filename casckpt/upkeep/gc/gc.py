@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 from casckpt.base.parallel import in_parallel
 from casckpt.base.progress import Progress, silent
@@ -39,7 +39,7 @@ from casckpt.history.commits import Commit, CommitList, list_names
 from casckpt.history.tags import remove_old_generations
 from casckpt.history.transactions import PREFIX as TRANSACTIONS
 from casckpt.history.transactions import OpenTransaction, has_died, open_transactions, remove_closed, revoke
-from casckpt.plan.retention import Policy
+from casckpt.plan.retention import Policy, Thinning
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
 from casckpt.upkeep.blob_use import BlobUse
@@ -49,6 +49,7 @@ from casckpt.upkeep.gc.purge import (
     GcPlan,
     RetireProgress,
     bring_back,
+    check_metrics,
     min_age_of,
     plan_retiring,
     retire,
@@ -58,7 +59,7 @@ from casckpt.upkeep.gc.purge import (
 from casckpt.upkeep.gc.recovery import settle
 from casckpt.upkeep.inventory import BLOB, Inventory, list_unguarded, sums_of
 from casckpt.upkeep.lost_records import check_recorded
-from casckpt.upkeep.thin import ThinResult
+from casckpt.upkeep.thin import ThinResult, thin_by
 
 Sleep: TypeAlias = Callable[[float], None]
 
@@ -211,6 +212,15 @@ _RECORDS = ("", "commits", "transactions", "settings", "tags", "damaged", "mirro
 Tell = Callable[[Sequence[Deferred]], None]
 
 
+class GcOptions(TypedDict, total=False):
+    """The options of `execute`, which describes them."""
+
+    wait: float
+    revoke_after: float | None
+    progress: Progress
+    tell: Tell
+
+
 @dataclass(frozen=True)
 class GcResult:
     """What a gc did; with ``dry_run``, what it would do. Counts and bytes of blobs do not include manifests.
@@ -273,6 +283,29 @@ class _Tally:
             foreign=tuple(self.stock.foreign),
             waiting=(*plan.waiting, *map(waiting_for, opened)),
         )
+
+
+def collect(
+    repo: Repository,
+    policy: Policy,
+    *,
+    thin: Thinning | None = None,
+    run: str | None = None,
+    min_age: float | None = None,
+    dry_run: bool = False,
+    **options: Unpack[GcOptions],
+) -> GcResult:
+    """Run a whole gc by the rules of a user: `plan_gc`, `thin_by`, then `execute`, or `preview` with ``dry_run``.
+
+    Raises InvalidInput for a metric that no checkpoint has, and otherwise as these do.
+    """
+    check_metrics(repo, policy, run)
+    plan, thinned = plan_gc(repo, policy, run=run, min_age=min_age), None
+    if thin is not None:
+        thinned = thin_by(repo, thin, run, spare=plan.forget, dry_run=dry_run)
+        if not dry_run:
+            plan = plan_gc(repo, policy, run=run, min_age=min_age)  # with the commits that thinning made
+    return preview(repo, plan, thin=thinned) if dry_run else execute(repo, plan, thin=thinned, **options)
 
 
 def plan_gc(
