@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from casckpt.upkeep.copies.mirror import Mirror
     from casckpt.upkeep.copies.mirror_notes import MirrorLag
     from casckpt.upkeep.footprint import Footprint
+    from casckpt.upkeep.gc.forgetting import RestoreResult
     from casckpt.upkeep.gc.gc import GcResult, Tell
-    from casckpt.upkeep.gc.restoring import RestoreResult
     from casckpt.upkeep.history import Added, Heat, History
     from casckpt.upkeep.repair.repair import RepairResult
     from casckpt.upkeep.repair.verify import Mode, VerifyResult
@@ -582,7 +582,7 @@ class Store:
         checkpoints once the others are restored; without it, ``failed`` of the result has them. Raises NotFound,
         InvalidInput, Conflict, StorageError.
         """
-        from casckpt.upkeep.gc.restoring import RestoreResult, plan_restore, restore
+        from casckpt.upkeep.gc.forgetting import RestoreResult, plan_restore, restore
 
         plan = plan_restore(self.repository, map(plain, named), whole=whole)
         if dry_run:
