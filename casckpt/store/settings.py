@@ -30,13 +30,13 @@ class SettingChanges(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """What may be changed of a store. None: not set, so that the default counts.
+    """The settings of a store. None: not set, so the default applies.
 
     ``min_age``, ``min_age_ephemeral``: from forgetting to purging (default: 24 h, and 15 minutes for ephemeral
-    checkpoints). ``revoke_after``: how long a save shows no sign of life before a gc gives up on it (default: 1 h).
+    checkpoints). ``revoke_after``: how long a save shows no sign of life before a gc revokes it (default: 1 h).
     ``mirror``: URL of the store that this one is copied to; a gc keeps what is not safe there yet. ``mirror_thinned``:
-    what is thinned here is thinned there, too (default: it stays whole there). ``compress``: for saves that do not say
-    ("auto", "off", "always"; see `casckpt.Store.save`).
+    also thin in the mirror what is thinned here (default: it stays whole there). ``compress``: for saves without this
+    option ("auto", "off", "always"; see `casckpt.Store.save`).
     """
 
     min_age: timedelta | None = None

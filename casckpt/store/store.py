@@ -261,11 +261,9 @@ class Store:
 
         ``state``: fetch only what a load into it needs, which is the part of this rank. It does not change. ``rename``,
         ``strict``, ``ignore_mismatched``: as for `load`. Each rank makes its own call. If several ranks of a host want
-        the same bytes, one of them fetches these. Each blob is compared with its hash. ``progress`` is called with the
-        bytes that are in the cache.
+        the same bytes, one of them fetches these. Each blob is compared with its hash. ``progress`` counts cached bytes.
 
-        Raises NotFound, Damaged (with the blob), InvalidInput if the cache is too small (``cache_bytes`` of `open`),
-        StorageError.
+        Raises NotFound, Damaged (with the blob), StorageError; InvalidInput if `open` has too few ``cache_bytes``.
         """
         check_keywords("Store.pre_download", match, MatchArguments)
         shown = Progress(progress)
@@ -361,10 +359,9 @@ class Store:
     ) -> dict[str, str]:
         """Return the BLAKE3 hash of each tensor's bytes in row-major order, as 64 hex digits, by key.
 
-        The hash does not depend on the number of ranks or on shards. For values that each rank has of its own, it is
-        that of the lowest rank. ``keys``: patterns. casckpt reads and verifies what the catalogue of this host does not
-        know, and ``progress`` counts these bytes. Thinned tensors are left out. Raises MissingKey for a pattern that
-        matches nothing, Damaged, StorageError.
+        Ranks and shards do not matter. If each rank has its own value, the lowest rank's counts. ``keys``: patterns.
+        casckpt reads and verifies what this host's catalogue does not know; ``progress`` counts these bytes. Thinned
+        tensors are left out. Raises MissingKey for a pattern that matches nothing, Damaged, StorageError.
         """
         from casckpt.loading.digests import digests_of
 
@@ -440,9 +437,8 @@ class Store:
     def tag(self, name: str, ref: str | Checkpoint, *, expires: Duration | None = None) -> None:
         """Let ``name`` name a checkpoint, which every policy then keeps. A forgotten checkpoint is restored.
 
-        ``expires``: how long the tag lasts ("12h", a timedelta). Such a tag restores nothing. Raises Gone if the
-        checkpoint was purged, Conflict if another process purges it now; with ``expires`` NotFound, also for a
-        forgotten one.
+        ``expires``: how long the tag lasts ("12h", a timedelta). Such a tag restores nothing, and raises NotFound for a
+        forgotten checkpoint. Raises Gone if it was purged, Conflict if another process purges it now.
         """
         if isinstance(ref, str) and refs.is_reference(name) and not refs.is_reference(ref):
             raise InvalidInput(f"the name of a tag comes first, then the checkpoint: tag({ref!r}, {name!r})")
@@ -481,7 +477,6 @@ class Store:
         ``key``: a file with an Ed25519 key as OpenSSL or ssh-keygen writes it, or a key of the package cryptography.
         ``password``: of the file. Sign what a save of this process returned, because its id was computed from your
         memory. For another checkpoint, `verify` shows that the store has what the id names, but not where it came from.
-
         Raises NotFound, InvalidInput, Damaged, StorageError; Unsupported without that package.
         """
         from casckpt.contents.signatures import sign
@@ -554,11 +549,16 @@ class Store:
         Raises InvalidInput, NotFound, MissingKey if no pattern matches, Conflict if one of ``refs`` is tagged,
         StorageError. If a damaged checkpoint cannot be thinned, the others are, and then its error is raised.
         """
-        from casckpt.upkeep.thin import thin
+        from casckpt.upkeep.gc.purge import check_metrics
+        from casckpt.upkeep.thin import check, plan_thin, thin
 
         check_keywords("Store.thin", keep, KeepRules)
-        chosen, policy = map(plain, refs), Policy(**keep)
-        return thin(self.repository, chosen, drop=drop, keep=policy, run=run, tagged=tagged, dry_run=dry_run)
+        policy = Policy(**keep)
+        check_metrics(self.repository, policy, run)
+        plan = plan_thin(self.repository, map(plain, refs), drop=drop, keep=policy, run=run, tagged=tagged)
+        result = thin(self.repository, plan, dry_run=dry_run)
+        check(plan)
+        return result
 
     def restore(self, ref: str | Checkpoint, *, whole: bool = False) -> Checkpoint:
         """Make a forgotten checkpoint visible again. Raises Conflict if it was purged, or beside a visible twin.

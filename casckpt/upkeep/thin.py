@@ -231,28 +231,8 @@ def execute(repo: Repository, plan: ThinPlan) -> tuple[Commit, ...]:
     return tuple(made)
 
 
-def thin(
-    repo: Repository,
-    refs: Iterable[str | Commit] = (),
-    *,
-    drop: str | Sequence[str],
-    keep: Policy,
-    run: str | None = None,
-    tagged: bool = False,
-    dry_run: bool = False,
-) -> ThinResult:
-    """Thin ``refs``, or by a rule of a user; with ``dry_run``, only count. Arguments as in `plan_thin`.
-
-    Raises as `plan_thin`, `execute` and, at the end, `check`.
-    """
-    check_metrics(repo, keep, run)
-    plan = plan_thin(repo, refs, drop=drop, keep=keep, run=run, tagged=tagged)
-    result = _carry_out(repo, plan, dry_run=dry_run)
-    check(plan)
-    return result
-
-
-def _carry_out(repo: Repository, plan: ThinPlan, *, dry_run: bool) -> ThinResult:
+def thin(repo: Repository, plan: ThinPlan, *, dry_run: bool = False) -> ThinResult:
+    """Carry out ``plan``; with ``dry_run``, only count. Raises as `execute`."""
     result = preview(repo, plan)
     return result if dry_run else replace(result, thinned=execute(repo, plan), dry_run=False)
 
@@ -270,7 +250,7 @@ def thin_by(
         check(plan)
     for error in plan.failed:
         log.warning("not thinned: %s", error)
-    return _carry_out(repo, plan, dry_run=dry_run)
+    return thin(repo, plan, dry_run=dry_run)
 
 
 def _thin(repo: Repository, plan: Thin, drop: Iterable[str]) -> Commit | None:

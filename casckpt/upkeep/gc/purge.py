@@ -304,7 +304,7 @@ def retire(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
     chosen = _untagged(repo, plan.forget)
     announce_all(repo, chosen)
     _each_unless_changed(repo, forget, chosen, done.forgotten)
-    # list tags again: a tag that was set meanwhile counts, and whoever sets one later sees what is done here
+    # list tags again: a tag that was set meanwhile counts, and a user who sets one later sees what is done here
     tagged = _barred(repo, [*plan.purge, *done.forgotten])
     claimed = [commit for commit in done.forgotten if commit.txid in tagged]
     _each_unless_changed(repo, partial(restore, as_read=True), claimed, [])
