@@ -261,9 +261,9 @@ class Store:
 
         ``state``: fetch only what a load into it needs, which is the part of this rank. It does not change. ``rename``,
         ``strict``, ``ignore_mismatched``: as for `load`. Each rank makes its own call. If several ranks of a host want
-        the same bytes, one of them fetches these. Each blob is compared with its hash. ``progress`` counts cached bytes.
+        the same bytes, one of them fetches them. Each blob is compared with its hash. ``progress`` counts cached bytes.
 
-        Raises NotFound, Damaged (with the blob), StorageError; InvalidInput if `open` has too few ``cache_bytes``.
+        Raises NotFound, Damaged (with the blob), StorageError, InvalidInput for a cache that is too small.
         """
         check_keywords("Store.pre_download", match, MatchArguments)
         shown = Progress(progress)

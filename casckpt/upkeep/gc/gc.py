@@ -21,7 +21,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypedDict, Unpack
 
@@ -436,7 +436,7 @@ def _check_seconds(what: str, seconds: Any) -> None:
 
 @dataclass
 class _Collection:
-    """Steps 2 to 7 of one gc. Each step makes its own listing of commits/; only step 2 is given an older one."""
+    """Steps 2 to 7 of one gc. Steps 3 and 6 list commits/ themselves. Only step 2 may use an older listing."""
 
     repo: Repository
     patience: Limits
@@ -454,12 +454,9 @@ class _Collection:
                 return
             guards = commits_without_doubt(self.repo)
         for _ in range(ATTEMPTS):
-            try:
-                self._pass(guards)
-            except Unreadable:
-                guards = commits_without_doubt(self.repo)
-                continue
-            return
+            with suppress(Unreadable):
+                return self._pass(guards)
+            guards = commits_without_doubt(self.repo)
         raise Conflict("other gcs purged checkpoints that this gc was reading, again and again; let one gc run alone")
 
     def _finish_paused(self, paused: ResumeState) -> bool:
@@ -507,10 +504,8 @@ class _Collection:
 
 def _candidates(repo: Repository, stock: Inventory, as_purged: set[TxId]) -> tuple[Candidates, CommitList]:
     for _ in range(ATTEMPTS):
-        try:
+        with suppress(Unreadable):
             return candidates(repo, stock, as_purged=as_purged)
-        except Unreadable:
-            continue
     raise Conflict("another gc is purging checkpoints; try again when it is done")
 
 
