@@ -451,7 +451,7 @@ class _Collection:
         if paused is not None:
             if not self._finish_paused(paused):
                 self.tally.stock = list_unguarded(self.repo, guards)  # to count what stays
-                return
+                return None
             guards = commits_without_doubt(self.repo)
         for _ in range(ATTEMPTS):
             with suppress(Unreadable):
