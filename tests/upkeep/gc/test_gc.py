@@ -38,7 +38,7 @@ from tests.support.gcs import (
     ticking,
 )
 from tests.support.local import only
-from tests.support.repositories import Ticks, memory, put_blob, repository, save
+from tests.support.repositories import Ticks, meanwhile, memory, put_blob, repository, save
 from tests.support.told import Told
 
 # what goes and what stays
@@ -449,7 +449,9 @@ def that_spares_a_tagged_checkpoint(repo: Repository) -> list[str]:
     commits.forget(repo, list_commits(repo).live()[0])
     hidden = list_commits(repo).live()[0]
     assert isinstance(repo.storage, FaultyStore)
-    repo.storage.inject(call_first("list", lambda _: tags.write_generation(repo, "held", 1, hidden), key="objects"))
+    repo.storage.inject(
+        call_first("list", meanwhile(lambda: tags.write_generation(repo, "held", 1, hidden)), key="objects")
+    )
     return [*PLAN, *CHECK, "tags", "commits", *TAKE_UP, *SEARCH, *TIDY, *RECOVERY]
 
 
