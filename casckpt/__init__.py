@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from casckpt.frontends.training_state import unflatten_optimizer_state as unflatten_optimizer_state
     from casckpt.frontends.training_state import unshard_model_state as unshard_model_state
     from casckpt.frontends.training_state import unshard_optim_state as unshard_optim_state
+    from casckpt.store.opening import at as at
     from casckpt.store.opening import open as open
-    from casckpt.store.place import at as at
     from casckpt.store.store import Store as Store
     from casckpt.tensors.values import PerRank as PerRank
     from casckpt.tensors.values import Shard as Shard
@@ -61,7 +61,7 @@ _HOME = {
     "PerRank": "casckpt.tensors.values",
     "Shard": "casckpt.tensors.values",
     "Store": "casckpt.store.store",
-    "at": "casckpt.store.place",
+    "at": "casckpt.store.opening",
     "export": "casckpt.frontends.interchange.export",
     "flatten_optimizer_state": "casckpt.frontends.training_state",
     "load_model_and_optim_state": "casckpt.frontends.training_state",

@@ -378,7 +378,7 @@ PLANTED = (
         "tags are listed before a gc forgets",
         "retire",
         """    _each_unless_changed(repo, forget, chosen, done.forgotten)
-    # list tags again: a tag that was set meanwhile counts, and whoever sets one later sees what is done here
+    # list tags again: a tag that was set meanwhile counts, and a user who sets one later sees what is done here
     tagged = _barred(repo, [*plan.purge, *done.forgotten])
 """,
         """    tagged = _barred(repo, [*plan.purge, *plan.forget])
@@ -830,7 +830,7 @@ PLANTED = (
     Planted(
         "what was committed while gc waited is no root",
         "_Collection._finish",
-        "        spare_roots(self.repo, paused.candidates, commits)\n",
+        "        spare_roots(self.repo, paused.candidates)\n",
         "",
         "tests/upkeep/gc/test_interleavings.py",
     ),
@@ -884,15 +884,15 @@ PLANTED = (
     ),
     Planted(
         "lost records are no reason to refuse",
-        "_Collection._finish",
-        "        check_recorded(self.repo, paused.candidates.sizes, commits.commits)\n",
+        "spare_roots",
+        "    check_recorded(repo, pending.sizes, commits.commits)\n",
         "",
         "tests/upkeep/test_lost_records.py",
     ),
     Planted(
         "a rule chooses although records are lost",
         "_check_first",
-        "    check_recorded(repo, stock.sizes, commits.commits)\n",
+        "    check_recorded(repo, stock.sizes, plan.listed.commits)\n",
         "",
         "tests/upkeep/test_lost_records.py",
     ),

@@ -19,7 +19,7 @@ Format: TypeAlias = Literal["hf", "safetensors", "dcp", "torch"]
 
 
 class FileOptions(TypedDict, total=False):
-    """Those of `ExportOptions` that every export to one file has."""
+    """The options of `ExportOptions` that every export to one file has."""
 
     force: bool
     allow_pickle: bool
@@ -39,10 +39,9 @@ class ExportOptions(FileOptions, total=False):
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote. ``left_out``: keys that are not in it. ``skipped``: names of attachments that are not.
+    """What an export wrote. ``left_out``: keys that were not exported. ``skipped``: attachments that were not.
 
-    ``nbytes``: of all tensors. ``prefix``: what the keys of the checkpoint begin with, and the names in the files do
-    not.
+    ``nbytes``: of all tensors. ``prefix``: the beginning of all keys, which the names in the files lack.
     """
 
     checkpoint: Checkpoint

@@ -31,7 +31,7 @@ class NamedTag:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a store holds: its tags, then its commits, each from one LIST. A commit that a tag names is among them."""
+    """The tags of a store, then its commits, each from one LIST. So a commit that a tag names is among them."""
 
     _repo: Repository
     _commits: CommitList
@@ -39,17 +39,17 @@ class Listing:
 
     @property
     def visible(self) -> list[Checkpoint]:
-        """The visible checkpoints, oldest first, with those that a later twin of their run and step supersedes."""
+        """The visible checkpoints, oldest first, also those that a later one of their run and step supersedes."""
         return self._checkpoints(self._commits.visible())
 
     @property
     def standing(self) -> list[Checkpoint]:
-        """The same, with the forgotten checkpoints, and the old places of those that were rewritten."""
+        """The visible and the forgotten checkpoints, and the old commits of rewrites, oldest first."""
         return self._checkpoints(self._commits.standing())
 
     @property
     def forgotten(self) -> list[Checkpoint]:
-        """The checkpoints that `Store.restore` can bring back, oldest first."""
+        """The forgotten checkpoints, which `Store.restore` can restore, oldest first."""
         return self._checkpoints(commit for commit in self._commits.live() if commit.is_forgotten)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Modules, optimizers and other objects with a state_dict, as values of a state that a store saves or loads.
+"""Modules, optimizers and other objects with a state_dict, as values in the state of a save or load.
 
 The module that converts them lies above the store, because it needs the names of parameters. `casckpt` sets `home`.
 """
@@ -52,7 +52,7 @@ UNHELD, _UNHELD_INSIDE = _references({}), sys.getrefcount(_DICT["inside"])
 def log_bare_optimizers(state: Any, missing: Sequence[str], *, is_held: bool) -> None:
     """Log each state_dict of an optimizer in ``state``: filling it changes no optimizer.
 
-    It is a warning if the caller holds neither the dict nor the state (``is_held``), and so cannot load it.
+    Logs a warning if the caller holds neither the dict nor the state (``is_held``), and so cannot load it.
     """
     for name in state if isinstance(state, Mapping) else ():
         if is_of_optimizer(state[name]) and f"{name}.param_groups" not in missing:

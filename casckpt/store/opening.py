@@ -1,12 +1,14 @@
-"""`casckpt.open`: from a path or URL to a `Store`."""
+"""`casckpt.open` and `casckpt.at`: a store, by its path or URL, and the place of a checkpoint in it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from casckpt.base.names import check_run, check_step
 from casckpt.errors import InvalidInput
 from casckpt.repository.opening import open_repository
 from casckpt.repository.signing_keys import KeyFile, KeyFiles
@@ -27,21 +29,21 @@ def open(
 ) -> Store:
     """Open a store: a path, ``s3://bucket/prefix``, ``memory://`` or another URL that fsspec knows.
 
-    It creates nothing; the first save does. ``http://`` and ``https://`` can only be read.
+    This creates nothing; the first save does. ``http://`` and ``https://`` stores can only be read.
 
-    ``storage_options``: passed on to the storage's client (fsspec's). ``cache_dir``: the folder where this host keeps
-    what it knows of the store (default: the user's cache folder). If it is given, and the store is remote, loads also
-    keep there the files of which they read the greater part, at most ``cache_bytes`` of them ("200GiB"; default: half
-    of what is free on that disk; 0 for none); see `Store.pre_download`. ``mirror``: another store; what is committed
-    here is copied there in the background; see `Store.wait_for_mirror`. ``single_writer``: your promise that nobody
-    else writes to the store at the same time. It makes storages usable that cannot create exclusively. ``page_cache``,
-    of a store in a folder: True leaves what is saved and loaded in the host's memory for the next load, False leaves
-    nothing there. By default a load does where that costs nothing: memory is plenty, and the file system fills its
-    cache in large pieces. ``sign_with``: a file with a private key (Ed25519, without a password), which signs each save
-    before its commit, as `Store.sign` does later. ``require_signature``: a public key, or several. What none of them
-    has signed is not loaded, exported or served, and raises Unsigned.
+    ``storage_options``: for the client of the storage (fsspec). ``cache_dir``: the folder for the catalogue of the
+    store on this host (default: the user's cache folder). If you give it, and the store is remote, loads also keep
+    blobs there of which they read more than half, up to ``cache_bytes`` ("200GiB"; default: half of the free space of
+    that disk; 0 for none); see `Store.pre_download`. ``mirror``: another store, to which commits are copied in the
+    background; see `Store.wait_for_mirror`. ``single_writer``: your promise that no other process writes to the store
+    at the same time. It allows storages that cannot create exclusively. ``page_cache``, for a store in a folder: True
+    leaves saved and loaded bytes in the page cache for the next load, False leaves none. By default a load leaves them
+    if this costs nothing: there is enough memory, and the file system fills its cache in large pieces. ``sign_with``:
+    a file with a private key (Ed25519, without a password), which signs each save before its commit, as `Store.sign`
+    does later. ``require_signature``: one or more public keys. A checkpoint without a signature by one of them is not
+    loaded, exported or served, and raises Unsigned.
 
-    Raises InvalidInput or Unsupported for a URL that cannot be used, NotFound for a key that is not there.
+    Raises InvalidInput or Unsupported for a URL that cannot be used, NotFound for a missing key file.
     """
     here = open_repository(
         url, storage_options=storage_options, cache_dir=cache_dir, cache_bytes=cache_bytes,
@@ -57,3 +59,21 @@ def open(
     for wake in here.listeners:  # copies that an earlier process left go on
         wake()
     return store
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """The place of a checkpoint, for front ends that expect a folder. As text: ``STORE#RUN@STEP``."""
+
+    store: Store | str | os.PathLike[str]
+    run: str
+    step: int
+
+    def __str__(self) -> str:
+        url = self.store.url if isinstance(self.store, Store) else os.fspath(self.store)
+        return f"{url}#{self.run}@{self.step}"
+
+
+def at(store: Store | str | os.PathLike[str], *, run: str, step: int) -> At:
+    """Return the place of a checkpoint. Raises InvalidInput for an unusable run or step."""
+    return At(store, check_run(run), check_step(step))

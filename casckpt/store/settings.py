@@ -10,7 +10,8 @@ from typing import Any, Final, TypedDict
 from casckpt.base.durations import Duration, seconds_of
 from casckpt.errors import InvalidInput
 from casckpt.format.records import Settings
-from casckpt.saving.options import Compress
+from casckpt.repository.repository import Repository
+from casckpt.saving.options import Compress, usable_compress
 
 DURATIONS: Final = ("min_age", "min_age_ephemeral", "revoke_after")
 NAMES: Final = (*DURATIONS, "mirror", "mirror_thinned", "compress")
@@ -29,13 +30,13 @@ class SettingChanges(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """What may be changed of a store. None: not set, so that the default counts.
+    """The settings of a store. None: not set, so the default applies.
 
     ``min_age``, ``min_age_ephemeral``: from forgetting to purging (default: 24 h, and 15 minutes for ephemeral
-    checkpoints). ``revoke_after``: how long a save shows no sign of life before a gc gives up on it (default: 1 h).
+    checkpoints). ``revoke_after``: how long a save shows no sign of life before a gc revokes it (default: 1 h).
     ``mirror``: URL of the store that this one is copied to; a gc keeps what is not safe there yet. ``mirror_thinned``:
-    what is thinned here is thinned there, too (default: it stays whole there). ``compress``: for saves that do not say
-    ("auto", "off", "always"; see `casckpt.Store.save`).
+    also thin in the mirror what is thinned here (default: it stays whole there). ``compress``: for saves without this
+    option ("auto", "off", "always"; see `casckpt.Store.save`).
     """
 
     min_age: timedelta | None = None
@@ -55,14 +56,17 @@ def settings_from(record: Settings) -> StoreSettings:
     )
 
 
-def check_names(changes: SettingChanges) -> None:
-    """Raise InvalidInput, which lists the settings, for a name that is none of them."""
+def change_settings(repo: Repository, changes: SettingChanges) -> StoreSettings:
+    """Write ``changes``, and return all settings. ``mirror`` is a URL. Raises InvalidInput, which names the setting."""
     for name in changes:
         if name not in NAMES:
             raise InvalidInput(f"there is no setting {name!r} to change; there are {', '.join(NAMES)}")
-
-
-def duration_fields(changes: SettingChanges) -> dict[str, Any]:
-    """The fields of the record for the durations in ``changes``. Raises InvalidInput, which names the setting."""
+    fields: dict[str, Any] = {name: value for name, value in changes.items() if name not in DURATIONS}
     given: dict[str, Any] = {name: value for name, value in changes.items() if name in DURATIONS}
-    return {f"{name}_seconds": None if value is None else seconds_of(value, name) for name, value in given.items()}
+    for name, value in given.items():
+        fields[f"{name}_seconds"] = None if value is None else seconds_of(value, name)
+    if fields.get("mirror") == repo.storage.url:
+        raise InvalidInput(f"mirror: {repo.storage.url} cannot be its own mirror; give another store")
+    if fields.get("compress") is not None:
+        fields["compress"] = usable_compress(fields["compress"])
+    return settings_from(repo.change_settings(**fields))

@@ -1,4 +1,4 @@
-"""The types of what the methods of `Store` take and return, beside `Checkpoint`, for those who call them."""
+"""The types that methods of `Store` take and return, beside `Checkpoint`. Front ends import them from here."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ __all__ = [
 
 
 def check_save_arguments(arguments: SaveArguments) -> None:
-    """Raise InvalidInput for what no `Store.save` would take, whatever its state."""
+    """Raise InvalidInput for options that `Store.save` refuses for every state."""
     SaveOptions(step=0, **arguments).checked()

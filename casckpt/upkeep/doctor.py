@@ -179,7 +179,7 @@ class _Probes:
         return False
 
     def _put(self, key: str, data: bytes) -> None:
-        with suppress(AlreadyExists):  # nobody else uses these names: the answer to our own put was lost
+        with suppress(AlreadyExists):  # the names are unique to this call: only the answer to our own put was lost
             self._storage.put(key, data)
 
     def _key(self, number: int) -> str:

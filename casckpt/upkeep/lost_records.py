@@ -1,7 +1,7 @@
 """Detection of lost records: manifests under objects/ without a record in commits/ or transactions/.
 
 A save puts its manifest while its transaction is open. The file of the transaction is removed only after a record
-stands in commits/, and that record stays for ever. So a manifest without either shows that records are missing:
+is in commits/, and that record stays for ever. So a manifest without either shows that records are missing:
 ``commits/`` was moved or is not mounted, or the store was copied in part. Which blobs its checkpoint needs is unknown.
 """
 

@@ -251,7 +251,7 @@ def test_a_damaged_tag_is_set_again_or_deleted(saved: Store, store_path: Path, t
     assert list(casckpt.open(store_path).tags()) == (["best"] if way == "set" else [])
 
 
-@follows("store/references.py:resolve_held", "if you cannot write there, load without lease=True")
+@follows("store/reading.py:resolve_held", "if you cannot write there, load without lease=True")
 def test_what_cannot_be_held_is_loaded_without(tmp_path: Path, told: Told, weights: dict[str, torch.Tensor]) -> None:
     faulty = FaultyStore(LocalStore(tmp_path / "store"))
     store = Store(Repository(faulty, tmp_path / "cache"))

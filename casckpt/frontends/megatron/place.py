@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from casckpt.frontends.megatron.errors import CheckpointingException
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.store.place import At, at
+from casckpt.store.opening import At, at
 from casckpt.store.store import Store
 
 CheckpointDir: TypeAlias = str | os.PathLike[str] | At

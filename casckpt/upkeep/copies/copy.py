@@ -261,13 +261,8 @@ def execute(
     work = replace(each, blob_bytes=blob_bytes, compress=plan.compress, places=places)
     if (blob_bytes is not None or plan.compress) and part != (0, 1):
         raise InvalidInput("processes cannot share a copy that packs its cells anew: let one of them make it")
-    sizes, is_mirror = source.marker, source.settings.mirror == target.storage.url
-    made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=max(blob_bytes or sizes.blob_bytes, sizes.cell_bytes))
-    if is_mirror:  # notes of an earlier store at this URL do not count: it is gone with all that was safe there
-        since = NO_STORE if made else made_at(target.storage)
-        take_back(source, unmirrored(source, list_commits(source).live(), target.storage.url, since))
-    for written in (target, source) if is_mirror else (target,):
-        check_requirements(written)  # before a copy begins: a refused one could not be made under its own id later
+    is_mirror = source.settings.mirror == target.storage.url
+    made = _create_target(source, target, blob_bytes, is_mirror=is_mirror)
     copy_signatures(source, target, {commit.id for commit in (*plan.missing, *plan.present)})
 
     def copy(commit: Commit) -> Replica:
@@ -295,6 +290,18 @@ def execute(
         made_store=made,
     )
     return replace(result, tags=_copy_tags(source, target, result)) if with_tags else result
+
+
+def _create_target(source: Repository, target: Repository, blob_bytes: int | None, *, is_mirror: bool) -> bool:
+    """Create ``target`` if it is missing, and tell whether it was. Raises `Unsupported` if a store refuses writers."""
+    sizes = source.marker
+    made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=max(blob_bytes or sizes.blob_bytes, sizes.cell_bytes))
+    if is_mirror:  # an earlier store at this URL is gone, and so is what was safe there: drop the notes about it
+        since = NO_STORE if made else made_at(target.storage)
+        take_back(source, unmirrored(source, list_commits(source).live(), target.storage.url, since))
+    for written in (target, source) if is_mirror else (target,):
+        check_requirements(written)  # now, because a copy that is refused later could not be made under its own id
+    return made
 
 
 def _each(commits: Iterable[Commit], call: Callable[[Commit], T]) -> tuple[list[T], list[CopyFailure]]:

@@ -16,6 +16,7 @@ from casckpt.format.names import TxId
 from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.inventory import Inventory
+from casckpt.upkeep.lost_records import check_recorded
 
 _NAMED_AT_MOST = 3
 
@@ -54,14 +55,13 @@ def commits_without_doubt(repo: Repository, *, anew: bool = False) -> CommitList
     return listed
 
 
-def candidates(
-    repo: Repository, stock: Inventory, commits: CommitList, *, as_purged: Container[TxId] = ()
-) -> Candidates:
-    """Do step 3. ``stock``: listed before ``commits`` (step 2). ``as_purged``: commits that count as purged.
+def candidates(repo: Repository, stock: Inventory, *, as_purged: Container[TxId] = ()) -> tuple[Candidates, CommitList]:
+    """Do step 3: list commits, now that ``stock`` is listed. Return the candidates, and the listing for step 4.
 
-    Raises `Damaged` with all checkpoints whose manifest cannot be read; `Unreadable` if one was purged meanwhile;
-    `StorageError`.
+    ``as_purged``: commits that count as purged. Raises `Damaged` with all checkpoints whose manifest cannot be read;
+    `Unreadable` if one was purged meanwhile; `StorageError`.
     """
+    commits = commits_without_doubt(repo)
     live = [commit for commit in commits.live() if commit.txid not in as_purged]
     sizes = dict(stock.sizes)
     broken: list[tuple[Commit, CasckptError]] = []
@@ -76,14 +76,16 @@ def candidates(
     if broken:
         raise _cannot_read(broken)
     ended = frozenset(txid for txid, commit in commits.commits.items() if not commit.live)
-    return Candidates(sizes, ended)
+    return Candidates(sizes, ended), commits
 
 
-def spare_roots(repo: Repository, pending: Candidates, commits: CommitList) -> None:
-    """Do step 6: remove from ``pending`` what any commit names that had not ended in step 3, even if purged since.
+def spare_roots(repo: Repository, pending: Candidates) -> None:
+    """Do step 6: list commits, and remove from ``pending`` what any of them names that had not ended in step 3.
 
-    Raises `Unreadable` if a manifest cannot be read, `StorageError`.
+    A commit that was purged since counts. Raises `Unreadable` if a manifest cannot be read; `Damaged` if records are
+    lost; `StorageError`.
     """
+    commits = commits_without_doubt(repo)
     every = (commit for _, commit in sorted(commits.commits.items()))
     roots = [one for one in every if one.live or (one.txid not in pending.ended and one.last != "revoked")]
     manifests.learn(repo, roots)
@@ -92,6 +94,7 @@ def spare_roots(repo: Repository, pending: Candidates, commits: CommitList) -> N
             _remove(pending.sizes, _names(repo, commit))
         except (Damaged, Refused) as error:
             raise Unreadable(str(error)) from error
+    check_recorded(repo, pending.sizes, commits.commits)
 
 
 def _remove(sizes: dict[str, int], keys: Iterable[str]) -> None:

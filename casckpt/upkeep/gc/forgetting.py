@@ -1,16 +1,22 @@
-"""Forgetting of named checkpoints, without a policy."""
+"""Forgetting and restoring of named checkpoints, without a policy. What was thinned can be restored, too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
-from casckpt.contents.refs import resolve_many
-from casckpt.errors import Conflict
+from casckpt.base.parallel import in_parallel
+from casckpt.contents.refs import resolve_forgotten, resolve_many
+from casckpt.errors import CasckptError, Conflict, StorageError
 from casckpt.history import commits
-from casckpt.history.commits import Commit
+from casckpt.history.commits import Commit, CommitList, announce_all, check_restore, list_commits
 from casckpt.history.tags import delete_tag, tags, tags_of
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
+from casckpt.upkeep.thin import whole_of
+
+log = logging.getLogger(__name__)
 
 
 def plan_forget(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool = False) -> list[Commit]:
@@ -45,3 +51,103 @@ def forget(repo: Repository, chosen: Iterable[Commit]) -> list[Commit]:
             delete_tag(repo, name)
         done.append(commits.forget(repo, commit))
     return done
+
+
+@dataclass(frozen=True)
+class RestoreFailure:
+    """A checkpoint that was not restored, and why."""
+
+    commit: Commit
+    error: CasckptError
+
+
+@dataclass(frozen=True)
+class RestorePlan:
+    """The commits to restore, each as ``listed`` shows it."""
+
+    chosen: tuple[Commit, ...]
+    listed: CommitList
+
+
+@dataclass(frozen=True)
+class RestoreResult:
+    """What a restore did; with ``dry_run``, what it would do. ``left``: not tried, because the storage failed first."""
+
+    restored: tuple[Commit, ...] = ()
+    failed: tuple[RestoreFailure, ...] = ()
+    left: tuple[Commit, ...] = ()
+    dry_run: bool = False
+
+    def raise_failure(self) -> None:
+        """Raise the last of ``failed``, if there is any. Its message says how many were restored."""
+        if not self.failed:
+            return
+        error, wanted = self.failed[-1].error, len(self.restored) + len(self.failed) + len(self.left)
+        more = f" ({len(self.restored)} of {wanted} were restored)" if wanted > 1 else ""
+        raise type(error)(f"{error}{more}", **error.__dict__) from error
+
+
+def plan_restore(repo: Repository, refs: Iterable[str | Commit], *, whole: bool = False) -> RestorePlan:
+    """Return the forgotten checkpoints that ``refs`` name (ranges too), each once, by one listing. Writes nothing.
+
+    ``whole``: choose the commits from before the thinning instead. Raises as `resolve_forgotten` and
+    `casckpt.upkeep.thin.whole_of`; `Conflict` if one of them cannot be restored, or if two have one run and step.
+    """
+    listed = list_commits(repo)
+    named = _whole(repo, refs, listed) if whole else (commit for ref in refs for commit in _named(repo, ref, listed))
+    chosen = {commit.txid: commit for commit in named}
+    at: dict[tuple[str, int], Commit] = {}
+    for commit in chosen.values():
+        check_restore(listed, commit)
+        other = at.setdefault((commit.run, commit.step), commit)
+        if other is not commit:
+            message = f"{commit} and {other} have the same run and step: name one of them. Nothing was restored"
+            raise Conflict(message, checkpoints=(commit.id, other.id))
+    return RestorePlan(tuple(chosen.values()), listed)
+
+
+def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
+    """Restore what ``plan`` chose, and return the outcome of each. Commits that another process has changed fail.
+
+    Raises `Unsupported` if the store requires of writers what this version does not know.
+    """
+    check_requirements(repo)
+    restored: dict[str, Commit] = {}
+    failed: list[RestoreFailure] = []
+
+    def attempt(commit: Commit) -> None:
+        try:
+            restored[commit.txid] = commits.restore(repo, commit, listed=plan.listed)
+        except CasckptError as error:
+            failed.append(RestoreFailure(commit, error))
+            if isinstance(error, StorageError):  # the others would fail in the same way
+                raise
+
+    try:
+        announce_all(repo, (commit for commit in plan.chosen if not commit.visible))
+        for _ in in_parallel(repo.storage.traits.requests, attempt, plan.chosen):
+            pass
+    except StorageError:
+        if not failed:  # nothing could be announced
+            raise
+    except BaseException:  # interrupted, most likely
+        log.warning("restored %d of %d: %s", len(restored), len(plan.chosen), ", ".join(map(str, restored.values())))
+        raise
+    tried = {failure.commit.txid for failure in failed} | restored.keys()
+    left = tuple(commit for commit in plan.chosen if commit.txid not in tried)
+    done = tuple(restored[commit.txid] for commit in plan.chosen if commit.txid in restored)
+    return RestoreResult(done, tuple(failed), left)
+
+
+def _named(repo: Repository, ref: str | Commit, listed: CommitList) -> list[Commit]:
+    """Return what ``ref`` names. A replaced commit that is given itself is returned as it is."""
+    if isinstance(ref, Commit) and ref.last == "replaced":
+        return [listed.commits.get(ref.txid, ref)]
+    return resolve_forgotten(repo, ref, listed)
+
+
+def _whole(repo: Repository, refs: Iterable[str | Commit], listed: CommitList) -> Iterator[Commit]:
+    for ref in refs:
+        named = resolve_many(repo, [ref], listed)
+        thin = [commit for commit in named if commit.dropped is not None]
+        yield from (whole_of(repo, commit, listed) for commit in thin or named)

@@ -21,9 +21,9 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 from casckpt.base.parallel import in_parallel
 from casckpt.base.progress import Progress, silent
@@ -35,11 +35,11 @@ from casckpt.format.keys import blob_key, manifest_key, parse_log, parse_object,
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.notes import PausedGc
 from casckpt.history.commits import PREFIX as COMMITS
-from casckpt.history.commits import Commit, CommitList, list_commits, list_names
+from casckpt.history.commits import Commit, CommitList, list_names
 from casckpt.history.tags import remove_old_generations
 from casckpt.history.transactions import PREFIX as TRANSACTIONS
 from casckpt.history.transactions import OpenTransaction, has_died, open_transactions, remove_closed, revoke
-from casckpt.plan.retention import Policy
+from casckpt.plan.retention import Policy, Thinning
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
 from casckpt.upkeep.blob_use import BlobUse
@@ -49,6 +49,7 @@ from casckpt.upkeep.gc.purge import (
     GcPlan,
     RetireProgress,
     bring_back,
+    check_metrics,
     min_age_of,
     plan_retiring,
     retire,
@@ -58,7 +59,7 @@ from casckpt.upkeep.gc.purge import (
 from casckpt.upkeep.gc.recovery import settle
 from casckpt.upkeep.inventory import BLOB, Inventory, list_unguarded, sums_of
 from casckpt.upkeep.lost_records import check_recorded
-from casckpt.upkeep.thin import ThinResult
+from casckpt.upkeep.thin import ThinResult, thin_by
 
 Sleep: TypeAlias = Callable[[float], None]
 
@@ -110,7 +111,7 @@ def wait_until_closed(
     Raises `StorageError`.
     """
     wanted, result = set(waits), WaitResult()
-    while True:
+    while wanted:
         closed = list_names(repo)
         wanted -= closed
         looked = {one.txid: one for one in open_transactions(repo, closed)}
@@ -128,6 +129,7 @@ def wait_until_closed(
             return result
         tell(result.still)
         patience.rest()
+    return result
 
 
 def _why_dead(repo: Repository, transaction: OpenTransaction, silent: float, revoke_after: float) -> str:
@@ -210,6 +212,15 @@ _RECORDS = ("", "commits", "transactions", "settings", "tags", "damaged", "mirro
 Tell = Callable[[Sequence[Deferred]], None]
 
 
+class GcOptions(TypedDict, total=False):
+    """The options of `execute`, which describes them."""
+
+    wait: float
+    revoke_after: float | None
+    progress: Progress
+    tell: Tell
+
+
 @dataclass(frozen=True)
 class GcResult:
     """What a gc did; with ``dry_run``, what it would do. Counts and bytes of blobs do not include manifests.
@@ -249,10 +260,15 @@ class _Tally:
     still: list[OpenTransaction] = field(default_factory=list)
     revoked: list[TxId] = field(default_factory=list)
 
-    def result(self, repo: Repository, plan: GcPlan, done: GcResult, opened: Iterable[OpenTransaction]) -> GcResult:
-        """Add to ``done`` what a gc knows at its end. ``opened``: transactions that it would have to wait for."""
+    def result(
+        self, repo: Repository, plan: GcPlan, done: GcResult, opened: Iterable[OpenTransaction], listed: CommitList
+    ) -> GcResult:
+        """Add to ``done`` what a gc knows at its end. ``opened``: transactions that it would have to wait for.
+
+        ``listed``: the last listing that the gc made.
+        """
         deleted, kept = sums_of(self.deleted.items()), self.stock.total(but=self.deleted)
-        named = BlobUse(repo, list_commits(repo).live() if plan.young else ())
+        named = BlobUse(repo, listed.live() if plan.young else ())
         later = named.alone(commit.txid for commit in plan.young)
         return replace(
             done,
@@ -267,6 +283,29 @@ class _Tally:
             foreign=tuple(self.stock.foreign),
             waiting=(*plan.waiting, *map(waiting_for, opened)),
         )
+
+
+def collect(
+    repo: Repository,
+    policy: Policy,
+    *,
+    thin: Thinning | None = None,
+    run: str | None = None,
+    min_age: float | None = None,
+    dry_run: bool = False,
+    **options: Unpack[GcOptions],
+) -> GcResult:
+    """Run a whole gc by the rules of a user: `plan_gc`, `thin_by`, then `execute`, or `preview` with ``dry_run``.
+
+    Raises InvalidInput for a metric that no checkpoint has, and otherwise as these do.
+    """
+    check_metrics(repo, policy, run)
+    plan, thinned = plan_gc(repo, policy, run=run, min_age=min_age), None
+    if thin is not None:
+        thinned = thin_by(repo, thin, run, spare=plan.forget, dry_run=dry_run)
+        if not dry_run:
+            plan = plan_gc(repo, policy, run=run, min_age=min_age)  # with the commits that thinning made
+    return preview(repo, plan, thin=thinned) if dry_run else execute(repo, plan, thin=thinned, **options)
 
 
 def plan_gc(
@@ -297,12 +336,11 @@ def preview(repo: Repository, plan: GcPlan, *, thin: ThinResult | None = None) -
     as_purged = {commit.txid for commit in plan.purge}
     done = GcResult(plan.forget, plan.restore, plan.purge, waiting=plan.waiting, dry_run=True, thin=thin)
     with _noting(lambda: done):
-        stock = list_unguarded(repo, commits_without_doubt(repo), as_purged=as_purged)
-        commits = commits_without_doubt(repo)
-        found = _candidates(repo, stock, as_purged)
-        check_recorded(repo, found.sizes, commits.commits)
-        opened = open_transactions(repo, commits.commits) if found.sizes else []
-        return _Tally(found.sizes, stock).result(repo, plan, done, opened)
+        stock = list_unguarded(repo, plan.listed, as_purged=as_purged)
+        found, listed = _candidates(repo, stock, as_purged)
+        check_recorded(repo, found.sizes, listed.commits)
+        opened = open_transactions(repo, listed.commits) if found.sizes else []
+        return _Tally(found.sizes, stock).result(repo, plan, done, opened, listed)
 
 
 def execute(
@@ -344,16 +382,15 @@ def execute(
         retire(repo, plan, done)
         gc.run()
         _tidy(repo, gc.tally)
-        settle(repo, revoke_after)
-        return gc.tally.result(repo, plan, _so_far(plan, done, gc.tally, thin), gc.tally.still)
+        listed = settle(repo, revoke_after)
+        return gc.tally.result(repo, plan, _so_far(plan, done, gc.tally, thin), gc.tally.still, listed)
 
 
 def _check_first(repo: Repository, plan: GcPlan) -> None:
     """Raise the errors that would stop the gc before it deletes, before anything is forgotten or purged."""
-    commits = commits_without_doubt(repo)
-    stock = list_unguarded(repo, commits)
+    stock = list_unguarded(repo, plan.listed)
     # the policy chose from the listing; if records are lost, the listing is incomplete
-    check_recorded(repo, stock.sizes, commits.commits)
+    check_recorded(repo, stock.sizes, plan.listed.commits)
     _candidates(repo, stock, {commit.txid for commit in plan.purge})
 
 
@@ -399,7 +436,7 @@ def _check_seconds(what: str, seconds: Any) -> None:
 
 @dataclass
 class _Collection:
-    """Steps 2 to 7 of one gc."""
+    """Steps 2 to 7 of one gc. Steps 3 and 6 list commits/ themselves. Only step 2 may use an older listing."""
 
     repo: Repository
     patience: Limits
@@ -409,16 +446,17 @@ class _Collection:
 
     def run(self) -> None:
         """Finish what an earlier gc left, then do all steps."""
-        paused = load_resume_state(self.repo, commits_without_doubt(self.repo))
-        if paused is not None and not self._finish_paused(paused):
-            self.tally.stock = list_unguarded(self.repo, commits_without_doubt(self.repo))
-            return
+        guards = commits_without_doubt(self.repo)
+        paused = load_resume_state(self.repo, guards)
+        if paused is not None:
+            if not self._finish_paused(paused):
+                self.tally.stock = list_unguarded(self.repo, guards)  # to count what stays
+                return None
+            guards = commits_without_doubt(self.repo)
         for _ in range(ATTEMPTS):
-            try:
-                self._pass()
-            except Unreadable:
-                continue
-            return
+            with suppress(Unreadable):
+                return self._pass(guards)
+            guards = commits_without_doubt(self.repo)
         raise Conflict("other gcs purged checkpoints that this gc was reading, again and again; let one gc run alone")
 
     def _finish_paused(self, paused: ResumeState) -> bool:
@@ -432,14 +470,13 @@ class _Collection:
             drop_resume_state(self.repo)
         return finished
 
-    def _pass(self) -> None:
-        """Do steps 2 to 7. Raises `Unreadable` if it must start again."""
-        self.tally.stock = list_unguarded(self.repo, commits_without_doubt(self.repo))
-        commits = commits_without_doubt(self.repo)
-        found = candidates(self.repo, self.tally.stock, commits)
-        live, spare = len(commits.live()), len(found.sizes)
+    def _pass(self, guards: CommitList) -> None:
+        """Do steps 2 to 7. ``guards``: listed before. Raises `Unreadable` if it must start again."""
+        self.tally.stock = list_unguarded(self.repo, guards)
+        found, listed = candidates(self.repo, self.tally.stock)
+        waits = frozenset(transaction.txid for transaction in open_transactions(self.repo, listed.commits))
+        live, spare = len(listed.live()), len(found.sizes)
         log.info("%s: %d live checkpoints, %d objects that none of them needs", self.repo.storage.url, live, spare)
-        waits = frozenset(transaction.txid for transaction in open_transactions(self.repo, commits.commits))
         if found.sizes:
             paused = ResumeState(found, waits)
             if not self._finish(paused):
@@ -457,9 +494,7 @@ class _Collection:
         self.tally.still = waited.still
         if waited.still:
             return False
-        commits = commits_without_doubt(self.repo)
-        spare_roots(self.repo, paused.candidates, commits)
-        check_recorded(self.repo, paused.candidates.sizes, commits.commits)
+        spare_roots(self.repo, paused.candidates)
         check_requirements(self.repo)
         _settle_records(self.repo)
         _delete(self.repo, paused.candidates.sizes, self.progress)
@@ -467,12 +502,10 @@ class _Collection:
         return True
 
 
-def _candidates(repo: Repository, stock: Inventory, as_purged: set[TxId]) -> Candidates:
+def _candidates(repo: Repository, stock: Inventory, as_purged: set[TxId]) -> tuple[Candidates, CommitList]:
     for _ in range(ATTEMPTS):
-        try:
-            return candidates(repo, stock, commits_without_doubt(repo), as_purged=as_purged)
-        except Unreadable:
-            continue
+        with suppress(Unreadable):
+            return candidates(repo, stock, as_purged=as_purged)
     raise Conflict("another gc is purging checkpoints; try again when it is done")
 
 

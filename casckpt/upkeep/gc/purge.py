@@ -82,7 +82,8 @@ class GcPlan:
 
     ``purge`` may include what ``forget`` has. ``waiting``: checkpoints that stay for now, and why. ``young``: those of
     them that are hidden or will be, but not for long enough. ``restore``: forgotten, although a tag without an end
-    names them. All are oldest first. ``mirror``: URL of the mirror whose notes the plan relies on.
+    names them. All are oldest first. ``mirror``: URL of the mirror whose notes the plan relies on. ``listed``: the
+    listing that the plan was made from. It finds guards for the checks, and serves no step of the protocol.
     """
 
     forget: tuple[Commit, ...]
@@ -91,6 +92,7 @@ class GcPlan:
     young: tuple[Commit, ...] = ()
     restore: tuple[Commit, ...] = ()
     mirror: str | None = None
+    listed: CommitList = field(default_factory=lambda: CommitList({}, {}), repr=False, compare=False)
 
 
 @dataclass
@@ -163,7 +165,7 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
         else:
             purges.append(commit)
     chosen = tuple(commit for commit in forgets if commit.txid not in unsafe)
-    return GcPlan(chosen, tuple(purges), tuple(waiting), tuple(young), tuple(back), mirror)
+    return GcPlan(chosen, tuple(purges), tuple(waiting), tuple(young), tuple(back), mirror, commits)
 
 
 def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False) -> GcPlan:
@@ -302,7 +304,7 @@ def retire(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
     chosen = _untagged(repo, plan.forget)
     announce_all(repo, chosen)
     _each_unless_changed(repo, forget, chosen, done.forgotten)
-    # list tags again: a tag that was set meanwhile counts, and whoever sets one later sees what is done here
+    # list tags again: a tag that was set meanwhile counts, and a user who sets one later sees what is done here
     tagged = _barred(repo, [*plan.purge, *done.forgotten])
     claimed = [commit for commit in done.forgotten if commit.txid in tagged]
     _each_unless_changed(repo, partial(restore, as_read=True), claimed, [])

@@ -31,12 +31,13 @@ _UNANNOUNCED = "saves and `latest` do not see it, because runs/ does not announc
 log = logging.getLogger(__name__)
 
 
-def settle(repo: Repository, seconds: float) -> None:
+def settle(repo: Repository, seconds: float) -> CommitList:
     """Take each number that was announced ``seconds`` ago and has no record, and announce records that lack it.
 
     Also restores checkpoints that were thinned ``seconds`` ago although a tag protects them. All of this is safe at any
     time: a late process finds its number taken, and announces the next one. Each host reads each announcement once.
-    Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
+    Returns the listing from which it began; the same commits are live afterwards. Raises `Damaged` or `Refused` if a
+    tag cannot be read, `StorageError`.
     """
     listed = list_commits(repo)  # first: whatever it shows was announced before
     since = repo.clock() - round(1e6 * seconds)
@@ -58,6 +59,7 @@ def settle(repo: Repository, seconds: float) -> None:
         if missing := list(_unannounced(known, listed, run)):
             log.warning("%d records of run %s were not announced; runs/ was incomplete", len(missing), run)
             announce(repo, missing)
+    return listed
 
 
 def _settle_rewrites(repo: Repository, listed: CommitList, since: int) -> None:

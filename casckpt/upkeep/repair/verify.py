@@ -200,11 +200,8 @@ def verify(
     unmarked = [blob for blob in damaged if mode == "full" or (blob.uploader, blob.blob) not in marked]
     unmark = {(blob.ref.uploader, blob.ref.hash) for blob in checked if mode == "full" and blob.is_right}
     unmark -= {(blob.uploader, blob.blob) for blob in misframed}
-    repaired: tuple[BlobHash, ...] = ()
-    try:
-        repaired = _update_marks(repo, unmarked, misframed, unmark, by_frames=decode and refs is None and sample >= 1)
-    except CasckptError as error:  # the result is worth more than the marks
-        log.warning("the marks of damaged blobs were not updated, and saves rely on them: %s", error)
+    is_whole = decode and refs is None and sample >= 1
+    repaired = _update_marks(repo, unmarked, misframed, unmark, by_frames=is_whole)
     return VerifyResult(
         checked_blobs=len(checked),
         blobs=len(needed),
@@ -311,15 +308,20 @@ def _update_marks(
 ) -> tuple[BlobHash, ...]:
     """Mark ``damaged`` and ``misframed`` blobs, and unmark ``right`` ones. Return the blobs that were unmarked.
 
-    ``by_frames``: also unmark blobs that were marked for a wrong frame, because all frames were decoded.
+    ``by_frames``: also unmark blobs that were marked for a wrong frame, because all frames were decoded. If the store
+    cannot be written, logs a warning and returns nothing, because the result is worth more than the marks.
     """
-    healed = blobs.damaged_marks(repo) & right if right else set[Name]()
-    if healed and not by_frames:
-        healed -= blobs.frame_marks(repo)
-    if damaged or misframed or healed:
-        check_requirements(repo)
-    for blob in (*damaged, *misframed):
-        blobs.mark_damaged(repo, blob.uploader, blob.blob, blob.why, by_frames=blob in misframed)
-    for uploader, name in sorted(healed):
-        blobs.mark_repaired(repo, uploader, name, "verify found it right")
+    try:
+        healed = blobs.damaged_marks(repo) & right if right else set[Name]()
+        if healed and not by_frames:
+            healed -= blobs.frame_marks(repo)
+        if damaged or misframed or healed:
+            check_requirements(repo)
+        for blob in (*damaged, *misframed):
+            blobs.mark_damaged(repo, blob.uploader, blob.blob, blob.why, by_frames=blob in misframed)
+        for uploader, name in sorted(healed):
+            blobs.mark_repaired(repo, uploader, name, "verify found it right")
+    except CasckptError as error:
+        log.warning("the marks of damaged blobs were not updated, and saves rely on them: %s", error)
+        return ()
     return tuple(name for _, name in sorted(healed))

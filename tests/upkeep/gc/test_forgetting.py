@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from casckpt.errors import Conflict, NotFound
-from casckpt.history.commits import forget, list_commits
+from casckpt.errors import Conflict, NotFound, StorageError
+from casckpt.history.commits import Commit, forget, list_commits, purge
 from casckpt.history.tags import delete_tag, set_tag
-from casckpt.upkeep.gc.forgetting import plan_forget
-from tests.support.repositories import commit_bare, repository
+from casckpt.repository.repository import Repository
+from casckpt.upkeep.gc.forgetting import plan_forget, plan_restore, restore
+from tests.support.faulty import Call, FaultyStore, call_first, fail_before
+from tests.support.repositories import commit_bare, memory, repository
 
 
 def test_names_and_ranges_are_chosen_once_each(tmp_path: Path) -> None:
@@ -42,3 +44,82 @@ def test_what_is_not_there_is_not_found(tmp_path: Path) -> None:
     commit_bare(repo, "a", 1)
     with pytest.raises(NotFound):
         plan_forget(repo, ["a@1", "a@7"])
+
+
+# restoring
+
+
+def forgotten(repo: Repository, *at: int) -> list[Commit]:
+    return [forget(repo, commit_bare(repo, "a", step)) for step in at]
+
+
+def visible(repo: Repository) -> list[int]:
+    return [commit.step for commit in list_commits(repo).visible()]
+
+
+def test_many_are_restored_by_one_listing(tmp_path: Path) -> None:
+    storage = FaultyStore(memory())
+    repo = repository(tmp_path, storage)
+    gone = forgotten(repo, 1, 2, 3, 4)
+    storage.calls.clear()
+    result = restore(repo, plan_restore(repo, ["a@..3", gone[3].id, "a@2"]))
+    assert [commit.last for commit in result.restored] == ["restored"] * 4
+    assert storage.keys("list") == ["commits/", "settings/"]
+    assert storage.count("put", "runs/*") == 1
+    assert visible(repo) == [1, 2, 3, 4]
+
+
+def test_if_one_cannot_be_restored_nothing_is(tmp_path: Path) -> None:
+    repo = repository(tmp_path)
+    gone = forgotten(repo, 1, 2, 3)
+    twin = commit_bare(repo, "a", 2)
+    with pytest.raises(Conflict, match=f"{twin.id[:12]}.* is visible under the same run and step"):
+        plan_restore(repo, [one.id for one in gone])
+    purge(repo, gone[2])
+    with pytest.raises(NotFound, match="purged"):
+        plan_restore(repo, [gone[0].id, gone[2].id])
+    forget(repo, twin)
+    with pytest.raises(Conflict, match="have the same run and step"):
+        plan_restore(repo, [gone[0].id, gone[1].id, twin.id])
+    assert visible(repo) == []
+
+
+def test_a_commit_changed_meanwhile_fails_and_the_others_are_restored(tmp_path: Path) -> None:
+    repo = repository(tmp_path)
+    gone = forgotten(repo, 1, 2, 3)
+    plan = plan_restore(repo, ["a@.."])
+    purge(repo, gone[1])
+    result = restore(repo, plan)
+    assert [commit.step for commit in result.restored] == [1, 3] == visible(repo)
+    assert [(one.commit.step, type(one.error)) for one in result.failed] == [(2, Conflict)]
+    with pytest.raises(Conflict, match=r"2 of 3 were restored"):
+        result.raise_failure()
+
+
+def test_where_the_storage_fails_it_tells_what_was_restored_and_what_is_left(tmp_path: Path) -> None:
+    storage = FaultyStore(memory())
+    repo = repository(tmp_path, storage)
+    gone = forgotten(repo, 1, 2, 3)
+    plan = plan_restore(repo, ["a@.."])
+    storage.inject(fail_before("put", key=f"commits/{gone[1].txid}*"))
+    result = restore(repo, plan)
+    assert [commit.step for commit in result.restored] == [1] == visible(repo)
+    assert [one.commit.step for one in result.failed] == [2]
+    assert [commit.step for commit in result.left] == [3]
+    with pytest.raises(StorageError, match=r"1 of 3 were restored"):
+        result.raise_failure()
+
+
+def test_who_interrupts_it_learns_what_was_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    storage = FaultyStore(memory())
+    repo = repository(tmp_path, storage)
+    gone = forgotten(repo, 1, 2)
+
+    def interrupt(_: Call) -> None:
+        raise KeyboardInterrupt
+
+    plan = plan_restore(repo, ["a@.."])
+    storage.inject(call_first("put", interrupt, key=f"commits/{gone[1].txid}*"))
+    with pytest.raises(KeyboardInterrupt):
+        restore(repo, plan)
+    assert "restored 1 of 2: a@1" in caplog.text

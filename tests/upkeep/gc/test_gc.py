@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from casckpt.cli.commands.gc import described
 from casckpt.contents import manifests
 from casckpt.errors import Damaged, InvalidInput, NotFound
 from casckpt.format.keys import blob_key, manifest_key
+from casckpt.format.names import TxId
 from casckpt.history import commits, tags, transactions
 from casckpt.history.commits import list_commits
 from casckpt.history.leases import hold
@@ -36,7 +38,7 @@ from tests.support.gcs import (
     ticking,
 )
 from tests.support.local import only
-from tests.support.repositories import Ticks, memory, put_blob, repository, save
+from tests.support.repositories import Ticks, meanwhile, memory, put_blob, repository, save
 from tests.support.told import Told
 
 # what goes and what stays
@@ -391,3 +393,107 @@ def test_a_mirror_that_was_set_after_the_plan_counts(repo: Repository) -> None:
     repo.change_settings(mirror="memory://behind")
     assert execute(repo, plan).purged == ()
     assert execute(repo, plan_gc(repo, LAST, min_age=0.0)).deleted_blobs == 0
+
+
+# the listings that a gc makes
+
+PLAN = ["commits", "tags"]
+CHECK = ["objects", "commits"]  # the listing of the plan finds the guards
+TAKE_UP = ["commits"]  # also finds the guards of the first pass
+SEARCH = ["objects", "commits", "transactions"]  # steps 2 to 4
+LOOK = ["commits", "transactions"]  # step 5, each time that gc looks at the open transactions
+ROOTS = ["commits"]
+TIDY = ["commits", "transactions", "transactions", "tags"]
+RECOVERY = ["commits"]
+
+
+def listings(store: FaultyStore) -> list[str]:
+    """The folders that were listed, in order, without those of single uploaders."""
+    names = (key.rstrip("/") for key in store.keys("list"))
+    return [name for name in names if name in {"commits", "objects", "transactions", "tags"}]
+
+
+def fail_a_save(repo: Repository) -> TxId:
+    txid = begin_elsewhere(repo)
+    put_blob(repo, txid, "half")
+    return txid
+
+
+def idle(repo: Repository) -> list[str]:
+    run_gc(repo)
+    return [*PLAN, *TAKE_UP, *SEARCH, *TIDY, *RECOVERY]
+
+
+def with_garbage(repo: Repository) -> list[str]:
+    transactions.revoke(repo, fail_a_save(repo), "aborted")
+    return [*PLAN, *TAKE_UP, *SEARCH, *ROOTS, *TIDY, *RECOVERY]
+
+
+def with_an_open_save(repo: Repository) -> list[str]:
+    fail_a_save(repo)
+    return [*PLAN, *TAKE_UP, *SEARCH, *LOOK, *TIDY, *RECOVERY]
+
+
+def that_purges(repo: Repository) -> list[str]:
+    commits.forget(repo, list_commits(repo).live()[0])
+    return [*PLAN, *CHECK, "tags", *TAKE_UP, *SEARCH, *ROOTS, *TIDY, *RECOVERY]
+
+
+def that_forgets_and_purges(repo: Repository) -> list[str]:
+    save(repo, step=3, texts=["3"])
+    return [*PLAN, *CHECK, "tags", "tags", *TAKE_UP, *SEARCH, *ROOTS, *TIDY, *RECOVERY]
+
+
+def that_spares_a_tagged_checkpoint(repo: Repository) -> list[str]:
+    """The tag is set after gc planned. It names a checkpoint, so commits are listed behind the tags."""
+    commits.forget(repo, list_commits(repo).live()[0])
+    hidden = list_commits(repo).live()[0]
+    assert isinstance(repo.storage, FaultyStore)
+    repo.storage.inject(
+        call_first("list", meanwhile(lambda: tags.write_generation(repo, "held", 1, hidden)), key="objects")
+    )
+    return [*PLAN, *CHECK, "tags", "commits", *TAKE_UP, *SEARCH, *TIDY, *RECOVERY]
+
+
+def that_goes_on(repo: Repository) -> list[str]:
+    txid = fail_a_save(repo)
+    assert run_gc(repo, wait=0.0).waiting
+    transactions.revoke(repo, txid, "aborted")
+    return [*PLAN, *TAKE_UP, *LOOK, *ROOTS, "commits", *SEARCH, *TIDY, *RECOVERY]
+
+
+def that_waits_again(repo: Repository) -> list[str]:
+    fail_a_save(repo)
+    assert run_gc(repo, wait=0.0).waiting
+    return [*PLAN, *TAKE_UP, *LOOK, "objects", *TIDY, *RECOVERY]
+
+
+KINDS_OF_GC = [
+    idle, with_garbage, with_an_open_save, that_purges, that_forgets_and_purges, that_spares_a_tagged_checkpoint,
+    that_goes_on, that_waits_again,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("near", [True, False], ids=["near", "remote"])
+@pytest.mark.parametrize("prepare", KINDS_OF_GC)
+def test_a_gc_makes_the_listings_that_its_steps_need(
+    tmp_path: Path, prepare: Callable[[Repository], list[str]], near: bool
+) -> None:
+    store = FaultyStore(memory(near=near))
+    repo = repository(tmp_path, store)
+    for step in range(3):
+        save(repo, step=step, texts=[str(step)])
+    wanted = prepare(repo)
+    store.calls.clear()
+    run_gc(repo, LAST if prepare is that_forgets_and_purges else None, wait=0.0)
+    assert listings(store) == wanted
+
+
+def test_a_dry_run_makes_the_listings_of_a_gc_up_to_step_4(tmp_path: Path) -> None:
+    store = FaultyStore(memory())
+    repo = repository(tmp_path, store)
+    for step in range(3):
+        save(repo, step=step, texts=[str(step)])
+    store.calls.clear()
+    assert run_gc(repo, LAST, dry_run=True).deleted_blobs == 2
+    assert listings(store) == [*PLAN, *SEARCH]

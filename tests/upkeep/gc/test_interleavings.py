@@ -194,7 +194,7 @@ def no_waiting(repo: object, waits: object, patience: object, tell: object) -> W
     return WaitResult()
 
 
-def no_roots(repo: object, found: object, listed: object) -> None:
+def no_roots(repo: object, found: object) -> None:
     """What was committed since the candidates were made is no root."""
 
 

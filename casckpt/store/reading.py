@@ -1,0 +1,197 @@
+"""What `Store` reads of checkpoints: loads, downloads, comparisons, attachments.
+
+The functions take references as methods of `Store` do: as text, or as a `Checkpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from casckpt.base.durations import Duration, seconds_of
+from casckpt.base.progress import Progress
+from casckpt.contents import refs
+from casckpt.contents.checkpoint import Arrival, Checkpoint, warn_if_forgotten
+from casckpt.errors import InvalidInput, NotFound, StorageError, Unsupported
+from casckpt.history.commits import Commit
+from casckpt.history.leases import Lease
+from casckpt.loading.options import LoadOptions, MatchArguments
+from casckpt.repository.blob_cache import AT_ONCE
+from casckpt.repository.repository import Repository
+from casckpt.saving.options import SaveOptions
+from casckpt.store import objects
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from casckpt.loading.comparison import Comparison
+    from casckpt.plan.difference import Difference
+    from casckpt.ranks.ranks import Ranks
+
+AN_HOUR = 3600.0  # seconds, of a lease
+_MOST_OFTEN = 0.1  # seconds between two polls of a watch
+
+
+def plain(ref: str | Checkpoint) -> str | Commit:
+    """Return the text of a reference, or the commit of a checkpoint."""
+    return ref.commit if isinstance(ref, Checkpoint) else ref
+
+
+def resolve(repo: Repository, ref: str | Checkpoint) -> Commit:
+    """Return the commit that ``ref`` names. Raises NotFound, InvalidInput, Gone, StorageError."""
+    return refs.resolve(repo, plain(ref))
+
+
+def resolve_to_load(repo: Repository, ref: str | Checkpoint) -> Commit:
+    """Return the commit that ``ref`` names, with a warning if it is forgotten. Raises Unsigned, too."""
+    commit = resolve(repo, ref)
+    warn_if_forgotten(commit)
+    return _trusted(repo, commit)
+
+
+def resolve_held(repo: Repository, ref: str | Checkpoint, held: ExitStack) -> Commit:
+    """Return the commit that ``ref`` names; a lease on it lasts until ``held`` ends."""
+    try:
+        commit = held.enter_context(lease(repo, ref, AN_HOUR)).commit
+    except (StorageError, Unsupported) as error:
+        more = "A lease is a small record in tags/; if you cannot write there, load without lease=True"
+        raise type(error)(f"{error}. {more}", **error.__dict__) from error
+    return _trusted(repo, commit)
+
+
+def lease(repo: Repository, ref: str | Checkpoint, seconds: float) -> Lease:
+    """Return a lease on the checkpoint that ``ref`` names. Raises NotFound if it is not visible."""
+    commit = resolve(repo, ref)
+    try:
+        return Lease(repo, commit, seconds)
+    except NotFound:
+        if resolve(repo, ref) == commit:
+            raise
+    return lease(repo, ref, seconds)  # RUN@latest names another one by now
+
+
+def _trusted(repo: Repository, commit: Commit) -> Commit:
+    if repo.trusted is not None:
+        from casckpt.contents.signatures import check_trusted  # it takes a while to import
+
+        check_trusted(repo, commit.id, str(commit))
+    return commit
+
+
+def load(repo: Repository, store: object, state: Any, ref: str | Checkpoint, given: LoadOptions) -> Checkpoint:
+    """Load into ``state``, as `Store.load` and `Store.update` describe. ``store``: the `Store`, for objects."""
+    from casckpt.ranks.ranks import open_ranks
+    from casckpt.tensors.state import holds_object
+
+    ranks = open_ranks(given.process_group, no_dist=given.no_dist)
+    tensors = partial(_load_tensors, repo, ranks)
+    if not holds_object(state):
+        return tensors(state, ref, given)
+    loaded: Checkpoint = objects.home().load_objects(store, ranks, state, ref, given=given, load=tensors)
+    return loaded
+
+
+def _load_tensors(repo: Repository, ranks: Ranks, state: Any, ref: str | Checkpoint, given: LoadOptions) -> Checkpoint:
+    from casckpt.loading.load import load_together
+
+    with ExitStack() as held:
+        find = partial(resolve_held, held=held) if given.lease else resolve_to_load
+        loaded = load_together(repo, ranks, state, ref, given, resolve=partial(find, repo, ref))
+    return Checkpoint(
+        repo, loaded.commit, missing_keys=loaded.missing, unread_keys=loaded.unread,
+        mismatched_keys=loaded.mismatched, unread_subtrees=tuple(key for key in loaded.subtrees if key),
+        frames=loaded.frames,
+    )  # fmt: skip
+
+
+def pre_download(
+    repo: Repository, ref: str | Checkpoint, state: Any, *, threads: int | None, progress: Progress,
+    match: MatchArguments,
+) -> int:  # fmt: skip
+    """Fetch what a load into ``state`` needs, or everything if it is None, into the cache of this host.
+
+    Returns the bytes fetched. Raises as `Store.pre_download`.
+    """
+    from casckpt.contents.prefetching import pre_download
+    from casckpt.contents.signatures import get_trusted
+
+    commit = resolve_to_load(repo, ref)
+    manifest = get_trusted(repo, commit)
+    wanted = list(manifest.blobs)
+    if match or state is not None:
+        from casckpt.loading.load import wanted_blobs
+
+        given = LoadOptions(cast=True, allow_pickle=True, threads=threads, **match)
+        wanted = wanted if state is None else wanted_blobs(repo, manifest, state, given.checked())
+    return pre_download(repo, commit, wanted, threads=threads or AT_ONCE, progress=progress)
+
+
+def read(
+    repo: Repository, ref: str | Checkpoint, keys: Sequence[str] | None, device: str | torch.device, given: LoadOptions
+) -> Any:
+    """Return the state in new tensors on ``device``."""
+    from casckpt.loading.arguments import usable_device
+    from casckpt.loading.load import read
+
+    on = usable_device(device)
+    return read(repo, resolve_to_load(repo, ref), keys=keys, device=on, options=given.checked())
+
+
+def watch(
+    repo: Repository, run: str, after: str | int | Checkpoint | None, *, latest_only: bool, poll: Duration,
+    timeout: Duration | None,
+) -> Iterator[Arrival]:  # fmt: skip
+    """Check the arguments, and return an iterator over new checkpoints of ``run``."""
+    from casckpt.contents import watching
+
+    seconds, limit = seconds_of(poll, "poll"), None if timeout is None else seconds_of(timeout, "timeout")
+    if seconds < _MOST_OFTEN:
+        raise InvalidInput(f"poll: {poll!r} is too often; give 0.1s or more")
+    behind = f"{run}@{after}" if isinstance(after, int) else None if after is None else plain(after)
+    watcher = watching.Watcher(repo, run, behind, latest_only=latest_only)
+    arrivals = watching.watch(watcher, poll=seconds, timeout=limit)
+    return (Arrival(Checkpoint(repo, one.commit), one.late) for one in arrivals)
+
+
+def compare(
+    repo: Repository, state: Any, ref: str | Checkpoint, group: ProcessGroup | None, *, no_dist: bool
+) -> Comparison:
+    """Compare a live ``state`` with a checkpoint. Every rank of ``group`` makes the call."""
+    from casckpt.loading.comparison import compare_together
+    from casckpt.ranks.ranks import open_ranks
+
+    ranks = open_ranks(group, no_dist=no_dist)
+    made: Any = objects.without_objects(ranks, state, SaveOptions(step=0))[0]
+    return compare_together(repo, ranks, made, ref, lambda: resolve(repo, ref))
+
+
+def diff(repo: Repository, old: str | Checkpoint, new: str | Checkpoint) -> Difference:
+    """Return how the tensors of two checkpoints differ, by their manifests."""
+    from casckpt.contents import manifests
+    from casckpt.plan.difference import difference
+
+    before, after = (manifests.get(repo, resolve(repo, ref)) for ref in (old, new))
+    for manifest in (before, after):
+        manifest.ready(objects=())
+    return difference(before, after)
+
+
+def attachments(repo: Repository, ref: str | Checkpoint) -> dict[str, int]:
+    """Return the names of the attachments, and their sizes in bytes."""
+    from casckpt.contents import manifests
+    from casckpt.format.sections.index import ATTACHMENT
+
+    manifest = manifests.get(repo, resolve(repo, ref))
+    short = {one.key: manifest.size(one) for one in manifest.body.attachments}
+    return short | {entry.key: entry.nbytes for entry in manifest.entries if entry.kind == ATTACHMENT}
+
+
+def read_attachment(repo: Repository, ref: str | Checkpoint, name: str) -> bytes:
+    """Return the contents of an attachment. Raises NotFound."""
+    from casckpt.contents import manifests
+    from casckpt.loading.load import read_attachment
+
+    return read_attachment(repo, manifests.get(repo, resolve_to_load(repo, ref)), name, LoadOptions())
