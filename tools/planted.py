@@ -11,14 +11,17 @@ PLANTED = (
     *(Planted(*one) for one in DRAWN),
     Planted(
         "a save reads what lives before its transaction begins",
-        "Leader.start",
-        """        self._transaction = begin(self.repo, run, step, after=[latest] if latest else [], seen=seen)
-        self._parent = newest_reusable(self.repo, run)
+        "begin_save",
+        """    transaction = begin(repo, run, step, after=[latest] if latest else [], seen=seen)
+    try:
+        return transaction, newest_reusable(repo, run), replaced
 """,
-        """        self._parent = newest_reusable(self.repo, run)
-        self._transaction = begin(self.repo, run, step, after=[latest] if latest else [], seen=seen)
+        """    parent = newest_reusable(repo, run)
+    transaction = begin(repo, run, step, after=[latest] if latest else [], seen=seen)
+    try:
+        return transaction, parent, replaced
 """,
-        "tests/saving/test_leader.py",
+        "tests/history/test_transactions.py tests/saving/test_leader.py",
     ),
     Planted(
         "a save reuses what only a purged checkpoint names",
@@ -1823,7 +1826,7 @@ PLANTED = (
     ),
     Planted(
         "an error advises an argument that nothing takes",
-        "Leader._existing",
+        "begin_save",
         '"(overwrite=True, --overwrite)"',
         '"(replace=True, --overwrite)"',
         "tests/hints/test_checkpoint.py",

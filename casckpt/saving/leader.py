@@ -15,7 +15,7 @@ from casckpt.base.cycle_collector import collector_paused
 from casckpt.base.text import listed
 from casckpt.contents import manifests
 from casckpt.contents.signatures import sign_save
-from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
+from casckpt.errors import CasckptError, Damaged, InvalidInput, Refused
 from casckpt.format import plain
 from casckpt.format.draft import Attachment, Draft, Encoded, ObjectEntry
 from casckpt.format.metrics import stored_metrics
@@ -25,19 +25,10 @@ from casckpt.format.sections.health import Rows
 from casckpt.format.sections.index import REPLICAS_NOTE, TENSOR
 from casckpt.format.sections.metadata import encode_metadata
 from casckpt.history.commits import Commit, forget, read_log
-from casckpt.history.following import (
-    announce_lost,
-    at_step,
-    greatest,
-    is_visible,
-    look_at_all,
-    newest_reusable,
-)
-from casckpt.history.transactions import Transaction, begin
+from casckpt.history.transactions import Transaction, begin_save
 from casckpt.plan.reuse import bytes_in, coded_bytes, mark_worn
 from casckpt.plan.writers import Words, WriteRanges
 from casckpt.ranks.agreement import StoreIdentity
-from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
 from casckpt.saving.health import Parent, health_of_all, summed_health
 from casckpt.saving.health_scan import ScanReport
@@ -57,8 +48,6 @@ from casckpt.saving.shares import Share, Streams, merge
 
 log = logging.getLogger(__name__)
 
-_MADE_AGAIN = "the store at %s is gone, with its checkpoints (deleted? unmounted?); this save makes a new one there"
-
 _DIFFER = (
     "%s@%d: ranks hold different values of %s. The checkpoint has those of one rank, the lowest that "
     "holds each unless a front end chose another, and all ranks load them.%s Synchronise them before the save "
@@ -66,8 +55,6 @@ _DIFFER = (
     "once for each name"
 )
 _MIXED = " Of %s, parts of several ranks were written before the difference was found; later saves write one rank's."
-
-_NOT_ANNOUNCED = "runs/ of %s was lost, or left out of a copy: what the store holds was announced there once more"
 
 
 @dataclass
@@ -155,23 +142,10 @@ class Leader:
         self._mixed: dict[str, None] = {}
 
     def start(self) -> TxId:
-        """Steps 1 and 2: after the transaction has begun it is read what lives. This order is what makes gc safe."""
+        """Begin the transaction, and find the parent. Raises Conflict if the step exists and is not overwritten."""
         encode_metadata(self.options.metadata or {})  # refused before anything is written
-        made = not self.repo.exists() and self.repo.create()
-        run, step = self.options.run, self.options.step
-        announced = look_at_all(self.repo, run)
-        if not made and announced.head < 0:  # an emptied folder has no marker either, and nobody would find this save
-            known = self.repo.marker
-            if self.repo.create(cell_bytes=known.cell_bytes, blob_bytes=known.blob_bytes):
-                log.warning(_MADE_AGAIN, self.repo.storage.url)
-            elif announce_lost(self.repo):
-                log.warning(_NOT_ANNOUNCED, self.repo.storage.url)
-                announced = look_at_all(self.repo, run)
-        self._replaced = self._existing(announced)
-        seen = announced.head  # first: another thread may read on meanwhile, and then it says too little, not too much
-        latest = greatest(self.repo, announced, run)
-        self._transaction = begin(self.repo, run, step, after=[latest] if latest else [], seen=seen)
-        self._parent = newest_reusable(self.repo, run)
+        run, step, overwrite = self.options.run, self.options.step, self.options.overwrite
+        self._transaction, self._parent, self._replaced = begin_save(self.repo, run, step, overwrite=overwrite)
         return self._transaction.txid
 
     def begin(self, hellos: Sequence[BeginRequest]) -> list[BeginAnswer]:
@@ -275,18 +249,6 @@ class Leader:
                     f"rank {rank} saves {mine}, but rank 0 saves {first}; all ranks must make the same call", rank=rank
                 )
 
-    def _existing(self, announced: RunCache) -> list[Commit]:
-        """The visible commits of this run and step: what an overwrite replaces."""
-        run, step = self.options.run, self.options.step
-        commits = at_step(self.repo, announced, run, step, is_visible, skip_doubtful=True)
-        if commits and not self.options.overwrite:
-            raise Conflict(
-                f"{run}@{step} exists already ({commits[-1].id}); save another step, or overwrite it "
-                "(overwrite=True, --overwrite)",
-                checkpoints=(commits[-1].id,),
-            )
-        return commits
-
     def knowledge(self, streams: Streams) -> ReuseOffer:
         """What these streams may be found in; nothing in the retry of a save that was revoked, which uploads all."""
         known = ReuseOffer()
@@ -386,7 +348,7 @@ class Leader:
         if self._differing:
             self.memory.plan = None  # what was found is not noted: the next save is to find it again
         if self._transaction is not None:
-            self._transaction.abort(f"{type(error).__name__}: {error}")
+            self._transaction.abort(error)
 
     def _forget_replaced(self) -> None:
         """Forget what the new checkpoint replaces; it is visible by now, so what fails here is left as it is."""
