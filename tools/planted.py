@@ -825,9 +825,9 @@ PLANTED = (
     ),
     Planted(
         "reused blobs are not looked at before the commit",
-        "_missing",
-        "    lost = blobs.check_reused(repo, txid, [known.blobs[number] for number in sorted(reused)])",
-        "    lost = blobs.check_reused(repo, txid, [])",
+        "_exclude_missing",
+        "upload.uploader, [known.blobs[number] for number in sorted(reused)])",
+        "upload.uploader, [])",
         "tests/store/test_damage.py tests/saving/test_reuse.py",
     ),
     Planted(
@@ -901,7 +901,7 @@ PLANTED = (
     ),
     Planted(
         "marked blobs are reused",
-        "reusable",
+        "make_offer",
         "frozenset(blobs.damaged_marks(repo) if commits else ())",
         "frozenset()",
         "tests/saving/test_reuse.py",
@@ -1329,9 +1329,9 @@ PLANTED = (
     ),
     Planted(
         "what the parent was never asked is taken for told",
-        "HealthScan.look",
-        "        if not is_as_before or source.name in self.unknown:\n",
-        "        if not is_as_before:\n",
+        "HealthScan.scan",
+        "        if not is_unchanged or source.name in self.unscanned:\n",
+        "        if not is_unchanged:\n",
         "tests/saving/test_health_scan.py",
     ),
     Planted(
@@ -1344,7 +1344,7 @@ PLANTED = (
     Planted(
         "a NaN counts more than the user's word",
         "Leader._healthy",
-        "        return False if word is None else word\n",
+        "        return False if verdict is None else verdict\n",
         "        return False\n",
         "tests/saving/test_health.py",
     ),
@@ -1505,7 +1505,7 @@ PLANTED = (
     Planted(
         "replicas are shared out although their samples differ",
         "Leader.begin",
-        "plan.check != self.options.check_replicas or not _agree(hellos):",
+        "plan.check != self.options.check_replicas or not _agree(requests):",
         "plan.check != self.options.check_replicas:",
         "tests/saving/test_replicas.py",
     ),
@@ -1554,7 +1554,7 @@ PLANTED = (
     Planted(
         "a save that failed counts as having told of a difference",
         "Leader.abort",
-        "            self.memory.plan = None  # what was found is not noted: the next save is to find it again\n",
+        "            self.memory.plan = None  # the differences are not noted, so the next save must find them again\n",
         "            self._differing.clear()\n",
         "tests/saving/test_replicas.py",
     ),

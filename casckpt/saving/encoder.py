@@ -136,12 +136,14 @@ _SAVED = 0.2  # share of the bytes that planes save of most states
 
 
 @contextmanager
-def coding(repo: Repository, known: ReusableCells, options: SaveOptions, *, told: Compress) -> Iterator[Coder | None]:
-    """Inside, cells are encoded in a save, as far as that is asked for, here or by what rank 0 has ``told``.
+def coding(
+    repo: Repository, known: ReusableCells, options: SaveOptions, *, offered: Compress
+) -> Iterator[Coder | None]:
+    """Yield the encoder of a save, or None if the save does not encode cells.
 
-    What is held of the run is then of cells of this save alone; nothing, if it encodes none.
+    ``offered``: applies unless the options say otherwise. Afterwards memory holds only cells of this save.
     """
-    compress = told if options.compress is None else options.compress
+    compress = offered if options.compress is None else options.compress
     if compress == "off":
         give_up(repo, options.run)
         yield None

@@ -105,7 +105,7 @@ class WritePlan:
     """
 
     fingerprints: tuple[str, ...]
-    duties: Sequence[WriteRanges]
+    ranges: Sequence[WriteRanges]
     tree: bytes
     streams: Streams
     layouts: Sequence[RankLayout]
@@ -182,16 +182,14 @@ def _check_kinds(streams: dict[Name, tuple[str, Shape]]) -> None:
             )
 
 
-def assigned(prepared: Prepared, duty: WriteRanges | None, rank: int) -> Prepared:
-    """This rank's share with only what it is to write."""
-    if duty is None:
-        return prepared
-    ranges = iter(zip(duty.lo.tolist(), duty.hi.tolist(), strict=True))
-    tensors = [s.limited([next(ranges) for _ in s.pieces]) for s in prepared.sources if s.kind == TENSOR]
-    mine = [one for one in prepared.objects if (pair := next(ranges))[0] < pair[1]]
-    owned = {(one.key, one.rank) for one in mine}
-    parts = [s for s in prepared.sources if s.kind == PART and (s.key, s.rank) in owned]
-    if rank != 0:  # attachments are rank 0's
-        return Prepared([*tensors, *parts], mine, [], prepared.tree)
+def assigned(prepared: Prepared, ranges: WriteRanges, rank: int) -> Prepared:
+    """Return only what a rank writes by its ``ranges``."""
+    rows = iter(zip(ranges.lo.tolist(), ranges.hi.tolist(), strict=True))
+    tensors = [s.limited([next(rows) for _ in s.pieces]) for s in prepared.sources if s.kind == TENSOR]
+    objects = [entry for entry in prepared.objects if (row := next(rows))[0] < row[1]]
+    owned = {(entry.key, entry.rank) for entry in objects}
+    buffers = [s for s in prepared.sources if s.kind == PART and (s.key, s.rank) in owned]
+    if rank != 0:  # only rank 0 writes attachments
+        return Prepared([*tensors, *buffers], objects, [], prepared.tree)
     large = [s for s in prepared.sources if s.kind == ATTACHMENT]
-    return Prepared([*tensors, *parts, *large], mine, prepared.attachments, prepared.tree)
+    return Prepared([*tensors, *buffers, *large], objects, prepared.attachments, prepared.tree)

@@ -125,10 +125,10 @@ class Compared:
         self.tensors += len(mine)
         return words
 
-    def read_again(self, prepared: Prepared, layout: RankLayout, duty: WriteRanges) -> tuple[int, Words]:
+    def read_again(self, prepared: Prepared, layout: RankLayout, ranges: WriteRanges) -> tuple[int, Words]:
         """Return the number of this save, and digests of the cells of others that this rank reads in it."""
         begun, tensors, found = thread_time(), tensors_of(prepared), []
-        for row, lo, hi in to_read_again(layout.held, duty, self.turn):
+        for row, lo, hi in to_read_again(layout.held, ranges, self.turn):
             start = int(layout.held.lo[row])
             found.append(digest_of(tensors[row], lo - start, hi - start))
         self.seconds += thread_time() - begun
@@ -261,7 +261,7 @@ def differing_cells(plan: WritePlan, described: Share, again: Sequence[tuple[int
     for rank, read in enumerate(again):
         turn, digests = read or (0, ())
         held = plan.layouts[rank].held
-        cells = to_read_again(held, plan.duties[rank], turn)
+        cells = to_read_again(held, plan.ranges[rank], turn)
         for digest, (row, lo, hi) in zip(digests, cells, strict=False):
             name = plan.layouts[rank].stream(row)[0]
             region = int(held.region[row]), int(held.lo[row]), int(held.hi[row])

@@ -135,7 +135,8 @@ class Saver:
             checked = options.checked()
         except CasckptError as error:
             ranks.fail(error)
-        return self._run(ranks, checked, lambda: _prepare(state, checked, ranks))
+        memory = self._memory(ranks)
+        return Checkpoint(self._repo, save(self._repo, ranks, memory, lambda: _prepare(state, checked, ranks), checked))
 
     def save_async(self, state: State, options: SaveOptions, when_busy: WhenBusy) -> Future[Checkpoint]:
         """Check all that is given, on all ranks; copy the state, and save the copy in the background."""
@@ -146,7 +147,10 @@ class Saver:
             ranks = open_ranks(options.process_group, no_dist=options.no_dist, purpose="async")
             checked, prepared = self._looked_at(state, ranks, options, when_busy)
             copied = self._copied(prepared)
-            return self.background.submit(lambda: self._run(ranks, checked, copied))
+            memory = self._memory(ranks)
+            return self.background.submit(
+                lambda: Checkpoint(self._repo, save(self._repo, ranks, memory, copied, checked))
+            )
 
     def check(self, state: State, options: SaveOptions) -> None:
         """Do what a save does before it writes anything; on every rank."""
@@ -201,11 +205,8 @@ class Saver:
             return _failing(error)
         return lambda: copied
 
-    def _run(self, ranks: Ranks, checked: SaveOptions, prepared: Callable[[], Prepared]) -> Checkpoint:
-        """Save; on every rank."""
-        replicas = memory_of(self._repo.storage.url, ranks.group)
-        memory = self._memories.setdefault(ranks.name, GroupMemory(replicas))
-        return Checkpoint(self._repo, save(self._repo, ranks, memory, prepared, checked))
+    def _memory(self, ranks: Ranks) -> GroupMemory:
+        return self._memories.setdefault(ranks.name, GroupMemory(memory_of(self._repo.storage.url, ranks.group)))
 
 
 def _prepare(state: Any, options: SaveOptions, ranks: Ranks) -> Prepared:

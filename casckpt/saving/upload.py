@@ -140,7 +140,7 @@ class Upload:
     known: ReusableCells
     threads: int
     coder: Coder | None = None
-    looker: HealthScan | None = None
+    scan: HealthScan | None = None
     progress: Progress = silent
     written: list[BlobRef | None] = field(default_factory=list)
     _claims: dict[CellDigest, PlacedCell] = field(default_factory=dict)
@@ -220,7 +220,7 @@ class Upload:
             digest = cell_digest(view)
             found = self._find(cell, digest)
             if found is not None:
-                self._look(cell, view, digest)
+                self._scan(cell, view, digest)
                 placed[id(cell)] = PlacedCell.known(found)
                 self.progress(cell.nbytes)
 
@@ -309,7 +309,7 @@ class Upload:
     ) -> tuple[PlacedCell, bytes | None]:
         """Hash a cell that was copied to ``at``. It stays there if it is new, and no frame is returned."""
         source, digest = self.sources[cell.source], cell_digest(target)
-        self._look(cell, target, digest)
+        self._scan(cell, target, digest)
         place, is_new = self._claim(cell, digest, number, at)
         coder = self.coder if self.coder is not None and self.coder.takes(source, cell) else None
         coded = coder.encode(source, cell, target, digest) if coder is not None and is_new else None
@@ -322,10 +322,10 @@ class Upload:
             coder.note_known(source, cell, target, place.digest, is_coded=place.frame is not None)
         return place, None
 
-    def _look(self, cell: Cell, data: memoryview, digest: CellDigest) -> None:
-        """Look at the health of a cell, whose bytes are in the cache now."""
-        if self.looker is not None:
-            self.looker.look(self.sources[cell.source], cell, data, digest)
+    def _scan(self, cell: Cell, data: memoryview, digest: CellDigest) -> None:
+        """Scan the health of a cell, whose bytes are in the CPU's cache now."""
+        if self.scan is not None:
+            self.scan.scan(self.sources[cell.source], cell, data, digest)
 
     def _put_frames(self, frames: Sequence[tuple[PlacedCell, bytes]], packing: _Packing, buffer: memoryview) -> None:
         """Put frames into blobs of their own: of how many bytes they are is known late."""

@@ -545,7 +545,7 @@ class Kind(enum.IntEnum):
     ONE = 1
 
 
-@follows("saving/leader.py:say_pickled", "a load needs allow_pickle=True")
+@follows("saving/leader.py:log_pickled", "a load needs allow_pickle=True")
 def test_what_is_stored_as_a_pickle_is_loaded_with_leave(store: casckpt.Store, told: Told) -> None:
     with told.log() as advice:
         store.save({"kind": Kind.ONE}, run="a", step=1, allow_pickle=True)
