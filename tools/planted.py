@@ -1246,14 +1246,14 @@ PLANTED = (
     Planted(
         "an older version is not compared with what the manifest says of it",
         "_older",
-        "    if [one.base for one in frames] != [one.digest for one in bases]:\n",
+        "    if [frame.base for frame in frames] != [base.digest for base in bases]:\n",
         "    if len(frames) != len(bases):\n",
         "tests/saving/test_previous_cells.py",
     ),
     Planted(
         "cells that left the state are held on",
         "coding",
-        "    kept.held.only(coder.names)\n",
+        "    memory.held.only(coder.names)\n",
         "",
         "tests/saving/test_run_memory.py",
     ),
@@ -1281,8 +1281,8 @@ PLANTED = (
     Planted(
         "bases are not looked at before the commit",
         "PlacedCell.needs",
-        "mine if base is None else mine + [one.blob for one in base.chain]",
-        "mine",
+        "own if base is None else own + [link.blob for link in base.chain]",
+        "own",
         "tests/saving/test_encoder.py",
     ),
     Planted(
@@ -1777,9 +1777,9 @@ PLANTED = (
     ),
     Planted(
         "a rank checks alone what it is to save in the background",
-        "Saver._looked_at",
-        "        return on_each(ranks, look)\n",
-        "        return look()\n",
+        "Saver._checked",
+        "        return on_each(ranks, check)\n",
+        "        return check()\n",
         "tests/saving/test_async_ranks.py",
     ),
     Planted(
@@ -2155,10 +2155,10 @@ PLANTED = (
     ),
     Planted(
         "objects are told of in another group than a save in the background",
-        "Saver._looked_at",
-        "        state, options = self._without_objects(ranks, state, options)\n\n        def look()",
+        "Saver._checked",
+        "        state, options = self._without_objects(ranks, state, options)\n\n        def check()",
         "        state, options = "
-        "self._without_objects(open_ranks(options.process_group), state, options)\n\n        def look()",
+        "self._without_objects(open_ranks(options.process_group), state, options)\n\n        def check()",
         "tests/frontends/training_state/test_objects.py",
     ),
     Planted(

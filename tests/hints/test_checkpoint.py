@@ -507,7 +507,7 @@ class Settings(UserDict[str, Any]):
     """A mapping of its own kind."""
 
 
-@follows("saving/prepare.py:_tell_class", "Store.read gives a dict, and a load into such an object fills it")
+@follows("saving/prepare.py:_log_class", "Store.read gives a dict, and a load into such an object fills it")
 def test_a_mapping_of_another_class_is_filled_by_a_load(store: casckpt.Store, told: Told) -> None:
     with told.log() as advice:
         store.save({"more": Settings(lr=0.5)}, run="a", step=1)

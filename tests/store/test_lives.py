@@ -177,7 +177,7 @@ def test_a_program_whose_last_save_failed_unheard_ends_with_a_status_that_says_s
     for ending, (said, _) in found.items():
         assert "second\n" in said, said
         assert said.endswith("first "), said
-        told = "the last save in the background failed, and nobody asked its future"
+        told = "the last save in the background failed, and no caller asked its future"
         assert said.count(told) == (ending in FAILED and "stderr = None" not in ending), said
 
 
@@ -194,7 +194,7 @@ def test_a_last_save_that_failed_unheard_is_told_of_when_the_interpreter_ends(st
         "gc.collect()\n"
     )
     said = told(code, store_path, status=120)
-    assert said.count("failed, and nobody asked its future") == 1
+    assert said.count("failed, and no caller asked its future") == 1
     assert "default@2 exists already" in said
 
 

@@ -125,7 +125,7 @@ class WriterSession:
         if self._last_resort is not None:
             self._last_resort()
 
-    def ask(self, plan: SavePlan) -> SavePlan:
+    def local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the local plan of this rank. Raises InvalidInput for a key that cannot be stored."""
         for item in plan.items:
             check_key(item.index.fqn)
@@ -184,7 +184,7 @@ class WriterSession:
             memory.found |= compared(samples, memory, str(self.options.check_replicas))
         note = _note(metadata, tree, written)
         encoded = note.encoded(allow_pickle=self.options.allow_pickle)
-        record, _ = leader.conclude([of_rank.part for of_rank in written], streams, encode_tree(tree), encoded)
+        record, _ = leader.conclude([stored.part for stored in written], streams, encode_tree(tree), encoded)
         return record.manifest
 
     # every rank
@@ -265,16 +265,16 @@ def _streams(plans: Sequence[SavePlan]) -> Streams:
 def _all_streams(metadata: Metadata, written: Sequence[Written]) -> Streams:
     """The tensors in the order of the metadata, with the dtypes and shapes that were stored. Raises InvalidInput."""
     forms: dict[Name, tuple[str, tuple[int, ...]]] = {}
-    for part in written:
-        for name, (dtype, table) in part.part.share.extents.items():
+    for stored in written:
+        for name, (dtype, table) in stored.part.share.extents.items():
             form = (dtype, table.shape)
             if name[0] == TENSOR and forms.setdefault(name, form) != form:
                 raise InvalidInput(
-                    f"{name[1]!r} is {form} on rank {part.rank}, but {forms[name]} on another; nothing was saved",
+                    f"{name[1]!r} is {form} on rank {stored.rank}, but {forms[name]} on another; nothing was saved",
                     key=name[1],
-                    rank=part.rank,
+                    rank=stored.rank,
                 )
-    alone = {key for part in written for key in part.tensors.chunks}
+    alone = {key for stored in written for key in stored.tensors.chunks}
     streams: dict[Name, tuple[str, tuple[int, ...]]] = {}
     for key, value in metadata.state_dict_metadata.items():
         if isinstance(value, TensorStorageMetadata) and key not in alone:
@@ -286,9 +286,9 @@ def _all_streams(metadata: Metadata, written: Sequence[Written]) -> Streams:
 
 def _nodes(metadata: Metadata, written: Sequence[Written]) -> dict[str, Node]:
     """The node of every key. Raises InvalidInput for a value that no rank stored."""
-    encoded = {key: data for part in written for key, data in part.nodes.items()}
-    objects = {entry.key for part in written for entry in part.part.objects}
-    chunks = {key: of_key for part in written for key, (_, of_key) in part.tensors.chunks.items()}
+    encoded = {key: data for stored in written for key, data in stored.nodes.items()}
+    objects = {entry.key for stored in written for entry in stored.part.objects}
+    chunks = {key: of_key for stored in written for key, (_, of_key) in stored.tensors.chunks.items()}
     nodes: dict[str, Node] = {}
     for key, value in metadata.state_dict_metadata.items():
         if key in chunks:

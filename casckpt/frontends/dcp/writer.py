@@ -88,7 +88,7 @@ class StorageWriter(Protocol):
     @hook
     @override
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return self._session.ask(plan)
+        return self._session.local_plan(plan)
 
     @hook
     @override
