@@ -2,7 +2,8 @@
 
 A transaction begins before its save reads which commits are live, and before it uploads anything. Its files are removed
 only after a record stands in commits/. gc relies on both (see "How objects are deleted" in docs/format.md). Saves call
-`begin_save`, which keeps to this order. Copies and rewrites call `join` or `begin`, and then list all commits.
+`begin_save`, which keeps to this order. Copies and rewrites call `join` or `begin`, and then list all commits, because
+they may reuse the blobs of all runs.
 """
 
 from __future__ import annotations
@@ -303,7 +304,7 @@ def join(repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECOND
 
 
 def _allowed(repo: Repository, transaction: Transaction) -> Transaction:
-    """Check that this version may write. The transaction is open, so whoever sets a requirement waits for its end."""
+    """Check that this version may write. A process that sets a requirement waits for the end of open transactions."""
     try:
         transaction.settings = check_requirements(repo)
     except CasckptError as error:

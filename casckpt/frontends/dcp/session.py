@@ -52,14 +52,14 @@ from casckpt.tensors.state import check_key, decode_tree, encode_tree
 
 @dataclass(frozen=True)
 class LocalStorageData:
-    """What a rank puts into its local plan: a random number for this save."""
+    """The data that a rank puts into its local plan: a random number for this save."""
 
     number: bytes
 
 
 @dataclass(frozen=True)
 class GlobalStorageData:
-    """What the coordinator puts into the plan of a rank. ``number``: the one in the rank's local plan."""
+    """The data that the coordinator puts into the plan of a rank. ``number``: from the local plan of that rank."""
 
     number: bytes
     txid: TxId
@@ -69,7 +69,7 @@ class GlobalStorageData:
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank stored. It is sent with the first of its results."""
+    """The part that one rank stored, with what DCP adds. The first of the rank's results carries it."""
 
     rank: int
     part: RankPart
@@ -91,7 +91,7 @@ _latest = _Latest()
 
 
 class WriterSession:
-    """See the module's docstring. ``alone``: this rank saves by itself, without collective calls.
+    """One save on one rank. ``alone``: this rank saves by itself, without collective calls.
 
     ``more``: a state to save in addition to the plan.
     """
@@ -116,7 +116,7 @@ class WriterSession:
         self._written: Written | None = None
 
         earlier = _latest.session() if _latest.session is not None else None
-        if earlier is not None:  # it ran in this thread, so it is over
+        if earlier is not None:  # it ran in this thread, so it has ended
             earlier.give_up()
         _latest.session = weakref.ref(self)
 
@@ -214,12 +214,11 @@ class WriterSession:
         is_frozen, extra = frozen_by(self.options.frozen), self._extra
         rest = Prepared([*values.sources, *extra.sources], [*values.objects, *extra.objects], extra.attachments, b"")
         for window in tensors.windows(planner):
-            sources = [*rest.sources, *sources_of(window, planner, is_frozen)]
-            yield replace(rest, sources=sources)
+            yield replace(rest, sources=[*rest.sources, *sources_of(window, planner, is_frozen)])
             rest = Prepared([], [], [], b"")
 
     def _samples(self, planner: Resolver) -> Samples | None:
-        """Samples of what this rank holds whole, even if another rank writes it; None if nothing is compared."""
+        """Sample the tensors that this rank holds whole, also those that another rank writes; None to skip it."""
         if self.alone or self.options.check_replicas == "off" or not isinstance(planner, DefaultSavePlanner):
             return None
         sources = [tensor_source(key, value, None, together=True) for key, value in planner.state_dict.items()
@@ -227,7 +226,11 @@ class WriterSession:
         return samples_of(sources, self.options.run, self.options.step, str(self.options.check_replicas))
 
     def _offer(self, plan: SavePlan) -> tuple[TxId, ReuseOffer]:
-        """The transaction in whose folder this rank uploads, and what it may reuse."""
+        """Return the transaction in whose folder this rank uploads, and what it may reuse.
+
+        A rank with a cached plan begins no transaction, so it cannot call `begin_save`. It received its plan after the
+        coordinator had begun, so what is live now stays.
+        """
         if self._begun is not None:
             return self._begun.txid, self._begun.offer
         answer, options = plan.storage_data, self.options
@@ -236,7 +239,7 @@ class WriterSession:
                 answer.home.check_shared(self.repo, answer.txid)
                 return answer.txid, answer.offer
             answer.home.check(self.repo)
-        parent = newest_reusable(self.repo, options.run, anew=True)  # the plan has come, so the coordinator has begun
+        parent = newest_reusable(self.repo, options.run, anew=True)
         offer = make_offer(self.repo, parent, _streams([plan]), run=options.run, dedup=options.dedup)
         compress = usable_compress(self.repo.settings.compress or "off")
         unscanned = ParentHealth.of_commit(self.repo, parent).unknown if options.health else None
@@ -253,7 +256,7 @@ def _give_up(leader: Leader, process: int) -> None:
 
 
 def _streams(plans: Sequence[SavePlan]) -> Streams:
-    """The tensors of plans."""
+    """Return the tensors of plans."""
     streams: dict[Name, tuple[str, tuple[int, ...]]] = {}
     for item in (item for plan in plans for item in plan.items):
         if item.tensor_data is not None:
@@ -263,7 +266,7 @@ def _streams(plans: Sequence[SavePlan]) -> Streams:
 
 
 def _all_streams(metadata: Metadata, written: Sequence[Written]) -> Streams:
-    """The tensors in the order of the metadata, with the dtypes and shapes that were stored. Raises InvalidInput."""
+    """Return the tensors in the order of the metadata, with their stored dtypes and shapes. Raises InvalidInput."""
     forms: dict[Name, tuple[str, tuple[int, ...]]] = {}
     for stored in written:
         for name, (dtype, table) in stored.part.share.extents.items():
@@ -285,7 +288,7 @@ def _all_streams(metadata: Metadata, written: Sequence[Written]) -> Streams:
 
 
 def _nodes(metadata: Metadata, written: Sequence[Written]) -> dict[str, Node]:
-    """The node of every key. Raises InvalidInput for a value that no rank stored."""
+    """Return the node of every key. Raises InvalidInput for a value that no rank stored."""
     encoded = {key: data for stored in written for key, data in stored.nodes.items()}
     objects = {entry.key for stored in written for entry in stored.part.objects}
     chunks = {key: of_key for stored in written for key, (_, of_key) in stored.tensors.chunks.items()}
