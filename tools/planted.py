@@ -11,14 +11,17 @@ PLANTED = (
     *(Planted(*one) for one in DRAWN),
     Planted(
         "a save reads what lives before its transaction begins",
-        "Leader.start",
-        """        self._transaction = begin(self.repo, run, step, after=[latest] if latest else [], seen=seen)
-        self._parent = newest_reusable(self.repo, run)
+        "begin_save",
+        """    transaction = begin(repo, run, step, after=[latest] if latest else [], seen=seen)
+    try:
+        return transaction, newest_reusable(repo, run), replaced
 """,
-        """        self._parent = newest_reusable(self.repo, run)
-        self._transaction = begin(self.repo, run, step, after=[latest] if latest else [], seen=seen)
+        """    parent = newest_reusable(repo, run)
+    transaction = begin(repo, run, step, after=[latest] if latest else [], seen=seen)
+    try:
+        return transaction, parent, replaced
 """,
-        "tests/saving/test_leader.py",
+        "tests/history/test_transactions.py tests/saving/test_leader.py",
     ),
     Planted(
         "a save reuses what only a purged checkpoint names",
@@ -822,9 +825,9 @@ PLANTED = (
     ),
     Planted(
         "reused blobs are not looked at before the commit",
-        "_missing",
-        "    lost = blobs.check_reused(repo, txid, [known.blobs[number] for number in sorted(reused)])",
-        "    lost = blobs.check_reused(repo, txid, [])",
+        "_exclude_missing",
+        "upload.uploader, [known.blobs[number] for number in sorted(reused)])",
+        "upload.uploader, [])",
         "tests/store/test_damage.py tests/saving/test_reuse.py",
     ),
     Planted(
@@ -898,7 +901,7 @@ PLANTED = (
     ),
     Planted(
         "marked blobs are reused",
-        "reusable",
+        "make_offer",
         "frozenset(blobs.damaged_marks(repo) if commits else ())",
         "frozenset()",
         "tests/saving/test_reuse.py",
@@ -1243,14 +1246,14 @@ PLANTED = (
     Planted(
         "an older version is not compared with what the manifest says of it",
         "_older",
-        "    if [one.base for one in frames] != [one.digest for one in bases]:\n",
+        "    if [frame.base for frame in frames] != [base.digest for base in bases]:\n",
         "    if len(frames) != len(bases):\n",
         "tests/saving/test_previous_cells.py",
     ),
     Planted(
         "cells that left the state are held on",
         "coding",
-        "    kept.held.only(coder.names)\n",
+        "    memory.held.only(coder.names)\n",
         "",
         "tests/saving/test_run_memory.py",
     ),
@@ -1278,8 +1281,8 @@ PLANTED = (
     Planted(
         "bases are not looked at before the commit",
         "PlacedCell.needs",
-        "mine if base is None else mine + [one.blob for one in base.chain]",
-        "mine",
+        "own if base is None else own + [link.blob for link in base.chain]",
+        "own",
         "tests/saving/test_encoder.py",
     ),
     Planted(
@@ -1326,9 +1329,9 @@ PLANTED = (
     ),
     Planted(
         "what the parent was never asked is taken for told",
-        "HealthScan.look",
-        "        if not is_as_before or source.name in self.unknown:\n",
-        "        if not is_as_before:\n",
+        "HealthScan.scan",
+        "        if not is_unchanged or source.name in self.unscanned:\n",
+        "        if not is_unchanged:\n",
         "tests/saving/test_health_scan.py",
     ),
     Planted(
@@ -1341,7 +1344,7 @@ PLANTED = (
     Planted(
         "a NaN counts more than the user's word",
         "Leader._healthy",
-        "        return False if word is None else word\n",
+        "        return False if verdict is None else verdict\n",
         "        return False\n",
         "tests/saving/test_health.py",
     ),
@@ -1502,7 +1505,7 @@ PLANTED = (
     Planted(
         "replicas are shared out although their samples differ",
         "Leader.begin",
-        "plan.check != self.options.check_replicas or not _agree(hellos):",
+        "plan.check != self.options.check_replicas or not _agree(requests):",
         "plan.check != self.options.check_replicas:",
         "tests/saving/test_replicas.py",
     ),
@@ -1551,7 +1554,7 @@ PLANTED = (
     Planted(
         "a save that failed counts as having told of a difference",
         "Leader.abort",
-        "            self.memory.plan = None  # what was found is not noted: the next save is to find it again\n",
+        "            self.memory.plan = None  # the differences are not noted, so the next save must find them again\n",
         "            self._differing.clear()\n",
         "tests/saving/test_replicas.py",
     ),
@@ -1774,9 +1777,9 @@ PLANTED = (
     ),
     Planted(
         "a rank checks alone what it is to save in the background",
-        "Saver._looked_at",
-        "        return on_each(ranks, look)\n",
-        "        return look()\n",
+        "Saver._checked",
+        "        return on_each(ranks, check)\n",
+        "        return check()\n",
         "tests/saving/test_async_ranks.py",
     ),
     Planted(
@@ -1823,7 +1826,7 @@ PLANTED = (
     ),
     Planted(
         "an error advises an argument that nothing takes",
-        "Leader._existing",
+        "begin_save",
         '"(overwrite=True, --overwrite)"',
         '"(replace=True, --overwrite)"',
         "tests/hints/test_checkpoint.py",
@@ -2152,10 +2155,10 @@ PLANTED = (
     ),
     Planted(
         "objects are told of in another group than a save in the background",
-        "Saver._looked_at",
-        "        state, options = self._without_objects(ranks, state, options)\n\n        def look()",
+        "Saver._checked",
+        "        state, options = self._without_objects(ranks, state, options)\n\n        def check()",
         "        state, options = "
-        "self._without_objects(open_ranks(options.process_group), state, options)\n\n        def look()",
+        "self._without_objects(open_ranks(options.process_group), state, options)\n\n        def check()",
         "tests/frontends/training_state/test_objects.py",
     ),
     Planted(

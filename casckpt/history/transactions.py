@@ -1,7 +1,9 @@
 """Transactions: saves in progress, their signs of life, and how dead ones are revoked.
 
-A transaction begins before its save lists live commits or uploads anything. Its files are removed only after a record
-stands in commits/. gc relies on both (see "How objects are deleted" in docs/format.md).
+A transaction begins before its save reads which commits are live, and before it uploads anything. Its files are removed
+only after a record stands in commits/. gc relies on both (see "How objects are deleted" in docs/format.md). Saves call
+`begin_save`, which keeps to this order. Copies and rewrites call `join` or `begin`, and then list all commits, because
+they may reuse the blobs of all runs.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from casckpt.format.keys import commit_key, parse_log, transaction_key
 from casckpt.format.names import TxId
 from casckpt.format.records import Began, Committed, FirstRecord, Settings, SignOfLife
 from casckpt.history.commits import Commit, commit, just_committed
+from casckpt.history.following import announce_lost, at_step, greatest, is_visible, look_at_all, newest_reusable
+from casckpt.repository.caches import RunCache
 from casckpt.repository.processes import is_dead, this_process
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
@@ -27,6 +31,9 @@ PREFIX = "transactions/"
 SIGN_OF_LIFE_SECONDS = 120.0
 STOP_SECONDS = 30.0
 MAX_REASON_CHARACTERS = 500
+
+_NEW_STORE = "the store at %s is gone, with its checkpoints (deleted? unmounted?); this save creates a new store there"
+_NOT_ANNOUNCED = "runs/ of %s was lost, or left out of a copy; casckpt announced all checkpoints of the store again"
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +125,7 @@ class Transaction:
             record = self._committed(record)
         except StorageError as error:
             # the answer may be lost, not the record: revoking competes for the same name, so that one of them stands
-            self.abort(f"{type(error).__name__}: {error}")
+            self.abort(error)
             try:
                 record = self._committed(record)
             except CasckptError:
@@ -153,7 +160,7 @@ class Transaction:
         self._pulse.stop()
         self._remove_files()
 
-    def abort(self, reason: str) -> bool:
+    def abort(self, reason: str | BaseException) -> bool:
         """Create the `revoked` record. Return True if the transaction is revoked now, by this call or by a gc.
 
         Returns False if it was committed (its answer may have been lost), or if the storage fails; then a later gc ends
@@ -162,8 +169,9 @@ class Transaction:
         if self._has_committed:
             return False
         self._pulse.stop()
+        text = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
         try:
-            revoke(self._repo, self.txid, reason)
+            revoke(self._repo, self.txid, text)
             found = self._repo.get_record(commit_key(self.txid), FirstRecord)
         except CasckptError as error:
             log.warning("transaction %s was not revoked; a later gc revokes it: %s", self.txid, error)
@@ -205,7 +213,7 @@ def begin(
     seen: int | None = None,
     seconds: float = SIGN_OF_LIFE_SECONDS,
 ) -> Transaction:
-    """Begin a save. Call it before the save lists live commits or uploads anything.
+    """Begin a transaction. Call it before the listing of live commits, and before any upload; see `begin_save`.
 
     ``after``: ids that the new one sorts behind. ``seen``: the number of an announcement of the run; ``after`` covers
     all that were announced up to it. ``seconds``: between signs of life. Raises `InvalidInput`, `StorageError`,
@@ -216,6 +224,58 @@ def begin(
     began = Began(txid=txid, run=run, step=step, time=repo.clock(), process=this_process())
     repo.put_record(transaction_key(txid), began)
     return _allowed(repo, Transaction(repo, began, seconds=seconds, seen=seen))
+
+
+def begin_save(
+    repo: Repository, run: str, step: int, *, overwrite: bool = False
+) -> tuple[Transaction, Commit | None, list[Commit]]:
+    """Begin a save. Return its transaction, the parent that it may reuse, and the visible commits that it replaces.
+
+    The order of the steps is what makes gc safe:
+
+    1. Read the announcements of the run, and check that the step is free.
+    2. Note the number of the last announcement. The transaction claims to be later than all up to that one. Another
+       thread may read on meanwhile; a number that is too low is safe, one that is too high is not.
+    3. Begin the transaction.
+    4. Find the newest live commit. A gc that begins later waits for the transaction, so it does not delete what is live
+       now. A commit that was found before the transaction began may be purged, and its blobs deleted.
+
+    Creates the store if there is none. Raises `Conflict` if the step exists, unless ``overwrite`` is set; and as
+    `begin`.
+    """
+    is_new = not repo.exists() and repo.create()
+    announced = look_at_all(repo, run)
+    if not is_new and announced.head < 0:
+        announced = _restored_announcements(repo, run) or announced
+    replaced = at_step(repo, announced, run, step, is_visible, skip_doubtful=True)
+    if replaced and not overwrite:
+        raise Conflict(
+            f"{run}@{step} exists already ({replaced[-1].id}); save another step, or overwrite it "
+            "(overwrite=True, --overwrite)",
+            checkpoints=(replaced[-1].id,),
+        )
+    seen = announced.head
+    latest = greatest(repo, announced, run)
+    transaction = begin(repo, run, step, after=[latest] if latest else [], seen=seen)
+    try:
+        return transaction, newest_reusable(repo, run), replaced
+    except BaseException as error:
+        transaction.abort(error)
+        raise
+
+
+def _restored_announcements(repo: Repository, run: str) -> RunCache | None:
+    """Create or complete a store that shows no announcement of ``run``. Return the announcements if any were added.
+
+    An emptied folder has no marker either, and no reader would find a save in it.
+    """
+    known = repo.marker
+    if repo.create(cell_bytes=known.cell_bytes, blob_bytes=known.blob_bytes):
+        log.warning(_NEW_STORE, repo.storage.url)
+    elif announce_lost(repo):
+        log.warning(_NOT_ANNOUNCED, repo.storage.url)
+        return look_at_all(repo, run)
+    return None
 
 
 def join(repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECONDS) -> Transaction | None:
@@ -244,14 +304,14 @@ def join(repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECOND
 
 
 def _allowed(repo: Repository, transaction: Transaction) -> Transaction:
-    """Check that this version may write. The transaction is open, so whoever sets a requirement waits for its end."""
+    """Check that this version may write. A process that sets a requirement waits for the end of open transactions."""
     try:
         transaction.settings = check_requirements(repo)
     except CasckptError as error:
         if transaction.joined:
             transaction.leave()
         else:
-            transaction.abort(f"{type(error).__name__}: {error}")
+            transaction.abort(error)
         raise
     return transaction
 

@@ -36,28 +36,28 @@ from casckpt.storage.base import Reader, ShortObject
 from casckpt.storage.forking import PerProcess
 
 MAX_RUNS = 2
-"""Of a process: the least recently saved are given up first."""
+"""Runs that a process remembers. It forgets the least recently saved one first."""
 
 
 @dataclass
 class PutRate:
-    """How fast a storage took blobs, of those that were put beside each other. None of them: as fast as can be."""
+    """The measured speed of puts to a storage. Infinite before the first put."""
 
     nbytes: int = 0
     seconds: float = 0.0
 
     def note(self, nbytes: int, seconds: float) -> None:
-        """Take up how long a blob took."""
+        """Add the duration of one put."""
         self.nbytes, self.seconds = self.nbytes + nbytes, self.seconds + seconds
 
     @property
     def bytes_per_second(self) -> float:
-        """Of one writer."""
+        """The speed of one writer."""
         return self.nbytes / self.seconds if self.seconds else float("inf")
 
 
 class Pause(NamedTuple):
-    """How long a stream is left alone. ``until``: the number of the save that tries it again."""
+    """A stream that is not encoded for some saves. ``until``: the number of the save that tries again."""
 
     until: int
     saves: int
@@ -67,8 +67,8 @@ class Pause(NamedTuple):
 class RunMemory:
     """What this process remembers of a run for its next save.
 
-    It is found by store and run, because some programs make a new DCP writer or open the store again for each save.
-    ``saves``: the number of saves so far. ``in_vain``: entries whose cells did not become smaller as frames.
+    It belongs to store and run, because some programs create a DCP writer or open the store for each save. ``saves``:
+    the number of saves so far. ``in_vain``: streams whose cells did not become smaller as frames.
     """
 
     rate: PutRate
@@ -77,93 +77,95 @@ class RunMemory:
     in_vain: dict[Name, Pause] = field(default_factory=dict)
 
     def pauses(self, name: Name) -> bool:
-        """Tell whether a stream is left alone in this save."""
-        found = self.in_vain.get(name)  # at once: another thread may take it out
-        return found is not None and found.until > self.saves
+        """Return whether this save does not encode a stream."""
+        pause = self.in_vain.get(name)  # one access, because another thread may remove it
+        return pause is not None and pause.until > self.saves
 
     def pause(self, name: Name, saves: int, most: int) -> None:
-        """Leave a stream alone for so many saves; for twice as many as the last time, up to ``most``, if it was."""
+        """Do not encode a stream for ``saves`` saves, or for twice as many as the last time, up to ``most``."""
         last = self.in_vain.get(name)
         if last is None:
             self.in_vain[name] = Pause(self.saves + saves, saves)
-        elif last.until <= self.saves:  # else another thread has just done this
+        elif last.until <= self.saves:  # otherwise another thread has just done this
             again = min(2 * last.saves, most)
             self.in_vain[name] = Pause(self.saves + again, again)
 
 
 class _Runs:
-    """By store and run."""
+    """The memory of each store and run."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._kept: OrderedDict[tuple[str, str], RunMemory] = OrderedDict()
+        self._memories: OrderedDict[tuple[str, str], RunMemory] = OrderedDict()
 
     def of(self, store: str, run: str) -> RunMemory:
         with self._lock:
-            if (store, run) not in self._kept:
-                rates = (kept.rate for (other, _), kept in self._kept.items() if other == store)
-                self._kept[store, run] = RunMemory(next(rates, None) or PutRate())
-            self._kept.move_to_end((store, run))
-            while len(self._kept) > MAX_RUNS:
-                self._kept.popitem(last=False)
-            return self._kept[store, run]
+            if (store, run) not in self._memories:
+                rates = (memory.rate for (other, _), memory in self._memories.items() if other == store)
+                self._memories[store, run] = RunMemory(next(rates, None) or PutRate())
+            self._memories.move_to_end((store, run))
+            while len(self._memories) > MAX_RUNS:
+                self._memories.popitem(last=False)
+            return self._memories[store, run]
 
-    def give_up(self, store: str, run: str) -> None:
+    def forget(self, store: str, run: str) -> None:
         with self._lock:
-            self._kept.pop((store, run), None)
+            self._memories.pop((store, run), None)
 
 
 _RUNS = PerProcess(_Runs)
 
 
-def kept_of(repo: Repository, run: str) -> RunMemory:
-    """Return what is kept of a run; the same for threads that ask at once."""
+def run_memory(repo: Repository, run: str) -> RunMemory:
+    """Return the memory of a run. Threads that ask at once get the same."""
     return _RUNS.get().of(repo.marker.store_id, run)
 
 
-def give_up(repo: Repository, run: str) -> None:
-    """Keep nothing of a run any more."""
-    _RUNS.get().give_up(repo.marker.store_id, run)
+def forget_run(repo: Repository, run: str) -> None:
+    """Drop the memory of a run."""
+    _RUNS.get().forget(repo.marker.store_id, run)
 
 
 log = logging.getLogger(__name__)
 
 _HALVES = frozenset({"bfloat16", "float16"})
 _CODER_RATE = 0.8e9  # bytes that a core encodes in a second, as planes
-_TRIES = 8  # cells of a stream, one where all of them were in vain before
-_PAUSE, _LONGEST_PAUSE = 8, 64  # saves until a stream is tried again; twice as many each time that it is in vain
-_SAVED = 0.2  # share of the bytes that planes save of most states
+_TRIES = 8  # cells of a stream to try; one if all were in vain before
+_PAUSE, _LONGEST_PAUSE = 8, 64  # saves until a stream is tried again; doubled each time that it is in vain
+_SAVED = 0.2  # share of the bytes that planes save in most states
 
 
 @contextmanager
-def coding(repo: Repository, known: ReusableCells, options: SaveOptions, *, told: Compress) -> Iterator[Coder | None]:
-    """Inside, cells are encoded in a save, as far as that is asked for, here or by what rank 0 has ``told``.
+def coding(
+    repo: Repository, known: ReusableCells, options: SaveOptions, *, offered: Compress
+) -> Iterator[Coder | None]:
+    """Yield the encoder of a save, or None if the save does not encode cells.
 
-    What is held of the run is then of cells of this save alone; nothing, if it encodes none.
+    ``offered``: applies unless the options say otherwise. Afterwards memory holds only cells of this save.
     """
-    compress = told if options.compress is None else options.compress
+    compress = offered if options.compress is None else options.compress
     if compress == "off":
-        give_up(repo, options.run)
+        forget_run(repo, options.run)
         yield None
         return
-    kept = kept_of(repo, options.run)
-    kept.saves += 1
+    memory = run_memory(repo, options.run)
+    memory.saves += 1
     with ExitStack() as opened:
-        alone = compress == "always" or _is_slow(repo, kept.rate)
+        alone = compress == "always" or _is_slow(repo, memory.rate)
         log.debug("cells without a base are %s", "encoded" if alone else "stored as they are: the storage is fast")
-        coder = Coder(repo, known, kept, dtypes.FLOATS if compress == "always" else _HALVES, alone, opened)
+        coder = Coder(repo, known, memory, dtypes.FLOATS if compress == "always" else _HALVES, alone, opened)
         yield coder
-    kept.held.only(coder.names)
+    memory.held.only(coder.names)
 
 
 def _is_slow(repo: Repository, rate: PutRate) -> bool:
-    """Would a save end earlier if its cells were encoded by themselves, as far as is known?"""
+    """Return whether a save is probably faster if it encodes cells that have no base."""
     return repo.storage.traits.uploads * rate.bytes_per_second < _SAVED * _CODER_RATE * usable_cores()
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedCell:
-    """A frame, and the known cell that it is told from."""
+    """A frame, and the known cell that is its base; None for planes."""
 
     frame: bytes
     base: StoredCell | None
@@ -171,27 +173,27 @@ class EncodedCell:
 
 @dataclass
 class Coder:
-    """Encodes cells in one save by one rank. Safe for use by threads.
+    """Encodes cells in one save on one rank. Thread-safe.
 
-    ``deltas``: dtypes of which to tell what changed. ``alone``: encode cells, too, that have no base. ``names``: of
-    the cells that it may be asked for. ``opened``: what is read from.
+    ``deltas``: dtypes whose cells are encoded against a base. ``alone``: also encode cells without a base. ``names``:
+    the cells of this save. ``opened``: closes the readers.
     """
 
     repo: Repository
     known: ReusableCells
-    kept: RunMemory
+    memory: RunMemory
     deltas: frozenset[str]
     alone: bool
     opened: ExitStack
     names: set[CellName] = field(default_factory=set)
     _counts: dict[Name, int] = field(default_factory=dict)  # cells of each stream
-    _tries: dict[Name, int] = field(default_factory=dict)  # of them that were in vain; -1 once one was worth it
+    _tries: dict[Name, int] = field(default_factory=dict)  # cells that were in vain; -1 after a success
     _links: dict[tuple[Name, int, int], int | None] = field(default_factory=dict)
     _readers: dict[int, Reader] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
     def expect(self, sources: Sequence[LocalEntry], work: Iterable[Iterable[Cell]]) -> None:
-        """Take up which cells the save has; those of several calls count together."""
+        """Announce cells of the save. Several calls add up."""
         for cells in work:
             for cell in cells:
                 source = sources[cell.source]
@@ -201,36 +203,36 @@ class Coder:
                         self.names.add(_name(source, cell))
 
     def likely_changes(self, cell: Cell) -> bool:
-        """Did a cell change in the save before, and is told by that? Then nobody need look before it is copied."""
+        """Return whether the last save stored a cell as a delta. Then it will likely change again."""
         old = cell.known
         return old is not None and old.base is not None and self.known.blobs[old.blob].uploader == self.known.newest
 
     def takes(self, source: LocalEntry, cell: Cell) -> bool:
-        """Is a cell worth a try?"""
-        asked = source.dtype in self.deltas or (self.alone and source.dtype in dtypes.FLOATS)
-        return asked and cell.nbytes >= MIN_CELL and not self.kept.pauses(source.name)
+        """Return whether to try to encode a cell."""
+        is_wanted = source.dtype in self.deltas or (self.alone and source.dtype in dtypes.FLOATS)
+        return is_wanted and cell.nbytes >= MIN_CELL and not self.memory.pauses(source.name)
 
     def encode(self, source: LocalEntry, cell: Cell, plain: memoryview, digest: CellDigest) -> EncodedCell | None:
-        """Encode a cell that is to be stored, with its bytes ``plain``; None to store these."""
+        """Encode a new cell, with the bytes ``plain``. Return None to store these bytes instead."""
         width = dtypes.coded_width(source.dtype)
         if source.dtype in self.deltas:
             coded = self._delta(source, cell, plain, width, digest)
             if coded is not None:
                 return coded
-            if not self.kept.pauses(source.name):  # or nobody asks for it soon
-                self.kept.held.keep(_name(source, cell), digest, plain)
+            if not self.memory.pauses(source.name):  # otherwise it is not needed soon
+                self.memory.held.keep(_name(source, cell), digest, plain)
         frame = self._tried(source, encode_planes(plain, width)) if self.alone else None
-        found = scratch("version", plain.nbytes).data
-        return EncodedCell(frame, None) if frame is not None and _decodes(frame, found, plain) else None
+        decoded = scratch("version", plain.nbytes).data
+        return EncodedCell(frame, None) if frame is not None and _decodes(frame, decoded, plain) else None
 
     def _tried(self, source: LocalEntry, frame: bytes | None) -> bytes | None:
-        """Return the same, and note whether it was worth it: a stream of which no cell is, is left for some saves."""
+        """Return ``frame``, and count it. A stream without any success pauses for some saves."""
         name, tries = source.name, self._tries.get(source.name, 0)
         self._tries[name] = tries = tries + 1 if frame is None and tries >= 0 else -1
         if tries < 0:
-            self.kept.in_vain.pop(name, None)
-        elif name in self.kept.in_vain or tries >= min(_TRIES, self._counts.get(name, 0)):
-            self.kept.pause(name, _PAUSE, _LONGEST_PAUSE)
+            self.memory.in_vain.pop(name, None)
+        elif name in self.memory.in_vain or tries >= min(_TRIES, self._counts.get(name, 0)):
+            self.memory.pause(name, _PAUSE, _LONGEST_PAUSE)
         return frame
 
     def note_known(
@@ -239,16 +241,16 @@ class Coder:
         """Keep the bytes of a cell that is stored already, for the next save."""
         name = _name(source, cell)
         if source.dtype in self.deltas and not is_coded:
-            self.kept.held.keep(name, digest, plain)
+            self.memory.held.keep(name, digest, plain)
             return
-        held = self.kept.held.take(name)
-        if held is not None and held.digest == digest:  # else the frames of this version are not at hand
-            self.kept.held.put(name, held)
+        held = self.memory.held.take(name)
+        if held is not None and held.digest == digest:  # otherwise the frames of this version are not in memory
+            self.memory.held.put(name, held)
 
     def _delta(
         self, source: LocalEntry, cell: Cell, plain: memoryview, width: int, digest: CellDigest
     ) -> EncodedCell | None:
-        """Encode a cell as what changed; None if no base is of use. What is held of it may be lost then."""
+        """Encode a cell against its base; None if there is no useful base. Then the held version may be lost."""
         old = cell.known
         if old is None or not self.known.usable_cell(old):
             return None
@@ -256,28 +258,28 @@ class Coder:
         if link is None:
             return None
         name, chain = _name(source, cell), list(old.chain)
-        held = self.kept.held.take(name)
+        held = self.memory.held.take(name)
         if held is None or held.digest != old.digest or len(held.frames) != len(chain) - 1:
             held = self._read(old)
         if held is None:
             return None
         older = held if not link else _older(held, chain[1 : link + 1])
         if older is None:
-            self.kept.held.put(name, held)
+            self.memory.held.put(name, held)
             return None
         base = memoryview(older.plain)
         frame = self._tried(source, encode_delta(plain, width, base))
         if frame is None:
-            self.kept.held.put(name, older)
+            self.memory.held.put(name, older)
             return None
         if not _decodes(frame, base, plain):
             return None
         frames = (HeldFrame(frame, older.digest), *older.frames)
-        self.kept.held.put(name, HeldCell(digest, older.plain, frames))  # it has become the new version, in place
+        self.memory.held.put(name, HeldCell(digest, older.plain, frames))  # it has become the new version, in place
         return EncodedCell(frame, chain[link])
 
     def _link(self, source: LocalEntry, cell: Cell) -> int | None:
-        """Choose the base of a cell: how many links behind the parent's version. Those of one row have one answer."""
+        """Choose the base of a cell: the number of links behind the parent's version; equal in an extent."""
         table = self.known.parent_table(source.name, source.dtype, source.shape)
         if table is None:
             return None
@@ -287,13 +289,13 @@ class Coder:
             return 0
         name = (source.name, box, extent.lo)
         if name not in self._links:
-            *deltas, _ = [table.stored_bytes(one) for one in extent.chain]
+            *deltas, _ = [table.stored_bytes(link) for link in extent.chain]
             nbytes = (extent.hi - extent.lo) * table.itemsize
             self._links[name] = choose_base(deltas, nbytes, f"{source.key} {extent.box} {extent.lo}")
         return self._links[name]
 
     def _read(self, cell: StoredCell) -> HeldCell | None:
-        """Read a cell, with its frames, from where that is cheap: a local store, or this host's cache."""
+        """Read a cell and its frames from a local store, or from the cache of this host."""
         stored: list[bytearray] = []
 
         def read(link: StoredCell) -> bytearray:
@@ -311,9 +313,9 @@ class Coder:
         return HeldCell(cell.digest, plain, frames)
 
     def _bytes_of(self, cell: StoredCell) -> bytearray:
-        found = bytearray(cell.stored)
-        self._reader(cell.blob).read_into(cell.offset, [memoryview(found)])
-        return found
+        stored = bytearray(cell.stored)
+        self._reader(cell.blob).read_into(cell.offset, [memoryview(stored)])
+        return stored
 
     def _reader(self, blob: int) -> Reader:
         with self._lock:
@@ -332,7 +334,7 @@ class Coder:
 
 
 class _TooFar(Exception):
-    """A base would have to be read over a network."""
+    """The base is only available over a network."""
 
 
 def _name(source: LocalEntry, cell: Cell) -> CellName:
@@ -340,22 +342,24 @@ def _name(source: LocalEntry, cell: Cell) -> CellName:
 
 
 def _older(held: HeldCell, bases: Sequence[StoredCell]) -> HeldCell | None:
-    """Make of what is held the last of the versions that one goes back through, in place.
+    """Turn a held cell, in place, into the version of the last of ``bases``, by undoing frames.
 
-    None, and nothing is changed, if what is held did not come by the same ones.
+    Returns None, and changes nothing, if its frames have other bases.
     """
     frames = held.frames[: len(bases)]
-    if [one.base for one in frames] != [one.digest for one in bases]:
+    if [frame.base for frame in frames] != [base.digest for base in bases]:
         return None
-    np.bitwise_or.reduce(np.frombuffer(held.plain, np.uint8))  # read in order, or each element waits for memory
+    np.bitwise_or.reduce(
+        np.frombuffer(held.plain, np.uint8)
+    )  # load the bytes into the cache in order, which is faster than random access
     for frame in frames:
         undo(memoryview(frame.data), memoryview(held.plain))
     return HeldCell(bases[-1].digest, held.plain, held.frames[len(bases) :])
 
 
 def _decodes(frame: bytes, base: memoryview, plain: memoryview) -> bool:
-    """Does a frame decode to ``plain``, in the memory of its base, which becomes that?"""
-    with suppress(InvalidInput):  # it is no frame at all
+    """Return whether a frame decodes to ``plain``. Decodes in place, over its base."""
+    with suppress(InvalidInput):  # it is not a frame
         decode(memoryview(frame), base, base)
         if _equal(base, plain):
             return True
@@ -364,7 +368,7 @@ def _decodes(frame: bytes, base: memoryview, plain: memoryview) -> bool:
 
 
 def _equal(one: memoryview, other: memoryview) -> bool:
-    """Are the bytes the same? Eight at a time, and without the GIL."""
+    """Return whether the bytes are equal. Compares eight at a time, without the GIL."""
     words = one.nbytes // 8
     same = scratch("flags", words).view(bool)
     np.equal(np.frombuffer(one, "<u8", words), np.frombuffer(other, "<u8", words), out=same)

@@ -1,14 +1,14 @@
-"""The exit status of a program whose save in the background failed unnoticed.
+"""The exit status of a program whose save in the background failed and whose error no caller received.
 
-Nothing that runs when Python ends can set that status. But it is 120, as `sys.exit` has it, where an error occurs while
-Python cleans up, such as a standard stream that cannot be flushed. So the last flush is made to fail. All others do at
-the end what they always do; `os._exit` would cut them off, and what is in their buffers.
+No function that Python calls at exit can set the status. But the status is 120 (see `sys.exit`) if an error occurs
+during the clean-up, for example if a standard stream cannot be flushed. So this module makes the last flush fail.
+Everything else that runs at exit still runs, which `os._exit` would prevent.
 """
 
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401 - its pools are waited for after `_ending` is set, for they came before
+import concurrent.futures.thread  # noqa: F401 - imported first, so that Python waits for its pools after `_ending` is set
 import logging
 import os
 import sys
@@ -17,36 +17,36 @@ from contextlib import suppress
 from typing import Any, Final
 
 STATUS: Final = 120
-"""Of a program that no uncaught error ends."""
+"""The exit status, unless an uncaught error ends the program."""
 
 log = logging.getLogger(__name__)
-_UNHEARD: Final = "the last save in the background failed, and nobody asked its future: %s"
+_UNREPORTED: Final = "the last save in the background failed, and no caller asked its future: %s"
 _ending: Final = threading.Event()
 
-unheard: Final[dict[object, str]] = {}
-"""What failed, by the names of the futures that nobody asked. No futures: their errors hold the state that was saved,
-and the store of one may be gone before the program ends."""
+unreported: Final[dict[object, str]] = {}
+"""Errors that no caller has received, by the names of their futures. The futures themselves would keep the saved state
+in memory."""
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=unheard.clear)  # it is for the parent to tell
-with suppress(AttributeError, RuntimeError):  # nobody promised that there is this one; or the program is ending already
+    os.register_at_fork(after_in_child=unreported.clear)  # the parent reports them
+with suppress(AttributeError, RuntimeError):  # the function is private; and the interpreter may be at exit already
     threading._register_atexit(_ending.set)  # type: ignore[attr-defined] # see above
 
 
 def note_if_late(error: BaseException) -> None:
-    """A thread that saves has failed. If the program is at its end, whose future it is will not ask any more."""
+    """Note the error of a save in a thread if the interpreter is at exit: then no caller asks the future any more."""
     if _ending.is_set() and threading.current_thread() is not threading.main_thread():
-        unheard[object()] = str(error)
+        unreported[object()] = str(error)
 
 
 @atexit.register
-def _tell() -> None:
-    """No next call will raise what failed last."""
-    for why in unheard.values():
-        log.error(_UNHEARD, why)
-        if log.hasHandlers() and sys.stderr is not None:  # they may lead anywhere; without any it goes there anyway
-            sys.stderr.write(f"casckpt: {_UNHEARD % why}\n")
-    if unheard:
+def _report() -> None:
+    """Report the errors, since no later call can raise them."""
+    for why in unreported.values():
+        log.error(_UNREPORTED, why)
+        if log.hasHandlers() and sys.stderr is not None:  # without handlers, logging writes to stderr itself
+            sys.stderr.write(f"casckpt: {_UNREPORTED % why}\n")
+    if unreported:
         _end_badly()
 
 
@@ -76,7 +76,7 @@ class _Unflushed:
         return getattr(self._stream, name)
 
     def flush(self) -> None:
-        """Flush it. Raises OSError when Python does so for the last time, which it does not show."""
+        """Flush the stream. Raises OSError at the last flush, which Python does not show."""
         self._stream.flush()
         if sys.is_finalizing():
             raise OSError("something failed; see above")

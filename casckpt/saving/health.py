@@ -1,4 +1,4 @@
-"""The health of a checkpoint: counts of changed cells, joined with those of the parent."""
+"""The health of a checkpoint: counts of the scanned cells, joined with those of the parent."""
 
 from __future__ import annotations
 
@@ -20,52 +20,52 @@ from casckpt.saving.health_scan import ScanReport, has_health
 from casckpt.saving.reuse_offer import readable
 
 Found: TypeAlias = Mapping[tuple[str, CellDigest], CellHealth]
-"""Of cells, by dtype and digest."""
+"""The health of cells, by dtype and digest."""
 
 log = logging.getLogger(__name__)
-_TOLD = 8  # keys with NaN or infinities that a commit record names
+_MAX_KEYS = 8  # keys with NaN or infinities that a commit record names
 
 
-class Parent:
-    """The health of the entries of the parent of a save; empty if there is no parent, or it cannot be read."""
+class ParentHealth:
+    """The health of the entries of the parent of a save; empty if there is no parent, or if it cannot be read."""
 
     def __init__(self, manifest: Manifest | None) -> None:
         self._manifest = manifest
-        self._told = {} if manifest is None else _told(manifest)
-        self._entries = {} if manifest is None else {one.name: one for one in manifest.entries}
+        self._rows = {} if manifest is None else _stored_rows(manifest)
+        self._entries = {} if manifest is None else {entry.name: entry for entry in manifest.entries}
 
     @classmethod
-    def of_commit(cls, repo: Repository, commit: Commit | None) -> Parent:
+    def of_commit(cls, repo: Repository, commit: Commit | None) -> ParentHealth:
         """Read the health of a parent."""
         return cls(None if commit is None else readable(repo, commit))
 
     @property
     def unknown(self) -> frozenset[Name]:
-        """The streams that it has told nothing of."""
-        every = self._entries.values()
-        return frozenset(one.name for one in every if has_health(one.dtype) and one.number not in self._told)
+        """The streams whose health the parent does not have."""
+        entries = self._entries.values()
+        return frozenset(entry.name for entry in entries if has_health(entry.dtype) and entry.number not in self._rows)
 
     def rows(self, name: Name, dtype: str, table: ExtentTable, scanned: Found) -> Rows | None:
-        """Return the rows of a stream that has these cells, of which some were ``scanned``; None if any is unknown."""
+        """Return the rows of a stream with these cells, of which some were ``scanned``; None if any is unknown."""
         digests, entry = _digests(table), self._entries.get(name)
-        made = _rows(dtype, digests, scanned, {})
-        if made is not None or entry is None or entry.dtype != dtype or entry.number not in self._told:
-            return made
-        before, told = self._cells(entry), self._told[entry.number]
-        if before == digests and len(told) == len(digests):  # as of most
-            return told
-        known = dict(zip(before, starmap(CellHealth, told.tolist()), strict=False))
+        rows = _rows(dtype, digests, scanned, {})
+        if rows is not None or entry is None or entry.dtype != dtype or entry.number not in self._rows:
+            return rows
+        before, stored = self._cells(entry), self._rows[entry.number]
+        if before == digests and len(stored) == len(digests):  # true of most streams
+            return stored
+        known = dict(zip(before, starmap(CellHealth, stored.tolist()), strict=False))
         return _rows(dtype, digests, scanned, known)
 
     def _cells(self, entry: Entry) -> list[CellDigest]:
-        """Return the digests of the cells of an entry; none, if these cannot be read."""
+        """Return the digests of the cells of an entry; none if they cannot be read."""
         try:
             return [] if self._manifest is None else _digests(self._manifest.cells(entry))
         except (Damaged, Refused):
             return []
 
 
-def _told(manifest: Manifest) -> Mapping[int, Rows]:
+def _stored_rows(manifest: Manifest) -> Mapping[int, Rows]:
     try:
         return manifest.health or {}
     except CasckptError as error:
@@ -74,32 +74,32 @@ def _told(manifest: Manifest) -> Mapping[int, Rows]:
 
 
 def health_of_all(
-    streams: Mapping[Name, tuple[str, ExtentTable]], told: Iterable[ScanReport], parent: Parent
+    streams: Mapping[Name, tuple[str, ExtentTable]], reports: Iterable[ScanReport], parent: ParentHealth
 ) -> dict[int, Rows]:
-    """Return the rows of each entry, by number, as ranks have ``told`` them, and ``parent`` the others.
+    """Return the rows of each entry, by number, from the ``reports`` of ranks and from ``parent``.
 
-    A stream of which any cell is unknown, as one that was declared frozen, is left out.
+    Leaves out a stream if any of its cells is unknown, as in one that was declared frozen.
     """
-    every = {
+    scanned = {
         (dtype, digest): CellHealth(*row)
-        for rank in told
-        for dtype, (digests, rows) in rank.items()
+        for report in reports
+        for dtype, (digests, rows) in report.items()
         for digest, row in zip(_cut(digests), rows.tolist(), strict=True)
     }
-    found: dict[int, Rows] = {}
+    health: dict[int, Rows] = {}
     for number, (name, (dtype, table)) in enumerate(streams.items()):
         if name[0] == TENSOR and has_health(dtype):
-            made = parent.rows(name, dtype, table, every)
-            found |= {} if made is None else {number: made}
-    return found
+            rows_of_entry = parent.rows(name, dtype, table, scanned)
+            health |= {} if rows_of_entry is None else {number: rows_of_entry}
+    return health
 
 
 def _rows(
-    dtype: str, digests: Sequence[CellDigest], found: Found, told: Mapping[CellDigest, CellHealth]
+    dtype: str, digests: Sequence[CellDigest], scanned: Found, known: Mapping[CellDigest, CellHealth]
 ) -> Rows | None:
-    cells = [found.get((dtype, digest)) or told.get(digest) for digest in digests]
-    known = [cell for cell in cells if cell is not None]
-    return rows_of(known) if len(known) == len(cells) else None
+    cells = [scanned.get((dtype, digest)) or known.get(digest) for digest in digests]
+    present = [cell for cell in cells if cell is not None]
+    return rows_of(present) if len(present) == len(cells) else None
 
 
 def _digests(table: ExtentTable) -> list[CellDigest]:
@@ -111,9 +111,9 @@ def _cut(every: bytes) -> list[CellDigest]:
 
 
 def summed_health(streams: Iterable[Name], rows: Mapping[int, Rows]) -> Health:
-    """Return what a commit record tells of all tensors together."""
+    """Return the health of all tensors together, for the commit record."""
     names, total = list(streams), sum_of(joined(rows.values()))
     sums = {names[number]: sum_of(one) for number, one in rows.items()} if total.nan or total.inf else {}
     bad = sorted((name for name, one in sums.items() if one.nan or one.inf), key=lambda name: not sums[name].nan)
     keys = dict.fromkeys(key for _, key, _, _ in bad)
-    return Health(nan=total.nan, inf=total.inf, keys=list(keys)[:_TOLD])
+    return Health(nan=total.nan, inf=total.inf, keys=list(keys)[:_MAX_KEYS])

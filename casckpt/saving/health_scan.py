@@ -1,7 +1,7 @@
-"""Counts of NaN and infinities, and the largest value, of each cell that a save stores.
+"""The scan of a save for NaN and infinities. It also finds the largest value of each cell.
 
-They are taken from the buffer in which a cell was hashed, while it is in the CPU's cache. A cell with the digest of
-one in the parent has the same counts.
+A cell is scanned right after it is hashed, while it is in the CPU's cache. A cell that has the digest of a cell in the
+parent has the same health, and is not scanned.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from casckpt.saving.local_entries import Cell, LocalEntry
 
 
 class _Float(NamedTuple):
-    """A dtype whose parts are floats of ``width`` bytes. ``unfit``: the least bits, without the sign, of no number.
+    """A dtype whose parts are floats of ``width`` bytes.
 
-    ``fnuz``: its NaN stands where -0 would.
+    ``unfit``: the lowest bits, without the sign, that are infinite or NaN. ``fnuz``: the bits of -0 mean NaN.
     """
 
     width: int
@@ -46,21 +46,21 @@ _FLOATS = {
     "float8_e4m3fn": _Float(1, 0x7F, "float8_e4m3fn"),
     "float8_e5m2fnuz": _Float(1, 0x80, "float8_e5m2fnuz", fnuz=True),
     "float8_e4m3fnuz": _Float(1, 0x80, "float8_e4m3fnuz", fnuz=True),
-    "float8_e8m0fnu": _Float(1, 0, "float8_e8m0fnu"),  # it has no sign: looked at one by one
+    "float8_e8m0fnu": _Float(1, 0, "float8_e8m0fnu"),  # it has no sign: `health_of` reads each value
 }
 _INTS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 
 ScanReport: TypeAlias = Mapping[str, tuple[bytes, Rows]]
-"""What one rank has found: of each dtype the digests of cells, one after the other, and their health."""
+"""What one rank found: for each dtype, the concatenated digests of cells, and their health."""
 
 
 def has_health(dtype: str) -> bool:
-    """Tell whether the elements of a dtype are numbers that are looked at: all floats, and ints of whole bytes."""
+    """Return whether cells of a dtype are scanned: all floats, and ints of whole bytes."""
     return dtype in _FLOATS or dtype in _INTS
 
 
 def health_of(dtype: str, data: memoryview) -> CellHealth:
-    """Look at the elements of a cell, which has at least one."""
+    """Return the health of a cell, which has at least one element."""
     if dtype in _INTS:
         whole = np.frombuffer(data, dtype)
         return CellHealth(0, 0, float(max(int(whole.max()), -int(whole.min()))))
@@ -75,9 +75,9 @@ def health_of(dtype: str, data: memoryview) -> CellHealth:
 
 
 def _top(kind: _Float, data: memoryview) -> int:
-    """Return the largest bits without the sign: those of positive floats grow with them, and so do the others' bits.
+    """Return the largest bits without the sign. Absolute values of floats have the order of these bits.
 
-    Two passes without a copy: as signed numbers the negative floats lie below all others, as unsigned ones above.
+    Takes two passes and no copy: negative floats are the lowest signed numbers, and the highest unsigned ones.
     """
     bits = np.frombuffer(data, f"<u{kind.width}")
     most = np.maximum.reduce  # as `max` of an array, which is slower where that is small
@@ -85,7 +85,7 @@ def _top(kind: _Float, data: memoryview) -> int:
 
 
 def _values(kind: _Float, data: memoryview) -> npt.NDArray[np.floating]:
-    """Return the elements as floats of numpy."""
+    """Return the elements as numpy floats."""
     if kind.part == "bfloat16":
         return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
     if kind.width == 1:
@@ -102,25 +102,25 @@ def _values_of_bytes(dtype: str) -> npt.NDArray[np.floating]:
 
 @dataclass
 class HealthScan:
-    """Looks at the cells of one save by one rank of which the parent has told nothing. Safe for use by threads.
+    """Scans the cells of one save on one rank whose health the parent does not know. Thread-safe.
 
-    ``unknown``: the streams that the parent has, and has told nothing of.
+    ``unscanned``: the streams that the parent has without their health.
     """
 
-    unknown: frozenset[Name]
+    unscanned: frozenset[Name]
     found: dict[tuple[str, CellDigest], CellHealth] = field(default_factory=dict)
 
-    def look(self, source: LocalEntry, cell: Cell, data: memoryview, digest: CellDigest) -> None:
-        """Look at a cell, if need be: at its bytes ``data``, which were just hashed."""
+    def scan(self, source: LocalEntry, cell: Cell, data: memoryview, digest: CellDigest) -> None:
+        """Scan a cell if necessary. ``data``: its bytes, which were just hashed."""
         if source.kind != TENSOR or not has_health(source.dtype):
             return
-        is_as_before = cell.known is not None and cell.known.digest == digest
-        if not is_as_before or source.name in self.unknown:
+        is_unchanged = cell.known is not None and cell.known.digest == digest
+        if not is_unchanged or source.name in self.unscanned:
             self.found[source.dtype, digest] = health_of(source.dtype, data)
 
     @property
-    def told(self) -> ScanReport:
-        """What was found, for rank 0."""
+    def report(self) -> ScanReport:
+        """The results, for rank 0."""
         groups = grouped(self.found, lambda cell: cell[0])
         return {
             dtype: (b"".join([digest for _, digest in cells]), rows_of([self.found[cell] for cell in cells]))

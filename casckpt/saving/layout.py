@@ -1,7 +1,6 @@
-"""The layout of a rank: what it holds, as names, hashes and numbers without data.
+"""The layout of a rank: the names, hashes and sizes of what it holds, without data.
 
-The layout of a rank is the same from one save to the next unless the model or the topology changes, so it is sent once
-and from then on only its fingerprint is.
+The layout changes only if the model or the topology changes. So a rank sends it once, and then only its fingerprint.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ OBJECT = "object"
 class RankLayout:
     """One rank's streams (name, dtype, shape), its rows (`casckpt.plan.writers.HeldRegions`) and its tree.
 
-    A row is a piece of a tensor, in the order of the sources, then an object, in their order. ``row_stream``: the
-    stream of each row. ``may_differ``: of each row, see `casckpt.tensors.shards.may_differ`. ``left``: keys that this
-    rank leaves to the rank that owns them.
+    There is a row for each piece of a tensor, in the order of the sources, and then for each object. ``row_stream``:
+    the number of the stream of each row. ``may_differ``: for each row, see `casckpt.tensors.shards.may_differ`.
+    ``left``: keys that this rank leaves to the rank that owns them.
     """
 
     streams: Sequence[tuple[Name, str, Shape]]
@@ -44,23 +43,23 @@ class RankLayout:
     left: Mapping[str, int]
 
     def stream(self, row: int) -> tuple[Name, str, Shape]:
-        """The stream of a row."""
+        """Return the stream of a row."""
         return self.streams[self.row_stream[row]]
 
     def key(self, row: int) -> str:
-        """The key of a row."""
+        """Return the key of a row."""
         return self.stream(row)[0][1]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for equal layouts."""
+        """A hash that is equal for equal layouts."""
         columns = (self.held.name, self.held.region, self.held.lo, self.held.hi, self.held.shared, self.may_differ)
         text = repr((self.streams, self.left)).encode() + self.tree + b"".join(column.tobytes() for column in columns)
         return hex_digest(text)
 
 
 def layout_of(prepared: Prepared, cell_bytes: int) -> RankLayout:
-    """The layout of this rank. Large buffers of objects have no rows: they follow their object."""
+    """Return the layout of this rank. Large buffers of objects have no rows, because they follow their object."""
     streams: list[tuple[Name, str, Shape]] = []
     rows: list[tuple[int, int, int, int, int, int, bool, bool]] = []
     row_stream: list[int] = []
@@ -75,8 +74,8 @@ def layout_of(prepared: Prepared, cell_bytes: int) -> RankLayout:
             rows.append((name, where, region.lo, region.hi, elements, size, source.replicated, source.may_differ))
             row_stream.append(len(streams))
         streams.append((source.name, source.dtype, source.shape))
-    for one in prepared.objects:
-        stream: Name = (OBJECT, one.key, 0, one.rank)
+    for entry in prepared.objects:
+        stream: Name = (OBJECT, entry.key, 0, entry.rank)
         rows.append((_hash(repr(stream)), 0, 0, 1, 1, 1, False, True))
         row_stream.append(len(streams))
         streams.append((stream, "", ()))
@@ -89,7 +88,7 @@ def layout_of(prepared: Prepared, cell_bytes: int) -> RankLayout:
 
 
 def region_hash(box: Box, lo: int, hi: int) -> int:
-    """A number for a region, in which `casckpt.plan.writers` compares them."""
+    """Return a number by which `casckpt.plan.writers` compares regions."""
     return _hash(repr((box.offset, box.shape, lo, hi)))
 
 
@@ -99,13 +98,14 @@ def _hash(text: str) -> int:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Who writes what, for one combination of layouts. ``tree``: of all ranks together.
+    """Which rank writes what, for one combination of layouts. ``tree``: of all ranks together.
 
-    ``sets``: of the rows that are compared, see `casckpt.plan.writers.Holders.sets`; none with ``check`` "off".
+    ``ranges``, ``sets``: one for each rank. ``sets``: see `casckpt.plan.writers.Holders.sets`; 0 for rows that are not
+    compared, as all are with ``check`` "off".
     """
 
     fingerprints: tuple[str, ...]
-    duties: Sequence[WriteRanges]
+    ranges: Sequence[WriteRanges]
     tree: bytes
     streams: Streams
     layouts: Sequence[RankLayout]
@@ -114,9 +114,9 @@ class WritePlan:
 
 
 def plan_writes(layouts: Sequence[RankLayout], check: str = "sample", whole: Collection[str] = ()) -> WritePlan:
-    """The plan for these layouts. Raises InvalidInput, naming key and ranks, where they contradict each other.
+    """Plan the writes for these layouts. Raises InvalidInput, with key and ranks, if they contradict each other.
 
-    Only what is compared (``check``) is shared out among the ranks that hold it, and no key of ``whole``.
+    Divides a replica among the ranks that hold it only if ``check`` compares replicas, and never a key of ``whole``.
     """
     streams: dict[Name, tuple[str, Shape]] = {}
     first: dict[Name, int] = {}
@@ -149,7 +149,7 @@ def plan_writes(layouts: Sequence[RankLayout], check: str = "sample", whole: Col
 
 
 def _compared(layout: RankLayout, check: str, whole: Collection[str]) -> npt.NDArray[np.bool_]:
-    """Of each row, whether it is compared with that of other ranks."""
+    """Return for each row whether it is compared with that of other ranks."""
     if check == "off" or not whole:
         return np.full(len(layout.held), check != "off")
     of_stream = np.array([name[1] not in whole for name, _, _ in layout.streams], dtype=bool)
@@ -157,7 +157,7 @@ def _compared(layout: RankLayout, check: str, whole: Collection[str]) -> npt.NDA
 
 
 def _check_owners(layouts: Sequence[RankLayout], first: Mapping[Name, int]) -> None:
-    """Raise InvalidInput unless each rank holds what other ranks leave to it."""
+    """Raise InvalidInput unless each rank holds the keys that other ranks leave to it."""
     held = {(name[1], rank) for name, rank in first.items()}
     for rank, layout in enumerate(layouts):
         for key, owner in layout.left.items():
@@ -182,16 +182,14 @@ def _check_kinds(streams: dict[Name, tuple[str, Shape]]) -> None:
             )
 
 
-def assigned(prepared: Prepared, duty: WriteRanges | None, rank: int) -> Prepared:
-    """This rank's share with only what it is to write."""
-    if duty is None:
-        return prepared
-    ranges = iter(zip(duty.lo.tolist(), duty.hi.tolist(), strict=True))
-    tensors = [s.limited([next(ranges) for _ in s.pieces]) for s in prepared.sources if s.kind == TENSOR]
-    mine = [one for one in prepared.objects if (pair := next(ranges))[0] < pair[1]]
-    owned = {(one.key, one.rank) for one in mine}
-    parts = [s for s in prepared.sources if s.kind == PART and (s.key, s.rank) in owned]
-    if rank != 0:  # attachments are rank 0's
-        return Prepared([*tensors, *parts], mine, [], prepared.tree)
+def assigned(prepared: Prepared, ranges: WriteRanges, rank: int) -> Prepared:
+    """Return only what a rank writes by its ``ranges``."""
+    rows = iter(zip(ranges.lo.tolist(), ranges.hi.tolist(), strict=True))
+    tensors = [s.limited([next(rows) for _ in s.pieces]) for s in prepared.sources if s.kind == TENSOR]
+    objects = [entry for entry in prepared.objects if (row := next(rows))[0] < row[1]]
+    owned = {(entry.key, entry.rank) for entry in objects}
+    buffers = [s for s in prepared.sources if s.kind == PART and (s.key, s.rank) in owned]
+    if rank != 0:  # only rank 0 writes attachments
+        return Prepared([*tensors, *buffers], objects, [], prepared.tree)
     large = [s for s in prepared.sources if s.kind == ATTACHMENT]
-    return Prepared([*tensors, *parts, *large], mine, prepared.attachments, prepared.tree)
+    return Prepared([*tensors, *buffers, *large], objects, prepared.attachments, prepared.tree)

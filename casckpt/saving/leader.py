@@ -1,4 +1,4 @@
-"""Rank 0 in a save: it begins, plans and commits what all ranks stored, by the protocol of docs/format.md."""
+"""The leader of a save, on rank 0: it begins, plans, and commits what all ranks stored, as docs/format.md requires."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -15,9 +15,9 @@ from casckpt.base.cycle_collector import collector_paused
 from casckpt.base.text import listed
 from casckpt.contents import manifests
 from casckpt.contents.signatures import sign_save
-from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
+from casckpt.errors import CasckptError, Damaged, InvalidInput, Refused
 from casckpt.format import plain
-from casckpt.format.draft import Attachment, Draft, Encoded, ObjectEntry
+from casckpt.format.draft import Draft, Encoded, ObjectEntry
 from casckpt.format.metrics import stored_metrics
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Committed, Health
@@ -25,24 +25,15 @@ from casckpt.format.sections.health import Rows
 from casckpt.format.sections.index import REPLICAS_NOTE, TENSOR
 from casckpt.format.sections.metadata import encode_metadata
 from casckpt.history.commits import Commit, forget, read_log
-from casckpt.history.following import (
-    announce_lost,
-    at_step,
-    greatest,
-    is_visible,
-    look_at_all,
-    newest_reusable,
-)
-from casckpt.history.transactions import Transaction, begin
+from casckpt.history.transactions import Transaction, begin_save
 from casckpt.plan.reuse import bytes_in, coded_bytes, mark_worn
 from casckpt.plan.writers import Words, WriteRanges
 from casckpt.ranks.agreement import StoreIdentity
-from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
-from casckpt.saving.health import Parent, health_of_all, summed_health
-from casckpt.saving.health_scan import ScanReport
+from casckpt.saving.health import ParentHealth, health_of_all, summed_health
 from casckpt.saving.layout import RankLayout, WritePlan, plan_writes
 from casckpt.saving.options import SaveOptions, usable_compress
+from casckpt.saving.rank_part import RankPart
 from casckpt.saving.replicas import (
     Compared,
     Odd,
@@ -52,12 +43,10 @@ from casckpt.saving.replicas import (
     find_odd,
     judged,
 )
-from casckpt.saving.reuse_offer import LastShare, ReuseOffer, reusable
+from casckpt.saving.reuse_offer import LastShare, ReuseOffer, make_offer
 from casckpt.saving.shares import Share, Streams, merge
 
 log = logging.getLogger(__name__)
-
-_MADE_AGAIN = "the store at %s is gone, with its checkpoints (deleted? unmounted?); this save makes a new one there"
 
 _DIFFER = (
     "%s@%d: ranks hold different values of %s. The checkpoint has those of one rank, the lowest that "
@@ -67,85 +56,78 @@ _DIFFER = (
 )
 _MIXED = " Of %s, parts of several ranks were written before the difference was found; later saves write one rank's."
 
-_NOT_ANNOUNCED = "runs/ of %s was lost, or left out of a copy: what the store holds was announced there once more"
+
+@dataclass(frozen=True)
+class Assignment:
+    """What one rank writes by a plan. ``number``: of the plan. ``sets``: see `casckpt.saving.layout.WritePlan`."""
+
+    number: int
+    ranges: WriteRanges
+    sets: Words
 
 
 @dataclass
 class GroupMemory:
-    """What a rank keeps between the saves of one process group, so that the next one talks little."""
+    """What a rank remembers between the saves of one process group, so that ranks exchange less in the next one.
+
+    ``plan``: only on rank 0. ``fingerprint``: of this rank's layout when ``assignment`` was made. ``shares``: by run.
+    """
 
     replicas: ReplicaMemory = field(default_factory=ReplicaMemory)
     compared: Compared = field(default_factory=Compared)
-    plan: WritePlan | None = None  # rank 0 only
+    plan: WritePlan | None = None
     fingerprint: str = ""
-    duty: WriteRanges | None = None
-    plan_number: int = 0
-    remembered: dict[str, LastShare] = field(default_factory=dict)
+    assignment: Assignment | None = None
+    shares: dict[str, LastShare] = field(default_factory=dict)
+
+    @property
+    def plan_number(self) -> int:
+        """The number of the plan that this rank follows; 0 for none."""
+        return 0 if self.assignment is None else self.assignment.number
 
 
 @dataclass(frozen=True)
 class BeginRequest:
-    """What every rank says first. ``sets``: a digest of samples for each set of ranks that it shares rows with."""
+    """What every rank sends first.
 
-    run: str
-    step: int
-    dedup: str
+    ``call``: the arguments that must be equal. ``last``: the transaction of its last share. ``streams``: only of a rank
+    that saves alone. ``sets``: a digest of samples for each set of ranks that it shares rows with.
+    """
+
+    call: str
     fingerprint: str
     plan_number: int
-    remembered: TxId | None
-    streams: Streams | None  # only of a rank that is alone
-    check: str | bool
+    last: TxId | None
+    streams: Streams
     sets: Mapping[int, bytes]
 
 
 @dataclass(frozen=True)
 class BeginAnswer:
-    """What every rank is told first. ``knowledge`` is None if the layouts changed: it comes with the new plan."""
+    """What every rank receives first. ``offer``: None if the layouts changed; then it comes with the new plan."""
 
     txid: TxId
     home: StoreIdentity
-    knowledge: ReuseOffer | None
+    offer: ReuseOffer | None
 
 
-@dataclass(frozen=True)
-class Planned:
-    """The part of a new plan that one rank needs."""
-
-    number: int
-    duty: WriteRanges
-    knowledge: ReuseOffer
-    sets: Words
-
-
-@dataclass(frozen=True)
-class FinishRequest:
-    """What every rank says when its part is durable."""
-
-    share: Share
-    objects: Sequence[ObjectEntry]
-    attachments: Sequence[Attachment]
-    tree: bytes | None  # only of a rank that is alone
-    health: ScanReport
-    again: tuple[int, Words] | None = None  # of `Compared.read_again`
-
-
-@dataclass(frozen=True)
-class FinishAnswer:
-    """What every rank is told last."""
-
-    record: Committed
-    worn: frozenset[tuple[TxId, BlobHash]]
+Planned: TypeAlias = tuple[Assignment, ReuseOffer]
+WornBlobs: TypeAlias = frozenset[tuple[TxId, BlobHash]]
 
 
 class Leader:
-    """Rank 0 of one attempt."""
+    """Rank 0 in one attempt of a save.
+
+    Every save calls `start`, `reuse_offer`, `conclude`, and `abort` after an error. The exchanges of a native save
+    decide by `begin`, `plan`, `judge` and `finish`.
+    """
 
     def __init__(self, repo: Repository, size: int, memory: GroupMemory, options: SaveOptions, *, reuse: bool) -> None:
         self.repo, self.size, self.memory, self.options, self.reuse = repo, size, memory, options, reuse
         self._started = repo.clock()
         self._transaction: Transaction | None = None
         self._parent: Commit | None = None
-        self._told = Parent(None)
+        self._parent_health = ParentHealth(None)
         self._replaced: list[Commit] = []
         self._streams: Streams = {}
         self._layouts: Sequence[RankLayout] = ()
@@ -155,52 +137,52 @@ class Leader:
         self._mixed: dict[str, None] = {}
 
     def start(self) -> TxId:
-        """Steps 1 and 2: after the transaction has begun it is read what lives. This order is what makes gc safe."""
+        """Begin the transaction, and find the parent. Raises Conflict if the step exists and is not overwritten."""
         encode_metadata(self.options.metadata or {})  # refused before anything is written
-        made = not self.repo.exists() and self.repo.create()
-        run, step = self.options.run, self.options.step
-        announced = look_at_all(self.repo, run)
-        if not made and announced.head < 0:  # an emptied folder has no marker either, and nobody would find this save
-            known = self.repo.marker
-            if self.repo.create(cell_bytes=known.cell_bytes, blob_bytes=known.blob_bytes):
-                log.warning(_MADE_AGAIN, self.repo.storage.url)
-            elif announce_lost(self.repo):
-                log.warning(_NOT_ANNOUNCED, self.repo.storage.url)
-                announced = look_at_all(self.repo, run)
-        self._replaced = self._existing(announced)
-        seen = announced.head  # first: another thread may read on meanwhile, and then it says too little, not too much
-        latest = greatest(self.repo, announced, run)
-        self._transaction = begin(self.repo, run, step, after=[latest] if latest else [], seen=seen)
-        self._parent = newest_reusable(self.repo, run)
+        run, step, overwrite = self.options.run, self.options.step, self.options.overwrite
+        self._transaction, self._parent, self._replaced = begin_save(self.repo, run, step, overwrite=overwrite)
         return self._transaction.txid
 
-    def begin(self, hellos: Sequence[BeginRequest]) -> list[BeginAnswer]:
-        """`start`, and what the ranks are to know for it."""
-        self._check_agreed(hellos)
+    def reuse_offer(self, streams: Streams) -> ReuseOffer:
+        """Return what a save of ``streams`` may reuse; nothing if this attempt uploads everything."""
+        parent, options = self._parent if self.reuse else None, self.options
+        offer = ReuseOffer()
+        if self.reuse:
+            offer = make_offer(self.repo, parent, streams, run=options.run, dedup=options.dedup)
+        setting = None if self._transaction is None else self._transaction.settings.compress
+        offer = replace(offer, compress=usable_compress(options.compress or setting or "off"))
+        if options.health:
+            self._parent_health = ParentHealth.of_commit(self.repo, parent)
+            offer = replace(offer, unscanned=self._parent_health.unknown)
+        return offer
+
+    def begin(self, requests: Sequence[BeginRequest]) -> list[BeginAnswer]:
+        """Begin the save. Offer what the ranks may reuse, unless they need a new plan first."""
+        _check_agreed(requests)
         txid, home = self.start(), StoreIdentity.of(self.repo)
         if self.size == 1:
-            self._streams = hellos[0].streams or {}
-            return [BeginAnswer(txid, home, self.knowledge(self._streams))]
+            self._streams = requests[0].streams
+            return [BeginAnswer(txid, home, self.reuse_offer(self._streams))]
         plan = self.memory.plan
-        is_old = plan is None or plan.fingerprints != tuple(hello.fingerprint for hello in hellos)
-        is_old = is_old or any(hello.plan_number != self.memory.plan_number for hello in hellos)
-        if plan is None or is_old or plan.check != self.options.check_replicas or not _agree(hellos):
+        is_old = plan is None or plan.fingerprints != tuple(request.fingerprint for request in requests)
+        is_old = is_old or any(request.plan_number != self.memory.plan_number for request in requests)
+        if plan is None or is_old or plan.check != self.options.check_replicas or not _agree(requests):
             return [BeginAnswer(txid, home, None)] * self.size
         self._streams = plan.streams
-        known = self.knowledge(plan.streams).to_tell(self.repo, {hello.remembered for hello in hellos})
-        return [BeginAnswer(txid, home, known)] * self.size
+        offer = self.reuse_offer(plan.streams).for_ranks(self.repo, {request.last for request in requests})
+        return [BeginAnswer(txid, home, offer)] * self.size
 
     def plan(self, samples: Sequence[Samples]) -> Sequence[Planned | list[int]]:
-        """Plan who writes what, where layouts are new or samples differ; or ask for more samples of some rows."""
-        self._layouts = [one.layout for one in samples]
+        """Plan which rank writes what. If samples differ, ask each rank for more samples of some rows instead."""
+        self._layouts = [sample.layout for sample in samples]
         self._odd = find_odd(samples, self.memory.replicas, str(self.options.check_replicas))
         for rank, row in (holder for rows in self._odd for holder in rows):
             self._asked[rank].append(row)
         return self._asked if self._odd else self._planned()
 
     def judge(self, samples: Sequence[Words]) -> list[Planned]:
-        """Plan who writes what, where samples differ. Raises InvalidInput for what may not be saved."""
-        words = [dict(zip(rows, mine, strict=True)) for rows, mine in zip(self._asked, samples, strict=True)]
+        """Plan which rank writes what, where samples differ. Raises InvalidInput if they differ too much."""
+        words = [dict(zip(rows, sampled, strict=True)) for rows, sampled in zip(self._asked, samples, strict=True)]
         self._differing = judged(self._layouts, self._odd, words, self.memory.replicas)
         return self._planned()
 
@@ -209,50 +191,48 @@ class Leader:
         whole = {} if check == "raise" else {**self.memory.replicas.differing, **self._differing}
         plan = plan_writes(self._layouts, check, whole)
         self._streams = plan.streams
-        knowledge = self.knowledge(plan.streams).to_tell(self.repo)
-        self.memory.plan = plan  # not before nothing can fail: it counts as told from now on
+        offer = self.reuse_offer(plan.streams).for_ranks(self.repo)
+        self.memory.plan = plan  # last: the ranks follow it unless an error is raised before
         number = self.memory.plan_number + 1
-        parts = zip(plan.duties, plan.sets, strict=True)
-        return [Planned(number, duty, knowledge, sets) for duty, sets in parts]
+        return [(Assignment(number, *own), offer) for own in zip(plan.ranges, plan.sets, strict=True)]
 
-    def finish(self, stored: Sequence[FinishRequest]) -> list[FinishAnswer]:
-        """Steps 4 and 5, with what `begin` and `plan` found out."""
-        tree = stored[0].tree if self.memory.plan is None else self.memory.plan.tree
-        return self.conclude(stored, self._streams, tree or b"")
+    def finish(self, parts: Sequence[RankPart]) -> list[tuple[Committed, WornBlobs]]:
+        """Commit. Return to each rank the record, and which blobs of its share are worn."""
+        tree = parts[0].tree if self.memory.plan is None else self.memory.plan.tree
+        record, worn = self.conclude(parts, self._streams, tree)
+        return [(record, worn & {(ref.uploader, ref.hash) for ref in part.share.refs}) for part in parts]
 
     def conclude(
-        self, stored: Sequence[FinishRequest], streams: Streams, tree: bytes, notes: Mapping[str, bytes] | None = None
-    ) -> list[FinishAnswer]:
-        """Prove that every tensor is whole, put the manifest, commit. ``notes``: see `ManifestBody`."""
+        self, parts: Sequence[RankPart], streams: Streams, tree: bytes, notes: Mapping[str, bytes] | None = None
+    ) -> tuple[Committed, WornBlobs]:
+        """Check that every tensor is whole, put the manifest, and commit. Return the record, and the worn blobs.
+
+        ``notes``: see `casckpt.format.draft.Draft`.
+        """
         if self._transaction is None:
             raise InvalidInput("a save was finished that had not begun; this is a bug of casckpt")
-        described = merge([request.share for request in stored], streams, self.repo.marker.cell_bytes)
-        notes = {**(notes or {}), **self._replica_note(described, stored)}
-        record, worn = self._put_manifest(self._transaction.txid, described, stored, tree, notes)
+        whole = merge([part.share for part in parts], streams, self.repo.marker.cell_bytes)
+        notes = {**(notes or {}), **self._replica_note(whole, parts)}
+        record, worn = self._put_manifest(self._transaction.txid, whole, parts, tree, notes)
         sign_save(self.repo, record.manifest)
         self._transaction.commit(record)
         if self.size > 1:
             self._remember_replicas(streams)
         self._forget_replaced()
-        say_pickled(self.repo.storage.url, record.run, (entry for request in stored for entry in request.objects))
-        return [
-            FinishAnswer(
-                record, frozenset((r.uploader, r.hash) for r in request.share.refs if (r.uploader, r.hash) in worn)
-            )
-            for request in stored
-        ]
+        log_pickled(self.repo.storage.url, record.run, (entry for part in parts for entry in part.objects))
+        return record, worn
 
-    def _replica_note(self, described: Share, stored: Sequence[FinishRequest]) -> dict[str, bytes]:
-        """Compare the cells that ranks read again; return the note of all keys that ranks did not hold alike."""
+    def _replica_note(self, whole: Share, parts: Sequence[RankPart]) -> dict[str, bytes]:
+        """Compare the cells that ranks read again. Return the note that names all keys that differ between ranks."""
         if self.memory.plan is not None:
-            self._mixed = differing_cells(self.memory.plan, described, [one.again for one in stored])
+            self._mixed = differing_cells(self.memory.plan, whole, [part.reread for part in parts])
         self._differing |= self._mixed | self.memory.replicas.found
-        keys = {name[1] for name in described.extents} | {one.key for rank in stored for one in rank.objects}
+        keys = {name[1] for name in whole.extents} | {entry.key for part in parts for entry in part.objects}
         differing = sorted(keys & (self.memory.replicas.differing | self._differing).keys())
         return {REPLICAS_NOTE: plain.encode(differing)} if differing else {}
 
     def _remember_replicas(self, streams: Streams) -> None:
-        """Note what was saved, and log what ranks did not hold alike."""
+        """Remember which tensors were saved, and log which of them differ between ranks."""
         memory = self.memory.replicas
         memory.saved.update(name[1] for name in streams)
         memory.found.clear()
@@ -264,46 +244,11 @@ class Leader:
         if self._mixed:
             self.memory.plan = None  # the next one has one rank write them
 
-    def _check_agreed(self, hellos: Sequence[BeginRequest]) -> None:
-        for rank, hello in enumerate(hellos):
-            mine, first = (
-                f"{one.run}@{one.step} (dedup={one.dedup!r}, check_replicas={one.check!r})"
-                for one in (hello, hellos[0])
-            )
-            if mine != first:
-                raise InvalidInput(
-                    f"rank {rank} saves {mine}, but rank 0 saves {first}; all ranks must make the same call", rank=rank
-                )
-
-    def _existing(self, announced: RunCache) -> list[Commit]:
-        """The visible commits of this run and step: what an overwrite replaces."""
-        run, step = self.options.run, self.options.step
-        commits = at_step(self.repo, announced, run, step, is_visible, skip_doubtful=True)
-        if commits and not self.options.overwrite:
-            raise Conflict(
-                f"{run}@{step} exists already ({commits[-1].id}); save another step, or overwrite it "
-                "(overwrite=True, --overwrite)",
-                checkpoints=(commits[-1].id,),
-            )
-        return commits
-
-    def knowledge(self, streams: Streams) -> ReuseOffer:
-        """What these streams may be found in; nothing in the retry of a save that was revoked, which uploads all."""
-        known = ReuseOffer()
-        if self.reuse:
-            known = reusable(self.repo, self._parent, streams, run=self.options.run, dedup=self.options.dedup)
-        setting = None if self._transaction is None else self._transaction.settings.compress
-        known = replace(known, compress=usable_compress(self.options.compress or setting or "off"))
-        if self.options.health:
-            self._told = Parent.of_commit(self.repo, self._parent if self.reuse else None)
-            known = replace(known, unlooked=self._told.unknown)
-        return known
-
     def _put_manifest(
-        self, txid: TxId, described: Share, stored: Sequence[FinishRequest], tree: bytes, notes: dict[str, bytes]
-    ) -> tuple[Committed, set[tuple[TxId, BlobHash]]]:
-        """Upload the manifest; the record that will make it visible, and the blobs that it marks as worn."""
-        refs = mark_worn(described.tables(), described.refs, self.options.run, self._lives)
+        self, txid: TxId, whole: Share, parts: Sequence[RankPart], tree: bytes, notes: dict[str, bytes]
+    ) -> tuple[Committed, WornBlobs]:
+        """Put the manifest. Return the record that will make it visible, and the blobs that it marks as worn."""
+        refs = mark_worn(whole.tables(), whole.refs, self.options.run, self._may_live)
         raw, short = encode_metadata(self.options.metadata or {})
         draft = Draft(
             casckpt=__version__,
@@ -316,25 +261,26 @@ class Leader:
             cell_bytes=self.repo.marker.cell_bytes,
             metadata=raw,
             blobs=refs,
-            streams=described.extents,
-            unhashed=described.unhashed,
-            objects=[one for rank in stored for one in rank.objects],
-            attachments=[one for rank in stored for one in rank.attachments],
+            streams=whole.extents,
+            unhashed=whole.unhashed,
+            objects=[entry for part in parts for entry in part.objects],
+            attachments=[attachment for part in parts for attachment in part.attachments],
             tree=tree,
             notes=notes,
-            health=self._health(described, stored),
+            health=self._health(whole, parts),
         )
         with collector_paused():
             made = manifests.put(self.repo, txid, draft)
-        return self._record(txid, draft, made, short), {(ref.uploader, ref.hash) for ref in refs if ref.worn}
+        worn = frozenset((ref.uploader, ref.hash) for ref in refs if ref.worn)
+        return self._record(txid, draft, made, short), worn
 
-    def _health(self, described: Share, stored: Sequence[FinishRequest]) -> dict[int, Rows] | None:
+    def _health(self, whole: Share, parts: Sequence[RankPart]) -> dict[int, Rows] | None:
         if not self.options.health:
             return None
-        return health_of_all(described.extents, [one.health for one in stored], self._told)
+        return health_of_all(whole.extents, [part.health for part in parts], self._parent_health)
 
     def _record(self, txid: TxId, draft: Draft, made: Encoded, metadata: dict[str, Any] | None) -> Committed:
-        """What is committed, with the figures of the save over all ranks."""
+        """Return the record to commit, with the figures of all ranks together."""
         tables = [table for name, (_, table) in draft.streams.items() if name[0] == TENSOR]
         tensors = [prod(table.shape) * table.itemsize for table in tables]
         new = {number: ref.size for number, ref in enumerate(draft.blobs) if ref.uploader == txid}
@@ -365,16 +311,16 @@ class Leader:
         )
 
     def _healthy(self, health: Health | None) -> bool | None:
-        """The user's word; where he gave none, False if there is any NaN. Infinities may be meant, as in masks."""
-        word = self.options.healthy
+        """Return the user's verdict; if there is none, False for any NaN. Infinities may be meant, as in masks."""
+        verdict = self.options.healthy
         if health is None or not health.nan:
-            return word
+            return verdict
         where = f"{self.options.run}@{self.options.step} holds NaN ({health.nan} elements; in {', '.join(health.keys)})"
-        log.warning("%s%s", where, ": it is saved as unhealthy" * (word is None))
-        return False if word is None else word
+        log.warning("%s%s", where, ": it is saved as unhealthy" * (verdict is None))
+        return False if verdict is None else verdict
 
-    def _lives(self, uploader: TxId) -> bool:
-        """Does the checkpoint that uploaded a blob of another run live? Where that cannot be read, it may."""
+    def _may_live(self, uploader: TxId) -> bool:
+        """Return whether the checkpoint of an uploader is live. True if its log cannot be read."""
         try:
             commit = read_log(self.repo, uploader)
         except (Damaged, Refused):
@@ -382,14 +328,14 @@ class Leader:
         return commit is not None and commit.live
 
     def abort(self, error: BaseException) -> None:
-        """Give the transaction up, if it has begun and was not committed."""
+        """Abort the transaction, if it has begun and is not committed."""
         if self._differing:
-            self.memory.plan = None  # what was found is not noted: the next save is to find it again
+            self.memory.plan = None  # the differences are not noted, so the next save must find them again
         if self._transaction is not None:
-            self._transaction.abort(f"{type(error).__name__}: {error}")
+            self._transaction.abort(error)
 
     def _forget_replaced(self) -> None:
-        """Forget what the new checkpoint replaces; it is visible by now, so what fails here is left as it is."""
+        """Forget what the new checkpoint replaces. That one is visible already, so errors are only logged."""
         for old in self._replaced:
             try:
                 forget(self.repo, old)
@@ -401,26 +347,38 @@ def _quoted(keys: Iterable[str]) -> str:
     return ", ".join(map(repr, keys))
 
 
-def _agree(hellos: Sequence[BeginRequest]) -> bool:
-    """Whether all ranks of each set have the same digest of it."""
+def _check_agreed(requests: Sequence[BeginRequest]) -> None:
+    first = requests[0].call
+    for rank, request in enumerate(requests):
+        if request.call != first:
+            raise InvalidInput(
+                f"rank {rank} saves {request.call}, but rank 0 saves {first}; all ranks must make the same call",
+                rank=rank,
+            )
+
+
+def _agree(requests: Sequence[BeginRequest]) -> bool:
+    """Return whether all ranks of each set have the same digest of it."""
     first: dict[int, bytes] = {}
-    return all(first.setdefault(number, one) == one for hello in hellos for number, one in hello.sets.items())
+    return all(
+        first.setdefault(number, digest) == digest for request in requests for number, digest in request.sets.items()
+    )
 
 
 _NAMED: Final = 8
-_said: Final[set[tuple[str, str, str]]] = set()  # in this process
+_logged: Final[set[tuple[str, str, str]]] = set()  # in this process
 
 
-def say_pickled(url: str, run: str, objects: Iterable[ObjectEntry]) -> None:
-    """Name those of ``objects`` in the log that are pickles, and were not named of this run before."""
-    new = {(url, run, one.key) for one in objects if one.pickled} - _said
+def log_pickled(url: str, run: str, objects: Iterable[ObjectEntry]) -> None:
+    """Log the names of pickles among ``objects``, once for each name in a run."""
+    new = {(url, run, entry.key) for entry in objects if entry.pickled} - _logged
     if not new:
         return
-    _said.update(new)
+    _logged.update(new)
     keys = sorted(key for _, _, key in new)
     log.warning(
         "%s in %s: stored as pickles: %s. They are no plain data, or bytes that a planner made; a load needs "
-        "allow_pickle=True for what torch's restricted unpickler does not know. This is said once",
+        "allow_pickle=True for what torch's restricted unpickler does not know. This is logged once",
         run,
         url,
         listed(keys, _NAMED),

@@ -29,9 +29,9 @@ Data: TypeAlias = torch.Tensor | bytes
 class LocalEntry:
     """A tensor, a large buffer of an object, or an attachment; see `casckpt.format.sections.index.Entry`.
 
-    ``limits``: of each piece, the elements [lo, hi) of its region (normalised) that this rank writes; None for all.
-    ``buffer``: in place of pieces, the whole stream, for what is not a tensor. ``replicated``: see `LocalTensor`.
-    ``may_differ``: see `casckpt.tensors.shards.may_differ`. ``frozen``: the caller says that it is as in the parent.
+    ``limits``: for each piece, the elements [lo, hi) of its region (normalised) that this rank writes; None for all.
+    ``buffer``: the whole stream, instead of pieces, if this is not a tensor. ``replicated``: see `LocalTensor`.
+    ``may_differ``: see `casckpt.tensors.shards.may_differ`. ``frozen``: the caller declares that it did not change.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class LocalEntry:
 
     @property
     def name(self) -> Name:
-        """What tells it apart."""
+        """Its unique name."""
         return self.kind, self.key, self.index, self.rank
 
     @property
@@ -59,25 +59,25 @@ class LocalEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole stream, of which this rank may hold a part."""
+        """The bytes of the whole stream. This rank may hold only a part."""
         return prod(self.shape) * dtypes.itemsize(self.dtype)
 
     @property
     def on_gpu(self) -> bool:
-        """Whether some of what this rank holds is in a GPU's memory."""
+        """Whether any of its pieces is in the memory of a GPU."""
         return on_gpu(piece.data for piece in self.pieces)
 
     @property
     def order(self) -> tuple[tuple[int, str], str, str, int]:
-        """Sort key: blobs are filled in this order, which keeps every tensor in them aligned."""
+        """The sort key. Blobs are filled in this order, which keeps every tensor in them aligned."""
         return blob.order(self.dtype), self.key, self.kind, self.index
 
     def limited(self, limits: Sequence[tuple[int, int]]) -> LocalEntry:
-        """The same, of which only these elements are written."""
+        """Return the same entry, of which this rank writes only ``limits``."""
         return replace(self, limits=limits)
 
     def parts(self) -> Iterator[tuple[Region, Data, int]]:
-        """What is written: (region, data, element of the data at which the region begins)."""
+        """Yield what this rank writes: (region, data, element of the data at which the region begins)."""
         if self.buffer is not None:
             yield whole(self.shape), self.buffer, 0
             return
@@ -103,16 +103,16 @@ class Cell:
 
     @property
     def known(self) -> StoredCell | None:
-        """The parent's cell of just these elements."""
+        """The parent's cell of exactly these elements, if there is one."""
         return self.cut if isinstance(self.cut, StoredCell) else None
 
     @property
     def stop(self) -> int:
-        """Element of the memory behind the last one."""
+        """The element of the memory behind the last one."""
         return self.start + self.cut.hi - self.cut.lo
 
     def data(self) -> memoryview:
-        """Its bytes, in place; a copy where they do not lie together in host memory."""
+        """Return its bytes in place, or a copy if they are not contiguous in host memory."""
         view = self.memory.view(self.start, self.stop)
         if view is None:
             view = memoryview(bytearray(self.nbytes))
@@ -122,9 +122,10 @@ class Cell:
 
 @collector_paused()
 def plan_work(sources: Sequence[LocalEntry], cell_bytes: int, known: ReusableCells) -> list[list[Cell]]:
-    """The cells of all sources, group by group, in the order in which they are to lie in blobs.
+    """Return the cells of all sources, group by group, in the order in which blobs are filled.
 
-    Of each dtype what begins with a large cell goes first: such cells begin at pages, and between them little is lost.
+    Within a dtype, groups that begin with a large cell come first: such cells begin at a page, and waste little space
+    between each other.
     """
     work: list[list[Cell]] = []
     small: list[list[Cell]] = []

@@ -1,4 +1,4 @@
-"""The arguments of a save: checked, and carried from the call to the leader."""
+"""The arguments of a save."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ CheckReplicas: TypeAlias = Literal["raise", "sample", "off"] | bool
 Metrics: TypeAlias = Mapping[str, SupportsFloat]
 """Names to real numbers, of Python or numpy, or tensors of no dimensions."""
 Frozen: TypeAlias = Callable[[str], bool] | Sequence[str] | None
-"""Which tensors are declared frozen: by flat key, a predicate or fnmatch patterns."""
+"""The tensors that are declared frozen: a function of the flat key, or fnmatch patterns."""
 Owners: TypeAlias = Callable[[str], int | None] | None
-"""The rank that alone maintains a leaf, by flat key; None for what all ranks that have it hold alike."""
+"""A function from a flat key to the one rank that maintains the leaf, or None if all ranks hold the same value."""
 
 
 class WriterArguments(TypedDict, total=False):
-    """The keyword arguments of `Store.save`, which describes them, that a DCP writer has too."""
+    """The keyword arguments that `Store.save`, which describes them, and a DCP writer have in common."""
 
     metadata: Mapping[str, Any] | None
     metrics: Metrics | None
@@ -50,7 +50,7 @@ class WriterArguments(TypedDict, total=False):
 
 
 class SaveArguments(WriterArguments, total=False):
-    """The keyword arguments of `Store.save`, which describes them, beside run and step."""
+    """The keyword arguments of `Store.save`, which describes them, except run and step."""
 
     owners: Owners
     process_group: ProcessGroup | None
@@ -58,7 +58,7 @@ class SaveArguments(WriterArguments, total=False):
 
 
 class ImportArguments(TypedDict, total=False):
-    """The keyword arguments of `Store.save` that every import has too, beside the step."""
+    """The keyword arguments that `Store.save` and all imports have in common, except the step."""
 
     run: str
     overwrite: bool
@@ -68,16 +68,15 @@ class ImportArguments(TypedDict, total=False):
 
 
 def usable_compress(given: str) -> Compress:
-    """Return the same; raise InvalidInput for what is none of them."""
-    found = next((known for known in get_args(Compress) if known == given), None)
-    if found is None:
+    """Return ``given`` if it is a value of `Compress`. Raises InvalidInput otherwise."""
+    compress: Compress | None = next((known for known in get_args(Compress) if known == given), None)
+    if compress is None:
         raise InvalidInput(f"compress={given!r} is not known; give 'auto', 'off' or 'always'")
-    compress: Compress = found
     return compress
 
 
 def usable_check(given: CheckReplicas) -> Literal["raise", "sample", "off"]:
-    """Return ``check_replicas`` in words; raise InvalidInput for what it cannot be."""
+    """Return ``check_replicas`` as a word. Raises InvalidInput for other values."""
     for word, meant in (("raise", True), ("off", False), ("sample", "sample")):
         if given is meant or given == word:
             return word  # type: ignore[return-value] # of the three
@@ -86,7 +85,7 @@ def usable_check(given: CheckReplicas) -> Literal["raise", "sample", "off"]:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """What a save was asked for: `SaveArguments`, with their defaults. A keyword of no such name is a TypeError."""
+    """The arguments of a save: run, step, and `SaveArguments` with their defaults."""
 
     run: str = "default"
     step: int
@@ -109,9 +108,9 @@ class SaveOptions:
     no_dist: bool = False
 
     def checked(self) -> Self:
-        """The same, as it is stored, with copies of metrics and metadata. Called where all ranks learn of it.
+        """Return checked options, with copies of metrics and metadata in stored form. Raises InvalidInput.
 
-        Raises InvalidInput.
+        Call it inside an exchange, so that all ranks raise the error.
         """
         if self.dedup not in get_args(Dedup):
             raise InvalidInput(f"dedup={self.dedup!r} is not known; give 'store' or 'run'")

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """One rank's share of a checkpoint, before anything is written. ``left``: keys left to other ranks, and these."""
+    """The flattened state of one rank. ``left``: keys that it leaves to other ranks, and these ranks."""
 
     sources: Sequence[LocalEntry]
     objects: Sequence[ObjectEntry]
@@ -47,7 +47,7 @@ class Prepared:
 
     @property
     def bytes_total(self) -> int:
-        """Bytes of this rank's tensors."""
+        """The bytes of the tensors of this rank."""
         return sum(source.nbytes for source in self.sources if source.kind == TENSOR)
 
 
@@ -61,11 +61,11 @@ def prepare(
     frozen: Frozen = None,
     owners: Owners = None,
 ) -> Prepared:
-    """Flatten ``state`` and look at every leaf. Raises InvalidInput, naming the key, for what cannot be stored.
+    """Flatten ``state``. Raises InvalidInput, with the key, for a leaf that cannot be stored.
 
-    What ``owners`` gives to another rank of ``size`` is left to that.
+    ``size``: the number of ranks. Leaves out what ``owners`` gives to another rank.
     """
-    # each of several ranks may have other entries
+    # with several ranks, each may have other entries
     flat = flatten(state, is_whole=lambda _, mapping: size == 1 and len(mapping) >= LARGE)
     is_frozen = frozen_by(frozen)
     sources: list[LocalEntry] = []
@@ -76,33 +76,33 @@ def prepare(
             left[key] = owner
             _drop(flat.tree, leaf.path)
             continue
-        mine = rank if leaf.per_rank else None
+        own = rank if leaf.per_rank else None
         if leaf.is_tensor:
-            sources.append(tensor_source(key, leaf.value, mine, frozen=is_frozen(key), together=size > 1))
+            sources.append(tensor_source(key, leaf.value, own, frozen=is_frozen(key), together=size > 1))
         else:
-            entry, parts = stored_object(key, mine, partial(encode_object, key, leaf.value, allow_pickle))
+            entry, parts = stored_object(key, own, partial(encode_object, key, leaf.value, allow_pickle))
             objects.append(entry)
             sources += parts
     if rank == 0:
         _warn_if_empty(sources)
         for unkept, path in flat.unkept.items():
-            _tell_class(unkept, show(path))
+            _log_class(unkept, show(path))
     inline, large = _attachments(attachments or {})
     return Prepared([*sources, *large], objects, inline, encode_tree(flat.tree), left)
 
 
 def _warn_if_empty(sources: Sequence[LocalEntry]) -> None:
-    """Log that most tensors of a state are empty: what partitions parameters leaves such placeholders."""
+    """Log it if most tensors of a state are empty. Libraries that partition parameters leave such placeholders."""
     sizes = [source.nbytes for source in sources if source.kind == TENSOR and "float" in source.dtype]
     if len(sizes) > 1 and sizes.count(0) > len(sizes) / 2:
         log.warning(_EMPTY, sizes.count(0), len(sizes))
 
 
 @cache
-def _tell_class(kind: type, place: str) -> None:
+def _log_class(kind: type, place: str) -> None:
     log.warning(
         "state%s is a %s, which is stored as a dict: Store.read gives a dict, and a load into such an object fills it. "
-        "This is said once",
+        "This is logged once",
         place,
         kind.__qualname__,
     )
@@ -130,9 +130,9 @@ def _drop(tree: Any, path: Sequence[Any]) -> None:
 def tensor_source(
     key: str, value: Any, rank: int | None, *, frozen: bool = False, together: bool = False
 ) -> LocalEntry:
-    """What this rank holds of a tensor. Raises InvalidInput, naming the key, for what cannot be stored.
+    """Return the entry of a tensor on this rank. Raises InvalidInput, with the key, if it cannot be stored.
 
-    ``together``: with other ranks, which may hold the same.
+    ``together``: other ranks save too, and may hold the same tensor.
     """
     local = local_tensor(key, value)
     return LocalEntry(
@@ -152,9 +152,9 @@ def tensor_source(
 def stored_object(
     key: str, rank: int | None, encode: Callable[[Spill], tuple[bytes, bool]]
 ) -> tuple[ObjectEntry, list[LocalEntry]]:
-    """A leaf that is no tensor, and its large buffers, which are stored as tensors are.
+    """Return an object, and the entries of its large buffers, which are stored like tensors.
 
-    ``encode``: hands those to what it is given, and gives the bytes, and whether they are a pickle.
+    ``encode``: passes these buffers to its argument. It returns the other bytes, and whether they are a pickle.
     """
     parts: list[bytes] = []
 
@@ -168,7 +168,7 @@ def stored_object(
 
 
 def frozen_by(frozen: Frozen) -> Callable[[str], bool]:
-    """The declaration as a function of a key. Raises InvalidInput for what is neither, as one text."""
+    """Return ``frozen`` as a function of a key. Raises InvalidInput for a single string, and other wrong types."""
     if frozen is None:
         return lambda key: False
     if callable(frozen):
@@ -180,7 +180,7 @@ def frozen_by(frozen: Frozen) -> Callable[[str], bool]:
 
 
 def snapshot(prepared: Prepared, staging: Staging) -> Prepared:
-    """The same with copies of all tensor data in ``staging``: what it was taken from may change."""
+    """Copy all tensor data into ``staging``. The caller may change the original afterwards."""
     copies = iter(staging.copy(tensors_of(prepared)))
     sources = [
         replace(source, pieces=[Piece(piece.region, next(copies)) for piece in source.pieces])
@@ -190,7 +190,7 @@ def snapshot(prepared: Prepared, staging: Staging) -> Prepared:
 
 
 def tensors_of(prepared: Prepared) -> list[torch.Tensor]:
-    """The data of all pieces, in order."""
+    """Return the data of all pieces, in order."""
     return [piece.data for source in prepared.sources for piece in source.pieces]
 
 
@@ -209,7 +209,7 @@ def _attachments(given: Mapping[str, bytes | bytearray | memoryview]) -> tuple[l
         folder = next((above for above in map(str, PurePosixPath(name).parents) if above in given), None)
         if folder is not None:
             raise InvalidInput(f"attachment {folder!r} would be the folder of attachment {name!r}; rename one")
-        content = bytes(data)  # whose length counts bytes: that of a memoryview counts its items
+        content = bytes(data)  # the length of a memoryview counts items, not bytes
         if len(content) < _INLINE_BYTES:
             inline.append(Attachment(name, content))
         else:

@@ -1,8 +1,8 @@
 """Cells of the previous save in host memory, as bases for the frames of the next one.
 
-What is kept is a copy of the buffer that was hashed, never of the caller's memory, and it counts only where its digest
-is that of the cell in the manifest. So whatever happened in between (a save that failed, a run that was rolled back, or
-resumed elsewhere) a cell that is of no use is not used.
+It holds copies of the buffers that were hashed, never of the caller's memory. A cell counts only if its digest is that
+of the cell in the manifest. So it does not matter what happened in between: a save may have failed, or the run may have
+been rolled back or resumed elsewhere.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from casckpt.format.sections.index import Name
 from casckpt.tensors.memory import copy_bytes
 
 CellName: TypeAlias = tuple[Name, Box, int, int]
-"""Which elements a cell holds: [lo, hi) of a box of a stream."""
+"""The elements of a cell: [lo, hi) of a box of a stream."""
 
 
 class HeldFrame(NamedTuple):
-    """A frame that was decoded and compared. ``base``: the digest of what undoing it gives."""
+    """A frame that was decoded and compared. ``base``: the digest of the cell that `undo` returns to."""
 
     data: bytes
     base: CellDigest
@@ -29,7 +29,7 @@ class HeldFrame(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeldCell:
-    """The bytes of one version of a cell. ``frames``: those by which it was saved, its own first, down to its key."""
+    """The bytes of one version of a cell. ``frames``: the chain that encodes it, its own frame first."""
 
     digest: CellDigest
     plain: bytearray
@@ -43,23 +43,23 @@ class PreviousCells:
     _cells: dict[CellName, HeldCell] = field(default_factory=dict)
 
     def only(self, names: Container[CellName]) -> None:
-        """Give up all but these: the state has others no more, or they are cut in another way."""
+        """Drop all cells but these. The state has no others any more, or cuts them differently."""
         for name in [name for name in list(self._cells) if name not in names]:
             self.take(name)
 
     def take(self, name: CellName) -> HeldCell | None:
-        """Take out what is held of a cell: it is the caller's alone, to be changed in place, until he puts it back.
+        """Remove a cell and return it. The caller may change it in place, and put it back.
 
-        So neither another save in another thread nor one after an error finds bytes that are being changed.
+        So neither a save in another thread nor one after an error finds bytes that are being changed.
         """
         return self._cells.pop(name, None)
 
     def put(self, name: CellName, cell: HeldCell) -> None:
-        """Keep these bytes themselves."""
+        """Keep a cell, without a copy."""
         self._cells[name] = cell
 
     def keep(self, name: CellName, digest: CellDigest, plain: memoryview, frames: tuple[HeldFrame, ...] = ()) -> None:
-        """Keep a copy of the bytes of a cell, in the memory of what is held of it."""
+        """Keep a copy of the bytes of a cell. It reuses the memory of the version that is held."""
         held = self.take(name)
         buffer = bytearray(plain.nbytes) if held is None or len(held.plain) != plain.nbytes else held.plain
         copy_bytes(memoryview(buffer), plain)

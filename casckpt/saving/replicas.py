@@ -1,7 +1,7 @@
 """Comparison of replicas: samples before a rank writes, some cells afterwards.
 
-Every rank sends one digest for each set of ranks that it shares rows with. Only where these differ, or layouts are
-new, the ranks send more. See docs/decisions/0064-replicas-are-split-and-compared-by-samples.md.
+Every rank sends one digest for each set of ranks that it shares rows with. The ranks send more only if these digests
+differ, or if layouts are new. See docs/decisions/0064-replicas-are-split-and-compared-by-samples.md.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ADVICE: Final = (
 
 @dataclass(frozen=True)
 class Samples:
-    """What a rank sends of the rows of its layout: the words of a sample in a row each, or one digest of them."""
+    """The layout of a rank, and for each of its rows the words of a sample, or one digest of them."""
 
     layout: RankLayout
     words: Words
@@ -51,10 +51,10 @@ class Samples:
 
 @dataclass
 class ReplicaMemory:
-    """What rank 0 remembers of all saves of a process group into one store, whichever handles they were made with.
+    """What rank 0 remembers of all saves of a process group into one store.
 
-    ``saved``: keys of tensors in committed saves. ``differing``: keys of which ranks held different values in a
-    committed save; one rank writes these whole. ``found``: further ones, which a front end found before a save.
+    ``saved``: keys of tensors in committed saves. ``differing``: keys whose values differed between ranks in a
+    committed save; one rank writes these whole. ``found``: other such keys, found by a front end before a save.
     """
 
     found: dict[str, None] = field(default_factory=dict)
@@ -66,17 +66,17 @@ _memories: Final[dict[tuple[str, str], ReplicaMemory]] = {}
 
 
 def memory_of(url: str, group: str) -> ReplicaMemory:
-    """What this process keeps of its saves into a store by a process group."""
+    """Return the memory of this process for a store and a process group."""
     return _memories.setdefault((url, group), ReplicaMemory())
 
 
 @dataclass
 class Compared:
-    """Which rows this rank compares with other ranks, by the last plan, and what comparing has cost so far.
+    """The rows that this rank compares with other ranks by the last plan, and the cost of comparing so far.
 
-    ``sets``: the rows that it shares with each set of ranks. ``turn``: counts committed saves, from a random number on:
-    a job that always stops after a few saves reads other cells each time. ``seconds``: of processor time; ``tensors``:
-    how many were sampled.
+    ``sets``: the rows that it shares with each set of ranks. ``turn``: the number of committed saves plus a random
+    number, so that a job that often restarts does not always read the same cells. ``seconds``: processor time.
+    ``tensors``: the number of samples.
     """
 
     sets: Sequence[tuple[int, Ints]] = ()
@@ -85,7 +85,7 @@ class Compared:
     tensors: int = 0
 
     def plan(self, sets: Words) -> None:
-        """Compare by these from now on: a number for the set of ranks that hold each row, 0 for none."""
+        """Set the rows to compare. ``sets``: for each row, the number of the set of ranks that hold it; 0 for none."""
         self.sets = [(number, np.flatnonzero(sets == number)) for number in np.unique(sets[sets > 0]).tolist()]
 
     def set_digests(self, prepared: Prepared, layout: RankLayout, seed: int, runs: int) -> dict[int, bytes]:
@@ -95,12 +95,12 @@ class Compared:
         rows = np.concatenate([rows for _, rows in self.sets])
         ends = np.cumsum([len(rows) for _, rows in self.sets])[:-1]
         digests = np.split(row_digests(self.samples(prepared, layout, seed, runs, rows)), ends)
-        return {number: cell_digest(mine.tobytes()) for (number, _), mine in zip(self.sets, digests, strict=True)}
+        return {number: cell_digest(of_set.tobytes()) for (number, _), of_set in zip(self.sets, digests, strict=True)}
 
     def samples(self, prepared: Prepared, layout: RankLayout, seed: int, runs: int, rows: Ints | None = None) -> Words:
-        """Sample these rows (None: all): so many runs of each tensor, and a digest of each object but pickles.
+        """Sample ``rows`` (None: all): ``runs`` runs of each tensor, and a digest of each object except pickles.
 
-        Equal objects may have different pickles. With 0 runs, digest all of each row, pickles included.
+        Equal objects may have different pickles. If ``runs`` is 0, digest all bytes of each row, pickles included.
         """
         begun, held = thread_time(), layout.held
         tensors = tensors_of(prepared)
@@ -108,45 +108,45 @@ class Compared:
         rows = np.arange(len(held)) if rows is None else rows
         words = np.zeros((len(rows), 2 * runs or 1), np.uint64)
         is_tensor = rows < len(tensors)
-        mine = rows[is_tensor]
-        data = [tensors[row] for row in mine.tolist()]
+        tensor_rows = rows[is_tensor]
+        data = [tensors[row] for row in tensor_rows.tolist()]
         if runs:
-            count, size = held.hi[mine] - held.lo[mine], held.itemsize[mine]
+            count, size = held.hi[tensor_rows] - held.lo[tensor_rows], held.itemsize[tensor_rows]
             last = np.maximum(count - RUN // size, 0)
-            starts = places(held.name[mine] ^ held.region[mine], seed, last + 1, runs)
+            starts = places(held.name[tensor_rows] ^ held.region[tensor_rows], seed, last + 1, runs)
             in_full = np.minimum(np.arange(runs) * (RUN // size)[:, None], last[:, None])
             starts = np.where((count * size <= runs * RUN)[:, None], in_full, starts)
             words[is_tensor] = sampled(data, starts, count, size)
         else:
-            words[is_tensor, 0] = _words([digest_of(one) for one in data])
-        if len(mine) < len(rows):
+            words[is_tensor, 0] = _words([digest_of(tensor) for tensor in data])
+        if len(tensor_rows) < len(rows):
             words[~is_tensor, 0] = _object_digests(prepared, pickles=not runs)[rows[~is_tensor] - len(tensors)]
         self.seconds += thread_time() - begun
-        self.tensors += len(mine)
+        self.tensors += len(tensor_rows)
         return words
 
-    def read_again(self, prepared: Prepared, layout: RankLayout, duty: WriteRanges) -> tuple[int, Words]:
-        """Return the number of this save, and digests of the cells of others that this rank reads in it."""
-        begun, tensors, found = thread_time(), tensors_of(prepared), []
-        for row, lo, hi in to_read_again(layout.held, duty, self.turn):
+    def read_again(self, prepared: Prepared, layout: RankLayout, ranges: WriteRanges) -> tuple[int, Words]:
+        """Read some cells that other ranks write. Return the number of this save, and the digests of the cells."""
+        begun, tensors, digests = thread_time(), tensors_of(prepared), []
+        for row, lo, hi in to_read_again(layout.held, ranges, self.turn):
             start = int(layout.held.lo[row])
-            found.append(digest_of(tensors[row], lo - start, hi - start))
+            digests.append(digest_of(tensors[row], lo - start, hi - start))
         self.seconds += thread_time() - begun
-        return self.turn, _words(found)
+        return self.turn, _words(digests)
 
 
 def runs_of(check: str) -> int:
-    """Return how many runs of each row a save compares; 0 for all bytes."""
+    """Return the number of runs of each row that a save compares; 0 for all bytes."""
     return 0 if check == "raise" else RUNS
 
 
 def seed_of(run: str, step: int) -> int:
-    """A number that all ranks of a save have in common, and that differs by save."""
+    """Return a number that is the same on all ranks of a save, and differs between saves."""
     return int.from_bytes(cell_digest(f"{run}@{step}".encode())[:8], "little")
 
 
 def _object_digests(prepared: Prepared, *, pickles: bool) -> Words:
-    """Digest each object with its large buffers. Without ``pickles`` the digest of those is 0."""
+    """Digest each object with its large buffers. Without ``pickles``, the digest of a pickle is 0."""
     parts: dict[tuple[str, int | None], list[bytes]] = {}
     for source in prepared.sources:
         if source.kind == PART and source.buffer is not None:
@@ -157,7 +157,7 @@ def _object_digests(prepared: Prepared, *, pickles: bool) -> Words:
 
 
 def digest_of(data: torch.Tensor, lo: int = 0, hi: int | None = None) -> bytes:
-    """Digest the elements [lo, hi) of a tensor, in row-major order; by default all."""
+    """Return the digest of the elements [lo, hi) of a tensor, in row-major order; by default all."""
     memory, hi = TensorMemory(data), data.numel() if hi is None else hi
     view = memory.view(lo, hi)
     if view is not None:
@@ -171,7 +171,7 @@ def digest_of(data: torch.Tensor, lo: int = 0, hi: int | None = None) -> bytes:
 
 
 def _words(digests: Sequence[bytes]) -> Words:
-    """Shorten digests to a word each. These are compared, and never stored."""
+    """Shorten each digest to a word. Words are compared, and never stored."""
     return np.frombuffer(b"".join([digest[:8] for digest in digests]), np.uint64)
 
 
@@ -179,11 +179,11 @@ def _words(digests: Sequence[bytes]) -> Words:
 
 
 Odd: TypeAlias = Sequence[Sequence[tuple[int, int]]]
-"""Rows that differ, as `casckpt.plan.writers.Holders.differing` gives them."""
+"""Rows that differ; see `casckpt.plan.writers.Holders.differing`."""
 
 
 def find_odd(samples: Sequence[Samples], memory: ReplicaMemory, check: str) -> Odd:
-    """Find the rows of which ranks sent different samples, except those of keys that are known to differ.
+    """Find the rows whose samples differ between ranks, except those of keys that are known to differ.
 
     Raises InvalidInput for any such row, known or not, if ``check`` is "raise".
     """
@@ -228,7 +228,7 @@ def _differs(key: str, one: int, other: int, how: str, advice: str) -> InvalidIn
 
 
 def _values(words: Words, nbytes: int) -> bytes:
-    """Return the sampled bytes of a row of ``nbytes``. Of a small row, which is sampled whole, each comes once."""
+    """Return the sampled bytes of a row of ``nbytes``. A small row is sampled whole, and each byte comes once."""
     data, rest = words.tobytes(), nbytes % RUN
     if not rest or nbytes < RUN or nbytes >= len(data):
         return data[:nbytes]
@@ -253,15 +253,15 @@ def relative_difference(dtype: str, one: bytes, other: bytes) -> float:
 
 
 def differing_cells(plan: WritePlan, described: Share, again: Sequence[tuple[int, Words] | None]) -> dict[str, None]:
-    """Return the keys of cells that some rank holds with other values than were written.
+    """Return the keys of cells whose value on some rank is not the value that was written.
 
-    ``again``: what `Compared.read_again` returned on each rank.
+    ``again``: the results of `Compared.read_again`, by rank.
     """
     keys: dict[str, None] = {}
     for rank, read in enumerate(again):
         turn, digests = read or (0, ())
         held = plan.layouts[rank].held
-        cells = to_read_again(held, plan.duties[rank], turn)
+        cells = to_read_again(held, plan.ranges[rank], turn)
         for digest, (row, lo, hi) in zip(digests, cells, strict=False):
             name = plan.layouts[rank].stream(row)[0]
             region = int(held.region[row]), int(held.lo[row]), int(held.hi[row])
@@ -272,23 +272,23 @@ def differing_cells(plan: WritePlan, described: Share, again: Sequence[tuple[int
 
 
 def _written(table: ExtentTable, region: tuple[int, int, int], lo: int, hi: int) -> bytes | None:
-    """Return the digest with which a cell was written; None if an older checkpoint had it cut otherwise."""
+    """Return the digest of a cell as it was written; None if the manifest has no such cell."""
     boxes = [number for number, box in enumerate(table.boxes) if region_hash(box, *region[1:]) == region[0]]
     cells = [cell for box in boxes for cell in table.cells_in(box, lo, hi)]
     return cells[0].digest if [(cell.lo, cell.hi) for cell in cells] == [(lo, hi)] else None
 
 
-# for front ends by whose rules one rank writes what several hold
+# for front ends with rules of their own for which rank writes a replica
 
 
 def compared(samples: Sequence[Samples], memory: ReplicaMemory, check: str) -> dict[str, None]:
-    """Compare the samples of all ranks. Return and raise as `judged` and `find_odd` do."""
+    """Compare the samples of all ranks. Return and raise as `find_odd` and `judged` do."""
     odd = find_odd(samples, memory, check)
     return judged([one.layout for one in samples], odd, [one.words for one in samples], memory)
 
 
 def samples_of(sources: Sequence[LocalEntry], run: str, step: int, check: str) -> Samples:
-    """Sample tensors that other ranks may hold, too, as a save with this ``check`` needs it."""
+    """Sample tensors that other ranks may hold as well, for a save with this ``check``."""
     prepared = Prepared(sources, [], [], b"")
     layout = layout_of(prepared, RUN)
     return Samples(layout, Compared().samples(prepared, layout, seed_of(run, step), runs_of(check)))

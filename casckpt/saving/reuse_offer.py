@@ -29,9 +29,10 @@ DamagedBlobs: TypeAlias = frozenset[tuple[TxId, BlobHash]]
 
 @dataclass(frozen=True)
 class LastShare:
-    """A rank's own share of the last checkpoint that it helped to save, and which of its blobs are worn.
+    """A rank's share of the last checkpoint that it helped to save, and which of its blobs are worn.
 
-    It goes by the transaction: a checkpoint that was purged and copied back has the same id, and other places.
+    The transaction names the checkpoint. The id does not suffice: a checkpoint that was purged and copied back has the
+    same id, but its cells lie elsewhere.
     """
 
     txid: TxId
@@ -41,51 +42,51 @@ class LastShare:
 
 @dataclass(frozen=True)
 class ReuseOffer:
-    """What rank 0 tells the others: whose cells may be reused, and which blobs not.
+    """What the ranks of a save may reuse, as rank 0 found it.
 
-    ``commits``: of the run itself, if it has a parent, and of others; None where each rank remembers its own share.
-    ``compress``: as rank 0 was told, or else the store says.
-    ``manifests``: of these, what the others need not read again.
-    ``unlooked``: streams of the parent whose health nobody knows; None where none is asked for.
+    ``commits``: the parent, if there is one, and commits of other runs; None if each rank uses its last share.
+    ``compress``: the option of rank 0, or the setting of the store. ``damaged``: blobs not to reuse.
+    ``manifests``: of ``commits``, for the other ranks, which then need not read them.
+    ``unscanned``: the streams of the parent without known health; None if the save does not scan.
     """
 
     commits: Sequence[Commit] | None = ()
     compress: Compress = "off"
     damaged: DamagedBlobs = frozenset()
     manifests: Sequence[tuple[Commit, Manifest]] = ()
-    unlooked: frozenset[Name] | None = None
+    unscanned: frozenset[Name] | None = None
 
-    def to_tell(self, repo: Repository, told: Collection[TxId | None] = ()) -> ReuseOffer:
-        """The same, for ranks all of which have ``told`` which transaction they remember their share of."""
+    def for_ranks(self, repo: Repository, last: Collection[TxId | None] = ()) -> ReuseOffer:
+        """Return the offer as it is sent to ranks whose last shares are of the transactions ``last``."""
         commits = self.commits or ()
-        if len(commits) == 1 and {commits[0].txid} == {*told}:
+        if len(commits) == 1 and {commits[0].txid} == {*last}:
             return replace(self, commits=None)
         held = ((commit, readable(repo, commit)) for commit in commits)
-        return replace(self, manifests=[(commit, read) for commit, read in held if read is not None])
+        return replace(self, manifests=[(commit, manifest) for commit, manifest in held if manifest is not None])
 
 
-def reusable(repo: Repository, parent: Commit | None, streams: Streams, *, run: str, dedup: str) -> ReuseOffer:
-    """What a save of ``streams`` may reuse: of ``parent``, and of other runs for what that one lacks.
+def make_offer(repo: Repository, parent: Commit | None, streams: Streams, *, run: str, dedup: str) -> ReuseOffer:
+    """Return what a save of ``streams`` may reuse: of ``parent``, and of other runs if that lacks any of them.
 
-    All were live after the transaction began: ``parent`` was read then, and others are read now.
+    Call it after the transaction began, and with a parent that was read after that, so that all of them are live.
     """
-    held = None if parent is None else readable(repo, parent, warn=True)
-    commits = [] if parent is None or held is None else [parent]
-    if dedup == "store" and _lacks(held, streams):
+    manifest = None if parent is None else readable(repo, parent, warn=True)
+    commits = [] if parent is None or manifest is None else [parent]
+    if dedup == "store" and _lacks(manifest, streams):
         commits += newest_of_runs(repo, is_live, but=run, skip_doubtful=True)[:_MAX_BASES]
     return ReuseOffer(commits, damaged=frozenset(blobs.damaged_marks(repo) if commits else ()))
 
 
-def known_from(repo: Repository, run: str, knowledge: ReuseOffer, remembered: LastShare | None = None) -> ReusableCells:
-    """The cells that a rank of a save of ``run`` may reuse: it reads the manifests that it was not told."""
-    if knowledge.commits is None and remembered is not None:
-        return ReusableCells(remembered.share, [], _avoid(knowledge.damaged | remembered.worn))
-    for commit, manifest in knowledge.manifests:
+def reusable_cells(repo: Repository, run: str, offer: ReuseOffer, last: LastShare | None = None) -> ReusableCells:
+    """Return the cells that a rank of a save of ``run`` may reuse. Reads the manifests that ``offer`` lacks."""
+    if offer.commits is None and last is not None:
+        return ReusableCells(last.share, [], _avoid(offer.damaged | last.worn))
+    for commit, manifest in offer.manifests:
         manifests.adopt(repo, commit, manifest)
-    held = ((commit, readable(repo, commit)) for commit in knowledge.commits or ())
-    cells = [(commit.run == run, ManifestCells(read)) for commit, read in held if read is not None]
-    parent = next((one for is_parent, one in cells if is_parent), None)
-    return ReusableCells(parent, [one for _, one in cells if one is not parent], _avoid(knowledge.damaged))
+    held = ((commit, readable(repo, commit)) for commit in offer.commits or ())
+    cells = [(commit.run == run, ManifestCells(manifest)) for commit, manifest in held if manifest is not None]
+    parent = next((source for is_parent, source in cells if is_parent), None)
+    return ReusableCells(parent, [source for _, source in cells if source is not parent], _avoid(offer.damaged))
 
 
 def _avoid(damaged: DamagedBlobs) -> Callable[[BlobRef], bool]:
@@ -93,12 +94,12 @@ def _avoid(damaged: DamagedBlobs) -> Callable[[BlobRef], bool]:
 
 
 def readable(repo: Repository, commit: Commit, *, warn: bool = False) -> Manifest | None:
-    """A manifest, all of it at hand, or None if it is of no use: a save goes on without it."""
+    """Return a manifest that is completely read, or None if it is damaged: a save does not need it."""
     try:
-        found = manifests.get(repo, commit)
-        found.ready(objects=())
-        found.check_entries()
-        return found
+        manifest = manifests.get(repo, commit)
+        manifest.ready(objects=())
+        manifest.check_entries()
+        return manifest
     except CasckptError as error:
         if warn:
             log.warning("this save reuses nothing of %s@%d: %s", commit.run, commit.step, error)
@@ -106,7 +107,7 @@ def readable(repo: Repository, commit: Commit, *, warn: bool = False) -> Manifes
 
 
 def _lacks(parent: Manifest | None, streams: Streams) -> bool:
-    """Is there a stream that the parent does not have in this form?"""
+    """Does the parent lack any of the streams with this dtype and shape?"""
     if parent is None:
         return True
     have = {entry.name: (entry.dtype, entry.shape) for entry in parent.held}

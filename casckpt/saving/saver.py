@@ -1,4 +1,4 @@
-"""The saves of one process into one store: one after the other, in the background."""
+"""The saves of one process into one store. One save at a time runs in the background."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput
 from casckpt.ranks.ranks import Ranks, everyone, on_each, open_ranks
 from casckpt.repository.repository import Repository
-from casckpt.saving.exit_status import unheard
+from casckpt.saving.exit_status import unreported
 from casckpt.saving.leader import GroupMemory
 from casckpt.saving.options import SaveOptions, WhenBusy
 from casckpt.saving.prepare import Prepared, prepare, snapshot, tensors_of
@@ -23,38 +23,38 @@ from casckpt.tensors.staging import Staging
 
 
 class SaveFuture(Future[Checkpoint]):
-    """The checkpoint to be. It cannot be cancelled: other ranks would wait for this one."""
+    """The future of a save in the background. It cannot be cancelled, because other ranks would wait for this one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.name = object()
-        self.awaited = False  # whoever waits hears of a failure, though perhaps not yet
+        self.awaited = False  # a caller waits, and will get the error
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Checkpoint:
-        """The checkpoint, once it is durable and visible. Raises what the save raised."""
+        """Return the checkpoint once it is durable and visible. Raise the error of the save if it failed."""
         self.awaited = True
         try:
             return super().result(timeout)
         finally:
-            self._heard()
+            self._note_retrieved()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What the save raised, if it did."""
+        """Return the error of the save, or None."""
         self.awaited = True
         try:
             return super().exception(timeout)
         finally:
-            self._heard()
+            self._note_retrieved()
 
-    def _heard(self) -> None:
+    def _note_retrieved(self) -> None:
         if self.done():
-            unheard.pop(self.name, None)
+            unreported.pop(self.name, None)
         self.awaited = False
 
 
 class Background:
-    """One thread at a time, and the memory for one copy of a state, for one process. ``lock``: held to begin a save."""
+    """The thread of a save, and the memory for one copy of a state. ``lock``: held while a save begins."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -67,27 +67,27 @@ class Background:
         return self._last is not None and not self._last.done()
 
     def wait(self) -> None:
-        """Until no save runs."""
+        """Wait until no save runs."""
         if self._last is not None:
             wait([self._last])
 
-    def unheard(self) -> BaseException | None:
-        """The error of the save that was waited for, if nobody has asked its future; once."""
+    def unreported(self) -> BaseException | None:
+        """Return the error of the last save, once, unless a caller has asked its future."""
         last = self._last
-        return None if last is None or last.awaited or last.name not in unheard else last.exception()
+        return None if last is None or last.awaited or last.name not in unreported else last.exception()
 
     def submit(self, call: Callable[[], Checkpoint]) -> SaveFuture:
-        """Run ``call``; after `wait`. Where no thread is to be had, the caller runs it."""
+        """Run ``call`` in a thread, or in the caller if no thread can start. Call `wait` first."""
         future = self._last = SaveFuture()
 
         def run() -> None:
             try:
-                found = call()
+                checkpoint = call()
             except BaseException as error:  # noqa: BLE001 - the future raises it
-                unheard[future.name] = str(error)
+                unreported[future.name] = str(error)
                 future.set_exception(error)
             else:
-                future.set_result(found)
+                future.set_result(checkpoint)
 
         try:
             _Saving(target=run, name="casckpt-async").start()
@@ -97,30 +97,30 @@ class Background:
 
 
 class _Saving(threading.Thread):
-    """A save in the background; a program that ends waits for it."""
+    """The thread of a save. The interpreter waits for it at exit."""
 
 
 def _end_saves() -> None:
-    """The program ends: let what still runs end before."""
+    """Wait for the saves that still run."""
     for thread in threading.enumerate():
         if isinstance(thread, _Saving):
             thread.join()
 
 
-# Not by `atexit`, which comes when Python has waited for the threads itself; and before it does that, it forbids all
-# pools of threads to work on, without which the clients of buckets cannot. Of these functions the last one goes first.
-with suppress(AttributeError, RuntimeError):  # nobody promised that there is this one; or the program is ending already
+# `atexit` runs too late: before that, Python stops all thread pools, which the clients of buckets need. Python calls
+# these functions in reverse order.
+with suppress(AttributeError, RuntimeError):  # the function is private; and the interpreter may be at exit already
     threading._register_atexit(_end_saves)  # type: ignore[attr-defined] # see above
 
 
 State: TypeAlias = Mapping[Any, Any] | Callable[[], Mapping[Any, Any]]
-"""What is to be saved, or what makes it: then what goes wrong in the making reaches all ranks."""
+"""The state to save, or a function that returns it. If the function raises, every rank raises."""
 WithoutObjects: TypeAlias = Callable[[Ranks, State, SaveOptions], tuple[State, SaveOptions]]
-"""See `casckpt.store.objects.without_objects`, which lies above."""
+"""See `casckpt.store.objects.without_objects`, a module of a higher layer."""
 
 
 class Saver:
-    """What `casckpt.Store.save` and `casckpt.Store.save_async` run on. Thread-safe."""
+    """Runs `casckpt.Store.save` and `casckpt.Store.save_async`. Thread-safe."""
 
     def __init__(self, repo: Repository, without_objects: WithoutObjects) -> None:
         self.background = Background()
@@ -128,30 +128,34 @@ class Saver:
         self._memories: dict[str, GroupMemory] = {}
 
     def save(self, state: State, options: SaveOptions) -> Checkpoint:
-        """Save, and return once it is durable and visible."""
+        """Save, and return once the checkpoint is durable and visible."""
         ranks = open_ranks(options.process_group, no_dist=options.no_dist)
         state, options = self._without_objects(ranks, state, options)
         try:
             checked = options.checked()
         except CasckptError as error:
             ranks.fail(error)
-        return self._run(ranks, checked, lambda: _prepare(state, checked, ranks))
+        memory = self._memory(ranks)
+        return Checkpoint(self._repo, save(self._repo, ranks, memory, lambda: _prepare(state, checked, ranks), checked))
 
     def save_async(self, state: State, options: SaveOptions, when_busy: WhenBusy) -> Future[Checkpoint]:
-        """Check all that is given, on all ranks; copy the state, and save the copy in the background."""
+        """Check the arguments on all ranks, copy the state, and save the copy in the background."""
         if when_busy == "refuse":
             self._refuse_busy(options)
         with self.background.lock:
             self.background.wait()
             ranks = open_ranks(options.process_group, no_dist=options.no_dist, purpose="async")
-            checked, prepared = self._looked_at(state, ranks, options, when_busy)
-            copied = self._copied(prepared)
-            return self.background.submit(lambda: self._run(ranks, checked, copied))
+            checked, prepared = self._checked(state, ranks, options, when_busy)
+            copied = self._copy(prepared)
+            memory = self._memory(ranks)
+            return self.background.submit(
+                lambda: Checkpoint(self._repo, save(self._repo, ranks, memory, copied, checked))
+            )
 
     def check(self, state: State, options: SaveOptions) -> None:
-        """Do what a save does before it writes anything; on every rank."""
+        """Do everything that a save does before it writes. Every rank calls it."""
         ranks = open_ranks(options.process_group, no_dist=options.no_dist)
-        checked, prepared = self._looked_at(state, ranks, options, "wait")
+        checked, prepared = self._checked(state, ranks, options, "wait")
         if ranks.size > 1:
             memory = GroupMemory(memory_of(self._repo.storage.url, ranks.group))
             compare(self._repo, ranks, memory, prepared, checked)
@@ -166,7 +170,7 @@ class Saver:
         ranks.exchange(lambda: self.background.busy, decide)
 
     def warm_up(self, state: State, options: SaveOptions) -> None:
-        """Make the memory for the copy of such a state, and the connections between ranks."""
+        """Allocate the memory for a copy of such a state, and connect the ranks."""
         ranks = open_ranks(options.process_group, no_dist=options.no_dist, purpose="async")
         with self.background.lock:
             self.background.wait()
@@ -174,42 +178,39 @@ class Saver:
             prepared = on_each(ranks, lambda: _prepare(state, options, ranks))
             self.background.staging.reserve(tensors_of(prepared))
 
-    def _looked_at(
+    def _checked(
         self, state: State, ranks: Ranks, options: SaveOptions, when_busy: WhenBusy
     ) -> tuple[SaveOptions, Prepared]:
-        """The arguments and every leaf, checked, before anything is copied. What one rank raises here, all raise.
+        """Check the arguments and every leaf. An error on one rank is raised on all ranks.
 
-        So does what the save before failed with, if nobody asked its future.
+        If the previous save failed and no caller asked its future, raise its error.
         """
         state, options = self._without_objects(ranks, state, options)
 
-        def look() -> tuple[SaveOptions, Prepared]:
+        def check() -> tuple[SaveOptions, Prepared]:
             if when_busy not in get_args(WhenBusy):
                 raise InvalidInput(f"when_busy={when_busy!r} is not known; give 'wait' or 'refuse'")
-            if failed := self.background.unheard():
+            if failed := self.background.unreported():
                 raise failed
             checked = options.checked()
             return checked, _prepare(state, checked, ranks)
 
-        return on_each(ranks, look)
+        return on_each(ranks, check)
 
-    def _copied(self, prepared: Prepared) -> Callable[[], Prepared]:
-        """What gives copies of all data, made now, or raises what went wrong, where all ranks learn of it."""
+    def _copy(self, prepared: Prepared) -> Callable[[], Prepared]:
+        """Copy all data now. Return a function that returns the copy, or that raises the error inside an exchange."""
         try:
             copied = snapshot(prepared, self.background.staging)
         except CasckptError as error:
             return _failing(error)
         return lambda: copied
 
-    def _run(self, ranks: Ranks, checked: SaveOptions, prepared: Callable[[], Prepared]) -> Checkpoint:
-        """Save; on every rank."""
-        replicas = memory_of(self._repo.storage.url, ranks.group)
-        memory = self._memories.setdefault(ranks.name, GroupMemory(replicas))
-        return Checkpoint(self._repo, save(self._repo, ranks, memory, prepared, checked))
+    def _memory(self, ranks: Ranks) -> GroupMemory:
+        return self._memories.setdefault(ranks.name, GroupMemory(memory_of(self._repo.storage.url, ranks.group)))
 
 
 def _prepare(state: Any, options: SaveOptions, ranks: Ranks) -> Prepared:
-    """Look at every leaf; see `casckpt.saving.prepare.prepare`."""
+    """See `casckpt.saving.prepare.prepare`."""
     with collector_paused():
         return prepare(
             state, options.attachments, rank=ranks.rank, size=ranks.size, allow_pickle=options.allow_pickle,
@@ -218,7 +219,7 @@ def _prepare(state: Any, options: SaveOptions, ranks: Ranks) -> Prepared:
 
 
 def _failing(error: BaseException) -> Callable[[], Prepared]:
-    """What raises ``error`` in place of preparing."""
+    """Return a function that raises ``error``."""
 
     def fail() -> NoReturn:
         raise error

@@ -19,15 +19,15 @@ from casckpt.saving.local_entries import Cell, LocalEntry
 from casckpt.saving.upload import PlacedCell
 
 Streams: TypeAlias = Mapping[Name, tuple[str, Shape]]
-"""Dtype and shape of streams, in the order in which the manifest is to hold them."""
+"""Dtype and shape of streams, in their order in the manifest."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank stored or reused, or all: the extents of the streams, in order, and the blobs that these count.
+    """What one rank, or all ranks, stored or reused: the extents of the streams, in order, and the blobs they refer to.
 
-    ``unhashed``: the streams that were not looked at, or not all of them, since they were declared frozen.
-    Also what a rank remembers of its last save; see `casckpt.plan.reuse.CellSource`.
+    ``unhashed``: the streams with cells that were not hashed, because they were declared frozen. A rank remembers its
+    share of the last save as a `casckpt.plan.reuse.CellSource`.
     """
 
     extents: Mapping[Name, tuple[str, ExtentTable]]
@@ -35,12 +35,12 @@ class Share:
     unhashed: frozenset[Name] = frozenset()
 
     def table(self, name: Name, dtype: str, shape: Shape) -> ExtentTable | None:
-        """The extents of one stream, if it has it with this dtype and shape."""
+        """Return the extents of a stream; None if the share has no stream of this name, dtype and shape."""
         found = self.extents.get(name)
         return found[1] if found is not None and found[0] == dtype and found[1].shape == shape else None
 
     def tables(self) -> Iterator[ExtentTable]:
-        """The extents of all streams."""
+        """Iterate over the extents of all streams."""
         return (table for _, table in self.extents.values())
 
 
@@ -54,7 +54,7 @@ def share_of(
     written: Sequence[BlobRef | None],
     cell_bytes: int,
 ) -> Share:
-    """One rank's share, in the order of its sources."""
+    """Return the share of one rank, in the order of its sources."""
     numbers: dict[BlobRef, int] = {}
     cells: list[list[StoredCell]] = [[] for _ in sources]
     unhashed: set[Name] = set()
@@ -78,14 +78,14 @@ def share_of(
             elements = cell.group.box, cell.cut.lo, cell.cut.hi
             cells[cell.source].append(StoredCell(blob, place.offset, cell.nbytes, *elements, place.digest, frame))
     extents = {}
-    for source, mine in zip(sources, cells, strict=True):
+    for source, own in zip(sources, cells, strict=True):
         size = dtypes.itemsize(source.dtype)
-        extents[source.name] = (source.dtype, build(source.shape, size, cell_bytes // size, mine))
+        extents[source.name] = (source.dtype, build(source.shape, size, cell_bytes // size, own))
     return Share(extents, list(numbers), frozenset(unhashed))
 
 
 def joined(shares: Sequence[Share]) -> Share:
-    """Several shares as one; a stream may be in several of them, with different elements."""
+    """Join shares. A stream may be in several of them, with different elements."""
     if len(shares) == 1:
         return shares[0]
     numbers: dict[BlobRef, int] = {}
@@ -102,7 +102,7 @@ def joined(shares: Sequence[Share]) -> Share:
 
 @collector_paused()
 def merge(shares: Sequence[Share], streams: Streams, cell_bytes: int) -> Share:
-    """All ranks' shares as one. Raises InvalidInput, naming key, ranks and region, unless each tensor is whole."""
+    """Join the shares of all ranks. Raises InvalidInput, with key, ranks and region, unless every tensor is whole."""
     every = joined(shares)
     extents = {name: every.extents.get(name) or _nothing(*form, cell_bytes) for name, form in streams.items()}
     extents |= every.extents

@@ -2,16 +2,15 @@
 
 Two phases, each over all cores:
 
-- **compare**: of every tensor that may be unchanged, one cell is hashed in place; if it is known, the others are too.
-  (Of tensors that the caller declares frozen, a sample is. Small ones are not, nor those that were just told by what
-  changed: they go on as if unknown, and no bytes of them are kept if they turn out to be known.)
-- **pack**: workers take unknown cells from a queue, copy each into an aligned buffer, hash it there (what is stored is
-  what was hashed), and put the full buffer as a blob. What is coded gives way to the next cell; frames are gathered,
-  and fill blobs of their own. Cells that are moved out of worn blobs have a queue of their own,
-  and so blobs; so has each branch of the state. As many workers fill at a time as there are cores: while some wait for
-  the disk others copy and hash.
+- **compare** hashes one cell of every tensor in place. If it is known, it hashes the other cells too. For a tensor that
+  is declared frozen it hashes a sample. It skips small tensors, and cells that the last save stored as deltas: they are
+  packed, and if their digests are known, nothing is stored.
+- **pack**: workers take unknown cells from a queue, copy each into an aligned buffer, hash it there (so what is stored
+  is what was hashed), and put the full buffer as a blob. The next cell overwrites a cell that was encoded; frames fill
+  blobs of their own. Each branch of the state has a queue, and thus blobs, of its own; so have cells that move out of
+  worn blobs. As many workers fill buffers at a time as there are cores, while others wait for the disk.
 
-Memory is bounded by the workers' buffers, whatever the size of the state; they are kept for the next save.
+The workers' buffers bound the memory, whatever the size of the state. They are kept for the next save.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ _ROOM = 8 << 20
 
 
 class Copier:
-    """Copies cells, one after the other, for one worker. ``room``: pinned memory, where what lies on a GPU goes first.
+    """Copies cells, one after the other, for one worker.
 
-    Without room all is copied to where it belongs.
+    ``room``: pinned memory, through which cells on a GPU are copied. None: copy directly.
     """
 
     def __init__(self, room: memoryview | None) -> None:
@@ -60,7 +59,7 @@ class Copier:
         self._lo = self._hi = 0
 
     def copy(self, cells: Sequence[Cell], number: int, target: memoryview) -> None:
-        """Copy one of ``cells`` into ``target``; the next ones may be asked for next."""
+        """Copy one of ``cells`` into ``target``. It may copy the following ones from the GPU as well."""
         cell, room = cells[number], self._room
         if room is None or not cell.memory.on_gpu or cell.nbytes > room.nbytes:
             cell.memory.copy_out(cell.start, cell.stop, target)
@@ -79,13 +78,13 @@ class Copier:
 
 
 def rooms(sources: Sequence[LocalEntry], workers: int) -> AbstractContextManager[BufferPool | None]:
-    """Make room for the workers of a save, if any of ``sources`` is on a GPU."""
+    """Allocate pinned memory for the workers of a save, if any of ``sources`` is on a GPU."""
     return gpu.PINNED.pool(workers, _ROOM) if any(source.on_gpu for source in sources) else nullcontext()
 
 
 @contextmanager
 def copier(rooms: BufferPool | None) -> Iterator[Copier]:
-    """Give one worker its copier."""
+    """Yield the copier of one worker."""
     if rooms is None:
         yield Copier(None)
         return
@@ -96,17 +95,17 @@ def copier(rooms: BufferPool | None) -> Iterator[Copier]:
 log = logging.getLogger(__name__)
 _TASK_BYTES = 8 << 20
 _TASK_CELLS = 4096
-_SMALL = 64 << 10  # bytes: to copy a cell costs less than to hash it twice where it changed
-_SAMPLE = 16  # cells of a frozen tensor that are looked at: at least 1, at most so many
+_SMALL = 64 << 10  # bytes: copying a cell costs less than hashing it twice if it changed
+_SAMPLE = 16  # cells of a frozen tensor that are hashed: at least 1, at most this many
 _BUFFERS = KeptBuffers()  # of this process, whichever store it saves to
 _WORTH_FILLING = 4  # a buffer with more than 1/4 of it free takes more cells, if there are any
 
 
 @dataclass(slots=True)
 class PlacedCell:
-    """Where one cell lies. ``new``: ``blob`` counts this save's own blobs, else those of the known cells.
+    """Where one cell lies. ``new``: ``blob`` is a number of this save's own blobs, not of the known ones.
 
-    ``frame``: how it is coded; its base is a known cell. ``unhashed``: it was not looked at, since its tensor was
+    ``frame``: its encoding, whose base is a known cell. ``unhashed``: it was not hashed, because its tensor was
     declared frozen.
     """
 
@@ -119,14 +118,14 @@ class PlacedCell:
 
     @property
     def needs(self) -> list[int]:
-        """The numbers of the known blobs that it lies in, or its bases do."""
-        mine = [] if self.new else [self.blob]
+        """The numbers of the known blobs that hold it or its bases."""
+        own = [] if self.new else [self.blob]
         base = None if self.frame is None else self.frame.base
-        return mine if base is None else mine + [one.blob for one in base.chain]
+        return own if base is None else own + [link.blob for link in base.chain]
 
     @classmethod
     def known(cls, cell: StoredCell, *, unhashed: bool = False) -> PlacedCell:
-        """The place of a known cell."""
+        """Return the place of a known cell."""
         return cls(cell.digest, False, cell.blob, cell.offset, cell.frame, unhashed)
 
 
@@ -140,7 +139,7 @@ class Upload:
     known: ReusableCells
     threads: int
     coder: Coder | None = None
-    looker: HealthScan | None = None
+    scan: HealthScan | None = None
     progress: Progress = silent
     written: list[BlobRef | None] = field(default_factory=list)
     _claims: dict[CellDigest, PlacedCell] = field(default_factory=dict)
@@ -167,14 +166,14 @@ class Upload:
         return [cell for cells in work for cell in cells if id(cell) not in placed]
 
     def _is_probed(self, cells: Sequence[Cell]) -> bool:
-        """Is the first of these cells to be hashed in place?"""
+        """Return whether to hash the first of these cells in place."""
         first = cells[0]
         if (len(cells) == 1 and first.nbytes <= _SMALL) or first.memory.view(0, 0) is None:
             return False
         return self.coder is None or not self.coder.likely_changes(first)
 
     def _trust(self, work: Sequence[Sequence[Cell]], placed: dict[int, PlacedCell]) -> None:
-        """Take tensors that were declared frozen to be what the parent has, if a random sample of their cells is."""
+        """Reuse the parent's cells of tensors that are declared frozen, if a random sample of them is unchanged."""
         random = Random(self.repo.entropy(8))  # noqa: S311 - a sample, no secret
         declared = [(cells, known) for cells in work if (known := self._declared_frozen(cells))]
         samples = [random.sample(cells, min(len(cells), _SAMPLE, 1 + len(cells) // _SAMPLE)) for cells, _ in declared]
@@ -189,23 +188,23 @@ class Upload:
                 self.progress(cell.nbytes)
 
     def _declared_frozen(self, cells: Sequence[Cell]) -> list[StoredCell]:
-        """The parent's cells that the caller says ``cells`` to be; empty if one cannot be reused."""
+        """Return the parent's cells of a tensor that is declared frozen; none if any cannot be reused."""
         if not self.sources[cells[0].source].frozen:
             return []
         known = [old for cell in cells if (old := cell.known) is not None and self.known.usable_cell(old)]
         return known if len(known) == len(cells) else []
 
     def _changed(self, cells: Sequence[Cell]) -> set[int]:
-        """Which of these are not what the parent has, by id."""
+        """Return the ids of the cells that differ from those of the parent."""
         changed: set[int] = set()
 
-        def look(lot: Sequence[Cell]) -> None:
+        def compare(lot: Sequence[Cell]) -> None:
             changed.update(
                 id(cell) for cell in lot if cell.known is None or cell_digest(cell.data()) != cell.known.digest
             )
 
         threads = useful_threads(self.threads, sum(cell.nbytes for cell in cells), len(cells))
-        run_all(look, _tasks(cells), threads)
+        run_all(compare, _tasks(cells), threads)
         return changed
 
     def _compare_each(self, cells: Sequence[Cell], placed: dict[int, PlacedCell]) -> None:
@@ -220,12 +219,12 @@ class Upload:
             digest = cell_digest(view)
             found = self._find(cell, digest)
             if found is not None:
-                self._look(cell, view, digest)
+                self._scan(cell, view, digest)
                 placed[id(cell)] = PlacedCell.known(found)
                 self.progress(cell.nbytes)
 
     def _find(self, cell: Cell, digest: CellDigest) -> StoredCell | None:
-        """A known cell with the digest of ``cell``: first where the parent has that."""
+        """Return a known cell with this digest; the parent's version of ``cell`` if possible."""
         old = cell.known
         if old is not None and old.digest == digest and self.known.usable_cell(old):
             return old
@@ -249,17 +248,17 @@ class Upload:
 
     def _work(self, packing: _Packing, buffers: BufferPool, pinned: BufferPool | None) -> None:
         try:
-            with buffers.borrow() as borrowed, copier(pinned) as mine:
+            with buffers.borrow() as borrowed, copier(pinned) as own:
                 for queue in packing.queues:
-                    self._empty(queue, packing, borrowed.view, mine)
+                    self._empty(queue, packing, borrowed.view, own)
         except BaseException:
-            packing.stop.set()  # the other workers need not write what will never be committed
+            packing.stop.set()  # the other workers need not write, since nothing will be committed
             raise
 
     def _queues(self, unknown: Sequence[Cell]) -> list[_Queue]:
-        """What may have changed, and apart from it what is moved out of a worn blob: likely to stay as it is.
+        """Return queues of cells that may have changed, and others of cells that move out of worn blobs.
 
-        In one blob with what changes again it would be moved at every other save.
+        The latter will likely stay unchanged. In one blob with cells that change again, they would soon move again.
         """
         moved = [cell for cell in unknown if cell.known is not None and not self.known.usable_cell(cell.known)]
         ids = {id(cell) for cell in moved}
@@ -284,10 +283,10 @@ class Upload:
         start = perf_counter()
         blobs.put(self.repo, self.uploader, blob.hash, buffer[: blob.size])
         if self.coder is not None:
-            self.coder.kept.rate.note(blob.size, perf_counter() - start)
+            self.coder.memory.rate.note(blob.size, perf_counter() - start)
 
     def _fill(self, queue: _Queue, packing: _Packing, buffer: memoryview, copier: Copier) -> BlobRef | None:
-        """Fill one blob, whose bytes then begin the buffer, and name it; None if there is none to put."""
+        """Fill one blob at the start of the buffer, and return its name; None if there is none to put."""
         writer, number = BlobWriter(buffer), self._next_number()
         end = writer.end + packing.capacity
         while end - writer.end > packing.capacity // _WORTH_FILLING and queue.frames.nbytes < packing.capacity:
@@ -307,9 +306,9 @@ class Upload:
     def _write(
         self, cell: Cell, writer: BlobWriter, target: memoryview, number: int, at: int
     ) -> tuple[PlacedCell, bytes | None]:
-        """Hash a cell that was copied to ``at``. It stays there if it is new, and no frame is returned."""
+        """Hash a cell that was copied to ``at``. It stays there if it is new and no frame is returned."""
         source, digest = self.sources[cell.source], cell_digest(target)
-        self._look(cell, target, digest)
+        self._scan(cell, target, digest)
         place, is_new = self._claim(cell, digest, number, at)
         coder = self.coder if self.coder is not None and self.coder.takes(source, cell) else None
         coded = coder.encode(source, cell, target, digest) if coder is not None and is_new else None
@@ -322,13 +321,13 @@ class Upload:
             coder.note_known(source, cell, target, place.digest, is_coded=place.frame is not None)
         return place, None
 
-    def _look(self, cell: Cell, data: memoryview, digest: CellDigest) -> None:
-        """Look at the health of a cell, whose bytes are in the cache now."""
-        if self.looker is not None:
-            self.looker.look(self.sources[cell.source], cell, data, digest)
+    def _scan(self, cell: Cell, data: memoryview, digest: CellDigest) -> None:
+        """Scan the health of a cell, whose bytes are in the CPU's cache now."""
+        if self.scan is not None:
+            self.scan.scan(self.sources[cell.source], cell, data, digest)
 
     def _put_frames(self, frames: Sequence[tuple[PlacedCell, bytes]], packing: _Packing, buffer: memoryview) -> None:
-        """Put frames into blobs of their own: of how many bytes they are is known late."""
+        """Put frames into blobs of their own, because their sizes are known late."""
         for lot in in_batches(frames, lambda one: len(one[1]), packing.capacity):
             with packing.turns:
                 writer, number = BlobWriter(buffer), self._next_number()
@@ -349,7 +348,7 @@ class Upload:
             return len(self.written) - 1
 
     def _claim(self, cell: Cell, digest: CellDigest, number: int, offset: int) -> tuple[PlacedCell, bool]:
-        """The place of a cell that was just hashed: where it is already, or here."""
+        """Return the place of a cell that was just hashed: where it is stored already, or here. True if here."""
         stored = self._find(cell, digest)
         with self._lock:
             earlier = self._claims.get(digest)
@@ -361,7 +360,7 @@ class Upload:
 
 
 class _Queue(Queue[Cell]):
-    """Cells in order, handed out by the buffer. ``frames``: those of its cells that lie in no blob yet."""
+    """Cells in order, taken a buffer at a time. ``frames``: frames of its cells that are in no blob yet."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:
         super().__init__(cells)
@@ -369,7 +368,7 @@ class _Queue(Queue[Cell]):
 
 
 class _Frames:
-    """Frames that lie in no blob yet."""
+    """Frames that are in no blob yet."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -377,13 +376,13 @@ class _Frames:
         self._lock = Lock()
 
     def add(self, order: int, place: PlacedCell, frame: bytes) -> None:
-        """Add the frame of a cell, whose ``place`` is told later."""
+        """Add the frame of a cell, whose ``place`` is completed later."""
         with self._lock:
             self._found.append((order, place, frame))
             self.nbytes += len(frame)
 
     def take(self, least: int) -> list[tuple[PlacedCell, bytes]]:
-        """Take all, if they have so many bytes, in the order of their cells."""
+        """Return and remove all frames, in the order of their cells, if they have at least ``least`` bytes."""
         with self._lock:
             found = sorted(self._found, key=lambda one: one[0]) if self.nbytes >= least else []
             if found:
@@ -393,7 +392,7 @@ class _Frames:
 
 @dataclass(frozen=True)
 class _Packing:
-    """What the workers share. ``turns``: or all would fill at once, and then all wait for the disk at once."""
+    """What the workers share. ``turns``: without it all would fill at once, and then all wait for the disk."""
 
     queues: Sequence[_Queue]
     placed: dict[int, PlacedCell]
@@ -403,5 +402,5 @@ class _Packing:
 
 
 def _tasks(cells: Sequence[Cell]) -> Iterable[Sequence[Cell]]:
-    """Cells in lots worth a task of their own."""
+    """Divide cells into lots that are worth a task."""
     return in_batches(cells, lambda cell: max(cell.nbytes, _TASK_BYTES // _TASK_CELLS), _TASK_BYTES)

@@ -507,7 +507,7 @@ class Settings(UserDict[str, Any]):
     """A mapping of its own kind."""
 
 
-@follows("saving/prepare.py:_tell_class", "Store.read gives a dict, and a load into such an object fills it")
+@follows("saving/prepare.py:_log_class", "Store.read gives a dict, and a load into such an object fills it")
 def test_a_mapping_of_another_class_is_filled_by_a_load(store: casckpt.Store, told: Told) -> None:
     with told.log() as advice:
         store.save({"more": Settings(lr=0.5)}, run="a", step=1)
@@ -519,7 +519,7 @@ def test_a_mapping_of_another_class_is_filled_by_a_load(store: casckpt.Store, to
     assert state["more"] == Settings(lr=0.5)
 
 
-@follows("saving/leader.py:Leader._existing", "save another step, or overwrite it (overwrite=True")
+@follows("history/transactions.py:begin_save", "save another step, or overwrite it (overwrite=True")
 def test_a_step_that_exists_is_overwritten(saved: casckpt.Store, told: Told) -> None:
     with told.error() as advice:
         saved.save({"x": 2}, run="a", step=1)
@@ -530,7 +530,7 @@ def test_a_step_that_exists_is_overwritten(saved: casckpt.Store, told: Told) -> 
     assert saved.read("a@2") == {"x": 3}
 
 
-@follows("saving/leader.py:Leader._existing", "--overwrite")
+@follows("history/transactions.py:begin_save", "--overwrite")
 def test_a_step_that_exists_is_overwritten_by_an_import(
     saved: casckpt.Store, store_path: Path, tmp_path: Path, told: Told, run: Run
 ) -> None:
@@ -545,7 +545,7 @@ class Kind(enum.IntEnum):
     ONE = 1
 
 
-@follows("saving/leader.py:say_pickled", "a load needs allow_pickle=True")
+@follows("saving/leader.py:log_pickled", "a load needs allow_pickle=True")
 def test_what_is_stored_as_a_pickle_is_loaded_with_leave(store: casckpt.Store, told: Told) -> None:
     with told.log() as advice:
         store.save({"kind": Kind.ONE}, run="a", step=1, allow_pickle=True)

@@ -14,10 +14,11 @@ from casckpt.errors import Conflict, Revoked, StorageError
 from casckpt.format.keys import commit_key, transaction_key
 from casckpt.format.names import ManifestId
 from casckpt.format.records import RevokedRecord
-from casckpt.history.commits import commit, list_commits, list_names
+from casckpt.history.commits import commit, forget, list_commits, list_names, purge
 from casckpt.history.transactions import (
     Transaction,
     begin,
+    begin_save,
     open_transactions,
     remove_closed,
     revoke,
@@ -25,7 +26,7 @@ from casckpt.history.transactions import (
 from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
-from tests.support.repositories import committed
+from tests.support.repositories import commit_bare, committed, meanwhile
 
 NEVER = 1e6  # seconds between signs of life, for tests that want none
 
@@ -54,6 +55,44 @@ def test_where_no_thread_can_be_started_there_are_no_signs(repo: Repository, mon
     monkeypatch.setattr(threading.Thread, "start", refuse)
     begin(repo, "a", 1).abort("done")
     assert files(repo) == []
+
+
+def test_a_save_does_not_build_on_a_checkpoint_that_is_purged_before_its_transaction_begins(
+    repo: Repository, faults: FaultyStore
+) -> None:
+    """A gc that has not seen the transaction may delete the blobs of that checkpoint."""
+    older, newest = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
+    faults.inject(call_first("put", meanwhile(lambda: purge(repo, forget(repo, newest))), key="transactions/*"))
+    transaction, parent, _ = begin_save(repo, "a", 3)
+    transaction.abort("the test ended")
+    assert parent is not None
+    assert parent.txid == older.txid
+
+
+def test_begin_save_returns_the_newest_commit_and_those_of_the_same_step(repo: Repository) -> None:
+    one, two = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
+    transaction, parent, replaced = begin_save(repo, "a", 1, overwrite=True)
+    transaction.abort("the test ended")
+    assert transaction.txid > two.txid
+    assert (parent, replaced) == (two, [one])
+
+
+def test_begin_save_writes_nothing_where_the_step_exists(repo: Repository) -> None:
+    commit_bare(repo, "a", 1)
+    with pytest.raises(Conflict, match="exists already"):
+        begin_save(repo, "a", 1)
+    assert files(repo) == []
+
+
+def test_begin_save_aborts_its_transaction_when_it_cannot_find_the_parent(
+    repo: Repository, faults: FaultyStore
+) -> None:
+    newest = commit_bare(repo, "a", 1)
+    faults.inject(fail_before("get", key=f"commits/{newest.txid}*", times=99))
+    with pytest.raises(StorageError):
+        begin_save(repo, "a", 2)
+    assert files(repo) == threads() == []
+    assert len(list_names(repo)) == 2
 
 
 def test_what_has_begun_is_open_and_tells_who_runs_it(repo: Repository, transaction: Transaction) -> None:

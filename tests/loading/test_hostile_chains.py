@@ -11,7 +11,7 @@ from casckpt.errors import Damaged, Refused
 from casckpt.format.draft import placed
 from casckpt.format.extents import Frame, StoredCell, build
 from casckpt.format.sections.blobs import encode_blobs
-from casckpt.saving.encoder import give_up
+from casckpt.saving.encoder import forget_run
 from casckpt.store.store import Store
 from casckpt.upkeep.rewrite import record_of, rewrite
 from tests.support.coded import Stored
@@ -103,7 +103,7 @@ def test_what_is_read_is_right_or_refused(change: Change, link: int) -> None:
     for step in range(STEPS - 1):
         assert same_state(reopened(store).read(f"default@{step}"), {"w": trained(8, step)})
     later = {"w": trained(8, STEPS)}
-    give_up(store.repository, "default")  # as a new process, which keeps nothing of the run
+    forget_run(store.repository, "default")  # as a new process, which keeps nothing of the run
     reopened(store).save(later, step=STEPS, compress="auto")
     assert same_state(reopened(store).read("latest"), later), "what a new process is told of the bases it looks at"
 

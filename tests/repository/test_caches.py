@@ -36,7 +36,7 @@ def test_a_save_says_of_no_announcement_that_it_looked_which_another_thread_read
         look_at_all(repo, run)  # by another thread of this process
         return found
 
-    monkeypatch.setattr("casckpt.saving.leader.greatest", meanwhile)
+    monkeypatch.setattr("casckpt.history.transactions.greatest", meanwhile)
     store.save(STATE, run="a", step=3)
     monkeypatch.undo()
     assert reopened(store).get("a@latest").step == list_commits(store.repository).visible()[-1].step == 2

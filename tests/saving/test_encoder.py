@@ -21,7 +21,7 @@ from casckpt.format.keys import blob_key
 from casckpt.plan.bases import MAX_DELTAS
 from casckpt.repository.repository import Repository
 from casckpt.saving import encoder as coding
-from casckpt.saving.encoder import give_up
+from casckpt.saving.encoder import forget_run
 from casckpt.store.store import Store
 from tests.support.far import far
 from tests.support.held import held_bytes
@@ -126,7 +126,7 @@ def test_over_a_network_only_what_is_held_is_a_base() -> None:
     for step, state in enumerate(states):
         if step == 2:  # a process that was started anew
             store = Store(Repository(storage))
-            give_up(store.repository, "default")
+            forget_run(store.repository, "default")
         before = storage.reads_of_blobs()
         store.save(state, step=step, compress="auto")
         assert storage.reads_of_blobs() == before, "nothing is read over the network in order to save"

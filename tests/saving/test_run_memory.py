@@ -14,7 +14,7 @@ from casckpt.errors import StorageError
 from casckpt.frontends.dcp import StorageWriter
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.repository.repository import Repository
-from casckpt.saving.encoder import MAX_RUNS, Pause, PutRate, RunMemory, kept_of
+from casckpt.saving.encoder import MAX_RUNS, Pause, PutRate, RunMemory, run_memory
 from casckpt.store.store import Store
 from tests.support import dcp
 from tests.support.far import FarStore, far
@@ -173,9 +173,9 @@ def test_how_fast_a_storage_is_is_known_of_each_of_its_runs(storage: FarStore) -
     with another_process():
         by_save(storage, 0)
         repo, other = here(storage).repository, small().repository
-        assert kept_of(repo, "default").rate.nbytes > 0
-        assert kept_of(repo, "another").rate is kept_of(repo, "default").rate
-        assert kept_of(other, "default").rate.bytes_per_second == float("inf")
+        assert run_memory(repo, "default").rate.nbytes > 0
+        assert run_memory(repo, "another").rate is run_memory(repo, "default").rate
+        assert run_memory(other, "default").rate.bytes_per_second == float("inf")
 
 
 def test_a_stream_that_is_in_vain_again_is_left_for_twice_as_long() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Conflict, InvalidInput, NotFound
 from casckpt.history.commits import list_commits
 from casckpt.repository.repository import Repository
+from casckpt.saving.upload import Upload
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
@@ -44,6 +47,21 @@ def test_metadata_that_no_json_holds_is_refused(metadata: Any, tmp_path: Path) -
     with pytest.raises(InvalidInput, match="metadata"):
         store.save(STATE, step=1, metadata=metadata)
     assert not (tmp_path / "store").exists()
+
+
+def test_few_frames_lie_between_a_save_and_its_first_look_at_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader can follow `Store.save` to `Upload.place`, which compares and stores cells, in eight steps."""
+    frames: list[str] = []
+    place = Upload.place
+
+    def look(self: Upload, work: Any) -> Any:
+        frames.extend(frame.f_code.co_qualname for frame, _ in traceback.walk_stack(sys._getframe(1)))
+        return place(self, work)
+
+    monkeypatch.setattr(Upload, "place", look)
+    small().save(STATE, step=1)
+    between = frames[: frames.index("Store.save") + 1]
+    assert len(between) + 1 <= 8, between
 
 
 def test_steps_at_both_ends() -> None:

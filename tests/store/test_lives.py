@@ -67,13 +67,14 @@ def test_a_save_to_a_bucket_is_finished_when_the_interpreter_ends(moto_server: S
     url = f"s3://{moto_server.new_place()}/store"
     code = (
         "import sys, json, threading, casckpt, torch\n"
-        "from casckpt.saving import leader, saver\n"
-        "ending, real = threading.Event(), leader.look_at_all\n"
+        "from casckpt.history import transactions\n"
+        "from casckpt.saving import saver\n"
+        "ending, real = threading.Event(), transactions.look_at_all\n"
         "threading._register_atexit(ending.set)\n"
         "def late(*args):\n"
         "    ending.wait()\n"
         "    return real(*args)\n"
-        "leader.look_at_all = late\n"
+        "transactions.look_at_all = late\n"
         "options = {'storage_options': json.loads(sys.argv[2]), 'cache_dir': sys.argv[3]}\n"
         "casckpt.open(sys.argv[1], **options).save_async({'w': torch.arange(3_000_000)}, step=1)\n"
     )
@@ -86,13 +87,13 @@ def test_a_forked_child_ends_beside_a_save_of_its_parent(store_path: Path) -> No
     """It does not wait for that save, which never ends in it."""
     code = (
         "import os, sys, threading, warnings, casckpt, torch\n"
-        "from casckpt.saving import leader\n"
-        "begun, go, real = threading.Event(), threading.Event(), leader.look_at_all\n"
+        "from casckpt.history import transactions\n"
+        "begun, go, real = threading.Event(), threading.Event(), transactions.look_at_all\n"
         "def late(*args):\n"
         "    begun.set()\n"
         "    go.wait()\n"
         "    return real(*args)\n"
-        "leader.look_at_all = late\n"
+        "transactions.look_at_all = late\n"
         "store = casckpt.open(sys.argv[1])\n"
         "store.save_async({'w': torch.ones(3)}, step=1)\n"
         "begun.wait()\n"
@@ -112,8 +113,8 @@ import atexit, gc, json, os, sys, threading
 atexit.register(os.write, 1, b"first ")  # runs last
 import casckpt, torch
 import torch.distributed.checkpoint as dcp
+from casckpt.history import transactions
 from casckpt.saving import exit_status as end
-from casckpt.saving import leader
 from casckpt.frontends.dcp import StorageWriter
 
 gc.freeze()  # what is imported costs each end a second else
@@ -130,7 +131,7 @@ else:
     os._exit(0)
 
 atexit.register(print, "second", flush=True)
-ended, real = threading.Event(), leader.look_at_all
+ended, real = threading.Event(), transactions.look_at_all
 def failing(*args):
     ended.wait()
     raise casckpt.errors.StorageError("no space left")
@@ -152,10 +153,10 @@ def endings(path: Path, *codes: str) -> list[tuple[str, int]]:
 
 
 SAVE = "one = store.save_async({'w': torch.ones(3)}, step=1, overwrite=True); "
-LAST = f"leader.look_at_all = failing; {SAVE}threading._register_atexit(ended.set); "
-EARLY = f"leader.look_at_all = gone; {SAVE}store._saver.get().background.wait(); "
+LAST = f"transactions.look_at_all = failing; {SAVE}threading._register_atexit(ended.set); "
+EARLY = f"transactions.look_at_all = gone; {SAVE}store._saver.get().background.wait(); "
 
-LATE = "leader.look_at_all = late; "
+LATE = "transactions.look_at_all = late; "
 LATE += "dcp.async_save({'w': torch.ones(3)}, storage_writer=StorageWriter(store, step=1)); "
 
 
@@ -176,7 +177,7 @@ def test_a_program_whose_last_save_failed_unheard_ends_with_a_status_that_says_s
     for ending, (said, _) in found.items():
         assert "second\n" in said, said
         assert said.endswith("first "), said
-        told = "the last save in the background failed, and nobody asked its future"
+        told = "the last save in the background failed, and no caller asked its future"
         assert said.count(told) == (ending in FAILED and "stderr = None" not in ending), said
 
 
@@ -193,7 +194,7 @@ def test_a_last_save_that_failed_unheard_is_told_of_when_the_interpreter_ends(st
         "gc.collect()\n"
     )
     said = told(code, store_path, status=120)
-    assert said.count("failed, and nobody asked its future") == 1
+    assert said.count("failed, and no caller asked its future") == 1
     assert "default@2 exists already" in said
 
 

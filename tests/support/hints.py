@@ -3,7 +3,7 @@
 A hint is a message, or a part of one, that names an argument, a command, an option, a setting or a call. `hints` finds
 them in the source. A test in `tests.hints` triggers one, does what it says, and looks at the result::
 
-    @follows("saving/leader.py:Leader._existing", "overwrite it")
+    @follows("history/transactions.py:begin_save", "overwrite it")
     def test_a_step_that_exists_is_overwritten(store, told):
         store.save({"x": 1}, run="a", step=1)
         with told.error() as advice:  # the error of that function, with that text

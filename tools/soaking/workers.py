@@ -90,7 +90,7 @@ class BegunAnew(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Count one."""
-        if "saving again" in record.getMessage():
+        if "retries it once" in record.getMessage():
             self.worker.did("save given up on, and begun anew")
 
 

@@ -53,7 +53,7 @@ def import_folder(
     plan = folder.plan()
     folder.read_values(plan)
     session = WriterSession(opened.repository, options.checked(), rank=0, alone=False, more=more or {})
-    (plan,) = session.begin([session.ask(plan)])
+    (plan,) = session.begin([session.local_plan(plan)])
     results = session.write(plan, folder)
     session.finish(folder.metadata, [results])
     return opened.get(session.checkpoint)

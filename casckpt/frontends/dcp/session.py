@@ -32,36 +32,34 @@ from casckpt.format.names import TxId
 from casckpt.format.sections.index import TENSOR, Name
 from casckpt.format.tree import OBJECT, Node, merge
 from casckpt.format.tree import TENSOR as TENSOR_LEAF
-from casckpt.frontends.dcp.items import Resolver, Tensors, is_whole, sources_of, tensors_of, values_of
+from casckpt.frontends.dcp.items import Resolver, Tensors, Values, is_whole, sources_of, tensors_of, values_of
 from casckpt.frontends.dcp.note import Note
 from casckpt.frontends.dcp.schema import Opaque, check_keys, path_of, schema_of, tree_of
 from casckpt.history.following import newest_reusable
 from casckpt.ranks.agreement import StoreIdentity
 from casckpt.repository.repository import Repository
-from casckpt.saving.encoder import coding
-from casckpt.saving.health import Parent
-from casckpt.saving.health_scan import HealthScan
-from casckpt.saving.leader import FinishRequest, GroupMemory, Leader
+from casckpt.saving.health import ParentHealth
+from casckpt.saving.leader import GroupMemory, Leader
 from casckpt.saving.options import SaveOptions, usable_compress
 from casckpt.saving.prepare import Prepared, frozen_by, prepare, tensor_source
+from casckpt.saving.rank_part import RankPart, write_part
 from casckpt.saving.replicas import Samples, compared, memory_of, samples_of
-from casckpt.saving.reuse_offer import ReuseOffer, known_from, reusable
-from casckpt.saving.save import store_share
-from casckpt.saving.shares import Streams, joined
+from casckpt.saving.reuse_offer import ReuseOffer, make_offer
+from casckpt.saving.shares import Streams
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.state import check_key, decode_tree, encode_tree
 
 
 @dataclass(frozen=True)
 class LocalStorageData:
-    """What a rank puts into its local plan: a random number for this save."""
+    """The data that a rank puts into its local plan: a random number for this save."""
 
     number: bytes
 
 
 @dataclass(frozen=True)
 class GlobalStorageData:
-    """What the coordinator puts into the plan of a rank. ``number``: the one in the rank's local plan."""
+    """The data that the coordinator puts into the plan of a rank. ``number``: from the local plan of that rank."""
 
     number: bytes
     txid: TxId
@@ -71,10 +69,10 @@ class GlobalStorageData:
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank stored. It is sent with the first of its results."""
+    """The part that one rank stored, with what DCP adds. The first of the rank's results carries it."""
 
     rank: int
-    stored: FinishRequest
+    part: RankPart
     nodes: Mapping[str, bytes]
     opaque: frozenset[str]
     is_odd: bool
@@ -93,7 +91,7 @@ _latest = _Latest()
 
 
 class WriterSession:
-    """See the module's docstring. ``alone``: this rank saves by itself, without collective calls.
+    """One save on one rank. ``alone``: this rank saves by itself, without collective calls.
 
     ``more``: a state to save in addition to the plan.
     """
@@ -118,7 +116,7 @@ class WriterSession:
         self._written: Written | None = None
 
         earlier = _latest.session() if _latest.session is not None else None
-        if earlier is not None:  # it ran in this thread, so it is over
+        if earlier is not None:  # it ran in this thread, so it has ended
             earlier.give_up()
         _latest.session = weakref.ref(self)
 
@@ -127,7 +125,7 @@ class WriterSession:
         if self._last_resort is not None:
             self._last_resort()
 
-    def ask(self, plan: SavePlan) -> SavePlan:
+    def local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the local plan of this rank. Raises InvalidInput for a key that cannot be stored."""
         for item in plan.items:
             check_key(item.index.fqn)
@@ -145,7 +143,7 @@ class WriterSession:
         self._last_resort = weakref.finalize(self, _give_up, leader, os.getpid())
         with self._aborting():
             txid = leader.start()
-            offer = leader.knowledge(_streams(plans))
+            offer = leader.reuse_offer(_streams(plans))
             self._begun = begun = GlobalStorageData(self.number, txid, offer, StoreIdentity.of(self.repo))
         return [replace(plan, storage_data=_answer(plan.storage_data, begun)) for plan in plans]
 
@@ -186,8 +184,8 @@ class WriterSession:
             memory.found |= compared(samples, memory, str(self.options.check_replicas))
         note = _note(metadata, tree, written)
         encoded = note.encoded(allow_pickle=self.options.allow_pickle)
-        done = leader.conclude([part.stored for part in written], streams, encode_tree(tree), encoded)
-        return done[0].record.manifest
+        record, _ = leader.conclude([stored.part for stored in written], streams, encode_tree(tree), encoded)
+        return record.manifest
 
     # every rank
 
@@ -204,29 +202,23 @@ class WriterSession:
         values = values_of(plan.items, planner, allow_pickle=self.options.allow_pickle)
         tensors = tensors_of(plan.items, alone=self.alone)
         txid, offer = self._offer(plan)
-        known = known_from(self.repo, self.options.run, offer)
-        looker = None if offer.unlooked is None else HealthScan(offer.unlooked)
-        is_frozen = frozen_by(self.options.frozen)
-        others, shares = [*values.sources, *self._extra.sources], []
-        threads, progress = self.options.threads, self._progress
-        with coding(self.repo, known, self.options, told=offer.compress) as coder:
-            for window in tensors.windows(planner):
-                sources, others = [*others, *sources_of(window, planner, is_frozen)], []
-                prepared = Prepared(sources, [], [], b"")
-                share = store_share(
-                    self.repo, txid, prepared, known, threads=threads, coder=coder, looker=looker, progress=progress
-                )
-                shares.append(share)
-        objects = [*values.objects, *self._extra.objects]
-        health = {} if looker is None else looker.told
-        stored = FinishRequest(joined(shares), objects, self._extra.attachments, None, health)
+        prepared = self._prepared(values, tensors, planner)
+        part = write_part(self.repo, txid, offer, prepared, self.options, progress=self._progress)
         return Written(
-            self.rank, stored, values.nodes, frozenset(values.opaque), values.is_odd, replace(tensors, parts=[]),
+            self.rank, part, values.nodes, frozenset(values.opaque), values.is_odd, replace(tensors, parts=[]),
             str(self.options.check_replicas), self._samples(planner),
         )  # fmt: skip
 
+    def _prepared(self, values: Values, tensors: Tensors, planner: Resolver) -> Iterator[Prepared]:
+        """Yield the tensors in windows, and everything else with the first of them."""
+        is_frozen, extra = frozen_by(self.options.frozen), self._extra
+        rest = Prepared([*values.sources, *extra.sources], [*values.objects, *extra.objects], extra.attachments, b"")
+        for window in tensors.windows(planner):
+            yield replace(rest, sources=[*rest.sources, *sources_of(window, planner, is_frozen)])
+            rest = Prepared([], [], [], b"")
+
     def _samples(self, planner: Resolver) -> Samples | None:
-        """Samples of what this rank holds whole, even if another rank writes it; None if nothing is compared."""
+        """Sample the tensors that this rank holds whole, also those that another rank writes; None to skip it."""
         if self.alone or self.options.check_replicas == "off" or not isinstance(planner, DefaultSavePlanner):
             return None
         sources = [tensor_source(key, value, None, together=True) for key, value in planner.state_dict.items()
@@ -234,7 +226,11 @@ class WriterSession:
         return samples_of(sources, self.options.run, self.options.step, str(self.options.check_replicas))
 
     def _offer(self, plan: SavePlan) -> tuple[TxId, ReuseOffer]:
-        """The transaction in whose folder this rank uploads, and what it may reuse."""
+        """Return the transaction in whose folder this rank uploads, and what it may reuse.
+
+        A rank with a cached plan begins no transaction, so it cannot call `begin_save`. It received its plan after the
+        coordinator had begun, so what is live now stays.
+        """
         if self._begun is not None:
             return self._begun.txid, self._begun.offer
         answer, options = plan.storage_data, self.options
@@ -243,11 +239,11 @@ class WriterSession:
                 answer.home.check_shared(self.repo, answer.txid)
                 return answer.txid, answer.offer
             answer.home.check(self.repo)
-        parent = newest_reusable(self.repo, options.run, anew=True)  # the plan has come, so the coordinator has begun
-        offer = reusable(self.repo, parent, _streams([plan]), run=options.run, dedup=options.dedup)
+        parent = newest_reusable(self.repo, options.run, anew=True)
+        offer = make_offer(self.repo, parent, _streams([plan]), run=options.run, dedup=options.dedup)
         compress = usable_compress(self.repo.settings.compress or "off")
-        unlooked = Parent.of_commit(self.repo, parent).unknown if options.health else None
-        return self.repo.new_txid(options.run, options.step), replace(offer, compress=compress, unlooked=unlooked)
+        unscanned = ParentHealth.of_commit(self.repo, parent).unknown if options.health else None
+        return self.repo.new_txid(options.run, options.step), replace(offer, compress=compress, unscanned=unscanned)
 
 
 def _answer(asked: object, begun: GlobalStorageData) -> GlobalStorageData | None:
@@ -260,7 +256,7 @@ def _give_up(leader: Leader, process: int) -> None:
 
 
 def _streams(plans: Sequence[SavePlan]) -> Streams:
-    """The tensors of plans."""
+    """Return the tensors of plans."""
     streams: dict[Name, tuple[str, tuple[int, ...]]] = {}
     for item in (item for plan in plans for item in plan.items):
         if item.tensor_data is not None:
@@ -270,18 +266,18 @@ def _streams(plans: Sequence[SavePlan]) -> Streams:
 
 
 def _all_streams(metadata: Metadata, written: Sequence[Written]) -> Streams:
-    """The tensors in the order of the metadata, with the dtypes and shapes that were stored. Raises InvalidInput."""
+    """Return the tensors in the order of the metadata, with their stored dtypes and shapes. Raises InvalidInput."""
     forms: dict[Name, tuple[str, tuple[int, ...]]] = {}
-    for part in written:
-        for name, (dtype, table) in part.stored.share.extents.items():
+    for stored in written:
+        for name, (dtype, table) in stored.part.share.extents.items():
             form = (dtype, table.shape)
             if name[0] == TENSOR and forms.setdefault(name, form) != form:
                 raise InvalidInput(
-                    f"{name[1]!r} is {form} on rank {part.rank}, but {forms[name]} on another; nothing was saved",
+                    f"{name[1]!r} is {form} on rank {stored.rank}, but {forms[name]} on another; nothing was saved",
                     key=name[1],
-                    rank=part.rank,
+                    rank=stored.rank,
                 )
-    alone = {key for part in written for key in part.tensors.chunks}
+    alone = {key for stored in written for key in stored.tensors.chunks}
     streams: dict[Name, tuple[str, tuple[int, ...]]] = {}
     for key, value in metadata.state_dict_metadata.items():
         if isinstance(value, TensorStorageMetadata) and key not in alone:
@@ -292,10 +288,10 @@ def _all_streams(metadata: Metadata, written: Sequence[Written]) -> Streams:
 
 
 def _nodes(metadata: Metadata, written: Sequence[Written]) -> dict[str, Node]:
-    """The node of every key. Raises InvalidInput for a value that no rank stored."""
-    encoded = {key: data for part in written for key, data in part.nodes.items()}
-    objects = {entry.key for part in written for entry in part.stored.objects}
-    chunks = {key: of_key for part in written for key, (_, of_key) in part.tensors.chunks.items()}
+    """Return the node of every key. Raises InvalidInput for a value that no rank stored."""
+    encoded = {key: data for stored in written for key, data in stored.nodes.items()}
+    objects = {entry.key for stored in written for entry in stored.part.objects}
+    chunks = {key: of_key for stored in written for key, (_, of_key) in stored.tensors.chunks.items()}
     nodes: dict[str, Node] = {}
     for key, value in metadata.state_dict_metadata.items():
         if key in chunks:

@@ -88,7 +88,7 @@ class StorageWriter(Protocol):
     @hook
     @override
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return self._session.ask(plan)
+        return self._session.local_plan(plan)
 
     @hook
     @override
@@ -111,13 +111,13 @@ class StorageWriter(Protocol):
         stamp(metadata, session.options.run, session.options.step, txid)
 
     def storage_meta(self) -> StorageMeta | None:
-        """The next checkpoint, for the planner. ``save_id`` is random, since there is no transaction yet."""
+        """Return the next checkpoint, for the planner. ``save_id`` is random, because no transaction exists yet."""
         place = self._next
         return StorageMeta(checkpoint_id=f"{place.run}@{place.step}", save_id=str(uuid4()))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether an id is RUN@STEP, a step, or a path that names a run."""
+        """Return whether an id is RUN@STEP, a step, or a path that names a run."""
         return is_usable(place_of, checkpoint_id)
 
     @property

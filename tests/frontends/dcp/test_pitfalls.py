@@ -91,8 +91,8 @@ def test_03_a_planned_value_without_a_result_is_refused(store: Store, monkeypatc
 
     def losing(self: WriterSession, metadata: Any, results: Any) -> None:
         assert self._written is not None
-        stored = replace(self._written.stored, objects=[])
-        self._written = replace(self._written, stored=stored)
+        part = replace(self._written.part, objects=[])
+        self._written = replace(self._written, part=part)
         finish(self, metadata, [])
 
     monkeypatch.setattr(WriterSession, "finish", losing)
@@ -119,7 +119,7 @@ def test_03_ranks_that_store_one_tensor_in_two_dtypes_save_nothing(store: Store)
         sessions.append(WriterSession(store.repository, SaveOptions(step=1), rank=rank, alone=False))
         data = TensorWriteData(chunk, properties, size)
         item = WriteItem(MetadataIndex("w", chunk.offsets), WriteItemType.SHARD, tensor_data=data)
-        asked.append(sessions[rank].ask(SavePlan([item])))
+        asked.append(sessions[rank].local_plan(SavePlan([item])))
     told = sessions[0].begin(asked)
     given = [Given(torch.ones(2, 2)), Given(torch.ones(2, 2).half())]
     results = [one.write(plan, planner) for one, plan, planner in zip(sessions, told, given, strict=True)]

@@ -14,6 +14,7 @@ import casckpt
 from casckpt.frontends.megatron import ShardedTensor, load, load_plain_tensors, save
 from casckpt.frontends.megatron.claims import claims_of
 from casckpt.frontends.megatron.saving import Saving
+from casckpt.saving import rank_part
 from casckpt.saving import save as saving
 from tests.support.ranks import outcome_of
 from tests.support.told import Told
@@ -46,13 +47,12 @@ def shared(rank: int, size: int, where: str) -> list[Any]:
     """(bytes that this rank wrote, bytes that it read, is all as it was saved?)."""
     written: list[int] = []
 
-    def store_share(*args: Any, **kwargs: Any) -> Any:
-        share = store(*args, **kwargs)
-        written.extend(ref.size for ref in share.refs)
-        return share
+    def write_part(*args: Any, **kwargs: Any) -> Any:
+        part = rank_part.write_part(*args, **kwargs)
+        written.extend(ref.size for ref in part.share.refs)
+        return part
 
-    store = saving.store_share
-    with patch.object(saving, "store_share", store_share):
+    with patch.object(saving, "write_part", write_part):
         save(uneven(rank), where, fully_parallel=True, check_replicas=True)
     read = Told()
     asked = {name: one.without_data() for name, one in uneven(rank).items()}

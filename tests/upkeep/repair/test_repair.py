@@ -21,7 +21,7 @@ from casckpt.history import commits, tags
 from casckpt.history.commits import Commit, list_commits
 from casckpt.history.following import newest_reusable
 from casckpt.repository.repository import Repository
-from casckpt.saving.reuse_offer import reusable
+from casckpt.saving.reuse_offer import make_offer
 from casckpt.storage.local.newfile import temporary_name
 from casckpt.storage.local.store import LocalStore
 from casckpt.upkeep.repair.repair import repair
@@ -214,8 +214,8 @@ def test_a_manifest_that_is_put_back_has_every_byte_of_before(tmp_path: Path, ot
     fresh = repository(tmp_path / "elsewhere", storage, seed=5)
     assert repair(fresh, sources=[other]).manifests == (one.id,)
     assert repo.storage.get(key, limit=1 << 20) == before
-    known = reusable(saving, newest_reusable(saving, one.run, anew=True), {}, run=one.run, dedup="run")
-    assert known.to_tell(saving, {one.txid}).commits is None
+    offer = make_offer(saving, newest_reusable(saving, one.run, anew=True), {}, run=one.run, dedup="run")
+    assert offer.for_ranks(saving, {one.txid}).commits is None
     looking = repository(tmp_path / "host", storage, seed=4)
     assert collect(looking).deleted_blobs == 0
     assert read_arrays(repository(tmp_path / "new", storage, seed=6), one) == content(STATE)

@@ -39,7 +39,7 @@ def ours(here: Here, kind: str, ranks: int, tensors: int) -> Measured:
     meter = Meter()
     plan = plan_writes(layouts)
     measured = meter.stop()
-    written = sum(int(duty.elements.sum()) for duty in plan.duties)
+    written = sum(int(ranges.elements.sum()) for ranges in plan.ranges)
     return _checked(measured, written, kind, ranks, tensors)
 
 

@@ -1,0 +1,101 @@
+"""The part of one rank in a save: it stores the cells that cannot be reused, and describes all cells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from casckpt.base.parallel import usable_threads
+from casckpt.base.progress import Progress
+from casckpt.contents import blobs
+from casckpt.format.draft import Attachment, ObjectEntry
+from casckpt.format.keys import uploader_folder
+from casckpt.format.names import TxId
+from casckpt.plan.writers import Words
+from casckpt.repository.repository import Repository
+from casckpt.saving.encoder import coding
+from casckpt.saving.health_scan import HealthScan, ScanReport
+from casckpt.saving.local_entries import Cell, plan_work
+from casckpt.saving.options import SaveOptions
+from casckpt.saving.prepare import Prepared, tensors_of
+from casckpt.saving.reuse_offer import LastShare, ReuseOffer, reusable_cells
+from casckpt.saving.shares import Share, joined, share_of
+from casckpt.saving.upload import PlacedCell, Upload
+from casckpt.tensors.gpu import wait_for_gpus
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank stored. It is durable.
+
+    ``tree``: only of a rank that saves alone. ``reread``: see `casckpt.saving.replicas.Compared.read_again`.
+    """
+
+    share: Share
+    objects: Sequence[ObjectEntry]
+    attachments: Sequence[Attachment]
+    health: ScanReport
+    tree: bytes = b""
+    reread: tuple[int, Words] | None = None
+
+
+def write_part(
+    repo: Repository,
+    txid: TxId,
+    offer: ReuseOffer,
+    prepared: Iterable[Prepared],
+    options: SaveOptions,
+    *,
+    progress: Progress,
+    last: LastShare | None = None,
+) -> RankPart:
+    """Find or store every cell of ``prepared`` in transaction ``txid``. All are durable when it returns.
+
+    ``prepared``: iterated lazily, so the values need not be in memory at once. ``last``: the last share of this rank.
+    """
+    known = reusable_cells(repo, options.run, offer, last)
+    scan = None if offer.unscanned is None else HealthScan(offer.unscanned)
+    threads, cell_bytes = usable_threads(options.threads), repo.marker.cell_bytes
+    shares, objects, attachments = [], list[ObjectEntry](), list[Attachment]()
+    with coding(repo, known, options, offered=offer.compress) as coder:
+        for each in prepared:
+            wait_for_gpus(tensors_of(each))
+            work = plan_work(each.sources, cell_bytes, known)
+            progress.expect(sum(cell.nbytes for cells in work for cell in cells))
+            upload = Upload(repo, txid, each.sources, known, threads, coder, scan, progress)
+            if coder is not None:
+                coder.expect(each.sources, work)
+            places = upload.place(work)
+            while missing := _exclude_missing(upload, places):
+                places = _placed_again(upload, work, places, missing)
+            if any(upload.written):
+                repo.storage.settle(uploader_folder(txid))
+            written = upload.written
+            shares.append(share_of(each.sources, work, places, known=known, written=written, cell_bytes=cell_bytes))
+            objects += each.objects
+            attachments += each.attachments
+    return RankPart(joined(shares), objects, attachments, {} if scan is None else scan.report)
+
+
+def _exclude_missing(upload: Upload, places: Sequence[Sequence[PlacedCell]]) -> set[int]:
+    """Return the reused blobs that are missing or cut short. Mark them, so that no later save reuses them."""
+    known = upload.known
+    reused = {number for placed in places for place in placed for number in place.needs}
+    lost = blobs.check_reused(upload.repo, upload.uploader, [known.blobs[number] for number in sorted(reused)])
+    names = {(ref.uploader, ref.hash) for ref in lost}
+    missing = {number for number in reused if (known.blobs[number].uploader, known.blobs[number].hash) in names}
+    for number in missing:
+        known.exclude(number)
+    return missing
+
+
+def _placed_again(
+    upload: Upload, work: Sequence[Sequence[Cell]], places: Sequence[Sequence[PlacedCell]], missing: set[int]
+) -> list[list[PlacedCell]]:
+    """Return ``places``, with new ones for the cells that need a missing blob."""
+    lost = [
+        [cell for cell, place in zip(cells, placed, strict=True) if not missing.isdisjoint(place.needs)]
+        for cells, placed in zip(work, places, strict=True)
+    ]
+    new = iter([place for placed in upload.place([cells for cells in lost if cells]) for place in placed])
+    return [[place if missing.isdisjoint(place.needs) else next(new) for place in placed] for placed in places]
