@@ -28,7 +28,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=named)
-def test_comes_back_exactly(value: Any) -> None:
+def test_a_value_decodes_exactly(value: Any) -> None:
     data = plain.encode({"x": [value]}, extensions=TORCH_EXTENSIONS)
     assert same(plain.decode(data, extensions=TORCH_EXTENSIONS), {"x": [value]})
 
