@@ -80,7 +80,7 @@ def test_marks_alternate_and_the_highest_counts(repo: Repository, txid: TxId) ->
     assert (mark.number, mark.state, mark.why) == (11, "repaired", "copied")
 
 
-def test_an_unchanged_state_writes_no_second_mark(repo: Repository, txid: TxId) -> None:
+def test_a_mark_that_changes_nothing_is_not_written(repo: Repository, txid: TxId) -> None:
     blobs.mark_repaired(repo, txid, HASH, "never was damaged")
     assert list(repo.storage.list("damaged/")) == []
     blobs.mark_damaged(repo, txid, HASH, "x")

@@ -57,19 +57,17 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/frontends/test_accelerate.py::test_a_model_that_accelerate_offloaded_is_told_from_one_without_values"
     ),
     Case("frontends/interchange/torch_files.py:", "call torch_save_to_casckpt of casckpt.frontends.convert there"): (
-        "tests/frontends/interchange/test_torch_files.py::"
-        "test_a_class_of_the_script_that_saved_a_file_is_named_and_can_be_put_there"
+        "tests/frontends/interchange/test_torch_files.py::test_the_error_for_a_class_of_the_saving_script_names_it"
     ),
     Case("storage/remote/s3/errors.py:", "set AWS_REQUEST_CHECKSUM_CALCULATION"): (
         "tests/storage/remote/s3/test_errors.py::"
         "test_a_server_that_does_not_know_checksums_is_told_apart_and_the_settings_that_are_named_help"
     ),
     Case("cli/commands/export.py:_listening", "for clients: export HF_ENDPOINT=…"): (
-        "tests/frontends/serve/test_clients.py::test_from_pretrained_with_an_endpoint_alone"
+        "tests/frontends/serve/test_clients.py::test_from_pretrained_needs_only_an_endpoint"
     ),
     Case("frontends/megatron/folders.py:check_common", "puts back what was saved"): (
-        "tests/frontends/megatron/test_folders.py::"
-        "test_a_save_that_failed_over_a_folder_is_not_mixed_with_what_was_there"
+        "tests/frontends/megatron/test_folders.py::test_a_failed_save_into_a_folder_keeps_the_old_checkpoint"
     ),
     Case(
         "frontends/training_state/optimizer.py:_state_of", "in a TrainState, or by its state_dict() with store.save"

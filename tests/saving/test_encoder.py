@@ -319,7 +319,7 @@ def test_bytes_that_were_being_changed_when_a_save_broke_off_are_no_base(store: 
     check(store, states)
 
 
-def test_in_the_background(store: Store) -> None:
+def test_a_save_in_the_background_stores_the_same(store: Store) -> None:
     state = {"w": weights()}
     copies = []
     for step in range(4):

@@ -91,7 +91,7 @@ def test_the_order_of_keys_is_kept() -> None:
     assert list(store.read("default@1")) == list(state)
 
 
-def test_an_empty_state() -> None:
+def test_dcp_saves_and_loads_an_empty_state() -> None:
     store = small()
     ckpt = store.save({}, step=1)
     assert store.read("default@1") == {}

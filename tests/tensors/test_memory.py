@@ -106,7 +106,7 @@ def test_bits_keep_everything(name: str) -> None:
     assert bytes_of(as_bits(tensor)) == bytes_of(tensor)
 
 
-def test_narrow() -> None:
+def test_narrow_selects_the_right_elements() -> None:
     tensor = torch.arange(60).view(3, 4, 5)
     assert torch.equal(narrow(tensor, Box((1, 0, 2), (2, 4, 3))), tensor[1:3, :, 2:5])
 
