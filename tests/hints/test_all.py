@@ -40,21 +40,19 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/ranks/test_waiting.py::test_a_gloo_that_cannot_start_is_reported_on_all_ranks"
     ),
     Case("ranks/messages.py:astray", "give the objects on every rank, or the state_dict of each"): (
-        "tests/frontends/training_state/test_objects.py::"
-        "test_objects_on_one_rank_alone_are_refused_at_once_on_all_ranks"
+        "tests/frontends/training_state/test_objects.py::test_objects_on_a_single_rank_are_refused_at_once_on_all_ranks"
     ),
     Case("loading/entries.py:no_entry", "Give the key of the mapping, as rename="): (
         "tests/loading/test_entries.py::test_a_rename_of_single_entries_is_refused"
     ),
     Case("loading/template.py:Template._check_packed", "Params4bit.from_prequantized"): (
-        "tests/frontends/training_state/test_model.py::"
-        "test_a_state_dict_with_a_copy_of_what_its_module_keeps_is_filled_only_with_the_same"
+        "tests/frontends/training_state/test_model.py::test_a_copy_in_a_state_dict_is_filled_only_with_equal_values"
     ),
     Case("frontends/trainer/contents.py:_with", "is the state_dict of an optimizer"): (
         "tests/frontends/trainer/test_resumed.py::test_the_state_dict_of_an_optimizer_is_refused_before_it_is_saved"
     ),
     Case("frontends/training_state/model.py:_live_state", "remove_hook_from_submodules(model) brings back"): (
-        "tests/frontends/test_accelerate.py::test_a_model_that_accelerate_offloaded_is_told_from_one_without_values"
+        "tests/frontends/test_accelerate.py::test_an_offloaded_model_differs_from_one_without_values"
     ),
     Case("frontends/interchange/torch_files.py:", "call torch_save_to_casckpt of casckpt.frontends.convert there"): (
         "tests/frontends/interchange/test_torch_files.py::test_the_error_for_a_class_of_the_saving_script_names_it"
@@ -75,7 +73,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/frontends/training_state/test_optimizer.py::test_an_optimizer_with_more_in_its_state_is_saved_as_an_object"
     ),
     Case("frontends/training_state/optimizer.py:local_optimizer", "make it without overlap_with_ddp"): (
-        "tests/frontends/training_state/test_optimizer.py::test_zero_redundancy_goes_on_with_its_parts_and_without_them"
+        "tests/frontends/training_state/test_optimizer.py::test_zero_redundancy_resumes_with_and_without_its_parts"
     ),
     Case("tensors/objects.py:encode_object", "pass allow_pickle=True to store it as torch.save does"): (
         "tests/frontends/training_state/test_optimizer.py::test_tensors_made_of_others_are_stored_where_pickles_are_allowed"

@@ -40,7 +40,7 @@ def test_rename(saved: casckpt.Store, rename: Any, names: str) -> None:
 
 
 @pytest.mark.parametrize("keys", [5, [5], [b"w"]])
-def test_patterns(saved: casckpt.Store, keys: Any) -> None:
+def test_patterns_choose_keys(saved: casckpt.Store, keys: Any) -> None:
     with pytest.raises(InvalidInput, match="give a list of patterns"):
         saved.read("default@1", keys=keys)
 
@@ -58,7 +58,7 @@ def test_devices_that_torch_does_not_know(saved: casckpt.Store, device: Any) -> 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
-def test_a_device_that_is_not_there(saved: casckpt.Store) -> None:
+def test_an_unavailable_device_is_refused(saved: casckpt.Store) -> None:
     with pytest.raises(InvalidInput, match=r"'w' .* cannot be made on cuda"):
         saved.read("default@1", device="cuda")
 

@@ -144,7 +144,7 @@ def load_on_ranks(rank: int, size: int, path: Path) -> list[str]:
     return wrong
 
 
-def test_on_ranks(tmp_path: Path, ranks: Pool) -> None:
+def test_all_ranks_load_alike(tmp_path: Path, ranks: Pool) -> None:
     small_folder(tmp_path).save(state_of(*trained()), run="a", step=1)
     assert ranks.run(2, load_on_ranks, tmp_path) == [[], []]
 

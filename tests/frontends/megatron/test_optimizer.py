@@ -58,7 +58,7 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optim
 
 
-def test_parameters_are_numbered_and_tied_parameters_share_a_number() -> None:
+def test_parameters_are_numbered_and_tied_ones_share_a_number() -> None:
     a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     assert get_optim_param_to_id_map([a, b, a]) == {id(a): 0, id(b): 1}
 

@@ -90,7 +90,7 @@ StrictHandling.requires_global_app_metadata test_strictness.test_each_strictness
 StrictHandling.requires_returning_mismatch_keys test_strictness.test_each_strictness_declares_its_requirements
 parse_strict_flag                           test_strictness.test_each_strictness_declares_its_requirements
 AsyncRequest                                test_background.test_a_save_in_the_background_stores_the_same
-get_optim_param_to_id_map                   test_optimizer.test_parameters_are_numbered_and_tied_parameters_share_a_number
+get_optim_param_to_id_map                   test_optimizer.test_parameters_are_numbered_and_tied_ones_share_a_number
 get_param_id_to_sharded_param_map           test_optimizer.test_parameters_are_found_by_identity
 make_sharded_optimizer_tensor               test_optimizer.test_state_of_a_wrong_shape_is_refused
 optim_state_to_sharding_state               test_optimizer.test_a_whole_optimizer_is_saved_and_loaded
