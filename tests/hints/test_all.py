@@ -115,7 +115,7 @@ def test_every_case_has_a_hint() -> None:
     assert all(any(text in hint.text for hint in all_hints()) for text in NOT_HERE)
 
 
-def test_every_test_elsewhere_is_there() -> None:
+def test_every_test_named_elsewhere_exists() -> None:
     for test in FOLLOWED_ELSEWHERE.values():
         path, _, name = test.partition("::")
         named = {
@@ -145,12 +145,12 @@ def test_every_extra_that_a_hint_names_exists() -> None:
         "give another cache_dir",
     ],
 )
-def test_what_names_something_to_use_is_advice(text: str) -> None:
+def test_a_text_that_names_something_to_use_is_advice(text: str) -> None:
     assert is_advice(text)
 
 
 @pytest.mark.parametrize("text", ["jobs=… is not usable; give a positive number", "no name is given", "casckpt would"])
-def test_what_says_only_what_is_wrong_is_none(text: str) -> None:
+def test_a_text_that_only_states_an_error_is_no_advice(text: str) -> None:
     assert not is_advice(text)
 
 
@@ -173,7 +173,7 @@ class A:
     ]
 
 
-def test_an_advice_gives_what_its_message_shows_and_nothing_else() -> None:
+def test_an_advice_contains_only_parts_of_its_message() -> None:
     advice = Advice("pass rename={'a': 'b'} or unread=\"ignore\" (or x=1): see `casckpt tag STORE NAME`")
     assert advice.argument("rename") == {"rename": {"a": "b"}}
     assert advice.argument("unread") == {"unread": "ignore"}

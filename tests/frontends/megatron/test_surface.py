@@ -84,7 +84,7 @@ load_sharded_objects                        test_loading.test_objects_are_replac
 load_sharded_metadata                       test_reading.test_parts_of_a_checkpoint_can_be_loaded
 load_content_metadata                       test_reading.test_parts_of_a_checkpoint_can_be_loaded
 validate_sharding_integrity                 test_integrity.test_validation_gathers_without_help
-StrictHandling                              test_strictness.test_strictness
+StrictHandling                              test_strictness.test_each_strictness_handles_missing_and_unexpected_keys
 StrictHandling.requires_explicit_ckpt_mismatch_check test_strictness.test_each_strictness_declares_its_requirements
 StrictHandling.requires_global_app_metadata test_strictness.test_each_strictness_declares_its_requirements
 StrictHandling.requires_returning_mismatch_keys test_strictness.test_each_strictness_declares_its_requirements
@@ -117,11 +117,11 @@ nested_values                               test_nesting.test_leaves_are_in_orde
 add_prefix_for_sharding                     test_kinds.test_a_prefix_goes_before_every_key
 apply_prefix_mapping                        test_kinds.test_the_first_prefix_that_fits_is_replaced
 replace_prefix_for_sharding                 test_kinds.test_a_prefix_missing_from_a_key_is_refused
-extract_nonpersistent                       test_kinds.test_parts
-extract_sharded_base                        test_kinds.test_parts
-extract_sharded_tensors                     test_kinds.test_parts
-extract_sharded_tensors_and_factories       test_kinds.test_parts
-extract_sharded_tensors_or_nonpersistent    test_kinds.test_parts
+extract_nonpersistent                       test_kinds.test_extract_functions_select_parts_by_kind
+extract_sharded_base                        test_kinds.test_extract_functions_select_parts_by_kind
+extract_sharded_tensors                     test_kinds.test_extract_functions_select_parts_by_kind
+extract_sharded_tensors_and_factories       test_kinds.test_extract_functions_select_parts_by_kind
+extract_sharded_tensors_or_nonpersistent    test_kinds.test_extract_functions_select_parts_by_kind
 CasSaveShardedStrategy                      test_strategies.test_core_loads_in_another_parallel_configuration
 CasLoadShardedStrategy                      test_strategies.test_core_loads_in_another_parallel_configuration
 register_strategies                         test_strategies.test_core_finds_the_registered_strategy
