@@ -99,7 +99,7 @@ def _manifest(store: Store) -> bytes:
 
 
 @pytest.mark.usefixtures("_large")
-def test_what_is_damaged_elsewhere_does_not_stop_a_part() -> None:
+def test_damage_elsewhere_does_not_stop_a_partial_read() -> None:
     store = small()
     ckpt = store.save({"a": torch.ones(9), "b": torch.ones(5), "text": "x" * 100}, step=1)
     key = manifest_key(ckpt.commit.txid, ckpt.commit.id)

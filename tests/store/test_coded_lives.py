@@ -100,7 +100,7 @@ def test_a_copy_of_one_that_is_told_from_others_takes_these_along(
     assert at > 4
 
 
-def test_what_is_fetched_before_is_all_that_a_load_needs(objects: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_prefetch_fetches_everything_that_a_load_needs(objects: dict[str, bytes], tmp_path: Path) -> None:
     storage = FarStore(again(objects))
     for template in (None, {"w": torch.zeros_like(state(0)["w"])}):
         store = Store(Repository(storage, tmp_path / str(template is None), cache_bytes=1 << 30))
