@@ -58,8 +58,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/frontends/interchange/test_torch_files.py::test_the_error_for_a_class_of_the_saving_script_names_it"
     ),
     Case("storage/remote/s3/errors.py:", "set AWS_REQUEST_CHECKSUM_CALCULATION"): (
-        "tests/storage/remote/s3/test_errors.py::"
-        "test_a_server_that_does_not_know_checksums_is_told_apart_and_the_settings_that_are_named_help"
+        "tests/storage/remote/s3/test_errors.py::test_settings_in_the_error_help_with_servers_without_checksums"
     ),
     Case("cli/commands/export.py:_listening", "for clients: export HF_ENDPOINT=…"): (
         "tests/frontends/serve/test_clients.py::test_from_pretrained_needs_only_an_endpoint"
@@ -78,7 +77,9 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("tensors/objects.py:encode_object", "pass allow_pickle=True to store it as torch.save does"): (
         "tests/frontends/training_state/test_optimizer.py::test_tensors_made_of_others_are_stored_where_pickles_are_allowed"
     ),
-    Case("history/commits.py:gone", "lease=True, or Store.lease"): "tests/store/test_gone.py::test_what_it_says_helps",
+    Case(
+        "history/commits.py:gone", "lease=True, or Store.lease"
+    ): "tests/store/test_gone.py::test_the_advice_of_gone_helps",
 }
 """Hints that another test triggers and follows, and that test."""
 

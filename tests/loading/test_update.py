@@ -296,7 +296,7 @@ def test_an_update_from_a_purged_version_reads_everything() -> None:
     assert same_state(state, found[2])
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_contradictory_arguments_are_refused() -> None:
     store = saved(small(), states())
     state, held = held_at(store, 0)
     wrong: Any
