@@ -35,7 +35,7 @@ def is_there(name: str) -> bool:
 
 @pytest.mark.process  # front ends import what starts processes
 @pytest.mark.filterwarnings("ignore")  # of what front ends import
-def test_nothing_that_others_rely_on_is_missing() -> None:
+def test_no_public_name_is_missing() -> None:
     before = json.loads((ROOT / "tests" / "data" / "surface.json").read_text())
     now = {**surface(ROOT), "options": options(), "imports": list(filter(is_there, before["imports"]))}
     assert [f"{kind}: {name}" for kind, names in before.items() for name in names if name not in now[kind]] == []

@@ -216,7 +216,7 @@ def test_a_deleted_store_is_recreated_by_the_next_save(tmp_path: Path, caplog: p
     assert not fresh.verify().is_damaged
 
 
-def test_a_relative_cache_folder_is_made_absolute_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_or_home_cache_folder_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     store, other = (casckpt.open(tmp_path / "store", cache_dir=folder) for folder in ("~/cache", "cache"))
