@@ -20,7 +20,7 @@ def visible(repo: Repository) -> list[int]:
     return [commit.step for commit in list_commits(repo).visible()]
 
 
-def test_many_are_restored_by_one_listing(tmp_path: Path) -> None:
+def test_many_checkpoints_are_restored_with_one_listing(tmp_path: Path) -> None:
     storage = FaultyStore(memory())
     repo = repository(tmp_path, storage)
     gone = forgotten(repo, 1, 2, 3, 4)
@@ -32,7 +32,7 @@ def test_many_are_restored_by_one_listing(tmp_path: Path) -> None:
     assert visible(repo) == [1, 2, 3, 4]
 
 
-def test_if_one_cannot_be_restored_nothing_is(tmp_path: Path) -> None:
+def test_nothing_is_restored_if_one_checkpoint_cannot_be(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     gone = forgotten(repo, 1, 2, 3)
     twin = commit_bare(repo, "a", 2)
@@ -59,7 +59,7 @@ def test_a_commit_changed_meanwhile_fails_and_the_others_are_restored(tmp_path: 
         result.raise_failure()
 
 
-def test_where_the_storage_fails_it_tells_what_was_restored_and_what_is_left(tmp_path: Path) -> None:
+def test_a_storage_error_reports_restored_and_remaining_checkpoints(tmp_path: Path) -> None:
     storage = FaultyStore(memory())
     repo = repository(tmp_path, storage)
     gone = forgotten(repo, 1, 2, 3)
@@ -73,7 +73,7 @@ def test_where_the_storage_fails_it_tells_what_was_restored_and_what_is_left(tmp
         result.raise_failure()
 
 
-def test_who_interrupts_it_learns_what_was_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_interrupted_restore_reports_restored_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     storage = FaultyStore(memory())
     repo = repository(tmp_path, storage)
     gone = forgotten(repo, 1, 2)
