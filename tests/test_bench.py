@@ -1,4 +1,4 @@
-"""tools/bench runs, and its results hold what they should. What the figures are is not looked at here."""
+"""tools/bench runs, and its results have the expected content. The figures are not checked here."""
 
 from __future__ import annotations
 

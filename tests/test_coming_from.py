@@ -1,4 +1,4 @@
-"""docs/coming_from.md: before and after, run with each library in a process of its own.
+"""docs/coming_from.md: before and after, run with each library in a separate process.
 
 What needs no other library, or DCP's two ranks, is run by tests/test_docs.py.
 """

@@ -1,4 +1,4 @@
-"""The documentation says what the code does: examples are run, and names, fields, defaults and limits are compared."""
+"""The documentation matches the code: examples are run, and names, fields, defaults and limits are compared."""
 
 from __future__ import annotations
 

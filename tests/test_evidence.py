@@ -1,4 +1,4 @@
-"""What tests counted, added up and written into docs/reliability.md; and that they count at all."""
+"""Counts of tests are added up and written into docs/reliability.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs of docs/examples run, and do what they say."""
+"""The programs of docs/examples run and work as documented."""
 
 from __future__ import annotations
 

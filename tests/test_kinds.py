@@ -1,4 +1,4 @@
-"""Tests are marked by what they reach, and what counts as plain starts nothing."""
+"""Tests are marked by the resources that they reach, and plain tests start nothing."""
 
 from __future__ import annotations
 

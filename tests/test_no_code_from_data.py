@@ -1,4 +1,4 @@
-"""Nothing that casckpt reads is run, unless its user said ``allow_pickle=True``: read from the source itself.
+"""casckpt runs no code from data without ``allow_pickle=True``: checked in the source itself.
 
 What may run code is found by name. Each place asks for ``allow_pickle`` right there, or stands here with its reason; a
 new one fails until somebody has thought about it. That a pickle which names a function does not call it is tried in

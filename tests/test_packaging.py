@@ -1,4 +1,4 @@
-"""What a user of the package meets first: its names, types and version; and what a fresh clone must hold."""
+"""The package: its names, types and version, and the content of a fresh clone."""
 
 from __future__ import annotations
 

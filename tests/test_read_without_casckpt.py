@@ -1,4 +1,4 @@
-"""docs/examples/read_without_casckpt.py reads what casckpt saved, and refuses what is damaged or unknown to it."""
+"""docs/examples/read_without_casckpt.py reads checkpoints, and refuses damaged or unknown ones."""
 
 from __future__ import annotations
 

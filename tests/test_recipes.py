@@ -1,4 +1,4 @@
-"""The trainings of docs/examples go on as if they had never been killed."""
+"""The trainings of docs/examples resume as if they had never been killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/setup goes on under a Python that works."""
+"""tools/setup continues with a Python that works."""
 
 from __future__ import annotations
 

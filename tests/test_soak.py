@@ -1,4 +1,4 @@
-"""tools/soak for a minute; and that it notices what is wrong."""
+"""tools/soak for a minute, and errors that it must notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the shell offers, asked as bash asks."""
+"""Completions of the shell, requested as bash requests them."""
 
 from __future__ import annotations
 

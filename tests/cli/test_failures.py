@@ -1,4 +1,4 @@
-"""What goes wrong: one message, an exit status, no traceback unless it is asked for."""
+"""Errors: one message, an exit status, and a traceback only on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line as a process of its own: exit statuses, pipes, interrupts, and what it does not import."""
+"""The command line as a separate process: exit statuses, pipes, interrupts, and imports that it avoids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``casckpt serve`` from outside: what it refuses, how it begins and ends."""
+"""``casckpt serve`` from outside: refusals, start and end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""References: the grammar, who answers, and what the errors say instead."""
+"""References: the grammar, the checkpoint that each finds, and errors."""
 
 from __future__ import annotations
 

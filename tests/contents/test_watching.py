@@ -1,4 +1,4 @@
-"""Watching a run: what is new is told once, never before it is there, and at the cost of what is new."""
+"""Watching a run: each checkpoint is yielded once, after it exists, and requests cover only news."""
 
 from __future__ import annotations
 

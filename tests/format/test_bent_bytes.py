@@ -1,4 +1,4 @@
-"""Every decoder of what lies in a store, on bytes that are bent: a value, or an error of casckpt."""
+"""Every decoder of stored data on changed bytes: a value, or an error of casckpt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one writer of blobs: what it makes is proved by its name alone, and no large cell is hashed twice."""
+"""The writer of blobs: the name verifies each blob, and no large cell is hashed twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check of a blob by hand, as docs/format.md has it: its commands are run, without b3sum by a stand-in."""
+"""The check of a blob by hand: the commands of docs/format.md are run, with a substitute if b3sum is missing."""
 
 from __future__ import annotations
 

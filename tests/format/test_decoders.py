@@ -1,4 +1,4 @@
-"""What is decoded into a type goes through a decoder made at import: msgspec crashes if threads make one at once."""
+"""Decoders are made at import, because msgspec crashes if threads make one at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifests that say the same of other places: what was saved keeps every byte."""
+"""Manifests with other places: every copied section keeps its bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics come back from a record as the numbers that were given; what is none is refused by its name."""
+"""Metrics decode from a record as the given numbers; errors for others name them."""
 
 from __future__ import annotations
 

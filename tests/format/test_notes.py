@@ -1,4 +1,4 @@
-"""Notes of a host: what comes back is what was kept, and what another version kept counts for nothing."""
+"""Notes of a host decode as encoded, and notes of another version are ignored."""
 
 from __future__ import annotations
 

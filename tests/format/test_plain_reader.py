@@ -1,4 +1,4 @@
-"""A reader written from docs/format.md alone gives the values that casckpt gives, and notices what was damaged."""
+"""A reader written only from docs/format.md returns the same values as casckpt, and notices damage."""
 
 from __future__ import annotations
 

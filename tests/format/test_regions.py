@@ -1,4 +1,4 @@
-"""Regions are the elements that numpy's slices say they are, whichever way they are taken apart."""
+"""Regions have the elements of the equivalent numpy slices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values without dimensions become Python's; a tensor without a value says what to do."""
+"""Values without dimensions become Python numbers; the error for a tensor without a value gives advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tree keeps what flat keys cannot, merges over ranks, and is refused where it is hostile."""
+"""The tree keeps structure beyond flat keys, merges over ranks, and is refused if hostile."""
 
 from __future__ import annotations
 

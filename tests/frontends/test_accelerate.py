@@ -1,4 +1,4 @@
-"""Accelerate: real trainings whose whole state lies in a store, alone and on several ranks."""
+"""Accelerate: real trainings with their whole state in a store, on one rank and several."""
 
 from __future__ import annotations
 

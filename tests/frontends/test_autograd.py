@@ -1,4 +1,4 @@
-"""Front ends tell autograd what a load writes into, as tests/loading has it of `Store.load`."""
+"""Front ends tell autograd about written tensors, as tests/loading tests for `Store.load`."""
 
 from __future__ import annotations
 

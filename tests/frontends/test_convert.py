@@ -1,4 +1,4 @@
-"""Import and export: what comes out is what went in, bit by bit, and nothing half-done is ever left."""
+"""Import and export: the output equals the input bit for bit, and failures leave nothing."""
 
 from __future__ import annotations
 

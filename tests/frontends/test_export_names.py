@@ -1,4 +1,4 @@
-"""Exports of what can be no file: attachments of such names, and targets of such names."""
+"""Exports of attachments and to targets whose names files cannot have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trainings saved becomes a folder that ``from_pretrained`` loads with equal weights; and folders go both ways."""
+"""Saved trainings become folders that ``from_pretrained`` loads with equal weights, and the reverse."""
 
 # ruff: noqa: E402 - what is optional is asked for first
 

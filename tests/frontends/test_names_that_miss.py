@@ -1,4 +1,4 @@
-"""A load fills all, says with counts what it left, or raises: by each front end, for names as real models have them."""
+"""A load fills everything, logs counts of the rest, or raises: in each front end, with names of real models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves of each front end into a store whose setting is to tell what changed: each does, and all of it comes back."""
+"""Saves of each front end into a store with the setting `compress`: each stores deltas, and all load exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of no use: an error that says what to give instead, before anything is read or changed."""
+"""Unusable arguments: an error with advice, before anything is read or changed."""
 
 from __future__ import annotations
 

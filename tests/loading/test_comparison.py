@@ -1,4 +1,4 @@
-"""A live state against a checkpoint: what differs is named, with its rank and place, under any topology."""
+"""A live state against a checkpoint: differences are named with rank and place, under any topology."""
 
 from __future__ import annotations
 

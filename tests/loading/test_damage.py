@@ -1,4 +1,4 @@
-"""Loads of damaged, forgotten and purged checkpoints say what happened."""
+"""Loads of damaged, forgotten and purged checkpoints raise the right error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads of cells that lie as frames, told from other cells: from wherever, to wherever, and of what is damaged."""
+"""Loads of cells that are stored as frames: from and to any layout, and with damage."""
 
 from __future__ import annotations
 

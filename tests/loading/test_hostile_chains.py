@@ -1,4 +1,4 @@
-"""Manifests with right hashes, in which a cell is told from what it was not told from: refused, never wrong bytes."""
+"""Manifests with correct hashes and wrong bases: they are refused, and never give wrong bytes."""
 
 from __future__ import annotations
 

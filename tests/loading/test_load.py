@@ -1,4 +1,4 @@
-"""Loading into a template: what is checked before anything changes, what is replaced, what is left."""
+"""Loading into a template: checks before any change, replaced values, and values that are left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a load writes into is changed for autograd too: a graph that saved its old values must not be used with new."""
+"""A load counts as a change for autograd: a graph over the old values must not be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads of a part of what a large manifest holds: a rank is sent what is in front, and reads its own pieces."""
+"""Loads of parts of a large manifest: a rank receives the front sections and reads its own pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A load reads what it wants, rounded to cells where it is verified, and no byte twice: the storage counts."""
+"""A load reads the wanted bytes once, rounded to cells if verified: the storage counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads under way while their checkpoint is rewritten, and its old places go: they go on at the new ones."""
+"""Running loads continue at the new places of a checkpoint that is rewritten meanwhile."""
 
 from __future__ import annotations
 

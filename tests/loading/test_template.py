@@ -1,4 +1,4 @@
-"""What a load does not do silently: state that is left out, templates that do not fit, tied weights, new heads."""
+"""Loads report omitted state, mismatched templates, tied weights and new heads."""
 
 from __future__ import annotations
 

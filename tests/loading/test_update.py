@@ -1,4 +1,4 @@
-"""Updates: whatever was held and is wanted, the state is what a load makes of it, and little is read for that."""
+"""Updates: from any held version to any other, the state equals a load, and few bytes are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates along a run whose saves go back for their bases: each reads what its save wrote, and no more."""
+"""Updates along a run with deltas: each reads only the bytes of its save."""
 
 from __future__ import annotations
 

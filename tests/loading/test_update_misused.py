@@ -1,4 +1,4 @@
-"""Updates of what they were not made for: other models, stores and memory, odd tensors, several at once, thin ones."""
+"""Misused updates: other models, stores and memory, unusual tensors, several at once, thinned versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which base: few links, few bytes, keys at different times; decided by what a manifest says, and nothing else."""
+"""The choice of a base: few links, few bytes, full cells at different times; decided only from manifests."""
 
 from __future__ import annotations
 

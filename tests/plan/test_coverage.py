@@ -1,4 +1,4 @@
-"""Holes and overlaps are found if, and only if, there are any; what is named is really one."""
+"""Holes and overlaps are found if and only if they exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys are grouped by layer, never into more groups than are told apart, and none is lost."""
+"""Keys are grouped by layer, in a limited number of groups, and none is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is planned to be read is just what is wanted, rounded to cells where it is verified, and no byte twice."""
+"""Planned reads cover exactly the wanted elements, rounded to cells if verified, and no byte twice."""
 
 from __future__ import annotations
 

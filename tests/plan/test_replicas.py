@@ -1,4 +1,4 @@
-"""Which ranks hold what, where each save looks at it, and which cells a rank reads again."""
+"""Which ranks hold which rows, where each save samples them, and which cells a rank reads again."""
 
 from __future__ import annotations
 

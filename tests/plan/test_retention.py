@@ -1,4 +1,4 @@
-"""Retention: rules as a union per run, and what no policy ever takes."""
+"""Retention: rules as a union per run, and checkpoints that no policy forgets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that waits says for whom, and a rank that does not come is named on all that did."""
+"""A waiting rank names the absent ones, and an absent rank is named on all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process remembers of a store is bounded, and is its own."""
+"""The memory of a process about a store is bounded and separate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged records of commits: told, never taken for something else, and never in the way of the others."""
+"""Damaged records of commits are reported, never misread, and affect no other commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lock of a host is held as long as its body runs, whoever was forked meanwhile."""
+"""A lock of a host is held while its body runs, despite forked children."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A repository that folds what changed since its last listing says what one says that was never used before."""
+"""A repository with a warm cache lists the same as a new one."""
 
 from __future__ import annotations
 

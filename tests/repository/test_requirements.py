@@ -1,4 +1,4 @@
-"""What the settings demand of writers: who does not know it writes nothing, and who reads is not asked."""
+"""Requirements in the settings: a version that does not know them writes nothing, and may read."""
 
 from __future__ import annotations
 

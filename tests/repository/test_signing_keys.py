@@ -1,4 +1,4 @@
-"""Keys: files of OpenSSL and ssh-keygen, and what is no key, by name."""
+"""Signing keys: files of OpenSSL and ssh-keygen, and errors for other files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves in the background on several ranks: what one rank has not heard of, and who may begin another one."""
+"""Saves in the background on several ranks: errors unknown to a rank, and simultaneous saves."""
 
 from __future__ import annotations
 

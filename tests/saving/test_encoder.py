@@ -1,4 +1,4 @@
-"""Saves that store what changed: every version loads as it was, from any base, whatever went wrong in between."""
+"""Saves that store deltas: every version loads exactly, from any base, after any failure."""
 
 from __future__ import annotations
 

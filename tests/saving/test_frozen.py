@@ -1,4 +1,4 @@
-"""What is declared frozen is taken at the caller's word, after a look at a sample."""
+"""Frozen tensors are reused on the word of the user, after a sample was compared."""
 
 from __future__ import annotations
 

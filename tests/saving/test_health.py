@@ -1,4 +1,4 @@
-"""What a save finds in its tensors: NaNs, infinities, largest values; of the cells that changed, and on all ranks."""
+"""Health that a save finds: NaN, infinities, largest values; of changed cells, and on all ranks."""
 
 from __future__ import annotations
 

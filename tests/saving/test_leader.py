@@ -1,4 +1,4 @@
-"""What must hold whatever a save does in between: see "A save" in docs/design.md."""
+"""Invariants of a save: see "A save" in docs/design.md."""
 
 from __future__ import annotations
 

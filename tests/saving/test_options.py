@@ -1,4 +1,4 @@
-"""Arguments of a save: what is usable, and where a setting counts."""
+"""Arguments of a save: usable values, and where a setting applies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several ranks hold whole: compared in each save, never put together from values that differ."""
+"""Values that several ranks hold whole: each save compares them, and never joins different ones."""
 
 from __future__ import annotations
 

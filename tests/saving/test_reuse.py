@@ -1,4 +1,4 @@
-"""A save writes what changed and nothing else: exact numbers, from statistics and from the storage itself."""
+"""A save writes only changes: exact numbers, from statistics and from the storage itself."""
 
 from __future__ import annotations
 

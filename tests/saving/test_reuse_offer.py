@@ -1,4 +1,4 @@
-"""What several ranks know when they save: the parent, each other's shares, the plan; and how little they talk."""
+"""The knowledge of ranks in a save: parent, shares and plan; and how few bytes they exchange."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process keeps of the runs that it saved: for their next saves, whoever makes them, and no more than that."""
+"""The memory of a process about its saved runs, for their next saves from any front end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a save says and refuses, what it leaves in the store, and how a step is saved twice."""
+"""Results and refusals of a save, the objects that it leaves, and repeated saves of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves of several ranks: who writes what, once; and what they load back."""
+"""Saves of several ranks: each byte is written once, and loads on all ranks."""
 
 from __future__ import annotations
 

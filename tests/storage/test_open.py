@@ -1,4 +1,4 @@
-"""What names a storage."""
+"""Places that name a storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads beside a cache of this host: what it has is not read again, and what it has wrong is not believed."""
+"""Loads with a host cache: cached blobs are not read again, and damaged ones are not used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints told from others through the life of a store: collected, copied, mirrored, and cut off in all of it."""
+"""Delta checkpoints through the life of a store: collected, copied, mirrored, and interrupted anywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a save and a load cost, counted exactly: requests, fsyncs, bytes hashed, copied, written and read."""
+"""Exact costs of a save and a load: requests, fsyncs, bytes hashed, copied, written and read."""
 
 from __future__ import annotations
 

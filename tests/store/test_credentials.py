@@ -1,4 +1,4 @@
-"""Credentials that end, or that allow too little: what is not allowed is said, and nothing is half visible."""
+"""Credentials that expire or allow too little: errors name the missing right, and nothing is half visible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading what is damaged, gone or hostile: a clear error that names what is hit, and nothing else is affected."""
+"""Loads of damaged, missing or hostile data: a clear error that names affected keys, and no other effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder whose names do not become durable: nothing is said to be there that a loss of power may take away."""
+"""A folder whose names do not become durable: nothing is reported as saved that a power loss may remove."""
 
 from __future__ import annotations
 

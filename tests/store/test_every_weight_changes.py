@@ -1,4 +1,4 @@
-"""Every weight changes: real trainings whose saves store what changed, killed, resumed, collected, loaded by others."""
+"""Real trainings that change every weight, saved as deltas: killed, resumed, collected, loaded elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharded tensors of other libraries in one state with everything else: saved as what they hold, loaded in place."""
+"""Sharded tensors of other libraries in a state with other values: saved by their content, loaded in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who can write to a store, and has no key, tries to have other bytes loaded under an id that is pinned or signed.
+"""A writer without a key tries to have other bytes loaded under a pinned or signed id.
 
 The id is the hash of the index. Everything else of a manifest, the head, and the record that names the head are written
 anew here, so that all hashes are right but those that the index has.

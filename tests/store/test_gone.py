@@ -1,4 +1,4 @@
-"""A checkpoint that goes while it is read, whoever reads it: it is not found, by its name, and never damaged."""
+"""A checkpoint that is purged during a read raises Gone in every front end, and never Damaged."""
 
 from __future__ import annotations
 

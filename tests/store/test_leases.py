@@ -1,4 +1,4 @@
-"""Tags that expire and leases, from the outside: what is held can be loaded, whatever gcs and policies do."""
+"""Expiring tags and leases from outside: a leased checkpoint loads despite gcs and policies."""
 
 from __future__ import annotations
 

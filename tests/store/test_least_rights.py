@@ -1,4 +1,4 @@
-"""Who may only add, and who may only read: all of their work goes, and what they must not do fails."""
+"""Writers that may only add, and readers: their work succeeds, and forbidden actions fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the calling program has set for torch, in a thread or for all, changes nothing of what is saved and loaded."""
+"""Modes of torch in the calling program change nothing about saved and loaded values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Power is lost at any instant: what a save returned of is there, all that is visible is whole, and all goes on.
+"""Power loss at any instant: returned saves are present, visible ones are complete, and work continues.
 
 Processes save, thin, forget and collect, one after the other; some are killed, and leave names behind that are not
 durable. What the disk may hold after a loss of power is looked at, at many instants, with what this host knew, and

@@ -1,4 +1,4 @@
-"""What is saved comes back as it was: every dtype, every layout, every bit."""
+"""Saved values load exactly: every dtype, every layout, every bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signed checkpoints: what is signed is loaded wherever it lies by now, and all else is refused."""
+"""Signed checkpoints load wherever they are stored, and all others are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of any nesting come back exactly, with objects and attachments; what cannot be stored is refused by name."""
+"""States of any nesting load exactly, with objects and attachments; errors name values that cannot be stored."""
 
 from __future__ import annotations
 

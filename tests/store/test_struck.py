@@ -1,4 +1,4 @@
-"""What is stopped at any call, and goes on much later, or is killed there, does no harm, whatever others do."""
+"""Processes stopped or killed at any call do no harm to others."""
 
 from __future__ import annotations
 

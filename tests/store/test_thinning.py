@@ -1,4 +1,4 @@
-"""Thin checkpoints: the weights stay as they are, under every name, and what was left out is told of."""
+"""Thinned checkpoints: weights are unchanged under every name, and dropped entries are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What any ranks saved, any others load, to the bit: random states, held in random ways, under random topologies."""
+"""Any ranks load checkpoints of any others, bit for bit: random states under random topologies."""
 
 from __future__ import annotations
 

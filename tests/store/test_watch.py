@@ -1,4 +1,4 @@
-"""Watches from the outside: what is told can be loaded, beside writers that are processes of their own."""
+"""Watches from outside: yielded checkpoints can be loaded, beside writers in other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DTensors that say themselves what they hold, whatever their mesh and placements say."""
+"""DTensors that describe their own parts, for any mesh and placements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An arange scattered over meshes: each element lies where `local_boxes` says, however a tensor is cut."""
+"""An arange distributed over meshes: `local_boxes` gives the place of each element for any placement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is in a GPU's memory is saved and loaded like what is in the host's: on both, where there is a GPU.
+"""Tensors in GPU memory are saved and loaded like those in host memory: on both, if there is a GPU.
 
 As if there were one: with tensors in the host's memory, which casckpt takes for a GPU's, and must not look into.
 """

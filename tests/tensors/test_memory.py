@@ -1,4 +1,4 @@
-"""Bytes go out of any tensor and into any tensor as they are, however it lies in memory."""
+"""Bytes are read from and written to any tensor exactly, for any layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors without memory of their own, or with more than that: refused by name, whoever is given them."""
+"""Tensors without memory of their own, or with shared memory, are refused by name everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects are plain data; a pickle is written and read only where the user says so."""
+"""Objects are plain data; a pickle is written and read only with permission of the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaves become pieces without a copy, and what has no bytes is refused by name."""
+"""Leaves become chunks without a copy, and the error for one without bytes names it."""
 
 from __future__ import annotations
 

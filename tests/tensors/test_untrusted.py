@@ -1,4 +1,4 @@
-"""Hostile pickles: none runs code, takes memory, hangs, or reaches beyond what it makes."""
+"""Hostile pickles: none runs code, allocates memory, hangs, or reaches beyond its own values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Shard refuses numbers that do not fit each other; its regions are what its data holds."""
+"""A Shard refuses inconsistent numbers; its regions are those of its data."""
 
 from __future__ import annotations
 

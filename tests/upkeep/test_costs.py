@@ -1,4 +1,4 @@
-"""What looking at a store far away, collecting it, saving to it and copying it cost: what is new, not what is there.
+"""Costs of looking at, collecting, saving to and copying a remote store: they depend on news, not on its size.
 
 Counted are requests, of a process that begins anew on a host which has seen the store before.
 """

@@ -1,4 +1,4 @@
-"""doctor: what a storage lacks is found out, named, and nothing is left behind."""
+"""doctor finds and names missing promises of a storage, and leaves nothing behind."""
 
 from __future__ import annotations
 

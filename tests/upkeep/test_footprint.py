@@ -1,4 +1,4 @@
-"""What holds the bytes of a store: each checkpoint, tag and branch; and what each rule of retention would free."""
+"""The use of bytes in a store: each checkpoint, tag and branch; and the bytes that each retention rule frees."""
 
 from __future__ import annotations
 

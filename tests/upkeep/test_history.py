@@ -1,4 +1,4 @@
-"""What each checkpoint added and why; what is damaged does not hide the rest."""
+"""The bytes that each checkpoint added and why; damage does not hide other checkpoints."""
 
 from __future__ import annotations
 

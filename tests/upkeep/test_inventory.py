@@ -1,4 +1,4 @@
-"""What lies in a store is known without listing it again, and is never anything else than a listing would show."""
+"""The content of a store is known without another listing, and always equals one."""
 
 from __future__ import annotations
 

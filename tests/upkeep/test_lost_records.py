@@ -1,4 +1,4 @@
-"""A store that is not what it was: what is missing, or something else than it was, is told of and never acted upon."""
+"""Missing or changed records of a store are reported, and gc never acts on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewrites: one record makes the old commit invisible and the new one visible; of all who race for it one wins."""
+"""Rewrites: one record hides the old commit and shows the new one; one of several competitors wins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``casckpt copy``: what it says, and what it does as processes that are killed, or that share the work."""
+"""``casckpt copy``: output, and copies by processes that are killed or that share the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``casckpt settings``: what a store's owner may change, shown and changed."""
+"""``casckpt settings``: shows and changes settings of a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The head: what it lists comes back, any flipped byte shows, and nothing is believed that does not fit."""
+"""The head: it decodes as encoded, any flipped byte is noticed, and inconsistent content is refused."""
 
 from __future__ import annotations
 

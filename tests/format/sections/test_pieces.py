@@ -1,4 +1,4 @@
-"""Pieces come back one by one; a flipped byte hits its group alone; a table that lies is refused."""
+"""Pieces decode one by one; a flipped byte damages only its group; a false table is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The note for DCP keeps what the tree does not hold."""
+"""The note for DCP keeps structure that the tree does not hold."""
 
 from __future__ import annotations
 

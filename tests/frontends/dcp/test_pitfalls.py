@@ -1,4 +1,4 @@
-"""The eighteen pitfalls of torch.distributed.checkpoint, one by one: each test fails without what is done about it."""
+"""The eighteen pitfalls of torch.distributed.checkpoint: each test fails without its countermeasure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New files and folders for a user: what a killed export leaves is removed by the next one to the same place."""
+"""New files and folders: an export removes leftovers of a killed export to the same place."""
 
 from __future__ import annotations
 

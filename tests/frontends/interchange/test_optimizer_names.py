@@ -1,4 +1,4 @@
-"""Files that training scripts wrote with torch.save: a training resumes from their import, to the bit, or is told."""
+"""Files of torch.save: a training resumes bit for bit from their import, or the import reports why not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning: real trainings whose checkpoints lie in a store; what it keeps, removes, and resumes from."""
+"""Lightning: real trainings with checkpoints in a store: saves, removals and resumes."""
 
 # ruff: noqa: E402 - what is optional is asked for first
 

@@ -1,4 +1,4 @@
-"""Lightning over ranks: a model sharded by FSDP2 is saved as it lies there, and goes on, on other ranks too."""
+"""Lightning on ranks: a model sharded by FSDP2 is saved in shards and resumes, also on other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ours and Megatron-core's functions make of the same input."""
+"""Functions of casckpt and Megatron-core on the same input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""common.pt: what torch's restricted unpickler may take from it, and what that leaves behind in the process."""
+"""common.pt: the types that torch's restricted unpickler may read, and the state of the process afterwards."""
 
 from __future__ import annotations
 

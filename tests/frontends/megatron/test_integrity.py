@@ -1,4 +1,4 @@
-"""What does not fit together is refused, on every rank alike, and before anything is written."""
+"""Inconsistent states are refused on every rank alike, before anything is written."""
 
 from __future__ import annotations
 

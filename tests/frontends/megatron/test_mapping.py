@@ -1,4 +1,4 @@
-"""Classes that say what is sharded."""
+"""Classes that describe sharded values."""
 
 from __future__ import annotations
 

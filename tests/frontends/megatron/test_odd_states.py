@@ -1,4 +1,4 @@
-"""State dicts with odd things in odd places: they come back as they were, or the error says what to do."""
+"""Unusual state dicts: they are restored exactly, or the error gives advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a load refuses: on every rank alike, and before any tensor changes."""
+"""Refused loads: on every rank alike, before any tensor changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas of what is saved: who writes how much, and whether they are the same."""
+"""Replicas: how the writing is divided, and whether they are equal."""
 
 from __future__ import annotations
 

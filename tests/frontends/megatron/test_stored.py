@@ -1,4 +1,4 @@
-"""What one front end saved, any other loads."""
+"""Every front end loads checkpoints of every other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The surface of Megatron's ``dist_checkpointing``: every name is there, flat, and a test says how it behaves.
+"""The surface of Megatron's ``dist_checkpointing``: every name exists, flat, and has a test.
 
 `TABLE` names for each the test of this folder. That test must be there, use the name, by itself or by what it calls in
 its module or in tests/support, and assert something.

@@ -1,4 +1,4 @@
-"""The real clients of a hub against a store that answers as one: equal weights, and only what changed is moved."""
+"""The real clients of a hub against a served store: equal weights, and only changes are transferred."""
 
 # ruff: noqa: E402 - what is optional is asked for first
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, and their ETags: what is in them counts, and nothing else."""
+"""The files of a checkpoint and their ETags, which depend only on content."""
 
 from __future__ import annotations
 

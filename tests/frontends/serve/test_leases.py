@@ -1,4 +1,4 @@
-"""Leases of a server: how many outlive their files, and what is left behind at its end."""
+"""Leases of a server: how many outlive their files, and how many remain at its end."""
 
 from __future__ import annotations
 

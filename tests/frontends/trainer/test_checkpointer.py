@@ -1,4 +1,4 @@
-"""The checkpointer of one process: what a checkpoint holds, how it comes back, what fails and what is told of it."""
+"""The checkpointer of one process: content of a checkpoint, restores, failures and log messages."""
 
 from __future__ import annotations
 

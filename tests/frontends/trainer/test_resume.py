@@ -1,4 +1,4 @@
-"""A real training loop over ranks, killed at random moments, goes on as if nothing had happened; on other ranks too."""
+"""A real training loop on ranks, killed at random moments, resumes exactly, also on other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A resume restores all that it is given, or says so: no training goes on without its optimizer in silence."""
+"""A resume restores everything that it is given, or reports it: no training silently loses its optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A train state: what it takes, and what a load fills in place."""
+"""A train state: accepted values, and values that a load fills in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user adds to the state of one of torch's optimizers is saved, loaded and kept, whatever loads it."""
+"""User entries in the state of a torch optimizer are saved, loaded and kept by every front end."""
 
 from __future__ import annotations
 

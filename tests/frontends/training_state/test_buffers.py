@@ -1,4 +1,4 @@
-"""Buffers that ranks have in common: of those that differ, the save says so, once."""
+"""Buffers on several ranks: a save warns once about those that differ."""
 
 from __future__ import annotations
 

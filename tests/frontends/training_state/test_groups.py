@@ -1,4 +1,4 @@
-"""Which parameter is which: groups of other number and order, tied ones, and what does not fit, by name."""
+"""Matching of parameters: groups of other number and order, tied parameters, and mismatches by name."""
 
 from __future__ import annotations
 

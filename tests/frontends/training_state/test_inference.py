@@ -1,4 +1,4 @@
-"""Tensors that were made in inference mode are filled, and what a load makes is never one of them."""
+"""Tensors of inference mode are filled, and a load never creates them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads into a model of another dtype: state follows its parameter, or stays as it was saved, and training goes on."""
+"""Loads into a model of another dtype: state follows its parameter or stays as saved, and training continues."""
 
 from __future__ import annotations
 

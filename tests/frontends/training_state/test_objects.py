@@ -1,4 +1,4 @@
-"""Whole objects in a state: what `Store.save` stores of them, and what `Store.load` puts into them, in which order."""
+"""Whole objects in a state: how `Store.save` stores them, and in which order `Store.load` fills them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training goes on with other ranks, any optimizer, and state of any dtype and shape."""
+"""Training resumes on other ranks, with any optimizer, and state of any dtype and shape."""
 
 from __future__ import annotations
 

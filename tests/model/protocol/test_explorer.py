@@ -1,4 +1,4 @@
-"""The explorer itself: what it finds in the smallest models, and that it passes nothing that it has not walked."""
+"""The explorer itself: errors that it finds in the smallest models, and explorations that must not pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tags and leases: what was granted stays, whatever is forgotten, restored, thinned, repaired and purged."""
+"""Tags and leases: a granted one protects its checkpoint from forget, thinning, repair and purge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of rewrites: gc deletes nothing that lives, and in the end what only replaced commits named."""
+"""The bytes of rewrites: gc deletes nothing live, and finally everything that only replaced commits name."""
 
 from __future__ import annotations
 

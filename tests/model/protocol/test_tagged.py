@@ -1,4 +1,4 @@
-"""Tags beside rules that forget and thin: what is tagged is there in the end, whoever was killed on the way."""
+"""Tags beside rules that forget and thin: tagged checkpoints survive any kill."""
 
 from __future__ import annotations
 

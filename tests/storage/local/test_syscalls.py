@@ -1,4 +1,4 @@
-"""System calls that a file system may lack, and how it says so."""
+"""System calls that a file system may lack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a put sends is the caller's memory: never all of it copied, and whole again at each attempt."""
+"""A put sends memory of the caller: it is never copied whole, and each attempt sends it again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What file systems of fsspec are asked, and how."""
+"""Calls to file systems of fsspec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What networks and servers do to requests: the storage tries again, and never mistakes its own doing for another's."""
+"""Faults of networks and servers: the storage retries, and recognises its own earlier put."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Storages that only fsspec knows: what they promise, and what is refused."""
+"""Storages that only fsspec supports: their promises and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where blobs are, remembered between copies: what manifests name is, whether they live is not."""
+"""Places of blobs, remembered between copies: the names in manifests are kept, and whether they are live is not."""
 
 from __future__ import annotations
 

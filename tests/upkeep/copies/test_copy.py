@@ -1,4 +1,4 @@
-"""Copies between stores: only what is missing, verified, whole or not there, whatever fails, dies or runs beside."""
+"""Copies between stores: only missing blobs, verified, complete or absent, despite failures and other processes."""
 
 from __future__ import annotations
 

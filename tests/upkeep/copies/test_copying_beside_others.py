@@ -1,4 +1,4 @@
-"""Copies beside gcs, saves, users and each other, in any order of their calls: what lives is whole, at every call."""
+"""Copies beside gcs, saves, users and each other, with calls in any order: live checkpoints are always complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store that was put back from a copy of it goes another way: what was known of it before counts no more."""
+"""A restored backup of a store continues differently: cached knowledge of the old store no longer counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notes of what is safe in a mirror: each counts until its checkpoint is restored the next time."""
+"""Notes about safe copies in a mirror: each counts until the next restore of its checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies into blobs of another size, and stores that are packed anew in place: killed, raced, undone, saved upon."""
+"""Copies into blobs of another size, and repacking in place: killed, raced, undone, saved upon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signatures travel with copies, before their commit; a gc deletes them with it, and nobody minds them."""
+"""Copies include signatures, before their commit; gc deletes signatures with their checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps a gc from deleting: what cannot be read, storages that fail, other gcs; and what it leaves to the next."""
+"""Obstacles of a gc: unreadable records, failing storages, other gcs; and work that it leaves to the next."""
 
 from __future__ import annotations
 

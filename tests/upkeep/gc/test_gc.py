@@ -1,4 +1,4 @@
-"""gc as a person sees it: what goes, what stays, what waits, and what is reported."""
+"""gc from outside: what it deletes, keeps, defers and reports."""
 
 from __future__ import annotations
 

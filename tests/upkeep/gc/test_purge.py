@@ -1,4 +1,4 @@
-"""Tags that expire, and demands on writers, against what a gc forgets and purges."""
+"""Expiring tags and requirements for writers, against forget and purge by gc."""
 
 from __future__ import annotations
 

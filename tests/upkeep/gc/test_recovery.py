@@ -1,4 +1,4 @@
-"""What a gc does for who follows runs: nobody keeps waiting for the dead, and every record is told of."""
+"""Work of gc for followers of runs: announcements of dead processes are completed, and all records are announced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a gc waits for saves that are open, gives up on the dead, and goes on where it was."""
+"""gc waits for open saves, revokes dead ones, and continues where it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damage where cells are told from others: who is hit, what is decoded, and what comes back."""
+"""Damage to frames: affected keys, decoded cells, and repairs."""
 
 from __future__ import annotations
 

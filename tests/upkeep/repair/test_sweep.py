@@ -1,4 +1,4 @@
-"""A byte flipped anywhere, one after the other: named for what it is, and it hits nothing but what it is of."""
+"""One flipped byte at each place: it is reported with its kind, and affects only its own part."""
 
 from __future__ import annotations
 

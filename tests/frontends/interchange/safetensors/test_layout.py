@@ -1,4 +1,4 @@
-"""Layouts: where everything will lie in files that are not there yet."""
+"""Layouts: the place of every byte in files that do not exist yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch's HuggingFaceStorageWriter writes from several ranks, and other files that hold parts of tensors."""
+"""Files of torch's HuggingFaceStorageWriter on several ranks, and other files with parts of tensors."""
 
 from __future__ import annotations
 

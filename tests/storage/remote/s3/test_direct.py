@@ -1,4 +1,4 @@
-"""Ranged reads past the S3 client: they are what the client would have read, or are left to it."""
+"""Ranged reads past the S3 client: they equal those of the client, or are left to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What servers refuse: other credentials are looked for, and errors name the setting that helps."""
+"""Refusals by servers: credentials are looked up again, and errors name the setting that helps."""
 
 from __future__ import annotations
 

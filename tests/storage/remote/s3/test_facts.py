@@ -1,4 +1,4 @@
-"""What doctor is told of a bucket whose server refuses to answer."""
+"""Findings of doctor for a bucket whose server refuses to answer."""
 
 from __future__ import annotations
 
