@@ -1,4 +1,4 @@
-"""What users and stores rely on is still there: tests/data/surface.json lists what was, at 0e24385 and 6ce87e2."""
+"""The public surface is complete: tests/data/surface.json lists the names at 0e24385 and 6ce87e2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advice about what goes out of a store and into it: safetensors, torch.save, folders of others, views, serving."""
+"""Advice about exports and imports: safetensors, torch.save, folders of other programs, views, serving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advice about stores: what lies in them, and by which name."""
+"""Advice about stores: their content and its names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Announcements: before a record is there its run tells of it, at dense numbers, and nobody misses what was told."""
+"""Announcements: a run announces each record before it exists, with dense numbers, and followers miss none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commits: what a log means, who wins a race, and what damage does."""
+"""Commits: the meaning of a log, competing changes, and damage."""
 
 from __future__ import annotations
 

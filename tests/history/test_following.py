@@ -1,4 +1,4 @@
-"""Following runs shows what a listing of commits/ shows, whatever order things are announced and happen in."""
+"""Following runs shows the same as a listing of commits/, for any order of announcements and events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tags that expire: granted only on what is visible once they are set, renewed in time or anew, and ended."""
+"""Expiring tags: granted only on checkpoints visible afterwards, renewed in time or granted anew, and ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tags: generations, races, and that a tag never names what is gone."""
+"""Tags: generations, competing changes, and no tag on a purged checkpoint."""
 
 from __future__ import annotations
 
