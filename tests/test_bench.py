@@ -1,4 +1,4 @@
-"""tools/bench runs, and its results hold what they should. What the figures are is not looked at here."""
+"""tools/bench runs, and its results have the expected content. The figures are not checked here."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def rows_of(results: Path, scenario: str) -> dict[tuple[str, str, str], dict[str
     return {(row["group"], row["who"], row["what"]): row for row in found["rows"]}
 
 
-def test_a_smoke_run_has_all_cells(smoke: Path) -> None:
+def test_a_smoke_run_fills_the_whole_table(smoke: Path) -> None:
     saves, loads = rows_of(smoke, "frozen"), rows_of(smoke, "partial")
     assert set(saves) == {
         ("", "casckpt", ""),
@@ -112,7 +112,7 @@ def test_earlier_results_are_drawn_and_published(smoke: Path, tmp_path: Path) ->
     assert "\n| casckpt, frozen= declared |" in text
 
 
-def test_what_nobody_offers_is_refused() -> None:
+def test_an_unknown_contender_is_refused() -> None:
     for arguments in (["nothing"], ["save", "--peers", "nobody"], ["save", "--size", "much"], ["save", "--from", "x"]):
         done = bench(*arguments)
         assert done.status == 2
@@ -158,7 +158,7 @@ def test_rounds_are_rotated_and_the_first_does_not_count(monkeypatch: pytest.Mon
     assert [row.values("durable") for row in rows] == [[2.0, 3.0]] * 3
 
 
-def test_a_case_may_have_enough_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_case_may_end_after_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     from benchmarks.harness import Case, Enough, run_rounds
     from benchmarks.measure import Measured
@@ -173,7 +173,7 @@ def test_a_case_may_have_enough_of_rounds(monkeypatch: pytest.MonkeyPatch) -> No
     assert (len(row.rounds), row.note, row.summary["durable"].median) == (1, "", 1.0)
 
 
-def test_a_manifest_is_planned_with_the_bytes_that_are_wanted(tmp_path: Path) -> None:
+def test_a_planned_manifest_has_the_wanted_bytes(tmp_path: Path) -> None:
     results = tmp_path / "manifest.json"
     done = bench("manifest", "--quick", "--dir", tmp_path, "--json", results)
     assert done.status == 0, done.told
@@ -194,7 +194,7 @@ def test_a_bucket_is_measured_beside_a_raw_client(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_states_of_a_training_are_coded_and_decoded(tmp_path: Path) -> None:
+def test_training_states_are_encoded_and_decoded(tmp_path: Path) -> None:
     """The trace is made in the first scenario, and found in the second."""
     results, traces = tmp_path / "deltas.json", tmp_path / "traces"
     done = bench("deltas", "coding", "coded", "--quick", "--dir", tmp_path, "--json", results, "--traces", traces)
@@ -247,7 +247,7 @@ def test_a_trace_replays_what_its_training_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_save_does_not_pay_for_history(tmp_path: Path) -> None:
+def test_a_save_does_not_depend_on_the_history(tmp_path: Path) -> None:
     """What it asks of the storage, exactly: after 100 saves of its run, and after 300. Names that are listed count."""
     results = tmp_path / "history.json"
     done = bench("history", "--quick", "--dir", tmp_path, "--json", results)
@@ -273,15 +273,13 @@ def test_a_save_does_not_pay_for_history(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scenarios", [[], ["save", "frozen"]])
-def test_on_a_gpu_are_only_the_states_of_some_scenarios(
-    scenarios: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_some_scenarios_put_states_on_a_gpu(scenarios: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*scenarios, "--device", "cuda"])
     assert "--device cuda is for save, async, load, small" in capsys.readouterr().err
 
 
-def test_states_in_the_hosts_memory_are_made_as_an_earlier_tree_makes_them(tmp_path: Path) -> None:
+def test_states_in_host_memory_equal_those_of_an_earlier_tree(tmp_path: Path) -> None:
     """Its tasks run with ``--before``, and know of no device."""
     given: list[dict[str, Any]] = []
 
@@ -345,7 +343,7 @@ def figures() -> Iterator[list[str]]:
         yield [re.sub(r"`.*?`", "", cell) for cell in line.split(" | ")]
 
 
-def test_each_ratio_of_the_page_is_that_of_one_row_of_the_results() -> None:
+def test_each_ratio_of_the_page_is_in_the_results() -> None:
     """A row of the page names the time of casckpt, and then ratios to it."""
     known = list(of_casckpt())
     rows = [row for row in figures() if len(row) > 2 and re.fullmatch(r"[\d.]+ m?s", row[1])]

@@ -1,4 +1,4 @@
-"""docs/coming_from.md: before and after, run with each library in a process of its own.
+"""docs/coming_from.md: before and after, run with each library in a separate process.
 
 What needs no other library, or DCP's two ranks, is run by tests/test_docs.py.
 """
@@ -34,7 +34,7 @@ ELSEWHERE = {
 """Why a section is not run here. Of Megatron-core, what is before needs a GPU; casckpt is given a folder of its."""
 
 
-def test_each_section_is_run_or_says_why_not() -> None:
+def test_each_section_is_run_or_has_a_reason_not_to() -> None:
     sections = re.findall(r"^## (.*)$", PAGE.read_text(), re.MULTILINE)
     assert sections == ["torch.save", "safetensors", "torch.distributed.checkpoint", *HERE, "OLMo-core", "Orbax",
                         "Intentional differences"]  # fmt: skip
@@ -44,7 +44,7 @@ def test_each_section_is_run_or_says_why_not() -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("package", HERE.values())
-def test_before_and_after_do_what_the_page_says(package: str, tmp_path: Path) -> None:
+def test_examples_before_and_after_work_as_documented(package: str, tmp_path: Path) -> None:
     pytest.importorskip(package, reason=f"needs {package}")
     folder = tmp_path / "page"
     shutil.copytree(ROOT / "tests" / "data" / "torch_dist", folder / "ckpt" / "iter_0000100")

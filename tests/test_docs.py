@@ -1,4 +1,4 @@
-"""The documentation says what the code does: examples are run, and names, fields, defaults and limits are compared."""
+"""The documentation matches the code: examples are run, and names, fields, defaults and limits are compared."""
 
 from __future__ import annotations
 
@@ -80,21 +80,21 @@ def quoted(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
-def test_every_field_of_what_is_stored_is_described(struct: type[msgspec.Struct]) -> None:
+def test_every_stored_field_is_documented(struct: type[msgspec.Struct]) -> None:
     config = struct.__struct_config__
     assert set(struct.__struct_encode_fields__) <= quoted(FORMAT)
     assert not isinstance(config.tag, str) or config.tag in quoted(section("Records"))
 
 
 @pytest.mark.parametrize("name", ["format", "cell_bytes", "blob_bytes"])
-def test_the_marker_has_the_defaults_that_are_described(name: str) -> None:
+def test_the_documented_defaults_of_the_marker_are_correct(name: str) -> None:
     info = msgspec.structs.fields(records.Marker)
     default = next(field.default for field in info if field.name == name)
     expected = "" if default is msgspec.NODEFAULT else f"{default} "
     assert f"| `{name}` | {expected}|" in section("Marker")
 
 
-def test_every_dtype_stands_beside_its_name_in_a_blob() -> None:
+def test_every_dtype_is_documented_with_its_stored_name() -> None:
     text = section("Dtypes").replace("`int1` to `int7`", " ".join(f"`int{n}`" for n in range(1, 8)))
     text = text.replace("`uint1` to `uint7`", " ".join(f"`uint{n}`" for n in range(1, 8)))
     found: dict[str, str] = {}
@@ -104,13 +104,13 @@ def test_every_dtype_stands_beside_its_name_in_a_blob() -> None:
     assert found == {name: dtypes.stored_name(name) for name in dtypes.DTYPES}
 
 
-def test_every_tag_of_plain_data_is_described() -> None:
+def test_every_tag_of_plain_data_is_documented() -> None:
     codecs = (*plain_codecs.STANDARD, *plain_numpy.NUMPY)
     column = "".join(re.findall(r"^\| (.*?) \|", section("Plain data"), re.MULTILINE))
     assert quoted(column) == {codec.tag for codec in codecs} | {plain._PART}
 
 
-def test_every_kind_of_container_of_a_tree_is_described() -> None:
+def test_every_container_of_a_tree_is_documented() -> None:
     kinds = re.search(r"Its containers are (.*?), and", section("Trees"), re.DOTALL)
     assert kinds
     assert quoted(kinds[1]) == {kind.__name__ for kind in (*tree._MAPPINGS, *tree._SEQUENCES)}
@@ -118,7 +118,7 @@ def test_every_kind_of_container_of_a_tree_is_described() -> None:
     assert f"with {tree.TENSOR} in place of each tensor and {tree.OBJECT} in place of each object" in text
 
 
-def test_limits_are_those_of_the_code() -> None:
+def test_documented_limits_match_the_code() -> None:
     assert records.MAX_RECORD_BYTES == 2**20
     assert records.MAX_METADATA_BYTES == 65536
     assert f"at most {names.MAX_METRICS} names (1 to {names.MAX_METRIC_NAME} characters" in FORMAT
@@ -139,7 +139,7 @@ def test_limits_are_those_of_the_code() -> None:
 # all pages
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_have_targets() -> None:
     for page in EVERY_PAGE:
         for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", page.read_text()):
             other = page.parent / target if target else page
@@ -166,7 +166,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_headings_go_down_level_by_level() -> None:
+def test_heading_levels_have_no_gaps() -> None:
     """Else the site is not built: a warning there is an error."""
     for page in EVERY_PAGE:
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -194,7 +194,7 @@ TRIED = {  # what the README adds up -> rows of the evidence
 }
 
 
-def test_the_readme_says_no_more_than_the_evidence() -> None:
+def test_the_readme_claims_only_what_the_evidence_supports() -> None:
     counted = re.findall(r"^\| (.*?) \| ([\d,]+) \|", (DOCS / "reliability.md").read_text(), re.MULTILINE)
     readme = (ROOT / "README.md").read_text().partition("## How reliable")[2].partition("\n## ")[0]
     said = dict(re.findall(r"^\| (.*?) \| ([\d,]+) \|", readme, re.MULTILINE))
@@ -209,14 +209,14 @@ def test_the_readme_says_no_more_than_the_evidence() -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process saves with DCP, and means it
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.stem))
-def test_every_example_does_what_the_page_says(page: Path, tmp_path: Path, ranks: Pool) -> None:
+def test_every_example_works_as_documented(page: Path, tmp_path: Path, ranks: Pool) -> None:
     folder = tmp_path / "page"
     folder.mkdir()
     reader = Reader(folder, ROOT, model_and_optimizer(), lambda size, block: ranks.run(size, on_rank, block, folder))
     assert reader.follow(page)
 
 
-def test_every_example_on_buckets_does_what_the_page_says(
+def test_every_example_on_buckets_works_as_documented(
     tmp_path: Path, moto_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The credentials come from the environment, as the page says."""
@@ -248,7 +248,7 @@ def on_rank(rank: int, size: int, block: Block, folder: Path) -> None:
         block.run_python({})
 
 
-def test_the_table_of_errors_is_that_of_the_code() -> None:
+def test_the_table_of_errors_matches_the_code() -> None:
     section = (DOCS / "guide.md").read_text().partition("\n## Errors\n")[2]
     rows = re.findall(r"^\| `(\w+)` \| `?(\w+)`? \|", section, re.MULTILINE)
     known = {
@@ -263,7 +263,7 @@ def test_the_table_of_errors_is_that_of_the_code() -> None:
 # docs/design.md
 
 
-def test_every_layer_has_its_table_of_modules_which_the_site_makes() -> None:
+def test_the_site_lists_the_modules_of_every_layer() -> None:
     folders = {path.parent.relative_to(PACKAGE).parts[:1] for path in PACKAGE.rglob("*.py")}
     assert {part[0] if part else "package" for part in folders} == LAYERS
     text = DESIGN.read_text()
@@ -272,7 +272,7 @@ def test_every_layer_has_its_table_of_modules_which_the_site_makes() -> None:
     assert rows >= {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
 
 
-def test_files_that_are_named_are_there() -> None:
+def test_named_files_exist() -> None:
     for page in (DESIGN, *sorted((DOCS / "decisions").glob("0*.md"))):
         for name in re.findall(r"`((?:[\w.]+/)*\w+\.(?:py|md))`", page.read_text()):
             assert any((folder / name).exists() for folder in (ROOT, PACKAGE, DOCS)), f"{page.name} names {name}"
@@ -288,7 +288,7 @@ def named_in_the_code() -> dict[str, Path]:
 
 
 @pytest.mark.process  # front ends import matplotlib, which asks for the fonts of the system
-def test_what_docstrings_refer_to_is_there() -> None:
+def test_references_in_docstrings_exist() -> None:
     broken = []
     for name, path in named_in_the_code().items():
         try:
@@ -301,7 +301,7 @@ def test_what_docstrings_refer_to_is_there() -> None:
 # docs/glossary.md
 
 
-def test_the_glossary_is_short_and_each_word_has_a_home() -> None:
+def test_the_glossary_is_short_and_each_word_has_a_module() -> None:
     page = (DOCS / "glossary.md").read_text()
     rows = re.findall(r"^\| \*\*([\w ]+)\*\* \| .* \| `([\w.]+)` \|$", page, re.MULTILINE)
     words = [word for word, _ in rows]
@@ -313,7 +313,7 @@ def test_the_glossary_is_short_and_each_word_has_a_home() -> None:
 # docs/decisions
 
 
-def test_decisions_are_listed_have_a_status_and_are_short() -> None:
+def test_decisions_are_listed_short_and_have_a_status() -> None:
     in_force, replaced = (DOCS / "decisions" / "README.md").read_text().split("\n## Replaced\n")
     pages = sorted(path for path in (DOCS / "decisions").glob("*.md") if path.name != "README.md")
     numbers = [path.name[:4] for path in pages] + re.findall(r"(\d{4})\s(?:by|withdrawn)", replaced)

@@ -1,4 +1,4 @@
-"""What tests counted, added up and written into docs/reliability.md; and that they count at all."""
+"""Counts of tests are added up and written into docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.repositories import memory
 EMPTY = f"before\n{BEGIN}{END}after\n"
 
 
-def test_what_was_done_is_counted_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evidence_is_counted_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CASCKPT_TALLY", str(tmp_path / "tally"))
     storage = FaultyStore(memory(), [fail_before("put", times=3)])
     for _ in range(3):
@@ -26,9 +26,7 @@ def test_what_was_done_is_counted_by_kind(tmp_path: Path, monkeypatch: pytest.Mo
     assert figures(added((tmp_path / "tally").read_text()))["fault: fail before"] == "3"
 
 
-def test_who_only_looks_on_and_a_walk_that_was_cut_off_are_no_evidence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_observers_and_truncated_explorations_are_not_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CASCKPT_TALLY", str(tmp_path / "tally"))
     seen: list[Call] = []
     FaultyStore(memory(), [look_on("put", seen.append), call_first("put", seen.append)]).put("a", b"")
@@ -40,7 +38,7 @@ def test_who_only_looks_on_and_a_walk_that_was_cut_off_are_no_evidence(
     assert counted == told | {"states of models": "40", "planted": planted()}
 
 
-def test_a_figure_stays_until_there_is_a_new_one(tmp_path: Path) -> None:
+def test_a_figure_stays_until_a_new_one_exists(tmp_path: Path) -> None:
     (tmp_path / "counts.json").write_text(
         json.dumps({"save": 1234, "seconds": 5400, "load": 2, "load under a lease": 3})
     )
@@ -68,7 +66,7 @@ def test_a_figure_stays_until_there_is_a_new_one(tmp_path: Path) -> None:
     assert page.endswith("after\n")
 
 
-def test_a_soak_says_of_which_commits_it_is(tmp_path: Path) -> None:
+def test_a_soak_names_its_commits(tmp_path: Path) -> None:
     runs = [{"commit": "123", "time": 0}, {"commit": "456", "time": 86400}]
     (tmp_path / "runs").write_text("".join(f"{json.dumps(one)}\n" for one in runs))
     assert soaked_on(tmp_path) == "1970-01-02, 123 to 456"

@@ -63,7 +63,7 @@ def assert_equal(found: Any, saved: Any) -> None:
         assert same(found, saved)
 
 
-def test_it_holds_what_it_is_to_hold_and_is_small() -> None:
+def test_the_frozen_store_has_its_content_and_is_small() -> None:
     kinds = {path.relative_to(DATA).parts[0] for path in DATA.rglob("*") if path.is_file()}
     assert kinds >= {"casckpt.json", "commits", "damaged", "mirrored", "objects", "runs", "settings", "tags"}
     records = [path.read_text() for path in (DATA / "commits").iterdir()]
@@ -72,7 +72,7 @@ def test_it_holds_what_it_is_to_hold_and_is_small() -> None:
     assert sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file()) < 1_000_000
 
 
-def test_its_checkpoints_are_listed_by_the_ids_that_they_had(store: casckpt.Store) -> None:
+def test_the_frozen_store_lists_its_original_ids(store: casckpt.Store) -> None:
     assert told(store) == EXPECTED
     first, best = store.get("kinds@1"), store.get("train@6")
     assert first.metadata == frozen_store.METADATA
@@ -86,22 +86,22 @@ def test_its_checkpoints_are_listed_by_the_ids_that_they_had(store: casckpt.Stor
 
 
 @pytest.mark.parametrize(("run", "step"), WHOLE)
-def test_each_loads_to_the_bit(store: casckpt.Store, run: str, step: int) -> None:
+def test_each_frozen_checkpoint_loads_bit_for_bit(store: casckpt.Store, run: str, step: int) -> None:
     assert_equal(store.read(f"{run}@{step}"), value_of(run, step))
 
 
-def test_attachments_are_what_they_were(store: casckpt.Store) -> None:
+def test_frozen_attachments_are_unchanged(store: casckpt.Store) -> None:
     assert store.attachments("kinds@1") == {name: len(data) for name, data in frozen_store.ATTACHMENTS.items()}
     for name, data in frozen_store.ATTACHMENTS.items():
         assert store.read_attachment("kinds@1", name) == data
 
 
-def test_the_reader_of_the_page_reads_it(folder: Path) -> None:
+def test_the_documented_reader_reads_the_frozen_store(folder: Path) -> None:
     visible = PlainStore(folder).visible()
     assert sorted(visible) == sorted((one["run"], one["step"]) for one in EXPECTED if one["visible"])
 
 
-def test_what_is_damaged_is_named_and_nothing_else(store: casckpt.Store) -> None:
+def test_verify_names_exactly_the_damaged_checkpoints(store: casckpt.Store) -> None:
     found = store.verify()
     assert {key for one in found.damaged for key in one.keys} == {"hit"}
     assert {id for one in found.damaged for id in one.checkpoints} == {store.get("hurt@1").id}
@@ -113,12 +113,12 @@ def test_what_is_damaged_is_named_and_nothing_else(store: casckpt.Store) -> None
     assert_equal(target, {"whole": frozen_store.hurt()["whole"]})
 
 
-def test_what_was_forgotten_comes_back(store: casckpt.Store) -> None:
+def test_a_forgotten_frozen_checkpoint_is_restored(store: casckpt.Store) -> None:
     store.restore(next(one["id"] for one in EXPECTED if (one["run"], one["step"]) == ("train", 3)))
     assert_equal(store.read("train@3"), frozen_store.train(3))
 
 
-def test_a_save_reuses_what_is_there_and_leaves_what_is_worn(store: casckpt.Store) -> None:
+def test_a_save_reuses_frozen_cells_except_those_of_worn_blobs(store: casckpt.Store) -> None:
     again = store.save(frozen_store.train(6) | {"step": 6}, run="train", step=7)
     assert again.stats.blobs_written == 0
     tensors = frozen_store.train(6)["model"]
@@ -127,7 +127,7 @@ def test_a_save_reuses_what_is_there_and_leaves_what_is_worn(store: casckpt.Stor
     assert_equal(store.read("train@latest")["model"], tensors)
 
 
-def test_it_is_copied_with_ids_and_tags(store: casckpt.Store, tmp_path: Path) -> None:
+def test_the_frozen_store_is_copied_with_ids_and_tags(store: casckpt.Store, tmp_path: Path) -> None:
     result = store.copy_to(tmp_path / "copy", tags=True, check=False)
     assert [(one.commit.run, one.commit.step) for one in result.failed] == [("hurt", 1)]
     copy = casckpt.open(tmp_path / "copy")
@@ -137,7 +137,7 @@ def test_it_is_copied_with_ids_and_tags(store: casckpt.Store, tmp_path: Path) ->
     assert copy.get("tag:best").id == store.get("train@2").id
 
 
-def test_it_is_pruned_once_its_mirror_is_given_up(store: casckpt.Store) -> None:
+def test_the_frozen_store_is_pruned_once_its_mirror_is_unset(store: casckpt.Store) -> None:
     store.change_settings(mirror=None)
     store.forget("hurt@1")
     result = store.gc(keep_last=1, min_age=0)
@@ -173,19 +173,19 @@ def test_frames_of_every_form_are_stored_and_small(coded: Path) -> None:
 
 
 @pytest.mark.parametrize("step", CODED_STEPS)
-def test_frames_are_decoded_to_the_bit(coded: Path, step: int) -> None:
+def test_frozen_frames_decode_bit_for_bit(coded: Path, step: int) -> None:
     assert_equal(casckpt.open(coded).read(f"coded@{step}"), value_of("coded", step))
 
 
 @pytest.mark.parametrize("step", CODED_STEPS)
-def test_the_reader_of_the_page_decodes_them(coded: Path, step: int) -> None:
+def test_the_documented_reader_decodes_frozen_frames(coded: Path, step: int) -> None:
     store = PlainStore(coded)
     read = Checkpoint(coded, store.log(store.visible()["coded", step])[1])
     assert_same(read.read(), value_of("coded", step))
     assert all(sound for leaves in read.leaves().values() for _, _, sound in leaves)
 
 
-def test_a_save_goes_on_from_frames_and_a_gc_leaves_their_bases(coded: Path) -> None:
+def test_a_save_continues_from_frames_and_gc_keeps_their_bases(coded: Path) -> None:
     store = casckpt.open(coded)
     again = store.save(value_of("coded", 5), run="coded", step=6)
     assert again.stats.blobs_written == 0

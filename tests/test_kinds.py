@@ -1,4 +1,4 @@
-"""Tests are marked by what they reach, and what counts as plain starts nothing."""
+"""Tests are marked by the resources that they reach, and plain tests start nothing."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def started() -> None:
     child()
 
 
-def test_what_reaches_nothing_is_plain(request: pytest.FixtureRequest, tmp_path: object) -> None:
+def test_a_test_without_resources_is_plain(request: pytest.FixtureRequest, tmp_path: object) -> None:
     assert kinds.kinds_of(request.node) == set()
 
 
 @pytest.mark.usefixtures("started")
-def test_a_fixture_that_starts_a_process_tells(request: pytest.FixtureRequest) -> None:
+def test_a_fixture_that_starts_a_process_sets_the_mark(request: pytest.FixtureRequest) -> None:
     assert kinds.kinds_of(request.node) == {"process"}
 
 
 @pytest.mark.parametrize("kind", ["moto_server", "seaweed_server"])
-def test_a_server_that_is_asked_for_by_name_tells(request: pytest.FixtureRequest, kind: str) -> None:
+def test_a_server_requested_by_name_sets_the_mark(request: pytest.FixtureRequest, kind: str) -> None:
     assert kinds.kinds_of(request.node) == {"server"}
 
 
-def test_a_process_that_nothing_tells_of_is_an_error(request: pytest.FixtureRequest) -> None:
+def test_an_unmarked_process_is_an_error(request: pytest.FixtureRequest) -> None:
     with kinds.on_its_own(request.node), pytest.raises(AssertionError, match="counts as plain and starts a process"):
         child()
     child()

@@ -248,11 +248,11 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert circles(imports()) == set()
 
 
-def test_a_circle_is_seen() -> None:
+def test_a_circle_is_found() -> None:
     assert circles({"a": {"b", "c"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}
 
 
-def test_no_folder_has_more_modules_than_are_seen_at_a_glance() -> None:
+def test_no_folder_has_too_many_modules() -> None:
     beside = Counter(path.rpartition("/")[0] for path in modules() if not path.endswith("__init__.py"))
     assert {folder: count for folder, count in beside.items() if count > MOST} == {}
 
@@ -298,7 +298,7 @@ def test_no_folder_has_more_modules_than_are_seen_at_a_glance() -> None:
         ("saving/save.py", "from rich import print"),
     ],
 )
-def test_a_wrong_import_is_seen(path: str, source: str) -> None:
+def test_a_wrong_import_is_found(path: str, source: str) -> None:
     assert violations(path, source)
 
 
@@ -320,7 +320,7 @@ def test_a_wrong_import_is_seen(path: str, source: str) -> None:
         ("plan/reads.py", "torch = 1\ntorch.distributed.all_reduce"),
     ],
 )
-def test_a_right_import_is_left_alone(path: str, source: str) -> None:
+def test_a_correct_import_is_accepted(path: str, source: str) -> None:
     assert violations(path, source) == []
 
 
@@ -386,18 +386,18 @@ def beyond(path: str, source: str) -> set[tuple[str, str]]:
     return {(path, name) for name in names if path.startswith(CIRCLE) and not within(name, SEEN)}
 
 
-def test_users_of_the_store_see_nothing_below_it() -> None:
+def test_users_of_the_store_import_nothing_below_it() -> None:
     found = {pair for path in modules() for pair in beyond(path, (PACKAGE / path).read_text())}
     assert found == DEBT.keys()
 
 
-def test_a_reach_below_the_store_is_seen() -> None:
+def test_an_import_below_the_store_is_found() -> None:
     source = "def late():\n    from casckpt.history.commits import list_commits\nfrom casckpt.store.store import Store"
     assert beyond("cli/main.py", source) == {("cli/main.py", "casckpt.history.commits.list_commits")}
     assert beyond("frontends/dcp/exporting.py", source) == set()
 
 
-def test_every_user_of_the_store_is_there() -> None:
+def test_every_listed_user_of_the_store_exists() -> None:
     assert [place for place in CIRCLE if not any(path.startswith(place) for path in modules())] == []
 
 
@@ -467,7 +467,7 @@ LATE = ("store/", "loading/options.py", "loading/arguments.py", "saving/options.
 """Modules of layers with torch that import it when a call needs tensors: `casckpt list` uses them."""
 
 
-def test_what_needs_no_tensor_does_not_load_torch() -> None:
+def test_modules_without_tensors_do_not_import_torch() -> None:
     free = [path for path in modules() if not path.startswith((*TORCH, "__main__")) or path.startswith(LATE)]
     names = [".".join(("casckpt", *path.removesuffix(".py").split("/"))).removesuffix(".__init__") for path in free]
     code = f"import sys\nfor name in {names}: __import__(name)\nprint('torch' in sys.modules)"

@@ -1,4 +1,4 @@
-"""Nothing that casckpt reads is run, unless its user said ``allow_pickle=True``: read from the source itself.
+"""casckpt runs no code from data without ``allow_pickle=True``: checked in the source itself.
 
 What may run code is found by name. Each place asks for ``allow_pickle`` right there, or stands here with its reason; a
 new one fails until somebody has thought about it. That a pickle which names a function does not call it is tried in
@@ -55,7 +55,7 @@ Place = tuple[str, str]
 """(function or class, what it names)."""
 
 
-def test_what_may_run_code_asks_for_allow_pickle_or_is_known() -> None:
+def test_calls_that_may_run_code_check_allow_pickle_or_are_known() -> None:
     sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
     assert {(name, *place) for name, source in sources.items() for place in unguarded(source)} == set(KNOWN)
 
@@ -72,7 +72,7 @@ def test_what_may_run_code_asks_for_allow_pickle_or_is_known() -> None:
         "import numpy as np\nnp.load('a', allow_pickle=True)",
     ],
 )  # fmt: skip
-def test_what_asks_for_nothing_is_seen(source: str) -> None:
+def test_an_unchecked_call_is_found(source: str) -> None:
     assert list(unguarded(source))
 
 
@@ -86,7 +86,7 @@ def test_what_asks_for_nothing_is_seen(source: str) -> None:
         "import pickle\nif allow_pickle:\n    pickle.loads(b'')", "from casckpt.format import eval\neval('1')",
     ],
 )  # fmt: skip
-def test_what_asks_is_left_alone(source: str) -> None:
+def test_a_checked_call_is_accepted(source: str) -> None:
     assert list(unguarded(source)) == []
 
 

@@ -1,4 +1,4 @@
-"""What a user of the package meets first: its names, types and version; and what a fresh clone must hold."""
+"""The package: its names, types and version, and the content of a fresh clone."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         casckpt.Stroe  # noqa: B018 (to name it is the test)
 
 
-def test_the_version_is_one() -> None:
+def test_all_versions_are_equal() -> None:
     assert casckpt.__version__ == importlib.metadata.version("casckpt")
     assert re.fullmatch(r"\d+\.\d+\.\d+(?:(?:a|b|rc|\.dev)\d+)?", casckpt.__version__)
     readme = (ROOT / "README.md").read_text()
@@ -83,11 +83,11 @@ def test_the_version_is_one() -> None:
     assert f"\n## {casckpt.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_package_says_that_it_is_typed() -> None:
+def test_the_package_is_marked_as_typed() -> None:
     assert (ROOT / "casckpt/py.typed").read_bytes() == b""
 
 
-def test_a_wheel_holds_the_package_and_nothing_else() -> None:
+def test_a_wheel_contains_only_the_package() -> None:
     """Hatchling takes all files of the package, but for what git ignores."""
     targets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
     assert targets["wheel"] == {"packages": ["casckpt"]}
@@ -96,7 +96,7 @@ def test_a_wheel_holds_the_package_and_nothing_else() -> None:
     assert [path for path in inside if "test" in path.stem.split("_")] == []
 
 
-def test_an_extra_that_is_asked_for_is_one() -> None:
+def test_every_requested_extra_exists() -> None:
     known = set(PROJECT["optional-dependencies"])
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "casckpt").rglob("*.py")]
     asked = {
@@ -109,7 +109,7 @@ def test_an_extra_that_is_asked_for_is_one() -> None:
     assert {"s3", "report", "transformers"} <= asked
 
 
-def test_what_is_tested_with_lies_in_the_ranges() -> None:
+def test_tested_versions_are_in_the_declared_ranges() -> None:
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     pinned = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
     wanted = [*PROJECT["dependencies"], *(one for extra in PROJECT["optional-dependencies"].values() for one in extra)]
@@ -118,7 +118,7 @@ def test_what_is_tested_with_lies_in_the_ranges() -> None:
         assert pinned[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
-def test_no_file_knows_the_machine_it_was_written_on() -> None:
+def test_no_file_names_a_machine() -> None:
     machine = re.compile(r"(?:^|[\s\"'=(:`])/(?:work|farm|root|home|Users|opt)/|(?:extra-)?index-url|find-links")
     found = [
         f"{path.relative_to(ROOT)}:{number}"

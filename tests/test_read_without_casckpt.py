@@ -1,4 +1,4 @@
-"""docs/examples/read_without_casckpt.py reads what casckpt saved, and refuses what is damaged or unknown to it."""
+"""docs/examples/read_without_casckpt.py reads checkpoints, and refuses damaged or unknown ones."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def assert_as_casckpt(reader: Any, folder: Path) -> None:
         assert mine.open(f"{run}@latest").name == f"{run}@{theirs.get(f'{run}@latest').step}"
 
 
-def test_it_is_short_and_needs_little() -> None:
+def test_the_example_reader_is_short_and_needs_few_packages() -> None:
     text = SCRIPT.read_text()
     assert len(text.splitlines()) < 200
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -89,7 +89,7 @@ def test_it_is_short_and_needs_little() -> None:
     assert imported - sys.stdlib_module_names == ALLOWED
 
 
-def test_it_runs_where_casckpt_is_not_installed() -> None:
+def test_the_example_reader_runs_without_casckpt() -> None:
     gone = "import runpy, sys; sys.modules |= dict.fromkeys(('casckpt', 'torch', 'safetensors')); "
     command = [sys.executable, "-c", gone + "runpy.run_path(sys.argv.pop(1), run_name='__main__')", str(SCRIPT)]
     done = subprocess.run([*command, str(DATA), "hurt@1"], capture_output=True, text=True, check=False)
@@ -103,7 +103,7 @@ def test_it_runs_where_casckpt_is_not_installed() -> None:
 # stores of an earlier version
 
 
-def test_it_lists_the_frozen_store(reader: Any) -> None:
+def test_the_example_reader_lists_the_frozen_store(reader: Any) -> None:
     visible = sorted((one["run"], one["step"], one["id"]) for one in EXPECTED if one["visible"])
     found = reader.Store(DATA).checkpoints()
     assert sorted((one["run"], one["step"], one["manifest"]) for one in found) == visible
@@ -111,11 +111,11 @@ def test_it_lists_the_frozen_store(reader: Any) -> None:
 
 
 @pytest.mark.parametrize(("run", "step"), WHOLE)
-def test_it_reads_the_frozen_store(reader: Any, run: str, step: int) -> None:
+def test_the_example_reader_reads_the_frozen_store(reader: Any, run: str, step: int) -> None:
     assert_read(reader.Store(DATA).open(f"{run}@{step}"), value_of(run, step))
 
 
-def test_of_a_damaged_checkpoint_it_reads_what_is_sound(reader: Any) -> None:
+def test_the_example_reader_reads_sound_parts_of_a_damaged_checkpoint(reader: Any) -> None:
     checkpoint = reader.Store(DATA).open("hurt@1")
     assert checkpoint.read("whole").tobytes() == bytes_of(hurt()["whole"])
     with pytest.raises(ValueError, match=r"tensor hit of hurt@1 has a damaged cell, in .*safetensors"):
@@ -123,7 +123,7 @@ def test_of_a_damaged_checkpoint_it_reads_what_is_sound(reader: Any) -> None:
 
 
 @pytest.mark.parametrize("step", CODED_STEPS)
-def test_it_refuses_frames_and_reads_the_raw_cells_beside_them(reader: Any, step: int) -> None:
+def test_the_example_reader_refuses_frames_and_reads_raw_cells(reader: Any, step: int) -> None:
     checkpoint, saved = reader.Store(CODED).open(f"coded@{step}"), dict(tensors_in(value_of("coded", step)))
     assert set(checkpoint.tensors) == set(saved)
     for key in ("never.0", "never.1"):
@@ -136,7 +136,7 @@ def test_it_refuses_frames_and_reads_the_raw_cells_beside_them(reader: Any, step
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_it_reads_every_dtype_and_shape(reader: Any, tmp_path: Path) -> None:
+def test_the_example_reader_reads_every_dtype_and_shape(reader: Any, tmp_path: Path) -> None:
     state: dict[str, Any] = {name: raw(name, (7, 3)) for name in NAMES}
     state |= {"none": torch.empty(0, 4), "scalar": torch.tensor(7.5), "turned": raw("int32", (30, 20)).t()}
     state["large"] = [raw("bfloat16", (1000, 701)), {"more": raw("float64", (300_001,))}]
@@ -144,14 +144,14 @@ def test_it_reads_every_dtype_and_shape(reader: Any, tmp_path: Path) -> None:
     assert_as_casckpt(reader, tmp_path)
 
 
-def test_it_reads_a_store_without_checkpoints_and_one_without_tensors(reader: Any, tmp_path: Path) -> None:
+def test_the_example_reader_reads_empty_stores_and_checkpoints(reader: Any, tmp_path: Path) -> None:
     store = small_folder(tmp_path)
     assert reader.Store(tmp_path).checkpoints() == []
     store.save({"step": 1}, run="r", step=1)
     assert reader.Store(tmp_path).open("r@1").tensors == {}
 
 
-def test_it_puts_shards_together(reader: Any, tmp_path: Path) -> None:
+def test_the_example_reader_joins_shards(reader: Any, tmp_path: Path) -> None:
     store, whole = small_folder(tmp_path), raw("float32", (101, 90))
 
     def state(rank: int) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def test_it_puts_shards_together(reader: Any, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_it_sees_what_was_forgotten_purged_and_overwritten(reader: Any, tmp_path: Path) -> None:
+def test_the_example_reader_handles_forgotten_purged_and_overwritten_checkpoints(reader: Any, tmp_path: Path) -> None:
     store, whole = casckpt.open(tmp_path), torch.arange(600_000.0)
     for run, step in [("a", 6), ("b", 7), ("a", 2), ("a", 3), ("b", 8), ("a", 4)]:
         whole[step * 50_000] += 1
@@ -189,7 +189,7 @@ def test_it_sees_what_was_forgotten_purged_and_overwritten(reader: Any, tmp_path
             reader.Store(tmp_path).open(ref)
 
 
-def test_it_sees_what_was_rewritten_and_undone(reader: Any, tmp_path: Path) -> None:
+def test_the_example_reader_handles_rewrites_and_their_undoing(reader: Any, tmp_path: Path) -> None:
     store = small_folder(tmp_path)
     repo = store.repository
     saved = [store.save({"a": cells(2, seed=step)}, run="a", step=step).commit for step in range(4)]
@@ -207,7 +207,7 @@ def test_it_sees_what_was_rewritten_and_undone(reader: Any, tmp_path: Path) -> N
         reader.Store(tmp_path).checkpoints()
 
 
-def test_it_names_what_a_thinned_checkpoint_lacks(reader: Any, tmp_path: Path) -> None:
+def test_the_example_reader_names_entries_missing_from_a_thinned_checkpoint(reader: Any, tmp_path: Path) -> None:
     store = casckpt.open(tmp_path)
     store.save({"model": torch.ones(9), "optim": torch.zeros(9)}, run="r", step=1)
     store.thin("r@1", drop="optim")
@@ -273,7 +273,7 @@ def test_a_flipped_byte_is_refused(reader: Any, saved: Path, kind: str, told: st
     assert read_all(reader, saved) == sound
 
 
-def test_what_is_cut_or_lost_is_refused(reader: Any, saved: Path) -> None:
+def test_truncated_or_missing_objects_are_refused(reader: Any, saved: Path) -> None:
     paths = [path for path in saved.rglob("*") if path.suffix in {".safetensors", ".manifest"}]
     paths += [*(saved / "commits").iterdir(), saved / "casckpt.json"]
     for path in paths:
@@ -357,7 +357,7 @@ ANEW = {
 
 
 @pytest.mark.parametrize("told", ANEW)
-def test_a_manifest_that_is_written_anew_is_refused(reader: Any, saved: Path, told: str) -> None:
+def test_a_replaced_manifest_is_refused(reader: Any, saved: Path, told: str) -> None:
     """Whoever can write to the store makes all hashes right but those that the id proves."""
     store = casckpt.open(saved)
     commit = store.get("a@2").commit
@@ -399,7 +399,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_it_does_not_know_is_refused(reader: Any, saved: Path, name: str) -> None:
+def test_unknown_forms_are_refused(reader: Any, saved: Path, name: str) -> None:
     change_it, told = UNKNOWN[name]
     ref = forge(casckpt.open(saved), change_it)
     with pytest.raises(ValueError, match=told):
@@ -407,7 +407,7 @@ def test_what_it_does_not_know_is_refused(reader: Any, saved: Path, name: str) -
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_manifest_gives_no_other_bytes(reader: Any, saved: Path, name: str) -> None:
+def test_a_hostile_manifest_yields_no_other_bytes(reader: Any, saved: Path, name: str) -> None:
     sound = [*read_all(reader, saved).values()]
     ref = forge(casckpt.open(saved), HOSTILE[name])
     try:
@@ -426,14 +426,14 @@ def test_a_later_format_is_refused(reader: Any, saved: Path, new: dict[str, Any]
 
 
 @pytest.mark.parametrize("new", [{"type": "married"}, {"txid": "20260101T000000000000Z-0-0-1"}, {"step": 3}], ids=str)
-def test_a_record_of_something_else_is_refused(reader: Any, saved: Path, new: dict[str, Any]) -> None:
+def test_a_record_of_another_object_is_refused(reader: Any, saved: Path, new: dict[str, Any]) -> None:
     path = next((saved / "commits").iterdir())
     write_record(path, json.loads(path.read_bytes().splitlines()[0]) | new)
     with pytest.raises(ValueError, match="the record of something else, or of an unknown type"):
         reader.Store(saved).checkpoints()
 
 
-def test_boxes_that_overlap_are_refused(reader: Any, tmp_path: Path) -> None:
+def test_overlapping_boxes_are_refused(reader: Any, tmp_path: Path) -> None:
     store, whole = small_folder(tmp_path), torch.ones(4, 4)
     shards = [casckpt.Shard(whole[:, :2], (4, 4), (0, 0)), casckpt.Shard(whole[:, 2:], (4, 4), (0, 2))]
     store.save({"m": shards}, run="a", step=2)

@@ -1,4 +1,4 @@
-"""The trainings of docs/examples go on as if they had never been killed."""
+"""The trainings of docs/examples resume as if they had never been killed."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ RECIPES = (
 )
 
 
-def test_each_example_that_says_it_may_be_killed_is() -> None:
+def test_each_restartable_example_survives_a_kill() -> None:
     assert {one.name for one in RECIPES} == {path.stem for path in EXAMPLES.glob("*.py") if says_kill_it(path)}
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda one: str(one.name))
-def test_a_training_goes_on_to_the_bit_after_a_kill(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_training_resumes_bit_for_bit_after_a_kill(recipe: Recipe, tmp_path: Path) -> None:
     missing = [name for name in recipe.needs if find_spec(name.partition(".")[0]) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}")
@@ -88,7 +88,7 @@ def test_a_training_goes_on_to_the_bit_after_a_kill(recipe: Recipe, tmp_path: Pa
     [pytest.param(one, marks=[] if one.name == "fsdp2" else [pytest.mark.soak]) for one in RECIPES if one.batch],
     ids=lambda one: str(one.name),
 )
-def test_a_training_goes_on_on_another_number_of_ranks(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_training_resumes_on_another_number_of_ranks(recipe: Recipe, tmp_path: Path) -> None:
     starts = [*up_to_the_kill(recipe), Start("resumed", "killed", ranks=recipe.others)]
     path = EXAMPLES / f"{recipe.name}.py"
     seen = train(Training(path, tmp_path, batch=recipe.batch), starts)

@@ -130,7 +130,7 @@ def test_a_function_has_its_new_name_in_code_text_and_pages(project: Project) ->
     assert text(project, "CHANGELOG.md") == FILES["CHANGELOG.md"]
 
 
-def test_a_class_is_told_from_another_of_its_name_and_what_is_not_certain_is_reported(project: Project) -> None:
+def test_classes_of_one_name_are_distinguished_and_doubts_reported(project: Project) -> None:
     _, left = rename(project, "casckpt.deep.wheels.Wheel", "Roller")
     used = text(project, "casckpt/using.py")
     assert "import Roller as P\n" in used
@@ -153,7 +153,7 @@ def test_a_field_is_renamed_where_its_class_is_meant_and_unknown_objects_are_rep
     assert [one.partition(": ")[0] for one in left] == ["tests/deep/test_wheels.py:8"]
 
 
-def test_objects_of_unknown_types_follow_if_that_is_asked_for(project: Project) -> None:
+def test_objects_of_unknown_types_are_renamed_on_request(project: Project) -> None:
     _, left = rename(project, "casckpt.deep.wheels.Wheel.spokes", "length", doubtful=True)
     assert "given.length" in text(project, "tests/deep/test_wheels.py")
     assert left == []
@@ -185,13 +185,13 @@ def test_a_parameter_is_renamed_with_the_keywords_of_calls(project: Project) -> 
         ("casckpt.deep.wheels.Wheel", "class", "not a name"),
     ],
 )
-def test_a_name_that_is_taken_or_not_there_is_refused(project: Project, old: str, new: str, why: str) -> None:
+def test_a_used_or_missing_name_is_refused(project: Project, old: str, new: str, why: str) -> None:
     with pytest.raises(Refused, match=why):
         rename(project, old, new)
     assert text(project, "casckpt/deep/wheels.py") == FILES["casckpt/deep/wheels.py"]
 
 
-def test_a_module_moves_with_its_tests_and_all_that_names_it(project: Project) -> None:
+def test_a_module_moves_with_its_tests_and_references(project: Project) -> None:
     rename(project, "casckpt.using.total", "total_size")
     done, left = move(Project(project.root), "casckpt.deep.wheels", "casckpt.shallow.rollers")
     assert done[:2] == [
@@ -209,14 +209,14 @@ def test_a_module_moves_with_its_tests_and_all_that_names_it(project: Project) -
     assert '"casckpt.shallow.rollers.make_wheel"' in text(project, "tests/shallow/test_rollers.py")
 
 
-def test_a_package_moves_with_all_that_is_in_it(project: Project) -> None:
+def test_a_package_moves_with_its_content(project: Project) -> None:
     move(project, "casckpt.deep", "casckpt.far.deeper")
     assert "from casckpt.far.deeper import wheels\n" in text(project, "casckpt/using.py")
     assert "`far/deeper/wheels.py`" in text(project, "docs/page.md")
     assert "from casckpt.far.deeper.wheels import Wheel" in text(project, "tests/far/deeper/test_wheels.py")
 
 
-def test_a_module_is_taken_in_by_another(project: Project) -> None:
+def test_a_module_is_merged_into_another(project: Project) -> None:
     (project.root / "casckpt/using.py").write_text(
         FILES["casckpt/using.py"].replace("import Wheel as P", "import Small")
     )
@@ -238,13 +238,13 @@ def test_a_module_is_taken_in_by_another(project: Project) -> None:
     assert "(make_wheel(spokes=3), make_wheel())" in used
 
 
-def test_modules_that_both_have_a_name_are_not_made_one(project: Project) -> None:
+def test_modules_with_a_common_name_are_not_merged(project: Project) -> None:
     with pytest.raises(Refused, match="both modules have Wheel:"):
         move(project, "casckpt.deep.wheels", "casckpt.other")
     assert (project.root / "casckpt/deep/wheels.py").exists()
 
 
-def test_a_circle_of_imports_and_fixtures_that_no_longer_reach_are_reported(project: Project) -> None:
+def test_import_circles_and_unreachable_fixtures_are_reported(project: Project) -> None:
     (project.root / "tests/deep/conftest.py").write_text("")
     (project.root / "casckpt/deep/wheels.py").write_text("from casckpt.using import total\n\nPART = total\n")
     (project.root / "casckpt/using.py").write_text("from casckpt.deep.wheels import PART\n\ntotal = PART\n")

@@ -32,7 +32,7 @@ def test_a_server_whose_port_was_taken_starts_on_others(
             assert server.look(server.new_bucket(), "nothing") is None
 
 
-def test_ports_are_drawn_below_those_of_connections_that_go_out() -> None:
+def test_ports_are_chosen_below_the_ephemeral_range() -> None:
     ports = servers.free_ports(50)
     assert len(set(ports)) == 50
     assert max(ports) < 32_768

@@ -1,4 +1,4 @@
-"""tools/setup goes on under a Python that works."""
+"""tools/setup continues with a Python that works."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def program(path: Path, text: str) -> str:
 
 
 @pytest.mark.process
-def test_shims_of_pythons_that_are_not_installed_are_passed_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shims_of_missing_pythons_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shims, usual = tmp_path / "shims", tmp_path / "bin"
     shim = "#!/bin/sh\nexit 127\n"
     program(shims / "python3.13", shim)

@@ -51,7 +51,7 @@ def test_each_public_name_has_its_page(stem: str) -> None:
     assert all("```py" in example or "](" in example for example in page.examples.values())
 
 
-def test_what_methods_give_has_its_place() -> None:
+def test_results_of_methods_are_documented() -> None:
     names = {one.__name__ for one in reference.values()}
     assert {"GcResult", "VerifyResult", "SaveStats", "StoreUsage", "RunUsage", "Difference", "Change"} <= names
     assert not {"Store", "Checkpoint", "Repository"} & names
@@ -82,7 +82,7 @@ def test_keyword_arguments_are_named() -> None:
 
 
 @pytest.mark.parametrize("source", sorted(pictures.PICTURES.glob("*.dot")), ids=lambda path: str(path.stem))
-def test_a_picture_is_that_of_its_source(source: Path) -> None:
+def test_each_picture_matches_its_source(source: Path) -> None:
     drawn = source.with_suffix(".svg").read_text()
     assert pictures.mark(source.read_text()) in drawn, "run: tools/docs --pictures"
     inside = pictures.inlined(f"![what it shows](pictures/{source.stem}.svg)")
@@ -97,7 +97,7 @@ def test_each_page_is_in_the_table_of_contents() -> None:
     assert {f"_api/{stem}" for stem in reference.api_pages()} <= entries
 
 
-def test_the_table_of_errors_is_that_of_the_code() -> None:
+def test_the_table_of_errors_matches_the_code() -> None:
     rows = re.findall(r"^\| `(\w+)` \| `?(\w*)`? ?\| `([\w-]+)` \| (\d) \|", (DOCS / "api/errors.md").read_text(), re.M)
     known: dict[str, Any] = {
         name: value
@@ -111,7 +111,7 @@ def test_the_table_of_errors_is_that_of_the_code() -> None:
         assert base in {one.__name__ for one in known[name].__mro__[1:]}
 
 
-def test_each_variable_of_the_environment_is_described() -> None:
+def test_each_environment_variable_is_documented() -> None:
     text = "".join(path.read_text() for path in (ROOT / "casckpt").rglob("*.py"))
     named = set(re.findall(r"os\.environ(?:\.get\(|\[)([A-Z_]+)\b", text))
     assert named == {"ENV_STORE", "CACHE_VARIABLE"}
@@ -136,12 +136,12 @@ def settings(heading: str) -> dict[str, str]:
     return dict(re.findall(r"^\| `(\w+)`(?: \(.*?\))? \| ?(?:`(.*?)`)? \|", found[1], re.MULTILINE))
 
 
-def test_the_settings_of_a_store_are_those_of_the_code() -> None:
+def test_documented_settings_of_a_store_match_the_code() -> None:
     assert settings("Store settings") == _DEFAULTS
     assert list(_DEFAULTS) == list(NAMES)
 
 
-def test_the_settings_of_a_new_store_are_those_of_the_code() -> None:
+def test_documented_settings_of_a_new_store_match_the_code() -> None:
     fields = {field.name: field.default for field in msgspec.structs.fields(Marker)}
     sizes = {name: parse_size(default) for name, default in settings("Sizes of a new store").items()}
     assert sizes == {name: fields[name] for name in ("cell_bytes", "blob_bytes")}
@@ -152,7 +152,7 @@ def as_written(values: dict[str, Any]) -> dict[str, str]:
     return {name: "" if value in NONE else repr(value).replace("'", '"') for name, value in values.items()}
 
 
-def test_the_arguments_of_open_are_those_of_the_code() -> None:
+def test_documented_arguments_of_open_match_the_code() -> None:
     parameters = [*inspect.signature(open_store).parameters.values()][1:]
     assert settings("Options of open") == as_written({one.name: one.default for one in parameters})
 
@@ -160,7 +160,7 @@ def test_the_arguments_of_open_are_those_of_the_code() -> None:
 @pytest.mark.parametrize(
     ("heading", "kind"), [("Options of save", SaveOptions), ("Options of Checkpointer", CheckpointerConfig)]
 )
-def test_the_settings_of_what_saves_are_those_of_the_code(heading: str, kind: Any) -> None:
+def test_documented_settings_of_saves_match_the_code(heading: str, kind: Any) -> None:
     assert settings(heading) == as_written({field.name: field.default for field in fields(kind)})
 
 
@@ -168,7 +168,7 @@ def test_the_settings_of_what_saves_are_those_of_the_code(heading: str, kind: An
 @pytest.mark.parametrize(
     "path", [one for one in EXAMPLES if one.stem not in ELSEWHERE | KILLED], ids=lambda path: str(path.stem)
 )
-def test_an_example_prints_what_it_says(path: Path, tmp_path: Path) -> None:
+def test_an_example_prints_its_documented_output(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     for command, expected in commands_of(path):

@@ -1,4 +1,4 @@
-"""tools/soak for a minute; and that it notices what is wrong."""
+"""tools/soak for a minute, and errors that it must notice."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def counts(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 @pytest.mark.soak
-def test_a_minute_and_another_one_that_goes_on(tmp_path: Path, seed: int) -> None:
+def test_a_soak_runs_and_can_be_continued(tmp_path: Path, seed: int) -> None:
     first = counts(soak(60 / 3600, "--folder", tmp_path, "--seed", seed, "--pause", 15))
     second = counts(soak(30 / 3600, "--folder", tmp_path, "--seed", seed + 1))
     assert second["seconds"] > first["seconds"] >= 60
@@ -60,7 +60,7 @@ def test_a_minute_and_another_one_that_goes_on(tmp_path: Path, seed: int) -> Non
 
 
 @pytest.mark.parametrize("what", ["rss", "files", "threads", "nothing"])
-def test_who_holds_more_and_more_is_told(tmp_path: Path, what: str) -> None:
+def test_growing_memory_is_reported(tmp_path: Path, what: str) -> None:
     books = Books(tmp_path)
     for number in range(60):
         held = {"rss": 300 << 20, "files": 20, "threads": 6}
@@ -76,7 +76,7 @@ def test_who_holds_more_and_more_is_told(tmp_path: Path, what: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=lambda one: one.name)
-def test_a_signal_ends_it_with_all_that_was_counted(tmp_path: Path, signum: signal.Signals) -> None:
+def test_a_signal_ends_a_soak_with_its_counts(tmp_path: Path, signum: signal.Signals) -> None:
     command = [*map(str, SOAK), "1", "--folder", str(tmp_path)]
     with subprocess.Popen(
         command, env=os.environ | ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -93,7 +93,7 @@ def test_a_signal_ends_it_with_all_that_was_counted(tmp_path: Path, signum: sign
 
 
 @pytest.mark.soak
-def test_a_flipped_byte_ends_it(tmp_path: Path) -> None:
+def test_a_flipped_byte_ends_a_soak(tmp_path: Path) -> None:
     counts(soak(5 / 3600, "--folder", tmp_path))
     for blob in (tmp_path / "store" / "objects").rglob("*.safetensors"):
         blob.chmod(0o600)
@@ -122,7 +122,7 @@ def counted(worker: Worker) -> Counter[str]:
 
 
 @pytest.mark.filterwarnings("ignore::casckpt.errors.ForgottenWarning")
-def test_what_a_gc_takes_from_under_a_lease_is_noticed(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leased_checkpoint_deleted_by_gc_is_noticed(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         assert workers.save(worker, RUNS[0])
     oldest = worker.store.get(f"{RUNS[0]}@0")
@@ -136,7 +136,7 @@ def test_what_a_gc_takes_from_under_a_lease_is_noticed(worker: Worker, monkeypat
         workers.load_under_lease(worker, oldest)
 
 
-def test_a_lease_of_what_is_gone_by_then_is_none(worker: Worker) -> None:
+def test_a_lease_on_a_checkpoint_already_gone_does_not_count(worker: Worker) -> None:
     workers.save(worker, RUNS[0])
     gone = worker.store.get(f"{RUNS[0]}@0")
     worker.store.forget(gone)
@@ -157,7 +157,7 @@ def test_a_copy_that_copies_nothing_is_noticed(worker: Worker, monkeypatch: pyte
         looks.look(worker)
 
 
-def test_a_gc_that_keeps_one_too_few_is_noticed(worker: Worker) -> None:
+def test_a_gc_that_keeps_too_few_is_noticed(worker: Worker) -> None:
     for _ in range(3):
         workers.save(worker, RUNS[1])
     worker.store.gc(keep_last=2, min_age=0)
@@ -167,7 +167,7 @@ def test_a_gc_that_keeps_one_too_few_is_noticed(worker: Worker) -> None:
         looks.look(worker)
 
 
-def test_what_was_saved_may_go_where_newer_ones_were_never_noted(worker: Worker) -> None:
+def test_a_saved_checkpoint_may_go_if_newer_saves_are_unknown(worker: Worker) -> None:
     workers.save(worker, RUNS[0])
     for step in (1, 2):  # both killed before they could note it
         worker.store.save(state(RUNS[0], step), run=RUNS[0], step=step)
@@ -175,9 +175,7 @@ def test_what_was_saved_may_go_where_newer_ones_were_never_noted(worker: Worker)
     looks.look(worker)
 
 
-def test_a_save_that_was_given_up_on_is_counted_and_leaves_nothing(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_revoked_save_is_counted_and_leaves_nothing(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Store.save
     commit = Transaction.commit
 
@@ -206,7 +204,7 @@ def test_a_save_that_was_given_up_on_is_counted_and_leaves_nothing(
         workers.save(worker, RUNS[0])
 
 
-def test_a_gc_tells_what_it_deleted_and_whether_it_came_to_its_end(worker: Worker) -> None:
+def test_a_gc_reports_deletions_and_its_completion(worker: Worker) -> None:
     for _ in range(4):
         workers.save(worker, RUNS[0])
     in_the_way = begin(worker.store.repository, RUNS[1], 0)
@@ -230,7 +228,7 @@ sys.exit(cli.main())
 
 
 @pytest.mark.parametrize(("role", "name"), [("read", "SIGSEGV"), ("live", "SIGKILL")])
-def test_who_dies_by_a_signal_that_the_soak_did_not_send_ends_it(tmp_path: Path, role: str, name: str) -> None:
+def test_a_process_killed_by_a_foreign_signal_ends_a_soak(tmp_path: Path, role: str, name: str) -> None:
     program = [sys.executable, "-c", PLANTED.format(role=role, signal=name)]
     done = soak(60 / 3600, "--folder", tmp_path, "--every", 0.1, "--pause", 3, "--seed", 1, program=program)
     assert done.returncode == 1
@@ -243,7 +241,7 @@ def master(folder: Path) -> Soak:
     return Soak(cli.arguments(["1", "--folder", str(folder)]), folder, random.Random(1))
 
 
-def test_counts_are_added_up_in_the_middle_too(tmp_path: Path) -> None:
+def test_counts_are_added_during_a_soak(tmp_path: Path) -> None:
     (tmp_path / "counts.json").write_text('{"save": 5, "seconds": 60}')
     soaked = master(tmp_path)
     soaked.gathered -= 7.9
@@ -256,7 +254,7 @@ def test_counts_are_added_up_in_the_middle_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_run_says_of_which_commit_it_is(tmp_path: Path) -> None:
+def test_a_soak_run_names_its_commit(tmp_path: Path) -> None:
     (tmp_path / "counts.json").write_text('{"save": 5}')
     for _ in range(2):
         master(tmp_path)._note_run()

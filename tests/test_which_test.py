@@ -15,7 +15,7 @@ from tests.test_packaging import ROOT
 @pytest.mark.parametrize(
     "name", ["CommitList.live", "folding.CommitList.live", "casckpt.history.folding.CommitList.live"]
 )
-def test_a_function_is_named_by_as_much_of_its_name_as_tells_it_apart(name: str) -> None:
+def test_a_function_is_found_by_a_unique_part_of_its_name(name: str) -> None:
     assert [function for _, function in _which_test.functions(name)] == ["CommitList.live"]
 
 
@@ -24,7 +24,7 @@ def test_a_name_may_mean_several_functions_or_none() -> None:
     assert _which_test.functions("live_long") == {}
 
 
-def test_it_names_what_kills_bugs_planted_in_a_function_and_what_calls_it() -> None:
+def test_which_test_names_tests_that_kill_bugs_and_that_call_a_function() -> None:
     bug = next(one for one in PLANTED if one.name == "a save reuses what only a purged checkpoint names")
     file, _, _ = bug.place()
     assert any(bug.name in one and "::test_" in one for one in _which_test.planted_in(file, bug.function))
@@ -34,7 +34,7 @@ def test_it_names_what_kills_bugs_planted_in_a_function_and_what_calls_it() -> N
     assert all((ROOT / one.partition("::")[0]).is_file() for one in tests)
 
 
-def test_it_names_the_tests_that_were_seen_to_run_the_body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_test_names_tests_that_ran_the_body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_which_test, "RECORD", tmp_path / "record")
     data = CoverageData(str(tmp_path / "record"))
     for context, lines in {

@@ -41,7 +41,7 @@ class Planning(threading.Thread):
 
 
 @pytest.mark.parametrize("was_on", [True, False])
-def test_it_rests_and_is_as_before(was_on: bool) -> None:
+def test_the_collector_pauses_and_then_has_its_old_state(was_on: bool) -> None:
     (gc.enable if was_on else gc.disable)()
     with collector_paused():
         assert not gc.isenabled()
@@ -54,7 +54,7 @@ def test_it_rests_and_is_as_before(was_on: bool) -> None:
     assert gc.isenabled() is was_on
 
 
-def test_it_rests_until_the_last_of_several_threads_is_done() -> None:
+def test_the_collector_pauses_until_the_last_of_several_threads_ends() -> None:
     gc.enable()
     thread = Planning()
     with collector_paused():
@@ -64,7 +64,7 @@ def test_it_rests_until_the_last_of_several_threads_is_done() -> None:
     assert gc.isenabled()
 
 
-def test_it_goes_on_in_a_child_that_was_forked_meanwhile() -> None:
+def test_the_collector_runs_in_a_child_forked_during_a_pause() -> None:
     """A worker of a data loader would keep every cycle, since the thread that plans is not there to let it go on."""
     gc.enable()
     thread = Planning()
@@ -84,7 +84,7 @@ def test_it_goes_on_in_a_child_that_was_forked_meanwhile() -> None:
     assert gc.isenabled()
 
 
-def test_it_is_as_before_in_a_child_whose_parent_forked_inside() -> None:
+def test_a_child_forked_inside_a_pause_restores_the_collector() -> None:
     gc.enable()
     with collector_paused():
 

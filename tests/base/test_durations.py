@@ -28,7 +28,7 @@ from casckpt.errors import InvalidInput
         (timedelta(0), 0),
     ],
 )
-def test_durations(duration: Duration, seconds: float) -> None:
+def test_durations_are_parsed(duration: Duration, seconds: float) -> None:
     assert seconds_of(duration, "min-age") == seconds
 
 
@@ -39,13 +39,13 @@ def test_durations(duration: Duration, seconds: float) -> None:
         *(timedelta(-1), -1, float("nan"), float("inf"), None, True, False, b"7d", ["7d"]),
     ],
 )
-def test_what_is_no_duration_is_refused(duration: Any) -> None:
+def test_an_invalid_duration_is_refused(duration: Any) -> None:
     with pytest.raises(InvalidInput, match=r"min-age: .* is not a duration with its unit"):
         seconds_of(duration, "min-age")
 
 
 @pytest.mark.parametrize("bare", ["7", " 7 ", 7, 0.5, 7.0, "0.5"])
-def test_a_bare_number_is_refused_and_what_may_be_meant_is_said(bare: Any) -> None:
+def test_the_error_for_a_number_without_a_unit_suggests_a_duration(bare: Any) -> None:
     """``--keep-within 7`` once read seconds, and a week of checkpoints went."""
     text = str(bare).strip()
     with pytest.raises(InvalidInput, match=f"give {text}s or {text}d"):
@@ -53,7 +53,7 @@ def test_a_bare_number_is_refused_and_what_may_be_meant_is_said(bare: Any) -> No
 
 
 @pytest.mark.parametrize("long", ["36501d", "999999999w", timedelta.max])
-def test_what_is_longer_than_any_clock_reckons_is_refused(long: Duration) -> None:
+def test_a_duration_beyond_the_range_of_clocks_is_refused(long: Duration) -> None:
     """A moment so long ago once was an OverflowError of whoever reckoned it."""
     assert seconds_of("36500d") == 36500 * 86400
     with pytest.raises(InvalidInput, match=r"keep-within: .* too long a time: give 36500d or less"):
@@ -64,6 +64,6 @@ def test_what_is_longer_than_any_clock_reckons_is_refused(long: Duration) -> Non
     ("seconds", "text"),
     [(0, "0"), (90, "90s"), (1.5, "1.5s"), (900, "15m"), (7200, "2h"), (86400, "1d"), (90000, "25h"), (604800, "7d")],
 )
-def test_seconds_are_written_as_they_are_read(seconds: float, text: str) -> None:
+def test_seconds_are_formatted_as_they_are_parsed(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
     assert seconds_of(format_duration(seconds)) == seconds

@@ -39,7 +39,7 @@ def test_a_misspelt_keyword_is_named_by_the_call(saved: casckpt.Store, name: str
     ],
 )
 @pytest.mark.parametrize("state", [{}, {"state": {}}], ids=["no state", "state"])
-def test_a_keyword_of_another_call_is_refused_not_passed_by(
+def test_a_keyword_of_another_call_is_refused(
     saved: casckpt.Store, name: str, keyword: str, state: dict[str, Any]
 ) -> None:
     given = {"load": {"state": {}}, "read": {}, "pre_download": state}[name]

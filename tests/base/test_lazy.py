@@ -30,7 +30,7 @@ def quick() -> Slow:
     return made
 
 
-def test_it_is_computed_once() -> None:
+def test_a_lazy_value_is_computed_once() -> None:
     one, other = quick(), quick()
     assert one.value is one.value
     assert one.value is not other.value
@@ -38,7 +38,7 @@ def test_it_is_computed_once() -> None:
     assert Slow.value.__doc__ == "What is computed."
 
 
-def test_what_several_threads_compute_at_once_is_one_value() -> None:
+def test_threads_that_compute_a_lazy_value_at_once_get_the_same_one() -> None:
     class Met:
         together = Barrier(2, timeout=60)
 
@@ -56,7 +56,7 @@ def test_what_several_threads_compute_at_once_is_one_value() -> None:
     assert found[0] is found[1] is met.value
 
 
-def test_a_child_that_was_forked_while_a_thread_computes_does_not_wait_for_it() -> None:
+def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent() -> None:
     slow = Slow()
     thread = Thread(target=lambda: slow.value)
     thread.start()

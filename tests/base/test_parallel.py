@@ -22,7 +22,7 @@ def test_results_are_in_order(threads: int, count: int) -> None:
     assert list(in_parallel(threads, str, range(count))) == [str(n) for n in range(count)]
 
 
-def test_as_many_items_as_there_are_threads_are_in_flight_and_few_wait() -> None:
+def test_one_item_per_thread_is_in_flight_and_few_wait() -> None:
     meeting = threading.Barrier(3, timeout=60)
     taken: list[int] = []
 
@@ -38,7 +38,7 @@ def test_as_many_items_as_there_are_threads_are_in_flight_and_few_wait() -> None
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_first_error_is_raised_and_the_rest_is_left(threads: int) -> None:
+def test_the_first_error_is_raised_and_no_further_task_starts(threads: int) -> None:
     done: list[int] = []
 
     def call(item: int) -> None:
@@ -61,7 +61,7 @@ def test_every_task_runs_once(threads: int, count: int) -> None:
     assert sorted(done) == list(range(count))
 
 
-def test_as_many_threads_as_are_asked_for_run_at_once() -> None:
+def test_the_requested_number_of_threads_runs_at_once() -> None:
     meeting = threading.Barrier(3, timeout=60)
 
     def meet(_: int) -> None:
@@ -71,7 +71,7 @@ def test_as_many_threads_as_are_asked_for_run_at_once() -> None:
 
 
 @pytest.mark.parametrize("threads", [2, 3])
-def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+def test_tasks_run_in_the_caller_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     """As while the interpreter ends, from Python 3.12 on."""
 
     def refuse(self: threading.Thread) -> None:
@@ -83,7 +83,7 @@ def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch, threads: int)
     assert done == list(range(9))
 
 
-def test_the_error_that_says_most_is_raised_after_all_have_run() -> None:
+def test_the_most_specific_error_is_raised_after_all_tasks_have_run() -> None:
     done = []
 
     def call(task: int) -> None:
@@ -98,7 +98,7 @@ def test_the_error_that_says_most_is_raised_after_all_have_run() -> None:
     assert sorted(done) == list(range(20))
 
 
-def test_an_interrupt_is_raised_and_the_rest_is_left() -> None:
+def test_an_interrupt_is_raised_and_no_further_task_starts() -> None:
     done: list[Any] = []
 
     def call(task: int) -> None:

@@ -21,7 +21,7 @@ from casckpt.errors import InvalidInput
         ("0.1GB", 10**8),
     ],
 )
-def test_a_size_is_read(text: str, nbytes: int) -> None:
+def test_a_size_is_parsed(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 

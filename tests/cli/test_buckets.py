@@ -13,7 +13,7 @@ from tests.support.bucket_commands import arguments, checks
 from tests.support.servers import SECRET, Server
 
 
-def test_a_slip_in_the_name_of_a_bucket_makes_none(safe: Server, as_json: AsJson, run: Run) -> None:
+def test_a_mistyped_bucket_is_not_created(safe: Server, as_json: AsJson, run: Run) -> None:
     """SeaweedFS makes a bucket for any put."""
     found = checks(safe, "no-such-bucket", as_json, status=1)
     assert "create it first" in found["write"]["found"]
@@ -21,7 +21,7 @@ def test_a_slip_in_the_name_of_a_bucket_makes_none(safe: Server, as_json: AsJson
     assert "no-such-bucket" not in {bucket["Name"] for bucket in safe.client.list_buckets()["Buckets"]}
 
 
-def test_a_day_with_a_bucket(safe: Server, run: Run, as_json: AsJson, saved: Path, tmp_path: Path) -> None:
+def test_all_commands_work_on_a_bucket(safe: Server, run: Run, as_json: AsJson, saved: Path, tmp_path: Path) -> None:
     """Every command that a person uses, one after the other."""
     url, options = f"s3://{safe.new_bucket()}/team/store", arguments(safe)
     run("init", url, *options)

@@ -1,4 +1,4 @@
-"""What the shell offers, asked as bash asks."""
+"""Completions of the shell, requested as bash requests them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_references_runs_and_folders_are_offered(saved: Path, store: casckpt.Sto
     assert offered("li") == ["list"]
 
 
-def test_what_can_be_restored_is_offered_by_its_id(saved: Path, store: casckpt.Store) -> None:
+def test_restore_completes_ids_of_forgotten_checkpoints(saved: Path, store: casckpt.Store) -> None:
     """And nothing else: what is visible needs no restoring, and RUN@STEP names what is visible."""
     forgotten = [ckpt.id for ckpt in store.forget("a@1", "a@2")]
     assert offered("restore", saved, "") == [one[:12] for one in reversed(forgotten)]
@@ -45,7 +45,7 @@ def test_a_store_that_cannot_be_read_offers_nothing(store: str) -> None:
     assert offered("show", store, "") == []
 
 
-def test_where_a_store_stands_the_shell_offers_folders(saved: Path) -> None:
+def test_a_store_argument_completes_folders(saved: Path) -> None:
     asked = {"_CASCKPT_COMPLETE": "bash_complete", "COMP_WORDS": "casckpt list /tm", "COMP_CWORD": "2"}
     assert CliRunner().invoke(cli, [], env=asked).stdout == "dir,/tm\n"
 

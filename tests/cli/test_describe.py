@@ -9,7 +9,7 @@ import casckpt
 from tests.cli.conftest import Run
 
 
-def test_a_run_that_is_not_there_is_told_of_with_those_that_are(saved: Path, store: casckpt.Store, run: Run) -> None:
+def test_the_error_for_a_missing_run_lists_the_runs(saved: Path, store: casckpt.Store, run: Run) -> None:
     store.save({"w": torch.zeros(1)}, run="pretrain", step=1)
     for command in ("list", "gc"):
         found = run(command, saved, "--run", "pretrian", "--json")
@@ -25,7 +25,7 @@ def test_a_run_that_is_not_there_is_told_of_with_those_that_are(saved: Path, sto
     assert not run("gc", saved, "--run", "b").stderr
 
 
-def test_json_has_null_for_what_is_no_number(saved: Path, store: casckpt.Store, run: Run) -> None:
+def test_json_has_null_for_nan_and_infinity(saved: Path, store: casckpt.Store, run: Run) -> None:
     store.save({"a": torch.zeros(1)}, run="n", step=0, metadata={"loss": float("nan"), "all": [float("inf"), 1.5]})
     for command in (("show", saved, "n@0"), ("list", saved)):
         assert "NaN" not in run(*command, "--json").stdout

@@ -1,4 +1,4 @@
-"""What goes wrong: one message, an exit status, no traceback unless it is asked for."""
+"""Errors: one message, an exit status, and a traceback only on request."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ def test_debug_shows_the_traceback(failing: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no\nway"), PermissionError(13, "Permission denied", "/x"), EOFError()])
-def test_what_nobody_thought_of_is_one_line_and_a_hint(
-    failing: Any, run: Run, as_json: AsJson, error: Exception
-) -> None:
+def test_an_unexpected_error_is_one_line_and_a_hint(failing: Any, run: Run, as_json: AsJson, error: Exception) -> None:
     failing(error)
     first, last = run("fail", "s", status=1).stderr.strip().splitlines()
     assert type(error).__name__ in first
@@ -83,12 +81,12 @@ def test_an_interrupt_has_its_own_status(failing: Any, run: Run) -> None:
     assert run("fail", "s", status=130).stderr.strip() == "casckpt: interrupted"
 
 
-def test_a_reader_that_is_gone_is_no_error_to_talk_about(failing: Any, run: Run) -> None:
+def test_a_closed_pipe_is_not_reported(failing: Any, run: Run) -> None:
     failing(BrokenPipeError(32, "Broken pipe"))
     assert run("fail", "s", status=1).output == ""
 
 
-def test_messages_do_not_talk_to_the_terminal(failing: Any, run: Run) -> None:
+def test_messages_contain_no_terminal_sequences(failing: Any, run: Run) -> None:
     failing(NotFound("no \x1b[2J here\nbut there"))
     assert run("fail", "s", status=3).stderr == "casckpt: no \\x1b[2J here\nbut there\n"
 
@@ -108,7 +106,7 @@ def test_messages_do_not_talk_to_the_terminal(failing: Any, run: Run) -> None:
     ],
     ids=" ".join,
 )
-def test_wrong_usage_says_what_to_do(run: Run, as_json: AsJson, args: list[str]) -> None:
+def test_wrong_usage_explains_the_usage(run: Run, as_json: AsJson, args: list[str]) -> None:
     lines = run(*args, status=2).stderr.strip().splitlines()
     assert lines[0].startswith("casckpt: ")
     assert lines[-1].startswith("Try 'casckpt")
@@ -122,9 +120,7 @@ def test_without_arguments_there_is_help() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(command_modules()) - WITHOUT_STORE - {"doctor", "import", "init", "watch"}))
-def test_no_command_makes_a_store_by_looking_for_one(
-    name: str, store_path: Path, tmp_path: Path, as_json: AsJson
-) -> None:
+def test_no_reading_command_creates_a_store(name: str, store_path: Path, tmp_path: Path, as_json: AsJson) -> None:
     with cli.make_context("casckpt", ["list", "s"]) as context:
         command = cli.get_command(context, name)
     assert command is not None
@@ -142,7 +138,7 @@ def test_no_command_makes_a_store_by_looking_for_one(
 
 
 @pytest.mark.parametrize("name", sorted(command_modules()))
-def test_every_command_has_the_same_frame(name: str) -> None:
+def test_every_command_has_the_common_options(name: str) -> None:
     with cli.make_context("casckpt", ["list", "s"]) as context:
         command = cli.get_command(context, name)
     assert command is not None
@@ -172,7 +168,7 @@ def test_verbose_shows_the_log_and_leaves_no_trace(failing: Any, monkeypatch: py
     assert (list(log.handlers), log.level) == before
 
 
-def test_a_damaged_record_spoils_its_own_line_alone(saved: Path, run: Run, as_json: AsJson) -> None:
+def test_a_damaged_record_affects_only_its_own_line(saved: Path, run: Run, as_json: AsJson) -> None:
     record = min((saved / "commits").iterdir())
     record.chmod(0o600)
     record.write_bytes(b"nonsense")
@@ -185,7 +181,7 @@ def test_a_damaged_record_spoils_its_own_line_alone(saved: Path, run: Run, as_js
     assert as_json("gc", saved, status=4)["error"]["kind"] == "damaged"
 
 
-def test_a_record_with_no_possible_time_spoils_its_own_line_alone(saved: Path, run: Run, as_json: AsJson) -> None:
+def test_a_record_with_an_impossible_time_affects_only_its_own_line(saved: Path, run: Run, as_json: AsJson) -> None:
     record = min((saved / "commits").iterdir())
     fields = json.loads(record.read_bytes().split(b"\n")[0])
     line = json.dumps(fields | {"created_at": 1 << 62}).encode()
@@ -195,7 +191,7 @@ def test_a_record_with_no_possible_time_spoils_its_own_line_alone(saved: Path, r
     assert "are no date" in run("verify", saved, status=4).stdout
 
 
-def test_a_tag_on_a_checkpoint_with_a_damaged_record_is_told_of(saved: Path, store: casckpt.Store, run: Run) -> None:
+def test_a_tag_on_a_checkpoint_with_a_damaged_record_is_reported(saved: Path, store: casckpt.Store, run: Run) -> None:
     store.tag("best", "a@1")
     record = min((saved / "commits").iterdir())
     record.chmod(0o600)
@@ -203,7 +199,7 @@ def test_a_tag_on_a_checkpoint_with_a_damaged_record_is_told_of(saved: Path, sto
     assert "tag best names a checkpoint whose record cannot be read" in run("tag", saved).stderr
 
 
-def test_a_stray_file_that_is_named_by_no_date_is_nobodys(saved: Path, as_json: AsJson) -> None:
+def test_a_stray_file_with_an_impossible_date_is_ignored(saved: Path, as_json: AsJson) -> None:
     for folder in ("commits", "transactions"):
         (saved / folder).mkdir(exist_ok=True)
         (saved / folder / f"20269999T000000000000Z-{'0' * 16}-{'0' * 16}-1").write_bytes(b"x")
@@ -219,7 +215,7 @@ def test_a_store_may_have_any_name_that_a_folder_may(saved: Path, tmp_path: Path
     assert len(as_json("copy", odd, tmp_path / os.fsdecode(b"\xfe"))["copied"]) == 4
 
 
-def test_a_damaged_tag_spoils_no_checkpoint(saved: Path, store: casckpt.Store, run: Run, as_json: AsJson) -> None:
+def test_a_damaged_tag_affects_no_checkpoint(saved: Path, store: casckpt.Store, run: Run, as_json: AsJson) -> None:
     for name in ("good", "bad"):
         store.tag(name, "a@1")
     record = saved / "tags" / "bad" / "0"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.cli.conftest import Run
 
 
-def test_a_slip_in_the_name_of_a_command(run: Run) -> None:
+def test_a_mistyped_command_gets_a_suggestion(run: Run) -> None:
     assert "there is no command 'lst'; did you mean list?" in run("lst", status=2).stderr
     assert "did you mean forget?" in run("delete", status=2).stderr
     assert "did you mean" not in run("frobnicate", status=2).stderr

@@ -1,4 +1,4 @@
-"""The command line as a process of its own: exit statuses, pipes, interrupts, and what it does not import."""
+"""The command line as a separate process: exit statuses, pipes, interrupts, and imports that it avoids."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_version_is_that_of_the_package() -> None:
     assert run("--version").stdout == f"casckpt {casckpt.__version__}\n"
 
 
-def test_statuses_and_streams_are_those_of_a_process(saved: Path) -> None:
+def test_a_process_has_the_documented_statuses_and_streams(saved: Path) -> None:
     assert len(json.loads(run("list", saved, "--json").stdout)) == 4
     missing = run("show", saved, "a@9", status=3)
     assert (missing.stdout, missing.stderr.count("\n")) == ("", 1)
@@ -35,7 +35,7 @@ def test_statuses_and_streams_are_those_of_a_process(saved: Path) -> None:
     run("list", status=2)
 
 
-def test_commands_that_need_no_tensor_do_not_import_torch(saved: Path) -> None:
+def test_commands_without_tensors_do_not_import_torch(saved: Path) -> None:
     store, s = casckpt.open(saved), str(saved)
     id = store.get("a@1").id
     lines = [
@@ -62,7 +62,7 @@ def test_commands_that_need_no_tensor_do_not_import_torch(saved: Path) -> None:
     [([], {"casckpt.upkeep.gc.gc", "numpy"}), (["--json"], {"rich", "numpy"})],
     ids=["table", "json"],
 )
-def test_a_listing_does_not_import_what_it_does_not_need(saved: Path, options: list[str], modules: set[str]) -> None:
+def test_list_imports_only_what_it_needs(saved: Path, options: list[str], modules: set[str]) -> None:
     """To import it all takes longer than to list a thousand checkpoints."""
     code = (
         "import sys\n"
@@ -73,7 +73,7 @@ def test_a_listing_does_not_import_what_it_does_not_need(saved: Path, options: l
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
 
 
-def test_a_reader_may_leave_early(saved: Path) -> None:
+def test_a_closed_pipe_ends_the_command_quietly(saved: Path) -> None:
     with subprocess.Popen(
         [*CASCKPT, "list", str(saved), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -86,7 +86,7 @@ def test_a_reader_may_leave_early(saved: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("option", [[], ["--json"]])
-def test_a_full_disk_behind_stdout_is_a_message(saved: Path, option: list[str]) -> None:
+def test_a_full_disk_behind_stdout_is_reported(saved: Path, option: list[str]) -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
             [*CASCKPT, "list", str(saved), *option], stdout=full, stderr=subprocess.PIPE, text=True, check=False
@@ -96,14 +96,14 @@ def test_a_full_disk_behind_stdout_is_a_message(saved: Path, option: list[str]) 
     assert "Traceback" not in done.stderr
 
 
-def test_without_stdout_it_works_in_silence(saved: Path) -> None:
+def test_a_command_works_without_stdout(saved: Path) -> None:
     done = subprocess.run(
         ["sh", "-c", 'exec "$@" >&-', "sh", *CASCKPT, "list", str(saved)], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_an_interrupt_ends_it_without_a_traceback(saved: Path, store: casckpt.Store) -> None:
+def test_an_interrupt_ends_a_command_without_a_traceback(saved: Path, store: casckpt.Store) -> None:
     store.forget("a@1")
     transaction = begin(store.repository, "a", 9)
     # a shell that starts this in the background has it ignore interrupts, and so its children

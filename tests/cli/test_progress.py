@@ -26,7 +26,7 @@ def test_a_terminal_sees_a_bar(monkeypatch: pytest.MonkeyPatch, total: int | Non
     assert "[reading]" in terminal.getvalue()
 
 
-def test_a_bar_without_a_with_goes_when_all_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_bar_disappears_without_a_with_block(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
@@ -37,7 +37,7 @@ def test_a_bar_without_a_with_goes_when_all_is_done(monkeypatch: pytest.MonkeyPa
     assert terminal.getvalue().endswith("\x1b[2K")  # the line is empty again
 
 
-def test_nobody_else_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_bar_is_drawn_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar("reading") as shown:
         shown(10, 20)
     assert capsys.readouterr() == ("", "")
@@ -57,7 +57,7 @@ def test_a_bar_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) 
     assert any("GiB/s" in line or "?" in line for line in lines) == (columns == 80)
 
 
-def test_a_log_gets_a_line_each_half_minute(
+def test_a_log_gets_a_line_every_half_minute(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([100.0, 110.0, 131.0, 132.0, 161.0, 200.0, 230.0])

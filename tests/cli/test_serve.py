@@ -1,4 +1,4 @@
-"""``casckpt serve`` from outside: what it refuses, how it begins and ends."""
+"""``casckpt serve`` from outside: refusals, start and end."""
 
 from __future__ import annotations
 
@@ -32,41 +32,41 @@ def refused(*arguments: object, status: int = 1) -> str:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.1", "example.com", ""])
-def test_others_need_a_token(tmp_path: Path, host: str) -> None:
+def test_an_address_open_to_others_needs_a_token(tmp_path: Path, host: str) -> None:
     assert "give --token-file, or say --no-token" in refused(tmp_path, "--host", host)
 
 
 @pytest.mark.parametrize(
     ("text", "match"), [("", "holds no token"), ("a b", "with a space"), ("t\u00f6", "beyond ASCII")]
 )
-def test_a_file_of_no_tokens(tmp_path: Path, text: str, match: str) -> None:
+def test_a_file_without_tokens_is_refused(tmp_path: Path, text: str, match: str) -> None:
     (tmp_path / "tokens").write_text(text)
     assert match in refused(tmp_path / "store", "--token-file", tmp_path / "tokens")
     assert "cannot be read" in refused(tmp_path / "store", "--token-file", tmp_path / "none")
 
 
-def test_a_view_that_is_none(tmp_path: Path) -> None:
+def test_an_unknown_view_is_refused(tmp_path: Path) -> None:
     (tmp_path / "view").write_text("[]")
     assert "is not a JSON object" in refused(tmp_path / "store", "--view", tmp_path / "view")
 
 
-def test_what_is_no_store_is_not_served(tmp_path: Path) -> None:
+def test_a_path_without_a_store_is_not_served(tmp_path: Path) -> None:
     assert "there is no store at" in refused(tmp_path / "nope", status=3)
     assert not (tmp_path / "nope").exists()
 
 
-def test_what_no_file_and_no_address_can_be(store: Path) -> None:
+def test_unusable_files_and_addresses_are_refused(store: Path) -> None:
     assert "give a larger --max-shard-size" in refused(store, "--max-shard-size", "0")
     assert "cannot be listened at" in refused(store, "--host", "a..b", "--no-token")
 
 
-def test_a_port_that_is_taken(store: Path) -> None:
+def test_a_used_port_is_reported(store: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "give another --port" in refused(store, "--port", taken.getsockname()[1])
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
-def test_its_end(store: Path, number: signal.Signals, status: int) -> None:
+def test_serve_ends_on_a_signal(store: Path, number: signal.Signals, status: int) -> None:
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "  # who starts tests may ignore it
         "import runpy; runpy.run_module('casckpt', run_name='__main__')"

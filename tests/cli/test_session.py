@@ -63,7 +63,7 @@ def test_a_store_named_twice_is_wrong_usage(saved: Path, run: Run, monkeypatch: 
     assert "no checkpoints" in run("list", "-s", _empty(saved.parent / "other")).stdout
 
 
-def test_without_a_store_all_ways_to_name_one_are_said(run: Run, as_json: AsJson) -> None:
+def test_the_error_without_a_store_lists_all_ways_to_name_one(run: Run, as_json: AsJson) -> None:
     said = run("list", status=2).stderr
     assert "Missing argument 'STORE'" in said
     assert "-s or CASCKPT_STORE" in said
@@ -75,7 +75,7 @@ def _empty(path: Path) -> Path:
     return path
 
 
-def test_verbose_says_what_is_being_done(saved: Path, run: Run, tmp_path: Path) -> None:
+def test_verbose_logs_each_step(saved: Path, run: Run, tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "w.pt")
     said = {
         ("gc", saved, "--keep-last", 1, "--min-age", 0): "2 live checkpoints, 3 objects that none of them needs",

@@ -16,7 +16,7 @@ def alice(tmp_path: Path) -> Pair:
     return pair(tmp_path / "keys")
 
 
-def test_what_is_signed_is_verified_exported_and_followed(
+def test_a_signed_checkpoint_is_verified_exported_and_followed(
     saved: Path, alice: Pair, tmp_path: Path, run: Run, as_json: AsJson
 ) -> None:
     signed = as_json("sign", saved, "a@1..2", "--key", alice.private)
@@ -35,7 +35,7 @@ def test_what_is_signed_is_verified_exported_and_followed(
     assert run("follow", saved, "a", "--to", tmp_path / "to", "--once", *wanted, status=3).stdout == ""
 
 
-def test_a_password_is_asked_for(saved: Path, tmp_path: Path) -> None:
+def test_sign_asks_for_a_password(saved: Path, tmp_path: Path) -> None:
     from click.testing import CliRunner
 
     from casckpt.cli.main import cli

@@ -23,12 +23,12 @@ from casckpt.cli.text import Column, bold, cell_width, count, moment, printable,
         (1 << 70, "1024.0 EiB"),
     ],
 )
-def test_a_size_is_short(nbytes: int, text: str) -> None:
+def test_sizes_are_printed_short(nbytes: int, text: str) -> None:
     assert size(nbytes) == text
 
 
 @given(st.integers(0, 1 << 69))
-def test_no_size_takes_more_than_ten_places(nbytes: int) -> None:
+def test_no_size_takes_more_than_ten_characters(nbytes: int) -> None:
     assert len(size(nbytes)) <= 10
 
 
@@ -39,14 +39,14 @@ def test_printable_text_has_no_control_characters(text: str) -> None:
     assert printable(printable(text)) == printable(text)
 
 
-def test_words_for_numbers_and_times() -> None:
+def test_numbers_and_times_are_printed_in_words() -> None:
     assert (count(1, "blob"), count(0, "blob")) == ("1 blob", "0 blobs")
     assert moment("2026-11-21T04:12:59+02:00") == "2026-11-21 02:12"
     assert shortened(["a", "b", "c"], 3) == ["a", "b", "c"]
     assert shortened(["a", "b", "c"], 2) == ["a", "b", "... and 1 more (--json lists all)"]
 
 
-def test_titles_are_bold_unless_somebody_minds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_titles_are_bold_unless_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
     assert "\x1b[1m" in bold("x")
@@ -65,7 +65,7 @@ def printed(capsys: pytest.CaptureFixture[str], *rows: tuple[str, ...]) -> list[
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_table_stands_in_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_is_aligned_in_columns(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, ("a1", "seven", "7", ""), ("b2", "x", "1000", "best")) == [
         "ID  RUN    STEP  NOTES",
         "a1  seven     7",
@@ -79,14 +79,14 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
 
 
-def test_a_pipe_gets_all_in_a_line_for_each_row(
+def test_a_pipe_gets_each_row_whole_in_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "30")
     assert printed(capsys, ("abcdef", "r" * 200, "7", "n" * 90))[1] == f"abcdef  {'r' * 200}     7  {'n' * 90}"
 
 
-def test_what_is_too_long_for_a_terminal_ends_in_an_ellipsis_and_leaves_room_for_the_others(
+def test_a_long_cell_ends_in_an_ellipsis_and_leaves_room_for_others(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_a_terminal(monkeypatch, 30)
@@ -94,7 +94,7 @@ def test_what_is_too_long_for_a_terminal_ends_in_an_ellipsis_and_leaves_room_for
     assert lines[1:] == ["abcdef  rrrrrr…     7  nnnnnn…", "x       \u6f22\u5b57\u6f22…     8"]
 
 
-def test_a_spare_column_goes_before_others_are_cut_to_nothing(
+def test_an_optional_column_is_dropped_before_others_are_cut_to_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     columns = (Column("ID", fixed=True, spare=2), Column("RUN"), Column("NEW", "right", fixed=True, spare=1))
@@ -109,7 +109,7 @@ def test_a_spare_column_goes_before_others_are_cut_to_nothing(
     }  # fmt: skip
 
 
-def test_a_line_that_is_too_long_all_the_same_is_cut(
+def test_a_line_that_is_still_too_long_is_cut(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_a_terminal(monkeypatch, 15)
@@ -134,7 +134,7 @@ def test_no_line_is_longer_than_a_terminal_is_wide(rows: list[tuple[str, str, st
 
 @given(_ROWS)
 @example([("", "0\x1f\U00018d09\U0001b2fc", "\U00018d09\U0002ebe1", 30 * "\U00018d09")])  # escapes in older Pythons
-def test_any_text_is_shown_whole_where_there_is_room(rows: list[tuple[str, str, str, str]]) -> None:
+def test_text_that_fits_is_shown_whole(rows: list[tuple[str, str, str, str]]) -> None:
     wanted = [[column.title for column in _COLUMNS], *([printable(cell) for cell in row] for row in rows)]
     shown = on_a_terminal_of(_ALL_FIT, rows)
     assert "".join(shown.split()) == "".join("".join(cell.split()) for row in wanted for cell in row)

@@ -9,7 +9,7 @@ from casckpt.cli.types import SETTING
 from tests.cli.conftest import Run
 
 
-def test_the_last_word_of_a_refused_storage_option_is_about_it(run: Run, saved: Path) -> None:
+def test_the_error_for_a_storage_option_names_it(run: Run, saved: Path) -> None:
     assert "would do nothing: ['anon']" in run("list", saved, "--storage-option", "anon=true", status=1).stderr
     assert "KEY=VALUE" in run("list", saved, "--storage-option", "anon", status=2).stderr
 

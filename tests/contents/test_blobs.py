@@ -26,13 +26,13 @@ def txid(repo: Repository) -> TxId:
     return repo.new_txid("a", 1)
 
 
-def test_a_blob_that_is_there_already_is_ours(repo: Repository, txid: TxId) -> None:
+def test_an_existing_blob_of_the_same_size_counts_as_put(repo: Repository, txid: TxId) -> None:
     blobs.put(repo, txid, HASH, memoryview(b"data"))
     blobs.put(repo, txid, HASH, b"data")
     assert repo.storage.get(blob_key(txid, HASH), limit=10) == b"data"
 
 
-def test_a_blob_that_is_there_with_another_size_is_not(repo: Repository, txid: TxId) -> None:
+def test_an_existing_blob_of_another_size_is_refused(repo: Repository, txid: TxId) -> None:
     blobs.put(repo, txid, HASH, b"dat")
     with pytest.raises(StorageError, match="3 bytes instead of 4") as caught:
         blobs.put(repo, txid, HASH, b"data")
@@ -45,14 +45,14 @@ def test_sizes_are_counted_in_bytes(repo: Repository, txid: TxId) -> None:
     blobs.put(repo, txid, HASH, bytes(8))
 
 
-def test_a_put_whose_answer_got_lost_can_be_repeated(repo: Repository, txid: TxId, faults: FaultyStore) -> None:
+def test_a_put_with_a_lost_answer_can_be_repeated(repo: Repository, txid: TxId, faults: FaultyStore) -> None:
     faults.inject(fail_after("put", key="objects/*"))
     with pytest.raises(StorageError):
         blobs.put(repo, txid, HASH, b"data")
     blobs.put(repo, txid, HASH, b"data")
 
 
-def test_what_is_missing_or_cut_short_is_found(repo: Repository, txid: TxId, faults: FaultyStore) -> None:
+def test_missing_and_short_blobs_are_found(repo: Repository, txid: TxId, faults: FaultyStore) -> None:
     whole, short, gone = (put_blob(repo, txid, text) for text in ("one", "two", "three"))
     repo.storage.replace(blob_key(txid, short.hash), b"t")
     repo.storage.delete(blob_key(txid, gone.hash))
@@ -62,7 +62,7 @@ def test_what_is_missing_or_cut_short_is_found(repo: Repository, txid: TxId, fau
     assert blobs.check(repo, []) == []
 
 
-def test_a_failing_storage_is_no_missing_blob(repo: Repository, txid: TxId, faults: FaultyStore) -> None:
+def test_a_failing_storage_does_not_mean_a_missing_blob(repo: Repository, txid: TxId, faults: FaultyStore) -> None:
     one = put_blob(repo, txid, "one")
     faults.inject(fail_before("size"))
     with pytest.raises(StorageError):
@@ -80,7 +80,7 @@ def test_marks_alternate_and_the_highest_counts(repo: Repository, txid: TxId) ->
     assert (mark.number, mark.state, mark.why) == (11, "repaired", "copied")
 
 
-def test_what_was_said_is_not_said_again(repo: Repository, txid: TxId) -> None:
+def test_a_mark_that_changes_nothing_is_not_written(repo: Repository, txid: TxId) -> None:
     blobs.mark_repaired(repo, txid, HASH, "never was damaged")
     assert list(repo.storage.list("damaged/")) == []
     blobs.mark_damaged(repo, txid, HASH, "x")
@@ -88,7 +88,7 @@ def test_what_was_said_is_not_said_again(repo: Repository, txid: TxId) -> None:
     assert [entry.key for entry in repo.storage.list("damaged/")] == [damaged_key(txid, HASH, 0)]
 
 
-def test_marks_of_one_hash_under_two_uploaders_are_two(repo: Repository, txid: TxId) -> None:
+def test_marks_of_equal_hashes_differ_by_uploader(repo: Repository, txid: TxId) -> None:
     other = repo.new_txid("a", 2)
     blobs.mark_damaged(repo, txid, HASH, "x")
     blobs.mark_damaged(repo, other, HASH, "x")
@@ -96,7 +96,7 @@ def test_marks_of_one_hash_under_two_uploaders_are_two(repo: Repository, txid: T
     assert blobs.damaged_marks(repo) == {(other, HASH)}
 
 
-def test_a_mark_that_cannot_be_read_marks(repo: Repository, txid: TxId) -> None:
+def test_an_unreadable_mark_counts_as_damaged(repo: Repository, txid: TxId) -> None:
     blobs.mark_damaged(repo, txid, HASH, "x")
     blobs.mark_repaired(repo, txid, HASH, "x")
     repo.storage.replace(damaged_key(txid, HASH, 1), b"torn")
@@ -105,7 +105,7 @@ def test_a_mark_that_cannot_be_read_marks(repo: Repository, txid: TxId) -> None:
     assert blobs.damaged_marks(repo) == set()
 
 
-def test_a_mark_of_another_blob_under_this_name_is_no_repair(repo: Repository, txid: TxId) -> None:
+def test_a_mark_of_another_blob_does_not_count_as_repaired(repo: Repository, txid: TxId) -> None:
     other = blob_hash("other")
     for blob in (HASH, other):
         blobs.mark_damaged(repo, txid, blob, "x")
@@ -115,7 +115,9 @@ def test_a_mark_of_another_blob_under_this_name_is_no_repair(repo: Repository, t
 
 
 @pytest.mark.parametrize("repaired", [False, True])
-def test_two_that_mark_at_once_agree(tmp_path: Path, repo: Repository, faults: FaultyStore, repaired: bool) -> None:
+def test_two_processes_that_mark_a_blob_at_once_agree(
+    tmp_path: Path, repo: Repository, faults: FaultyStore, repaired: bool
+) -> None:
     txid = repo.new_txid("a", 1)
     other = repository(tmp_path, faults.inner, seed=5)
 
@@ -151,7 +153,7 @@ class Far(MemoryStore):
         return Traits(remote=True, read_gap=0, parallel=4, exclusive=True)
 
 
-def test_over_a_network_seen_blobs_are_checked_by_sample(tmp_path: Path) -> None:
+def test_over_a_network_known_blobs_are_checked_by_sample(tmp_path: Path) -> None:
     far = FaultyStore(Far(uuid4().hex))
     repo, other = repository(tmp_path, far), repository(tmp_path, far, seed=2)
     txid = repo.new_txid("a", 1)

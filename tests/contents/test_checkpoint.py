@@ -13,7 +13,7 @@ from tests.support.saves import small
 STATE = {"w": torch.arange(6.0), "x": [1]}
 
 
-def test_what_a_checkpoint_says() -> None:
+def test_a_checkpoint_has_the_fields_of_its_save() -> None:
     store = small()
     before = datetime.now(UTC) - timedelta(seconds=1)
     ckpt = store.save(STATE, run="sft/lora", step=100, metadata={"loss": 1.2}, ephemeral=True)
@@ -31,7 +31,7 @@ def test_what_a_checkpoint_says() -> None:
     assert "sft/lora@100" in repr(ckpt)
 
 
-def test_a_checkpoint_is_the_same_whoever_looks() -> None:
+def test_equal_checkpoints_compare_equal_across_handles() -> None:
     store = small()
     ckpt = store.save(STATE, step=1, metadata={"a": [1, {"b": None}]})
     again = Store(store.repository).get("default@1")
@@ -44,7 +44,7 @@ def test_a_checkpoint_is_the_same_whoever_looks() -> None:
 
 
 @pytest.mark.parametrize("metadata", [{"loss": math.nan}, {"text": "x" * 70_000}], ids=["nan", "long"])
-def test_metadata_that_no_record_holds_is_read_from_the_manifest(metadata: dict[str, Any]) -> None:
+def test_metadata_absent_from_the_record_is_read_from_the_manifest(metadata: dict[str, Any]) -> None:
     store = small()
     store.save(STATE, step=1, metadata=metadata)
     assert repr(store.get("default@1").metadata) == repr(metadata)

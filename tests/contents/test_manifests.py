@@ -47,7 +47,7 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path: Path, repo: Repository) 
     ]
 
 
-def test_a_manifest_is_read_once_and_what_was_just_written_not_at_all(
+def test_a_manifest_is_read_once_and_never_if_just_written(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
     commit = save(repo)
@@ -58,13 +58,13 @@ def test_a_manifest_is_read_once_and_what_was_just_written_not_at_all(
     assert faults.count("get", "objects/*") == 1
 
 
-def test_a_manifest_that_is_there_already_is_ours(repo: Repository) -> None:
+def test_an_existing_manifest_of_the_same_size_counts_as_put(repo: Repository) -> None:
     txid = repo.new_txid("a", 1)
     made = draft([BlobRef(blob_hash("x"), 1, txid)])
     assert manifests.put(repo, txid, made) == manifests.put(repo, txid, made)
 
 
-def test_a_manifest_that_is_there_with_another_size_is_not(repo: Repository) -> None:
+def test_an_existing_manifest_of_another_size_is_refused(repo: Repository) -> None:
     txid = repo.new_txid("a", 1)
     made = draft([])
     found = manifests.put(repo, txid, made)
@@ -96,7 +96,7 @@ def test_damage_names_the_checkpoint_and_the_object(
     assert caught.value.key == key_of(commit)
 
 
-def test_what_is_not_usable_names_the_checkpoint(tmp_path: Path, repo: Repository) -> None:
+def test_an_error_for_an_unusable_manifest_names_the_checkpoint(tmp_path: Path, repo: Repository) -> None:
     """The head is that of a later version, and the record says so."""
     commit = save(repo, "sft", 7)
     data = bytearray(repo.storage.get(key_of(commit), limit=1 << 30))
@@ -112,7 +112,7 @@ def test_what_is_not_usable_names_the_checkpoint(tmp_path: Path, repo: Repositor
 
 
 @pytest.mark.parametrize("fields", [{"run": "other"}, {"step": 8}, {"created_at": 1}, {"parent": "ab" * 32}])
-def test_a_record_that_is_not_that_of_its_manifest_is_refused(
+def test_a_record_that_contradicts_its_manifest_is_refused(
     tmp_path: Path, repo: Repository, fields: dict[str, Any]
 ) -> None:
     commit = save(repo, "sft", 7)
@@ -136,14 +136,14 @@ def test_a_checkpoint_purged_meanwhile_is_gone_and_not_damaged(
         manifests.get(fresh(tmp_path, repo), commit)
 
 
-def test_a_failing_storage_is_no_damage(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_a_failing_storage_does_not_mean_damage(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     commit = save(repo)
     faults.inject(fail_before("get", key="objects/*"))
     with pytest.raises(StorageError):
         manifests.get(fresh(tmp_path, repo), commit)
 
 
-def test_blobs_are_known_to_the_catalogue(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_the_catalogue_keeps_lists_of_blobs(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     base = save(repo, "a", 1, texts=["one", "two"])
     commit = save(repo, "a", 2, texts=["three"], reused=manifests.get(repo, base).blobs)
     wanted = [
@@ -194,7 +194,9 @@ def save_large(repo: Repository, count: int = 30_000) -> Commit:
     return just_committed(record)
 
 
-def test_of_a_large_manifest_only_what_is_wanted_is_read(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_only_the_wanted_parts_of_a_large_manifest_are_read(
+    tmp_path: Path, repo: Repository, faults: FaultyStore
+) -> None:
     commit = save_large(repo)
     total = commit.committed.manifest_bytes
     assert total > manifests.WHOLE_BYTES
@@ -215,7 +217,7 @@ def test_of_a_large_manifest_only_what_is_wanted_is_read(tmp_path: Path, repo: R
     assert faults.count("get", "objects/*") == 0
 
 
-def test_of_a_large_manifest_a_gc_reads_the_list_of_blobs_alone(
+def test_gc_reads_only_the_list_of_blobs_of_a_large_manifest(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
     commit = save_large(repo)
@@ -240,7 +242,7 @@ def test_a_large_manifest_that_is_cut_short_is_damaged(tmp_path: Path, repo: Rep
         manifests.get(fresh(tmp_path, repo), commit)
 
 
-def test_what_is_damaged_in_a_large_manifest_hits_what_lies_there(tmp_path: Path, repo: Repository) -> None:
+def test_damage_in_a_large_manifest_affects_only_the_damaged_part(tmp_path: Path, repo: Repository) -> None:
     commit = save_large(repo)
     data = bytearray(repo.storage.get(key_of(commit), limit=1 << 30))
     cells = decode_head(data)["cells"]
@@ -267,7 +269,7 @@ def test_a_large_manifest_that_is_purged_while_it_is_read_is_gone(tmp_path: Path
         found.ready([1])
 
 
-def test_reindex_makes_the_catalogue_anew(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_reindex_rebuilds_the_catalogue(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     commits = [save(repo, "a", step, texts=[f"blob {step}"]) for step in range(3)]
     repo.storage.delete(key_of(commits[1]))
     other = fresh(tmp_path, repo)

@@ -1,4 +1,4 @@
-"""References: the grammar, who answers, and what the errors say instead."""
+"""References: the grammar, the checkpoint that each finds, and errors."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def an_id(start: str) -> ManifestId:
     return ManifestId(start.ljust(64, "0"))
 
 
-def test_run_and_step(repo: Repository) -> None:
+def test_a_reference_of_run_and_step_is_found(repo: Repository) -> None:
     made = [commit_bare(repo, run, step) for run in ("a", "team/sft-v1.2_x") for step in (0, 7, 10)]
     for commit in made:
         assert resolve(repo, f"{commit.run}@{commit.step}") == commit
     assert resolve(repo, "a@007") == made[1]
 
 
-def test_the_latest_is_what_began_last_whatever_its_step(repo: Repository) -> None:
+def test_latest_is_the_last_begun_save_whatever_its_step(repo: Repository) -> None:
     commit_bare(repo, "a", 100)
     rolled_back = commit_bare(repo, "a", 50)
     other = commit_bare(repo, "b", 1)
@@ -50,7 +50,7 @@ def test_the_latest_is_what_began_last_whatever_its_step(repo: Repository) -> No
     assert resolve(repo, "latest") == rolled_back
 
 
-def test_a_run_may_be_called_as_words_of_the_grammar_are(repo: Repository) -> None:
+def test_a_run_name_may_be_a_word_of_the_reference_grammar(repo: Repository) -> None:
     one, two = commit_bare(repo, "latest", 3), commit_bare(repo, "abcdef", 4)
     assert resolve(repo, "latest@3") == one
     assert resolve(repo, "latest@latest") == one
@@ -59,7 +59,7 @@ def test_a_run_may_be_called_as_words_of_the_grammar_are(repo: Repository) -> No
         resolve(repo, "abcdef")
 
 
-def test_of_twins_the_one_begun_last_answers(repo: Repository) -> None:
+def test_the_later_begun_of_two_twins_is_found(repo: Repository) -> None:
     one, two = (commit_bare(repo, "a", 1) for _ in range(2))
     assert resolve(repo, "a@1") == two
     assert resolve(repo, one.id) == one
@@ -67,7 +67,7 @@ def test_of_twins_the_one_begun_last_answers(repo: Repository) -> None:
     assert resolve(repo, "a@1") == one
 
 
-def test_ids_and_their_beginnings(repo: Repository) -> None:
+def test_ids_and_their_prefixes_are_found(repo: Repository) -> None:
     one = commit_bare(repo, "a", 1, manifest=an_id("abcdef12"))
     two = commit_bare(repo, "a", 2, manifest=an_id("abcdef34"))
     assert resolve(repo, one.id) == one
@@ -79,7 +79,7 @@ def test_ids_and_their_beginnings(repo: Repository) -> None:
         resolve(repo, "abcdef5")
 
 
-def test_a_forgotten_one_is_reached_by_its_id_alone(repo: Repository) -> None:
+def test_a_forgotten_checkpoint_is_found_only_by_its_id(repo: Repository) -> None:
     forgotten = forget(repo, commit_bare(repo, "a", 1))
     assert resolve(repo, forgotten.id[:10]) == forgotten
     with pytest.raises(NotFound, match=f"was forgotten; its id is {forgotten.id}; `casckpt restore"):
@@ -88,7 +88,7 @@ def test_a_forgotten_one_is_reached_by_its_id_alone(repo: Repository) -> None:
         resolve(repo, "latest")
 
 
-def test_of_several_commits_of_one_manifest_a_visible_one_answers_then_the_latest(repo: Repository) -> None:
+def test_an_id_finds_a_visible_commit_or_else_the_latest(repo: Repository) -> None:
     same = [commit_bare(repo, "a", step, manifest=an_id("abcdef")) for step in range(3)]
     assert resolve(repo, "abcdef") == same[2]
     forget(repo, same[2])
@@ -98,7 +98,7 @@ def test_of_several_commits_of_one_manifest_a_visible_one_answers_then_the_lates
     assert resolve(repo, "abcdef").txid == same[2].txid
 
 
-def test_what_was_purged_is_said_to_be_gone(repo: Repository) -> None:
+def test_a_purged_checkpoint_is_reported_as_gone(repo: Repository) -> None:
     purged = purge(repo, forget(repo, commit_bare(repo, "a", 1)))
     with pytest.raises(Gone, match=r"a@1 .*purged"):
         resolve(repo, purged.id)
@@ -112,7 +112,7 @@ def test_what_was_purged_is_said_to_be_gone(repo: Repository) -> None:
     assert resolve(repo, purged.id[:6]) == other
 
 
-def test_a_commit_that_was_purged_names_the_same_checkpoint_by_another(repo: Repository) -> None:
+def test_a_purged_commit_leads_to_another_commit_of_the_checkpoint(repo: Repository) -> None:
     """Who holds it goes on though it was repaired, by a commit of its own, and purged then."""
     commit = commit_bare(repo, "a", 1)
     purge(repo, forget(repo, commit))
@@ -122,7 +122,7 @@ def test_a_commit_that_was_purged_names_the_same_checkpoint_by_another(repo: Rep
     assert resolve(repo, commit) == again
 
 
-def test_tags(repo: Repository) -> None:
+def test_a_tag_finds_its_checkpoint(repo: Repository) -> None:
     commit = commit_bare(repo, "a", 1)
     set_tag(repo, "best", commit)
     assert resolve(repo, "tag:best") == commit
@@ -138,7 +138,7 @@ def test_tags(repo: Repository) -> None:
         resolve(repo, "tag:best")
 
 
-def test_a_tag_goes_on_to_another_commit_of_the_checkpoint_while_its_own_is_forgotten(repo: Repository) -> None:
+def test_a_tag_finds_another_commit_while_its_own_is_forgotten(repo: Repository) -> None:
     own = commit_bare(repo, "a", 1)
     set_tag(repo, "best", own)
     other = commit_bare(repo, "b", 1, manifest=own.id)
@@ -150,7 +150,7 @@ def test_a_tag_goes_on_to_another_commit_of_the_checkpoint_while_its_own_is_forg
         resolve(repo, "tag:best")
 
 
-def test_a_tag_on_what_is_not_there_is_not_found(repo: Repository, tmp_path: Path) -> None:
+def test_a_tag_on_a_missing_checkpoint_is_not_found(repo: Repository, tmp_path: Path) -> None:
     other = repository(tmp_path, seed=9)
     set_tag(other, "best", commit_bare(other))
     key = tag_key("best", 0)
@@ -167,13 +167,13 @@ def test_a_tag_on_what_is_not_there_is_not_found(repo: Repository, tmp_path: Pat
     ["", "a", "abc", "abcde", "0" * 65, "a@", "a@x", "a@-1", "a@1.5", "@1", "a b@1", "a@@1", "a@1..", "a@1..2",
      "a@10000000000000000000", "Tag:x", "a@LATEST", "a@ 1", "a@\u0661", "xyzxyz", "a@1\n"],
 )  # fmt: skip
-def test_what_is_no_reference_to_one_is_refused(repo: Repository, ref: str) -> None:
+def test_an_invalid_reference_is_refused(repo: Repository, ref: str) -> None:
     commit_bare(repo, "a", 1)
     with pytest.raises(InvalidInput):
         resolve(repo, ref)
 
 
-def test_not_found_says_what_there_is(repo: Repository) -> None:
+def test_the_error_not_found_lists_alternatives(repo: Repository) -> None:
     with pytest.raises(NotFound, match="no visible checkpoint"):
         resolve(repo, "latest")
     with pytest.raises(NotFound, match="no visible checkpoint at all"):
@@ -195,7 +195,7 @@ def test_many_runs_are_not_all_listed(repo: Repository) -> None:
         resolve(repo, "zzz@1")
 
 
-def test_unreadable_records_are_mentioned_where_something_is_missing(repo: Repository) -> None:
+def test_the_error_not_found_mentions_unreadable_records(repo: Repository) -> None:
     commit = commit_bare(repo, "a", 1)
     commit_bare(repo, "b", 1)
     repo.storage.replace(commit_key(commit.txid), b"torn")
@@ -203,7 +203,7 @@ def test_unreadable_records_are_mentioned_where_something_is_missing(repo: Repos
         resolve(repo, "a@1")
 
 
-def test_records_of_another_version_say_what_to_do(repo: Repository) -> None:
+def test_the_error_for_records_of_another_version_suggests_an_upgrade(repo: Repository) -> None:
     """As of a store of before the format was settled, whose records name no head: that is no damage."""
     key = commit_key(commit_bare(repo, "a", 1).txid)
     line = repo.storage.get(key, limit=1 << 20).partition(b"\n")[0].replace(b'"head"', b'"foot"')
@@ -213,7 +213,7 @@ def test_records_of_another_version_say_what_to_do(repo: Repository) -> None:
             resolve(repo, ref)
 
 
-def test_several_and_ranges(repo: Repository) -> None:
+def test_lists_and_ranges_of_steps_are_found(repo: Repository) -> None:
     made = {(run, step): commit_bare(repo, run, step) for run in ("a", "b/c") for step in (30, 10, 20)}
     forget(repo, commit_bare(repo, "a", 15))
     assert steps(resolve_many(repo, ["a@10..20"])) == [("a", 10), ("a", 20)]
@@ -225,13 +225,13 @@ def test_several_and_ranges(repo: Repository) -> None:
     assert resolve_many(repo, []) == []
 
 
-def test_a_range_names_one_of_twins(repo: Repository) -> None:
+def test_a_range_contains_one_of_two_twins(repo: Repository) -> None:
     commit_bare(repo, "a", 1)
     later = commit_bare(repo, "a", 1)
     assert resolve_many(repo, ["a@0.."]) == [later]
 
 
-def test_ranges_that_name_nothing(repo: Repository) -> None:
+def test_a_range_without_checkpoints_is_not_found(repo: Repository) -> None:
     commit_bare(repo, "a", 10)
     with pytest.raises(InvalidInput, match="5 is greater than 3"):
         resolve_many(repo, ["a@5..3"])
@@ -263,7 +263,7 @@ def test_a_range_may_be_open_at_each_end(made: set[int], low: int | None, high: 
             resolve_many(repo, [ref])
 
 
-def test_to_restore_a_step_and_a_range_mean_what_was_forgotten(repo: Repository) -> None:
+def test_for_restore_a_step_or_range_means_forgotten_checkpoints(repo: Repository) -> None:
     forgotten = [forget(repo, commit_bare(repo, "a", step)) for step in (5, 1, 3)]
     forget(repo, commit_bare(repo, "a", 4))
     over = commit_bare(repo, "a", 4)
@@ -288,7 +288,7 @@ def test_the_error_lists_the_ids_if_several_were_forgotten_at_a_step(repo: Repos
             resolve_forgotten(repo, ref, list_commits(repo))
 
 
-def test_one_listing_serves_many(tmp_path: Path) -> None:
+def test_many_references_are_found_with_one_listing(tmp_path: Path) -> None:
     storage = FaultyStore(memory())
     repo = repository(tmp_path, storage)
     for step in range(5):

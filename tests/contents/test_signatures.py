@@ -39,14 +39,14 @@ def ids(repo: Repository) -> set[ManifestId]:
     return set(list_signatures(repo).values())
 
 
-def test_what_may_be_restored_keeps_its_signature_and_what_is_purged_does_not(repo: Repository, first: Commit) -> None:
+def test_gc_keeps_signatures_until_the_purge(repo: Repository, first: Commit) -> None:
     remove_signatures(repo)
     assert ids(repo) == {first.id}
     run_gc(repo)
     assert ids(repo) == set()
 
 
-def test_one_of_which_no_commit_is_known_stays(repo: Repository, first: Commit) -> None:
+def test_gc_keeps_a_signature_without_known_commits(repo: Repository, first: Commit) -> None:
     """A save or a copy puts it before its commit."""
     key = f"signatures/{'a' * 64}/{'b' * 64}"
     repo.storage.put(key, b"x")
@@ -54,7 +54,7 @@ def test_one_of_which_no_commit_is_known_stays(repo: Repository, first: Commit) 
     assert list_signatures(repo) == {key: "a" * 64}
 
 
-def test_a_copy_that_is_open_keeps_what_it_found_here(tmp_path: Path, repo: Repository, first: Commit) -> None:
+def test_gc_keeps_signatures_of_an_open_copy(tmp_path: Path, repo: Repository, first: Commit) -> None:
     """The destination has purged it, and it comes again, named."""
     target = elsewhere(tmp_path)
     copy(repo, target, first)
@@ -76,7 +76,7 @@ def test_a_copy_that_is_open_keeps_what_it_found_here(tmp_path: Path, repo: Repo
     assert ids(target) == set()
 
 
-def test_nothing_is_removed_where_a_transaction_or_a_record_cannot_be_read(repo: Repository, first: Commit) -> None:
+def test_gc_keeps_all_signatures_if_a_transaction_or_record_is_unreadable(repo: Repository, first: Commit) -> None:
     signed = {key: repo.storage.get(key, limit=1 << 20) for key in list_signatures(repo)}
     run_gc(repo)
     for key, data in signed.items():

@@ -1,4 +1,4 @@
-"""Watching a run: what is new is told once, never before it is there, and at the cost of what is new."""
+"""Watching a run: each checkpoint is yielded once, after it exists, and requests cover only news."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ def test_a_new_commit_is_yielded_once(repo: Repository) -> None:
     assert seen(3) == []
 
 
-def test_it_counts_from_the_call_and_not_from_the_first_look(repo: Repository) -> None:
+def test_a_watch_starts_at_its_call_not_at_its_first_poll(repo: Repository) -> None:
     seen = Seen(repo)
     commit_bare(repo, step=1)
     assert seen() == on_time(1)
 
 
-def test_from_the_start_or_behind_a_checkpoint(repo: Repository) -> None:
+def test_a_watch_starts_at_the_first_checkpoint_or_after_a_given_one(repo: Repository) -> None:
     made = [commit_bare(repo, step=step) for step in range(12)]
     assert Seen(repo, WHOLE)() == on_time(*range(12))
     for number in (0, 4, 10, 11):
@@ -107,7 +107,7 @@ def test_from_the_start_or_behind_a_checkpoint(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("end", ["forgotten", "purged"])
-def test_the_checkpoint_that_was_yielded_last_may_be_gone(repo: Repository, end: str) -> None:
+def test_a_watch_continues_if_the_last_yielded_checkpoint_is_gone(repo: Repository, end: str) -> None:
     made = [commit_bare(repo, step=step) for step in range(4)]
     gone = log.forget(repo, made[1])
     if end == "purged":
@@ -116,7 +116,7 @@ def test_the_checkpoint_that_was_yielded_last_may_be_gone(repo: Repository, end:
         assert Seen(repo, after)() == on_time(2, 3)
 
 
-def test_what_it_is_to_go_on_from_must_be_of_the_run(repo: Repository) -> None:
+def test_the_checkpoint_to_start_after_must_be_of_the_run(repo: Repository) -> None:
     commit_bare(repo, step=1)
     other = commit_bare(repo, "other", step=2)
     for after in (other, "other@2", other.id):
@@ -141,7 +141,7 @@ def test_nothing_is_yielded_before_its_record_exists(repo: Repository) -> None:
     assert seen(4) == []
 
 
-def test_late_is_what_began_earlier_not_what_was_announced_earlier(repo: Repository) -> None:
+def test_a_checkpoint_is_late_if_it_began_earlier(repo: Repository) -> None:
     seen = Seen(repo)
     first, second = saved(repo, "run", 1), saved(repo, "run", 2)
     announce(repo, [(second.txid, 0)])
@@ -152,7 +152,7 @@ def test_late_is_what_began_earlier_not_what_was_announced_earlier(repo: Reposit
 
 
 @pytest.mark.parametrize("announced", [False, True])
-def test_a_save_in_progress_is_new_whenever_it_was_announced(repo: Repository, announced: bool) -> None:
+def test_a_save_in_progress_is_yielded_whenever_it_was_announced(repo: Repository, announced: bool) -> None:
     slow = begun(repo, 1) if announced else saved(repo, "run", 1)
     one = commit_bare(repo, step=2)
     watches = [Seen(repo), Seen(repo, one), Seen(repo, WHOLE)]
@@ -164,7 +164,7 @@ def test_a_save_in_progress_is_new_whenever_it_was_announced(repo: Repository, a
     ]
 
 
-def test_a_transaction_that_was_left_behind_is_not_new(repo: Repository, faults: FaultyStore) -> None:
+def test_an_abandoned_transaction_is_not_yielded(repo: Repository, faults: FaultyStore) -> None:
     faults.inject(fail_before("delete", key="transactions/*", times=9))
     finish(repo, saved(repo, "run", 1))
     commit_bare(repo, step=2)
@@ -172,7 +172,7 @@ def test_a_transaction_that_was_left_behind_is_not_new(repo: Repository, faults:
     assert Seen(repo)(4) == []
 
 
-def test_a_run_that_is_rolled_back_goes_on(repo: Repository) -> None:
+def test_a_watch_continues_after_a_rollback_of_the_run(repo: Repository) -> None:
     seen = Seen(repo)
     made = [commit_bare(repo, step=step) for step in (1, 2, 3)]
     assert seen() == on_time(1, 2, 3)
@@ -206,7 +206,7 @@ def test_a_restore_that_is_announced_is_waited_for(repo: Repository) -> None:
     assert seen(4) == on_time(1)
 
 
-def test_a_restored_one_from_before_is_not_new(repo: Repository) -> None:
+def test_a_restored_checkpoint_from_before_the_watch_is_not_yielded(repo: Repository) -> None:
     gone = log.forget(repo, commit_bare(repo, step=1))
     seen = Seen(repo)
     log.restore(repo, gone)
@@ -228,7 +228,7 @@ def test_a_rewrite_is_yielded_once_in_place_of_its_base(repo: Repository) -> Non
     assert seen(4) == []
 
 
-def test_behind_a_rewritten_one_is_what_was_saved_behind_it(repo: Repository) -> None:
+def test_a_watch_after_a_rewritten_checkpoint_yields_later_saves(repo: Repository) -> None:
     old = commit_bare(repo, step=1)
     commit_bare(repo, step=2)
     moved = rewrite_bare(repo, old)
@@ -237,7 +237,7 @@ def test_behind_a_rewritten_one_is_what_was_saved_behind_it(repo: Repository) ->
         assert Seen(repo, after, latest_only=True)() == on_time(2)
 
 
-def test_a_copy_of_an_older_one_is_new_and_late(repo: Repository) -> None:
+def test_a_copy_of_an_older_checkpoint_is_yielded_as_late(repo: Repository) -> None:
     commit_bare(repo, step=1)
     seen, latest = Seen(repo), Seen(repo, latest_only=True)
     commit_bare(repo, step=0, txid=make_txid(time_of(START) - timedelta(days=1), bytes(8), "run", 0))
@@ -248,7 +248,7 @@ def test_a_copy_of_an_older_one_is_new_and_late(repo: Repository) -> None:
 # only the latest
 
 
-def test_only_the_latest_by_the_time_of_the_look(repo: Repository) -> None:
+def test_latest_yields_only_the_newest_at_each_poll(repo: Repository) -> None:
     seen = Seen(repo, latest_only=True)
     slow = begun(repo, 1)
     made = [commit_bare(repo, step=step) for step in (2, 3, 4)]
@@ -262,7 +262,7 @@ def test_only_the_latest_by_the_time_of_the_look(repo: Repository) -> None:
     assert seen(4) == []
 
 
-def test_the_latest_goes_by_the_first_save_and_not_by_the_transaction(repo: Repository) -> None:
+def test_latest_is_decided_by_the_first_save_of_a_copy(repo: Repository) -> None:
     """That of the copy of a rewrite is later."""
     seen, latest = Seen(repo), Seen(repo, latest_only=True)
     old = make_txid(time_of(START), bytes(8), "run", 1)
@@ -274,7 +274,7 @@ def test_the_latest_goes_by_the_first_save_and_not_by_the_transaction(repo: Repo
 
 
 @pytest.mark.parametrize("after", [WHOLE, 0, 2])
-def test_the_latest_that_is_there_is_new_if_it_is_behind(repo: Repository, after: Any) -> None:
+def test_the_present_latest_is_yielded_if_it_follows_the_given_checkpoint(repo: Repository, after: Any) -> None:
     made = [commit_bare(repo, step=step) for step in range(3)]
     rewrite_bare(repo, made[2])
     seen = Seen(repo, after if after == WHOLE else made[after], latest_only=True)
@@ -290,7 +290,7 @@ def test_the_latest_that_is_there_is_new_if_it_is_behind(repo: Repository, after
 
 @pytest.mark.parametrize("after", [None, WHOLE])
 @pytest.mark.parametrize("latest_only", [False, True])
-def test_a_store_need_not_be_there_yet(tmp_path: Path, after: str | None, latest_only: bool) -> None:
+def test_a_watch_waits_for_a_store_to_be_created(tmp_path: Path, after: str | None, latest_only: bool) -> None:
     storage = memory()
     seen = Seen(Repository(storage, tmp_path), after, latest_only=latest_only)
     assert seen(2) == []
@@ -302,9 +302,7 @@ def test_a_store_need_not_be_there_yet(tmp_path: Path, after: str | None, latest
         Seen(Repository(memory(), tmp_path), "run@1")
 
 
-def test_a_storage_that_fails_is_asked_again_and_nothing_is_missed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_watch_retries_a_failing_storage_and_misses_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     storage = FaultyStore(memory())
     writer = repository(tmp_path / "writer", storage)
     seen = Seen(repository(tmp_path / "reader", storage))
@@ -356,7 +354,7 @@ def put_in_place(storage: Any, objects: dict[str, bytes]) -> None:
         storage.put(key, data)
 
 
-def test_of_a_store_that_was_put_back_what_is_saved_then_is_new(tmp_path: Path) -> None:
+def test_saves_into_a_restored_backup_of_the_store_are_yielded(tmp_path: Path) -> None:
     storage = memory()
     writer = repository(tmp_path / "writer", storage)
     commit_bare(writer, step=1)
@@ -374,7 +372,7 @@ def test_of_a_store_that_was_put_back_what_is_saved_then_is_new(tmp_path: Path) 
     assert seen(20) == on_time(3)
 
 
-def test_of_another_store_in_its_place_all_is_new(tmp_path: Path) -> None:
+def test_all_checkpoints_of_a_replacing_store_are_yielded(tmp_path: Path) -> None:
     storage = memory()
     commit_bare(repository(tmp_path / "writer", storage), step=1)
     seen = Seen(repository(tmp_path / "reader", storage))
@@ -390,7 +388,7 @@ def spoil(repo: Repository, key: str) -> None:
     repo.storage.put(key, b"torn")
 
 
-def test_transactions_of_a_torn_announcement_are_found_by_a_listing(tmp_path: Path) -> None:
+def test_a_listing_finds_transactions_of_a_torn_announcement(tmp_path: Path) -> None:
     storage = memory()
     repo = repository(tmp_path / "writer", storage)
     one = commit_bare(repo, step=1)
@@ -404,7 +402,7 @@ def test_transactions_of_a_torn_announcement_are_found_by_a_listing(tmp_path: Pa
     assert Seen(host, one)() == [(2, False), (4, False), (3, True)]
 
 
-def test_where_it_was_announced_is_lost_what_began_later_is_new(tmp_path: Path) -> None:
+def test_later_saves_are_yielded_though_the_announcement_is_lost(tmp_path: Path) -> None:
     storage = memory()
     repo = repository(tmp_path / "writer", storage)
     made = [commit_bare(repo, step=step) for step in range(4)]
@@ -412,7 +410,7 @@ def test_where_it_was_announced_is_lost_what_began_later_is_new(tmp_path: Path) 
     assert sorted(Seen(repository(tmp_path / "new", storage), made[1])()) == on_time(2, 3)
 
 
-def test_a_record_that_cannot_be_read_is_left_out(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreadable_record_is_left_out(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
     seen = Seen(repo)
     made = [commit_bare(repo, step=step) for step in range(3)]
     spoil(repo, commit_key(made[1].txid))
@@ -444,7 +442,7 @@ def test_a_poll_costs_one_request_whatever_the_history(tmp_path: Path, length: i
 
 
 @pytest.mark.parametrize("length", [1, 200])
-def test_to_begin_costs_a_handful_and_to_go_on_what_is_new(tmp_path: Path, length: int) -> None:
+def test_a_watch_starts_with_few_requests_and_then_reads_only_news(tmp_path: Path, length: int) -> None:
     storage = FaultyStore(memory())
     writer = repository(tmp_path / "writer", storage)
     made = [finish(writer, saved(writer, "run", step)) for step in range(length)]
@@ -513,7 +511,7 @@ CHANGE = [*CHANGES, "end", "announce", "announce", "look", "watch"]
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from(CHANGE), max_size=30), st.integers(0, 1 << 30))
-def test_each_checkpoint_is_yielded_once_and_none_is_missed(changes: list[str], seed: int) -> None:
+def test_every_checkpoint_is_yielded_exactly_once(changes: list[str], seed: int) -> None:
     """Others act between and during the looks of the watchers."""
     with tempfile.TemporaryDirectory() as folder:
         storage = MemoryStore(f"watching-{seed}-{folder}")
@@ -546,7 +544,7 @@ def bare(txid: TxId, **fields: Any) -> Commit:
     return just_committed(record)
 
 
-def test_what_is_not_there_is_asked_for_at_longer_intervals() -> None:
+def test_missing_announcements_are_polled_at_growing_intervals() -> None:
     expected, txid = Expected(), make_txid(time_of(START), bytes(8), "run", 1)
     expected.note(txid)
     asked = []

@@ -78,7 +78,7 @@ def test_neighbours_of_one_stored_dtype_are_one_tensor() -> None:
 
 
 @given(RUNS, st.integers(2, MAX_LEAVES))
-def test_decoding_gives_the_runs_back(runs: list[tuple[str, int]], leaves: int) -> None:
+def test_a_header_decodes_to_its_runs(runs: list[tuple[str, int]], leaves: int) -> None:
     header = encode_header(runs, leaves)
     decoded = decode_header(header, size_of(runs, leaves))
     assert sum(nbytes for _, nbytes in decoded) == sum(nbytes for _, nbytes in runs)
@@ -97,18 +97,18 @@ def test_any_changed_byte_is_refused(runs: list[tuple[str, int]], position: int,
 
 
 @pytest.mark.parametrize("header", [b"", b"\0" * DATA_OFFSET, b"\xff" * DATA_OFFSET])
-def test_what_is_no_header_is_refused(header: bytes) -> None:
+def test_bytes_without_a_header_are_refused(header: bytes) -> None:
     with pytest.raises(Refused):
         decode_header(header, DATA_OFFSET)
 
 
-def test_a_header_of_other_data_is_refused() -> None:
+def test_a_header_that_does_not_match_its_data_is_refused() -> None:
     with pytest.raises(Refused, match="does not describe"):
         decode_header(encode_header([("int8", 5)], 2), size_of([("int8", 4)]))
 
 
 @pytest.mark.parametrize("leaves", [0, 1, MAX_LEAVES + 1])
-def test_a_proof_has_some_leaves_and_not_too_many(leaves: int) -> None:
+def test_a_proof_has_an_allowed_number_of_leaves(leaves: int) -> None:
     with pytest.raises(InvalidInput, match="leaves"):
         encode_header([("int8", 5)], leaves)
 
@@ -122,14 +122,14 @@ def test_a_proof_has_some_leaves_and_not_too_many(leaves: int) -> None:
         (b"[4,76]", b"[4,75]"),
     ],
 )
-def test_a_proof_that_stands_otherwise_in_the_header_is_refused(before: bytes, after: bytes) -> None:
+def test_a_proof_described_differently_in_the_header_is_refused(before: bytes, after: bytes) -> None:
     header = encode_header([("int16", 4)], 2)
     assert before in header
     with pytest.raises(Refused):
         decode_header(header.replace(before, after), size_of([("int16", 4)]))
 
 
-def test_the_least_proof_bounds_the_data() -> None:
+def test_the_smallest_proof_limits_the_data() -> None:
     assert most_data(size_of([("int8", 5)])) == 5
 
 
@@ -141,7 +141,7 @@ def test_holes_and_overlaps_are_refused() -> None:
 
 
 @pytest.mark.parametrize("runs", [[("float32", 6)], [("int8", 1), ("int16", 2)], [("int8", -1)]])
-def test_what_cannot_lie_so_is_refused(runs: list[tuple[str, int]]) -> None:
+def test_an_impossible_layout_is_refused(runs: list[tuple[str, int]]) -> None:
     with pytest.raises(InvalidInput):
         encode_header(runs, 2)
 
@@ -151,7 +151,7 @@ def test_an_unknown_dtype_is_refused() -> None:
         encode_header([("float7", 8)], 2)
 
 
-def test_max_runs_always_fit() -> None:
+def test_the_maximum_number_of_runs_fits_into_a_header() -> None:
     longest = 1 << 30
     runs = [("float8_e4m3fn" if i % 2 else "float8_e5m2", longest) for i in range(MAX_RUNS)]
     assert len(encode_header(runs, MAX_LEAVES)) == DATA_OFFSET

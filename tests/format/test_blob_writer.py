@@ -1,4 +1,4 @@
-"""The one writer of blobs: what it makes is proved by its name alone, and no large cell is hashed twice."""
+"""The writer of blobs: the name verifies each blob, and no large cell is hashed twice."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def leaves_of(name: BlobHash, file: bytes) -> list[Leaf]:
 
 @settings(deadline=None)
 @given(cells())
-def test_a_blob_is_proved_by_its_name(given: list[tuple[str, bytes]]) -> None:
+def test_the_name_of_a_blob_verifies_it(given: list[tuple[str, bytes]]) -> None:
     name, file, places = written(given)
     leaves = leaves_of(name, file)
     check = LeafCheck(leaves)
@@ -74,7 +74,7 @@ def test_a_blob_is_proved_by_its_name(given: list[tuple[str, bytes]]) -> None:
 
 @settings(deadline=None)
 @given(cells())
-def test_large_cells_are_leaves_at_pages_and_small_ones_join(given: list[tuple[str, bytes]]) -> None:
+def test_large_cells_are_leaves_at_pages_and_small_cells_share_leaves(given: list[tuple[str, bytes]]) -> None:
     name, file, places = written(given)
     by_offset = {leaf.offset: leaf for leaf in leaves_of(name, file)}
     large = {at: data for (_, data), at in zip(given, places, strict=True) if len(data) >= LEAF_BYTES}
@@ -110,7 +110,7 @@ def test_no_large_cell_is_hashed_again(given: list[tuple[str, bytes]]) -> None:
 
 @settings(deadline=None)
 @given(cells(), st.lists(LENGTHS, min_size=1, max_size=8))
-def test_frames_lie_behind_as_bytes_and_large_ones_are_leaves(
+def test_frames_follow_the_cells_and_large_frames_are_leaves(
     given: list[tuple[str, bytes]], lengths: list[int]
 ) -> None:
     frames = [bytes([200 + number]) * nbytes for number, nbytes in enumerate(lengths)]
@@ -139,7 +139,7 @@ def test_frames_lie_behind_as_bytes_and_large_ones_are_leaves(
     )
 
 
-def test_tiny_blobs_stay_tiny() -> None:
+def test_blobs_of_few_bytes_stay_small() -> None:
     _, file, places = written([("float32", b"1234")])
     assert (len(file), places) == (DATA_OFFSET + 4 + 2 * 36, [DATA_OFFSET])
 
@@ -168,7 +168,7 @@ def test_cells_that_are_not_added_leave_no_trace() -> None:
     assert (name, bytes(buffer[:size])) == written([("int32", b"abcd")])[:2]
 
 
-def test_what_is_out_of_order_is_refused() -> None:
+def test_cells_out_of_order_are_refused() -> None:
     with pytest.raises(InvalidInput, match="sort"):
         written([("uint8", b"1"), ("float32", b"1234")])
     with pytest.raises(InvalidInput, match="leaves"):

@@ -1,4 +1,4 @@
-"""The check of a blob by hand, as docs/format.md has it: its commands are run, without b3sum by a stand-in."""
+"""The check of a blob by hand: the commands of docs/format.md are run, with a substitute if b3sum is missing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def commands() -> list[str]:
     return found
 
 
-def test_a_blob_is_proved_with_the_tools_of_every_system(tmp_path: Path, path: str) -> None:
+def test_common_shell_tools_verify_a_blob(tmp_path: Path, path: str) -> None:
     cells = [bytes([number]) * 4096 for number in (1, 2)]
     name, data, _ = blob_of({cell_digest(cell): ("uint8", cell) for cell in cells})
     (tmp_path / "BLOB").write_bytes(data)

@@ -1,4 +1,4 @@
-"""What is decoded into a type goes through a decoder made at import: msgspec crashes if threads make one at once."""
+"""Decoders are made at import, because msgspec crashes if threads make one at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def late_types(source: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", sorted(FORMAT.glob("*.py")), ids=lambda path: path.stem)
-def test_no_type_is_first_seen_by_a_thread(path: Path) -> None:
+def test_decoders_of_all_types_exist_before_threads_start(path: Path) -> None:
     assert list(late_types(path.read_text())) == []
 
 
@@ -45,7 +45,7 @@ def test_no_type_is_first_seen_by_a_thread(path: Path) -> None:
         "def f(data): return msgspec.convert(data, Body)",
     ],
 )
-def test_a_late_type_is_seen(source: str) -> None:
+def test_a_type_added_later_is_detected(source: str) -> None:
     assert list(late_types(source))
 
 
@@ -69,7 +69,7 @@ for thread in threads: thread.join()
 """
 
 
-def test_threads_may_decode_first_at_once() -> None:
+def test_threads_may_be_the_first_to_decode() -> None:
     """Of processes in which sixteen threads decode the first record, blob and manifest, none dies."""
     record = encode(Forgotten(txid=UPLOADERS[0], time=1))
     name, written = data()

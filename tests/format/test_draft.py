@@ -1,4 +1,4 @@
-"""Manifests that say the same of other places: what was saved keeps every byte."""
+"""Manifests with other places: every copied section keeps its bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def section(data: bytes, name: str) -> bytes:
     return data[found.offset : found.end]
 
 
-def test_a_copy_has_places_of_its_own() -> None:
+def test_a_copy_has_its_own_places() -> None:
     made = encode(drawn())
     refs = [replace(ref, uploader=UPLOADERS[0]) for ref in BLOBS]
     copy = placed(decode(made.data, made.id), encode_blobs(refs))
@@ -34,7 +34,7 @@ def test_a_copy_has_places_of_its_own() -> None:
     assert placed(decode(copy.data, made.id), encode_blobs(BLOBS)) == made
 
 
-def test_cells_that_moved_keep_what_they_are() -> None:
+def test_moved_cells_keep_their_digests() -> None:
     made = encode(drawn())
     before = decode(made.data, made.id)
     table = before.extents(before.entries[0])
@@ -50,7 +50,7 @@ def test_cells_that_moved_keep_what_they_are() -> None:
         assert section(moved.data, name) == section(made.data, name)
 
 
-def test_unknown_sections_say_whether_a_copy_takes_them() -> None:
+def test_the_flag_of_an_unknown_section_decides_whether_it_is_copied() -> None:
     made = encode(drawn())
     parts = [(name, section(made.data, name)) for name in KNOWN]
     extra = [(Section("taken", COPIED, 0, 0, b""), b"one"), (Section("left", 0, 0, 0, b""), b"two")]
@@ -69,7 +69,7 @@ def test_nothing_damaged_is_copied(name: str) -> None:
         placed(decode(raw, made.id), encode_blobs(BLOBS))
 
 
-def test_what_no_reader_would_take_is_not_encoded() -> None:
+def test_a_manifest_that_readers_would_refuse_is_not_encoded() -> None:
     table = drawn().streams[("tensor", "b", 0, 3)][1]
     for fields in (
         {"run": "../x"},

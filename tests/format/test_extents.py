@@ -33,14 +33,14 @@ def test_a_table_holds_its_cells(case: Case) -> None:
 
 
 @given(cases())
-def test_the_only_cell_is_the_one_that_is_the_whole_tensor(case: Case) -> None:
+def test_only_a_cell_of_the_whole_tensor_is_found_as_such(case: Case) -> None:
     found = list(case.table.stored_cells())
     is_one = len(found) == 1 and found[0].frame is None and found[0].region == whole(case.shape)
     assert case.table.only_cell == (found[0] if is_one else None)
 
 
 @given(cases(), st.data())
-def test_the_cells_of_a_range_are_those_that_meet_it(case: Case, data: st.DataObject) -> None:
+def test_cells_of_a_range_are_those_that_overlap_it(case: Case, data: st.DataObject) -> None:
     table = case.table
     box = data.draw(st.integers(0, len(table.boxes) - 1))
     lo, hi = sorted(data.draw(st.tuples(*[st.integers(0, table.boxes[box].numel)] * 2)))
@@ -49,7 +49,7 @@ def test_the_cells_of_a_range_are_those_that_meet_it(case: Case, data: st.DataOb
 
 
 @given(cases(), st.data())
-def test_cells_that_moved_are_the_same_cells(case: Case, data: st.DataObject) -> None:
+def test_moved_cells_compare_equal(case: Case, data: st.DataObject) -> None:
     """Wherever they lie, what is said of them in the first part of a table stays as it is."""
     places, end = {}, 4096
     every = [one for cell in case.table.stored_cells() for one in cell.chain]
@@ -67,7 +67,7 @@ def test_cells_that_moved_are_the_same_cells(case: Case, data: st.DataObject) ->
     assert table == build(table.shape, table.itemsize, table.cell, expected)
 
 
-def test_cells_that_follow_each_other_are_one_extent() -> None:
+def test_consecutive_cells_form_an_extent() -> None:
     box = full_box((100,))
     cells = [
         stored_cell(Region(box, lo, lo + 10), 0, 4096 + lo, 10, digest(Region(box, lo, lo + 10)))

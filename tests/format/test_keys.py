@@ -29,7 +29,7 @@ HOSTILE = [
 
 
 @given(times, st.binary(min_size=8, max_size=8), st.integers(0, MAX_STEP))
-def test_a_txid_says_when_what_and_which(time: datetime, entropy: bytes, step: int) -> None:
+def test_a_txid_has_time_run_and_step(time: datetime, entropy: bytes, step: int) -> None:
     txid = keys.make_txid(time, entropy, "sft/lora", step)
     assert keys.parse_txid(txid) == keys.TxName(time, run_hash("sft/lora"), step)
     assert entropy.hex() in txid
@@ -37,7 +37,7 @@ def test_a_txid_says_when_what_and_which(time: datetime, entropy: bytes, step: i
 
 
 @given(st.lists(txids, min_size=1, max_size=5), times)
-def test_a_later_one_sorts_behind(others: list[TxId], time: datetime) -> None:
+def test_later_txids_sort_later(others: list[TxId], time: datetime) -> None:
     txid = keys.make_txid(keys.later_than(time, others), bytes(8), "x", 0)
     assert all(txid > other for other in others)
 
@@ -49,7 +49,7 @@ def test_times_are_utc() -> None:
 
 
 @given(txids, st.integers(0, 999_999_999))
-def test_keys_come_back(txid: TxId, number: int) -> None:
+def test_keys_parse_as_built(txid: TxId, number: int) -> None:
     assert keys.parse_log(keys.commit_key(txid, number)) == (txid, number)
     assert keys.parse_log(keys.transaction_key(txid, number)) == (txid, number)
     assert keys.parse_tag(keys.tag_key("best", number)) == ("best", number)
@@ -71,7 +71,7 @@ def test_the_highest_announcement_sorts_first_and_a_folder_holds_a_thousand(numb
     assert (one.rpartition("/")[0] == other.rpartition("/")[0]) == (number % 1000 != 999)
 
 
-def test_announcements_look_so() -> None:
+def test_announcement_keys_have_the_documented_form() -> None:
     assert keys.announcement_key("0123456789abcdef", 0) == "runs/0123456789abcdef/999999/999"
     assert keys.announcement_key("0123456789abcdef", 1000) == "runs/0123456789abcdef/999998/999"
     for name in ("runs/0123456789abcdef/999999", "runs/0123456789abcdef/999999/9999", "runs/x/999999/999"):
@@ -79,14 +79,14 @@ def test_announcements_look_so() -> None:
 
 
 @given(st.sampled_from(HOSTILE) | st.text(max_size=30))
-def test_other_names_are_no_keys(name: str) -> None:
+def test_other_names_are_refused_as_keys(name: str) -> None:
     for parse in (keys.parse_log, keys.parse_object, keys.parse_tag, keys.parse_damaged, keys.parse_settings):
         assert parse(name) is None or name.startswith("settings/")
     assert (keys.parse_mirrored(name), keys.parse_signature(name)) == (None, None)
 
 
 @given(txids, st.sampled_from(["\n", " ", "/", "/..", ".x", ".01", "\u0660"]))
-def test_a_tail_makes_it_no_key(txid: TxId, tail: str) -> None:
+def test_a_key_with_a_tail_is_refused(txid: TxId, tail: str) -> None:
     assert keys.parse_log(keys.commit_key(txid) + tail) is None
     assert keys.parse_object(keys.blob_key(txid, BlobHash(HASH)) + tail) is None
     assert keys.parse_mirrored(keys.mirrored_key(txid) + tail) is None
@@ -96,7 +96,7 @@ def test_a_tail_makes_it_no_key(txid: TxId, tail: str) -> None:
 
 
 @pytest.mark.parametrize("time", ["20261301T000000", "20260132T000000", "20260101T240000", "20260101T006000"])
-def test_a_txid_without_a_date_is_no_key(time: str) -> None:
+def test_a_txid_without_a_date_is_refused(time: str) -> None:
     txid = TxId(f"{time}000000Z-00000000000000ab-00000000000000cd-7")
     assert keys.parse_log(f"transactions/{txid}") is None
     with pytest.raises(Refused):
@@ -104,25 +104,25 @@ def test_a_txid_without_a_date_is_no_key(time: str) -> None:
 
 
 @pytest.mark.parametrize("day", ["20260230", "00000101"])
-def test_a_txid_of_a_day_that_never_was_is_refused(day: str) -> None:
+def test_a_txid_of_an_impossible_day_is_refused(day: str) -> None:
     with pytest.raises(Refused, match="no date"):
         keys.parse_txid(TxId(f"{day}T030405000000Z-00000000000000ab-00000000000000cd-7"))
 
 
 @pytest.mark.parametrize("digits", ["٣" * 64, "A" * 64, "0" * 63, "0" * 65, "0" * 64 + "\n"])
-def test_other_texts_are_no_hash(digits: str) -> None:
+def test_other_text_is_refused_as_a_hash(digits: str) -> None:
     with pytest.raises(Refused):
         keys.check_hash(digits)
 
 
 @pytest.mark.parametrize("name", ["", "Best", "-x", ".x", "a/b", "x" * 101, "a\n", None])
-def test_no_tags(name: str) -> None:
+def test_invalid_tag_names_are_refused(name: str) -> None:
     with pytest.raises(InvalidInput, match="not a usable name"):
         keys.check_tag(name)
     assert keys.check_tag("best-2.0_x") == "best-2.0_x"
 
 
-def test_the_rest() -> None:
+def test_other_folders_have_documented_keys() -> None:
     assert keys.mirrored_key(TxId("t")) == "mirrored/t"
     assert keys.mirrored_key(TxId("t"), 2) == "mirrored/t.2"
     assert keys.commit_key(TxId("t")) == "commits/t"

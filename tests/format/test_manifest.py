@@ -90,7 +90,7 @@ def _use(manifest: Manifest) -> None:
     decode_tree(manifest.body.tree)
 
 
-def test_a_manifest_comes_back() -> None:
+def test_a_manifest_decodes_as_encoded() -> None:
     made = encode(drawn())
     manifest = decode(made.data, made.id, made.head)
     body = manifest.body
@@ -116,7 +116,7 @@ def test_a_manifest_comes_back() -> None:
     _use(manifest)
 
 
-def test_the_id_is_of_what_was_saved_and_not_of_where_it_lies() -> None:
+def test_the_id_depends_on_content_and_not_on_places() -> None:
     """Other blobs, other offsets, other uploaders."""
     moved = {
         name: (
@@ -155,7 +155,7 @@ class Ranged:
         return [self.data[offset : offset + length] for offset, length in ranges]
 
 
-def test_what_is_read_by_range_says_the_same() -> None:
+def test_a_manifest_read_by_ranges_is_the_same() -> None:
     made = encode(drawn())
     whole, ranged = decode(made.data, made.id), Ranged(made)
     for entry in whole.entries:
@@ -171,7 +171,7 @@ def test_what_is_read_by_range_says_the_same() -> None:
 
 
 @pytest.mark.parametrize("ranged", [True, False])
-def test_it_travels_to_another_rank(ranged: bool) -> None:
+def test_a_manifest_can_be_sent_to_another_rank(ranged: bool) -> None:
     made = encode(drawn())
     source = Ranged(made)
     told = pickle.loads(pickle.dumps(source.manifest if ranged else decode(made.data, made.id)))
@@ -184,7 +184,7 @@ def test_it_travels_to_another_rank(ranged: bool) -> None:
     assert told.encoded() == made.data
 
 
-def test_so_it_does_with_a_section_of_a_later_version_between_the_others() -> None:
+def test_a_manifest_with_an_unknown_section_can_be_sent_to_another_rank() -> None:
     made, parts, end = encode(drawn()), [], HEAD_BYTES
     for one in made.decoded_head.sections:
         parts.append((one, made.data[one.offset : one.end]))
@@ -202,7 +202,7 @@ def test_so_it_does_with_a_section_of_a_later_version_between_the_others() -> No
     assert told.encoded() == source.data
 
 
-def test_another_manifest_under_this_name_is_damaged() -> None:
+def test_another_manifest_under_the_name_is_damage() -> None:
     raw = data()[1]
     with pytest.raises(Damaged, match="another checkpoint") as caught:
         decode(raw, ManifestId("0" * 64))
@@ -245,7 +245,7 @@ def test_any_change_is_noticed(data_: st.DataObject) -> None:
         ("rows", -1, "'b'"),
     ],
 )
-def test_a_flipped_byte_hits_what_it_is_of_and_nothing_else(name: str, where: int, hit: str) -> None:
+def test_a_flipped_byte_damages_only_its_part(name: str, where: int, hit: str) -> None:
     made = encode(drawn())
     section, raw = decode_head(made.data)[name], bytearray(made.data)
     raw[section.offset + where if where >= 0 else section.end + where] ^= 1
@@ -400,7 +400,7 @@ def test_blobs_outside_the_store_are_refused(change: Callable[[dict[str, Any]], 
         decode(made.data, made.id, made.head)
 
 
-def test_what_is_not_understood_stops_its_own_load_alone() -> None:
+def test_an_unknown_form_stops_only_its_own_load() -> None:
     """A dtype, a kind and a form of later versions; nothing else of the checkpoint is hit."""
     made = changed("index", _set("entries", "dtypes", to=[["float3", 16], ["bfloat16", 2], ["uint8", 1]]))
     found = decode(made.data, made.id, made.head)
@@ -412,13 +412,13 @@ def test_what_is_not_understood_stops_its_own_load_alone() -> None:
     assert list(found.tensors) == ["w", "b"]
 
 
-def test_more_fields_are_passed_by() -> None:
+def test_unknown_fields_of_a_manifest_are_ignored() -> None:
     for name in FRONT:
         made = changed(name, _set("of later", to=[1, {"x": b"y"}]))
         _use(decode(made.data, made.id, made.head))
 
 
-def test_a_section_that_is_needed_and_not_known_stops_a_load() -> None:
+def test_an_unknown_required_section_stops_a_load() -> None:
     made = encode(drawn())
     head = decode_head(made.data)
     parts = [(name, made.data[head[name].offset : head[name].end]) for name in KNOWN]
@@ -433,7 +433,7 @@ def test_a_section_that_is_needed_and_not_known_stops_a_load() -> None:
             assert broken.faults() == ["its section 'secret' does not have its hash"]
 
 
-def test_extents_that_are_no_table_are_refused_with_their_key() -> None:
+def test_the_error_for_malformed_extents_names_the_key() -> None:
     tables = [encode_cells(table) for _, table in drawn().streams.values()]
     for bad in (b"\xc0", b"\1\x90", b"\1" + msgspec.msgpack.encode([[], [], b""]), b"\1\xd9"):
         table, section = cut([bad, *tables[1:]])
@@ -446,13 +446,13 @@ def test_extents_that_are_no_table_are_refused_with_their_key() -> None:
         found.extents(found.entries[1])
 
 
-def test_metadata_that_is_none_is_refused() -> None:
+def test_malformed_metadata_is_refused() -> None:
     made = encode(drawn(metadata=msgspec.Raw(b"\x91\xa1\xff")))
     with pytest.raises(Refused, match="metadata"):
         _ = decode(made.data, made.id).metadata
 
 
-def test_deep_nests_are_refused() -> None:
+def test_deep_nesting_is_refused() -> None:
     deep = b"\x91" * 100_000 + b"\xc0"
     index = part("index")
     for bad in (index.replace(b"\xa4loss", b"\xa4loss" + deep), index[:-1] + deep):

@@ -1,4 +1,4 @@
-"""Metrics come back from a record as the numbers that were given; what is none is refused by its name."""
+"""Metrics decode from a record as the given numbers; errors for others name them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUMBERS = st.floats() | st.integers(-(2**63) + 1, 2**63 - 1)
 
 
 @given(st.dictionaries(NAMES, NUMBERS, max_size=MAX_METRICS))
-def test_metrics_come_back_from_a_record(metrics: dict[str, float]) -> None:
+def test_metrics_decode_from_a_record(metrics: dict[str, float]) -> None:
     stored = stored_metrics(metrics)
     record = Committed(
         txid=TXID, run="a", step=7, time=1, manifest=ManifestId("0" * 64), head="0" * 64,
@@ -47,7 +47,7 @@ def test_metrics_come_back_from_a_record(metrics: dict[str, float]) -> None:
         (10**30, 1e30), (Fraction(1, 4), 0.25), (0, 0),
     ],
 )  # fmt: skip
-def test_numbers_of_other_kinds(value: Any, stored: Any) -> None:
+def test_numbers_of_numpy_and_torch_are_metrics(value: Any, stored: Any) -> None:
     found = stored_metrics({"x": value})["x"]
     assert found == stored
     assert type(found) is type(stored)
@@ -55,18 +55,18 @@ def test_numbers_of_other_kinds(value: Any, stored: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [True, np.True_, "0.3", "NaN", None, 1j, [1.0], Decimal(1), 10**400, object()])
-def test_what_is_no_number_is_refused_by_its_name(value: Any) -> None:
+def test_the_error_for_a_bad_metric_names_it(value: Any) -> None:
     with pytest.raises(InvalidInput, match="'val/loss'"):
         stored_metrics({"ok": 1.0, "val/loss": value})
 
 
 @pytest.mark.parametrize("name", ["", "x" * (MAX_METRIC_NAME + 1), "a\nb", "\ud800", 3, None])
-def test_what_is_no_name_is_refused(name: Any) -> None:
+def test_an_invalid_metric_name_is_refused(name: Any) -> None:
     with pytest.raises(InvalidInput, match="name of metric"):
         stored_metrics({name: 1.0})
 
 
-def test_there_is_a_limit_and_a_kind() -> None:
+def test_too_many_metrics_and_other_types_are_refused() -> None:
     assert len(stored_metrics({str(n): n for n in range(MAX_METRICS)})) == MAX_METRICS
     with pytest.raises(InvalidInput, match="65 metrics are too many"):
         stored_metrics({str(n): n for n in range(MAX_METRICS + 1)})
@@ -75,6 +75,6 @@ def test_there_is_a_limit_and_a_kind() -> None:
 
 
 @pytest.mark.parametrize("stored", [{"x": "much"}, {"": 1}, {str(n): n for n in range(MAX_METRICS + 1)}])
-def test_a_record_with_others_is_refused(stored: dict[str, Any]) -> None:
+def test_a_record_with_invalid_metrics_is_refused(stored: dict[str, Any]) -> None:
     with pytest.raises(Refused):
         check_metrics(stored)

@@ -1,4 +1,4 @@
-"""Notes of a host: what comes back is what was kept, and what another version kept counts for nothing."""
+"""Notes of a host decode as encoded, and notes of another version are ignored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from casckpt.format.names import TxId
 TXID = TxId("20260101T000000.000000Z-0123456789abcdef-1")
 
 
-def test_notes_come_back() -> None:
+def test_notes_decode_as_encoded() -> None:
     paused = notes.PausedGc("memory://a", {TXID: [("safetensors", "ab", 3)]}, [TXID], [])
     assert notes.decode(notes.encode(paused), notes.PAUSED_GC) == paused
     assert notes.decode(notes.encode({TXID: (TXID, 1, 2, 3, 4)}), notes.FOLDERS) == {TXID: (TXID, 1, 2, 3, 4)}
@@ -18,7 +18,7 @@ def test_notes_come_back() -> None:
 
 
 @pytest.mark.parametrize("data", [None, b"", b"{", b"[]", b'{"a": [1]}', b'{"a": ["b", 1]}', b"\xff"])
-def test_what_another_version_kept_counts_for_nothing(data: bytes | None) -> None:
+def test_notes_of_another_version_are_ignored(data: bytes | None) -> None:
     assert notes.decode(data, notes.FOLDERS) is None
     assert notes.decode(data, notes.SIGNS_OF_LIFE) is None
     assert notes.decode(data, notes.PAUSED_GC) is None

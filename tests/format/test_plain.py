@@ -60,7 +60,7 @@ def back(value: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("value", EXAMPLES, ids=lambda value: type(value).__name__)
-def test_comes_back_exactly(value: Any) -> None:
+def test_a_value_decodes_exactly(value: Any) -> None:
     assert same(back(value), value)
     assert same(back([{"k": (value,)}]), [{"k": (value,)}])
 
@@ -113,14 +113,14 @@ VALUES = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(VALUES)
-def test_any_plain_value_comes_back_exactly_and_encodes_alike(value: Any) -> None:
+def test_any_plain_value_decodes_exactly_and_encodes_alike(value: Any) -> None:
     data = plain.encode(value)
     found = plain.decode(data)
     assert same(found, value)
     assert plain.encode(found) == data
 
 
-def test_bytes_do_not_depend_on_the_seed_of_hashes() -> None:
+def test_encoded_bytes_do_not_depend_on_the_hash_seed() -> None:
     code = (
         "from casckpt.format import plain; import sys; "
         "sys.stdout.write(plain.encode([{'a','b','c','d','e'}, frozenset(map(str, range(50)))]).hex())"
@@ -135,7 +135,7 @@ def test_bytes_do_not_depend_on_the_seed_of_hashes() -> None:
     assert outputs != {b""}
 
 
-def test_plain_data_needs_no_torch() -> None:
+def test_plain_data_does_not_import_torch() -> None:
     code = "import sys, casckpt.format.plain, casckpt.format.tree; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -161,7 +161,7 @@ class Parts:
     [b"x" * 100, bytearray(b"y" * 100), np.arange(100.0), np.arange(200.0)[::2], np.array(["ab"] * 50), 7**300],
     ids=lambda value: type(value).__name__,
 )
-def test_long_buffers_go_to_parts(value: Any) -> None:
+def test_long_buffers_become_parts(value: Any) -> None:
     parts = Parts()
     data = plain.encode({"a": value, "b": b"short"}, spill=parts.spill, spill_from=100)
     assert len(parts.parts) == 1
@@ -169,7 +169,7 @@ def test_long_buffers_go_to_parts(value: Any) -> None:
     assert same(plain.decode(data, load=parts.load), {"a": value, "b": b"short"})
 
 
-def test_only_buffers_of_the_limit_and_more_are_spilled() -> None:
+def test_only_buffers_from_the_limit_on_are_spilled() -> None:
     parts = Parts()
     plain.encode([b"x" * 4095, b"x" * 4096], spill=parts.spill)
     assert [len(part) for part in parts.parts] == [4096]
@@ -229,7 +229,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("value", "what"), REFUSED, ids=lambda item: type(item).__name__)
-def test_what_is_not_plain_is_refused(value: Any, what: str) -> None:
+def test_a_value_that_is_not_plain_is_refused(value: Any, what: str) -> None:
     with pytest.raises(InvalidInput, match=what) as caught:
         plain.encode(value, where="train.state")
     assert str(caught.value).startswith("train.state: ")
@@ -272,7 +272,7 @@ def test_a_value_that_contains_itself_is_refused() -> None:
         plain.encode(value)
 
 
-def test_one_object_in_two_places_is_no_cycle() -> None:
+def test_an_object_in_two_places_is_not_a_cycle() -> None:
     shared = [1]
     assert back([shared, shared, {"a": shared}]) == [[1], [1], {"a": [1]}]
 
@@ -284,7 +284,7 @@ def test_depth_is_limited() -> None:
             plain.encode(nested(levels))
 
 
-def test_too_little_stack_is_said_clearly() -> None:
+def test_too_little_stack_has_a_clear_error() -> None:
     def deep(levels: int) -> Any:
         return deep(levels - 1) if levels else plain.encode(nested(plain.MAX_DEPTH))
 

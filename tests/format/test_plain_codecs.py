@@ -17,7 +17,7 @@ def back(value: Any, **options: Any) -> Any:
     return plain.decode(plain.encode(value, **options))
 
 
-def test_time_zone_by_key_and_utc_are_what_they_were() -> None:
+def test_time_zones_and_utc_decode_exactly() -> None:
     assert back(dt.UTC) is dt.UTC
     assert back(zoneinfo.ZoneInfo("Europe/Berlin")) is zoneinfo.ZoneInfo("Europe/Berlin")
 

@@ -1,4 +1,4 @@
-"""Bytes that nobody vouches for give a value or Refused, and nothing else."""
+"""Untrusted bytes decode to a value or raise Refused."""
 
 from __future__ import annotations
 

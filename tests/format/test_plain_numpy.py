@@ -18,12 +18,12 @@ def back(value: Any, **options: Any) -> Any:
     return plain.decode(plain.encode(value, **options))
 
 
-def test_fortran_order_comes_back_with_its_values() -> None:
+def test_arrays_in_fortran_order_decode_with_their_values() -> None:
     array = np.asfortranarray(np.arange(24).reshape(2, 3, 4))[:, ::2]
     assert same(back(array), np.ascontiguousarray(array))
 
 
-def test_arrays_come_back_writable() -> None:
+def test_decoded_arrays_are_writable() -> None:
     array = back(np.arange(3))
     array[0] = 9
     assert array.tolist() == [9, 1, 2]
@@ -33,7 +33,7 @@ BITS = (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philo
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_generators_go_on_where_they_were(bits: Any) -> None:
+def test_decoded_generators_continue_their_sequence(bits: Any) -> None:
     generator = np.random.Generator(bits([1, 2**100]))
     generator.spawn(2)
     generator.integers(3, size=5, dtype=np.uint32)
@@ -45,7 +45,7 @@ def test_generators_go_on_where_they_were(bits: Any) -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_legacy_random_state_goes_on_where_it_was(bits: Any) -> None:
+def test_a_decoded_random_state_continues_its_sequence(bits: Any) -> None:
     legacy = np.random.RandomState(bits(7))
     legacy.normal()  # leaves a second number behind
     other = back(legacy)
@@ -53,7 +53,7 @@ def test_legacy_random_state_goes_on_where_it_was(bits: Any) -> None:
     assert np.array_equal(other.normal(size=700), legacy.normal(size=700))
 
 
-def test_generator_of_an_array_seed_spawns_alike() -> None:
+def test_a_decoded_generator_spawns_the_same_children() -> None:
     generator = np.random.default_rng(np.array([3, 4]))
     assert back(generator).spawn(1)[0].random() == generator.spawn(1)[0].random()
 
@@ -70,7 +70,7 @@ STRUCTURED = hnp.array_dtypes(subtype_strategy=hnp.scalar_dtypes(), allow_subarr
 
 @settings(max_examples=60, deadline=None)
 @given(hnp.arrays(STRUCTURED.filter(lambda dtype: not titled(dtype)), hnp.array_shapes(max_dims=2, max_side=2)))
-def test_any_structured_array_comes_back_exactly(array: np.ndarray[Any, Any]) -> None:
+def test_any_structured_array_decodes_exactly(array: np.ndarray[Any, Any]) -> None:
     assert same(back(array), array)
 
 
@@ -100,7 +100,7 @@ def changed_state(bits: str, field: str, value: Any, *, legacy: bool = False) ->
         ("SFC64", "more", 1),
     ],
 )
-def test_states_that_numpy_would_read_beyond_are_refused(bits: str, field: str, value: Any) -> None:
+def test_states_that_numpy_would_read_past_are_refused(bits: str, field: str, value: Any) -> None:
     state = changed_state(bits, field, value)
     wire = msgspec.msgpack.decode(plain.encode(state))
     for tag, children in (("numpy.Generator", [wire, None]), ("numpy.BitGenerator", [wire, None])):

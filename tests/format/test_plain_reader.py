@@ -1,4 +1,4 @@
-"""A reader written from docs/format.md alone gives the values that casckpt gives, and notices what was damaged."""
+"""A reader written only from docs/format.md returns the same values as casckpt, and notices damage."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def assert_same(mine: Any, theirs: Any) -> None:
         assert mine == theirs
 
 
-def test_it_is_short_and_stands_alone() -> None:
+def test_the_plain_reader_is_short_and_independent() -> None:
     lines = Path(plain_reader.__file__).read_text().splitlines()
     assert len(lines) <= 336
     assert not [line for line in lines if re.match(r"\s*(import|from) (casckpt|torch|tests)", line)]
@@ -82,7 +82,7 @@ def _newest(folder: Path, run: str) -> Checkpoint:
     return Checkpoint(folder, store.log(txid)[1])
 
 
-def test_tensors_of_every_dtype_and_shape(tmp_path: Path) -> None:
+def test_the_plain_reader_reads_every_dtype_and_shape(tmp_path: Path) -> None:
     torch.manual_seed(1)
     noise = torch.randint(0, 256, (7 * 16,), dtype=torch.uint8)
     state: dict[str, Any] = {str(dtype): noise.view(dtype).view(7, -1) for dtype in DTYPES if dtype != torch.bool}
@@ -95,7 +95,7 @@ def test_tensors_of_every_dtype_and_shape(tmp_path: Path) -> None:
     assert all(sound for leaves in read.leaves().values() for _, _, sound in leaves)
 
 
-def test_nesting_plain_data_and_attachments(tmp_path: Path) -> None:
+def test_the_plain_reader_reads_nesting_plain_data_and_attachments(tmp_path: Path) -> None:
     bag: dict[Any, Any] = {
         "none": None, "ints": [1, -(2**40), 2**70, -(2**70), True], "text": "ä\ud800", "bytes": b"\0\1", "c": 1 + 2j,
         "kinds": ({1, 2}, frozenset("ab"), Counter("aab"), deque([1, 2], 5), range(3), slice(1, None), bytearray(b"x")),
@@ -132,11 +132,11 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_every_kind_of_plain_data(examples: list[Any], number: int) -> None:
+def test_the_plain_reader_reads_every_kind_of_plain_data(examples: list[Any], number: int) -> None:
     assert same(examples[number][0], EXAMPLES[number])
 
 
-def test_runs_steps_shared_cells_and_what_was_forgotten(tmp_path: Path) -> None:
+def test_the_plain_reader_reads_shared_cells_and_skips_forgotten_checkpoints(tmp_path: Path) -> None:
     store, whole = casckpt.open(tmp_path), torch.arange(1_000_000.0)
     for run, step in [("a", 6), ("b", 7), ("a", 2), ("a", 3), ("b", 8), ("a", 4)]:
         whole[step * 50_000] += 1
@@ -158,7 +158,7 @@ def test_runs_steps_shared_cells_and_what_was_forgotten(tmp_path: Path) -> None:
     assert plain.tags() == {"best": store.get("a@6").id}
 
 
-def test_what_was_rewritten_and_undone(tmp_path: Path) -> None:
+def test_the_plain_reader_follows_rewrites_and_their_undoing(tmp_path: Path) -> None:
     store = small_folder(tmp_path)
     repo = store.repository
     saved = [store.save({"a": cells(2, seed=step)}, run="a", step=step).commit for step in range(4)]
@@ -172,7 +172,7 @@ def test_what_was_rewritten_and_undone(tmp_path: Path) -> None:
     assert _newest(tmp_path, "a").record["txid"] == saved[3].txid
 
 
-def test_the_later_of_two_of_one_step_answers(tmp_path: Path) -> None:
+def test_the_plain_reader_finds_the_later_of_two_twins(tmp_path: Path) -> None:
     store = casckpt.open(tmp_path)
     store.save({"w": torch.arange(9.0), "from": "one"}, run="r", step=1)
     store.save({"w": torch.arange(9.0), "from": "two"}, run="r", step=1, overwrite=True)
@@ -186,7 +186,7 @@ def test_the_later_of_two_of_one_step_answers(tmp_path: Path) -> None:
     assert read.read()["from"] == "two"
 
 
-def test_cells_taken_on_the_word_of_the_user(tmp_path: Path) -> None:
+def test_the_plain_reader_lists_unhashed_entries(tmp_path: Path) -> None:
     store, state = casckpt.open(tmp_path), {"w": torch.rand(600_000), "v": torch.rand(3)}
     store.save(state, run="r", step=1)
     store.save(state, run="r", step=2, frozen=["*"], metadata={"long": "x" * 70_000})
@@ -197,7 +197,7 @@ def test_cells_taken_on_the_word_of_the_user(tmp_path: Path) -> None:
     assert_same(read.read(), store.read("r@2"))
 
 
-def test_boxes_flat_parts_and_ranks(tmp_path: Path) -> None:
+def test_the_plain_reader_joins_boxes_flat_parts_and_ranks(tmp_path: Path) -> None:
     whole = torch.rand(1001, 1001)
     parts = [
         casckpt.Shard(whole[a:b, c:d], (1001, 1001), (a, c))
@@ -216,7 +216,7 @@ def test_boxes_flat_parts_and_ranks(tmp_path: Path) -> None:
     assert_same(read["boxes"], whole)
 
 
-def test_a_copy_and_a_manifest_above_one_mebibyte(tmp_path: Path) -> None:
+def test_the_plain_reader_reads_copies_and_large_manifests(tmp_path: Path) -> None:
     store = casckpt.open(tmp_path / "here")
     many = {f"layer.{i}.{'weight' * 9}": torch.full((2,), i, dtype=torch.float32) for i in range(9_000)}
     store.save(many | {"note": "many"}, run="r", step=1)
@@ -291,7 +291,7 @@ HEADS = {"version": (7, b"\2"), "few": (8, b"\5"), "many": (8, b"\7"), "unknown"
 
 
 @pytest.mark.parametrize(("at", "data"), [*HEADS.values(), (4000, b"x")], ids=[*HEADS, "more"])
-def test_a_head_that_is_not_made_so_is_refused(saved: Path, at: int, data: bytes) -> None:
+def test_the_plain_reader_refuses_a_malformed_head(saved: Path, at: int, data: bytes) -> None:
     raw = bytearray(next((saved / "objects").rglob("*.manifest")).read_bytes())
     assert "index" in read_head(bytes(raw), raw[4064:4096].hex())
     raw[at : at + len(data)] = data
@@ -304,7 +304,7 @@ MARKERS = [{"format": 2}, {"features": ["x"]}, {"hash": "sha256"}, {"cell_bytes"
 
 
 @pytest.mark.parametrize("change", MARKERS, ids=str)
-def test_a_store_that_is_not_understood_is_refused(saved: Path, change: dict[str, Any]) -> None:
+def test_the_plain_reader_refuses_an_unknown_format(saved: Path, change: dict[str, Any]) -> None:
     marker = saved / "casckpt.json"
     read = json.loads(marker.read_text())
     marker.chmod(0o644)
@@ -329,7 +329,7 @@ def _places(table: tuple[Any, ...]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("number", "part"), WRONG.values(), ids=WRONG)
-def test_spans_that_are_not_made_so_are_refused(number: int, part: Any) -> None:
+def test_the_plain_reader_refuses_malformed_spans(number: int, part: Any) -> None:
     assert _places(TWO_SPANS) == [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11]]
     with pytest.raises((ValueError, IndexError)):
         _places((*TWO_SPANS[:number], part, *TWO_SPANS[number + 1 :]))

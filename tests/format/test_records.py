@@ -83,7 +83,7 @@ def forged(line: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: type(record).__name__)
-def test_a_record_comes_back(record: Record) -> None:
+def test_a_record_decodes_as_encoded(record: Record) -> None:
     data = encode(record)
     found: Record = decode(data, type(record), "key")
     assert found == record
@@ -92,7 +92,7 @@ def test_a_record_comes_back(record: Record) -> None:
 
 
 @pytest.mark.parametrize("record", EXAMPLES[3:8], ids=lambda record: type(record).__name__)
-def test_a_record_of_a_log_says_what_it_is(record: Record) -> None:
+def test_records_of_a_log_have_types(record: Record) -> None:
     kind = FirstRecord if isinstance(record, Committed | RevokedRecord) else LaterRecord
     assert type(decode(encode(record), kind, "key")) is type(record)
 
@@ -111,7 +111,7 @@ def test_any_change_is_damage(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_forged_lines_are_refused_or_records(data: st.DataObject) -> None:
+def test_forged_lines_are_refused_or_valid_records(data: st.DataObject) -> None:
     line = bytearray(msgspec.json.encode(COMMITTED))
     for _ in range(data.draw(st.integers(1, 4))):
         line[data.draw(st.integers(0, len(line) - 1))] = data.draw(
@@ -151,7 +151,7 @@ def test_forged_lines_are_refused_or_records(data: st.DataObject) -> None:
     ],
     ids=named,
 )
-def test_what_could_become_a_key_is_checked(change: dict[str, Any]) -> None:
+def test_fields_that_become_keys_are_checked(change: dict[str, Any]) -> None:
     fields = msgspec.json.decode(msgspec.json.encode(COMMITTED)) | change
     with pytest.raises(Refused, match="Another version of casckpt"):
         decode(forged(msgspec.json.encode(fields)), FirstRecord, "key")
@@ -162,7 +162,7 @@ def test_unknown_fields_are_ignored() -> None:
     assert decode(forged(msgspec.json.encode(fields)), FirstRecord, "key") == COMMITTED
 
 
-def test_a_deep_nest_is_refused() -> None:
+def test_a_deeply_nested_record_is_refused() -> None:
     line = b'{"type":"committed","metadata":' + b'{"a":' * 100_000
     with pytest.raises(Refused):
         decode(forged(line), FirstRecord, "key")
@@ -170,12 +170,12 @@ def test_a_deep_nest_is_refused() -> None:
         decode_marker(b'{"x":' * 100_000)
 
 
-def test_a_bad_name_is_refused_at_birth() -> None:
+def test_an_invalid_name_is_refused_at_construction() -> None:
     with pytest.raises(CasckptError):
         Forgotten(txid=TxId("../x"), time=1)
 
 
-def test_the_marker_comes_back() -> None:
+def test_the_marker_decodes_as_encoded() -> None:
     marker = Marker(format=1, store_id="abc", created_at=5, cell_bytes=4096, blob_bytes=8192)
     assert decode_marker(encode_marker(marker)) == marker
     written = msgspec.json.decode(encode_marker(marker))
@@ -201,7 +201,7 @@ def test_a_marker_outside_the_limits_is_refused(change: dict[str, Any], error: s
         decode_marker(encode_marker(marker))
 
 
-def test_a_store_of_before_says_how_to_read_it() -> None:
+def test_the_error_for_an_older_format_explains_how_to_read_it() -> None:
     before = msgspec.json.decode(encode_marker(Marker(format=1, store_id="abc", created_at=5)))
     del before["hash"]
     with pytest.raises(Refused, match="read it with the version that wrote it"):
@@ -209,7 +209,7 @@ def test_a_store_of_before_says_how_to_read_it() -> None:
 
 
 @given(st.binary(max_size=60))
-def test_other_bytes_are_no_marker(data: bytes) -> None:
+def test_other_bytes_are_refused_as_a_marker(data: bytes) -> None:
     with pytest.raises((Damaged, Refused)):
         decode_marker(data)
 

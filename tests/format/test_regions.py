@@ -1,4 +1,4 @@
-"""Regions are the elements that numpy's slices say they are, whichever way they are taken apart."""
+"""Regions have the elements of the equivalent numpy slices."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_normalise_keeps_the_elements_and_their_order(case: tuple[Shape, Region]
 
 
 @given(_one())
-def test_a_region_that_is_one_run_is_named_by_it(case: tuple[Shape, Region]) -> None:
+def test_a_region_of_consecutive_elements_becomes_a_range_of_the_whole(case: tuple[Shape, Region]) -> None:
     shape, region = case
     every = elements(Region(region.box, 0, region.box.numel), shape)
     together = every == list(range(every[0], every[-1] + 1)) if every else True
@@ -76,7 +76,7 @@ def test_a_region_that_is_one_run_is_named_by_it(case: tuple[Shape, Region]) -> 
 
 
 @given(_two())
-def test_intersect(case: tuple[Shape, Region, Region]) -> None:
+def test_regions_intersect(case: tuple[Shape, Region, Region]) -> None:
     shape, one, other = case
     found = box_elements(intersect(one, other), shape)
     assert sorted(found) == sorted(set(elements(one, shape)) & set(elements(other, shape)))
@@ -96,7 +96,7 @@ def test_boxes_subtract_and_intersect(data: st.DataObject) -> None:
         assert one.inside(other) == (mine <= theirs)
 
 
-def test_a_box_relative_to_another() -> None:
+def test_a_box_is_shifted_relative_to_another() -> None:
     assert Box((3, 4), (1, 2)).relative_to(Box((1, 4), (5, 5))) == Box((2, 0), (1, 2))
 
 
@@ -107,7 +107,7 @@ def test_strides_are_those_of_numpy(shape: Shape) -> None:
 
 
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(1, 64))
-def test_cut(lo: int, length: int, cell: int) -> None:
+def test_a_region_is_cut_at_the_grid(lo: int, length: int, cell: int) -> None:
     pieces = cut(lo, lo + length, cell)
     assert [i for a, b in pieces for i in range(a, b)] == list(range(lo, lo + length))
     assert all(a < b and a // cell == (b - 1) // cell for a, b in pieces)
@@ -115,14 +115,14 @@ def test_cut(lo: int, length: int, cell: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), max_size=8), st.integers(0, 40))
-def test_holes(pairs: list[tuple[int, int]], end: int) -> None:
+def test_holes_between_regions_are_found(pairs: list[tuple[int, int]], end: int) -> None:
     ranges = [(lo, lo + n) for lo, n in pairs]
     held = {i for lo, hi in ranges for i in range(lo, hi)}
     found = [i for lo, hi in holes(ranges, end) for i in range(lo, hi) if i < end]
     assert found == [i for i in range(end) if i not in held]
 
 
-def test_whole_and_empty() -> None:
+def test_whole_and_empty_regions_are_recognised() -> None:
     assert whole((2, 3)) == Region(Box((0, 0), (2, 3)), 0, 6)
     assert whole(()).numel == 1
     empty = normalise(Region(Box((1, 3), (1, 0)), 0, 0), (2, 3))
@@ -143,7 +143,7 @@ def test_a_region_is_shown_as_slices(region: Region, text: str) -> None:
 
 
 @given(st.data())
-def test_a_box_picked_out_of_the_array_of_another(data: st.DataObject) -> None:
+def test_a_box_is_selected_from_an_array_of_another_box(data: st.DataObject) -> None:
     shape = data.draw(shapes)
     outer = data.draw(boxes(shape))
     part = data.draw(boxes(outer.shape))
@@ -159,18 +159,18 @@ def test_a_box_picked_out_of_the_array_of_another(data: st.DataObject) -> None:
     ("offset", "shape"),
     [((0,), (-1,)), ((-1,), (1,)), ((0, 0), (1,)), ((), (1,)), ((0,), (2**62 + 1,)), ((0,) * 65, (1,) * 65)],
 )
-def test_no_box_outside_the_limits_is_ever_made(offset: Shape, shape: Shape) -> None:
+def test_a_box_outside_the_limits_is_refused(offset: Shape, shape: Shape) -> None:
     with pytest.raises(InvalidInput):
         Box(offset, shape)
 
 
 @pytest.mark.parametrize(("lo", "hi"), [(-1, 2), (3, 2), (0, 7)])
-def test_no_range_outside_its_box_is_ever_made(lo: int, hi: int) -> None:
+def test_a_range_outside_its_box_is_refused(lo: int, hi: int) -> None:
     with pytest.raises(InvalidInput, match="does not lie in a box of 6 elements"):
         Region(Box((0, 0), (2, 3)), lo, hi)
 
 
-def test_limits_of_a_shape() -> None:
+def test_a_shape_outside_the_limits_is_refused() -> None:
     assert check_shape((2**62,)) == (2**62,)
     assert check_shape((2**62, 0)) == (2**62, 0)
     assert check_shape((1,) * MAX_DIMENSIONS) == (1,) * MAX_DIMENSIONS

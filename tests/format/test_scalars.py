@@ -1,4 +1,4 @@
-"""Values without dimensions become Python's; a tensor without a value says what to do."""
+"""Values without dimensions become Python numbers; the error for a tensor without a value gives advice."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from casckpt.format.scalars import python_value
         ("a", "a"), ([1], [1]), (None, None),
     ],
 )  # fmt: skip
-def test_a_value_without_dimensions_becomes_one_of_python(value: Any, want: Any) -> None:
+def test_a_value_without_dimensions_becomes_a_python_number(value: Any, want: Any) -> None:
     found = python_value(value, "x")
     assert found == want
     assert type(found) is type(want)
 
 
-def test_a_tensor_with_dimensions_stays_what_it_is() -> None:
+def test_a_tensor_with_dimensions_is_returned_unchanged() -> None:
     tensor = torch.ones(1)
     assert python_value(tensor, "x") is tensor
 
@@ -43,7 +43,7 @@ class Distributed:
 @pytest.mark.parametrize(
     ("value", "advice"), [(torch.ones((), device="meta"), "give a number"), (Distributed(), "its full_tensor()")]
 )
-def test_a_tensor_without_a_value_here_is_refused_by_name(value: Any, advice: str) -> None:
+def test_the_error_for_a_tensor_without_a_value_names_it(value: Any, advice: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         python_value(value, "metric 'loss'")
     assert str(caught.value).startswith("metric 'loss' is a ")

@@ -1,4 +1,4 @@
-"""The tree keeps what flat keys cannot, merges over ranks, and is refused where it is hostile."""
+"""The tree keeps structure beyond flat keys, merges over ranks, and is refused if hostile."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NODES: st.SearchStrategy[Node] = st.recursive(
 
 
 @given(NODES)
-def test_any_tree_comes_back(node: Node) -> None:
+def test_any_tree_decodes_as_encoded(node: Node) -> None:
     data = encode_tree(node)
     assert same(decode_tree(data), node)
     assert encode_tree(decode_tree(data)) == data
@@ -127,7 +127,7 @@ def test_depth_is_limited() -> None:
         decode_tree(b"\x91" * 100_000)
 
 
-def test_flat_keys_and_leaves() -> None:
+def test_a_tree_gives_flat_keys_and_leaves() -> None:
     node: Node = {"model": {"layers": [T, P]}, "step": P}
     assert join(("model", "layers", 0)) == "model.layers.0"
     assert [(join(path), leaf) for path, leaf in leaves(node)] == [
@@ -137,7 +137,7 @@ def test_flat_keys_and_leaves() -> None:
     ]
 
 
-def test_find_by_flat_key() -> None:
+def test_a_leaf_is_found_by_its_flat_key() -> None:
     inner: Node = {"b.c": T, "d": [P]}
     node: Node = {"a": inner, "a.b": {"x": P}}
     assert find(node, "a") is inner
@@ -196,7 +196,7 @@ def test_merge_unites_metadata() -> None:
     assert len(vars(one)["_metadata"]) == 2
 
 
-def test_merge_takes_what_else_the_first_has() -> None:
+def test_merge_keeps_other_attributes_of_the_first() -> None:
     one, two, both = default(list, x=T), default(int, y=T), default(list, x=T, y=T)
     assert same(merge([one, two]), both)
     strange = [ordered(number, x=T) for number in (1, 2)]
@@ -233,14 +233,14 @@ def test_rebuild_gives_the_nested_value() -> None:
     assert same(rebuild(node, named, everything), wanted)
 
 
-def test_metadata_of_what_is_rebuilt_may_be_changed() -> None:
+def test_metadata_of_a_rebuilt_value_may_be_changed() -> None:
     """torch does, as it loads with assign=True."""
     node = ordered({"": {"version": 1}}, x=T)
     vars(rebuild(node, named, everything))["_metadata"][""]["assign"] = True
     assert vars(rebuild(node, named, everything))["_metadata"] == {"": {"version": 1}}
 
 
-def test_rebuild_drops_what_is_not_kept() -> None:
+def test_rebuild_drops_leaves_that_are_not_kept() -> None:
     node: Node = {"model": {"a": T, "b": T}, "optim": {"state": {}, "groups": [T, T]}, "none": {}}
     assert rebuild(node, named, lambda key: key.startswith("model.a")) == {"model": {"a": "tensor:model.a"}}
     assert rebuild(node, named, lambda key: key.startswith("optim.s")) == {"optim": {"state": {}}}
@@ -249,13 +249,13 @@ def test_rebuild_drops_what_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_a_sequence_that_loses_items_comes_back_by_index(kind: Any) -> None:
+def test_a_sequence_that_loses_items_is_rebuilt_by_index(kind: Any) -> None:
     node: Node = {"a": kind((T, T, T))}
     assert rebuild(node, named, lambda key: key != "a.1") == {"a": {0: "tensor:a.0", 2: "tensor:a.2"}}
     assert rebuild(node, named, lambda key: key != "a.2") == {"a": {0: "tensor:a.0", 1: "tensor:a.1"}}
 
 
-def test_rebuild_of_a_single_leaf() -> None:
+def test_rebuild_returns_a_single_leaf() -> None:
     assert rebuild(T, named, everything) == "tensor:"
 
 

@@ -1,4 +1,4 @@
-"""Accelerate: real trainings whose whole state lies in a store, alone and on several ranks."""
+"""Accelerate: real trainings with their whole state in a store, on one rank and several."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def trained(rank: int, size: int, path: Path, epochs: range, run: str) -> list[s
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_training_goes_on_to_the_bit(store_path: Path, ranks: Pool, size: int) -> None:
+def test_a_training_resumes_bit_for_bit(store_path: Path, ranks: Pool, size: int) -> None:
     whole = ranks.run(size, trained, store_path, range(4), "whole")
     first = ranks.run(size, trained, store_path, range(2), "parts")
     second = ranks.run(size, trained, store_path, range(2, 4), "parts")
@@ -79,7 +79,7 @@ def test_a_training_goes_on_to_the_bit(store_path: Path, ranks: Pool, size: int)
     assert set(store.read("parts@3")["model"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}  # of the plain model
 
 
-def test_what_is_stored_smaller_goes_on_to_the_bit(store_path: Path, ranks: Pool) -> None:
+def test_a_training_with_compression_resumes_bit_for_bit(store_path: Path, ranks: Pool) -> None:
     whole = ranks.run(2, trained, store_path, range(4), "wide")
     smaller = store_path.with_name("smaller")
     store = small_folder(smaller)
@@ -107,7 +107,7 @@ def test_a_reference_is_loaded_on_another_number_of_ranks(store_path: Path, rank
     assert all(one == first for one in others)
 
 
-def test_models_with_parameters_of_one_name_are_kept_apart(store: casckpt.Store) -> None:
+def test_models_with_equal_parameter_names_are_kept_apart(store: casckpt.Store) -> None:
     from accelerate import Accelerator
 
     from casckpt.frontends.accelerate import AcceleratorCheckpointer
@@ -152,7 +152,7 @@ class Data:
 
 @pytest.mark.parametrize("generator", [True, False])
 @pytest.mark.parametrize("stateful", [True, False])
-def test_a_data_loader_goes_on_where_it_was(stateful: bool, generator: bool) -> None:
+def test_a_data_loader_continues_at_its_position(stateful: bool, generator: bool) -> None:
     from casckpt.frontends.accelerate import _Loader
 
     data, again, fresh = (Data(place, stateful=stateful, generator=generator) for place in (7, 0, 0))
@@ -203,14 +203,14 @@ def hears(rank: int, size: int, path: Path) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_what_cannot_be_saved_is_heard_on_all_ranks_at_one_step(store_path: Path, ranks: Pool, size: int) -> None:
+def test_an_unusable_state_is_reported_on_all_ranks_at_the_same_step(store_path: Path, ranks: Pool, size: int) -> None:
     assert (
         ranks.run(size, hears, store_path) == [[("InvalidInput", 0), ("InvalidInput", 1), ("InvalidInput", 4)]] * size
     )
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA"])
-def test_models_of_somebody_else_are_refused(store: casckpt.Store, kind: str) -> None:
+def test_models_not_prepared_by_accelerate_are_refused(store: casckpt.Store, kind: str) -> None:
     from casckpt.frontends.accelerate import AcceleratorCheckpointer
 
     accelerator: Any = SimpleNamespace(distributed_type=SimpleNamespace(name=kind))
@@ -218,7 +218,7 @@ def test_models_of_somebody_else_are_refused(store: casckpt.Store, kind: str) ->
         AcceleratorCheckpointer(accelerator, store, run="a")
 
 
-def test_a_model_that_accelerate_offloaded_is_told_from_one_without_values(tmp_path: Path) -> None:
+def test_an_offloaded_model_differs_from_one_without_values(tmp_path: Path) -> None:
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_submodules
 

@@ -1,4 +1,4 @@
-"""Front ends tell autograd what a load writes into, as tests/loading has it of `Store.load`."""
+"""Front ends tell autograd about written tensors, as tests/loading tests for `Store.load`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REF = "default@1"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_the_reader_for_dcp(store: casckpt.Store) -> None:
+def test_a_dcp_load_invalidates_autograd_graphs(store: casckpt.Store) -> None:
     store.save({"a": torch.ones(4, 3)}, step=1)
     tensor = torch.zeros(4, 3)
     assert is_noticed(tensor, lambda: dcp.load({"a": tensor}, StorageReader(store, REF)))
@@ -41,7 +41,7 @@ def dcp_into_a_dtensor(rank: int, size: int, path: Path) -> bool:
     return is_noticed(tensor, lambda: dcp.load({"a": tensor}, StorageReader(store, REF), no_dist=True))
 
 
-def test_the_reader_for_dcp_of_a_dtensor(ranks: Pool, tmp_path: Path) -> None:
+def test_a_dcp_load_of_a_dtensor_invalidates_autograd_graphs(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(2, dcp_into_a_dtensor, tmp_path, backend="fake") == [True] * 2
 
 
@@ -65,7 +65,7 @@ def test_a_model_and_its_optimizer(store: casckpt.Store, name: str) -> None:
     assert persistent == [a > b for a, b in zip([t._version for t in (*held, *tensors)], before, strict=True)]
 
 
-def test_bare_weights_in_a_checkpointer(store: casckpt.Store) -> None:
+def test_a_checkpointer_load_of_bare_weights_invalidates_autograd_graphs(store: casckpt.Store) -> None:
     model, _ = trained()
     store.save(model.state_dict(), step=1)
     into, _ = made(seed=1)
@@ -98,6 +98,6 @@ def megatron_style(rank: int, size: int, where: str, fully_parallel: bool) -> li
 
 
 @pytest.mark.parametrize("fully_parallel", [False, True], ids=["each by itself", "handed on"])
-def test_megatron_style(ranks: Pool, tmp_path: Path, fully_parallel: bool) -> None:
+def test_a_megatron_load_invalidates_autograd_graphs(ranks: Pool, tmp_path: Path, fully_parallel: bool) -> None:
     found = ranks.run(2, megatron_style, f"{tmp_path}#a@1", fully_parallel)
     assert found == [[True] * 4 + [0]] * 2

@@ -1,4 +1,4 @@
-"""Import and export: what comes out is what went in, bit by bit, and nothing half-done is ever left."""
+"""Import and export: the output equals the input bit for bit, and failures leave nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("temporaries")
 # one file
 
 
-def test_a_file_comes_back_byte_for_byte(store: casckpt.Store, tmp_path: Path, seed: int) -> None:
+def test_a_file_is_exported_byte_for_byte(store: casckpt.Store, tmp_path: Path, seed: int) -> None:
     state = tensors(seed)
     source = file_of(tmp_path / "in", state, made_by="a test")
     made = import_safetensors(store, source, run="base", step=0)
@@ -52,7 +52,7 @@ def test_the_same_file_again_writes_no_blob(store: casckpt.Store, tmp_path: Path
     assert [(one.run, one.step) for one in store.checkpoints()] == [("base", 0), ("base", 1)]
 
 
-def test_a_path_is_taken_for_a_store(store_path: Path, tmp_path: Path) -> None:
+def test_a_path_is_accepted_as_a_store(store_path: Path, tmp_path: Path) -> None:
     source = file_of(tmp_path / "in", {"a": torch.ones(3)})
     import_safetensors(store_path, source, step=4)
     out = export_safetensors(store_path, "default@4", tmp_path / "o.safetensors").files[0]
@@ -62,7 +62,7 @@ def test_a_path_is_taken_for_a_store(store_path: Path, tmp_path: Path) -> None:
 # folders
 
 
-def test_a_folder_comes_back_with_what_travels_along(
+def test_a_folder_is_exported_with_its_attachments(
     store: casckpt.Store, tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = tensors(seed)
@@ -85,7 +85,7 @@ def test_a_folder_comes_back_with_what_travels_along(
 # what is there already, and what goes wrong
 
 
-def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+def test_a_missing_store_is_not_created(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no store"):
         export_safetensors(tmp_path / "store", "latest", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -98,7 +98,7 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     "importer", [import_safetensors, torch_save_to_casckpt, dcp_to_casckpt, import_olmo, import_olmo_trainer]
 )
 @pytest.mark.parametrize("keyword", ["ephemeral", "allow_pickel", "no_dist"])
-def test_a_keyword_that_no_import_has_is_refused_before_anything_is_read(
+def test_an_unknown_keyword_of_an_import_is_refused_before_anything_is_read(
     store: casckpt.Store, tmp_path: Path, importer: Any, keyword: str
 ) -> None:
     first = (store, tmp_path / "none") if importer is import_safetensors else (tmp_path / "none", store)

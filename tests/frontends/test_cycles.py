@@ -97,7 +97,7 @@ SAVES: dict[str, tuple[Callable[[casckpt.Store, Any], Any], str]] = {
 
 @pytest.mark.parametrize("name", SAVES)
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_save_refuses_it_and_names_it(store: casckpt.Store, name: str, make: Callable[[], Any]) -> None:
+def test_a_save_refuses_a_cycle_and_names_it(store: casckpt.Store, name: str, make: Callable[[], Any]) -> None:
     call, key = SAVES[name]
     with pytest.raises((InvalidInput, CheckpointingException)) as caught:
         call(store, make())
@@ -106,12 +106,12 @@ def test_a_save_refuses_it_and_names_it(store: casckpt.Store, name: str, make: C
     assert not store.repository.exists() or store.checkpoints() == []
 
 
-def test_the_flat_state_of_an_optimizer_refuses_it() -> None:
+def test_a_flat_optimizer_state_with_a_cycle_is_refused() -> None:
     with pytest.raises(InvalidInput, match=r"'weight'.*contains itself"):
         flatten_optimizer_state(*with_state(a_list()))
 
 
-def test_a_load_over_it_is_refused_before_anything_changes(store: casckpt.Store) -> None:
+def test_a_load_into_a_cycle_is_refused_before_anything_changes(store: casckpt.Store) -> None:
     casckpt.save_model_and_optim_state(store, *model_and_optimizer(), run="r", step=1)
     store.save({"w": torch.zeros(2)}, run="r", step=2)
     model, optimizer = with_state(a_list())
@@ -125,7 +125,7 @@ def test_a_load_over_it_is_refused_before_anything_changes(store: casckpt.Store)
     assert asked["w"].data.tolist() == [1, 1]
 
 
-def test_a_state_that_is_nested_beyond_all_bounds_is_refused_alike(store: casckpt.Store) -> None:
+def test_a_state_nested_too_deeply_is_refused_alike(store: casckpt.Store) -> None:
     deep: list[Any] = []
     for _ in range(2000):
         deep = [deep]
@@ -134,7 +134,7 @@ def test_a_state_that_is_nested_beyond_all_bounds_is_refused_alike(store: casckp
             call(store, deep)
 
 
-def test_dcp_stores_it_as_a_pickle_as_it_does_in_files(store: casckpt.Store) -> None:
+def test_dcp_stores_a_cycle_as_a_pickle(store: casckpt.Store) -> None:
     state = {"x": (a_list(),), "t": torch.ones(2)}
     for step, flatten in enumerate([True, False]):
         planner = DefaultSavePlanner(flatten_state_dict=flatten)
@@ -149,7 +149,7 @@ def test_dcp_stores_it_as_a_pickle_as_it_does_in_files(store: casckpt.Store) -> 
     assert into["t"].tolist() == [1, 1]
 
 
-def test_dcps_planner_without_pickles_refuses_it(store: casckpt.Store) -> None:
+def test_the_planner_without_pickles_refuses_a_cycle(store: casckpt.Store) -> None:
     error = dcp.failure(
         lambda: dcp.save({"x": (a_list(),)}, StorageWriter(store, run="r", step=1), planner=PickleFreeSavePlanner())
     )
@@ -158,7 +158,7 @@ def test_dcps_planner_without_pickles_refuses_it(store: casckpt.Store) -> None:
     assert transactions(store) == []
 
 
-def test_what_stands_twice_in_a_value_is_no_cycle(store: casckpt.Store) -> None:
+def test_a_repeated_value_is_not_a_cycle(store: casckpt.Store) -> None:
     once = [1, {"a": (2,)}]
     value = {"one": once, "other": [once, once]}
     megatron.save({"k": value, "w": sharded()}, casckpt.at(store, run="r", step=1))

@@ -83,11 +83,11 @@ def through_torch(rank: int, size: int, path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_torchs_checkpoints_and_ours_follow_the_same_description(ranks: Pool, store_path: Path, size: int) -> None:
+def test_checkpoints_of_torch_and_casckpt_follow_the_same_description(ranks: Pool, store_path: Path, size: int) -> None:
     ranks.run(size, through_torch, store_path)
 
 
-def test_folders_whose_chunks_are_tuples_are_imported_and_no_others(tmp_path: Path, store: casckpt.Store) -> None:
+def test_only_folders_with_tuple_chunks_are_imported(tmp_path: Path, store: casckpt.Store) -> None:
     """As Megatron-FSDP writes them; what is not numbers is refused still."""
     folder = tmp_path / "folder"
     save({"w": FULL}, FileSystemWriter(folder))
@@ -127,9 +127,7 @@ def misplanned(rank: int, size: int, path: Path) -> list[dict[int, tuple[str, st
     return found
 
 
-def test_what_torch_would_put_at_another_place_is_refused_there_and_saved_natively(
-    ranks: Pool, store_path: Path
-) -> None:
+def test_tensors_that_dcp_would_misplace_are_refused_there_and_saved_natively(ranks: Pool, store_path: Path) -> None:
     for found in ranks.run(4, misplanned, store_path):
         for failures in found:
             assert failures
@@ -180,5 +178,5 @@ def with_optimizer(rank: int, size: int, path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_state_of_an_optimizer_lies_like_its_parameter(ranks: Pool, store_path: Path, size: int) -> None:
+def test_optimizer_state_has_the_layout_of_its_parameter(ranks: Pool, store_path: Path, size: int) -> None:
     ranks.run(size, with_optimizer, store_path)

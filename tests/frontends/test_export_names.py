@@ -1,4 +1,4 @@
-"""Exports of what can be no file: attachments of such names, and targets of such names."""
+"""Exports of attachments and to targets whose names files cannot have."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXPORTERS: dict[str, Callable[..., object]] = {"hf": export_safetensors, "dcp": 
         ("dcp", [LONG]),
     ],
 )
-def test_an_attachment_that_can_be_no_file_is_named_with_a_way_out(
+def test_the_error_for_an_attachment_with_an_unusable_name_suggests_a_solution(
     kind: str, names: list[str], store: casckpt.Store, tmp_path: Path
 ) -> None:
     export, out = EXPORTERS[kind], tmp_path / "out"
@@ -46,7 +46,7 @@ def test_an_attachment_that_can_be_no_file_is_named_with_a_way_out(
     assert store.read_attachment("latest", names[-1]) == b"{}"
 
 
-def test_the_longest_names_that_a_file_can_have_are_exported(store: casckpt.Store, tmp_path: Path) -> None:
+def test_files_with_the_longest_names_are_exported(store: casckpt.Store, tmp_path: Path) -> None:
     names = ["x" * 255, "folder/" + "é" * 127 + "a", ".metadata.json"]
     store.save({"a": torch.ones(2)}, step=0, attachments=dict.fromkeys(names, b"{}"))
     for kind, export in EXPORTERS.items():
@@ -56,7 +56,7 @@ def test_the_longest_names_that_a_file_can_have_are_exported(store: casckpt.Stor
 
 @pytest.mark.parametrize("export", [export_safetensors, casckpt_to_dcp, casckpt_to_torch_save])
 @pytest.mark.parametrize("name", ["y" * 300, "y" * 300 + ".safetensors", "y" * 300 + "/out"])
-def test_a_target_that_can_be_no_file(
+def test_a_target_with_an_unusable_name_is_refused(
     export: Callable[..., object], name: str, store: casckpt.Store, tmp_path: Path
 ) -> None:
     store.save({"a": torch.ones(2)}, step=0)

@@ -107,7 +107,7 @@ def once(store: Store, folder: Path, **options: Any) -> list[int]:
     return [one.checkpoint.step for one in Follower(store, "run", folder, **options).follow(once=True)]
 
 
-def test_the_newest_is_current_and_what_was_current_stays_as_it_is(store: Store, tmp_path: Path) -> None:
+def test_the_newest_checkpoint_becomes_current_and_old_folders_are_unchanged(store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "to"
     assert once(store, folder) == [0]
     assert once(store, folder) == []
@@ -128,7 +128,7 @@ def test_the_newest_is_current_and_what_was_current_stays_as_it_is(store: Store,
     assert len(leases) == 1, "each version was held by one, and they leave one record behind"
 
 
-def test_once_with_nothing_there_is_an_error(store: Store, tmp_path: Path) -> None:
+def test_follow_once_without_a_checkpoint_is_an_error(store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "to"
     for of, run, match in (
         (casckpt.open(tmp_path / "none"), "run", "there is no store at"),
@@ -141,12 +141,12 @@ def test_once_with_nothing_there_is_an_error(store: Store, tmp_path: Path) -> No
     assert once(store, folder) == [], "what is current stays so"
 
 
-def test_only_some_keys(store: Store, tmp_path: Path) -> None:
+def test_follow_writes_chosen_keys(store: Store, tmp_path: Path) -> None:
     assert once(store, tmp_path / "to", keys=["a.*"]) == [0]
     assert set(load_file(tmp_path / "to" / CURRENT / "model.safetensors")) == {"a.weight"}
 
 
-def test_a_command_that_fails_keeps_what_was_before(store: Store, tmp_path: Path) -> None:
+def test_a_failed_command_keeps_the_previous_folder(store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "to"
     fails = f"echo $CASCKPT_ID >> {tmp_path}/told; test ! -e {tmp_path}/bad"
     once(store, folder, command=fails, keep=0)
@@ -164,16 +164,14 @@ def test_a_command_that_fails_keeps_what_was_before(store: Store, tmp_path: Path
 
 
 @pytest.mark.process
-def test_the_command_is_given_a_path_that_holds_everywhere(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_receives_an_absolute_path(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is told of it runs in another folder."""
     monkeypatch.chdir(tmp_path)
     once(store, Path("to"), command="echo $CASCKPT_FOLDER > told")
     assert (tmp_path / "told").read_text().strip() == f"{tmp_path}/to/{os.readlink('to/current')}"
 
 
-def test_a_folder_of_somebody_else_is_refused(store: Store, tmp_path: Path) -> None:
+def test_a_foreign_folder_is_refused(store: Store, tmp_path: Path) -> None:
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "mine").touch()
     with pytest.raises(InvalidInput, match="mine"):
@@ -192,7 +190,7 @@ def trained_state(step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("way", ["copied", "reused", "in full"])
-def test_of_a_new_generation_what_differs_is_read(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_follower_reads_only_differences(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a file that was current is never written to, unless it is reused."""
     if way == "in full":
         monkeypatch.setattr(os, "copy_file_range", lambda *_: fail(errno.EOPNOTSUPP))
@@ -217,7 +215,7 @@ def test_of_a_new_generation_what_differs_is_read(tmp_path: Path, way: str, monk
 
 @pytest.mark.parametrize("is_taken", [False, True])
 @pytest.mark.parametrize("window", [3000, 3 * CELL, 64 << 20])
-def test_files_that_are_revised_are_those_that_are_written(
+def test_revised_files_equal_written_files(
     tmp_path: Path, is_taken: bool, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In several shards and windows, of all that a file can hold, whatever changed."""
@@ -254,7 +252,7 @@ def fail(number: int) -> None:
     raise OSError(number, os.strerror(number))
 
 
-def test_a_layout_that_changes_and_files_that_were_spoilt(tmp_path: Path) -> None:
+def test_a_changed_layout_or_damaged_file_is_written_again(tmp_path: Path) -> None:
     store, folder = small_folder(tmp_path / "store"), tmp_path / "to"
     shapes = [(64, 64), (64, 64), (65, 64), (65, 64)]
     for step, shape in enumerate(shapes):
@@ -269,7 +267,7 @@ def test_a_layout_that_changes_and_files_that_were_spoilt(tmp_path: Path) -> Non
         assert all(torch.equal(found[key], value) for key, value in state.items())
 
 
-def test_what_was_current_may_be_purged_or_gone(store: Store, tmp_path: Path) -> None:
+def test_the_previous_checkpoint_may_be_purged_or_missing(store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "to"
     once(store, folder)
     save(store, 1)
@@ -280,7 +278,7 @@ def test_what_was_current_may_be_purged_or_gone(store: Store, tmp_path: Path) ->
     assert is_at(folder, 1)
 
 
-def test_a_process_that_mapped_a_generation_keeps_it(store: Store, tmp_path: Path) -> None:
+def test_a_mapped_folder_stays_readable(store: Store, tmp_path: Path) -> None:
     folder = tmp_path / "to"
     once(store, folder)
     with (folder / CURRENT / "model.safetensors").open("rb") as file:
@@ -314,7 +312,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def test_a_store_that_fails_is_tried_again(
+def test_a_follower_retries_a_failing_store(
     store: Store, tmp_path: Path, pauses: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     faulty = FaultyStore(store.repository.storage)
@@ -338,7 +336,7 @@ def test_a_store_that_fails_is_tried_again(
     assert is_at(folder, 1)
 
 
-def test_what_is_waited_for_is_said_once(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_follower_logs_its_waiting_once(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """However often it asks, until it comes."""
     faulty, asked = FaultyStore(store.repository.storage), itertools.count()
 
@@ -353,7 +351,7 @@ def test_what_is_waited_for_is_said_once(store: Store, tmp_path: Path, caplog: p
     assert caplog.text.count("no checkpoint of run 'other'") == caplog.text.count("The first one is waited for") == 1
 
 
-def test_a_disk_that_is_full_is_tried_again(
+def test_a_follower_retries_a_full_disk(
     store: Store, tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = [errno.ENOSPC, errno.ENOSPC, errno.EDQUOT]
@@ -364,7 +362,7 @@ def test_a_disk_that_is_full_is_tried_again(
     assert is_at(tmp_path / "to", 0)
 
 
-def test_what_is_damaged_is_left_out(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_checkpoint_is_skipped(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "to"
     once(store, folder)
     there = set(blob_keys(store))
@@ -379,7 +377,7 @@ def test_what_is_damaged_is_left_out(store: Store, tmp_path: Path, caplog: pytes
     assert len(list(folder.iterdir())) == 4
 
 
-def test_another_store_in_the_place_of_one(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_follower_notices_a_replaced_store(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "to"
     once(store, folder)
     other = small_folder(tmp_path / "other")
@@ -389,7 +387,7 @@ def test_another_store_in_the_place_of_one(store: Store, tmp_path: Path, caplog:
     assert is_at(folder, 7)
 
 
-def test_what_makes_no_sense_ends_it(store: Store, tmp_path: Path, pauses: list[float]) -> None:
+def test_a_pattern_without_a_match_ends_a_follower(store: Store, tmp_path: Path, pauses: list[float]) -> None:
     with pytest.raises(MissingKey, match="nothing"):
         next(Follower(store, "run", tmp_path / "to", keys=["nothing.*"]).follow())
     assert pauses == []
@@ -418,7 +416,9 @@ def dying(store: Path, folder: Path, *, reuse: bool) -> Iterator[Callable[[int],
 
 
 @pytest.mark.parametrize("reuse", [pytest.param(False, marks=pytest.mark.soak), True])
-def test_killed_anywhere(store: Store, tmp_path: Path, reuse: bool, full: bool) -> None:
+def test_a_follower_killed_anywhere_leaves_a_complete_folder(
+    store: Store, tmp_path: Path, reuse: bool, full: bool
+) -> None:
     """At each call by itself, in the switch from one version to the next; by default at every fifth."""
     folder, told = tmp_path / "to", tmp_path / "told"
     command, seen, at = f'echo $CASCKPT_STEP >> "{told}"', [0, 1], 1
@@ -445,7 +445,7 @@ def test_killed_anywhere(store: Store, tmp_path: Path, reuse: bool, full: bool) 
 
 
 @pytest.mark.filterwarnings("ignore")  # of Transformers: about devices
-def test_two_followers_killed_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
+def test_two_followers_survive_repeated_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
     """As a training saves, and gcs keep its newest alone: each folder is always one version, which loads."""
     pytest.importorskip("transformers", reason="needs casckpt[transformers]")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -540,7 +540,7 @@ class Engine(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("url", ["localhost:30000/update_weights_from_disk", "localhost:8000/collective_rpc"])
-def test_the_recipes_for_servers(store: Store, tmp_path: Path, url: str) -> None:
+def test_documented_server_recipes_work(store: Store, tmp_path: Path, url: str) -> None:
     page = (ROOT / "docs" / "operations.md").read_text()
     recipe = next(one for one in re.findall(r"--exec '\n(.*?)'\n", page, re.DOTALL) if url in one)
     Engine.held.clear()
@@ -565,7 +565,7 @@ def test_the_recipes_for_servers(store: Store, tmp_path: Path, url: str) -> None
 
 @pytest.mark.filterwarnings("ignore")  # of Transformers: about devices
 @pytest.mark.parametrize("reuse", [False, True])
-def test_transformers_loads_what_is_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reuse: bool) -> None:
+def test_transformers_loads_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reuse: bool) -> None:
     pytest.importorskip("transformers", reason="needs casckpt[transformers]")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     store, folder, model = small_folder(tmp_path / "store"), tmp_path / "to", llama()

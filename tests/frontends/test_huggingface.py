@@ -1,4 +1,4 @@
-"""What trainings saved becomes a folder that ``from_pretrained`` loads with equal weights; and folders go both ways."""
+"""Saved trainings become folders that ``from_pretrained`` loads with equal weights, and the reverse."""
 
 # ruff: noqa: E402 - what is optional is asked for first
 
@@ -51,7 +51,7 @@ def test_a_model_and_its_optimizer(store: casckpt.Store, tmp_path: Path) -> None
     assert "optim.state.transformer.wte.weight.exp_avg" in found["left_out"]
 
 
-def test_a_checkpointer_and_tied_weights_in_shards(store: casckpt.Store, tmp_path: Path) -> None:
+def test_a_checkpointer_saves_sharded_tied_weights(store: casckpt.Store, tmp_path: Path) -> None:
     model = llama()
     with Checkpointer(store, run="a") as checkpointer:
         checkpointer.save(1, model, trained(model), {"seen": 12, "rng": torch.get_rng_state()})
@@ -61,7 +61,7 @@ def test_a_checkpointer_and_tied_weights_in_shards(store: casckpt.Store, tmp_pat
     assert {key.partition(".")[0] for key in found["left_out"]} == {"optim", "train"}
 
 
-def test_a_real_model_goes_in_and_out(store: casckpt.Store, tmp_path: Path) -> None:
+def test_a_real_model_is_imported_and_exported(store: casckpt.Store, tmp_path: Path) -> None:
     CliRunner().invoke(cli, ["import", store.url, str(MINILM), "--run", "base", "--step", "0"], catch_exceptions=False)
     model = hub.AutoModel.from_pretrained(MINILM)
     for to, options in (("whole", ()), ("shards", ("--max-shard-size", "20MB"))):
@@ -75,7 +75,7 @@ def test_a_real_model_goes_in_and_out(store: casckpt.Store, tmp_path: Path) -> N
     assert written == given
 
 
-def test_a_folder_of_a_trainer_in_shards(store: casckpt.Store, tmp_path: Path) -> None:
+def test_a_sharded_trainer_folder_is_imported(store: casckpt.Store, tmp_path: Path) -> None:
     from casckpt.frontends.transformers import CasCheckpointCallback
 
     model = llama(tied=False)
@@ -94,7 +94,7 @@ def test_a_folder_of_a_trainer_in_shards(store: casckpt.Store, tmp_path: Path) -
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
 
 
-def test_a_config_travels_unless_another_one_does(
+def test_a_config_is_attached_unless_one_is_given(
     store: casckpt.Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = llama()
@@ -117,5 +117,5 @@ def test_a_config_travels_unless_another_one_does(
         assert store.attachments(f"a@{step}") == {}
 
 
-def test_every_example_of_the_page_does_what_it_says(tmp_path: Path) -> None:
+def test_every_example_of_the_page_works(tmp_path: Path) -> None:
     assert Reader(tmp_path, ROOT, {}, lambda size, block: None).follow(HUB) >= 8

@@ -1,4 +1,4 @@
-"""A load fills all, says with counts what it left, or raises: by each front end, for names as real models have them."""
+"""A load fills everything, logs counts of the rest, or raises: in each front end, with names of real models."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_head_that_the_inner_model_does_not_have_is_named(load: Load, caplog: 
 
 
 @LOADS
-def test_what_a_rename_fills_is_said_once(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_filled_by_a_rename_are_logged_once(load: Load, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     store, run = small(), new_run()
     store.save({f"net.{name}": torch.ones(2) for name in BERT}, run=run, step=1)
@@ -143,7 +143,7 @@ def test_what_a_rename_fills_is_said_once(load: Load, caplog: pytest.LogCaptureF
 
 
 @LOADS
-def test_names_that_stand_twice_are_an_error_that_says_how_to_decide(load: Load) -> None:
+def test_the_error_for_ambiguous_names_explains_how_to_choose(load: Load) -> None:
     store = small()
     store.save({"model": {"w": torch.full((2,), 1.0)}, "w": torch.full((2,), 2.0)}, step=1)
     model = model_of(["w"])
@@ -158,7 +158,7 @@ def test_names_that_stand_twice_are_an_error_that_says_how_to_decide(load: Load)
 
 
 @LOADS
-def test_weights_at_the_top_of_other_shapes_are_told_as_that(load: Load) -> None:
+def test_top_level_weights_of_other_shapes_are_reported_as_shape_mismatches(load: Load) -> None:
     store = small()
     store.save({name: torch.ones(3) for name in LLAMA}, step=1)
     with pytest.raises(Mismatch, match=r"'model\.model\.norm\.w' has shape \[2\] here, but \[3\]"):
@@ -203,7 +203,7 @@ def test_base_weights_load_into_a_model_with_adapters(
     assert f"filled 5 of 7 tensors from {run}@1" in warnings(caplog)
 
 
-def test_base_weights_are_shown_a_rename_where_keys_are_taken_as_they_are() -> None:
+def test_the_error_for_base_weights_shows_a_rename_in_plain_loads() -> None:
     store, model = small(), model_of(PEFT)
     save_model_and_optim_state(store, model_of(LLAMA, 5), run="r", step=1)
     with pytest.raises(MissingKey, match="would fill 0 of 7") as caught:
@@ -247,7 +247,7 @@ def test_adapters_are_refused_by_keys_of_a_model_without_them() -> None:
 
 @ALL
 @pytest.mark.parametrize(("count", "raises"), [(0, True), (5, True), (280, False), (291, False)])
-def test_what_a_model_of_291_tensors_meets(
+def test_a_model_of_291_tensors_gets_a_short_error(
     load: Load, count: int, raises: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = [f"layers.{number}.w" for number in range(291)]
@@ -271,7 +271,7 @@ def test_what_a_model_of_291_tensors_meets(
 
 
 @LOADS
-def test_names_that_only_the_checkpoint_has_are_told(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+def test_names_that_only_the_checkpoint_has_are_reported(load: Load, caplog: pytest.LogCaptureFixture) -> None:
     store, run, model = small(), new_run(), model_of(LLAMA[:-1])
     save_model_and_optim_state(store, model_of(LLAMA, 5), run=run, step=1)
     load(store, f"{run}@1", model, strict=False)
@@ -386,7 +386,7 @@ def load_stage_by_store(rank: int, size: int, path: Path) -> list[str]:
     return said
 
 
-def test_a_stage_that_is_filled_counts_where_another_is_not(tmp_path: Path, ranks: Pool) -> None:
+def test_a_filled_stage_counts_beside_an_empty_one(tmp_path: Path, ranks: Pool) -> None:
     small_folder(tmp_path).save(
         {"model": dict(model_of([*STAGES[1], "layers.2.w"], 5).state_dict())}, run="most", step=1
     )
@@ -456,14 +456,14 @@ def load_any_stages(rank: int, size: int, path: Path, seed: int, trials: int) ->
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_is_said_of_random_stages_is_what_was_filled(tmp_path: Path, ranks: Pool, size: int) -> None:
+def test_reports_about_random_stages_match_filled_tensors(tmp_path: Path, ranks: Pool, size: int) -> None:
     small_folder(tmp_path)
     ranks.run(size, load_any_stages, tmp_path, 7, 20)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_is_said_of_many_random_stages_is_what_was_filled(
+def test_reports_about_many_random_stages_match_filled_tensors(
     tmp_path: Path, ranks: Pool, size: int, request: pytest.FixtureRequest
 ) -> None:
     small_folder(tmp_path)

@@ -147,7 +147,7 @@ def is_refused(rank: int, size: int, path: Path) -> Any:
     return one_is_odd(rank, size, path, {name: call for name, (_, call) in REFUSED.items()})
 
 
-def test_what_one_rank_must_refuse_all_refuse(path: Path, ranks: Pool) -> None:
+def test_all_ranks_refuse_a_state_that_one_rank_refuses(path: Path, ranks: Pool) -> None:
     for rank, found in enumerate(ranks.run(2, is_refused, path, timeout=20)):
         for name, outcomes in found.items():
             for odd, (kind, text) in enumerate(outcomes):
@@ -167,6 +167,6 @@ def together(rank: int, size: int, path: Path) -> list[Any]:
     return found
 
 
-def test_ranks_may_want_train_state_each_for_itself(path: Path, ranks: Pool) -> None:
+def test_each_rank_may_ask_for_its_own_train_state(path: Path, ranks: Pool) -> None:
     found = ranks.run(2, together, path, timeout=20)
     assert found == [[None, 0, {"epoch": 3}, 3], [{"epoch": 3}, 3, None, 0]]

@@ -1,4 +1,4 @@
-"""Saves of each front end into a store whose setting is to tell what changed: each does, and all of it comes back."""
+"""Saves of each front end into a store with the setting `compress`: each stores deltas, and all load exactly."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check(store: Store, part: str = "") -> None:
 
 @pytest.mark.parametrize("window", [1, 256 << 20])
 @pytest.mark.parametrize("anew", [False, True])
-def test_dcp(store: Store, monkeypatch: pytest.MonkeyPatch, window: int, anew: bool) -> None:
+def test_dcp_saves_deltas(store: Store, monkeypatch: pytest.MonkeyPatch, window: int, anew: bool) -> None:
     monkeypatch.setattr(items, "WINDOW_BYTES", window)
     writer = StorageWriter(store)
     for step in range(STEPS):
@@ -61,28 +61,28 @@ def test_dcp(store: Store, monkeypatch: pytest.MonkeyPatch, window: int, anew: b
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_dcp_in_the_background(store: Store) -> None:
+def test_dcp_saves_deltas_in_the_background(store: Store) -> None:
     for step in range(STEPS):
         saving: Any = async_save(state(step), storage_writer=StorageWriter(store, step=step), no_dist=True)
         saving.result()
     check(store)
 
 
-def test_a_rank_of_dcp_that_is_told_nothing_looks_at_the_setting(store: Store) -> None:
+def test_a_dcp_rank_without_an_option_follows_the_setting(store: Store) -> None:
     """As with cached plans."""
     store.save(state(0), step=0)
     session = WriterSession(store.repository, SaveOptions(step=1), rank=1, alone=False)
     assert session._offer(SavePlan([]))[1].compress == "auto"
 
 
-def test_megatron(store: Store) -> None:
+def test_megatron_saves_deltas(store: Store) -> None:
     for step in range(STEPS):
         sharded = {key: megatron.ShardedTensor.from_rank_offsets(key, value) for key, value in state(step).items()}
         megatron.save(sharded, f"{store.url}#default@{step}", async_sharded_save=False)
     check(store)
 
 
-def test_trainer(store: Store) -> None:
+def test_trainers_save_deltas(store: Store) -> None:
     model = nn.Module()
     for key, value in state(0).items():
         model.register_parameter(key, nn.Parameter(value))
@@ -96,7 +96,7 @@ def test_trainer(store: Store) -> None:
     check(store, "model")
 
 
-def test_imports_and_exports(tmp_path: Path) -> None:
+def test_imports_and_exports_handle_deltas(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     save_file(state(0), tmp_path / "model.safetensors")
     import_safetensors(store, tmp_path / "model.safetensors", run="base", step=0, compress="always")
@@ -107,7 +107,7 @@ def test_imports_and_exports(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["model.pt", "model.safetensors", "folder"])
-def test_exports_of_versions_that_are_told_from_others(store: Store, tmp_path: Path, path: str) -> None:
+def test_exports_of_delta_checkpoints_are_complete(store: Store, tmp_path: Path, path: str) -> None:
     for step in range(STEPS):
         store.save({"model": state(step)}, step=step)
     for step in (0, STEPS - 1):
@@ -139,7 +139,7 @@ def rounds(store: Store, made: Callable[[int], dict[str, Any]], **options: Any) 
     assert not store.verify(decode=True).is_damaged
 
 
-def test_equal_cells_of_another_dtype_and_key(store: Store) -> None:
+def test_equal_cells_under_another_dtype_and_key_are_encoded(store: Store) -> None:
     """Zeros of any dtype are one cell; what one of them becomes is told from it, or is what another was."""
 
     def made(step: int) -> dict[str, Any]:
@@ -155,11 +155,11 @@ def test_equal_cells_of_another_dtype_and_key(store: Store) -> None:
 
 
 @pytest.mark.parametrize("options", [{"dedup": "run"}, {"frozen": ["layer0"]}, {"threads": 1}, {"threads": 4}])
-def test_however_it_is_saved(store: Store, options: dict[str, Any]) -> None:
+def test_every_way_to_save_writes_deltas(store: Store, options: dict[str, Any]) -> None:
     rounds(store, lambda step: state(step) | {"layer0": trained(9, 0)}, **options)
 
 
-def test_what_is_shown_counted_compared_and_fetched(store: Store, tmp_path: Path) -> None:
+def test_delta_checkpoints_are_shown_counted_compared_and_fetched(store: Store, tmp_path: Path) -> None:
     rounds(store, state)
     for step in range(STEPS):
         store.save(state(step + 1), step=step, compress="auto", overwrite=True)
@@ -171,7 +171,7 @@ def test_what_is_shown_counted_compared_and_fetched(store: Store, tmp_path: Path
     assert store.diff("default@0", "default@1") == off.diff("default@2", "default@3")
 
 
-def test_off_again_and_a_run_that_branches(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_deltas_can_be_turned_off_and_runs_can_branch(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     words: list[Compress] = ["auto", "auto", "off", "auto", "always", "auto"]
     for step, compress in enumerate(words):
         store.save(state(step), step=step, compress=compress)

@@ -136,7 +136,7 @@ def resumed(rank: int, size: int, path: Path, width: int = 12) -> Any:
     return found, losses, loop.weights()
 
 
-def test_a_training_that_is_broken_off_goes_on_to_the_bit(store_path: Path, ranks: Pool) -> None:
+def test_an_interrupted_training_resumes_bit_for_bit(store_path: Path, ranks: Pool) -> None:
     expected = ranks.run(2, whole, store_path)
     first = ranks.run(2, broken_off, store_path)
     store = casckpt.open(store_path)
@@ -155,7 +155,7 @@ def test_a_training_that_is_broken_off_goes_on_to_the_bit(store_path: Path, rank
     assert set(store.read("titan@6")) == {"model", "optim", "train"}
 
 
-def test_what_is_stored_smaller_goes_on_to_the_bit(store_path: Path, ranks: Pool) -> None:
+def test_a_training_with_compression_resumes_bit_for_bit(store_path: Path, ranks: Pool) -> None:
     store = small_folder(store_path)
     expected = ranks.run(2, whole, store_path.with_name("plain"), 96)
     store.change_settings(compress="always")
@@ -185,7 +185,7 @@ def loads(rank: int, size: int, path: Path) -> Any:
     return found, loop.step
 
 
-def test_what_a_run_begins_with(store_path: Path, ranks: Pool) -> None:
+def test_a_run_starts_from_a_model_or_a_checkpoint(store_path: Path, ranks: Pool) -> None:
     ranks.run(2, whole, store_path)
     found = ranks.run(3, loads, store_path)  # on more ranks
     assert found == [([(0, False, 0), (8, True, 8), (0, False, 8)], 8)] * 3
@@ -224,13 +224,13 @@ def signs_and_demands(rank: int, size: int, path: Path, private: str, public: st
         signed.load()
 
 
-def test_signatures_and_a_mirror(store_path: Path, ranks: Pool, tmp_path: Path) -> None:
+def test_torchtitan_signs_and_mirrors(store_path: Path, ranks: Pool, tmp_path: Path) -> None:
     keys = pair(tmp_path / "keys")
     ranks.run(2, signs_and_demands, store_path, str(keys.private), str(keys.public))
     assert [one.step for one in casckpt.open(f"{store_path}.away", require_signature=keys.public).checkpoints()] == [2]
 
 
-def test_what_is_not_for_a_store_is_refused(store_path: Path, ranks: Pool) -> None:
+def test_settings_without_meaning_for_a_store_are_refused(store_path: Path, ranks: Pool) -> None:
     ranks.run(1, refuses, store_path)
     tensors = casckpt.open(store_path).get("titan@1").tensors.values()
     assert {one.dtype for one in tensors} == {"bfloat16", "int64"}  # a buffer that counts is not converted
@@ -262,7 +262,7 @@ def hears(rank: int, size: int, path: Path) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_what_cannot_be_saved_is_heard_before_the_first_step_or_at_it(store_path: Path, ranks: Pool, size: int) -> None:
+def test_an_unusable_state_is_reported_by_the_first_step(store_path: Path, ranks: Pool, size: int) -> None:
     expected = [(0, "InvalidInput"), (1, "InvalidInput"), (1, "dict")]
     assert ranks.run(size, hears, store_path) == [expected] * size
 

@@ -106,7 +106,7 @@ def restored_folder(*arguments: Any, **options: Any) -> Path:
     return Path(found)
 
 
-def test_ten_checkpoints_of_a_frozen_encoder_take_the_first_and_what_changed(tmp_path: Path, store: Store) -> None:
+def test_ten_checkpoints_of_a_frozen_encoder_store_it_once(tmp_path: Path, store: Store) -> None:
     learner, losses = model(), Losses()
     training = trainer(tmp_path / "out", learner, CasCheckpointCallback(store, run="sft"), losses)
     training.train()
@@ -162,7 +162,7 @@ def test_ten_checkpoints_of_a_frozen_encoder_take_the_first_and_what_changed(tmp
     assert optimizer.state[fresh.classifier.weight]["step"] == 10
 
 
-def test_what_is_stored_smaller_is_restored_to_the_bit(tmp_path: Path, store: Store) -> None:
+def test_compressed_states_are_restored_bit_for_bit(tmp_path: Path, store: Store) -> None:
     store.create()
     store.change_settings(compress="always")
     plain, found = Losses(), Losses()
@@ -180,7 +180,7 @@ def test_what_is_stored_smaller_is_restored_to_the_bit(tmp_path: Path, store: St
     assert not store.verify(decode=True).is_damaged
 
 
-def test_retention_is_that_of_the_store_and_keeps_the_best(tmp_path: Path, store: Store) -> None:
+def test_retention_of_the_store_keeps_the_best_checkpoint(tmp_path: Path, store: Store) -> None:
     callback = CasCheckpointCallback(store, run="sft", max_checkpoints=2, tag_best="best", async_save=True)
     training = trainer(
         tmp_path, tiny(), callback, most=6, eval_strategy="steps", eval_steps=1, metric_for_best_model="loss",
@@ -193,7 +193,7 @@ def test_retention_is_that_of_the_store_and_keeps_the_best(tmp_path: Path, store
     assert callback.checkpointer.summary is not None
 
 
-def test_the_best_stay_by_a_rule_too(tmp_path: Path, store: Store) -> None:
+def test_a_rule_also_keeps_the_best_checkpoints(tmp_path: Path, store: Store) -> None:
     callback = CasCheckpointCallback(store, run="sft", keep={"keep_best": "eval_loss:max:2"})
     training = trainer(tmp_path, tiny(), callback, most=6, eval_strategy="steps", eval_steps=1, learning_rate=5e-3)
     training.train()
@@ -213,7 +213,7 @@ class ManyFigures(hub.TrainerCallback):  # type: ignore[misc]  # Any, where Tran
         state.log_history.append({"step": state.global_step, "eval_loss": 2.0, **figures})
 
 
-def test_of_too_many_figures_those_of_an_evaluation_are_kept(tmp_path: Path, store: Store) -> None:
+def test_evaluation_metrics_are_kept_if_there_are_too_many(tmp_path: Path, store: Store) -> None:
     trainer(tmp_path, tiny(), CasCheckpointCallback(store, run="sft"), ManyFigures(), most=1).train()
     metrics = store.get("sft@1").metrics
     assert len(metrics) == MAX_METRICS
@@ -242,7 +242,7 @@ class Projecting(hub.TrainerCallback):  # type: ignore[misc] # transformers has 
             entries |= {"seen": torch.tensor([number]), "projector": Projector(number)}
 
 
-def test_what_a_user_added_to_an_optimizer_comes_back(tmp_path: Path, store: Store) -> None:
+def test_user_entries_of_an_optimizer_are_restored(tmp_path: Path, store: Store) -> None:
     saving = CasCheckpointCallback(store, run="sft", allow_pickle=True)
     trainer(tmp_path / "out", tiny(), Projecting(), saving, most=1).train()
     with pytest.raises(InvalidInput, match="pass allow_pickle=True"):
@@ -258,12 +258,12 @@ def test_what_a_user_added_to_an_optimizer_comes_back(tmp_path: Path, store: Sto
         assert identical(found["state"][key], entries)
 
 
-def test_when_to_save_is_said_to_the_trainer(store: Store) -> None:
+def test_save_intervals_of_the_callback_are_refused(store: Store) -> None:
     with pytest.raises(InvalidInput, match=r"save_interval has no effect here: .* save_steps of Trainer"):
         CasCheckpointCallback(store, run="sft", save_interval=100, max_checkpoints=3)
 
 
-def test_a_training_that_crashed_goes_on_over_what_it_saved(tmp_path: Path, store: Store) -> None:
+def test_a_crashed_training_resumes_over_its_checkpoints(tmp_path: Path, store: Store) -> None:
     for most in (4, 3):  # the second one saves steps that are there already
         trainer(tmp_path / str(most), tiny(), CasCheckpointCallback(store, run="sft"), most=most).train()
     assert [step for _, step in steps(store)] == [4, 1, 2, 3]
@@ -283,7 +283,7 @@ def trained_on_ranks(rank: int, size: int, folder: Path, run: str, back: Path | 
         return losses.found, learner.classifier.state_dict()
 
 
-def test_a_training_over_ranks_goes_on_to_the_bit(tmp_path: Path, ranks: Pool) -> None:
+def test_a_training_on_several_ranks_resumes_bit_for_bit(tmp_path: Path, ranks: Pool) -> None:
     whole = ranks.run(2, trained_on_ranks, tmp_path, "whole", None)
     store = tmp_path / "store"
     back = restored_folder(store, "whole@2", tmp_path / "parts")
@@ -298,7 +298,7 @@ def test_a_training_over_ranks_goes_on_to_the_bit(tmp_path: Path, ranks: Pool) -
     assert opened.get("whole@4").stats.bytes_written < 1 << 20  # the encoder is stored once
 
 
-def test_an_export_of_a_training_loads_by_from_pretrained(tmp_path: Path, store: Store) -> None:
+def test_from_pretrained_loads_an_exported_training(tmp_path: Path, store: Store) -> None:
     learner = tiny()
     trainer(tmp_path / "out", learner, CasCheckpointCallback(store, run="sft"), most=1).train()
     found = export(store.url, "sft@1", tmp_path / "model")
@@ -321,9 +321,7 @@ def sharded_on_two_ranks(rank: int, size: int, folder: Path) -> None:
     save_model_and_optim_state(folder, model, trained(model), run="a", step=1)
 
 
-def test_an_export_of_what_two_ranks_sharded_loads_by_from_pretrained(
-    store_path: Path, tmp_path: Path, ranks: Pool
-) -> None:
+def test_from_pretrained_loads_an_export_of_a_sharded_training(store_path: Path, tmp_path: Path, ranks: Pool) -> None:
     ranks.run(2, sharded_on_two_ranks, store_path)
     model = gpt2(seed=9)
     load_model_and_optim_state(store_path, "a@1", model)
@@ -357,13 +355,13 @@ def fails_on_rank_0(rank: int, size: int, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_what_fails_on_rank_0_is_raised_on_all(tmp_path: Path, ranks: Pool, size: int) -> None:
+def test_an_error_of_rank_0_is_raised_on_all_ranks(tmp_path: Path, ranks: Pool, size: int) -> None:
     found = ranks.run(size, fails_on_rank_0, tmp_path)
     assert all("checkpoint-9 is not there" in text for text in found)
     assert all(text.startswith("rank 0: ") for text in found[1:])
 
 
-def test_each_rank_brings_its_own_random_generators(tmp_path: Path, ranks: Pool) -> None:
+def test_each_rank_saves_its_own_random_generators(tmp_path: Path, ranks: Pool) -> None:
     ranks.run(3, on_one_of_several, tmp_path)
     back = restored_folder(tmp_path / "store", "sft@1", tmp_path / "back")
     assert sorted(path.name for path in back.iterdir()) == sorted(
@@ -372,7 +370,7 @@ def test_each_rank_brings_its_own_random_generators(tmp_path: Path, ranks: Pool)
     assert (back / "rng_state_2.pth").read_bytes() == b"2"
 
 
-def test_several_files_and_files_below(tmp_path: Path, store: Store) -> None:
+def test_several_files_and_subfolders_are_attached(tmp_path: Path, store: Store) -> None:
     folder = tmp_path / "checkpoint-3"
     (folder / "adapters").mkdir(parents=True)
     save_file({"a": torch.ones(3)}, folder / "model-00001-of-00002.safetensors", metadata={"format": "pt"})
@@ -407,7 +405,7 @@ def test_several_files_and_files_below(tmp_path: Path, store: Store) -> None:
         restored_folder(store, "other@1", tmp_path)
 
 
-def test_a_restored_folder_has_a_type_that_the_trainer_takes() -> None:
+def test_a_restored_folder_has_a_type_that_the_trainer_accepts() -> None:
     """In the words of either: both may hold names that are not there when a program runs."""
     given, taken = (
         set(str(function.__annotations__[name]).replace("NoneType", "None").split(" | "))
@@ -416,9 +414,7 @@ def test_a_restored_folder_has_a_type_that_the_trainer_takes() -> None:
     assert given <= taken
 
 
-def test_a_job_starts_from_the_beginning_where_nothing_is_saved(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_job_without_checkpoints_starts_from_the_beginning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = casckpt.open(tmp_path / "store")
     callback = CasCheckpointCallback(store, run="sft")
     for last in (1, 2):  # the same job, twice
@@ -443,7 +439,7 @@ class WithProjector(torch.optim.SGD):
             self.state[parameter]["projector"] = object()
 
 
-def test_an_optimizer_that_cannot_be_saved_ends_a_training_at_its_begin(tmp_path: Path, store: Store) -> None:
+def test_an_unusable_optimizer_ends_a_training_at_its_start(tmp_path: Path, store: Store) -> None:
     def train(make: Any, **options: Any) -> int:
         learner = tiny()
         training = trainer(

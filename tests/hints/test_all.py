@@ -40,36 +40,31 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/ranks/test_waiting.py::test_a_gloo_that_cannot_start_is_reported_on_all_ranks"
     ),
     Case("ranks/messages.py:astray", "give the objects on every rank, or the state_dict of each"): (
-        "tests/frontends/training_state/test_objects.py::"
-        "test_objects_on_one_rank_alone_are_refused_at_once_on_all_ranks"
+        "tests/frontends/training_state/test_objects.py::test_objects_on_a_single_rank_are_refused_at_once_on_all_ranks"
     ),
     Case("loading/entries.py:no_entry", "Give the key of the mapping, as rename="): (
         "tests/loading/test_entries.py::test_a_rename_of_single_entries_is_refused"
     ),
     Case("loading/template.py:Template._check_packed", "Params4bit.from_prequantized"): (
-        "tests/frontends/training_state/test_model.py::"
-        "test_a_state_dict_with_a_copy_of_what_its_module_keeps_is_filled_only_with_the_same"
+        "tests/frontends/training_state/test_model.py::test_a_copy_in_a_state_dict_is_filled_only_with_equal_values"
     ),
     Case("frontends/trainer/contents.py:_with", "is the state_dict of an optimizer"): (
         "tests/frontends/trainer/test_resumed.py::test_the_state_dict_of_an_optimizer_is_refused_before_it_is_saved"
     ),
     Case("frontends/training_state/model.py:_live_state", "remove_hook_from_submodules(model) brings back"): (
-        "tests/frontends/test_accelerate.py::test_a_model_that_accelerate_offloaded_is_told_from_one_without_values"
+        "tests/frontends/test_accelerate.py::test_an_offloaded_model_differs_from_one_without_values"
     ),
     Case("frontends/interchange/torch_files.py:", "call torch_save_to_casckpt of casckpt.frontends.convert there"): (
-        "tests/frontends/interchange/test_torch_files.py::"
-        "test_a_class_of_the_script_that_saved_a_file_is_named_and_can_be_put_there"
+        "tests/frontends/interchange/test_torch_files.py::test_the_error_for_a_class_of_the_saving_script_names_it"
     ),
     Case("storage/remote/s3/errors.py:", "set AWS_REQUEST_CHECKSUM_CALCULATION"): (
-        "tests/storage/remote/s3/test_errors.py::"
-        "test_a_server_that_does_not_know_checksums_is_told_apart_and_the_settings_that_are_named_help"
+        "tests/storage/remote/s3/test_errors.py::test_settings_in_the_error_help_with_servers_without_checksums"
     ),
     Case("cli/commands/export.py:_listening", "for clients: export HF_ENDPOINT=…"): (
-        "tests/frontends/serve/test_clients.py::test_from_pretrained_with_an_endpoint_alone"
+        "tests/frontends/serve/test_clients.py::test_from_pretrained_needs_only_an_endpoint"
     ),
     Case("frontends/megatron/folders.py:check_common", "puts back what was saved"): (
-        "tests/frontends/megatron/test_folders.py::"
-        "test_a_save_that_failed_over_a_folder_is_not_mixed_with_what_was_there"
+        "tests/frontends/megatron/test_folders.py::test_a_failed_save_into_a_folder_keeps_the_old_checkpoint"
     ),
     Case(
         "frontends/training_state/optimizer.py:_state_of", "in a TrainState, or by its state_dict() with store.save"
@@ -77,12 +72,14 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
         "tests/frontends/training_state/test_optimizer.py::test_an_optimizer_with_more_in_its_state_is_saved_as_an_object"
     ),
     Case("frontends/training_state/optimizer.py:local_optimizer", "make it without overlap_with_ddp"): (
-        "tests/frontends/training_state/test_optimizer.py::test_zero_redundancy_goes_on_with_its_parts_and_without_them"
+        "tests/frontends/training_state/test_optimizer.py::test_zero_redundancy_resumes_with_and_without_its_parts"
     ),
     Case("tensors/objects.py:encode_object", "pass allow_pickle=True to store it as torch.save does"): (
         "tests/frontends/training_state/test_optimizer.py::test_tensors_made_of_others_are_stored_where_pickles_are_allowed"
     ),
-    Case("history/commits.py:gone", "lease=True, or Store.lease"): "tests/store/test_gone.py::test_what_it_says_helps",
+    Case(
+        "history/commits.py:gone", "lease=True, or Store.lease"
+    ): "tests/store/test_gone.py::test_the_advice_of_gone_helps",
 }
 """Hints that another test triggers and follows, and that test."""
 
@@ -119,7 +116,7 @@ def test_every_case_has_a_hint() -> None:
     assert all(any(text in hint.text for hint in all_hints()) for text in NOT_HERE)
 
 
-def test_every_test_elsewhere_is_there() -> None:
+def test_every_test_named_elsewhere_exists() -> None:
     for test in FOLLOWED_ELSEWHERE.values():
         path, _, name = test.partition("::")
         named = {
@@ -149,12 +146,12 @@ def test_every_extra_that_a_hint_names_exists() -> None:
         "give another cache_dir",
     ],
 )
-def test_what_names_something_to_use_is_advice(text: str) -> None:
+def test_a_text_that_names_something_to_use_is_advice(text: str) -> None:
     assert is_advice(text)
 
 
 @pytest.mark.parametrize("text", ["jobs=… is not usable; give a positive number", "no name is given", "casckpt would"])
-def test_what_says_only_what_is_wrong_is_none(text: str) -> None:
+def test_a_text_that_only_states_an_error_is_no_advice(text: str) -> None:
     assert not is_advice(text)
 
 
@@ -177,7 +174,7 @@ class A:
     ]
 
 
-def test_an_advice_gives_what_its_message_shows_and_nothing_else() -> None:
+def test_an_advice_contains_only_parts_of_its_message() -> None:
     advice = Advice("pass rename={'a': 'b'} or unread=\"ignore\" (or x=1): see `casckpt tag STORE NAME`")
     assert advice.argument("rename") == {"rename": {"a": "b"}}
     assert advice.argument("unread") == {"unread": "ignore"}

@@ -58,7 +58,7 @@ def equal(one: Weights, other: Weights) -> bool:
 
 
 @follows("contents/checkpoint.py:warn_if_forgotten", "Store.restore keeps it")
-def test_a_checkpoint_that_is_read_after_it_was_forgotten_is_restored(saved: casckpt.Store, told: Told) -> None:
+def test_a_checkpoint_read_after_forget_is_restored(saved: casckpt.Store, told: Told) -> None:
     id = saved.get("a@1").id
     saved.forget("a@1")
     with warnings.catch_warnings(record=True) as heard:
@@ -87,9 +87,7 @@ def test_a_damaged_blob_is_repaired(
 
 
 @follows("loading/frames.py:decode_again", "`casckpt verify --decode` tells")
-def test_a_frame_that_is_damaged_is_named_by_verify(
-    store: casckpt.Store, store_path: Path, told: Told, run: Run
-) -> None:
+def test_a_damaged_frame_is_named_by_verify(store: casckpt.Store, store_path: Path, told: Told, run: Run) -> None:
     for step in (0, 1):
         store.save({"w": trained(8, step)}, run="a", step=step, compress="auto")
     damaged = changed_blob(store_path)
@@ -104,7 +102,7 @@ def test_a_frame_that_is_damaged_is_named_by_verify(
 
 @follows("loading/fit.py:check_fit", "rename=")
 @follows("loading/fit.py:rename_hint", "of them have other names there")
-def test_weights_under_other_names_load_by_the_rename_that_is_shown(
+def test_weights_under_other_names_load_with_the_suggested_rename(
     saved: casckpt.Store, weights: Weights, told: Told
 ) -> None:
     state = {"net": zeros(weights)}
@@ -115,9 +113,7 @@ def test_weights_under_other_names_load_by_the_rename_that_is_shown(
 
 
 @follows("loading/fit.py:check_fit", 'unread="ignore" leaves them as they are')
-def test_weights_that_nothing_fills_are_left_where_that_is_meant(
-    saved: casckpt.Store, weights: Weights, told: Told
-) -> None:
+def test_unfilled_weights_are_left_on_request(saved: casckpt.Store, weights: Weights, told: Told) -> None:
     state = {"other": torch.ones(3)}
     with told.error(MissingKey) as advice:
         saved.load(state, "a@1", strict=False)
@@ -173,7 +169,7 @@ def test_a_model_with_adapters_takes_a_checkpoint_with_adapters(store: casckpt.S
 
 
 @follows("loading/fit.py:chosen", "has the names of this model twice")
-def test_of_names_that_are_there_twice_either_can_be_loaded(store: casckpt.Store, told: Told) -> None:
+def test_either_of_two_ambiguous_names_can_be_loaded(store: casckpt.Store, told: Told) -> None:
     at_top, below = nn.Linear(2, 1), nn.Linear(2, 1)
     store.save({**at_top.state_dict(), "model": below.state_dict()}, run="a", step=1)
     model = nn.Linear(2, 1)
@@ -187,7 +183,7 @@ def test_of_names_that_are_there_twice_either_can_be_loaded(store: casckpt.Store
 
 
 @follows("loading/load.py:_load.finish", 'pass unread="ignore"')
-def test_keys_that_a_load_leaves_are_not_logged_where_that_is_meant(store: casckpt.Store, told: Told) -> None:
+def test_unread_keys_are_not_logged_on_request(store: casckpt.Store, told: Told) -> None:
     store.save({"optim": {"lr": 0.1, "step": 5}}, run="leaving-keys", step=1)
     with told.log() as advice:
         store.load({"optim": {"lr": 0.0}}, "leaving-keys@1")
@@ -269,7 +265,7 @@ def test_an_empty_mapping_is_filled_or_left(store: casckpt.Store, weights: Weigh
 
 
 @follows("loading/update.py:update", "a load of all of it, or an update with check=True, mends it")
-def test_what_an_update_left_undefined_is_loaded(store: casckpt.Store, store_path: Path, told: Told) -> None:
+def test_a_state_left_undefined_by_an_update_is_loaded(store: casckpt.Store, store_path: Path, told: Told) -> None:
     store.save({"w": torch.arange(40000.0)}, run="a", step=1)
     state = {"w": torch.zeros(40000)}
     held = store.load(state, "a@1")
@@ -361,7 +357,7 @@ def in_a_child(rank: int, size: int, path: str) -> str:
 
 
 @follows("ranks/ranks.py:_refuse_inherited", "call Store.read, or pass no_dist=True")
-def test_a_process_that_a_rank_forked_reads_alone(ranks: Pool, store_path: Path, told: Told) -> None:
+def test_a_process_forked_by_a_rank_reads_alone(ranks: Pool, store_path: Path, told: Told) -> None:
     (message,) = ranks.run(1, in_a_child, str(store_path))
     told.text(message).says("Store.read")
 
@@ -372,7 +368,7 @@ def grouped(rank: int, size: int, path: str) -> int:
 
 
 @follows("ranks/ranks.py:_warn_of_others", "init_process_group first, or pass no_dist=True if that is meant")
-def test_a_process_that_is_one_of_several_joins_them_or_says_that_it_is_alone(
+def test_a_process_of_a_launcher_joins_its_group_or_works_alone(
     saved: casckpt.Store, told: Told, ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_ranks._warn_of_others.cache_clear()
@@ -400,7 +396,7 @@ def other_shapes(rank: int, size: int, path: str) -> str:
 
 
 @follows("saving/layout.py:plan_writes", "or wrap it in casckpt.PerRank")
-def test_what_has_another_shape_on_each_rank_is_saved_per_rank(ranks: Pool, store_path: Path, told: Told) -> None:
+def test_values_of_different_shapes_on_ranks_are_saved_per_rank(ranks: Pool, store_path: Path, told: Told) -> None:
     for message in ranks.run(2, other_shapes, str(store_path)):
         told.text(message).says("casckpt.PerRank")
 
@@ -422,7 +418,7 @@ def far_apart(rank: int, size: int, path: str) -> str:
 
 
 @follows("saving/replicas.py:", "With check_replicas='off' the value of one")
-def test_a_parameter_that_each_rank_has_for_itself_is_saved_in_four_ways(
+def test_a_parameter_that_differs_between_ranks_is_saved_in_four_ways(
     ranks: Pool, store_path: Path, told: Told
 ) -> None:
     for message in ranks.run(2, far_apart, str(store_path)):
@@ -467,7 +463,7 @@ def alone_of_two(rank: int, size: int, path: str, given: dict[str, Any]) -> None
 
 
 @follows("ranks/waiting.py:late", "Store.save and Store.load have no_dist=True, for one rank alone")
-def test_who_need_not_wait_for_the_others_says_so(ranks: Pool, store_path: Path, told: Told) -> None:
+def test_a_rank_that_need_not_wait_uses_no_dist(ranks: Pool, store_path: Path, told: Told) -> None:
     advice = told.text(waiting.late([1], 30.0))
     ranks.run(2, alone_of_two, str(store_path), advice.argument("no_dist"))
     assert casckpt.open(store_path).read("a@1") == {"x": 1}
@@ -493,7 +489,7 @@ def otherwise(rank: int, size: int, path: str) -> str:
 
 
 @follows("ranks/messages.py:astray", "with process_group=... for each")
-def test_ranks_make_the_same_calls_or_have_groups_for_threads(ranks: Pool, store_path: Path, told: Told) -> None:
+def test_ranks_make_the_same_calls_or_use_a_group_per_thread(ranks: Pool, store_path: Path, told: Told) -> None:
     for message in ranks.run(2, otherwise, str(store_path)):
         told.text(message).says("in the same order, from one thread")
     found = {one.run for one in casckpt.open(store_path).checkpoints()}
@@ -546,7 +542,7 @@ class Kind(enum.IntEnum):
 
 
 @follows("saving/leader.py:log_pickled", "a load needs allow_pickle=True")
-def test_what_is_stored_as_a_pickle_is_loaded_with_leave(store: casckpt.Store, told: Told) -> None:
+def test_a_stored_pickle_is_loaded_with_allow_pickle(store: casckpt.Store, told: Told) -> None:
     with told.log() as advice:
         store.save({"kind": Kind.ONE}, run="a", step=1, allow_pickle=True)
     state = {"kind": None}

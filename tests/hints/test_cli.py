@@ -27,7 +27,7 @@ Store = casckpt.Store
 
 
 @follows("cli/commands/copy.py:command", "--storage-option is for STORE, which is a local folder; those of DST are")
-def test_options_of_the_target_of_a_copy_are_its_own(
+def test_options_of_the_target_of_a_copy_have_their_own_flag(
     saved: Store, store_path: Path, moto_server: Server, told: Told, run: Run
 ) -> None:
     command = ("copy", store_path, f"s3://{moto_server.new_bucket()}/store")
@@ -44,7 +44,7 @@ def beside(option: str, values: Iterable[str]) -> list[str]:
 
 @follows("cli/commands/copy.py:_part", "RANK and WORLD_SIZE in the environment must be numbers")
 @follows("cli/commands/copy.py:_part", "in the environment do not fit: unset them")
-def test_a_copy_is_shared_as_the_environment_says(
+def test_processes_of_a_launcher_share_a_copy(
     saved: Store, tmp_path: Path, told: Told, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store_path = saved.url
@@ -81,7 +81,9 @@ def not_served(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("not_served")
 @follows("cli/commands/export.py:serve", "at … others reach the store: give --token-file, or say --no-token")
 @pytest.mark.parametrize("option", ["--token-file", "--no-token"])
-def test_whom_a_server_answers_is_said(saved: Store, tmp_path: Path, told: Told, run: Run, option: str) -> None:
+def test_a_server_on_a_public_address_gets_a_token_or_none(
+    saved: Store, tmp_path: Path, told: Told, run: Run, option: str
+) -> None:
     (tmp_path / "tokens").write_text("secret\n")
     command = ("serve", saved.url, "--host", "0.0.0.0", "--port", "0")
     advice = told.text(run(*command, status=1).output)
@@ -91,14 +93,14 @@ def test_whom_a_server_answers_is_said(saved: Store, tmp_path: Path, told: Told,
 
 @pytest.mark.usefixtures("not_served")
 @follows("cli/commands/export.py:serve", "cannot be listened at: …; give another --port")
-def test_instead_of_a_port_that_is_taken_another_is_given(saved: Store, store_path: Path, told: Told, run: Run) -> None:
+def test_a_used_port_is_replaced_by_another(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         advice = told.text(run("serve", store_path, "--port", taken.getsockname()[1], status=1).output)
         assert "serving" in run("serve", store_path, advice.says("--port"), "0").output
 
 
 @follows("cli/commands/gc.py:command", "give --thin PATTERN, too")
-def test_what_is_left_whole_comes_with_what_is_thinned(saved: Store, store_path: Path, told: Told, run: Run) -> None:
+def test_thinning_by_a_rule_needs_a_pattern_to_drop(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     saved.save({"w": torch.ones(2), "b": torch.ones(1)}, run="a", step=2)
     advice = told.text(run("gc", store_path, "--thin-keep-last", 1, status=2).output)
     run("gc", store_path, "--thin-keep-last", 1, *advice.says("--thin PATTERN").replace("PATTERN", "b").split())
@@ -107,7 +109,7 @@ def test_what_is_left_whole_comes_with_what_is_thinned(saved: Store, store_path:
 
 @follows("cli/commands/list.py:checkpoint_rows", "the record of %s cannot be read; `casckpt verify` says more")
 @follows("cli/commands/tag.py:_rows", "tag %s names a checkpoint whose record cannot be read; `casckpt verify` says")
-def test_of_a_record_that_cannot_be_read_verify_says_more(saved: Store, store_path: Path, told: Told, run: Run) -> None:
+def test_verify_explains_an_unreadable_record(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     saved.tag("best", "a@1")
     (record,) = (store_path / "commits").iterdir()
     record.chmod(0o600)
@@ -128,9 +130,7 @@ def test_a_setting_is_set_or_unset(saved: Store, store_path: Path, told: Told, r
 
 
 @follows("cli/commands/show.py:_chosen", "without --keys all are listed")
-def test_without_a_pattern_that_matches_nothing_all_keys_are_listed(
-    saved: Store, store_path: Path, told: Told, run: Run
-) -> None:
+def test_all_keys_are_listed_without_an_unmatched_pattern(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     advice = told.text(run("show", store_path, "a@1", "--tensors", "--keys", "x.*", status=3).output)
     advice.says("without --keys all are listed")
     assert {"w", "b"} <= set(run("show", store_path, "a@1", "--tensors").output.split())
@@ -149,9 +149,7 @@ def test_a_tag_is_set_for_a_time_and_deleted(saved: Store, store_path: Path, tol
 
 
 @follows("cli/commands/tag.py:_rows", "`casckpt tag STORE … REF` makes it")
-def test_a_tag_that_is_not_there_is_made_by_the_command_that_is_shown(
-    saved: Store, store_path: Path, told: Told, run: Run
-) -> None:
+def test_a_missing_tag_is_set_with_the_suggested_command(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     advice = told.text(run("tag", store_path, "best", status=3).output)
     run(*advice.command("tag", STORE=store_path, REF="a@1"))
     assert saved.get("tag:best").step == 1
@@ -185,7 +183,9 @@ def test_an_export_without_its_config_is_made_for_a_model(store: Store, tmp_path
 
 
 @follows("cli/commands/gc.py:_say_space", "once what is forgotten cannot be restored; --min-age 0 does it now")
-def test_what_is_forgotten_is_deleted_now_by_the_option(saved: Store, store_path: Path, told: Told, run: Run) -> None:
+def test_forgotten_checkpoints_are_deleted_at_once_with_the_option(
+    saved: Store, store_path: Path, told: Told, run: Run
+) -> None:
     saved.save({"w": torch.zeros(7)}, run="a", step=2)
     advice = told.text(run("gc", store_path, "--keep-last", 1).output)
     run("gc", store_path, *advice.says("--min-age 0").split())
@@ -194,7 +194,7 @@ def test_what_is_forgotten_is_deleted_now_by_the_option(saved: Store, store_path
 
 @follows("cli/commands/list.py:_say_forgotten", "(--all lists them)")
 @follows("cli/commands/list.py:_say_forgotten", "`casckpt stats` says what a gc frees")
-def test_what_is_forgotten_is_listed_and_counted(
+def test_forgotten_checkpoints_are_listed_and_counted(
     moto_server: Server, saved: Store, store_path: Path, told: Told, run: Run
 ) -> None:
     saved.save({"w": torch.zeros(7)}, run="a", step=2)
@@ -212,7 +212,7 @@ def test_what_is_forgotten_is_listed_and_counted(
 
 @follows("cli/commands/repair.py:text", "or give those up with `casckpt forget`: a gc deletes them a day later")
 @pytest.mark.parametrize("way", ["--from", "forget"])
-def test_what_cannot_be_repaired_comes_from_a_copy_or_is_given_up(
+def test_unrepairable_damage_is_repaired_from_a_copy_or_forgotten(
     saved: Store, tmp_path: Path, told: Told, run: Run, way: str
 ) -> None:
     path = tmp_path / "store"
@@ -229,7 +229,7 @@ def test_what_cannot_be_repaired_comes_from_a_copy_or_is_given_up(
 
 
 @follows("cli/commands/report.py:say_unreadable", "could not be read; `casckpt verify` says more")
-def test_of_a_checkpoint_that_cannot_be_counted_verify_says_more(
+def test_verify_explains_a_checkpoint_that_cannot_be_counted(
     saved: Store, store_path: Path, told: Told, run: Run
 ) -> None:
     id = saved.get("a@1").id
@@ -240,7 +240,7 @@ def test_of_a_checkpoint_that_cannot_be_counted_verify_says_more(
 
 @follows("cli/commands/report.py:stats_text", "`casckpt repair`, or `casckpt verify` says more")
 @follows("cli/commands/verify.py:_to_do", "damaged: run `casckpt repair`")
-def test_damage_that_is_known_is_repaired(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
+def test_known_damage_is_repaired(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
     path = tmp_path / "store"
     shutil.copytree(path, tmp_path / "copy")
     damaged = changed_blob(path)
@@ -254,7 +254,7 @@ def test_damage_that_is_known_is_repaired(saved: Store, tmp_path: Path, told: To
 
 
 @follows("cli/commands/show.py:_text", "--tensors lists them, --keys PATTERN some")
-def test_tensors_are_shown_by_the_options_that_are_named(saved: Store, store_path: Path, told: Told, run: Run) -> None:
+def test_tensors_are_shown_with_the_suggested_options(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     saved.save({f"t{number}": torch.ones(1) for number in range(100)}, run="a", step=2)
     advice = told.text(run("show", store_path, "a@2").output)
     assert {"t1", "t99"} <= set(run("show", store_path, "a@2", advice.says("--tensors")).output.split())
@@ -277,7 +277,7 @@ def test_signatures_are_checked_and_made(saved: Store, store_path: Path, tmp_pat
 
 
 @follows("cli/commands/thin.py:text", "--min-age 0 does it now, and purges all that is forgotten")
-def test_what_thinning_frees_is_freed_now_by_the_option(saved: Store, store_path: Path, told: Told, run: Run) -> None:
+def test_thinned_bytes_are_freed_at_once_with_the_option(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     advice = told.text(run("thin", store_path, "a@1", "--drop", "b").output)
     run("gc", store_path, *advice.says("--min-age 0").split())
     assert run("thin", store_path, "a@1", "--drop", "b").output.startswith("0 tensors")
@@ -286,7 +286,7 @@ def test_what_thinning_frees_is_freed_now_by_the_option(saved: Store, store_path
 @follows("cli/commands/verify.py:about_records", "put the files back from a copy of the files")
 @follows("cli/commands/verify.py:about_records", "give up the saves with `casckpt transactions STORE --give-up TXID`")
 @pytest.mark.parametrize("way", ["put back", "give up"])
-def test_damaged_records_are_put_back_or_given_up(
+def test_damaged_records_are_replaced_or_forgotten(
     saved: Store, store_path: Path, told: Told, run: Run, way: str
 ) -> None:
     saved.tag("best", "a@1")
@@ -309,7 +309,7 @@ def test_damaged_records_are_put_back_or_given_up(
 
 
 @follows("cli/failures.py:Reported._hint", "Run it again with --debug to see where it happened.")
-def test_a_bug_shows_where_it_happened(
+def test_debug_shows_where_a_bug_happened(
     saved: Store, store_path: Path, told: Told, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_: object) -> None:
@@ -322,13 +322,13 @@ def test_a_bug_shows_where_it_happened(
 
 
 @follows("cli/failures.py:_show_usage", "Try '… --help'.")
-def test_how_a_command_is_used_is_told_by_its_help(saved: Store, store_path: Path, told: Told, run: Run) -> None:
+def test_the_help_explains_a_command(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     advice = told.text(run("gc", store_path, "--keep-last", "many", status=2).output)
     assert "--keep-last N" in run(*advice.says("casckpt gc --help").split()[1:]).output
 
 
 @follows("cli/text.py:shortened", "(--json lists all)")
-def test_a_long_list_is_whole_as_json(saved: Store, store_path: Path, told: Told, run: Run) -> None:
+def test_a_long_list_is_complete_as_json(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     steps = range(2, 24)
     for step in steps:
         saved.save({"x": step}, run="a", step=step)

@@ -42,7 +42,7 @@ def cause(call: Any) -> BaseException:
 
 @follows("frontends/dcp/described.py:read_metadata", "pass allow_pickle=True (--allow-pickle) if you trust whoever")
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
-def test_metadata_with_a_pickle_are_imported_with_leave(
+def test_metadata_with_a_pickle_are_imported_with_allow_pickle(
     store: Store, tmp_path: Path, told: Told, run: Run, way: str
 ) -> None:
     save({"a": torch.ones(2)}, FileSystemWriter(tmp_path / "in"), planner=PickledExtra(flatten_state_dict=False))
@@ -57,7 +57,7 @@ def test_metadata_with_a_pickle_are_imported_with_leave(
 
 @follows("frontends/dcp/folder.py:Folder.read_values", "(--allow-pickle) to keep them as they are")
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
-def test_values_that_are_pickles_are_imported_with_leave(
+def test_pickled_values_are_imported_with_allow_pickle(
     store: Store, tmp_path: Path, told: Told, run: Run, way: str
 ) -> None:
     save({"a": torch.ones(2), "colour": Colour.RED}, FileSystemWriter(tmp_path / "in"))
@@ -87,14 +87,14 @@ def planned_elsewhere(rank: int, size: int, path: str) -> str:
 
 
 @follows("frontends/dcp/items.py:check_planned", "save and load it with casckpt.Store")
-def test_what_torch_would_plan_elsewhere_is_saved_natively(ranks: Pool, store_path: Path, told: Told) -> None:
+def test_tensors_that_dcp_would_misplace_are_saved_natively(ranks: Pool, store_path: Path, told: Told) -> None:
     for message in ranks.run(2, planned_elsewhere, str(store_path)):
         told.text(message).says("casckpt.Store")
     assert casckpt.open(store_path).read("own@1")["w"].tolist() == [[1] * 3, [0] * 3]
 
 
 @follows("frontends/dcp/note.py:Note.encoded", "pass allow_pickle=True to StorageWriter")
-def test_planner_data_that_are_no_plain_data_are_stored_with_leave(store: Store, told: Told) -> None:
+def test_planner_data_that_are_not_plain_are_stored_with_allow_pickle(store: Store, told: Told) -> None:
     planner = PickledExtra(flatten_state_dict=False)
 
     def attempt(**options: Any) -> None:
@@ -106,7 +106,7 @@ def test_planner_data_that_are_no_plain_data_are_stored_with_leave(store: Store,
 
 
 @follows("frontends/dcp/contents.py:_check_restricted", "pass allow_pickle=True to StorageReader")
-def test_a_value_that_is_a_pickle_is_loaded_with_leave(store: Store, told: Told) -> None:
+def test_a_pickled_value_is_loaded_with_allow_pickle(store: Store, told: Told) -> None:
     save({"colour": Colour.RED, "a": torch.ones(2)}, StorageWriter(store, step=1))
     state = {"colour": None, "a": torch.zeros(2)}
     advice = told.text(cause(lambda: load(state, StorageReader(store, "default@1"))))
@@ -116,7 +116,7 @@ def test_a_value_that_is_a_pickle_is_loaded_with_leave(store: Store, told: Told)
 
 @follows("frontends/dcp/reader.py:StorageReader._metadata", "give ref=, or checkpoint_id=REF to each load")
 @follows("frontends/dcp/writer.py:StorageWriter.set_up_storage_writer", "give step=, or checkpoint_id='RUN@STEP'")
-def test_where_a_save_goes_and_a_load_comes_from_is_said_by_either(store: Store, told: Told) -> None:
+def test_a_store_and_checkpoint_are_given_to_reader_or_call(store: Store, told: Told) -> None:
     advice = told.text(cause(lambda: save({"a": torch.ones(1)}, StorageWriter(store))))
     step: Any = {advice.says("step"): 1}
     save({"a": torch.ones(1)}, StorageWriter(store, **step))
@@ -145,7 +145,7 @@ def test_readers_and_writers_are_passed_to_dcp(store: Store, told: Told) -> None
 
 
 @follows("frontends/dcp/reader.py:StorageReader._check_fit", "name keys so, or use store.load with")
-def test_keys_of_other_names_are_named_so_or_loaded_with_a_rename(store: Store, told: Told) -> None:
+def test_keys_with_other_names_are_renamed_at_save_or_load(store: Store, told: Told) -> None:
     store.save({"net": {"w": torch.ones(2), "b": torch.ones(3)}}, step=1)
     state = {"w": torch.zeros(2), "b": torch.zeros(3)}
     partly = DefaultLoadPlanner(allow_partial_load=True)

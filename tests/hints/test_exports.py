@@ -1,4 +1,4 @@
-"""Advice about what goes out of a store and into it: safetensors, torch.save, folders of others, views, serving."""
+"""Advice about exports and imports: safetensors, torch.save, folders of other programs, views, serving."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def names_in(path: Path) -> set[str]:
     "frontends/interchange/export.py:_check_suffix", "is a name for --format …, but the format is …; give another name"
 )
 @pytest.mark.parametrize("way", ["name", "format"])
-def test_a_name_fits_its_format(saved: Store, tmp_path: Path, told: Told, run: Run, way: str) -> None:
+def test_the_suffix_of_an_export_matches_its_format(
+    saved: Store, tmp_path: Path, told: Told, run: Run, way: str
+) -> None:
     advice = told.text(run("export", saved.url, "a@1", tmp_path / "x.pt", "--format", "safetensors", status=1).output)
     if way == "name":
         advice.says("give another name")
@@ -73,7 +75,7 @@ def test_a_name_fits_its_format(saved: Store, tmp_path: Path, told: Told, run: R
 
 
 @follows("frontends/interchange/export.py:_check_known", "is for …: --format … does not support it")
-def test_an_option_goes_with_the_formats_that_know_it(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
+def test_an_option_is_used_with_formats_that_support_it(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
     command = ("export", saved.url, "a@1", tmp_path / "out", "--keys", "w", "--format")
     advice = told.text(run(*command, "dcp", status=1).output)
     for format in ("hf", "safetensors", "torch"):
@@ -84,7 +86,7 @@ def test_an_option_goes_with_the_formats_that_know_it(saved: Store, tmp_path: Pa
 
 
 @follows("frontends/interchange/new_files.py:_check_no_file", "give another name, or --force to write over it")
-def test_a_file_that_exists_is_written_over(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
+def test_an_existing_file_is_overwritten_with_force(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
     path = tmp_path / "x.safetensors"
     path.touch()
     advice = told.text(run("export", saved.url, "a@1", path, status=5).output)
@@ -93,7 +95,7 @@ def test_a_file_that_exists_is_written_over(saved: Store, tmp_path: Path, told: 
 
 
 @follows("frontends/interchange/new_files.py:_check_empty", "give another folder, or --force to write into it")
-def test_a_folder_that_is_not_empty_is_written_into(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
+def test_a_folder_with_files_is_written_into_with_force(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     advice = told.text(run("export", saved.url, "a@1", tmp_path / "out", status=5).output)
@@ -123,7 +125,7 @@ def test_an_attachment_in_the_way_of_a_file_is_left_out(
 
 @follows("frontends/interchange/export.py:export", "or choose one of … with format= (--format)")
 @pytest.mark.parametrize("way", ["name", "format", "--format"])
-def test_what_a_name_does_not_say_is_said(saved: Store, tmp_path: Path, told: Told, run: Run, way: str) -> None:
+def test_a_format_unclear_from_the_name_is_given(saved: Store, tmp_path: Path, told: Told, run: Run, way: str) -> None:
     with told.error(InvalidInput) as advice:
         saved.export("a@1", tmp_path / "m.onnx")
     if way == "name":
@@ -143,7 +145,7 @@ def test_what_a_name_does_not_say_is_said(saved: Store, tmp_path: Path, told: To
 
 
 @follows("frontends/views/model_part.py:model_part", "but something below …; give --strip-prefix if that is one")
-def test_what_is_a_model_for_somebody_is_said(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
+def test_the_exported_model_is_chosen_explicitly(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
     store.save({"optim": {"w": torch.ones(2)}}, run="a", step=1)
     command = ("export", store.url, "a@1", tmp_path / "out", "--format", "hf")
     advice = told.text(run(*command, status=3).output)
@@ -152,7 +154,7 @@ def test_what_is_a_model_for_somebody_is_said(store: Store, tmp_path: Path, told
 
 
 @follows("frontends/views/model_part.py:model_part", "`casckpt show --tensors` lists what it holds")
-def test_what_holds_no_weights_is_looked_at(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
+def test_a_checkpoint_without_weights_is_inspected(store: Store, tmp_path: Path, told: Told, run: Run) -> None:
     store.save({"epoch": 1, "loss": torch.ones(1)}, run="a", step=1)
     store.save({"epoch": 1}, run="b", step=1)
     advice = told.text(run("export", store.url, "b@1", tmp_path / "out", "--format", "hf", status=3).output)
@@ -165,7 +167,7 @@ def test_what_holds_no_weights_is_looked_at(store: Store, tmp_path: Path, told: 
     "or choose tensors with --keys, and --strip-prefix '' for their full names",
 )
 @pytest.mark.parametrize("way", ["prefix", "keys", "all"])
-def test_of_two_models_one_is_chosen(store: Store, tmp_path: Path, told: Told, run: Run, way: str) -> None:
+def test_one_of_two_models_is_chosen(store: Store, tmp_path: Path, told: Told, run: Run, way: str) -> None:
     store.save({"policy": {"h": {"w": torch.ones(2)}}, "reference": {"h": {"w": torch.ones(3)}}}, run="a", step=1)
     command = ("export", store.url, "a@1", tmp_path / "out", "--format", "hf")
     advice = told.text(run(*command, status=1).output)
@@ -227,7 +229,7 @@ def small_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     "Give another folder, or --format hf for all of the model",
 )
 @pytest.mark.parametrize("way", ["folder", "hf"])
-def test_beside_a_config_stands_a_model(training: Store, tmp_path: Path, told: Told, run: Run, way: str) -> None:
+def test_a_config_is_exported_with_a_model(training: Store, tmp_path: Path, told: Told, run: Run, way: str) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -248,7 +250,7 @@ def test_beside_a_config_stands_a_model(training: Store, tmp_path: Path, told: T
 )
 @pytest.mark.usefixtures("small_headers")
 @pytest.mark.parametrize("way", ["keys", "folder"])
-def test_more_than_a_header_can_hold_goes_into_several_files(
+def test_an_export_too_large_for_a_header_is_split_into_files(
     store: Store, tmp_path: Path, told: Told, run: Run, way: str
 ) -> None:
     store.save({f"tensor-{number}": torch.ones(100) for number in range(4)}, run="a", step=1)
@@ -324,7 +326,7 @@ def test_folders_without_safetensors_are_imported_or_saved(store: Store, tmp_pat
 @follows(
     "frontends/interchange/safetensors/layout.py:_file_names", "files are too many; give a larger --max-shard-size"
 )
-def test_files_that_are_too_small_are_made_larger(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
+def test_a_file_size_that_is_too_small_is_increased(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
     command = ("export", saved.url, "a@1", tmp_path / "out", "--max-shard-size")
     advice = told.text(run(*command, "0", status=1).output)
     run(*command[:-1], advice.says("--max-shard-size"), "1KB")
@@ -343,7 +345,7 @@ def test_files_that_are_too_small_are_made_larger(saved: Store, tmp_path: Path, 
     "pass allow_pickle=True (--allow-pickle) if you trust whoever wrote it",
 )
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
-def test_a_file_with_a_pickle_is_imported_with_leave(
+def test_a_file_with_a_pickle_is_imported_with_allow_pickle(
     store: Store, tmp_path: Path, told: Told, run: Run, way: str
 ) -> None:
     torch.save({"x": Odd()}, tmp_path / "x.pt")
@@ -360,7 +362,9 @@ def test_a_file_with_a_pickle_is_imported_with_leave(
     "frontends/interchange/torch_files.py:casckpt_to_torch_save",
     "because plain torch.load does not read it (allow_pickle=True)",
 )
-def test_what_plain_torch_does_not_read_is_exported_with_leave(store: Store, tmp_path: Path, told: Told) -> None:
+def test_values_that_torch_load_refuses_are_exported_with_allow_pickle(
+    store: Store, tmp_path: Path, told: Told
+) -> None:
     state = {"when": datetime(2026, 1, 2, tzinfo=UTC), "n": 1}
     store.save(state, run="a", step=1)
     with told.log() as advice:
@@ -419,7 +423,7 @@ def test_an_optimizer_alone_is_loaded_by_itself(store: Store, tmp_path: Path, to
     "frontends/interchange/olmo_import.py:_train_state", "because it needs unpickling (allow_pickle, --allow-pickle)"
 )
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
-def test_a_train_state_of_olmo_is_imported_with_leave(
+def test_a_train_state_of_olmo_is_imported_with_allow_pickle(
     store: Store, tmp_path: Path, told: Told, run: Run, way: str
 ) -> None:
     stock(tmp_path / "olmo" / "model_and_optim", {"model": {"w": torch.ones(2)}})
@@ -440,7 +444,7 @@ def test_a_train_state_of_olmo_is_imported_with_leave(
     "pass allow_pickle=True (--allow-pickle) if you trust whoever wrote it",
 )
 @pytest.mark.parametrize("way", ["allow_pickle", "--allow-pickle"])
-def test_an_optimizer_of_olmo_is_imported_with_leave(
+def test_an_optimizer_of_olmo_is_imported_with_allow_pickle(
     store: Store, tmp_path: Path, told: Told, run: Run, way: str
 ) -> None:
     folder = KINDS["olmo"](tmp_path, Odd())
@@ -457,7 +461,7 @@ def test_an_optimizer_of_olmo_is_imported_with_leave(
 
 
 @follows("frontends/serve/access.py:Guard._refusal", "a token is needed: set HF_TOKEN")
-def test_a_token_is_given_as_the_environment_gives_it(
+def test_a_token_comes_from_the_environment(
     saved: Store, tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub: Any = pytest.importorskip("huggingface_hub", reason="needs casckpt[transformers]")
@@ -472,7 +476,7 @@ def test_a_token_is_given_as_the_environment_gives_it(
 
 
 @follows("frontends/serve/view_file.py:_refused", "Simplify it, or start casckpt serve with --view FILE")
-def test_a_view_that_takes_too_long_is_made_simple_or_given_by_whoever_serves(store: Store, told: Told) -> None:
+def test_a_slow_view_is_simplified_or_given_by_the_server(store: Store, told: Told) -> None:
     name = "a" * 60
     slow, simple = "a?" * 25 + "a*", "a*"
     for step, pattern in ((1, slow), (2, simple)):

@@ -50,21 +50,21 @@ def refused(store: Store, told: Told, value: object) -> Any:
 
 @follows("format/plain.py:_Encoder._refusal", "or pass allow_pickle=True")
 @follows("format/plain.py:_unfit", "store dataclasses.asdict() of it")
-def test_of_a_dataclass_its_dict_is_stored(store: Store, told: Told) -> None:
+def test_the_dict_of_a_dataclass_is_stored(store: Store, told: Told) -> None:
     refused(store, told, Settings()).says("store dataclasses.asdict() of it")
     store.save({"x": dataclasses.asdict(Settings())}, run="a", step=1)
     assert store.read("a@1") == {"x": {"width": 3}}
 
 
 @follows("format/plain.py:_unfit", "store tuple() or ._asdict() of it")
-def test_of_a_named_tuple_its_values_are_stored(store: Store, told: Told) -> None:
+def test_the_values_of_a_named_tuple_are_stored(store: Store, told: Told) -> None:
     refused(store, told, Pair(1, 2)).says("store tuple() or ._asdict() of it")
     store.save({"x": tuple(Pair(1, 2)), "y": Pair(1, 2)._asdict()}, run="a", step=1)
     assert store.read("a@1") == {"x": (1, 2), "y": {"one": 1, "other": 2}}
 
 
 @follows("format/plain.py:_unfit", "store its state_dict()")
-def test_of_what_has_one_its_state_dict_is_stored(store: Store, told: Told) -> None:
+def test_the_state_dict_of_an_object_is_stored(store: Store, told: Told) -> None:
     refused(store, told, deque([Scheduler()])).says("store its state_dict()")
     store.save({"x": deque([Scheduler().state_dict()])}, run="a", step=1)
     assert store.read("a@1") == {"x": deque([{"step": 0}])}
@@ -90,7 +90,7 @@ def zone_file() -> Path:
 
 
 @follows("format/scalars.py:python_value", "give its full_tensor()")
-def test_of_a_dtensor_the_whole_is_a_metric(store: Store, told: Told) -> None:
+def test_the_full_tensor_of_a_dtensor_is_a_metric(store: Store, told: Told) -> None:
     with pretending((1,)) as ranks:
         for mesh in ranks:
             loss = DTensor.from_local(torch.tensor(0.5), mesh, [Replicate()], run_check=False)
@@ -102,7 +102,7 @@ def test_of_a_dtensor_the_whole_is_a_metric(store: Store, told: Told) -> None:
 
 
 @follows("format/sections/metadata.py:_items", "give str() of it")
-def test_keys_of_metadata_are_made_text(store: Store, told: Told) -> None:
+def test_keys_of_metadata_are_converted_to_text(store: Store, told: Told) -> None:
     with told.error(InvalidInput) as advice:
         store.save({"x": 1}, run="a", step=1, metadata={3: "three"})  # type: ignore[dict-item]
     advice.says("give str() of it")
@@ -114,7 +114,7 @@ def test_keys_of_metadata_are_made_text(store: Store, told: Told) -> None:
 
 
 @follows("plan/retention.py:thinning_of", "give keep_last=1 or another rule, too")
-def test_a_rule_of_thinning_says_what_stays_whole(saved: Store, told: Told) -> None:
+def test_a_thinning_rule_names_checkpoints_that_stay_whole(saved: Store, told: Told) -> None:
     rule: dict[str, Any] = {"drop": ["b"]}
     saved.save({"w": torch.ones(2), "b": torch.ones(1)}, run="a", step=2)
     with told.error(InvalidInput) as advice:

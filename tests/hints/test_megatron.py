@@ -41,7 +41,7 @@ def where(store_path: Path) -> str:
 @follows("frontends/megatron/claims.py:_check_cover", "give all but one of them another replica_id")
 @follows("frontends/megatron/claims.py:_check_object", "give all but one of them another replica_id")
 @follows("frontends/megatron/claims.py:_without_main", "give one rank replica_id 0")
-def test_of_replicas_one_is_the_main_one(store_path: Path, told: Told) -> None:
+def test_one_replica_is_the_main_replica(store_path: Path, told: Told) -> None:
     def shared(replica_id: int) -> ShardedObject:
         return ShardedObject("w", {"n": 1}, (1,), (0,), replica_id=replica_id)
 
@@ -78,7 +78,7 @@ def test_a_tensor_of_another_shape_is_padded(where: str, told: Told) -> None:
 
 
 @follows("frontends/megatron/mapping.py:ShardedTensor._problem", "for an uneven cut give axis_fragmentations=None")
-def test_an_uneven_cut_has_no_fragmentations(told: Told) -> None:
+def test_an_uneven_cut_is_given_without_fragmentations(told: Told) -> None:
     def part(**more: Any) -> ShardedTensor:
         fields: dict[str, Any] = {"axis_fragmentations": (2,), "replica_id": 0} | more
         return ShardedTensor("w", torch.ones(3), torch.float32, (3,), (5,), (2,), **fields)
@@ -89,7 +89,7 @@ def test_an_uneven_cut_has_no_fragmentations(told: Told) -> None:
 
 
 @follows("frontends/megatron/mapping.py:ShardedTensor.local_coordinates", "and it has none; use global_slice()")
-def test_where_a_whole_part_is_says_its_slice(told: Told) -> None:
+def test_the_place_of_a_whole_part_is_given_by_its_slice(told: Told) -> None:
     with told.error(CheckpointingException) as advice:
         tensor().local_coordinates()
     assert getattr(tensor(), advice.says("global_slice()")[:-2])() == (slice(0, 4),)
@@ -111,7 +111,7 @@ def test_a_padded_axis_need_not_divide(told: Told) -> None:
     "frontends/megatron/mapping.py:ShardedTensor.from_rank_offsets", "for a flattened_range use from_rank_offsets_flat"
 )
 @follows("frontends/megatron/mapping.py:ShardedTensor.from_rank_offsets_flat", "or use from_rank_offsets")
-def test_flat_parts_and_others_are_made_by_a_function_each(told: Told) -> None:
+def test_flat_and_other_parts_have_their_own_constructors(told: Told) -> None:
     flat: Any = {"flattened_range": slice(0, 3)}
     with told.error(CheckpointingException) as advice:
         ShardedTensor.from_rank_offsets("w", torch.ones(3), **flat)
@@ -128,7 +128,7 @@ def test_flat_parts_and_others_are_made_by_a_function_each(told: Told) -> None:
 @follows(
     "frontends/megatron/place.py:_text", "give STORE#RUN@STEP, as ckpts#sft@100, or casckpt.at(store, run=, step=)"
 )
-def test_a_place_is_a_reference_or_made_by_at(store_path: Path, told: Told) -> None:
+def test_a_place_is_a_reference_or_built_with_at(store_path: Path, told: Told) -> None:
     wrong: list[Any] = ["iter_0000001", 5]
     for step, place in enumerate(wrong):
         with told.error(CheckpointingException) as advice:
@@ -158,7 +158,7 @@ def test_a_strategy_is_for_the_functions_of_megatron(where: str, store_path: Pat
 
 
 @follows("frontends/megatron/reading.py:load_content_metadata", "give a checkpoint_dir, or a preloaded_state_dict")
-def test_content_metadata_are_of_a_checkpoint_or_of_what_was_loaded(where: str, told: Told) -> None:
+def test_content_metadata_belong_to_a_checkpoint_or_a_loaded_state(where: str, told: Told) -> None:
     save({"w": tensor()}, where, content_metadata={"n": 1})
     with told.error(ValueError) as advice:
         megatron.load_content_metadata()
@@ -170,7 +170,7 @@ def test_content_metadata_are_of_a_checkpoint_or_of_what_was_loaded(where: str, 
 
 @follows("frontends/megatron/strictness.py:check_unexpected", "strict='log_unexpected' leaves them out")
 @follows("frontends/megatron/strictness.py:check_missing", "strict='raise_unexpected' leaves them unread")
-def test_keys_of_one_side_alone_are_left(where: str, told: Told) -> None:
+def test_keys_of_one_side_are_left(where: str, told: Told) -> None:
     save({"w": tensor(), "v": tensor("v")}, where)
     wanted = {"w": tensor(value=0), "x": tensor("x", value=0)}
     with told.error(CheckpointingException) as advice:
@@ -197,7 +197,7 @@ def test_a_state_dict_of_parameters_has_them(told: Told) -> None:
 
 
 @follows("frontends/megatron/optimizer.py:make_sharded_optimizer_tensor", "such as 'step', belongs into exclude_keys")
-def test_state_of_another_shape_is_left_out_of_what_is_sharded(store_path: Path, told: Told) -> None:
+def test_state_of_another_shape_is_excluded_from_sharding(store_path: Path, told: Told) -> None:
     model, optim = trained()
     numbers = get_param_id_to_sharded_param_map(sharded(model), model.parameters())
     with told.error(CheckpointingException) as advice:
@@ -216,7 +216,7 @@ def test_state_of_another_shape_is_left_out_of_what_is_sharded(store_path: Path,
     "frontends/megatron/common.py:read", "pass allow_pickle=True if you trust whoever wrote it. Classes of Megatron"
 )
 @follows("frontends/megatron/strategies.py:CasSaveShardedStrategy._warn_of_classes", "allow_pickle=True for the rest")
-def test_classes_in_the_common_part_are_loaded_with_leave_or_by_megatron(
+def test_classes_in_the_common_part_are_loaded_with_allow_pickle_or_by_megatron(
     store_path: Path, tmp_path: Path, told: Told
 ) -> None:
     core()
@@ -256,7 +256,7 @@ def test_the_step_of_a_folder_without_a_number_is_given(store_path: Path, tmp_pa
 
 
 @follows("frontends/megatron/training_loop.py:install", "call undo() of what install() gave you")
-def test_megatron_is_let_go_before_it_saves_elsewhere(store_path: Path, told: Told) -> None:
+def test_the_patch_of_megatron_is_undone_before_other_saves(store_path: Path, told: Told) -> None:
     core()
     installed = megatron.install(store_path, run="a")
     with told.error(Conflict) as advice:

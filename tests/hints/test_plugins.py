@@ -46,7 +46,7 @@ CHECKPOINT: dict[str, Any] = {
 @follows(
     "frontends/lightning/files.py:RunFiles.saved", "casckpt.frontends.lightning.restore_checkpoint(store, id, path)"
 )
-def test_a_file_that_names_a_checkpoint_is_made_one_as_it_says(store: Store, tmp_path: Path, told: Told) -> None:
+def test_a_pointer_file_is_restored_with_its_command(store: Store, tmp_path: Path, told: Told) -> None:
     CasCheckpointIO(store, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt")
     (named,) = json.loads((tmp_path / "x.ckpt").read_text()).values()
     assert told.text(named["as_a_file"]).says("restore_checkpoint(store, id, path)")
@@ -56,7 +56,7 @@ def test_a_file_that_names_a_checkpoint_is_made_one_as_it_says(store: Store, tmp
 
 
 @follows("frontends/lightning/io.py:CasCheckpointIO.save_checkpoint", "go to casckpt.open; leave them out here")
-def test_options_of_a_storage_are_given_where_it_is_opened(store_path: Path, tmp_path: Path, told: Told) -> None:
+def test_storage_options_are_given_when_a_store_is_opened(store_path: Path, tmp_path: Path, told: Told) -> None:
     options: dict[str, Any] = {}
     with told.error(InvalidInput) as advice:
         CasCheckpointIO(store_path, run="sft").save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt", options)
@@ -82,7 +82,7 @@ class Begins(LightningModule):
 
 
 @follows("frontends/lightning/io.py:CasCheckpointIO.save_checkpoint", "CasCheckpointCheck(), ...]) raises this before")
-def test_a_callback_raises_before_the_first_batch_what_a_save_would(store: Store, tmp_path: Path, told: Told) -> None:
+def test_a_callback_raises_errors_of_a_save_before_the_first_batch(store: Store, tmp_path: Path, told: Told) -> None:
     def fit(*callbacks: Callback) -> tuple[int, InvalidInput]:
         trainer = Trainer(
             plugins=[CasCheckpointIO(store, run="sft")], callbacks=[*callbacks], accelerator="cpu", max_epochs=1,
@@ -119,7 +119,7 @@ def test_the_strategy_takes_a_store_with_its_options(store_path: Path, tmp_path:
     "frontends/stores.py:check_foreign", "Import it, and sign that; or load it with a store that was opened without"
 )
 @pytest.mark.parametrize("way", ["sign", "without"])
-def test_a_file_of_nobody_is_imported_and_signed(tmp_path: Path, told: Told, run: Run, way: str) -> None:
+def test_an_unsigned_file_is_imported_and_signed(tmp_path: Path, told: Told, run: Run, way: str) -> None:
     path, where, alice = tmp_path / "x.ckpt", tmp_path / "store", pair(tmp_path / "keys")
     torch.save(CHECKPOINT, path)
     trusting = CasCheckpointIO(casckpt.open(where, require_signature=alice.public), run="sft")
@@ -140,7 +140,7 @@ def test_a_file_of_nobody_is_imported_and_signed(tmp_path: Path, told: Told, run
 
 
 @follows("frontends/accelerate.py:AcceleratorCheckpointer.__init__", "save by accelerator.save_state")
-def test_models_of_others_are_saved_by_accelerate(store: Store, tmp_path: Path, told: Told) -> None:
+def test_models_not_prepared_by_accelerate_are_saved_by_accelerate(store: Store, tmp_path: Path, told: Told) -> None:
     pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
@@ -164,7 +164,7 @@ def test_models_of_others_are_saved_by_accelerate(store: Store, tmp_path: Path, 
 
 
 @follows("frontends/torchtitan.py:CasCheckpointManager._ref", "has no step …; `casckpt list` shows what there is")
-def test_a_step_that_a_run_has_is_found_in_the_list(store: Store, told: Told, run: Run) -> None:
+def test_an_existing_step_is_found_in_the_list(store: Store, told: Told, run: Run) -> None:
     pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
     from casckpt.frontends.torchtitan import CasCheckpointManager
 
@@ -203,7 +203,7 @@ def test_folders_of_a_hub_go_through_commands(store: Store, tmp_path: Path, told
 
 
 @follows("frontends/torchtitan.py:", "Under torchtitan, rename is for initial_load_ref")
-def test_a_model_that_was_renamed_goes_on_as_another_run(store: Store, told: Told) -> None:
+def test_a_renamed_model_continues_as_another_run(store: Store, told: Told) -> None:
     pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
     from casckpt.frontends.torchtitan import CasCheckpointManager
 
@@ -237,7 +237,7 @@ def test_a_model_that_was_renamed_goes_on_as_another_run(store: Store, told: Tol
 
 
 @follows("frontends/transformers.py:", "save by casckpt.frontends.trainer.Checkpointer in a loop of your own")
-def test_a_loop_of_ones_own_saves_what_a_trainer_cannot(store: Store, told: Told) -> None:
+def test_a_custom_loop_saves_states_that_a_trainer_cannot(store: Store, told: Told) -> None:
     callback = CasCheckpointCallback(store, run="sft")
     with told.error(Unsupported) as advice:
         callback.on_train_begin(SimpleNamespace(fsdp=True), None, None)

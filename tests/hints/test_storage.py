@@ -29,7 +29,7 @@ ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS
 
 
 @follows("storage/failures.py:", "`casckpt gc` frees some, once it has a few KiB for its records")
-def test_a_gc_makes_room_on_a_full_disk(
+def test_a_gc_frees_space_on_a_full_disk(
     saved: casckpt.Store, store_path: Path, told: Told, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved.save({"w": torch.ones(5)}, run="a", step=2)
@@ -54,7 +54,7 @@ def broken(_: int) -> None:
 
 
 @follows("storage/failures.py:", "look at the kernel log, then run `casckpt verify`")
-def test_after_an_error_of_the_disk_the_store_is_verified(
+def test_a_store_is_verified_after_a_disk_error(
     saved: casckpt.Store, store_path: Path, told: Told, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -65,7 +65,7 @@ def test_after_an_error_of_the_disk_the_store_is_verified(
 
 
 @follows("storage/local/store.py:stale_listings", "Mount it with noac (or actimeo=0)")
-def test_a_mount_with_the_option_that_is_named_is_not_stale(tmp_path: Path, told: Told) -> None:
+def test_a_mount_with_the_suggested_option_is_not_stale(tmp_path: Path, told: Told) -> None:
     for option in ("noac", "actimeo=0"):
         table = tmp_path / "mounts"
         table.write_text(f"server:/x {tmp_path} nfs4 rw 0 0\n")
@@ -101,7 +101,7 @@ def make_public(client: Any, bucket: str) -> None:
 @pytest.mark.usefixtures("no_credentials")
 @follows("storage/remote/s3/errors.py:explain", "no credentials were found: …, or anon=True for a public bucket")
 @follows("storage/remote/s3/errors.py:", "give other ones with storage_options (--storage-option) or in the usual AWS")
-def test_credentials_are_given_in_three_ways_or_none_are_asked_for(
+def test_credentials_are_given_in_three_ways_or_access_is_anonymous(
     moto_server: Server, told: Told, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = bucket_of(moto_server, key=None, secret=None)
@@ -137,7 +137,7 @@ def test_the_region_of_a_bucket_is_given(moto_server: Server, told: Told) -> Non
 
 @pytest.mark.usefixtures("no_credentials")
 @follows("storage/remote/s3/errors.py:", "is its certificate known (client_kwargs={'verify': 'ca.pem'})?")
-def test_a_certificate_is_made_known(moto_server: Server, tmp_path: Path, told: Told) -> None:
+def test_a_certificate_is_trusted_by_an_option(moto_server: Server, tmp_path: Path, told: Told) -> None:
     certificate = make_certificate(tmp_path)
     with Proxy(moto_server.endpoint, certificate) as proxy:
         where = RemoteLocation("s3", "bucket/store", {**moto_server.options, "endpoint_url": proxy.endpoint})
@@ -163,7 +163,7 @@ def test_a_server_without_conditional_puts_is_for_a_single_writer(rclone_server:
 
 
 @follows("storage/remote/patience.py:Call.why", "no call waits for more than … s in all (… in storage_options)")
-def test_a_call_waits_as_long_as_the_option_says(told: Told) -> None:
+def test_a_call_waits_for_the_time_of_the_option(told: Told) -> None:
     advice = told.text(Call(Patience()).why)
     patience, rest = Patience.of({advice.says("call_timeout"): 500})
     assert (Call(patience).left, rest) == (500, {})
@@ -171,7 +171,7 @@ def test_a_call_waits_as_long_as_the_option_says(told: Told) -> None:
 
 
 @follows("storage/remote/urls.py:open_remote", "a …:// URL holds no credentials here: give them with storage_options")
-def test_credentials_are_no_part_of_a_url(moto_server: Server, told: Told) -> None:
+def test_credentials_are_given_outside_the_url(moto_server: Server, told: Told) -> None:
     bucket, options = moto_server.new_bucket(), moto_server.options
     with told.error(InvalidInput) as advice:
         casckpt.open(f"s3://{options['key']}:{options['secret']}@{bucket}/store")
@@ -180,7 +180,7 @@ def test_credentials_are_no_part_of_a_url(moto_server: Server, told: Told) -> No
 
 
 @follows("storage/remote/files.py:RemoteFiles.check_free", "give another URL, or --force to write over it")
-def test_an_export_to_a_url_that_is_taken(saved: casckpt.Store, store_path: Path, told: Told, run: Run) -> None:
+def test_an_export_overwrites_a_url_with_force(saved: casckpt.Store, store_path: Path, told: Told, run: Run) -> None:
     where = "memory://of-hints/model.safetensors"
     saved.export("a@1", where)
     advice = told.text(run("export", store_path, "a@1", where, status=5).output)

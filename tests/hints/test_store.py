@@ -1,4 +1,4 @@
-"""Advice about stores: what lies in them, and by which name."""
+"""Advice about stores: their content and its names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Store = casckpt.Store
 
 
 @follows("store/store.py:Store.__init__", "a store is opened with casckpt.open")
-def test_a_store_is_opened(store_path: Path, told: Told) -> None:
+def test_a_store_is_opened_with_open(store_path: Path, told: Told) -> None:
     with told.error((InvalidInput, TypeError)) as advice:
         Store(str(store_path))  # type: ignore[arg-type]
     assert advice.says(f"casckpt.open({str(store_path)!r})")
@@ -57,7 +57,7 @@ def test_a_mirror_is_given_when_a_store_is_opened(saved: Store, store_path: Path
 
 
 @follows("repository/repository.py:Repository._read_marker", "the first save or `casckpt init` makes one")
-def test_a_store_that_is_not_there_is_made(store_path: Path, tmp_path: Path, told: Told, run: Run) -> None:
+def test_a_missing_store_is_created(store_path: Path, tmp_path: Path, told: Told, run: Run) -> None:
     with told.error(NotFound) as advice:
         casckpt.open(store_path).checkpoints()
     run(*advice.command("init"), store_path)
@@ -67,7 +67,7 @@ def test_a_store_that_is_not_there_is_made(store_path: Path, tmp_path: Path, tol
 
 
 @follows("repository/repository.py:Repository.change_settings", "see `casckpt settings --help`")
-def test_a_setting_has_a_name_that_the_help_tells(saved: Store, told: Told, run: Run) -> None:
+def test_the_help_lists_names_of_settings(saved: Store, told: Told, run: Run) -> None:
     with told.error(InvalidInput) as advice:
         saved.repository.change_settings(least_age=3)
     assert "min_age" in run(*advice.command("settings")).output
@@ -76,7 +76,7 @@ def test_a_setting_has_a_name_that_the_help_tells(saved: Store, told: Told, run:
 
 
 @follows("repository/exclusive.py:require_exclusive", "Use another storage, or say with single_writer")
-def test_a_storage_that_replaces_is_for_a_single_writer(tmp_path: Path, told: Told) -> None:
+def test_a_storage_that_replaces_objects_is_used_by_a_single_writer(tmp_path: Path, told: Told) -> None:
     storage = Ignoring()
     with told.error(Unsupported) as advice:
         Store(Repository(storage, tmp_path / "cache")).save({"x": 1}, run="a", step=1)
@@ -92,7 +92,7 @@ def test_a_storage_that_replaces_is_for_a_single_writer(tmp_path: Path, told: To
 
 
 @follows("contents/refs.py:_at_step", "was purged: it is gone for good; see `casckpt list`")
-def test_instead_of_a_purged_step_another_is_found_in_the_list(
+def test_another_step_than_a_purged_one_is_found_in_the_list(
     saved: Store, purged: casckpt.Checkpoint, told: Told, run: Run
 ) -> None:
     with told.error(Gone) as advice:
@@ -102,7 +102,7 @@ def test_instead_of_a_purged_step_another_is_found_in_the_list(
 
 
 @follows("store/store.py:Store.tag", "the name of a tag comes first, then the checkpoint: tag(…, …)")
-def test_a_tag_is_set_by_the_call_that_is_shown(saved: Store, told: Told) -> None:
+def test_a_tag_is_set_with_the_suggested_call(saved: Store, told: Told) -> None:
     with told.error(InvalidInput) as advice:
         saved.tag("a@1", "best")
     eval(advice.says("tag('best', 'a@1')"), {"tag": saved.tag})  # as a reader would write it
@@ -110,7 +110,7 @@ def test_a_tag_is_set_by_the_call_that_is_shown(saved: Store, told: Told) -> Non
 
 
 @follows("store/store.py:Store.restore", "restore_many takes ranges")
-def test_a_range_is_restored_by_the_method_for_many(saved: Store, told: Told) -> None:
+def test_a_range_is_restored_with_restore_many(saved: Store, told: Told) -> None:
     saved.save({"x": 2}, run="a", step=2)
     saved.forget("a@1..2")
     with told.error(InvalidInput) as advice:
@@ -120,7 +120,7 @@ def test_a_range_is_restored_by_the_method_for_many(saved: Store, told: Told) ->
 
 
 @follows("contents/refs.py:_at_step", "`casckpt restore STORE …` makes it visible again")
-def test_a_forgotten_step_is_restored_by_the_command_that_is_shown(
+def test_a_forgotten_step_is_restored_with_the_suggested_command(
     saved: Store, store_path: Path, told: Told, run: Run
 ) -> None:
     saved.save({"x": 2}, run="a", step=2)
@@ -142,7 +142,7 @@ def test_a_forgotten_checkpoint_with_a_tag_is_restored(saved: Store, store_path:
 
 
 @follows("history/leases.py:_not_visible", "`casckpt restore STORE …` makes it visible again")
-def test_a_forgotten_checkpoint_is_held_after_it_is_restored(
+def test_a_forgotten_checkpoint_can_be_leased_after_restore(
     saved: Store, store_path: Path, told: Told, run: Run
 ) -> None:
     forgotten = saved.get("a@1")
@@ -169,7 +169,7 @@ def test_a_run_whose_checkpoints_were_forgotten_is_listed_and_restored(
 
 
 @follows("contents/refs.py:_by_id", "see `casckpt list --all`")
-def test_an_id_that_is_not_there_is_looked_up(saved: Store, store_path: Path, told: Told, run: Run) -> None:
+def test_a_missing_id_is_found_in_the_list(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     with told.error(NotFound) as advice:
         saved.get("f" * 64 if not saved.get("a@1").id.startswith("f") else "0" * 64)
     output = run(*advice.command("list"), store_path).output
@@ -188,7 +188,7 @@ def purged(saved: Store) -> casckpt.Checkpoint:
 
 
 @follows("contents/refs.py:_by_id", "was purged: it is gone for good; see `casckpt list`")
-def test_instead_of_a_purged_id_another_is_found_in_the_list(
+def test_another_id_than_a_purged_one_is_found_in_the_list(
     saved: Store, purged: casckpt.Checkpoint, told: Told, run: Run
 ) -> None:
     with told.error(Gone) as advice:
@@ -198,7 +198,7 @@ def test_instead_of_a_purged_id_another_is_found_in_the_list(
 
 
 @follows("contents/refs.py:_as_it_is", "was purged: it is gone for good; see `casckpt list`")
-def test_instead_of_a_purged_checkpoint_another_is_found_in_the_list(
+def test_another_checkpoint_than_a_purged_one_is_found_in_the_list(
     saved: Store, purged: casckpt.Checkpoint, told: Told, run: Run
 ) -> None:
     with told.error(Gone) as advice:
@@ -226,7 +226,7 @@ def test_a_commit_record_that_cannot_be_read_is_named_by_verify(
 
 
 @follows("history/tags.py:no_tag", "there are none; `casckpt tag STORE NAME REF` makes one")
-def test_a_tag_that_is_not_there_is_made(saved: Store, store_path: Path, told: Told, run: Run) -> None:
+def test_a_missing_tag_is_set(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     with told.error(NotFound) as advice:
         saved.get("tag:best")
     run(*advice.command("tag", STORE=store_path, NAME="best", REF="a@1"))
@@ -252,7 +252,9 @@ def test_a_damaged_tag_is_set_again_or_deleted(saved: Store, store_path: Path, t
 
 
 @follows("store/reading.py:resolve_held", "if you cannot write there, load without lease=True")
-def test_what_cannot_be_held_is_loaded_without(tmp_path: Path, told: Told, weights: dict[str, torch.Tensor]) -> None:
+def test_a_checkpoint_without_a_lease_is_loaded_without_hold(
+    tmp_path: Path, told: Told, weights: dict[str, torch.Tensor]
+) -> None:
     faulty = FaultyStore(LocalStore(tmp_path / "store"))
     store = Store(Repository(faulty, tmp_path / "cache"))
     store.save(weights, run="a", step=1)
@@ -269,7 +271,7 @@ def test_what_cannot_be_held_is_loaded_without(tmp_path: Path, told: Told, weigh
 
 
 @follows("contents/manifests.py:_naming", "Put it back with `casckpt repair`, or give it up with `casckpt forget`")
-def test_a_lost_manifest_is_repaired_or_given_up(
+def test_a_lost_manifest_is_repaired_or_its_checkpoint_purged(
     saved: Store, tmp_path: Path, told: Told, run: Run, weights: dict[str, torch.Tensor]
 ) -> None:
     store_path = tmp_path / "store"
@@ -289,7 +291,7 @@ def test_a_lost_manifest_is_repaired_or_given_up(
 
 
 @follows("contents/prefetching.py:pre_download", "Run `casckpt verify`, then `casckpt repair`, on the store")
-def test_a_damaged_blob_that_is_fetched_is_repaired(tmp_path: Path, told: Told, run: Run) -> None:
+def test_a_damaged_blob_found_by_prefetch_is_repaired(tmp_path: Path, told: Told, run: Run) -> None:
     store_path, state = tmp_path / "store", {"w": torch.arange(40.0)}
     casckpt.open(store_path).save(state, run="a", step=1)
     shutil.copytree(store_path, tmp_path / "copy")
@@ -325,7 +327,7 @@ def test_a_checkpoint_without_a_signature_is_signed(
 
 
 @follows("repository/blob_cache.py:BlobCache.fill", "give it more (cache_bytes), or use a larger disk (cache_dir)")
-def test_a_cache_that_may_hold_too_little_is_given_more(tmp_path: Path, told: Told) -> None:
+def test_a_small_cache_is_given_more_space(tmp_path: Path, told: Told) -> None:
     storage = far()
     store = Store(Repository(storage, tmp_path / "one"))
     store.save({"w": torch.arange(2000.0)}, run="a", step=1)
@@ -337,7 +339,7 @@ def test_a_cache_that_may_hold_too_little_is_given_more(tmp_path: Path, told: To
 
 
 @follows("repository/blob_cache.py:BlobCache.fill", "or give another cache_dir")
-def test_instead_of_a_cache_that_cannot_be_written_another_is_used(tmp_path: Path, told: Told) -> None:
+def test_another_cache_folder_replaces_an_unwritable_one(tmp_path: Path, told: Told) -> None:
     storage = far()
     Store(Repository(storage, tmp_path / "one")).save({"w": torch.arange(2000.0)}, run="a", step=1)
     (tmp_path / "file").write_text("no folder")
@@ -349,9 +351,7 @@ def test_instead_of_a_cache_that_cannot_be_written_another_is_used(tmp_path: Pat
 
 @follows("repository/catalogue.py:Catalogue._turn_off", "`casckpt reindex` makes a new one, --cache-dir names another")
 @pytest.mark.parametrize("way", ["reindex", "--cache-dir"])
-def test_a_catalogue_that_cannot_be_used_is_made_anew(
-    tmp_path: Path, store_path: Path, told: Told, run: Run, way: str
-) -> None:
+def test_an_unusable_catalogue_is_rebuilt(tmp_path: Path, store_path: Path, told: Told, run: Run, way: str) -> None:
     cache = tmp_path / "cache"
     store = casckpt.open(store_path, cache_dir=cache)
     store.save({"x": 1}, run="a", step=1)
@@ -370,7 +370,7 @@ def test_a_catalogue_that_cannot_be_used_is_made_anew(
 
 
 @follows("contents/manifests.py:reindex", "make room there, or name another --cache-dir")
-def test_a_catalogue_is_made_where_it_can_be_written(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
+def test_a_catalogue_is_created_in_a_writable_folder(saved: Store, tmp_path: Path, told: Told, run: Run) -> None:
     folder = Repository(saved.repository.storage, tmp_path / "full").catalogue.path.parent
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.write_text("no folder")

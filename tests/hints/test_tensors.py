@@ -44,7 +44,7 @@ def described(tensor: torch.Tensor, at: int) -> torch.Tensor:
 
 
 @follows("tensors/dtensors.py:described_shards", "Correct its …, or save its parts as casckpt.Shard")
-def test_a_tensor_that_describes_itself_wrongly_is_corrected_or_saved_in_parts(store: Store, told: Told) -> None:
+def test_a_tensor_with_a_wrong_description_is_corrected_or_saved_in_parts(store: Store, told: Told) -> None:
     with told.error(InvalidInput) as advice:
         store.save({"w": described(torch.ones(2), at=2)}, run="a", step=1)
     advice.says("Correct its __create_chunk_list__")
@@ -56,7 +56,7 @@ def test_a_tensor_that_describes_itself_wrongly_is_corrected_or_saved_in_parts(s
 
 
 @follows("tensors/foreign.py:parts_of", "call its mark_as_sharded() first")
-def test_a_sharded_flat_tensor_is_marked(store: Store, told: Told) -> None:
+def test_a_sharded_flat_tensor_is_wrapped(store: Store, told: Told) -> None:
     tensor: Any = flat(torch.ones(3), (3,), (0, 3), known=False)
 
     def mark_as_sharded() -> None:  # as that of OLMo-core, which is not among the packages of the tests
@@ -71,7 +71,7 @@ def test_a_sharded_flat_tensor_is_marked(store: Store, told: Told) -> None:
 
 
 @follows("tensors/objects.py:_not_allowed", "pass allow_pickle=True if you trust whoever wrote it")
-def test_an_object_that_is_a_pickle_is_loaded_with_leave(store: Store, told: Told) -> None:
+def test_a_pickled_object_is_loaded_with_allow_pickle(store: Store, told: Told) -> None:
     store.save({"kind": Kind.ONE}, run="a", step=1, allow_pickle=True)
     with told.error(InvalidInput) as advice:
         store.read("a@1")
@@ -79,7 +79,7 @@ def test_an_object_that_is_a_pickle_is_loaded_with_leave(store: Store, told: Tol
 
 
 @follows("tensors/plain_torch.py:", "store its get_state()")
-def test_of_a_generator_its_state_is_stored(store: Store, told: Told) -> None:
+def test_the_state_of_a_generator_is_stored(store: Store, told: Told) -> None:
     generator = torch.Generator().manual_seed(3)
     with told.error(InvalidInput) as advice:
         store.save({"rng": deque([generator])}, run="a", step=1)
@@ -108,7 +108,7 @@ def test_a_meta_tensor_is_materialised(store: Store, told: Told) -> None:
 @follows(
     "tensors/shards.py:_problem", "store these in its place. If an optimizer keeps it, save without that (optim=None)"
 )
-def test_of_a_tensor_of_tensors_these_are_stored(store: Store, told: Told) -> None:
+def test_the_inner_tensors_of_a_composite_tensor_are_stored(store: Store, told: Told) -> None:
     two = TwoTensor(torch.ones(2), torch.zeros(2))  # type: ignore[no-untyped-call]
     with told.error(InvalidInput) as advice:
         store.save({"w": two}, run="a", step=1)
@@ -126,7 +126,7 @@ def test_of_a_tensor_of_tensors_these_are_stored(store: Store, told: Told) -> No
 
 
 @follows("tensors/shards.py:_problem", "store its indices and values, or to_dense()")
-def test_of_a_sparse_tensor_its_parts_or_all_elements_are_stored(store: Store, told: Told) -> None:
+def test_the_parts_or_all_elements_of_a_sparse_tensor_are_stored(store: Store, told: Told) -> None:
     sparse = torch.eye(3).to_sparse()
     with told.error(InvalidInput) as advice:
         store.save({"w": sparse}, run="a", step=1)
@@ -141,7 +141,7 @@ def test_of_a_sparse_tensor_its_parts_or_all_elements_are_stored(store: Store, t
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @follows("tensors/shards.py:_problem", "store int_repr() with its scale and zero point")
-def test_of_a_quantized_tensor_its_numbers_are_stored(store: Store, told: Told) -> None:
+def test_the_integers_of_a_quantized_tensor_are_stored(store: Store, told: Told) -> None:
     quantized = torch.quantize_per_tensor(torch.arange(3.0), 0.5, 1, torch.quint8)
     with told.error(InvalidInput) as advice:
         store.save({"w": quantized}, run="a", step=1)
@@ -187,9 +187,7 @@ def function_of(module: str, name: str) -> Any:
 
 
 @follows("tensors/dtensors.py:_mesh_order", "call preprocess_state_dict_for_uneven_dtensor")
-def test_a_dtensor_of_megatron_fsdp_describes_itself_after_it_is_preprocessed(
-    ranks: Pool, store_path: Path, told: Told
-) -> None:
+def test_a_dtensor_of_megatron_fsdp_is_saved_after_preprocessing(ranks: Pool, store_path: Path, told: Told) -> None:
     for message in ranks.run(2, uneven, str(store_path)):
         told.text(message).says("on the state first")
     assert torch.equal(casckpt.open(store_path).read("a@1")["w"], WHOLE)

@@ -72,7 +72,7 @@ def weights(model: nn.Module) -> dict[str, Any]:
 
 
 @follows("frontends/training_state/groups.py:match", "or load the model alone (optim=None; from a dict")
-def test_of_two_parameters_of_one_name_each_has_its_own(trained: Store, model: Two, told: Told) -> None:
+def test_two_parameters_with_one_name_get_different_names(trained: Store, model: Two, told: Told) -> None:
     fresh = Two("a", "c")
     new = SGD(fresh.parameters())
     with told.error(InvalidInput) as advice:
@@ -91,9 +91,7 @@ def test_of_two_parameters_of_one_name_each_has_its_own(trained: Store, model: T
 
 
 @follows("frontends/training_state/groups.py:check", "Make the same optimizer as was saved, or load the model alone")
-def test_instead_of_another_optimizer_the_same_is_made_or_none_is_loaded(
-    trained: Store, model: Two, told: Told
-) -> None:
+def test_the_same_optimizer_is_created_or_none_is_loaded(trained: Store, model: Two, told: Told) -> None:
     fresh = Two()
     with told.error(Mismatch) as advice:
         load_model_and_optim_state(trained, "a@1", fresh, optim.Adadelta(fresh.parameters()))
@@ -110,7 +108,7 @@ def test_instead_of_another_optimizer_the_same_is_made_or_none_is_loaded(
 
 
 @follows("frontends/training_state/groups.py:_other_parameters", "Pass strict=False to load what both have")
-def test_what_both_optimizers_have_is_loaded(trained: Store, told: Told) -> None:
+def test_state_that_both_optimizers_have_is_loaded(trained: Store, told: Told) -> None:
     fresh = Two("a", "b", "c")
     new = SGD(fresh.parameters())
     with told.error(MissingKey) as advice:
@@ -138,7 +136,7 @@ def test_state_of_another_kind_is_not_loaded(store: Store, model: Two, told: Tol
 
 @follows("frontends/training_state/loading.py:TrainingStateLoad._leave", "or leave these as they are, with")
 @follows("frontends/training_state/model.py:_warn_once", "unless ignore_mismatched leaves their modules as they are")
-def test_keys_that_a_module_does_not_read_are_read_or_left(store: Store, told: Told) -> None:
+def test_keys_unread_by_a_module_are_handled_or_left(store: Store, told: Told) -> None:
     of_models._warn_once.cache_clear()
     model = nn.Sequential(nn.Linear(3, 3), Scaled(2.0))
     with told.log() as said:
@@ -156,7 +154,7 @@ def test_keys_that_a_module_does_not_read_are_read_or_left(store: Store, told: T
 
 
 @follows("frontends/training_state/loading.py:TrainingStateLoad.check_unused", "pass strict=False to leave them out")
-def test_weights_that_a_model_has_no_place_for_are_left_out(trained: Store, model: Two, told: Told) -> None:
+def test_weights_without_a_parameter_are_left_out(trained: Store, model: Two, told: Told) -> None:
     fresh = Two("a")
     with told.error(Mismatch) as advice:
         load_model_and_optim_state(trained, "a@1", fresh)
@@ -165,7 +163,7 @@ def test_weights_that_a_model_has_no_place_for_are_left_out(trained: Store, mode
 
 
 @follows("frontends/training_state/save_load.py:load_model_and_optim_state", 'pass unread="ignore"')
-def test_what_a_load_leaves_is_not_logged_where_that_is_meant(trained: Store, told: Told) -> None:
+def test_keys_left_by_a_load_are_not_logged_on_request(trained: Store, told: Told) -> None:
     trained.save({**trained.read("a@1"), "more": {"x": 1, "y": 2}}, run="leaving-more", step=1)
     fresh = Two()
     with told.log() as advice:
@@ -179,7 +177,7 @@ def test_what_a_load_leaves_is_not_logged_where_that_is_meant(trained: Store, to
 
 @follows("frontends/training_state/stored.py:StoredTraining.groups", "load the model alone (optim=None; from a dict")
 @follows("frontends/training_state/stored.py:StoredTraining.groups", "read it with store.read")
-def test_a_checkpoint_without_an_optimizer_by_name_gives_its_model(store: Store, model: Two, told: Told) -> None:
+def test_the_model_of_a_checkpoint_without_a_named_optimizer_loads(store: Store, model: Two, told: Told) -> None:
     trained = stepped(model)
     save_model_and_optim_state(store, model, run="a", step=1)
     save_model_and_optim_state(store, model, trained, run="a", step=2)
@@ -205,7 +203,7 @@ def test_a_checkpoint_without_an_optimizer_by_name_gives_its_model(store: Store,
 @follows(
     "store/objects.py:", "call optim.load_state_dict(state[%r]) after the load; or save the optimizer itself beside its"
 )
-def test_the_state_of_an_optimizer_is_handed_over_or_saved_with_it(store: Store, model: Two, told: Told) -> None:
+def test_optimizer_state_is_loaded_through_the_optimizer(store: Store, model: Two, told: Told) -> None:
     trained = stepped(model)
     store.save({"model": model.state_dict(), "adam": trained.state_dict()}, step=1)
     fresh = Two()
@@ -231,7 +229,7 @@ def test_the_state_of_an_optimizer_is_handed_over_or_saved_with_it(store: Store,
 @follows(
     "frontends/training_state/optimizer.py:named_groups", "give the list of these, or none (optim=None; of a Trainer"
 )
-def test_an_optimizer_is_that_of_the_model_or_none(store: Store, model: Two, told: Told) -> None:
+def test_the_optimizer_belongs_to_the_model_or_is_none(store: Store, model: Two, told: Told) -> None:
     with told.error(InvalidInput) as advice:
         save_model_and_optim_state(store, model, stepped(Two()), run="a", step=1)
     advice.says("give the model that the optimizer was made for")
@@ -248,7 +246,7 @@ def test_an_optimizer_is_that_of_the_model_or_none(store: Store, model: Two, tol
 @follows(
     "frontends/training_state/optimizer.py:unflatten_optimizer_state", "give all that flatten_optimizer_state gave"
 )
-def test_a_flat_state_is_given_whole(model: Two, told: Told) -> None:
+def test_a_flat_state_is_given_complete(model: Two, told: Told) -> None:
     trained = stepped(model)
     flat = casckpt.flatten_optimizer_state(model, trained)
     part = {key: value for key, value in flat.items() if "momentum" not in key}
@@ -261,7 +259,7 @@ def test_a_flat_state_is_given_whole(model: Two, told: Told) -> None:
 
 @follows("frontends/training_state/unshard.py:_model_of", "`casckpt show --tensors` lists its keys")
 @follows("frontends/training_state/unshard.py:_unmatched", "`casckpt show --tensors` lists its keys")
-def test_what_is_unsharded_is_named_by_the_list(trained: Store, model: Two, told: Told, run: Run) -> None:
+def test_keys_to_unshard_are_chosen_from_the_list(trained: Store, model: Two, told: Told, run: Run) -> None:
     trained.save({"net": model.state_dict()}, run="b", step=1)
     with told.error(MissingKey) as advice:
         casckpt.unshard_model_state(trained, "b@1")
@@ -311,7 +309,7 @@ def wrapped_otherwise(rank: int, size: int, path: str) -> list[str]:
 @follows("frontends/training_state/flat.py:_check", "wrap the model with use_orig_params=True")
 @follows("frontends/training_state/flat.py:_check", "save and load outside forward, backward and summon_full_params")
 @follows("frontends/training_state/flat.py:_check_order", "make it contiguous before it is wrapped")
-def test_a_model_is_wrapped_so_that_it_can_be_saved(ranks: Pool, store_path: Path, told: Told) -> None:
+def test_a_model_is_wrapped_in_a_supported_way(ranks: Pool, store_path: Path, told: Told) -> None:
     for messages in ranks.run(2, wrapped_otherwise, str(store_path)):
         for message in messages:
             told.text(message).says("FSDP")
@@ -394,9 +392,7 @@ def checkpointer(store: Store, **settings: Any) -> Checkpointer:
     "frontends/trainer/checkpointer.py:Checkpointer._after", "make the Checkpointer with gc=True, or run `casckpt gc"
 )
 @pytest.mark.parametrize("way", ["gc=True", "casckpt gc"])
-def test_space_of_checkpoints_that_are_not_kept_is_freed(
-    store: Store, store_path: Path, told: Told, run: Run, way: str
-) -> None:
+def test_gc_frees_space_of_rotated_checkpoints(store: Store, store_path: Path, told: Told, run: Run, way: str) -> None:
     store.create()
     store.change_settings(min_age=0, min_age_ephemeral=0)
 
@@ -420,7 +416,7 @@ def test_space_of_checkpoints_that_are_not_kept_is_freed(
     "frontends/trainer/checkpointer.py:Checkpointer._warn_of_unsaved", "give the Checkpointer last_step=%d, or the"
 )
 @pytest.mark.parametrize("way", ["last_step", "last"])
-def test_the_end_of_a_training_is_made_due(store: Store, model: Two, told: Told, way: str) -> None:
+def test_the_last_step_of_a_training_is_saved(store: Store, model: Two, told: Told, way: str) -> None:
     def train(run: str, last: dict[str, Any] | None = None, **settings: Any) -> None:
         with Checkpointer(store, run=run, save_interval=2, **settings) as made:
             for step in range(1, 6):
@@ -435,9 +431,7 @@ def test_the_end_of_a_training_is_made_due(store: Store, model: Two, told: Told,
 
 @follows("frontends/trainer/contents.py:", 'pass unread="ignore" (or load_optim_state=False, load_trainer_state=False)')
 @pytest.mark.parametrize("way", ["unread", "load_optim_state"])
-def test_what_a_training_leaves_is_not_logged_where_that_is_meant(
-    store: Store, model: Two, told: Told, way: str
-) -> None:
+def test_parts_left_by_a_resume_are_not_logged_on_request(store: Store, model: Two, told: Told, way: str) -> None:
     made = Checkpointer(store, run=(name := f"leaving-{way}"))
     made.save(1, model, stepped(model), TrainState(epoch=1))
     with told.log() as advice:
@@ -465,7 +459,7 @@ class Whole(nn.Module):
 
 
 @follows("frontends/trainer/contents.py:_contents", "give no optimizer beside it")
-def test_a_model_that_says_what_it_has_is_saved_alone(store: Store, told: Told) -> None:
+def test_a_train_module_is_saved_without_an_optimizer(store: Store, told: Told) -> None:
     whole: Any = Whole()
     with told.error(InvalidInput) as advice:
         checkpointer(store).save(1, whole, SGD(whole.parameters()))
@@ -477,7 +471,7 @@ def test_a_model_that_says_what_it_has_is_saved_alone(store: Store, told: Told) 
 @follows(
     "frontends/trainer/contents.py:Restoring.load.wanted_optimizers", "needs an optimizer to load into; give optim"
 )
-def test_the_state_of_an_optimizer_is_loaded_into_one(store: Store, model: Two, told: Told) -> None:
+def test_optimizer_state_is_loaded_into_an_optimizer(store: Store, model: Two, told: Told) -> None:
     made = checkpointer(store)
     made.save(1, model, stepped(model))
     with told.error(InvalidInput) as advice:
@@ -490,7 +484,7 @@ def test_the_state_of_an_optimizer_is_loaded_into_one(store: Store, model: Two, 
 
 @follows("frontends/trainer/contents.py:Restoring._check_there", '=None (to resume: missing="warn") to go on without')
 @pytest.mark.parametrize("way", ["load_optim_state", "missing", "another"])
-def test_a_training_goes_on_without_what_was_not_saved(store: Store, model: Two, told: Told, way: str) -> None:
+def test_a_training_resumes_without_unsaved_parts(store: Store, model: Two, told: Told, way: str) -> None:
     made = checkpointer(store)
     made.save(1, model, stepped(model))
     made.save(2, model)
@@ -529,7 +523,7 @@ def test_a_model_that_loads_by_itself_has_no_options_to_keep(store: Store, told:
 
 
 @follows("frontends/trainer/resumed.py:", 'but not passed to resume; if that is meant, pass unread="ignore"')
-def test_what_is_not_passed_to_a_resume_is_passed_or_meant(store: Store, model: Two, told: Told) -> None:
+def test_a_part_missing_from_a_resume_is_passed_or_left_on_purpose(store: Store, model: Two, told: Told) -> None:
     made = checkpointer(store)
     made.save(1, model, stepped(model))
     fresh = Two()
@@ -542,7 +536,7 @@ def test_what_is_not_passed_to_a_resume_is_passed_or_meant(store: Store, model: 
 
 
 @follows("frontends/trainer/resumed.py:", 'options="keep" keeps what is given')
-def test_a_rate_that_is_given_stays_with_keep(store: Store, model: Two, told: Told) -> None:
+def test_a_given_rate_stays_with_keep(store: Store, model: Two, told: Told) -> None:
     made = checkpointer(store)
     first = stepped(model)
     StepLR(first, 100)
@@ -560,7 +554,7 @@ def test_a_rate_that_is_given_stays_with_keep(store: Store, model: Two, told: To
 
 
 @follows("frontends/trainer/run_checkpoints.py:newest_healthy", "load one of them by its step")
-def test_where_all_are_unhealthy_one_is_loaded_by_its_step(store: Store, model: Two, told: Told) -> None:
+def test_an_unhealthy_checkpoint_is_loaded_by_its_step(store: Store, model: Two, told: Told) -> None:
     made = checkpointer(store)
     made.save(1, model, healthy=False)
     fresh = Two()
@@ -575,7 +569,7 @@ def test_where_all_are_unhealthy_one_is_loaded_by_its_step(store: Store, model: 
     "frontends/trainer/settings.py:TrainerSettings._check_risk", "give a save_interval or an ephemeral_save_interval"
 )
 @pytest.mark.parametrize("way", ["save_interval", "ephemeral_save_interval"])
-def test_what_may_be_lost_is_bounded_by_an_interval(told: Told, way: str) -> None:
+def test_an_interval_limits_the_steps_at_risk(told: Told, way: str) -> None:
     with told.error(InvalidInput) as advice:
         CheckpointerConfig(max_steps_at_risk=5, save_interval=None)
     interval: Any = {advice.says(way): 5}
@@ -583,7 +577,7 @@ def test_what_may_be_lost_is_bounded_by_an_interval(told: Told, way: str) -> Non
 
 
 @follows("frontends/trainer/throttle.py:Turn._wait", "give work_dir=, a folder on a local disk")
-def test_turns_are_taken_in_a_folder_that_can_be_locked(store: Store, tmp_path: Path, model: Two, told: Told) -> None:
+def test_throttling_uses_a_folder_that_supports_locks(store: Store, tmp_path: Path, model: Two, told: Told) -> None:
     (tmp_path / "file").touch()
     with told.error(StorageError) as advice:
         checkpointer(store, throttle=1, work_dir=tmp_path / "file").save(1, model)
@@ -593,7 +587,7 @@ def test_turns_are_taken_in_a_folder_that_can_be_locked(store: Store, tmp_path: 
 
 
 @follows("frontends/trainer/train_state.py:restore_rng", "give what rng_state made")
-def test_generators_are_restored_from_what_was_made(told: Told) -> None:
+def test_generators_are_restored_from_created_ones(told: Told) -> None:
     with told.error(MissingKey) as advice:
         restore_rng({"torch": torch.get_rng_state()})
     advice.says("rng_state")
@@ -604,7 +598,7 @@ def test_generators_are_restored_from_what_was_made(told: Told) -> None:
 
 
 @follows("frontends/trainer/train_state.py:TrainState._missing", "rng=False: without the random generators")
-def test_parts_that_were_not_saved_are_left_out(told: Told) -> None:
+def test_unsaved_parts_are_left_out(told: Told) -> None:
     with told.error(MissingKey) as advice:
         TrainState(epoch=0, place=1).load_state_dict({"epoch": 3})
     advice.says("leave that part out of the TrainState")

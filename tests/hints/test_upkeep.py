@@ -46,7 +46,7 @@ def spoil(path: Path) -> Callable[[], int]:
 
 @follows("upkeep/gc/candidates.py:commits_without_doubt", "or give the checkpoint up with `casckpt transactions STORE")
 @pytest.mark.parametrize("way", ["put back", "give up"])
-def test_a_gc_goes_on_after_a_record_is_put_back_or_given_up(
+def test_a_gc_runs_again_after_a_record_is_replaced_or_purged(
     trained: Store, store_path: Path, told: Told, run: Run, way: str
 ) -> None:
     put_back = spoil(min((store_path / "commits").iterdir()))
@@ -63,7 +63,7 @@ def test_a_gc_goes_on_after_a_record_is_put_back_or_given_up(
 
 @follows("upkeep/lost_records.py:", "Put commits/ back, from a copy of the store or by mounting it; or")
 @pytest.mark.parametrize("way", ["put back", "give up"])
-def test_a_gc_goes_on_after_lost_records_are_put_back_or_given_up(
+def test_a_gc_runs_again_after_lost_records_are_replaced_or_revoked(
     trained: Store, store_path: Path, told: Told, run: Run, way: str
 ) -> None:
     lost = min((store_path / "commits").iterdir())
@@ -81,7 +81,7 @@ def test_a_gc_goes_on_after_lost_records_are_put_back_or_given_up(
 
 
 @follows("upkeep/copies/copy.py:_unread", "Put it back from a copy of …: `casckpt verify` says more")
-def test_a_record_that_cannot_be_read_is_put_back_before_a_copy(
+def test_an_unreadable_record_is_replaced_before_a_copy(
     trained: Store, store_path: Path, tmp_path: Path, told: Told, run: Run
 ) -> None:
     record = min((store_path / "commits").iterdir())
@@ -96,7 +96,7 @@ def test_a_record_that_cannot_be_read_is_put_back_before_a_copy(
 
 @follows("upkeep/saves.py:give_up", "whose record cannot be read; `casckpt verify STORE` names them")
 @follows("upkeep/saves.py:give_up", "`casckpt forget` hides its checkpoint")
-def test_what_is_given_up_is_named_by_verify_and_what_can_be_read_is_forgotten(
+def test_verify_names_lost_checkpoints_and_readable_ones_are_forgotten(
     trained: Store, store_path: Path, told: Told, run: Run
 ) -> None:
     first = trained.get("a@1").commit.txid
@@ -164,7 +164,7 @@ def is_thinned(store: Store) -> bool:
 
 @follows("upkeep/thin.py:_check_untagged", "say --tagged (tagged=True), but wait for the end of one that expires")
 @pytest.mark.parametrize("way", ["tagged", "--tagged"])
-def test_a_tagged_checkpoint_is_thinned_where_that_is_meant(
+def test_a_tagged_checkpoint_is_thinned_on_request(
     trained: Store, store_path: Path, told: Told, run: Run, way: str
 ) -> None:
     trained.tag("best", "a@1")
@@ -178,7 +178,7 @@ def test_a_tagged_checkpoint_is_thinned_where_that_is_meant(
 
 
 @follows("upkeep/thin.py:_plan_one", "forget it instead (`casckpt forget`)")
-def test_instead_of_dropping_all_a_checkpoint_is_forgotten(
+def test_a_checkpoint_is_forgotten_instead_of_dropping_all_keys(
     trained: Store, store_path: Path, told: Told, run: Run
 ) -> None:
     with told.error(InvalidInput) as advice:
@@ -188,9 +188,7 @@ def test_instead_of_dropping_all_a_checkpoint_is_forgotten(
 
 
 @follows("upkeep/thin.py:check", "`casckpt show --tensors` lists keys")
-def test_a_pattern_to_drop_is_made_from_the_keys_that_are_listed(
-    trained: Store, store_path: Path, told: Told, run: Run
-) -> None:
+def test_a_pattern_to_drop_is_chosen_from_listed_keys(trained: Store, store_path: Path, told: Told, run: Run) -> None:
     with told.error(MissingKey) as advice:
         trained.thin("a@1", drop="optimizer.*")
     keys = run(*advice.command("show"), store_path, "a@1").output.split()
@@ -203,7 +201,7 @@ def test_a_pattern_to_drop_is_made_from_the_keys_that_are_listed(
 
 @follows("upkeep/gc/gc.py:_check_storage", "make sure that nobody saves, and say so with single_writer")
 @follows("upkeep/doctor.py:_creates", "only one writer at a time, with single_writer (--single-writer)")
-def test_a_gc_where_creates_replace_is_for_a_single_writer(tmp_path: Path, told: Told) -> None:
+def test_gc_on_a_replacing_storage_is_for_a_single_writer(tmp_path: Path, told: Told) -> None:
     storage = Ignoring()
     Store(Repository(storage, tmp_path / "cache", single_writer=True)).save({"x": 1}, run="a", step=1)
     findings = list(examine(Repository(storage, tmp_path / "other")))
@@ -235,7 +233,7 @@ def test_a_damaged_source_is_repaired_before_it_is_copied(
 
 
 @follows("upkeep/copies/replication.py:taken", "Forget it there first (`casckpt forget`), if it is not wanted")
-def test_what_is_in_the_way_of_a_copy_is_forgotten(
+def test_a_checkpoint_that_blocks_a_copy_is_forgotten(
     trained: Store, store_path: Path, tmp_path: Path, told: Told, run: Run
 ) -> None:
     other = casckpt.open(tmp_path / "other")
@@ -247,7 +245,7 @@ def test_what_is_in_the_way_of_a_copy_is_forgotten(
 
 
 @follows("upkeep/copies/mirror.py:Mirror.wait", "with the next `casckpt.open` of the store if this program ends before")
-def test_a_mirror_that_is_behind_goes_on_with_the_next_program(
+def test_a_late_mirror_continues_with_the_next_program(
     store_path: Path, tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mirror, may_end, attempt = tmp_path / "mirror", threading.Event(), Mirror._attempt
@@ -287,9 +285,7 @@ def mirrored(store_path: Path, tmp_path: Path) -> Path:
     "upkeep/copies/mirror_notes.py:mirror_to_wait_for", "or save with the mirror again (casckpt.open with mirror=URL)"
 )
 @pytest.mark.parametrize("way", ["put back", "mirror="])
-def test_settings_that_are_lost_are_put_back_or_made_again(
-    mirrored: Path, store_path: Path, told: Told, way: str
-) -> None:
+def test_lost_settings_are_replaced_or_set_again(mirrored: Path, store_path: Path, told: Told, way: str) -> None:
     settings = store_path / "settings"
     settings.rename(store_path.with_name("settings"))
     with told.error(Damaged) as advice:
@@ -305,7 +301,7 @@ def test_settings_that_are_lost_are_put_back_or_made_again(
 
 @follows("upkeep/gc/purge.py:unless_mirror_is_gone", "mount its disk, or put it back; `casckpt copy` fills a new one")
 @pytest.mark.parametrize("way", ["put back", "copy", "unset"])
-def test_a_mirror_that_is_gone_is_put_back_or_filled_or_given_up(
+def test_a_lost_mirror_is_restored_filled_or_unset(
     mirrored: Path, store_path: Path, told: Told, run: Run, way: str
 ) -> None:
     mirrored.rename(mirrored.with_name("elsewhere"))
@@ -324,7 +320,7 @@ def test_a_mirror_that_is_gone_is_put_back_or_filled_or_given_up(
 
 @follows("upkeep/repair/verify.py:_check_arguments", "give mode='full', or leave out decode")
 @follows("upkeep/repair/verify.py:_check_arguments", "give 'full' or 'exists', and a fraction from 0 to 1")
-def test_what_verify_can_be_asked_for(trained: Store, told: Told) -> None:
+def test_contradictory_options_of_verify_are_changed(trained: Store, told: Told) -> None:
     with told.error(InvalidInput) as advice:
         trained.verify(mode="exists", decode=True)
     assert not trained.verify(decode=True, **advice.argument("mode")).is_damaged

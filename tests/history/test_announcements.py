@@ -1,4 +1,4 @@
-"""Announcements: before a record is there its run tells of it, at dense numbers, and nobody misses what was told."""
+"""Announcements: a run announces each record before it exists, with dense numbers, and followers miss none."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_revoking_is_not_announced(tmp_path: Path) -> None:
     assert runs(repo) == []
 
 
-def test_runs_are_told_apart(tmp_path: Path) -> None:
+def test_announcements_of_runs_are_separate(tmp_path: Path) -> None:
     repo, _ = faulty(tmp_path)
     for run in ("a", "b", "a"):
         commit_bare(repo, run)
@@ -83,14 +83,14 @@ def test_a_number_without_an_answer_is_not_skipped(tmp_path: Path) -> None:
     assert [number for number, _ in told(repo)] == [0, 1]
 
 
-def test_an_answer_that_got_lost_is_found_again(tmp_path: Path) -> None:
+def test_a_put_with_a_lost_answer_is_found_again(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     storage.inject(fail_after("put", key="runs/*"))
     commit_bare(repo)
     assert [number for number, _ in told(repo)] == [0]
 
 
-def test_a_late_put_and_a_second_attempt_have_a_number_each(tmp_path: Path) -> None:
+def test_a_late_put_and_its_second_attempt_have_different_numbers(tmp_path: Path) -> None:
     """The put that had no answer arrives when its writer has read that the number is free."""
     repo, storage = faulty(tmp_path)
     other = repository(tmp_path / "other", storage.inner, seed=2)
@@ -120,7 +120,7 @@ def look_at(repo: Repository, run: str = RUN) -> RunCache:
     return read_back(repo, run)
 
 
-def test_several_that_announce_the_same_need_one(tmp_path: Path) -> None:
+def test_several_processes_share_one_announcement_of_a_record(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     other = repository(tmp_path / "other", storage.inner, seed=2)
     record = committed(repo)
@@ -133,7 +133,7 @@ def test_several_that_announce_the_same_need_one(tmp_path: Path) -> None:
     assert look_at(repo).announced == {record.txid: 0}
 
 
-def test_who_finds_a_number_of_a_log_taken_announces_the_next(tmp_path: Path) -> None:
+def test_a_process_that_finds_a_log_number_taken_announces_the_next(tmp_path: Path) -> None:
     """Where a gc has taken it, for one that it believed dead."""
     repo, storage = faulty(tmp_path)
     one = commit_bare(repo)
@@ -147,7 +147,7 @@ def test_who_finds_a_number_of_a_log_taken_announces_the_next(tmp_path: Path) ->
     assert commits.list_commits(repo).commits[one.txid] == now
 
 
-def test_a_kept_number_says_nothing(tmp_path: Path) -> None:
+def test_a_kept_number_announces_nothing(tmp_path: Path) -> None:
     repo, _ = faulty(tmp_path)
     one = commit_bare(repo)
     assert commits.keep(repo, one.txid, 1)
@@ -159,7 +159,7 @@ def test_a_kept_number_says_nothing(tmp_path: Path) -> None:
     assert (gone.last, gone.number) == ("purged", 3)
 
 
-def test_what_was_noted_in_part_is_read_again(tmp_path: Path) -> None:
+def test_partly_cached_announcements_are_read_again(tmp_path: Path) -> None:
     """A fork, or an interrupt, may come in the middle of it."""
     repo, _ = faulty(tmp_path)
     one = commit_bare(repo)
@@ -178,14 +178,14 @@ def test_what_was_noted_in_part_is_read_again(tmp_path: Path) -> None:
     assert len(told(repo)) == 2
 
 
-def test_threads_that_ask_for_a_run_at_once_get_the_same(tmp_path: Path) -> None:
+def test_threads_that_read_a_run_at_once_get_the_same(tmp_path: Path) -> None:
     repo, _ = faulty(tmp_path)
     for run in range(200):
         with ThreadPoolExecutor(4) as pool:
             assert len({id(one) for one in pool.map(lambda _, run=run: repo.runs[str(run)], range(4))}) == 1
 
 
-def test_many_are_announced_at_once(tmp_path: Path) -> None:
+def test_many_records_share_an_announcement(tmp_path: Path) -> None:
     repo, _ = faulty(tmp_path)
     txids = [repo.new_txid("run", step) for step in range(2500)]
     announce(repo, [(txid, 0) for txid in txids])
@@ -198,7 +198,7 @@ def asked(storage: FaultyStore, call: Callable[[], object]) -> list[tuple[str, s
     return [(one.method, one.key) for one in storage.calls[before:]]
 
 
-def test_who_knows_a_run_asks_for_what_comes_next(tmp_path: Path) -> None:
+def test_a_reader_of_a_known_run_requests_only_the_next_numbers(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     for step in range(3):
         commit_bare(repo, step=step)
@@ -211,7 +211,7 @@ def test_who_knows_a_run_asks_for_what_comes_next(tmp_path: Path) -> None:
     assert len(look_at(repo).announced) == 5
 
 
-def test_who_knows_nothing_lists_two_folders(tmp_path: Path) -> None:
+def test_a_reader_of_an_unknown_run_lists_two_folders(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     for step in range(3):
         commit_bare(repo, step=step)
@@ -222,7 +222,7 @@ def test_who_knows_nothing_lists_two_folders(tmp_path: Path) -> None:
     assert look(host, RUN).head == 2
 
 
-def test_the_head_is_found_in_the_first_folder_that_holds_any(tmp_path: Path) -> None:
+def test_the_head_is_in_the_first_nonempty_folder(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     for number in (0, 999, 1000, 1001):
         fill(repo, RUN, number)
@@ -230,7 +230,7 @@ def test_the_head_is_found_in_the_first_folder_that_holds_any(tmp_path: Path) ->
     assert look(repository(tmp_path / "new", storage, seed=2), RUN).head == 1001
 
 
-def test_what_a_host_has_read_no_process_of_it_reads_again(tmp_path: Path) -> None:
+def test_processes_of_a_host_share_read_announcements(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     for step in range(20):
         commit_bare(repo, step=step)
@@ -243,7 +243,7 @@ def test_what_a_host_has_read_no_process_of_it_reads_again(tmp_path: Path) -> No
     assert len(look_at(again).announced) == 20
 
 
-def test_who_was_announced_and_is_not_there_yet_is_not_forgotten(tmp_path: Path) -> None:
+def test_announced_records_that_do_not_exist_yet_are_read_later(tmp_path: Path) -> None:
     """Neither by a process, nor over its end."""
     from casckpt.history.following import is_visible, newest
 
@@ -263,7 +263,7 @@ def test_who_was_announced_and_is_not_there_yet_is_not_forgotten(tmp_path: Path)
         assert found.txid == late.txid
 
 
-def test_a_store_that_was_put_back_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_restored_backup_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """So no number is put behind a hole."""
     repo, storage = faulty(tmp_path)
     for step in range(3):
@@ -277,7 +277,7 @@ def test_a_store_that_was_put_back_is_read_again(tmp_path: Path, caplog: pytest.
     assert [number for number, _ in told(repo)] == [0, 1]
 
 
-def test_a_store_that_was_put_back_and_changed_is_read_again(tmp_path: Path) -> None:
+def test_a_restored_and_changed_backup_is_read_again(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     one = commit_bare(repo)
     other = repository(tmp_path / "other", storage.inner, seed=2)
@@ -287,7 +287,7 @@ def test_a_store_that_was_put_back_and_changed_is_read_again(tmp_path: Path) -> 
     assert look_at(repo).announced == {two.txid: 0}
 
 
-def test_what_cannot_be_read_counts_as_taken(tmp_path: Path) -> None:
+def test_an_unreadable_announcement_takes_its_number(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     one = commit_bare(repo)
     storage.inner.put(announcement_key(RUN, 1), b"torn")

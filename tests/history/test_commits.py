@@ -1,4 +1,4 @@
-"""Commits: what a log means, who wins a race, and what damage does."""
+"""Commits: the meaning of a log, competing changes, and damage."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_commit_is_listed_as_it_was_written(repo: Repository) -> None:
     assert str(found) == f"sft/a@12 ({record.manifest[:12]})"
 
 
-def test_the_life_of_a_commit(repo: Repository) -> None:
+def test_a_commit_goes_through_its_states(repo: Repository) -> None:
     first = commit_bare(repo)
     forgotten = forget(repo, first)
     assert (forgotten.live, forgotten.visible, forgotten.number) == (True, False, 1)
@@ -67,7 +67,7 @@ def test_the_life_of_a_commit(repo: Repository) -> None:
     assert list_commits(repo).live() == []
 
 
-def test_what_holds_already_is_returned_unchanged(repo: Repository) -> None:
+def test_a_change_to_the_current_state_returns_the_commit_unchanged(repo: Repository) -> None:
     first = commit_bare(repo)
     assert restore(repo, first) == first
     forgotten = forget(repo, first)
@@ -77,19 +77,19 @@ def test_what_holds_already_is_returned_unchanged(repo: Repository) -> None:
     assert len(list(repo.storage.list("commits/"))) == 3
 
 
-def test_what_was_purged_stays_so(repo: Repository) -> None:
+def test_a_purged_commit_stays_purged(repo: Repository) -> None:
     purged = purge(repo, forget(repo, commit_bare(repo)))
     for change in (forget, restore):
         with pytest.raises(Conflict, match="gone for good"):
             change(repo, purged)
 
 
-def test_only_what_is_forgotten_can_be_purged(repo: Repository) -> None:
+def test_only_forgotten_commits_can_be_purged(repo: Repository) -> None:
     with pytest.raises(Conflict, match="forget it first"):
         purge(repo, commit_bare(repo))
 
 
-def test_forgetting_by_an_old_commit_of_a_restored_checkpoint_works(repo: Repository) -> None:
+def test_forget_by_an_old_handle_of_a_restored_commit_works(repo: Repository) -> None:
     old = forget(repo, commit_bare(repo))
     restore(repo, old)
     assert forget(repo, old).number == 3
@@ -103,7 +103,7 @@ def test_an_old_listing_never_overrules_a_later_change(repo: Repository) -> None
         forget(repo, old)
 
 
-def test_a_purge_by_an_old_listing_fails_whatever_the_clocks_are(tmp_path: Path) -> None:
+def test_a_purge_by_an_old_listing_fails_for_any_clocks(tmp_path: Path) -> None:
     """Restored, tagged and forgotten again in one tick: it is not the `forgotten` that the gc read."""
     repo = repository(tmp_path, clock=Ticks(step=0))
     old = forget(repo, commit_bare(repo))
@@ -115,7 +115,7 @@ def test_a_purge_by_an_old_listing_fails_whatever_the_clocks_are(tmp_path: Path)
     assert purge(repo, now).number == 5
 
 
-def test_an_old_commit_that_is_in_the_wanted_state_is_returned(repo: Repository) -> None:
+def test_an_old_handle_in_the_wanted_state_is_returned(repo: Repository) -> None:
     old = commit_bare(repo)
     now = forget(repo, old)
     assert forget(repo, old) == now
@@ -131,7 +131,7 @@ def test_a_visible_twin_prevents_a_restore(repo: Repository) -> None:
     assert restore(repo, one).visible
 
 
-def test_of_twins_the_later_one_answers(repo: Repository) -> None:
+def test_the_later_of_two_twins_answers(repo: Repository) -> None:
     twins = [commit_bare(repo, "a", 1) for _ in range(3)]
     other = commit_bare(repo, "a", 2)
     found = list_commits(repo)
@@ -141,7 +141,7 @@ def test_of_twins_the_later_one_answers(repo: Repository) -> None:
     assert [c.txid for c in list_commits(repo).superseded()] == [twins[0].txid]
 
 
-def test_the_newest_live_one_of_a_run_may_be_forgotten_but_not_purged(repo: Repository) -> None:
+def test_the_newest_live_commit_of_a_run_may_be_forgotten_but_not_purged(repo: Repository) -> None:
     one, two, three = (commit_bare(repo, "a", step) for step in (3, 2, 1))
     commit_bare(repo, "b", 9)
     forget(repo, two)
@@ -168,13 +168,13 @@ def test_a_commit_of_a_revoked_transaction_is_refused(repo: Repository) -> None:
         forget(repo, found.commits[record.txid])
 
 
-def test_a_commit_is_not_revoked_any_more(repo: Repository) -> None:
+def test_a_commit_cannot_be_revoked(repo: Repository) -> None:
     first = commit_bare(repo)
     assert not revoke(repo, first.txid, "late")
     assert states(repo) == {first.txid: "committed"}
 
 
-def test_a_commit_made_twice_is_one(repo: Repository) -> None:
+def test_committing_twice_makes_one_commit(repo: Repository) -> None:
     record = committed(repo)
     commit(repo, record)
     commit(repo, record)
@@ -182,14 +182,14 @@ def test_a_commit_made_twice_is_one(repo: Repository) -> None:
         commit(repo, committed(repo, txid=record.txid))
 
 
-def test_a_commit_whose_answer_got_lost_succeeds(tmp_path: Path) -> None:
+def test_a_commit_with_a_lost_answer_succeeds(tmp_path: Path) -> None:
     repo = repository(tmp_path, FaultyStore(memory(), [fail_after("put", key="commits/*")]))
     assert states(repo) == {}
     first = commit_bare(repo)
     assert states(repo) == {first.txid: "committed"}
 
 
-def test_a_commit_that_failed_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_commit_leaves_nothing(tmp_path: Path) -> None:
     repo = repository(tmp_path, FaultyStore(memory(), [fail_before("put", key="commits/*")]))
     with pytest.raises(StorageError):
         commit_bare(repo)
@@ -197,7 +197,7 @@ def test_a_commit_that_failed_leaves_nothing(tmp_path: Path) -> None:
     assert list_names(repo) == set()
 
 
-def test_commit_and_revoke_race_for_one_name(tmp_path: Path) -> None:
+def test_commit_and_revoke_compete_for_a_key(tmp_path: Path) -> None:
     storage = memory()
     gc = repository(tmp_path, storage)
     repo = repository(tmp_path, FaultyStore(storage), seed=2)
@@ -229,7 +229,7 @@ def at_once(storage: ObjectStore, tmp_path: Path, actions: Sequence[Callable[[Re
 
 
 @pytest.mark.parametrize("where", ["memory", "folder"])
-def test_of_eight_appends_at_once_one_wins(tmp_path: Path, where: str) -> None:
+def test_one_of_eight_simultaneous_appends_wins(tmp_path: Path, where: str) -> None:
     storage: ObjectStore = memory() if where == "memory" else LocalStore(tmp_path / "store")
     repo = repository(tmp_path, storage)
     forgotten = forget(repo, commit_bare(repo))
@@ -244,7 +244,7 @@ def test_of_eight_appends_at_once_one_wins(tmp_path: Path, where: str) -> None:
             assert isinstance(result, Conflict)
 
 
-def test_of_eight_commits_of_one_transaction_one_wins(tmp_path: Path) -> None:
+def test_one_of_eight_simultaneous_commits_wins(tmp_path: Path) -> None:
     storage = memory()
     repo = repository(tmp_path, storage)
     mine = [committed(repo) for _ in range(8)]
@@ -305,7 +305,7 @@ def test_a_cached_record_that_is_not_listed_any_more_is_ignored(repo: Repository
     assert list_commits(repo).commits.keys() == {kept.txid}
 
 
-def test_a_store_that_was_put_back_and_went_another_way_is_read_anew(repo: Repository) -> None:
+def test_a_restored_backup_with_other_records_is_read_again(repo: Repository) -> None:
     purged = purge(repo, forget(repo, commit_bare(repo)))
     assert not list_commits(repo).commits[purged.txid].live
     repo.storage.delete(commit_key(purged.txid, 2))  # as a backup from before the purge, restored on another host
@@ -313,7 +313,7 @@ def test_a_store_that_was_put_back_and_went_another_way_is_read_anew(repo: Repos
     assert list_commits(repo).commits[purged.txid].visible
 
 
-def test_a_remote_storage_is_read_by_several_threads(tmp_path: Path) -> None:
+def test_several_threads_read_a_remote_storage(tmp_path: Path) -> None:
     class Remote(MemoryStore):
         traits = Traits(remote=True, read_gap=0, parallel=4, exclusive=True)
 

@@ -1,4 +1,4 @@
-"""Following runs shows what a listing of commits/ shows, whatever order things are announced and happen in."""
+"""Following runs shows the same as a listing of commits/, for any order of announcements and events."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check(repo: Repository, run: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(CHANGES), max_size=25), st.integers(0, 1 << 30))
-def test_what_is_followed_is_what_is_listed(changes: list[str], seed: int) -> None:
+def test_following_shows_the_same_as_a_listing(changes: list[str], seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         hosts = Hosts(Path(folder), MemoryStore(f"following-{seed}-{folder}"), random.Random(seed))
         for change in changes:
@@ -70,7 +70,7 @@ def test_what_is_followed_is_what_is_listed(changes: list[str], seed: int) -> No
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_a_look_misses_nothing_that_was_there_when_it_began(tmp_path: Path, seed: int, is_new: bool) -> None:
+def test_a_look_shows_everything_from_before_its_start(tmp_path: Path, seed: int, is_new: bool) -> None:
     missed = 0
     for round_ in range(60):
         draw = random.Random(seed + round_)
@@ -101,7 +101,7 @@ def requests(storage: FaultyStore) -> list[str]:
 
 
 @pytest.mark.parametrize("length", [3, 1100])
-def test_a_first_look_costs_a_handful(tmp_path: Path, length: int) -> None:
+def test_a_first_look_needs_few_requests(tmp_path: Path, length: int) -> None:
     """However long the run is, and whatever others did since."""
     storage = FaultyStore(memory())
     repo = repository(tmp_path / "writer", storage)
@@ -123,7 +123,7 @@ def test_a_first_look_costs_a_handful(tmp_path: Path, length: int) -> None:
     ]
 
 
-def test_latest_asks_each_run_or_lists_where_there_are_many(tmp_path: Path) -> None:
+def test_latest_reads_each_run_or_lists_if_there_are_many(tmp_path: Path) -> None:
     storage = FaultyStore(memory())
     repo = repository(tmp_path, storage)
     last = [commit_bare(repo, f"run-{number}") for number in range(MANY_RUNS)][-1]
@@ -138,7 +138,7 @@ def test_latest_asks_each_run_or_lists_where_there_are_many(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("count", [2, MANY_RUNS + 1])
-def test_nothing_of_other_runs_is_reused_whose_state_is_in_doubt(tmp_path: Path, count: int) -> None:
+def test_nothing_is_reused_from_runs_in_doubt(tmp_path: Path, count: int) -> None:
     """It may be purged: the record that says so cannot be read."""
     storage = memory()
     repo = repository(tmp_path, storage)
@@ -151,7 +151,7 @@ def test_nothing_of_other_runs_is_reused_whose_state_is_in_doubt(tmp_path: Path,
     assert {commit.txid for commit in found} == {commit.txid for commit in others}
 
 
-def test_where_nothing_is_announced_all_is_listed(tmp_path: Path) -> None:
+def test_a_run_without_announcements_is_listed(tmp_path: Path) -> None:
     """And the error names what there is."""
     storage = memory()
     repo = repository(tmp_path, storage)
@@ -178,7 +178,7 @@ def test_a_save_that_was_announced_with_a_later_clock_hides_nothing(tmp_path: Pa
     assert newest(repository(tmp_path / "new", storage), "a", is_visible) == copied
 
 
-def test_what_cannot_be_read_is_looked_for_in_the_listing(tmp_path: Path) -> None:
+def test_unreadable_announcements_lead_to_a_listing(tmp_path: Path) -> None:
     storage = memory()
     repo = repository(tmp_path, storage)
     made = [finish(repo, saved(repo, "a", step)) for step in range(4)]
@@ -205,7 +205,7 @@ def test_an_unreadable_log_is_skipped_or_raised(tmp_path: Path) -> None:
         at_step(repo, known, "a", 1, is_visible)
 
 
-def test_what_has_ended_is_not_read_again(tmp_path: Path) -> None:
+def test_ended_transactions_are_not_read_again(tmp_path: Path) -> None:
     storage = FaultyStore(memory())
     repo = repository(tmp_path, storage)
     one = finish(repo, saved(repo, "a", 0))
@@ -218,7 +218,7 @@ def test_what_has_ended_is_not_read_again(tmp_path: Path) -> None:
     assert not [key for key in requests(storage) if any(commit.txid in key for commit in gone)]
 
 
-def test_a_damaged_head_is_no_reason_to_forget_all(tmp_path: Path) -> None:
+def test_a_damaged_head_does_not_drop_the_cache(tmp_path: Path) -> None:
     storage = memory()
     repo = repository(tmp_path, storage)
     made = [finish(repo, saved(repo, "a", step)) for step in range(2)]

@@ -1,4 +1,4 @@
-"""Tags that expire: granted only on what is visible once they are set, renewed in time or anew, and ended."""
+"""Expiring tags: granted only on checkpoints visible afterwards, renewed in time or granted anew, and ended."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def generations(repo: Repository, name: str) -> int:
     return len(list(repo.storage.list(f"tags/{name}/")))
 
 
-def test_a_tag_ends_by_itself(repo: Repository) -> None:
+def test_a_tag_expires(repo: Repository) -> None:
     commit = commit_bare(repo)
     tag, held = hold(repo, "eval", commit, HOUR)
     assert held == commit
@@ -51,7 +51,7 @@ def test_a_tag_ends_by_itself(repo: Repository) -> None:
     assert list_tags(repo, slack=FOREIGN_CLOCKS).tags == {}
 
 
-def test_what_has_ended_can_be_set_anew_moved_and_deleted(repo: Repository) -> None:
+def test_an_expired_tag_can_be_set_moved_and_deleted(repo: Repository) -> None:
     one, two = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     hold(repo, "eval", one, HOUR)
     advance(repo, 3 * HOUR)
@@ -84,7 +84,7 @@ def purges(repo: Repository, commit: Commit) -> Callable[[], object]:
 
 @pytest.mark.parametrize("ends", [forgets, purges])
 @pytest.mark.parametrize("had_one", [False, True])
-def test_what_goes_while_it_is_set_is_not_held(
+def test_a_tag_is_not_granted_if_its_checkpoint_goes_meanwhile(
     repo: Repository, faults: FaultyStore, ends: Callable[..., Callable[[], object]], had_one: bool
 ) -> None:
     """The look at the log comes after the put: before it, everything may have been well."""
@@ -97,7 +97,7 @@ def test_what_goes_while_it_is_set_is_not_held(
     assert {name: tag.txid for name, tag in tags(repo).items()} == ({"eval": other.txid} if had_one else {})
 
 
-def test_what_is_forgotten_is_not_held_and_not_restored(repo: Repository) -> None:
+def test_an_expiring_tag_is_not_granted_for_a_forgotten_checkpoint(repo: Repository) -> None:
     commit = forget(repo, commit_bare(repo))
     with pytest.raises(NotFound, match="casckpt restore"):
         hold(repo, "eval", commit, HOUR)
@@ -105,19 +105,21 @@ def test_what_is_forgotten_is_not_held_and_not_restored(repo: Repository) -> Non
     assert hold(repo, "eval", restore(repo, commit), HOUR)[1].visible
 
 
-def test_what_is_restored_while_it_is_set_is_held(repo: Repository, faults: FaultyStore) -> None:
+def test_an_expiring_tag_is_granted_if_its_checkpoint_is_restored_meanwhile(
+    repo: Repository, faults: FaultyStore
+) -> None:
     commit = commit_bare(repo)
     faults.inject(call_first("put", meanwhile(lambda: restore(repo, forget(repo, commit))), key="tags/*"))
     assert hold(repo, "eval", commit, HOUR)[1].visible
 
 
-def test_another_visible_commit_of_the_id_will_do(repo: Repository) -> None:
+def test_another_visible_commit_of_the_id_is_sufficient(repo: Repository) -> None:
     old = commit_bare(repo, "a", 1)
     again = commit_bare(repo, "a", 1, manifest=old.id)
     assert hold(repo, "eval", purge(repo, forget(repo, old)), HOUR)[1] == again
 
 
-def test_who_moves_the_tag_meanwhile_keeps_it(repo: Repository, faults: FaultyStore) -> None:
+def test_a_tag_moved_meanwhile_stays_moved(repo: Repository, faults: FaultyStore) -> None:
     commit, other = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     faults.inject(call_first("put", meanwhile(lambda: forget(repo, commit)), key="tags/*"))
     faults.inject(call_first("put", meanwhile(lambda: set_tag(repo, "eval", other)), key="tags/*/1"))
@@ -168,7 +170,7 @@ def test_a_lease_that_another_process_ended_or_moved_is_not_renewed(repo: Reposi
     assert generations(repo, "eval") == 2
 
 
-def test_a_renewal_whose_answer_got_lost_is_followed_by_the_next(repo: Repository, faults: FaultyStore) -> None:
+def test_a_renewal_with_a_lost_answer_is_followed_by_the_next(repo: Repository, faults: FaultyStore) -> None:
     tag, commit = hold(repo, "eval", commit_bare(repo), HOUR)
     faults.inject(fail_after("put", key="tags/eval/1"), fail_before("get", key="tags/eval/1", times=2))
     with pytest.raises(StorageError):
@@ -180,7 +182,7 @@ def test_a_renewal_whose_answer_got_lost_is_followed_by_the_next(repo: Repositor
 # leases
 
 
-def test_a_lease_has_a_name_of_its_own_and_ends_with_its_block(repo: Repository) -> None:
+def test_a_lease_has_a_unique_name_and_ends_with_its_block(repo: Repository) -> None:
     commit = commit_bare(repo)
     with Lease(repo, commit, HOUR) as one, Lease(repo, commit, HOUR) as other:
         assert one.commit == other.commit == commit
@@ -197,7 +199,7 @@ def names(repo: Repository) -> set[str]:
     return {entry.key.split("/")[1] for entry in repo.storage.list("tags/")}
 
 
-def test_one_lease_after_the_other_leaves_one_record_behind(repo: Repository) -> None:
+def test_successive_leases_leave_one_record(repo: Repository) -> None:
     commits = [commit_bare(repo, "a", step) for step in (1, 2)]
     for _ in range(5):
         for commit in commits:
@@ -212,7 +214,7 @@ def test_one_lease_after_the_other_leaves_one_record_behind(repo: Repository) ->
     assert len(list(repo.storage.list("tags/"))) == 2
 
 
-def test_what_another_process_has_ended_is_not_used_again(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_name_ended_by_another_process_is_not_reused(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = commit_bare(repo)
     with Lease(repo, commit, HOUR):
         pass
@@ -222,7 +224,7 @@ def test_what_another_process_has_ended_is_not_used_again(repo: Repository, monk
     assert len(names(repo)) == 2
 
 
-def test_what_was_not_ended_is_not_used_again(repo: Repository, faults: FaultyStore) -> None:
+def test_an_unended_lease_name_is_not_reused(repo: Repository, faults: FaultyStore) -> None:
     commit = commit_bare(repo)
     faults.inject(fail_before("put", key="tags/*/1"))
     with Lease(repo, commit, HOUR):
@@ -236,7 +238,7 @@ def test_what_was_not_ended_is_not_used_again(repo: Repository, faults: FaultySt
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_lease_name_that_another_process_has_used_since_is_not_used_again(repo: Repository, ended: bool) -> None:
+def test_a_lease_name_used_by_another_process_since_is_not_reused(repo: Repository, ended: bool) -> None:
     first, second = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     with Lease(repo, first, HOUR):
         (name,) = tags(repo)
@@ -248,7 +250,7 @@ def test_a_lease_name_that_another_process_has_used_since_is_not_used_again(repo
     assert list(tags(repo)) == ([] if ended else [name])
 
 
-def test_a_name_is_left_when_it_has_many_generations(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_name_with_many_generations_is_abandoned(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("casckpt.history.leases._GENERATIONS", 6)
     commit = commit_bare(repo)
     for count in range(1, 10):
@@ -258,7 +260,7 @@ def test_a_name_is_left_when_it_has_many_generations(repo: Repository, monkeypat
         assert max(generations(repo, name) for name in names(repo)) <= 8
 
 
-def test_a_lease_of_a_name_of_before_is_lost_to_nobody(repo: Repository) -> None:
+def test_an_ended_lease_does_not_renew_its_reused_name(repo: Repository) -> None:
     first, second = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     with Lease(repo, first, HOUR) as before:
         pass
@@ -268,13 +270,13 @@ def test_a_lease_of_a_name_of_before_is_lost_to_nobody(repo: Repository) -> None
         assert [tag.txid for tag in tags(repo).values()] == [second.txid]
 
 
-def test_a_lease_is_not_given_on_what_is_gone(repo: Repository) -> None:
+def test_a_lease_on_a_purged_checkpoint_is_refused(repo: Repository) -> None:
     with pytest.raises(NotFound):
         Lease(repo, forget(repo, commit_bare(repo)), HOUR)
     assert names(repo) == set()
 
 
-def test_a_lease_is_renewed_behind(repo: Repository, faults: FaultyStore) -> None:
+def test_a_lease_is_renewed_in_the_background(repo: Repository, faults: FaultyStore) -> None:
     renewed = threading.Event()
     faults.inject(call_first("put", meanwhile(renewed.set), key="tags/lease-*/3"))
     with Lease(repo, commit_bare(repo), 0.05):
@@ -304,7 +306,7 @@ def test_a_lost_lease_is_logged(repo: Repository, caplog: pytest.LogCaptureFixtu
     assert generations(repo, name) == 2, "it is not ended once more"
 
 
-def test_a_lease_that_cannot_be_ended_hides_no_error(
+def test_a_failed_end_of_a_lease_does_not_hide_an_error(
     repo: Repository, faults: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     commit = commit_bare(repo)

@@ -1,4 +1,4 @@
-"""Tags: generations, races, and that a tag never names what is gone."""
+"""Tags: generations, competing changes, and no tag on a purged checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def named(repo: Repository) -> dict[str, str]:
     return {name: tag.txid for name, tag in tags(repo).items()}
 
 
-def test_a_tag_moves_and_goes(repo: Repository) -> None:
+def test_a_tag_is_moved_and_deleted(repo: Repository) -> None:
     one, two = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     assert tags(repo) == {}
     first = set_tag(repo, "best", one)
@@ -61,7 +61,7 @@ def test_generations_are_compared_as_numbers(repo: Repository) -> None:
     assert named(repo) == {"best": commits[-1].txid}
 
 
-def test_names_that_begin_alike_are_apart(repo: Repository) -> None:
+def test_tags_with_a_common_prefix_are_separate(repo: Repository) -> None:
     commit = commit_bare(repo)
     set_tag(repo, "best-ever", commit)
     assert get_tag(repo, "best") is None
@@ -69,7 +69,7 @@ def test_names_that_begin_alike_are_apart(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "Best", "a/b", "../x", "a b", ".x", "a" * 101, "ä"])
-def test_bad_names_are_refused(repo: Repository, name: str) -> None:
+def test_invalid_tag_names_are_refused(repo: Repository, name: str) -> None:
     commit = commit_bare(repo)
     with pytest.raises(InvalidInput):
         set_tag(repo, name, commit)
@@ -80,7 +80,7 @@ def test_bad_names_are_refused(repo: Repository, name: str) -> None:
     assert list(repo.storage.list("tags/")) == []
 
 
-def test_deleting_no_tag_names_those_there_are(repo: Repository) -> None:
+def test_the_error_for_deleting_a_missing_tag_lists_tags(repo: Repository) -> None:
     with pytest.raises(NotFound, match="there are none"):
         delete_tag(repo, "best")
     set_tag(repo, "best", commit_bare(repo))
@@ -91,7 +91,7 @@ def test_deleting_no_tag_names_those_there_are(repo: Repository) -> None:
         delete_tag(repo, "best")
 
 
-def test_tagging_restores_what_is_forgotten(repo: Repository) -> None:
+def test_tagging_restores_a_forgotten_checkpoint(repo: Repository) -> None:
     forgotten = forget(repo, commit_bare(repo))
     set_tag(repo, "best", forgotten)
     assert list_commits(repo).commits[forgotten.txid].visible
@@ -105,7 +105,7 @@ def test_tagging_beside_a_visible_twin_is_a_conflict_and_writes_nothing(repo: Re
     assert tags(repo) == {}
 
 
-def test_tagging_what_was_purged_or_revoked_is_a_conflict(repo: Repository) -> None:
+def test_tagging_a_purged_or_revoked_checkpoint_is_a_conflict(repo: Repository) -> None:
     with pytest.raises(Conflict, match="purged"):
         set_tag(repo, "best", purge(repo, forget(repo, commit_bare(repo))))
     txid = repo.new_txid("a", 1)
@@ -115,7 +115,7 @@ def test_tagging_what_was_purged_or_revoked_is_a_conflict(repo: Repository) -> N
     assert tags(repo) == {}
 
 
-def test_what_is_forgotten_while_it_is_tagged_comes_back(repo: Repository, faults: FaultyStore) -> None:
+def test_a_checkpoint_forgotten_during_tagging_is_restored(repo: Repository, faults: FaultyStore) -> None:
     commit = commit_bare(repo)
     faults.inject(call_first("put", meanwhile(lambda: forget(repo, commit)), key="tags/*"))
     set_tag(repo, "best", commit)
@@ -130,7 +130,7 @@ TAKEN: dict[str, Callable[[Repository, Commit], object]] = {
 
 @pytest.mark.parametrize("had_one", [False, True])
 @pytest.mark.parametrize("why", TAKEN)
-def test_what_is_purged_or_overwritten_while_it_is_tagged_leaves_the_tag_as_it_was(
+def test_a_tag_is_undone_if_its_checkpoint_is_purged_or_overwritten_meanwhile(
     repo: Repository, faults: FaultyStore, why: str, had_one: bool
 ) -> None:
     commit, other = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
@@ -142,7 +142,7 @@ def test_what_is_purged_or_overwritten_while_it_is_tagged_leaves_the_tag_as_it_w
     assert named(repo) == ({"best": other.txid} if had_one else {})
 
 
-def test_a_tag_whose_answer_got_lost_is_set(repo: Repository, faults: FaultyStore) -> None:
+def test_a_tag_with_a_lost_answer_is_set(repo: Repository, faults: FaultyStore) -> None:
     commit = commit_bare(repo)
     faults.inject(fail_after("put", key="tags/*"))
     assert set_tag(repo, "best", commit).generation == 0
@@ -150,7 +150,7 @@ def test_a_tag_whose_answer_got_lost_is_set(repo: Repository, faults: FaultyStor
 
 
 @pytest.mark.parametrize("where", ["memory", "folder"])
-def test_of_eight_that_move_a_tag_at_once_one_wins(tmp_path: Path, where: str) -> None:
+def test_one_of_eight_simultaneous_moves_of_a_tag_wins(tmp_path: Path, where: str) -> None:
     storage = memory() if where == "memory" else LocalStore(tmp_path / "store")
     repo = repository(tmp_path, storage)
     set_tag(repo, "best", commit_bare(repo, "a", 99))
@@ -178,7 +178,7 @@ def test_of_eight_that_move_a_tag_at_once_one_wins(tmp_path: Path, where: str) -
     assert tags(repo)["best"].generation == 1
 
 
-def test_two_that_set_the_same_tag_at_the_same_instant_do_not_both_win(tmp_path: Path) -> None:
+def test_two_processes_that_set_a_tag_at_once_do_not_both_win(tmp_path: Path) -> None:
     storage = memory()
     commit = commit_bare(repository(tmp_path, storage))
     other = repository(tmp_path, storage, seed=2, clock=lambda: 5)
@@ -188,7 +188,7 @@ def test_two_that_set_the_same_tag_at_the_same_instant_do_not_both_win(tmp_path:
         set_tag(repo, "best", commit)
 
 
-def test_a_damaged_tag_spoils_no_listing_but_stops_who_must_know(repo: Repository) -> None:
+def test_a_damaged_tag_affects_no_listing_but_stops_gc(repo: Repository) -> None:
     commit = commit_bare(repo)
     set_tag(repo, "good", commit)
     set_tag(repo, "bad", commit)
@@ -234,7 +234,7 @@ def test_records_of_tags_are_read_once(tmp_path: Path, repo: Repository, faults:
 # by id
 
 
-def test_a_tag_names_the_id_whatever_commit_it_was_set_on(repo: Repository) -> None:
+def test_a_tag_names_the_id_of_any_of_its_commits(repo: Repository) -> None:
     old = commit_bare(repo, "a", 1)
     set_tag(repo, "best", old)
     (tag,) = tags(repo).values()
@@ -259,7 +259,7 @@ def cleaned(repo: Repository) -> set[str]:
     return keys(repo, "tags/")
 
 
-def test_generations_go_once_the_newest_is_over_and_that_stays(repo: Repository) -> None:
+def test_old_generations_are_deleted_once_the_newest_expired_and_that_stays(repo: Repository) -> None:
     commit = commit_bare(repo)
     for name in ("ends", "lasts", "deleted"):
         hold(repo, name, commit, 3600)
@@ -278,7 +278,7 @@ def test_generations_go_once_the_newest_is_over_and_that_stays(repo: Repository)
     assert set_tag(repo, "deleted", commit).generation == 3
 
 
-def test_a_number_is_never_used_twice_though_a_cleaner_slept(
+def test_a_number_is_never_reused_despite_a_delayed_cleanup(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
     """It has chosen what to delete, sleeps, and what was over is set anew and cleaned by another one."""
@@ -297,7 +297,7 @@ def test_a_number_is_never_used_twice_though_a_cleaner_slept(
     assert named(repo) == {"eval": commit.txid}
 
 
-def test_what_was_listed_and_is_gone_was_over(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_a_listed_tag_that_is_gone_had_ended(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     commit = commit_bare(repo)
     hold(repo, "eval", commit, 1)
     set_tag(repo, "best", commit)
@@ -307,7 +307,7 @@ def test_what_was_listed_and_is_gone_was_over(tmp_path: Path, repo: Repository, 
     assert named(fresh) == {"best": commit.txid}
 
 
-def test_what_is_listed_and_not_there_is_damage(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_a_listed_and_missing_newest_tag_is_damage(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     set_tag(repo, "best", commit_bare(repo))
     fresh = repository(tmp_path / "fresh", faults, seed=2)
     faults.inject(fail_before("get", key="tags/*", error=NotFound("a permission is missing")))
@@ -315,7 +315,7 @@ def test_what_is_listed_and_not_there_is_damage(tmp_path: Path, repo: Repository
         tags(fresh)
 
 
-def test_a_name_whose_newest_cannot_be_read_is_left_alone(repo: Repository) -> None:
+def test_a_tag_with_an_unreadable_newest_generation_is_not_cleaned_up(repo: Repository) -> None:
     commit = commit_bare(repo)
     hold(repo, "eval", commit, 1)
     hold(repo, "eval", commit, 1)

@@ -46,7 +46,7 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("casckpt-alive")]
 
 
-def test_where_no_thread_can_be_started_there_are_no_signs(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_signs_of_life_are_given_without_a_thread(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     """As while the interpreter ends, from Python 3.12 on."""
 
     def refuse(self: threading.Thread) -> None:
@@ -95,7 +95,7 @@ def test_begin_save_aborts_its_transaction_when_it_cannot_find_the_parent(
     assert len(list_names(repo)) == 2
 
 
-def test_what_has_begun_is_open_and_tells_who_runs_it(repo: Repository, transaction: Transaction) -> None:
+def test_a_begun_transaction_is_open_and_names_its_process(repo: Repository, transaction: Transaction) -> None:
     (found,) = open_transactions(repo, set())
     assert (found.txid, found.signs) == (transaction.txid, 0)
     assert found.began == transaction.began
@@ -104,7 +104,7 @@ def test_what_has_begun_is_open_and_tells_who_runs_it(repo: Repository, transact
     assert files(repo) == [transaction_key(transaction.txid)]
 
 
-def test_the_file_goes_after_the_record(repo: Repository, transaction: Transaction) -> None:
+def test_the_transaction_file_is_removed_after_the_record(repo: Repository, transaction: Transaction) -> None:
     with pytest.raises(Conflict, match="still open"):
         transaction.close()
     assert files(repo)
@@ -115,7 +115,7 @@ def test_the_file_goes_after_the_record(repo: Repository, transaction: Transacti
     assert threads() == []
 
 
-def test_an_abort_revokes(repo: Repository) -> None:
+def test_an_abort_revokes_the_transaction(repo: Repository) -> None:
     one = begin(repo, "a", 1, seconds=NEVER)
     assert one.abort("out of memory")
     first = list_commits(repo).commits[one.txid].first
@@ -124,14 +124,14 @@ def test_an_abort_revokes(repo: Repository) -> None:
     assert (files(repo), threads()) == ([], [])
 
 
-def test_an_abort_after_a_gc_was_faster_is_an_abort(repo: Repository) -> None:
+def test_an_abort_after_a_revocation_by_gc_succeeds(repo: Repository) -> None:
     one = begin(repo, "a", 1, seconds=NEVER)
     assert revoke(repo, one.txid, "no sign of life")
     assert one.abort("error")
     assert files(repo) == []
 
 
-def test_an_abort_of_what_was_committed_after_all_says_so(repo: Repository) -> None:
+def test_an_abort_of_a_committed_transaction_reports_the_commit(repo: Repository) -> None:
     one = begin(repo, "a", 1, seconds=NEVER)
     commit(repo, committed(repo, "a", 1, txid=one.txid))
     assert not one.abort("the answer got lost")
@@ -139,7 +139,7 @@ def test_an_abort_of_what_was_committed_after_all_says_so(repo: Repository) -> N
     assert files(repo) == []
 
 
-def test_an_abort_never_hides_the_error_before_it(
+def test_an_abort_never_hides_an_earlier_error(
     repo: Repository, faults: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = begin(repo, "a", 1, seconds=NEVER)
@@ -151,14 +151,14 @@ def test_an_abort_never_hides_the_error_before_it(
     assert threads() == []
 
 
-def test_a_begin_that_failed_leaves_no_thread(repo: Repository, faults: FaultyStore) -> None:
+def test_a_failed_begin_leaves_no_thread(repo: Repository, faults: FaultyStore) -> None:
     faults.inject(fail_before("put"))
     with pytest.raises(StorageError):
         begin(repo, "a", 1, seconds=0)
     assert (files(repo), threads()) == ([], [])
 
 
-def test_a_begin_whose_answer_got_lost_has_begun(repo: Repository, faults: FaultyStore) -> None:
+def test_a_begin_with_a_lost_answer_succeeds(repo: Repository, faults: FaultyStore) -> None:
     faults.inject(fail_after("put"))
     one = begin(repo, "a", 1, seconds=NEVER)
     assert files(repo) == [transaction_key(one.txid)]
@@ -197,7 +197,7 @@ def test_a_commit_without_an_answer_is_found_or_revoked(repo: Repository, faults
         assert files(repo) == []
 
 
-def test_files_that_may_not_be_deleted_are_left(repo: Repository, faults: FaultyStore) -> None:
+def test_files_without_the_right_to_delete_are_left(repo: Repository, faults: FaultyStore) -> None:
     one = begin(repo, "a", 1, seconds=NEVER)
     commit(repo, committed(repo, "a", 1, txid=one.txid))
     faults.inject(fail_before("delete", times=99))
@@ -248,7 +248,7 @@ def test_a_failed_sign_of_life_is_logged_and_the_next_one_follows(
     assert files(repo) == []
 
 
-def test_a_garbage_collected_transaction_gives_no_more_signs(repo: Repository) -> None:
+def test_a_garbage_collected_transaction_gives_no_signs_of_life(repo: Repository) -> None:
     begin(repo, "a", 1, seconds=NEVER)
     gc.collect()
     for thread in threading.enumerate():
@@ -258,7 +258,7 @@ def test_a_garbage_collected_transaction_gives_no_more_signs(repo: Repository) -
     assert len(open_transactions(repo, set())) == 1
 
 
-def test_a_forked_child_gives_no_signs(repo: Repository) -> None:
+def test_a_forked_child_gives_no_signs_of_life(repo: Repository) -> None:
     one = begin(repo, "a", 1, seconds=NEVER)
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
@@ -280,7 +280,7 @@ def test_a_forked_child_gives_no_signs(repo: Repository) -> None:
     one.close()
 
 
-def test_open_ones_are_those_without_a_record(repo: Repository) -> None:
+def test_transactions_without_a_record_are_open(repo: Repository) -> None:
     made = [begin(repo, "a", step, seconds=NEVER) for step in range(3)]
     revoke(repo, made[1].txid, "x")
     found = open_transactions(repo, list_names(repo))
@@ -292,7 +292,7 @@ def test_open_ones_are_those_without_a_record(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"{}\n", b"torn"])
-def test_an_unreadable_transaction_is_open_all_the_same(repo: Repository, data: bytes) -> None:
+def test_an_unreadable_transaction_is_open(repo: Repository, data: bytes) -> None:
     txid = repo.new_txid("a", 1)
     repo.storage.put(transaction_key(txid), data)
     repo.storage.put("transactions/README", b"x")
@@ -300,7 +300,7 @@ def test_an_unreadable_transaction_is_open_all_the_same(repo: Repository, data: 
     assert (found.txid, found.began, found.signs) == (txid, None, 0)
 
 
-def test_a_transaction_of_which_signs_alone_are_left_is_open(repo: Repository) -> None:
+def test_a_transaction_with_only_signs_of_life_is_open(repo: Repository) -> None:
     txid = repo.new_txid("a", 1)
     for number in (9, 10):
         repo.storage.put(transaction_key(txid, number), b"x")

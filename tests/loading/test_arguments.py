@@ -1,4 +1,4 @@
-"""Arguments of no use: an error that says what to give instead, before anything is read or changed."""
+"""Unusable arguments: an error with advice, before anything is read or changed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def saved() -> casckpt.Store:
         (lambda key: None, "gives None for 'w'"),
     ],
 )
-def test_rename(saved: casckpt.Store, rename: Any, names: str) -> None:
+def test_unusable_renames_are_refused(saved: casckpt.Store, rename: Any, names: str) -> None:
     target = torch.zeros(3)
     with pytest.raises(InvalidInput, match=names):
         saved.load({"w": target}, "default@1", rename=rename)
@@ -40,45 +40,45 @@ def test_rename(saved: casckpt.Store, rename: Any, names: str) -> None:
 
 
 @pytest.mark.parametrize("keys", [5, [5], [b"w"]])
-def test_patterns(saved: casckpt.Store, keys: Any) -> None:
+def test_unusable_patterns_are_refused(saved: casckpt.Store, keys: Any) -> None:
     with pytest.raises(InvalidInput, match="give a list of patterns"):
         saved.read("default@1", keys=keys)
 
 
 @pytest.mark.parametrize("frozen", ["w", 5, True, [5], b"w"])
-def test_frozen(saved: casckpt.Store, frozen: Any) -> None:
+def test_unusable_values_of_frozen_are_refused(saved: casckpt.Store, frozen: Any) -> None:
     with pytest.raises(InvalidInput, match="give a list of patterns, or a function"):
         saved.save({"w": torch.zeros(3)}, step=2, frozen=frozen)
 
 
 @pytest.mark.parametrize("device", ["nonsense", None])
-def test_devices_that_torch_does_not_know(saved: casckpt.Store, device: Any) -> None:
+def test_unknown_devices_are_refused(saved: casckpt.Store, device: Any) -> None:
     with pytest.raises(InvalidInput, match="is not usable; give one as"):
         saved.read("default@1", device=device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
-def test_a_device_that_is_not_there(saved: casckpt.Store) -> None:
+def test_an_unavailable_device_is_refused(saved: casckpt.Store) -> None:
     with pytest.raises(InvalidInput, match=r"'w' .* cannot be made on cuda"):
         saved.read("default@1", device="cuda")
 
 
 @pytest.mark.parametrize("ref", [5, None, b"latest", ("default", 1)])
-def test_what_is_no_reference(saved: casckpt.Store, ref: Any) -> None:
+def test_values_that_are_no_references_are_refused(saved: casckpt.Store, ref: Any) -> None:
     for call in (saved.get, saved.read, saved.forget, saved.verify, saved.restore, saved.__contains__):
         with pytest.raises(InvalidInput, match="is not a str"):
             call(ref)
 
 
 @pytest.mark.parametrize("given", [["a"], "a", [("a", b"")]])
-def test_attachments(saved: casckpt.Store, given: Any) -> None:
+def test_unusable_attachments_are_refused(saved: casckpt.Store, given: Any) -> None:
     with pytest.raises(InvalidInput, match="attachments is a"):
         saved.save({}, step=2, attachments=given)
 
 
 @pytest.mark.parametrize("duration", [-1, 7, "1", float("nan")])
 @pytest.mark.parametrize("name", ["wait", "revoke_after", "min_age", "keep_within"])
-def test_durations_of_a_gc(saved: casckpt.Store, name: str, duration: Any) -> None:
+def test_unusable_durations_of_a_gc_are_refused(saved: casckpt.Store, name: str, duration: Any) -> None:
     """A negative revoke_after would give up on every save in progress, and 7 may have been meant as days."""
     with pytest.raises(InvalidInput, match=f"{name.replace('_', '-')}: .* is not a duration with its unit"):
         saved.gc(keep_last=1, **{name: duration})
@@ -87,12 +87,12 @@ def test_durations_of_a_gc(saved: casckpt.Store, name: str, duration: Any) -> No
 
 
 @pytest.mark.parametrize("sample", ["1", None, 0, 1.5])
-def test_samples(saved: casckpt.Store, sample: Any) -> None:
+def test_unusable_samples_are_refused(saved: casckpt.Store, sample: Any) -> None:
     with pytest.raises(InvalidInput, match="a fraction"):
         saved.verify(sample=sample)
 
 
-def test_steps_of_numpy(saved: casckpt.Store) -> None:
+def test_steps_may_be_numpy_integers(saved: casckpt.Store) -> None:
     import numpy as np
 
     ckpt = saved.save({}, step=np.int64(7))  # type: ignore[arg-type]  # a training loop may well count so
@@ -115,13 +115,13 @@ def test_runs_are_named(saved: casckpt.Store) -> None:
     assert saved.runs() == ["default", "zoo"]
 
 
-def test_results_are_short_when_they_are_printed(saved: casckpt.Store) -> None:
+def test_results_have_a_short_repr(saved: casckpt.Store) -> None:
     saved.save({"w": torch.zeros(3)}, step=2)
     ckpt = saved.get("default@1")
     assert repr(saved.gc(keep_last=1).forgotten) == f"(<Commit default@1 ({ckpt.id[:12]}), forgotten>,)"
 
 
-def test_repair_from_a_path(tmp_path: Path) -> None:
+def test_repair_takes_bytes_from_a_path(tmp_path: Path) -> None:
     state = {"w": torch.arange(1000.0)}
     store, other = casckpt.open(tmp_path / "a"), casckpt.open(tmp_path / "b")
     for one in (store, other):
@@ -133,7 +133,7 @@ def test_repair_from_a_path(tmp_path: Path) -> None:
     assert not store.verify().is_damaged
 
 
-def test_loading_what_was_forgotten_warns(saved: casckpt.Store) -> None:
+def test_loading_a_forgotten_checkpoint_warns(saved: casckpt.Store) -> None:
     held = saved.get("default@1")
     id = held.id
     saved.read(id)
@@ -147,7 +147,7 @@ def test_loading_what_was_forgotten_warns(saved: casckpt.Store) -> None:
     saved.read(id)
 
 
-def test_what_was_purged_while_it_was_held_is_gone(saved: casckpt.Store) -> None:
+def test_a_purged_checkpoint_is_gone_for_its_handles(saved: casckpt.Store) -> None:
     ckpt = saved.get("default@1")
     saved.save({"w": torch.zeros(3)}, step=2)
     saved.forget(ckpt)
@@ -158,7 +158,7 @@ def test_what_was_purged_while_it_was_held_is_gone(saved: casckpt.Store) -> None
     assert ckpt not in saved
 
 
-def test_a_checkpoint_of_another_store(saved: casckpt.Store) -> None:
+def test_a_checkpoint_object_of_another_store_is_refused(saved: casckpt.Store) -> None:
     other = small(memory())
     other.save({"w": torch.zeros(3)}, step=5)
     (ckpt,) = other.checkpoints()

@@ -1,4 +1,4 @@
-"""A live state against a checkpoint: what differs is named, with its rank and place, under any topology."""
+"""A live state against a checkpoint: differences are named with rank and place, under any topology."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_one_flipped_bit_is_named(key: str, at: int, bit: int) -> None:
     assert len(one.where) == 1
 
 
-def test_diff_reports_other_dtypes_and_shapes_and_missing_tensors() -> None:
+def test_diff_reports_differing_dtypes_shapes_and_missing_tensors() -> None:
     store, mine = small(), state()
     store.save(mine, step=1)
     mine |= {"w": mine["w"].double(), "one": torch.tensor([1.5]), "new": torch.ones(2), "step": 8}
@@ -72,7 +72,7 @@ def test_diff_reports_other_dtypes_and_shapes_and_missing_tensors() -> None:
     assert store.compare({"one": torch.tensor(1.5)}, "default@1").is_same
 
 
-def test_bits_are_compared_and_not_numbers() -> None:
+def test_diff_compares_bits_instead_of_numbers() -> None:
     store, nan = small(), torch.full((2000,), float("nan"))
     mine = {"nan": nan, "zero": torch.zeros(2000), "c": torch.randn(1500, dtype=torch.complex64).conj()}
     store.save(mine, step=1)
@@ -166,7 +166,7 @@ def compare_apart(rank: int, size: int, path: Path) -> Comparison:
     return casckpt.open(path).compare(mine if rank < 2 else {}, "default@1")
 
 
-def test_each_rank_compares_what_it_has(ranks: Pool, tmp_path: Path) -> None:
+def test_each_rank_compares_its_own_part(ranks: Pool, tmp_path: Path) -> None:
     one = numbers("w", 70, 300)
     small_folder(tmp_path / "store").save({"w0": one, "w1": one + 1, "more": one}, step=1)
     for found in ranks.run(3, compare_apart, tmp_path / "store"):

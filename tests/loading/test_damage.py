@@ -1,4 +1,4 @@
-"""Loads of damaged, forgotten and purged checkpoints say what happened."""
+"""Loads of damaged, forgotten and purged checkpoints raise the right error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def store(faults: FaultyStore) -> Store:
     return made
 
 
-def test_a_blob_that_is_damaged_while_a_repair_moves_the_checkpoint(store: Store, faults: FaultyStore) -> None:
+def test_a_load_follows_a_repair_of_a_damaged_blob(store: Store, faults: FaultyStore) -> None:
     def change() -> None:
         repo = elsewhere(store)
         commit = store.get("default@1").commit
@@ -49,7 +49,7 @@ def test_a_blob_that_is_damaged_while_a_repair_moves_the_checkpoint(store: Store
     assert same_state(store.read("default@1"), state())
 
 
-def test_what_was_forgotten_and_purged_is_said_to_be_gone(store: Store, faults: FaultyStore) -> None:
+def test_a_load_of_a_purged_checkpoint_raises_gone(store: Store, faults: FaultyStore) -> None:
     def change() -> None:
         repo = elsewhere(store)
         forget(repo, list_commits(repo).visible()[0])
@@ -60,7 +60,7 @@ def test_what_was_forgotten_and_purged_is_said_to_be_gone(store: Store, faults: 
         store.load(zeros(), "default@1")
 
 
-def test_what_is_damaged_everywhere_is_said_to_be(store: Store) -> None:
+def test_damage_in_all_places_is_raised(store: Store) -> None:
     repo = elsewhere(store)
     commit = store.get("default@1").commit
     made = move(repo, commit)

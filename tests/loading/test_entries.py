@@ -55,7 +55,7 @@ def test_a_mapping_of_many_plain_values_is_one_object(monkeypatch: pytest.Monkey
     assert sorted(keys(store)) == ["few.a", "few.b", "many", "mixed.a", "mixed.b", "mixed.c", "w", "x"]
 
 
-def test_it_is_read_as_it_was(store: Store) -> None:
+def test_a_mapping_of_entries_is_read_exactly(store: Store) -> None:
     read = store.read("latest")["train"]["seen"]
     assert read == SEEN
     assert list(read) == list(SEEN)
@@ -75,7 +75,7 @@ def test_a_template_with_its_entries_is_filled_in_place(store: Store) -> None:
     assert held["deep"] is deep
 
 
-def test_a_template_that_names_some_entries_gets_these_and_the_log_names_the_others(
+def test_a_template_with_some_entries_is_filled_and_the_others_are_logged(
     store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unread, "_LOGGED", set())
@@ -96,7 +96,7 @@ def test_an_entry_that_the_checkpoint_lacks_is_missing(store: Store) -> None:
     assert set(loaded.missing_keys) == {"train.seen.deep.m", "train.seen.z"}
 
 
-def test_an_empty_mapping_is_no_template_for_it(store: Store) -> None:
+def test_an_empty_mapping_is_not_a_template_for_entries(store: Store) -> None:
     with pytest.raises(Mismatch, match=r"'train\.seen' is an empty mapping here, but default@1 has 'train\.seen\.a'"):
         store.load(template(), "latest")
     into: dict[str, Any] = {"w": torch.zeros(2), "train": {"seen": None}}
@@ -104,7 +104,7 @@ def test_an_empty_mapping_is_no_template_for_it(store: Store) -> None:
     assert into["train"]["seen"] == SEEN
 
 
-def test_a_mapping_and_a_value_do_not_fit(store: Store) -> None:
+def test_a_mapping_and_a_value_do_not_match(store: Store) -> None:
     for seen in ({"a": {"x": 1}}, {"deep": 1}):
         with pytest.raises((Mismatch, MissingKey)):
             store.load(template(**seen), "latest", unread="ignore")
@@ -113,7 +113,7 @@ def test_a_mapping_and_a_value_do_not_fit(store: Store) -> None:
         store.load(fixed, "latest", unread="ignore")
 
 
-def test_it_may_have_another_name_here(store: Store) -> None:
+def test_a_mapping_of_entries_may_be_renamed(store: Store) -> None:
     into = {"w": torch.zeros(2), "ids": {"a": 0}}
     store.load(into, "latest", rename=lambda key: key.replace("ids", "train.seen"), unread="ignore")
     assert into["ids"] == {"a": 1}

@@ -43,7 +43,7 @@ def test_a_rank_reads_memory_with_its_own_cores_and_a_disk_with_more(
 
 
 @pytest.mark.parametrize(("loose", "reads"), [(2, 1), (8, 16)])
-def test_a_few_cells_that_are_copied_make_no_small_reads(
+def test_a_few_copied_cells_cause_no_small_reads(
     loose: int, reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(download, "_SCRATCH_BYTES", CELL)
@@ -63,7 +63,7 @@ def test_a_few_cells_that_are_copied_make_no_small_reads(
     ("page_cache", "free", "stays"),
     [(True, 0, True), (False, 1 << 40, False), (None, 0, False), (None, 4 * (8 << 20), True)],
 )
-def test_a_load_leaves_in_memory_what_there_is_memory_for(
+def test_a_load_fills_the_page_cache_within_available_memory(
     page_cache: bool | None, free: int, stays: bool, droppable: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(download, "headroom", lambda: free)

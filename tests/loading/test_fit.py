@@ -53,7 +53,7 @@ def test_names_are_compared_without_wrappers(name: str, without: str) -> None:
         ("module.q.w", "module.q.w"),
     ],
 )
-def test_only_what_peft_adds_is_no_part_of_a_base_name(name: str, before: str) -> None:
+def test_only_additions_of_peft_are_removed_from_base_names(name: str, before: str) -> None:
     assert name_without_adapters(name) == before
 
 
@@ -61,13 +61,13 @@ def test_only_what_peft_adds_is_no_part_of_a_base_name(name: str, before: str) -
     ("mine", "its"),
     [("module.w", "w"), ("w", "module.w"), ("a.b.w", "b.w"), ("b.w", "a.b.w"), ("a._orig_mod.w", "x.a.w")],
 )
-def test_a_name_that_ends_with_the_other_at_a_dot_is_a_missed_pair(mine: str, its: str) -> None:
+def test_two_names_with_a_common_suffix_at_a_dot_are_a_pair(mine: str, its: str) -> None:
     assert missed_pairs({mine: W}, {its: W}) == {mine: its}
     assert missed_pairs({mine: W}, {its: (3, 2)}) == {}
 
 
 @pytest.mark.parametrize(("mine", "its"), [("b.w", "ab.w"), ("a.w", "b.w"), ("a.w", "w.a")])
-def test_names_that_only_look_alike_are_no_pair(mine: str, its: str) -> None:
+def test_names_that_only_look_alike_are_not_a_pair(mine: str, its: str) -> None:
     assert missed_pairs({mine: W}, {its: W}) == {}
 
 
@@ -77,19 +77,19 @@ def test_each_key_is_in_one_pair() -> None:
     assert missed_pairs({"x.a.w": W, "a.w": W}, {"a.w": W, "y.a.w": W}) == {"x.a.w": "a.w", "a.w": "y.a.w"}
 
 
-def test_a_model_that_is_missed_gets_all_its_partners_from_one_of_two_equal_models() -> None:
+def test_an_unfilled_model_is_matched_with_one_of_two_equal_models() -> None:
     missed = {"model.a.w": W, "model.b.w": W}
     saved = {"g.a.w": W, "d.b.w": W, "d.a.w": W, "g.b.w": W}
     assert missed_pairs(missed, saved) == {"model.a.w": "d.a.w", "model.b.w": "d.b.w"}
 
 
-def test_of_names_that_are_equal_without_wrappers_those_that_are_most_alike_are_a_pair() -> None:
+def test_the_most_similar_of_equal_unwrapped_names_are_a_pair() -> None:
     saved = {"model.model.module.w": W, "model.model.w": W}
     for keys in (["model.module.w", "model.w"], ["model.w", "model.module.w"]):
         assert missed_pairs(dict.fromkeys(keys, W), saved) == {key: f"model.{key}" for key in keys}
 
 
-def test_a_rule_keeps_numbers_and_leaves_what_is_filled() -> None:
+def test_a_rename_rule_keeps_numbers_and_filled_keys() -> None:
     layers = {f"m.layers.{n}.wrap.a.w": f"layers.{n}.a.w" for n in range(12)}
     assert rename_for(layers, {}) == {r"m\.layers\.(\d+)\.wrap\.(.*)": r"layers.\1.\2"}
     pairs, filled = {"model.a.w": "model.x.a.w"}, {"model.b.w": "model.b.w"}
@@ -104,7 +104,7 @@ NAMES = st.dictionaries(st.lists(PART, min_size=1, max_size=5).map(".".join), st
 
 
 @given(unfilled=NAMES, unread=NAMES, filled=NAMES)
-def test_the_rename_gives_every_pair_its_partner_and_changes_nothing_that_is_filled(
+def test_the_rename_maps_every_pair_and_no_filled_key(
     unfilled: dict[str, tuple[int, ...]], unread: dict[str, tuple[int, ...]], filled: dict[str, tuple[int, ...]]
 ) -> None:
     unfilled = {key: shape for key, shape in unfilled.items() if key not in filled}
@@ -121,7 +121,7 @@ def test_the_rename_gives_every_pair_its_partner_and_changes_nothing_that_is_fil
 
 
 @given(unfilled=NAMES, unread=NAMES)
-def test_no_pair_is_overlooked(unfilled: dict[str, tuple[int, ...]], unread: dict[str, tuple[int, ...]]) -> None:
+def test_every_pair_is_found(unfilled: dict[str, tuple[int, ...]], unread: dict[str, tuple[int, ...]]) -> None:
     pairs = missed_pairs(unfilled, unread)
     for key in unfilled.keys() - pairs.keys():
         for name in unread.keys() - set(pairs.values()):
@@ -149,14 +149,14 @@ def test_a_load_that_misses_more_than_a_tenth_by_name_raises_and_shows_the_renam
 
 
 @pytest.mark.parametrize("count", [262, 280, 290])
-def test_a_load_that_misses_less_than_a_tenth_is_told_with_counts(count: int) -> None:
+def test_a_load_that_misses_less_than_a_tenth_logs_counts(count: int) -> None:
     said = check_fit(*part_of(count, 291), "a@1")
     assert said is not None
     assert f"filled {count} of 291 tensors from a@1" in said
     assert f"{291 - count} of them have other names there" in said
 
 
-def test_a_load_that_fills_all_says_nothing_and_one_that_fills_nothing_raises() -> None:
+def test_a_complete_load_logs_nothing_and_an_empty_load_raises() -> None:
     assert check_fit(*part_of(7, 7), "a@1") is None
     assert check_fit(Fit(), {"w": W}, "a@1") is None  # a stage without tensors
     with pytest.raises(MissingKey, match=r"fill 0 of 1 tensors .* has 'other'.* unread=\"ignore\""):
@@ -165,19 +165,19 @@ def test_a_load_that_fills_all_says_nothing_and_one_that_fills_nothing_raises() 
     assert said == "filled 1 of 2 tensors from a@1; left unchanged: 'w'."
 
 
-def test_adapters_are_refused_only_where_the_model_has_none() -> None:
+def test_adapters_are_refused_only_by_models_without_adapters() -> None:
     saved = {"q.lora_A.default.weight": (1, 2), "w": W}
     with pytest.raises(Mismatch, match=r"no adapters.*get_peft_model.*merge_and_unload"):
         check_fit(Fit({"w": "w"}, {"v": W}), saved, "a@1")
     assert check_fit(Fit({"w": "w"}, {"v.lora_A.x.weight": W}), saved, "a@1")
 
 
-def test_what_any_rank_fills_is_filled() -> None:
+def test_a_key_filled_by_any_rank_counts_as_filled() -> None:
     found = merged([Fit({"a": "a"}, {"b": W}), Fit({"b": "b"}, {"c": W})])
     assert (found.filled, found.unfilled, found.count) == ({"a": "a", "b": "b"}, {"c": W}, 3)
 
 
-def test_the_reading_that_fills_more_is_chosen_and_a_tie_is_an_error() -> None:
+def test_the_interpretation_that_fills_more_is_chosen_and_a_tie_is_an_error() -> None:
     two, one = {"model.a": "model.a", "model.b": "model.b"}, {"model.a": "a"}
     assert chosen("a@1", Fit(two), Fit(one)) is False
     assert chosen("a@1", Fit(one), Fit(two)) is True

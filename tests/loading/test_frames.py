@@ -1,4 +1,4 @@
-"""Loads of cells that lie as frames, told from other cells: from wherever, to wherever, and of what is damaged."""
+"""Loads of cells that are stored as frames: from and to any layout, and with damage."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_each_version_of_a_chain_loads_unchanged(
             assert told.done == told.total
 
 
-def test_in_a_bucket(moto_server: Server, tmp_path: Path) -> None:
+def test_delta_checkpoints_load_from_a_bucket(moto_server: Server, tmp_path: Path) -> None:
     url, found = f"s3://{moto_server.new_place()}/store", states()
     store = casckpt.open(url, storage_options=moto_server.options, cache_dir=tmp_path / "one")
     store.create(cell_bytes=CELL, blob_bytes=16 * CELL)
@@ -91,7 +91,7 @@ def test_in_a_bucket(moto_server: Server, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("name", NAMES)
-def test_every_dtype(name: str) -> None:
+def test_frames_of_every_dtype_load(name: str) -> None:
     found = versions(smooth((7, 1111), name), 3)
     store = saved(small(), [{"w": one} for one in found], planes=True)
     for verify in (True, False):
@@ -108,7 +108,7 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, int], tuple[slice, slice]]:
 
 
 @given(st.sampled_from(SLICED), boxes(), st.integers(1, 4), st.booleans(), st.booleans())
-def test_any_part(
+def test_any_part_of_a_delta_checkpoint_loads(
     name: str, box: tuple[tuple[int, int], tuple[slice, slice]], count: int, planes: bool, verify: bool
 ) -> None:
     shape, part = box
@@ -122,7 +122,7 @@ def test_any_part(
     assert same(turned, found[-1])
 
 
-def test_the_longest_chain() -> None:
+def test_the_longest_chain_loads() -> None:
     found = [{"w": one} for one in versions(smooth((10, 1024)), MAX_LINKS + 1)]
     store = saved(small(), found)
     assert len(links(store, "latest", "w")) == MAX_LINKS + 1
@@ -154,7 +154,7 @@ def test_a_base_that_is_also_wanted_loads_beside_its_frames(monkeypatch: pytest.
         assert same_state(store.read("latest"), states[1])
 
 
-def test_in_a_template_that_holds_one_memory_twice() -> None:
+def test_a_template_with_tied_memory_loads_from_frames() -> None:
     store = saved(small(), states())
     shared = torch.zeros(90, 256, dtype=torch.int32)
     store.load({"m": {"w": shared, "tied": shared}}, "latest", unread="ignore")
@@ -164,7 +164,7 @@ def test_in_a_template_that_holds_one_memory_twice() -> None:
 # what is read
 
 
-def test_few_requests_far_away() -> None:
+def test_a_remote_load_of_frames_needs_few_requests() -> None:
     """One for each run of cells, frames or bases that lie together, and no byte twice."""
     storage = far()
     store = saved(small(storage), states())
@@ -181,7 +181,7 @@ def test_few_requests_far_away() -> None:
     assert io.bytes_read - found.bytes_read == sum(nbytes for _, _, nbytes in ranges)
 
 
-def test_what_is_fetched_before_is_all_that_a_load_needs(tmp_path: Path) -> None:
+def test_a_prefetch_fetches_everything_that_a_load_needs(tmp_path: Path) -> None:
     storage = far()
     saved(small(storage), states())
     near = Store(Repository(storage, tmp_path))
@@ -195,7 +195,7 @@ def test_what_is_fetched_before_is_all_that_a_load_needs(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("most", [0, 3000, 8 << 20])
 @pytest.mark.parametrize("threads", [1, 4])
-def test_no_more_frames_are_held_than_lots_have(monkeypatch: pytest.MonkeyPatch, most: int, threads: int) -> None:
+def test_only_frames_of_the_current_batch_are_held(monkeypatch: pytest.MonkeyPatch, most: int, threads: int) -> None:
     store = saved(small(), states())
     monkeypatch.setattr(items, "_FRAME_BYTES", most)
     made: list[coded.Lot] = []
@@ -310,7 +310,7 @@ def test_a_load_without_verification_raises_for_an_undecodable_frame(store: Stor
 
 @pytest.mark.parametrize("link", range(STEPS))
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_base_that_cannot_be_read_is_an_error_of_the_storage(
+def test_an_unreadable_base_raises_a_storage_error(
     store: Store, faults: FaultyStore, link: int, verify: bool, threads: int
 ) -> None:
     key = key_of(store, "latest", links(store, "latest", "m.odd")[link])
@@ -321,7 +321,7 @@ def test_a_base_that_cannot_be_read_is_an_error_of_the_storage(
     assert same_state(store.read("latest", threads=threads), states()[-1])
 
 
-def test_a_cell_that_was_misread_is_read_again(store: Store, faults: FaultyStore, threads: int) -> None:
+def test_a_misread_cell_is_read_again(store: Store, faults: FaultyStore, threads: int) -> None:
     key = key_of(store, "latest", links(store, "latest", "m.odd")[0])
     faults.inject(corrupt("read_into", key=key))
     assert same_state(store.read("latest", threads=threads), states()[-1])
@@ -336,7 +336,7 @@ def test_an_error_suspects_another_writer_if_a_second_read_is_right(
 
 
 @pytest.mark.parametrize("spoilt", range(STEPS))
-def test_damage_in_the_cache_is_read_from_the_store(tmp_path: Path, spoilt: int, threads: int) -> None:
+def test_a_cell_damaged_in_the_cache_is_read_from_the_store(tmp_path: Path, spoilt: int, threads: int) -> None:
     storage = far()
     store = saved(small(storage), states(), planes=True)
     near = Store(Repository(storage, tmp_path))
@@ -354,7 +354,7 @@ def test_damage_in_the_cache_is_read_from_the_store(tmp_path: Path, spoilt: int,
 
 @pytest.mark.parametrize("at", [1, 2, 5])
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_load_goes_on_where_the_checkpoint_is_now(
+def test_a_load_continues_at_the_new_place_of_a_rewritten_checkpoint(
     store: Store, faults: FaultyStore, at: int, verify: bool, threads: int
 ) -> None:
     def moved() -> None:
@@ -387,20 +387,20 @@ def test_a_long_attachment_is_unchanged(exported: Store) -> None:
     assert exported.read_attachment("latest", "a.bin") == LONG
 
 
-def test_safetensors_hold_what_was_saved(exported: Store, tmp_path: Path) -> None:
+def test_an_exported_safetensors_file_has_the_saved_values(exported: Store, tmp_path: Path) -> None:
     casckpt.export(exported, "latest", tmp_path / "all.safetensors")
     assert same_state(dict(sorted(load_file(tmp_path / "all.safetensors").items())), dict(sorted(LAST.items())))
 
 
-def test_a_file_of_torch_holds_what_was_saved(exported: Store, tmp_path: Path) -> None:
+def test_an_exported_torch_file_has_the_saved_values(exported: Store, tmp_path: Path) -> None:
     casckpt.export(exported, "latest", tmp_path / "all.pt")
     assert same_state(torch.load(tmp_path / "all.pt"), {"model": states()[-1]["m"]})
 
 
-def test_a_folder_of_dcp_holds_what_was_saved(exported: Store, tmp_path: Path) -> None:
+def test_an_exported_dcp_folder_has_the_saved_values(exported: Store, tmp_path: Path) -> None:
     casckpt.export(exported, "latest", tmp_path / "all", format="dcp")
     assert same_state(dcp.load(dcp.zeros(LAST), FileSystemReader(tmp_path / "all")), LAST)
 
 
-def test_the_reader_of_dcp_reads_what_was_saved(exported: Store) -> None:
+def test_the_dcp_reader_reads_the_saved_values(exported: Store) -> None:
     assert same_state(dcp.load(dcp.zeros(LAST), StorageReader(exported.url, "latest")), LAST)

@@ -1,4 +1,4 @@
-"""Manifests with right hashes, in which a cell is told from what it was not told from: refused, never wrong bytes."""
+"""Manifests with correct hashes and wrong bases: they are refused, and never give wrong bytes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ CHANGES = [place_of_another, digest_of_another, another, without_its_base, as_it
 
 @pytest.mark.parametrize("link", range(STEPS))
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_read_is_right_or_refused(change: Change, link: int) -> None:
+def test_reads_of_hostile_chains_are_right_or_refused(change: Change, link: int) -> None:
     """But a cell itself is what its digest in the cell table says: that is of the id."""
     store, wanted = saved(), {"w": trained(8, STEPS - 1)}
     if change is digest_of_another and not link:
@@ -109,7 +109,7 @@ def test_what_is_read_is_right_or_refused(change: Change, link: int) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_process_that_holds_the_bytes_believes_a_live_manifest(change: Change) -> None:
+def test_a_process_with_the_bytes_in_memory_trusts_a_live_manifest(change: Change) -> None:
     """As it does where a cell is the same. What comes of it may be damaged; it is not wrong."""
     store, later = saved(), {"w": trained(8, STEPS)}
     changed(store, 1, change)

@@ -1,4 +1,4 @@
-"""Loading into a template: what is checked before anything changes, what is replaced, what is left."""
+"""Loading into a template: checks before any change, replaced values, and values that are left."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def untouched(template: Any) -> bool:
     return same_state(template, zeros(template))
 
 
-def test_everything_is_filled_in_place_or_replaced(store: Store) -> None:
+def test_every_value_is_filled_in_place_or_replaced(store: Store) -> None:
     template = zeros(state())
     tensors = _tensors(template)
     template["optim"]["groups"] = None
@@ -78,7 +78,7 @@ def test_everything_is_filled_in_place_or_replaced(store: Store) -> None:
     assert ckpt.id == store.get(REF).id
 
 
-def test_keys_that_the_template_lacks_are_not_read(store: Store) -> None:
+def test_keys_absent_from_the_template_are_not_read(store: Store) -> None:
     template = {"model": {"b": torch.zeros(5)}, "epoch": 0}
     ckpt = store.load(template, REF)
     assert same_state(template, {"model": {"b": torch.arange(5.0)}, "epoch": 5})
@@ -88,7 +88,7 @@ def test_keys_that_the_template_lacks_are_not_read(store: Store) -> None:
     }  # fmt: skip
 
 
-def test_a_key_that_the_checkpoint_lacks_is_an_error_before_anything_changes(store: Store) -> None:
+def test_a_missing_key_is_an_error_before_anything_changes(store: Store) -> None:
     template = {"model": {"b": torch.zeros(5), "bias": torch.zeros(2)}, "epoch": 0, "epochs": 0}
     with pytest.raises(MissingKey, match=r"default@1 lacks 'model\.bias', 'epochs'") as caught:
         store.load(template, REF)
@@ -103,7 +103,7 @@ def test_an_error_suggests_a_similar_key(store: Store) -> None:
         store.load({"modul": {"w": torch.zeros(64, 32)}}, REF)
 
 
-def test_not_strict_leaves_and_lists_them(store: Store) -> None:
+def test_a_load_without_strict_lists_differing_keys(store: Store) -> None:
     left = torch.full((2,), 9.0)
     template = {"model": {"b": torch.zeros(5), "bias": left}, "new": "kept", "none": None}
     ckpt = store.load(template, REF, strict=False)
@@ -113,7 +113,7 @@ def test_not_strict_leaves_and_lists_them(store: Store) -> None:
     )
 
 
-def test_rename_by_a_callable(store: Store) -> None:
+def test_rename_takes_a_callable(store: Store) -> None:
     template = {"net": {"b": torch.zeros(5)}, "epoch": 0}
     ckpt = store.load(template, REF, rename=lambda key: key.replace("net.", "model."))
     assert torch.equal(template["net"]["b"], torch.arange(5.0))  # type: ignore[index]  # a nested state
@@ -122,7 +122,7 @@ def test_rename_by_a_callable(store: Store) -> None:
         store.load(template, REF, rename=lambda key: "x." + key[-1])
 
 
-def test_rename_by_regular_expressions(store: Store) -> None:
+def test_rename_takes_regular_expressions(store: Store) -> None:
     template = {"module": {"net": {"b": torch.zeros(5)}}, "epoch": 0, "other": {"b": torch.zeros(5)}}
     store.load(
         template, REF, rename={r"module\.net\.(\w+)": r"model.\1", "other": "no", r"other\.(?P<x>.*)": r"model.\g<x>"}
@@ -161,7 +161,7 @@ def test_another_dtype_is_a_mismatch_unless_it_is_cast(store: Store) -> None:
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided"])
 @pytest.mark.parametrize("verify", [True, False])
-def test_cast_into_any_layout(store: Store, layout: str, verify: bool) -> None:
+def test_a_cast_writes_into_any_layout(store: Store, layout: str, verify: bool) -> None:
     target = {
         "contiguous": torch.zeros(64, 32, dtype=torch.float64),
         "transposed": torch.zeros(32, 64, dtype=torch.float64).t(),
@@ -211,7 +211,7 @@ def _numbers(name: str) -> torch.Tensor:
         ({"model": {"b": [1.0]}}, "'model.b' is a tensor in the checkpoint (key 'model.b'), but list here"),
     ],
 )
-def test_a_tensor_where_plain_data_is_stored_and_the_reverse(store: Store, template: Any, message: str) -> None:
+def test_a_tensor_does_not_match_stored_plain_data_or_the_reverse(store: Store, template: Any, message: str) -> None:
     with pytest.raises(Mismatch) as caught:
         store.load(template, REF)
     assert message in str(caught.value)
@@ -224,7 +224,7 @@ def test_lists_take_the_saved_length(store: Store) -> None:
     assert template["optim"]["groups"] == [{"lr": 0.1, "betas": (0.9, 0.99)}]
 
 
-def test_none_is_made_on_the_cpu(store: Store) -> None:
+def test_none_in_a_template_becomes_a_cpu_tensor(store: Store) -> None:
     template: dict[str, Any] = {
         "model": {"w": None, "b": torch.zeros(5)},
         "optim": None,
@@ -239,7 +239,7 @@ def test_none_is_made_on_the_cpu(store: Store) -> None:
     assert set(ckpt.unread_keys) == {"model.n", "history"}
 
 
-def test_none_for_a_container_under_another_name(store: Store) -> None:
+def test_none_becomes_a_renamed_container(store: Store) -> None:
     template: dict[str, Any] = {"resumed": None}
     store.load(template, REF, rename={"resumed": "optim.state"})
     assert same_state(template, {"resumed": state()["optim"]["state"]})
@@ -271,7 +271,7 @@ def test_a_destination_without_memory_is_refused(store: Store, target: torch.Ten
         store.load({"model": {"b": target}}, REF)
 
 
-def test_a_template_that_cannot_be_changed_is_refused_before_anything_is(store: Store) -> None:
+def test_an_immutable_template_is_refused_before_anything_changes(store: Store) -> None:
     template: dict[str, Any] = {"model": {"b": torch.zeros(5)}, "optim": MappingProxyType({"groups": None})}
     with pytest.raises(InvalidInput, match="optim"):
         store.load(template, REF)
@@ -306,7 +306,7 @@ def test_an_empty_template_reads_nothing(store: Store) -> None:
     ],
     ids=named,
 )
-def test_patterns_of_keys(store: Store, keys: Any, want: Any) -> None:
+def test_patterns_select_keys_to_read(store: Store, keys: Any, want: Any) -> None:
     assert same_state(store.read(REF, keys=keys), want)
 
 
@@ -335,7 +335,7 @@ def test_a_checkpoint_object_is_a_reference(store: Store) -> None:
 
 
 @pytest.mark.parametrize("ref", ["default@2", "other@1", "other@latest", "ab" * 32])
-def test_a_checkpoint_that_is_not_there(store: Store, ref: str) -> None:
+def test_a_missing_checkpoint_is_not_found(store: Store, ref: str) -> None:
     assert ref not in store
     for call in (lambda: store.read(ref), lambda: store.load({"epoch": 0}, ref), lambda: store.get(ref)):
         with pytest.raises(NotFound):
@@ -343,7 +343,7 @@ def test_a_checkpoint_that_is_not_there(store: Store, ref: str) -> None:
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True])
-def test_unusable_threads(store: Store, threads: Any) -> None:
+def test_unusable_numbers_of_threads_are_refused(store: Store, threads: Any) -> None:
     for call in (
         lambda: store.read(REF, threads=threads),
         lambda: store.load({"epoch": 0}, REF, threads=threads),
@@ -354,7 +354,7 @@ def test_unusable_threads(store: Store, threads: Any) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7])
-def test_any_number_of_threads(store: Store, threads: int) -> None:
+def test_any_number_of_threads_loads_the_same(store: Store, threads: int) -> None:
     assert same_state(store.read(REF, threads=threads), state())
     store.save(state() | {"x": cells(40)}, step=2, threads=threads)
     assert same_state(store.read("default@2", threads=threads, keys=["model.*"]), {"model": state()["model"]})
@@ -380,7 +380,7 @@ def test_metadata_of_a_state_dict_survives_a_load(store: Store) -> None:
 
 
 @given(st.data())
-def test_any_part_of_a_state_in_any_layout(data: st.DataObject) -> None:
+def test_any_part_of_a_state_loads_into_any_layout(data: st.DataObject) -> None:
     """A template of some keys, permuted, sliced out of larger tensors, from a state of several cells."""
     store = small()
     shapes = data.draw(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=4))

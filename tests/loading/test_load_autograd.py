@@ -1,4 +1,4 @@
-"""What a load writes into is changed for autograd too: a graph that saved its old values must not be used with new."""
+"""A load counts as a change for autograd: a graph over the old values must not be used."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_graph_with_values_from_before_a_load_is_refused(store: Store, make: C
     assert is_noticed(tensor, lambda: store.load({"a": tensor}, REF, cast=True))
 
 
-def test_so_is_one_with_the_tensor_that_a_view_was_loaded_into(store: Store) -> None:
+def test_a_graph_over_the_base_of_a_loaded_view_is_refused(store: Store) -> None:
     whole = torch.zeros(3, *SHAPE)
     assert is_noticed(whole, lambda: store.load({"a": whole[1]}, REF))
 
@@ -60,7 +60,7 @@ SHARDS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("template", SHARDS.values(), ids=SHARDS)
-def test_so_is_one_with_the_data_of_shards(store: Store, template: Callable[[torch.Tensor], Any]) -> None:
+def test_a_graph_over_data_of_shards_is_refused(store: Store, template: Callable[[torch.Tensor], Any]) -> None:
     data = torch.zeros(SHAPE)
     assert is_noticed(data, lambda: store.load({"a": template(data)}, REF))
 
@@ -76,7 +76,7 @@ def into_dtensors(rank: int, size: int) -> list[bool]:
     return found
 
 
-def test_so_is_one_with_a_dtensor_or_its_local_tensor(ranks: Pool) -> None:
+def test_a_graph_over_a_dtensor_or_its_local_tensor_is_refused(ranks: Pool) -> None:
     assert ranks.run(2, into_dtensors, backend="fake") == [[True, True]] * 2
 
 
@@ -88,7 +88,7 @@ def test_a_tensor_of_inference_mode_has_no_graphs_and_is_loaded_into(store: Stor
         assert torch.equal(tensor, cells(2, seed=1).view(SHAPE))
 
 
-def test_a_load_that_is_refused_and_one_that_is_only_prepared_leave_graphs_usable(store: Store) -> None:
+def test_refused_and_prepared_loads_leave_graphs_usable(store: Store) -> None:
     tensor, other = torch.zeros(SHAPE), torch.zeros(SHAPE, dtype=torch.float64)
 
     def both() -> None:

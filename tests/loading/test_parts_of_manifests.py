@@ -1,4 +1,4 @@
-"""Loads of a part of what a large manifest holds: a rank is sent what is in front, and reads its own pieces."""
+"""Loads of parts of a large manifest: a rank receives the front sections and reads its own pieces."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _manifest(store: Store) -> bytes:
 
 
 @pytest.mark.usefixtures("_large")
-def test_what_is_damaged_elsewhere_does_not_stop_a_part() -> None:
+def test_damage_elsewhere_does_not_stop_a_partial_read() -> None:
     store = small()
     ckpt = store.save({"a": torch.ones(9), "b": torch.ones(5), "text": "x" * 100}, step=1)
     key = manifest_key(ckpt.commit.txid, ckpt.commit.id)

@@ -1,4 +1,4 @@
-"""What lies in one buffer and belongs to tensors on a GPU: what is together there as here goes there in one copy."""
+"""Copies from one buffer to GPU tensors: ranges adjacent in both are one copy."""
 
 from __future__ import annotations
 

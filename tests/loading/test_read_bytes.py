@@ -1,4 +1,4 @@
-"""A load reads what it wants, rounded to cells where it is verified, and no byte twice: the storage counts."""
+"""A load reads the wanted bytes once, rounded to cells if verified: the storage counts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_tied_and_constant_tensors_are_read_once(verify: bool) -> None:
     ("lo", "hi"),
     [(0, 1), (0, PER), (5, 5 * PER), (PER - 1, PER + 1), (3 * PER + 7, 9 * PER - 7), (20 * PER, 20 * PER + 1)],
 )
-def test_a_part_is_rounded_to_cells_at_each_end_and_not_at_all_unverified(lo: int, hi: int) -> None:
+def test_a_partial_read_is_rounded_to_cells_only_if_verified(lo: int, hi: int) -> None:
     weight = cells(20.5)
     store = warmed({"w": weight})
 
@@ -102,7 +102,7 @@ def test_all_ranks_together_read_each_cell_at_most_twice() -> None:
         assert total <= weight.nbytes + (ranks - 1) * CELL
 
 
-def test_a_column_of_wide_rows() -> None:
+def test_a_column_of_wide_rows_is_read_in_cells() -> None:
     weight = torch.randn(8, 50 * PER)
     store = warmed({"w": weight})
     shard = Shard(torch.zeros(8, 10), (8, 50 * PER), offset=(0, 7 * PER + 3))
@@ -127,7 +127,7 @@ def test_another_process_reads_marker_and_manifest_once() -> None:
     assert faulty.count("list", "commits/") == 0
 
 
-def test_of_a_blob_that_is_read_for_the_lesser_part_nothing_stays(droppable: Store) -> None:
+def test_a_blob_read_for_less_than_half_does_not_stay_in_the_page_cache(droppable: Store) -> None:
     store = casckpt.open(droppable.url, page_cache=True)
     part = Shard(torch.zeros(1 << 18, dtype=torch.int64), (1 << 20,), (1 << 18,))
     store.load({"w": part}, "default@0")
@@ -137,7 +137,7 @@ def test_of_a_blob_that_is_read_for_the_lesser_part_nothing_stays(droppable: Sto
 
 
 @pytest.mark.parametrize("page_cache", [True, None])
-def test_a_save_leaves_in_memory_what_it_was_told_to(page_cache: bool | None, droppable: Store) -> None:
+def test_a_save_fills_the_page_cache_on_request(page_cache: bool | None, droppable: Store) -> None:
     store = casckpt.open(droppable.url, page_cache=page_cache)
     store.save({"w": torch.arange(1 << 20) + 1}, step=1)
     held, total = pages(store)

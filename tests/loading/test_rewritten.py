@@ -1,4 +1,4 @@
-"""Loads under way while their checkpoint is rewritten, and its old places go: they go on at the new ones."""
+"""Running loads continue at the new places of a checkpoint that is rewritten meanwhile."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def change(request: pytest.FixtureRequest, store: Store) -> Callable[[], None]:
 
 @pytest.mark.parametrize("at", [1, 2, 5])
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_load_goes_on_where_the_checkpoint_is_now(
+def test_a_load_continues_at_the_new_place_of_a_rewritten_checkpoint(
     store: Store, faults: FaultyStore, change: Callable[[], None], at: int, verify: bool
 ) -> None:
     faults.inject(call_first("read_into", meanwhile(change), key="objects/*.safetensors", at=at))
@@ -103,7 +103,7 @@ def test_a_load_goes_on_where_the_checkpoint_is_now(
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_what_was_read_is_kept(store: Store, faults: FaultyStore, threads: int) -> None:
+def test_values_read_before_a_rewrite_are_kept(store: Store, faults: FaultyStore, threads: int) -> None:
     reads = 2 * BLOB // CELL
     faults.inject(call_first("read_into", meanwhile(lambda: rewritten(elsewhere(store))), at=4))
     before = store.get("default@1")
@@ -118,7 +118,7 @@ def test_what_was_read_is_kept(store: Store, faults: FaultyStore, threads: int) 
     assert len(new) < len(faults.keys("read_into")) < reads
 
 
-def test_a_manifest_that_goes_before_it_is_read(store: Store, faults: FaultyStore) -> None:
+def test_a_load_follows_a_manifest_deleted_before_its_read(store: Store, faults: FaultyStore) -> None:
     for method in ("load", "read"):
         faults.inject(call_first("get", meanwhile(lambda: rewritten(elsewhere(store))), key="objects/*.manifest"))
         user = Store(Repository(faults))
@@ -132,7 +132,7 @@ def test_a_manifest_that_goes_before_it_is_read(store: Store, faults: FaultyStor
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
-def test_a_large_manifest_that_goes_while_it_is_read_by_range(
+def test_a_load_follows_a_large_manifest_deleted_during_its_read(
     store: Store, faults: FaultyStore, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifests, "WHOLE_BYTES", 0)
@@ -155,6 +155,6 @@ def load_while_it_moves(rank: int, size: int, path: Path) -> bool:
     return same_state(target, state())
 
 
-def test_each_rank_goes_on_by_itself(ranks: Pool, tmp_path: Path) -> None:
+def test_each_rank_follows_a_rewrite_independently(ranks: Pool, tmp_path: Path) -> None:
     small_folder(tmp_path / "store").save(state(), step=1)
     assert ranks.run(3, load_while_it_moves, tmp_path / "store") == [True] * 3

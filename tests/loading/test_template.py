@@ -1,4 +1,4 @@
-"""What a load does not do silently: state that is left out, templates that do not fit, tied weights, new heads."""
+"""Loads report omitted state, mismatched templates, tied weights and new heads."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_state_dict_of_a_fresh_optimizer_is_filled(caplog: pytest.LogCapture
     assert identical(state_of(again, fresh), state_of(model, optimizer))
 
 
-def test_at_the_top_in_a_list_and_under_another_name() -> None:
+def test_optimizer_templates_work_at_the_top_in_lists_and_renamed() -> None:
     _, optimizer = trained()
     saved = optimizer.state_dict()
     store = small()
@@ -94,7 +94,7 @@ def test_an_optimizer_saved_before_its_first_step_loads_empty() -> None:
 
 
 @pytest.mark.parametrize("key", ["model", "optim.state", "cfg"])
-def test_any_other_empty_mapping_is_a_mismatch_that_says_what_to_do(key: str) -> None:
+def test_any_other_empty_mapping_is_a_mismatch_with_advice(key: str) -> None:
     store = small()
     state: dict[str, Any] = {"model": {"w": torch.ones(2)}, "optim": {"state": {"w": torch.ones(2)}}, "cfg": {"a": 1}}
     store.save(state, step=1)
@@ -144,7 +144,7 @@ def load_on_ranks(rank: int, size: int, path: Path) -> list[str]:
     return wrong
 
 
-def test_on_ranks(tmp_path: Path, ranks: Pool) -> None:
+def test_all_ranks_load_alike(tmp_path: Path, ranks: Pool) -> None:
     small_folder(tmp_path).save(state_of(*trained()), run="a", step=1)
     assert ranks.run(2, load_on_ranks, tmp_path) == [[], []]
 
@@ -152,7 +152,7 @@ def test_on_ranks(tmp_path: Path, ranks: Pool) -> None:
 # what is left unread
 
 
-def test_a_load_that_would_fill_nothing_raises_unless_that_is_meant(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_load_that_would_fill_nothing_raises_unless_allowed(caplog: pytest.LogCaptureFixture) -> None:
     store, run = small(), new_run()
     store.save({"w": torch.ones(2)}, run=run, step=1)
     state = {"module.w": torch.zeros(2)}
@@ -166,7 +166,7 @@ def test_a_load_that_would_fill_nothing_raises_unless_that_is_meant(caplog: pyte
     assert state["module.w"].eq(1).all()
 
 
-def test_an_error_over_missing_keys_shows_the_rename_that_loads_them() -> None:
+def test_an_error_for_missing_keys_shows_the_rename_that_loads_them() -> None:
     store = small()
     store.save({"model": {"body.w": torch.ones(2), "head.w": torch.ones(3)}}, step=1)
     state = {"model": {"body.w": torch.zeros(2), "net.head.w": torch.zeros(3)}}
@@ -180,7 +180,7 @@ def test_an_error_over_missing_keys_shows_the_rename_that_loads_them() -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_one_error_names_all_keys_that_do_not_fit(strict: bool) -> None:
+def test_one_error_names_all_mismatched_keys(strict: bool) -> None:
     store = small()
     store.save({"m": {"a": torch.ones(2), "b": torch.ones(2, 3), "c": torch.ones(4), "old": torch.ones(1)}}, step=1)
     template = {"m": {"a": torch.zeros(5), "b": torch.zeros(3, 2), "c": torch.zeros(4), "new": torch.zeros(1)}}
@@ -195,7 +195,7 @@ def test_one_error_names_all_keys_that_do_not_fit(strict: bool) -> None:
     assert not template["m"]["c"].any()
 
 
-def test_a_new_head_is_left_as_it_is() -> None:
+def test_a_new_head_is_left_unchanged() -> None:
     store = small()
     store.save({"body": {"w": torch.ones(2)}, "head": {"w": torch.ones(3), "b": torch.ones(3)}}, step=1)
     head = {"w": torch.full((5,), 7.0), "b": torch.full((5,), 8.0), "scale": torch.full((1,), 9.0)}

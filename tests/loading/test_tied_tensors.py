@@ -45,7 +45,7 @@ def test_tied_memory_with_different_values_is_refused_before_any_change(count: i
     assert torch.equal(template[HEAD], cells(count, seed=2))
 
 
-def test_one_differing_cell_is_enough_however_the_rest_is_stored() -> None:
+def test_one_differing_cell_is_enough_to_refuse_tied_memory() -> None:
     store, weight = small(), cells(6, seed=1)
     store.save({EMBED: weight}, step=1)
     other = weight.clone()
@@ -55,7 +55,7 @@ def test_one_differing_cell_is_enough_however_the_rest_is_stored() -> None:
         store.load(tied(tuple(weight.shape)), "default@2")
 
 
-def test_one_key_of_the_checkpoint_for_both() -> None:
+def test_one_stored_key_may_fill_both_tied_tensors() -> None:
     store, weight = small(), cells(2, seed=1)
     store.save({EMBED: weight, HEAD: weight + 1}, step=1)
     template = tied(tuple(weight.shape))
@@ -63,7 +63,7 @@ def test_one_key_of_the_checkpoint_for_both() -> None:
     assert torch.equal(template[HEAD], weight)
 
 
-def test_views_beside_each_other_share_nothing() -> None:
+def test_adjacent_views_share_no_memory() -> None:
     store = small()
     store.save({"q": torch.ones(4, 3), "k": torch.full((4, 3), 2.0)}, step=1)
     both = torch.zeros(4, 6)
@@ -99,7 +99,7 @@ def of_two(view: View, whole: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("view", "dtype"), CASES, ids=NAMES)
 @pytest.mark.parametrize("extent", [120, 300], ids=["one cell", "several"])
-def test_views_of_one_memory_load_what_they_were_saved_with(view: View, dtype: torch.dtype, extent: int) -> None:
+def test_views_of_shared_memory_load_their_saved_values(view: View, dtype: torch.dtype, extent: int) -> None:
     """And an update takes them from one version to the next, however often it is told one from the other."""
     store = small()
     held = store.save(of_two(view, torch.randn(extent, extent, dtype=dtype)), step=1)
@@ -114,7 +114,7 @@ def test_views_of_one_memory_load_what_they_were_saved_with(view: View, dtype: t
 
 @pytest.mark.parametrize(("view", "dtype"), CASES, ids=NAMES)
 @pytest.mark.parametrize("extent", [120, 300], ids=["one cell", "several"])
-def test_views_of_one_memory_for_which_the_checkpoint_differs_are_refused(
+def test_views_of_shared_memory_with_different_stored_values_are_refused(
     view: View, dtype: torch.dtype, extent: int
 ) -> None:
     """By load and by update, before anything changes, though it is one element that differs."""
@@ -131,7 +131,7 @@ def test_views_of_one_memory_for_which_the_checkpoint_differs_are_refused(
         assert torch.equal(found["a"], whole)
 
 
-def test_a_head_that_is_the_first_rows_of_an_embedding_does_not_take_one_of_its_own() -> None:
+def test_a_head_that_shares_rows_of_an_embedding_refuses_other_values() -> None:
     store, embed = small(), torch.randn(400, 16)
     store.save({EMBED: embed, HEAD: torch.randn(300, 16)}, step=1)
     model = torch.zeros(400, 16)
@@ -143,7 +143,7 @@ def test_a_head_that_is_the_first_rows_of_an_embedding_does_not_take_one_of_its_
 
 
 @pytest.mark.parametrize("differ", [False, True])
-def test_what_overlaps_in_part_holds_one_value_for_each_element(differ: bool) -> None:
+def test_partly_overlapping_views_need_one_value_per_element(differ: bool) -> None:
     store, whole = small(), torch.randn(150, 10)
     second = whole[50:].clone()
     second[49] += differ
@@ -166,7 +166,7 @@ def test_tied_tensors_that_are_stored_in_other_cells_or_dtypes_are_read_to_compa
     assert bool(template[EMBED].any()) != differ
 
 
-def test_what_overlaps_is_not_filled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlapping_views_are_not_filled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cell that is made of an older one is that for a while, and what overlaps with it too."""
     filled: list[int] = []
     run = EntryReader.fill

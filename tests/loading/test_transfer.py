@@ -15,7 +15,7 @@ from tests.support.saves import CELL, cells, counted, small, small_folder
 PER = CELL // 4  # float32 of a cell
 
 
-def test_near_ranges_of_a_blob_are_one_request(tmp_path: Path) -> None:
+def test_nearby_ranges_of_a_blob_are_one_request(tmp_path: Path) -> None:
     """In a folder 128 KiB of unwanted bytes cost less than another request."""
     state = {f"w{i}": cells(1) for i in range(14)}
     store = small_folder(tmp_path / "store")
@@ -41,7 +41,7 @@ def test_each_blob_is_opened_once() -> None:
 
 
 @given(st.integers(1, 6 * PER), st.data())
-def test_any_ranges_at_once(numel: int, data: st.DataObject) -> None:
+def test_any_ranges_are_read_together(numel: int, data: st.DataObject) -> None:
     """Several shards of one tensor, which may overlap: every byte of the union is read once."""
     weight = torch.arange(numel, dtype=torch.int32)
     store = warmed({"w": weight})

@@ -19,7 +19,7 @@ from tests.support.training import Network
 REF = "default@1"
 
 
-def test_values_per_rank_that_are_left_unread_are_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_values_per_rank_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store, looked = small(), list[str]()
     store.save({"seen": PerRank({f"k{number}": number for number in range(50)})}, step=1)
 
@@ -76,7 +76,7 @@ def test_leaves_dropped_by_a_container_are_logged(caplog: pytest.LogCaptureFixtu
     assert len(told(caplog)) == 2
 
 
-def test_nothing_is_logged_if_only_an_epoch_stays_unread(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_logged_if_only_an_epoch_is_unread(caplog: pytest.LogCaptureFixture) -> None:
     store, run = small(), new_run()
     store.save({"model": {"a": torch.ones(2), "none": {}}, "epoch": 1}, run=run, step=1)
     loaded = store.load({"model": {"a": torch.zeros(2)}}, f"{run}@1")

@@ -1,4 +1,4 @@
-"""Updates: whatever was held and is wanted, the state is what a load makes of it, and little is read for that."""
+"""Updates: from any held version to any other, the state equals a load, and few bytes are read."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def frames(store: Store, one: int, other: int, key: str | None = None) -> int:
 
 
 @pytest.mark.parametrize(("threads", "check", "planes"), half_of([1, 4], [False, True], [False, True]))
-def test_from_any_version_to_any(tmp_path: Path, threads: int, check: bool, planes: bool) -> None:
+def test_an_update_goes_from_any_version_to_any_other(tmp_path: Path, threads: int, check: bool, planes: bool) -> None:
     found = states()
     for made in (small(), small_folder(tmp_path), small(far())):
         store = reopened(saved(made, found, planes=planes))
@@ -68,7 +68,7 @@ def test_from_any_version_to_any(tmp_path: Path, threads: int, check: bool, plan
 
 
 @pytest.mark.parametrize("compress", ["off", "auto", "always"])
-def test_along_a_run_as_it_is_saved(compress: Any) -> None:
+def test_an_update_follows_a_run_during_saves(compress: Any) -> None:
     store = small()
     draw = random.Random(1)
     tensor = torch.randn(60, 256, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
@@ -92,7 +92,7 @@ def destinations(draw: st.DrawFn) -> tuple[tuple[int, int], list[tuple[slice, sl
 
 
 @given(destinations(), st.tuples(*[st.integers(0, STEPS - 1)] * 2), st.tuples(*[st.booleans()] * 3))
-def test_any_part_in_any_memory(
+def test_any_part_in_any_memory_is_updated(
     box: tuple[tuple[int, int], list[tuple[slice, slice]]], order: tuple[int, ...], flags: tuple[bool, ...]
 ) -> None:
     (before, after), (planes, check, cast) = order, flags
@@ -114,7 +114,7 @@ def test_any_part_in_any_memory(
         assert same(one["w"], found[after].to(dtype))
 
 
-def test_tied_weights_are_made_once() -> None:
+def test_tied_weights_are_updated_once() -> None:
     store, found = saved(small(), states()), states()
     shared = torch.zeros(90, 256, dtype=torch.int32)
     state = {"m": {"w": shared, "tied": shared}}
@@ -126,7 +126,7 @@ def test_tied_weights_are_made_once() -> None:
         assert sum(read) <= frames(store, before, step, "m.w") + CELL // 2  # one is too small for a frame
 
 
-def test_keys_that_come_and_go_and_change_their_shape() -> None:
+def test_an_update_handles_added_removed_and_reshaped_keys() -> None:
     store = small()
     old = {"a": smooth((30, 256)), "shape": smooth((64, 64)), "dtype": smooth((64, 64)), "gone": smooth((9, 256))}
     new = {"a": changed(old["a"], 1), "shape": smooth((64, 65)), "dtype": smooth((64, 64)).view(torch.float32)}
@@ -167,7 +167,7 @@ def test_a_graph_with_values_from_before_is_refused() -> None:
 
 
 @pytest.mark.parametrize("place", ["memory", "folder", "far"])
-def test_only_what_differs_is_read(tmp_path: Path, place: str) -> None:
+def test_an_update_reads_only_differences(tmp_path: Path, place: str) -> None:
     made = small_folder(tmp_path) if place == "folder" else small(far() if place == "far" else None)
     store = saved(made, states())
     state, held = held_at(store, 0)
@@ -181,7 +181,7 @@ def test_only_what_differs_is_read(tmp_path: Path, place: str) -> None:
         at = step
 
 
-def test_what_is_equal_is_not_read_at_all() -> None:
+def test_an_update_reads_nothing_of_equal_tensors() -> None:
     store = small()
     state = {"a": smooth((90, 256)), "b": smooth((9, 256))}
     held = store.save(state, step=0)
@@ -213,7 +213,7 @@ def test_an_update_with_check_repairs_changed_memory(step: int) -> None:
             assert torch.equal(state["m"]["w"], found[step]["m"]["w"])
 
 
-def test_a_check_hashes_what_is_held_and_reads_nothing_of_it() -> None:
+def test_an_update_with_check_hashes_held_memory_and_reads_none_of_it() -> None:
     store = saved(small(), states())
     state, held = held_at(store, 1)
     del state["o"]
@@ -226,7 +226,7 @@ def test_a_check_hashes_what_is_held_and_reads_nothing_of_it() -> None:
     assert sum(read) == CELL
 
 
-def test_blobs_that_are_missing_on_the_way(tmp_path: Path) -> None:
+def test_an_update_avoids_missing_blobs(tmp_path: Path) -> None:
     """Each of them by itself: cells are read whole then, or the error is that of a load."""
     found = states()
     store = saved(small_folder(tmp_path), found)
@@ -262,7 +262,7 @@ def _name(blob: Any) -> str:
     return name
 
 
-def test_frames_that_are_spoilt_on_the_way() -> None:
+def test_an_update_avoids_damaged_frames() -> None:
     found = states()
     faulty = FaultyStore(far().inner)
     store = saved(small(faulty), found)
@@ -296,7 +296,7 @@ def test_an_update_from_a_purged_version_reads_everything() -> None:
     assert same_state(state, found[2])
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_contradictory_arguments_are_refused() -> None:
     store = saved(small(), states())
     state, held = held_at(store, 0)
     wrong: Any
@@ -349,6 +349,6 @@ def _update_differently(rank: int, size: int, path: str) -> str:
     return ""
 
 
-def test_ranks_that_ask_for_different_versions(ranks: Pool, tmp_path: Path) -> None:
+def test_ranks_that_request_different_versions_are_refused(ranks: Pool, tmp_path: Path) -> None:
     saved(small_folder(tmp_path), states())
     assert ranks.run(2, _update_differently, str(tmp_path)) == ["conflict", "conflict"]

@@ -1,4 +1,4 @@
-"""Updates along a run whose saves go back for their bases: each reads what its save wrote, and no more."""
+"""Updates along a run with deltas: each reads only the bytes of its save."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_an_update_by_one_step_reads_what_its_save_wrote(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_who_begins_with_an_update_has_kept_all(folder: Path, check: bool) -> None:
+def test_the_first_update_keeps_all_tables(folder: Path, check: bool) -> None:
     """And where cells are read whole on the way, as those of which nothing is held."""
     store = casckpt.open(folder)
     for step, delta in enumerate(deltas(store, STEPS)):
@@ -93,7 +93,7 @@ def test_who_begins_with_an_update_has_kept_all(folder: Path, check: bool) -> No
         assert sum(read) <= 1.1 * delta
 
 
-def test_who_has_kept_nothing_reads_what_is_undone_too(folder: Path) -> None:
+def test_an_update_without_kept_tables_reads_undone_frames_too(folder: Path) -> None:
     """As after a full load, or in another process; and all is right."""
     store = casckpt.open(folder)
     found, more = emptied(state(0)), []
@@ -108,7 +108,7 @@ def test_who_has_kept_nothing_reads_what_is_undone_too(folder: Path) -> None:
     assert max(more) > 1.5, "no save has gone back for its bases"
 
 
-def test_what_is_kept_moves_on() -> None:
+def test_kept_tables_follow_each_update() -> None:
     store = run(small(), 6)
     found = emptied(state(0))
     held = [store.load(found, ref(0))]
@@ -123,7 +123,7 @@ def test_what_is_kept_moves_on() -> None:
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_what_was_kept_and_is_wrong_harms_nothing(check: bool) -> None:
+def test_wrong_kept_tables_do_no_harm(check: bool) -> None:
     store = run(small(), 12)
     found = emptied(state(0))
     held = store.load(found, ref(0))
@@ -154,14 +154,14 @@ def follow(rank: int, size: int, path: str, steps: Sequence[int]) -> list[bool]:
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 3])
-def test_64_steps_end_like_loads_on_any_number_of_ranks(ranks: Pool, tmp_path: Path, size: int) -> None:
+def test_64_updates_equal_loads_on_any_number_of_ranks(ranks: Pool, tmp_path: Path, size: int) -> None:
     store = run(small_folder(tmp_path), 65)
     assert all(map(all, ranks.run(size, follow, str(tmp_path), range(65))))
     assert same_state(store.read(ref(64)), state(64))
 
 
 @pytest.mark.parametrize(("first", "then"), [(5, 10), (10, 0), (15, 20), (24, 14), (14, 19)])
-def test_a_jump_reads_no_key(folder: Path, first: int, then: int) -> None:
+def test_an_update_over_several_steps_reads_no_full_cell(folder: Path, first: int, then: int) -> None:
     """5 forward, 10 back: where no cell has had a new key on the way."""
     store = casckpt.open(folder)
     mine, theirs = (Stored(store, ref(step)).cells() for step in (first, then))
@@ -175,7 +175,7 @@ def test_a_jump_reads_no_key(folder: Path, first: int, then: int) -> None:
     assert sum(read) < new + 8 * CELL
 
 
-def test_what_a_watch_told_of_costs_requests_for_what_is_new() -> None:
+def test_an_update_after_a_watch_requests_only_news() -> None:
     """However long the run is: no listing, and no record of another checkpoint."""
     faulty = FaultyStore(small().repository.storage)
     run(Store(Repository(faulty.inner)), 12)

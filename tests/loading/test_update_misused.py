@@ -1,4 +1,4 @@
-"""Updates of what they were not made for: other models, stores and memory, odd tensors, several at once, thin ones."""
+"""Misused updates: other models, stores and memory, unusual tensors, several at once, thinned versions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_state_that_does_not_fit_is_left_as_it_is(wrong: str) -> None:
     assert held.frames is frames
 
 
-def test_what_is_held_may_be_of_another_store() -> None:
+def test_the_held_version_may_be_of_another_store() -> None:
     """With the same versions, with others under the same names, with other cells, and gone."""
     store, twin, other, coarse = small(), small(), small(), small(cell_bytes=2 * CELL)
     found = run(store)
@@ -68,7 +68,7 @@ def test_what_is_held_may_be_of_another_store() -> None:
         assert same_state(mine, found[1])
 
 
-def test_a_twin_store_lends_what_was_kept() -> None:
+def test_a_copy_of_the_store_shares_kept_tables() -> None:
     """Frames are known by what they do, and not by where they lie."""
     store, twin = small(), small()
     found = run(store, 12)
@@ -83,7 +83,7 @@ def test_a_twin_store_lends_what_was_kept() -> None:
     assert sum(read) < 4 * CELL
 
 
-def test_memory_of_something_else_is_mended_by_a_check() -> None:
+def test_an_update_with_check_repairs_unrelated_memory() -> None:
     store = small()
     found = run(store)
     for content in (emptied(found[0]), {"w": trained(12, 3, seed=5), "b": cells(2)}):
@@ -93,7 +93,7 @@ def test_memory_of_something_else_is_mended_by_a_check() -> None:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("name", NAMES)
-def test_every_dtype_and_odd_shapes(name: str) -> None:
+def test_every_dtype_and_unusual_shapes_are_updated(name: str) -> None:
     dtype = torch_dtype(name)
     shapes = [(), (1,), (0,), (3, 0, 5), (4099,), (1, 64, 65)]
     first = {f"t{number}": raw(name, shape, number) for number, shape in enumerate(shapes)}
@@ -110,7 +110,7 @@ def test_every_dtype_and_odd_shapes(name: str) -> None:
     assert mine["t0"].dtype == dtype
 
 
-def test_a_state_that_is_empty_and_one_without_tensors() -> None:
+def test_an_empty_state_and_a_state_without_tensors_are_updated() -> None:
     store = small()
     for step in range(2):
         store.save({"n": step, "e": {}, "t": torch.arange(step, step + 3)}, step=step)
@@ -121,7 +121,7 @@ def test_a_state_that_is_empty_and_one_without_tensors() -> None:
         assert state.get("n", 1) == 1
 
 
-def test_several_at_once_from_one_that_is_held() -> None:
+def test_several_updates_start_from_a_held_version() -> None:
     store = small()
     found = run(store, 8)
     first = emptied(found[0])
@@ -137,7 +137,7 @@ def test_several_at_once_from_one_that_is_held() -> None:
         assert same_state(state, found[step])
 
 
-def test_a_store_that_is_gone(tmp_path: Path) -> None:
+def test_an_update_from_a_missing_store_is_an_error(tmp_path: Path) -> None:
     store = saved(small_folder(tmp_path / "store"), states())
     state, held = held_at(store, 0)
     shutil.rmtree(tmp_path / "store")
@@ -183,7 +183,7 @@ def trained_store() -> tuple[Store, list[dict[str, torch.Tensor]]]:
     return store, found
 
 
-def test_what_was_loaded_whole_and_thinned_since_is_known_but_for_what_was_dropped() -> None:
+def test_an_update_from_a_since_thinned_version_reads_dropped_entries() -> None:
     store, found = trained_store()
     mine = emptied(found[0])
     held = store.load(mine, ref(0))
@@ -201,7 +201,7 @@ def test_what_was_loaded_whole_and_thinned_since_is_known_but_for_what_was_dropp
     assert same_state(mine["model"], found[0]["model"])
 
 
-def test_what_was_thin_when_it_was_loaded_is_not_taken_for_whole_again() -> None:
+def test_an_update_from_a_thinned_version_reads_missing_entries() -> None:
     """The manifest names the optimizer once more, but it was never read."""
     store, found = trained_store()
     store.thin(ref(0), drop=DROP)
@@ -215,7 +215,7 @@ def test_what_was_thin_when_it_was_loaded_is_not_taken_for_whole_again() -> None
 # beside a gc, without a lease
 
 
-def test_without_a_lease_what_goes_is_not_found_and_never_damaged(tmp_path: Path) -> None:
+def test_a_checkpoint_deleted_during_an_update_is_not_found(tmp_path: Path) -> None:
     """Two readers follow a run of which a gc leaves the newest alone."""
     store = small_folder(tmp_path / "store")
     tensor = torch.randn(48, 512, generator=torch.Generator().manual_seed(1)).bfloat16()

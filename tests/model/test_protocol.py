@@ -61,7 +61,7 @@ def check(setup: Setup, **options: bool) -> Verdict:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("setup", SAFE.values(), ids=SAFE.keys())
-def test_nothing_is_lost(setup: Setup) -> None:
+def test_no_committed_data_is_lost(setup: Setup) -> None:
     verdict = check(setup)
     assert verdict.outcome == "SAFE", "\n".join(verdict.trace)
     folders = {name.split("/")[0] for name in verdict.deleted}
@@ -72,13 +72,13 @@ def test_nothing_is_lost(setup: Setup) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("setup", LARGE.values(), ids=LARGE.keys())
-def test_nothing_is_lost_in_larger_models(setup: Setup) -> None:
+def test_no_committed_data_is_lost_in_larger_models(setup: Setup) -> None:
     verdict = Model(setup).check(limit=12_000_000)
     assert verdict.outcome == "SAFE", "\n".join(verdict.trace)
 
 
 @pytest.mark.parametrize("mutant", [*MUTANTS, *OWN_MUTANTS])
-def test_every_small_change_loses_data(mutant: str) -> None:
+def test_every_change_of_the_protocol_loses_data(mutant: str) -> None:
     verdict = check(replace(NEEDS.get(mutant, PLAIN), mutant=mutant), deep=mutant == "unreadable_root_ignored")
     assert verdict.outcome == "UNSAFE", f"{mutant}: {(MUTANTS | OWN_MUTANTS)[mutant]}, and nobody notices"
     assert "lacks" in verdict.trace[-1]
@@ -88,7 +88,7 @@ def test_every_small_change_loses_data(mutant: str) -> None:
 @pytest.mark.parametrize(
     "setup", {NEEDS.get(mutant, PLAIN) for mutant in (*MUTANTS, *OWN_MUTANTS)} - set(SAFE.values())
 )
-def test_the_changes_are_what_loses_data(setup: Setup) -> None:
+def test_the_model_without_the_changes_loses_no_data(setup: Setup) -> None:
     """The very models that catch the mutants pass without them."""
     assert check(setup).outcome == "SAFE"
 
@@ -96,12 +96,12 @@ def test_the_changes_are_what_loses_data(setup: Setup) -> None:
 @pytest.mark.parametrize(
     "mutant", ["resume_without_waiting", "resume_with_new_purged", "trusts_announcements", "reads_logs_early"]
 )
-def test_so_does_each_where_saves_read_logs_beside_a_gc_that_resumes(mutant: str) -> None:
+def test_every_change_loses_data_with_saves_beside_a_resumed_gc(mutant: str) -> None:
     """A small model that stands in for the one of the soaks."""
     assert check(replace(SAFE["two that read logs, a gc that resumes"], mutant=mutant)).outcome == "UNSAFE"
 
 
-def test_who_joins_a_transaction_lists_after_that() -> None:
+def test_a_process_lists_commits_after_it_joins_a_transaction() -> None:
     verdict = check(Setup(writers=2, toggles=2, shared=True, retry=True, mutant="list_first"))
     assert verdict.outcome == "UNSAFE"
 
@@ -110,5 +110,5 @@ def test_a_gc_that_never_deletes_does_not_pass() -> None:
     assert check(replace(PLAIN, mutant="never_deletes")).outcome == "VACUOUS"
 
 
-def test_a_walk_that_was_cut_short_does_not_pass() -> None:
+def test_a_truncated_exploration_does_not_pass() -> None:
     assert Model(PLAIN).check(limit=100).outcome == "LIMIT"

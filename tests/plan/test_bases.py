@@ -1,4 +1,4 @@
-"""Which base: few links, few bytes, keys at different times; decided by what a manifest says, and nothing else."""
+"""The choice of a base: few links, few bytes, full cells at different times; decided only from manifests."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Run:
 
 @settings(max_examples=max(60, settings().max_examples))  # the longest chain is seldom drawn
 @given(st.lists(st.integers(1, PLAIN), max_size=20), st.text(max_size=30))
-def test_a_base_is_one_of_the_chain_and_leaves_few_links(deltas: list[int], place: str) -> None:
+def test_a_base_is_in_the_chain_and_leaves_few_links(deltas: list[int], place: str) -> None:
     left = choose_base(deltas, PLAIN, place)
     if left is None:
         assert sum(deltas) > PLAIN / 8
@@ -79,21 +79,21 @@ def test_the_parent_is_the_base_while_links_are_left(deltas: list[int]) -> None:
     assert choose_base(deltas, PLAIN, "any") == 0
 
 
-def test_what_was_changed_in_small_steps_is_left_behind_together() -> None:
+def test_cells_changed_in_small_steps_get_a_new_base_together() -> None:
     assert choose_base([100, 100, 100, 9000], PLAIN, "any") == 3
     assert choose_base([100, 5000, 7000, 9000], PLAIN, "any") == 1
     assert choose_base([9000, 100, 100, 100], PLAIN, "any") == 4  # all of it: a delta to the key
 
 
-def test_a_chain_that_somebody_else_made_too_long_is_made_short() -> None:
+def test_a_chain_that_another_writer_made_too_long_is_shortened() -> None:
     assert choose_base([1000 * 2**i for i in range(7)], PLAIN, "any") == 4
 
 
-def test_a_delta_that_is_hardly_smaller_than_a_key_has_none_behind_it() -> None:
+def test_a_delta_hardly_smaller_than_a_full_cell_is_not_a_base() -> None:
     assert Run(lambda _: PLAIN // 2).after(9).own() == [0, 2, 4, 6, 8]
 
 
-def test_64_saves_of_a_slow_training_are_one_key_and_a_few_copies_of_one_step() -> None:
+def test_64_saves_of_a_slow_training_take_little_more_than_one_full_state() -> None:
     run = Run().after(64)
     stored = [nbytes for _, nbytes in run.versions]
     assert run.own() == [0]
@@ -101,7 +101,7 @@ def test_64_saves_of_a_slow_training_are_one_key_and_a_few_copies_of_one_step() 
     assert max(len(run.deltas(version)) for version in range(64)) == MAX_DELTAS
 
 
-def test_what_the_last_8_versions_need_is_little_more_than_a_key() -> None:
+def test_the_last_8_versions_need_little_more_than_one_full_state() -> None:
     run = Run().after(400)
     for newest in range(8, 400):
         needed = {one for version in range(newest - 7, newest + 1) for one in run.chain(version)}
@@ -111,19 +111,19 @@ def test_what_the_last_8_versions_need_is_little_more_than_a_key() -> None:
 
 
 @given(st.integers(2, 60), st.floats(0.001, 0.05), st.floats(0, 1))
-def test_no_load_reads_more_deltas_than_the_limit_and_one(saves: int, first: float, growth: float) -> None:
+def test_a_load_reads_at_most_one_delta_beyond_the_limit(saves: int, first: float, growth: float) -> None:
     run = Run(lambda distance: min(KEY, round(first * PLAIN * distance**growth))).after(saves)
     for version in range(saves):
         *older, _ = run.deltas(version)[::-1] or [0]
         assert sum(older) <= PLAIN * 5 / 24
 
 
-def test_rows_that_change_alike_have_their_keys_at_different_saves() -> None:
+def test_rows_that_change_alike_are_stored_in_full_at_different_saves() -> None:
     rows = [Run(place=f"layers.{i}.weight {lo}").after(400) for i in range(20) for lo in (0, 1 << 24)]
     renewed = Counter(key for row in rows for key in row.own()[1:])
     assert len(renewed) > 20
     assert max(renewed.values()) <= len(rows) / 4
 
 
-def test_every_rank_and_every_run_decides_alike() -> None:
+def test_every_rank_and_run_decides_alike() -> None:
     assert Run().after(300).versions == Run().after(300).versions

@@ -203,7 +203,7 @@ def test_boxes_of_the_parent_that_overlap_each_other() -> None:
     _check_tiling(whole(shape), shape, 100, plan_cells(whole(shape), shape, 100, saves.table))
 
 
-def test_a_parent_that_was_cut_otherwise_is_not_followed() -> None:
+def test_a_parent_with_other_cell_sizes_is_not_followed() -> None:
     shape = (100,)
     parent = table_of(shape, 20, cells_of(plan_cells(whole(shape), shape, 20, None)))
     groups = plan_cells(whole(shape), shape, 10, parent)
@@ -211,14 +211,14 @@ def test_a_parent_that_was_cut_otherwise_is_not_followed() -> None:
     assert all(isinstance(cut, NewCell) for group in groups for cut in group.cuts)
 
 
-def test_small_and_empty() -> None:
+def test_small_and_empty_tensors_are_cut() -> None:
     assert plan_cells(whole((3, 0)), (3, 0), 16, None) == []
     (group,) = plan_cells(whole(()), (), 16, None)
     assert [(cut.lo, cut.hi) for cut in group.cuts] == [(0, 1)]
 
 
 @given(full_shapes, st.integers(1, 20), st.data())
-def test_cells_have_one_name(shape: Shape, cell: int, data: st.DataObject) -> None:
+def test_equal_cells_have_equal_names(shape: Shape, cell: int, data: st.DataObject) -> None:
     groups = plan_cells(data.draw(regions(shape)), shape, cell, None)
     assert normal(cells_of(groups), shape) == set(cells_of(groups))
     assert all(normalise(Region(g.box, g.lo, g.hi), shape).box == g.box for g in groups)

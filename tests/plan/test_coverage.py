@@ -1,4 +1,4 @@
-"""Holes and overlaps are found if, and only if, there are any; what is named is really one."""
+"""Holes and overlaps are found if and only if they exist."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def _check(shape: Shape, parts: list[Region]) -> None:
 
 
 @given(full_shapes, st.data())
-def test_some_of_a_partition(shape: Shape, data: st.DataObject) -> None:
+def test_an_incomplete_partition_has_holes(shape: Shape, data: st.DataObject) -> None:
     parts = data.draw(partitions(shape))
     _check(shape, data.draw(st.lists(st.sampled_from(parts))) if parts else [])
 
 
 @given(full_shapes, st.data())
-def test_a_partition_and_something_more(shape: Shape, data: st.DataObject) -> None:
+def test_a_partition_with_an_extra_region_overlaps(shape: Shape, data: st.DataObject) -> None:
     parts = [*data.draw(partitions(shape)), data.draw(regions(shape))]
     _check(shape, data.draw(st.permutations(parts)))
 
 
 @given(shapes, st.data())
-def test_any_regions(shape: Shape, data: st.DataObject) -> None:
+def test_coverage_of_any_regions_is_correct(shape: Shape, data: st.DataObject) -> None:
     _check(shape, data.draw(st.lists(regions(shape), max_size=5)))
 
 
@@ -59,7 +59,7 @@ def test_all_holes_of_a_flat_partition_are_named() -> None:
     ]
 
 
-def test_a_rank_that_is_missing() -> None:
+def test_the_holes_of_a_missing_rank_are_found() -> None:
     shape = (8, 12)
     for split in (rows, columns):
         parts = split(shape, 4)
@@ -68,7 +68,7 @@ def test_a_rank_that_is_missing() -> None:
         assert [i for hole in holes for i in elements(hole, shape)] == elements(parts[2], shape)
 
 
-def test_a_rank_that_is_there_twice() -> None:
+def test_the_overlaps_of_a_repeated_rank_are_found() -> None:
     shape = (8, 12)
     for split in (rows, columns):
         parts = split(shape, 4)
@@ -77,7 +77,7 @@ def test_a_rank_that_is_there_twice() -> None:
         assert overlaps == [(2, 4)]
 
 
-def test_empty_tensors_and_scalars() -> None:
+def test_empty_tensors_and_scalars_are_covered() -> None:
     assert holes_and_overlaps((0, 3), []) == ([], [])
     assert holes_and_overlaps((0, 3), [whole((0, 3))]) == ([], [])
     assert holes_and_overlaps((), [whole(())]) == ([], [])
@@ -85,13 +85,13 @@ def test_empty_tensors_and_scalars() -> None:
     assert holes_and_overlaps((), [whole(()), whole(())])[1] == [(0, 1)]
 
 
-def test_many_columns_are_not_compared_in_vain() -> None:
+def test_many_columns_are_not_compared_pairwise() -> None:
     shape = (4, 512)
     parts = [Region(Box((0, i), (4, 1)), 0, 4) for i in range(512)]
     assert holes_and_overlaps(shape, parts) == ([], [])
 
 
-def test_boxes_that_are_open_at_one_time_are_not_compared_one_by_one() -> None:
+def test_simultaneously_open_boxes_are_not_compared_pairwise() -> None:
     """As in a hostile manifest: upright strips beside level ones, which is half of all pairs in either dimension."""
     count = 5000
     upright = [Region(Box((0, i), (count, 1)), 0, count) for i in range(count)]

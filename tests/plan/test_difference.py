@@ -24,7 +24,7 @@ def _manifest(**tensors: str | tuple[str, str, Shape]) -> Manifest:
     return manifest(described)
 
 
-def test_the_same_checkpoint() -> None:
+def test_a_checkpoint_does_not_differ_from_itself() -> None:
     one = _manifest(w="abc", x="d")
     found = difference(one, one)
     assert found.unchanged == ("w", "x")
@@ -33,7 +33,7 @@ def test_the_same_checkpoint() -> None:
     assert found.bytes_unchanged == 4 * CELL
 
 
-def test_everything_at_once() -> None:
+def test_all_kinds_of_differences_are_found() -> None:
     old = _manifest(same="ab", cells="abcd", gone="xyz", dtype=("uint8", "a", (CELL,)), shape=("uint8", "a", (CELL,)))
     new = _manifest(same="ab", cells="aBcD", new="q", dtype=("int8", "a", (CELL,)), shape=("uint8", "ab", (2 * CELL,)))
     found = difference(old, new)
@@ -58,14 +58,14 @@ def test_a_short_last_cell_counts_its_own_bytes() -> None:
     assert found.bytes_changed == 7
 
 
-def test_cells_that_lie_elsewhere_are_the_same() -> None:
+def test_moved_cells_are_unchanged() -> None:
     shape = (2 * CELL,)
     old = _manifest(w=("uint8", "ab", shape))
     new = _manifest(pad="z", w=("uint8", "ab", shape))
     assert difference(old, new).unchanged == ("w",)
 
 
-def test_cells_that_were_cut_again_are_unchanged_where_they_fit() -> None:
+def test_recut_cells_are_unchanged_where_boundaries_match() -> None:
     """As after a save from more ranks: the first cell is in two parts now, the second is what it was."""
     shape = (2 * CELL,)
     box = full_box(shape)
@@ -77,7 +77,7 @@ def test_cells_that_were_cut_again_are_unchanged_where_they_fit() -> None:
     assert difference(old, new).bytes_changed == CELL
 
 
-def test_empty_tensors() -> None:
+def test_empty_tensors_are_compared() -> None:
     one = manifest({"e": ("float32", 4, (0, 3), [])})
     assert difference(one, one).unchanged == ("e",)
     other = manifest({"e": ("float32", 4, (0, 4), [])})

@@ -1,4 +1,4 @@
-"""Keys are grouped by layer, never into more groups than are told apart, and none is lost."""
+"""Keys are grouped by layer, in a limited number of groups, and none is lost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_neighbours_share_a_group_where_there_are_many() -> None:
     assert len(set(found.values())) == 25
 
 
-def test_what_has_no_numbers_is_cut_short() -> None:
+def test_names_without_numbers_are_shortened() -> None:
     found = group([f"a.{name}.w.x" for name in "bcdefgh"], most=3)
     assert set(found.values()) == {"a"}
     assert set(group([f"{name}.w" for name in "bcdefgh"], most=3).values()) == {"b", "c", "..."}
@@ -49,5 +49,5 @@ def test_each_key_has_a_group_and_groups_are_few(keys: list[str], most: int) -> 
 
 
 @given(st.dictionaries(st.text(max_size=5), st.integers(0, 2**40)))
-def test_no_byte_is_lost(nbytes: dict[str, int]) -> None:
+def test_groups_contain_every_byte(nbytes: dict[str, int]) -> None:
     assert sum(summed(nbytes, group(nbytes)).values()) == sum(nbytes.values())

@@ -20,7 +20,7 @@ CELLS = st.lists(st.builds(Cell, st.sampled_from("abcde"), st.integers(1, 2 * LE
 
 
 @given(CELLS)
-def test_branches_lie_apart_unless_they_are_small(cells: list[Cell]) -> None:
+def test_branches_have_separate_blobs_unless_small(cells: list[Cell]) -> None:
     parts = by_branch(cells, lambda cell: cell.branch, branches_of(cell.branch for cell in cells))
     assert sorted(cell for part in parts for cell in part) == sorted(cells)
     total = {name: sum(cell.nbytes for cell in cells if cell.branch == name) for name in "abcde"}
@@ -31,7 +31,7 @@ def test_branches_lie_apart_unless_they_are_small(cells: list[Cell]) -> None:
 
 
 @given(CELLS, st.integers(700_000, 3_000_000))
-def test_a_queue_hands_out_what_has_room_in_order(cells: list[Cell], room: int) -> None:
+def test_a_queue_returns_items_that_fit_in_order(cells: list[Cell], room: int) -> None:
     queue, found = Queue(cells), list[Cell]()
     while not queue.is_empty:
         first, lot = queue.take(4096, 4096 + room)
@@ -46,7 +46,7 @@ def test_a_queue_hands_out_what_has_room_in_order(cells: list[Cell], room: int) 
     assert found == cells
 
 
-def test_what_is_a_branch() -> None:
+def test_branches_follow_from_keys() -> None:
     assert [branch_of("tensor", "model.w.0"), branch_of("part", "x"), branch_of("attachment", "a.b")] == [
         "model",
         "x",

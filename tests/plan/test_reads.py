@@ -1,4 +1,4 @@
-"""What is planned to be read is just what is wanted, rounded to cells where it is verified, and no byte twice."""
+"""Planned reads cover exactly the wanted elements, rounded to cells if verified, and no byte twice."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _all_elements(units: Sequence[Unit], shape: Shape) -> list[int]:
 
 
 @given(full_shapes, st.data())
-def test_verified_units_are_the_cells_that_hold_what_is_wanted(shape: Shape, data: st.DataObject) -> None:
+def test_verified_reads_cover_the_cells_of_wanted_elements(shape: Shape, data: st.DataObject) -> None:
     table, wanted = data.draw(tables(shape)), data.draw(regions(shape))
     cells = {(p.region, p.blob, p.offset, p.nbytes): p.digest for p in table.stored_cells()}
     units = list(plan_units(table, wanted, verify=True))
@@ -56,7 +56,7 @@ def test_verified_units_are_the_cells_that_hold_what_is_wanted(shape: Shape, dat
 
 
 @given(full_shapes, st.data())
-def test_unverified_units_are_what_is_wanted(shape: Shape, data: st.DataObject) -> None:
+def test_unverified_reads_cover_only_wanted_elements(shape: Shape, data: st.DataObject) -> None:
     table, wanted = data.draw(tables(shape)), data.draw(regions(shape))
     with mock.patch.object(reads, "_SMALL_GAP", 0):  # else everything in a small tensor is near to everything
         units = list(plan_units(table, wanted, verify=False))
@@ -65,7 +65,7 @@ def test_unverified_units_are_what_is_wanted(shape: Shape, data: st.DataObject) 
 
 
 @given(full_shapes, st.data())
-def test_unverified_units_may_bridge_small_gaps(shape: Shape, data: st.DataObject) -> None:
+def test_unverified_reads_may_bridge_small_gaps(shape: Shape, data: st.DataObject) -> None:
     table, wanted = data.draw(tables(shape)), data.draw(regions(shape))
     units = list(plan_units(table, wanted, verify=False))
     held = _all_elements(units, shape)
@@ -75,7 +75,7 @@ def test_unverified_units_may_bridge_small_gaps(shape: Shape, data: st.DataObjec
 
 
 @given(cases(), st.data())
-def test_what_is_coded_is_read_in_cells_each_once(case: Case, data: st.DataObject) -> None:
+def test_coded_cells_are_read_whole_and_once(case: Case, data: st.DataObject) -> None:
     assume(any(cell.frame is not None for cell in case.cells))
     wanted = data.draw(regions(case.shape))
     with mock.patch.object(reads, "_SMALL_GAP", 0):
@@ -97,7 +97,7 @@ def _check_places(table: ExtentTable, units: Sequence[Unit]) -> None:
         assert (unit.blob, unit.offset) == (one.blob, one.offset + (unit.lo - one.lo) * ITEM)
 
 
-def test_a_column_of_wide_rows_leaves_out_what_lies_between() -> None:
+def test_a_column_of_wide_rows_skips_bytes_between() -> None:
     shape, cell = (10, 100_000), 1000
     table = table_of(shape, cell, cells_of(plan_cells(whole(shape), shape, cell, None)), per_blob=10_000)
     wanted = Region(Box((0, 500), (10, 10)), 0, 100)
@@ -114,7 +114,7 @@ def test_many_short_runs_are_read_as_one() -> None:
     assert (unit.lo, unit.hi) == (2, 800_000 - 3)
 
 
-def test_nothing_wanted_is_nothing_read() -> None:
+def test_nothing_is_read_without_wanted_elements() -> None:
     table = table_of((10,), 4, cells_of(plan_cells(whole((10,)), (10,), 4, None)))
     assert not list(plan_units(table, Region(full_box((10,)), 3, 3), verify=True))
     none = table_of((0,), 4, [])
@@ -122,7 +122,7 @@ def test_nothing_wanted_is_nothing_read() -> None:
 
 
 @given(full_shapes, st.data())
-def test_covers(shape: Shape, data: st.DataObject) -> None:
+def test_covers_tells_if_a_read_contains_a_region(shape: Shape, data: st.DataObject) -> None:
     cells = [one for region in data.draw(partitions(shape)) for one in cells_of(plan_cells(region, shape, 8, None))]
     kept = data.draw(st.lists(st.sampled_from(cells), unique=True)) if cells else []
     wanted = data.draw(regions(shape))
@@ -134,7 +134,7 @@ items = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 300), st.integers(1
 
 
 @given(items, st.integers(0, 40), st.integers(1, 200))
-def test_batches_hold_every_item_and_no_byte_twice(found: list[tuple[int, int, int]], gap: int, most: int) -> None:
+def test_batches_hold_every_item_and_each_byte_once(found: list[tuple[int, int, int]], gap: int, most: int) -> None:
     batches = plan_batches([(*row, i) for i, row in enumerate(found)], gap=gap, most=most)
     assert sorted(item for batch in batches for *_, item in batch.items) == list(range(len(found)))
     taken: set[tuple[int, int]] = set()
@@ -171,7 +171,7 @@ def test_batches_without_a_gap_read_nothing_else(found: list[tuple[int, int, int
 
 
 @given(items, st.integers(0, 40), st.integers(0, 200))
-def test_gaps_are_bridged_as_far_as_may_be_read_in_vain(
+def test_gaps_are_bridged_up_to_the_limit_of_wasted_bytes(
     found: list[tuple[int, int, int]], most: int, spare: int
 ) -> None:
     def in_vain(gap: int) -> int:
@@ -187,7 +187,7 @@ def test_gaps_are_bridged_as_far_as_may_be_read_in_vain(
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("saved", [1, 3, 4])
 @pytest.mark.parametrize("loaded", [1, 2, 5])
-def test_all_ranks_together_read_all_of_it(verify: bool, saved: int, loaded: int) -> None:
+def test_all_ranks_together_read_everything(verify: bool, saved: int, loaded: int) -> None:
     shape, cell = (60, 7), 16
     table = table_of(
         shape, cell, [c for part in rows(shape, saved) for c in cells_of(plan_cells(part, shape, cell, None))]
@@ -200,7 +200,7 @@ def test_all_ranks_together_read_all_of_it(verify: bool, saved: int, loaded: int
 
 
 @given(full_shapes, st.data())
-def test_one_element(shape: Shape, data: st.DataObject) -> None:
+def test_a_single_element_is_read(shape: Shape, data: st.DataObject) -> None:
     table, region = data.draw(tables(shape)), data.draw(regions(shape))
     assume(region.numel)
     one = Region(region.box, region.lo, region.lo + 1)

@@ -1,4 +1,4 @@
-"""Which ranks hold what, where each save looks at it, and which cells a rank reads again."""
+"""Which ranks hold which rows, where each save samples them, and which cells a rank reads again."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def held(names: list[int], *, length: int = 100, cell: int = 10, shared: bool = 
     )  # fmt: skip
 
 
-def test_rows_of_the_same_ranks_have_the_same_set() -> None:
+def test_rows_on_the_same_ranks_have_the_same_set() -> None:
     sets = Holders([held([1, 2, 3]), held([2, 1]), held([2, 4])]).sets()
     assert [(one > 0).tolist() for one in sets] == [[True, True, False], [True, True], [True, False]]
     assert sets[0][0] == sets[1][1] != sets[0][1] == sets[1][0] == sets[2][0]
 
 
-def test_a_region_differs_where_any_holder_has_another_digest() -> None:
+def test_a_region_differs_if_any_holder_has_another_digest() -> None:
     holders = Holders([held([1, 2, 3]), held([2, 1]), held([2, 4])])
     digests = [np.array(one, np.uint64) for one in ([7, 5, 1], [5, 7], [5, 9])]
     assert holders.differing(digests) == []
@@ -35,17 +35,17 @@ def test_a_region_differs_where_any_holder_has_another_digest() -> None:
     assert holders.differing(digests) == [[(0, 1), (1, 0), (2, 0)]]
 
 
-def test_ranks_without_rows_differ_in_nothing() -> None:
+def test_ranks_without_rows_do_not_differ() -> None:
     assert Holders([held([]), held([])]).differing([np.zeros(0, np.uint64)] * 2) == []
     assert [len(one) for one in Holders([held([]), held([])]).sets()] == [0, 0]
 
 
-def test_only_what_all_holders_share_out_is_read_again() -> None:
+def test_only_regions_divided_among_all_holders_are_read_again() -> None:
     duties = plan_writers([held([1]), held([1], shared=False), held([2]), held([2])])
     assert [one.sharing.tolist() for one in duties] == [[0], [0], [2], [2]]
 
 
-def test_places_differ_by_save_and_row_and_fewer_are_the_first_of_more() -> None:
+def test_sample_places_depend_on_save_and_row_and_smaller_samples_are_prefixes() -> None:
     names, room = np.array([1, 2], np.uint64), np.array([1000, 1])
     few, more, later = (places(names, seed, room, runs) for seed, runs in ((5, RUNS), (5, 64), (6, RUNS)))
     assert np.array_equal(few, more[:, :RUNS])
@@ -66,7 +66,7 @@ def test_a_changed_bit_changes_the_digest_of_its_row_alone(word: int, bit: int) 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("lengths", [[100], [1000, 5, 33, 1]])
-def test_each_cell_of_another_rank_is_read_once_in_so_many_saves(ranks: int, lengths: list[int]) -> None:
+def test_each_cell_of_another_rank_is_read_once_per_cycle_of_saves(ranks: int, lengths: list[int]) -> None:
     rows = held(list(range(len(lengths))))
     rows = HeldRegions(rows.name, rows.region, rows.lo, np.array(lengths), rows.cell, rows.itemsize, rows.shared)
     duties = plan_writers([rows] * ranks)
@@ -81,7 +81,7 @@ def test_each_cell_of_another_rank_is_read_once_in_so_many_saves(ranks: int, len
         assert sorted(read) == sorted(theirs)
 
 
-def test_a_save_reads_again_a_64th_of_the_share_of_a_rank() -> None:
+def test_a_save_rereads_a_64th_of_the_share_of_a_rank() -> None:
     rows = held([1], length=64 * 200)
     duties = plan_writers([rows] * 2)
     for turn in range(3):

@@ -1,4 +1,4 @@
-"""Retention: rules as a union per run, and what no policy ever takes."""
+"""Retention: rules as a union per run, and checkpoints that no policy forgets."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TEN = [kept(i, i * 50) for i in range(10)]
         {"keep_every": 2.0},
     ],
 )
-def test_a_policy_of_nonsense_is_refused(rules: dict[str, Any]) -> None:
+def test_an_invalid_policy_is_refused(rules: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match=r"keep-"):
         Policy(**rules)
 
@@ -69,19 +69,19 @@ def test_no_policy_forgets_nothing() -> None:
     assert plan_forget([*TEN, kept(11, 50)], Policy(), 99 * DAY) == []
 
 
-def test_keep_last() -> None:
+def test_keep_last_keeps_the_newest() -> None:
     assert steps(plan_forget(TEN, Policy(keep_last=3), 0)) == [0, 50, 100, 150, 200, 250, 300]
 
 
-def test_keep_every() -> None:
+def test_keep_every_keeps_multiples_of_a_step() -> None:
     assert steps(plan_forget(TEN, Policy(keep_every=100), 0)) == [50, 150, 250, 350]  # 450 is the newest
 
 
-def test_keep_within() -> None:
+def test_keep_within_keeps_recent_checkpoints() -> None:
     assert steps(plan_forget(TEN, Policy(keep_within="2d"), 9 * DAY)) == [0, 50, 100, 150, 200, 250, 300]
 
 
-def test_the_newest_of_each_day_week_and_month() -> None:
+def test_the_newest_of_each_day_week_and_month_stays() -> None:
     """Days that have none do not count; day 0 is 1970-01-01, a Thursday."""
     store = [kept(number, number * 10, day=day) for number, day in enumerate([0, 3, 3, 4, 31, 33])]
     assert steps(plan_forget(store, Policy(keep_daily=3), 0)) == [0, 10, 20]
@@ -95,7 +95,7 @@ def at(number: int, when: datetime) -> SavedCheckpoint:
     return replace(kept(number, number), created_at=int(when.timestamp() * 1_000_000))
 
 
-def test_days_weeks_and_months_are_those_of_utc_whatever_the_year(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_days_weeks_and_months_are_in_utc_in_every_year(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     time.tzset()
     try:
@@ -114,7 +114,7 @@ def test_days_weeks_and_months_are_those_of_utc_whatever_the_year(monkeypatch: p
         time.tzset()
 
 
-def test_the_newest_of_a_day_is_the_last_that_was_created_not_the_last_that_was_copied() -> None:
+def test_the_newest_of_a_day_is_the_last_created_not_the_last_copied() -> None:
     day = datetime(2026, 1, 1, tzinfo=UTC)
     copied = [
         at(0, day + timedelta(hours=9)),
@@ -131,11 +131,11 @@ def test_rules_are_a_union() -> None:
     assert steps(plan_forget(TEN, policy, 9 * DAY)) == [50, 100, 150, 250]
 
 
-def test_keep_last_0_beside_another_rule_adds_nothing() -> None:
+def test_keep_last_0_adds_nothing_to_another_rule() -> None:
     assert plan_forget(TEN, Policy(keep_last=0, keep_every=100), 0) == plan_forget(TEN, Policy(keep_every=100), 0)
 
 
-def test_each_run_by_itself() -> None:
+def test_each_run_has_its_own_counts() -> None:
     store = [kept(0, 0, "a"), kept(1, 1, "b"), kept(2, 2, "a"), kept(3, 3, "b")]
     assert steps(plan_forget(store, Policy(keep_last=1), 0)) == [0, 1]
     assert steps(plan_forget(store, Policy(keep_last=1), 0, run="b")) == [1]
@@ -152,14 +152,14 @@ def test_age_is_that_of_the_checkpoint_not_of_its_copy() -> None:
     assert steps(plan_forget(store, Policy(keep_within="1d"), 9 * DAY)) == [8]
 
 
-def test_superseded_twins_go_with_every_policy_and_count_for_none() -> None:
+def test_superseded_twins_are_forgotten_and_not_counted() -> None:
     store = [kept(0, 100), kept(1, 50), kept(2, 100), kept(3, 150)]
     for policy in (Policy(keep_last=100), Policy(keep_every=50), Policy(keep_within="999w")):
         assert plan_forget(store, policy, 9 * DAY) == [store[0]]
     assert plan_forget(store, Policy(keep_last=2), 0) == store[:2]
 
 
-def test_tagged_ones_stay_but_take_their_place_among_the_last() -> None:
+def test_tagged_checkpoints_stay_and_count_for_keep_last() -> None:
     tagged = {TEN[0].txid, TEN[9].txid}
     assert steps(plan_forget(TEN, Policy(keep_last=2), 0, tagged=tagged)) == [50, 100, 150, 200, 250, 300, 350]
 
@@ -177,7 +177,9 @@ POLICIES = st.builds(
 
 
 @given(STORES, POLICIES, st.data())
-def test_what_no_policy_takes(store: list[SavedCheckpoint], policy: Policy, data: st.DataObject) -> None:
+def test_no_policy_forgets_protected_checkpoints(
+    store: list[SavedCheckpoint], policy: Policy, data: st.DataObject
+) -> None:
     tagged: set[TxId] = set(data.draw(st.lists(st.sampled_from([one.txid for one in store])))) if store else set()
     forgotten = set(plan_forget(store, policy, 9 * DAY, tagged=tagged))
     assert not {one.txid for one in forgotten} & tagged
@@ -187,13 +189,13 @@ def test_what_no_policy_takes(store: list[SavedCheckpoint], policy: Policy, data
 
 
 @given(STORES, POLICIES)
-def test_a_second_pass_finds_nothing_more(store: list[SavedCheckpoint], policy: Policy) -> None:
+def test_a_second_plan_forgets_nothing_more(store: list[SavedCheckpoint], policy: Policy) -> None:
     forgotten = plan_forget(store, policy, 9 * DAY)
     assert plan_forget([one for one in store if one not in forgotten], policy, 9 * DAY) == []
 
 
 @given(STORES, POLICIES, st.integers(1, 5))
-def test_one_more_rule_never_forgets_more(store: list[SavedCheckpoint], policy: Policy, every: int) -> None:
+def test_an_additional_rule_never_forgets_more(store: list[SavedCheckpoint], policy: Policy, every: int) -> None:
     if policy.is_empty or policy.keep_every is not None:
         return
     forgotten = set(plan_forget(store, policy, 9 * DAY))
@@ -216,7 +218,7 @@ def scored(*values: float | None, name: str = "loss") -> list[SavedCheckpoint]:
         (["loss:1", "acc:3"], [0, 1, 2, 3, 4, 5]),
     ],
 )
-def test_the_best_of_a_metric_stay(best: Any, stay: list[int]) -> None:
+def test_the_best_checkpoints_by_a_metric_stay(best: Any, stay: list[int]) -> None:
     store = [*scored(9.0, 2.0, 2.0, float("-inf"), float("nan"), None), kept(9, 9)]
     assert steps(plan_forget(store, Policy(keep_best=best), 0)) == [n for n in range(6) if n not in stay]
 
@@ -231,7 +233,7 @@ def test_a_run_without_the_metric_stays_and_is_named() -> None:
     assert runs_without(store, Policy(keep_last=1)) == {}
 
 
-def test_a_metric_that_nobody_has_is_refused() -> None:
+def test_a_metric_without_values_is_refused() -> None:
     store = [replace(one, metrics={**one.metrics, "acc": 1.0}) for one in scored(1.0, 2.0)]
     with pytest.raises(InvalidInput, match="no checkpoint here has a metric 'los'; there are acc, loss"):
         runs_without(store, Policy(keep_best=["loss:1", "los:3"]))
@@ -249,17 +251,17 @@ def test_a_metric_may_have_colons() -> None:
 
 
 @pytest.mark.parametrize("best", ["loss", "loss:", ":3", "loss:0", "loss:-1", "loss:max:", "loss:1.5", 3, ["x"], [3]])
-def test_a_best_of_nonsense_is_refused(best: Any) -> None:
+def test_an_invalid_keep_best_is_refused(best: Any) -> None:
     with pytest.raises(InvalidInput, match=r"keep-best"):
         Policy(keep_best=best)
 
 
-def test_no_best_is_no_rule() -> None:
+def test_an_empty_keep_best_is_no_rule() -> None:
     assert Policy(keep_best=()).is_empty
     assert plan_forget(TEN, Policy(keep_best=[]), 0) == []
 
 
-def test_the_last_healthy_one_stays() -> None:
+def test_the_last_healthy_checkpoint_stays() -> None:
     store = [replace(kept(i, i), healthy=word) for i, word in enumerate([True, None, None, False, False])]
     assert steps(plan_forget(store, Policy(keep_last=1), 0)) == [0, 1, 3]
     assert steps(plan_forget(store[:3], Policy(keep_last=1), 0)) == [0, 1]
@@ -270,12 +272,12 @@ def test_the_last_healthy_one_stays() -> None:
     "rule",
     [3, {}, {"drop": []}, {"drop": ["a"]}, {"keep_last": 1}, {"drop": [1], "keep_last": 1}, {"drop": "a", "x": 1}],
 )
-def test_a_thinning_of_nonsense_is_refused(rule: Any) -> None:
+def test_an_invalid_thinning_rule_is_refused(rule: Any) -> None:
     with pytest.raises(InvalidInput, match=r"drop|stays whole"):
         thinning_of(rule)
 
 
-def test_a_thinning() -> None:
+def test_a_thinning_rule_chooses_checkpoints() -> None:
     assert thinning_of(None) is None
     found = thinning_of({"drop": "optim.*", "keep_last": 2})
     assert found is not None

@@ -55,7 +55,7 @@ def test_cells_are_found_by_digest_in_all_manifests() -> None:
     assert known.blobs == [manifest.blob(0) for manifest in manifests]
 
 
-def test_nothing_is_known_of_nothing() -> None:
+def test_an_empty_index_knows_no_cells() -> None:
     known = _known(has_parent=False)
     assert not known.any
     assert known.find(d("a")) is None
@@ -78,7 +78,7 @@ def test_only_the_parent_is_found_by_key() -> None:
     assert _place(without, d("a")) == (0, CELL)
 
 
-def test_a_worn_blob_is_not_reused_but_another_copy_is() -> None:
+def test_cells_of_a_worn_blob_are_reused_from_another_blob() -> None:
     known = _known(_two_cells("w", "a", "b", worn=True), _two_cells("x", "b", "c"))
     assert not known.usable(0)
     assert known.usable(1)
@@ -86,7 +86,7 @@ def test_a_worn_blob_is_not_reused_but_another_copy_is() -> None:
     assert _place(known, d("b")) == (1, CELL)
 
 
-def test_a_blob_that_turns_out_to_be_gone() -> None:
+def test_a_missing_blob_is_removed_from_the_index() -> None:
     known = _known(_two_cells("w", "a", "b"), _two_cells("x", "b", "c"))
     assert _place(known, d("b")) == (0, 2 * CELL)
     known.exclude(0)
@@ -96,7 +96,7 @@ def test_a_blob_that_turns_out_to_be_gone() -> None:
     assert not known.any
 
 
-def test_digests_with_one_beginning_are_told_apart() -> None:
+def test_digests_with_a_common_prefix_are_distinct() -> None:
     shape = (3 * CELL,)
     digests = [CellDigest(bytes(8) + bytes([i]) * 24) for i in (1, 2, 3)]
     one = manifest(
@@ -150,7 +150,7 @@ def test_used_bytes_count_each_byte_once(tables: list[list[tuple[int, int, int]]
 
 
 @given(cases())
-def test_used_bytes_are_those_of_bases_too(case: Case) -> None:
+def test_used_bytes_include_bases(case: Case) -> None:
     stored = [one for cell in case.cells for one in cell.chain]
     every = {(one.blob, at) for one in stored for at in range(one.offset, one.offset + one.stored)}
     blobs = len(case.blob_sizes)
@@ -158,7 +158,7 @@ def test_used_bytes_are_those_of_bases_too(case: Case) -> None:
 
 
 @given(cases())
-def test_coded_bytes_are_those_of_frames(case: Case) -> None:
+def test_used_bytes_of_coded_cells_are_those_of_frames(case: Case) -> None:
     coded = [cell for cell in case.cells if cell.frame is not None]
     assert coded_bytes([case.table, case.table]) == (
         2 * sum(cell.nbytes for cell in coded),
@@ -167,13 +167,13 @@ def test_coded_bytes_are_those_of_frames(case: Case) -> None:
     )
 
 
-def test_used_bytes_of_nothing() -> None:
+def test_used_bytes_of_no_manifests_are_empty() -> None:
     assert used_bytes([], 2) == [0, 0]
     assert used_bytes([], 0) == []
 
 
 @pytest.mark.parametrize("has_parent", [True, False])
-def test_excluded_is_asked_of_every_blob(has_parent: bool) -> None:
+def test_excluded_is_called_for_every_blob(has_parent: bool) -> None:
     asked: list[BlobRef] = []
 
     def excluded(ref: BlobRef) -> bool:

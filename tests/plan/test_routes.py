@@ -48,7 +48,7 @@ def end(start: StoredCell, route: Route) -> StoredCell:
 
 
 @given(trees(), st.data())
-def test_a_route_leads_there_and_reads_the_least(found: list[StoredCell], data: st.DataObject) -> None:
+def test_a_route_reaches_its_target_and_reads_the_least(found: list[StoredCell], data: st.DataObject) -> None:
     held, wanted = (data.draw(st.sampled_from(found)) for _ in "ab")
     route = find_route(held, wanted)
     alone = sum(one.stored for one in wanted.chain)
@@ -63,7 +63,7 @@ def test_a_route_leads_there_and_reads_the_least(found: list[StoredCell], data: 
         assert route.cost() == min(costs) < alone
 
 
-def test_no_key_is_read_along_a_chain() -> None:
+def test_no_full_cell_is_read_along_a_chain() -> None:
     versions = [cell(0, NBYTES, None)]
     for version in range(1, 10):
         versions.append(cell(version, 5, versions[-1]))
@@ -104,7 +104,7 @@ def tables(draw: st.DrawFn) -> list[ExtentTable]:
 
 
 @given(tables(), st.data())
-def test_extents_say_what_their_cells_do(found: list[ExtentTable], data: st.DataObject) -> None:
+def test_routes_of_extents_match_routes_of_their_cells(found: list[ExtentTable], data: st.DataObject) -> None:
     table = data.draw(st.sampled_from(found))
     numel = table.shape[0]
     lo = data.draw(st.integers(0, numel - 1))
@@ -124,7 +124,7 @@ def test_extents_say_what_their_cells_do(found: list[ExtentTable], data: st.Data
 
 
 @given(tables(), st.data())
-def test_a_way_of_extents_is_a_route_of_each_cell(found: list[ExtentTable], data: st.DataObject) -> None:
+def test_a_route_of_an_extent_is_a_route_of_each_cell(found: list[ExtentTable], data: st.DataObject) -> None:
     held, wanted = (data.draw(st.sampled_from(found)) for _ in "ab")
     mine, theirs = ({one[4:6]: one for one in table.stored_cells()} for table in (held, wanted))
     every = sorted({link for one in (*mine.values(), *theirs.values()) for link in links(one)})

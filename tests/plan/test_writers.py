@@ -96,7 +96,7 @@ def test_every_element_of_every_region_is_written_once(world: tuple[list[Row], i
 
 
 @given(worlds())
-def test_what_may_differ_is_written_whole_by_the_lowest_rank(world: tuple[list[Row], int]) -> None:
+def test_regions_that_may_differ_are_written_by_the_lowest_rank(world: tuple[list[Row], int]) -> None:
     rows, ranks = world
     found = duties(rows, ranks)
     for row in rows:
@@ -125,7 +125,7 @@ def test_the_order_of_rows_changes_nothing(world: tuple[list[Row], int], random:
 
 @given(worlds())
 @example(([Row(0, 0, 0, 67, 6, 1, {0: True, 1: True})], 3))  # 24, 18 and 25 bytes
-def test_loads_even_out_as_far_as_replicas_can_even_them(world: tuple[list[Row], int]) -> None:
+def test_replicas_balance_the_ranks_as_far_as_possible(world: tuple[list[Row], int]) -> None:
     """Where all replicas are on the same ranks: who was given some has at most two cells more than any other.
 
     Each cut is at most half a cell from where loads would be even: so a load is at most a cell above or below that, and
@@ -151,7 +151,7 @@ def test_one_huge_replica_is_split_evenly(ranks: int) -> None:
     assert max(sizes) - min(sizes) <= 256 + 3
 
 
-def test_who_has_much_of_its_own_writes_less_of_the_replicas() -> None:
+def test_a_rank_with_many_own_bytes_writes_fewer_replicas() -> None:
     own = Row(0, 0, 0, 3000, 10, 1, {0: True})
     shared = Row(1, 0, 0, 3000, 10, 1, {0: True, 1: True, 2: True})
     parts = duties([own, shared], 3)[1, 0]
@@ -159,13 +159,13 @@ def test_who_has_much_of_its_own_writes_less_of_the_replicas() -> None:
 
 
 @pytest.mark.parametrize("much", [0, 1])
-def test_who_has_more_than_enough_is_not_given_the_beginning_of_a_cell(much: int) -> None:
+def test_a_rank_with_enough_bytes_gets_no_part_of_a_cell(much: int) -> None:
     own, shared = Row(0, 0, 0, 3000, 10, 1, {much: True}), Row(1, 0, 9, 26, 10, 1, {0: True, 1: True})
     parts = duties([own, shared], 2)[1, 0]
     assert [len(parts[rank]) for rank in (much, 1 - much)] == [0, 17]
 
 
-def test_small_sets_of_holders_choose_first() -> None:
+def test_small_sets_of_holders_are_assigned_first() -> None:
     """Ranks 0 and 1 alone hold much: what all four hold goes to 2 and 3."""
     pair = Row(0, 0, 0, 4000, 10, 1, {0: True, 1: True})
     four = Row(1, 0, 0, 4000, 10, 1, dict.fromkeys(range(4), True))

@@ -30,7 +30,7 @@ def stored(path: Path) -> casckpt.Store:
     return store
 
 
-def test_all_ranks_and_what_they_name_are_told() -> None:
+def test_the_error_lists_all_ranks_and_their_stores() -> None:
     with pytest.raises(Conflict, match=r"r@1 on ranks 0, 2; r@2 on rank 1; latest on rank 3\."):
         check_same(["r@1", "r@2", "r@1", "latest"])
     check_same(["latest"] * 3)
@@ -79,7 +79,7 @@ def saves(rank: int, size: int, path: Path) -> str:
 
 
 @pytest.mark.parametrize("there", ["one two", "one", ""])
-def test_a_save_into_different_stores_is_refused_and_nothing_shows(tmp_path: Path, ranks: Pool, there: str) -> None:
+def test_a_save_into_different_stores_is_refused_and_invisible(tmp_path: Path, ranks: Pool, there: str) -> None:
     for name in there.split():
         stored(tmp_path / name)
     found = ranks.run(2, saves, tmp_path)
@@ -110,7 +110,7 @@ def save_after_the_store_was_made_anew(rank: int, size: int, path: Path) -> Any:
     return store.load(found, "r@2").step, found["a"].tolist()
 
 
-def test_a_store_that_was_made_anew_is_one_store_for_all(tmp_path: Path, ranks: Pool) -> None:
+def test_all_ranks_agree_on_a_recreated_store(tmp_path: Path, ranks: Pool) -> None:
     found = ranks.run(2, save_after_the_store_was_made_anew, tmp_path / "s")
     assert found == [(2, [1, 1, 1])] * 2
 
@@ -126,7 +126,7 @@ class Late(LocalStore):
         return super().size(key) if self.asked > 5 else None
 
 
-def test_what_another_host_made_may_show_late(tmp_path: Path) -> None:
+def test_a_store_created_by_another_host_may_appear_late(tmp_path: Path) -> None:
     store, slept = casckpt.open(tmp_path), list[float]()
     store.create()
     transaction = begin(store.repository, "r", 1)

@@ -90,7 +90,7 @@ def test_an_error_of_one_rank_is_raised_by_all(ranks: Pool, who: int, kind: str)
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_an_error_of_what_rank_0_decides_is_raised_by_all(ranks: Pool, kind: str) -> None:
+def test_an_error_of_a_decision_of_rank_0_is_raised_by_all(ranks: Pool, kind: str) -> None:
     for rank, (_, text, named, _, _) in enumerate(ranks.run(4, raising, kind, 0, decides=True)):
         assert text in TEXTS[kind] if rank == 0 else TEXTS[kind] in text
         assert rank == 0 or named == 0
@@ -103,7 +103,7 @@ def blaming(rank: int, size: int) -> Any:
     return outcome_of(lambda: open_ranks().exchange(lambda: rank, decide))
 
 
-def test_who_is_blamed_stays_blamed(ranks: Pool) -> None:
+def test_the_rank_that_caused_an_error_stays_named(ranks: Pool) -> None:
     assert [error.rank for error in ranks.run(4, blaming)] == [2, 2, 2, 2]
 
 
@@ -114,7 +114,7 @@ def failing_before(rank: int, size: int) -> Any:
     return outcome_of(lambda: total(ranks))
 
 
-def test_an_error_before_an_exchange_is_told_in_it(ranks: Pool) -> None:
+def test_an_error_before_an_exchange_is_sent_in_the_exchange(ranks: Pool) -> None:
     for rank, error in enumerate(ranks.run(3, failing_before)):
         assert isinstance(error, InvalidInput)
         assert str(error) == ("step is negative" if rank == 1 else "rank 1: step is negative")
@@ -130,7 +130,7 @@ def two_at_once(rank: int, size: int) -> Any:
     return str(outcome_of(lambda: open_ranks().exchange(call, lambda values: values)))
 
 
-def test_of_several_errors_each_keeps_its_own_and_the_others_hear_of_the_first(ranks: Pool) -> None:
+def test_failed_ranks_raise_their_own_error_and_others_the_first(ranks: Pool) -> None:
     assert ranks.run(4, two_at_once) == ["rank 1: mine, 1", "mine, 1", "mine, 2", "rank 1: mine, 1"]
 
 
@@ -176,9 +176,7 @@ def with_objects_on_one_rank(rank: int, size: int, where: str) -> str:
     return str(outcome_of(lambda: store.save({"m": module if rank else module.state_dict()}, step=1)))
 
 
-def test_the_same_call_with_objects_on_one_rank_alone_is_said_to_be_at_another_point(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_a_call_with_objects_on_a_single_rank_is_reported_as_out_of_step(ranks: Pool, tmp_path: Path) -> None:
     for text in ranks.run(2, with_objects_on_one_rank, str(tmp_path / "store")):
         assert "rank 1 is at another point of Store.save than rank 0" in text
         assert "Rank 1 has the whole objects 'm' in its state, and rank 0 has none" in text

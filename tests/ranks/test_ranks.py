@@ -39,7 +39,7 @@ def test_rank_0_sees_all_in_order_and_each_rank_gets_its_own_answer(ranks: Pool)
         assert found == (([0, 10, 20, 30], rank), bytes([rank]), rank, 4, 2)
 
 
-def test_one_process_is_its_own_rank_0() -> None:
+def test_a_single_process_is_rank_0() -> None:
     ranks = open_ranks()
     assert isinstance(ranks, Solo)
     assert ranks.exchange(lambda: 7, lambda values: [value + 1 for value in values]) == 8
@@ -57,7 +57,7 @@ def unwarned() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("unwarned")
-def test_one_of_several_processes_without_a_group_is_told_once(
+def test_a_process_of_a_launcher_without_a_group_is_warned_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -71,7 +71,7 @@ def test_one_of_several_processes_without_a_group_is_told_once(
 
 
 @pytest.mark.usefixtures("unwarned")
-def test_one_process_of_a_launcher_is_not_warned(
+def test_a_single_process_of_a_launcher_is_not_warned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -84,7 +84,7 @@ def alone(rank: int, size: int) -> list[type]:
     return [type(open_ranks()), type(open_ranks(no_dist=True)), type(open_ranks(single))]
 
 
-def test_alone_in_a_group_or_by_choice(ranks: Pool) -> None:
+def test_a_rank_alone_in_a_group_or_with_no_dist_works_alone(ranks: Pool) -> None:
     assert ranks.run(2, alone) == [[GroupRanks, Solo, Solo]] * 2
     assert ranks.run(1, alone) == [[Solo, Solo, Solo]]
 
@@ -144,7 +144,7 @@ def subgroup(rank: int, size: int) -> Any:
     return ranks.rank, ranks.size, total(ranks)
 
 
-def test_a_group_of_some_ranks_counts_its_own(ranks: Pool) -> None:
+def test_a_group_of_some_ranks_has_its_own_numbers(ranks: Pool) -> None:
     found = ranks.run(4, subgroup)
     assert (found[1], found[3]) == ((0, 2, 1), (1, 2, 1))
     for outside in (found[0], found[2]):
@@ -168,7 +168,7 @@ def beside_a_child(rank: int, size: int) -> Any:
     return before, total(open_ranks())
 
 
-def test_a_forked_child_does_not_speak_for_its_parent(ranks: Pool) -> None:
+def test_a_forked_child_does_not_act_as_its_parents_rank(ranks: Pool) -> None:
     assert ranks.run(2, beside_a_child) == [(1, 1)] * 2
 
 
@@ -206,7 +206,7 @@ def test_ranks_may_be_in_different_numbers_of_groups(ranks: Pool) -> None:
     assert ranks.run(4, lopsided) == [(3, 6), (3, 6), (3, 6), (None, 6)]
 
 
-def test_the_default_group_need_not_carry_anything(ranks: Pool) -> None:
+def test_the_default_group_needs_no_backend_for_messages(ranks: Pool) -> None:
     """As NCCL, which has no way for objects of the host."""
     assert ranks.run(4, answers, backend="fake") == ranks.run(4, answers)
 
@@ -214,6 +214,6 @@ def test_the_default_group_need_not_carry_anything(ranks: Pool) -> None:
 # stalls
 
 
-def test_answers_are_as_many_as_ranks() -> None:
+def test_a_wrong_number_of_answers_is_an_error() -> None:
     assert everyone("x", 3) == ["x", "x", "x"]
     assert issubclass(RankFailed, CasckptError)

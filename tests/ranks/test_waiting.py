@@ -1,4 +1,4 @@
-"""A rank that waits says for whom, and a rank that does not come is named on all that did."""
+"""A waiting rank names the absent ones, and an absent rank is named on all others."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def waited_for(rank: int, size: int, who: int, times: int, *, connected: bool) -
 
 @pytest.mark.parametrize("connected", [False, True], ids=["first call", "later call"])
 @pytest.mark.parametrize("who", [0, 2])
-def test_every_rank_that_waits_names_the_one_that_has_not_come(ranks: Pool, who: int, *, connected: bool) -> None:
+def test_every_waiting_rank_names_the_absent_rank(ranks: Pool, who: int, *, connected: bool) -> None:
     for rank, (found, warnings) in enumerate(ranks.run(3, waited_for, who, 2, connected=connected)):
         assert found == 3
         if rank == who:
@@ -151,7 +151,7 @@ def test_a_warning_names_some_ranks_of_many() -> None:
     assert "for ranks 0, 1, 2, 3, 4, 5, 6, 7 and 992 more: " in late(range(1000), 330)
 
 
-def test_nothing_is_said_where_nobody_is_missing(
+def test_no_warning_appears_if_no_rank_is_missing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(waiting, "FIRST", 0.001)
@@ -169,7 +169,7 @@ def test_nothing_is_said_where_nobody_is_missing(
     assert not caplog.records
 
 
-def test_a_sign_of_life_carries_a_warning_and_is_no_message() -> None:
+def test_a_sign_of_life_carries_a_warning_and_is_not_a_message() -> None:
     for text in ("", "for rank 3: é", "x" * 10_000):
         frame = alive_frame(text)
         assert is_alive(frame)
@@ -194,13 +194,13 @@ def met(store: Any, size: int, *, here: range | list[int], seconds: float = 60, 
         return list(pool.map(come, here))
 
 
-def test_all_ranks_that_come_go_on() -> None:
+def test_all_present_ranks_continue() -> None:
     store = HashStore()
     assert met(store, 4, here=range(4)) == [None] * 4
     assert met(store, 4, here=range(4)) == [None] * 4  # of the next process group in the same store
 
 
-def test_a_rank_that_does_not_come_is_named_on_all_that_do_and_hears_of_it_if_it_comes_late() -> None:
+def test_an_absent_rank_is_named_on_all_others_and_gets_the_error_late() -> None:
     store = HashStore()
     for error in (*met(store, 3, here=[0, 2], seconds=0.05), *met(store, 3, here=[1])):
         assert isinstance(error, RankFailed)
@@ -214,7 +214,7 @@ def test_a_problem_of_one_rank_is_raised_on_all() -> None:
         assert (error.rank, str(error)) == (1, "no interface")
 
 
-def test_who_is_absent_goes_before_a_problem_of_another() -> None:
+def test_an_absent_rank_is_reported_before_an_error_of_another() -> None:
     (error,) = met(HashStore(), 2, here=[0], seconds=0, of_0="Connection reset")
     assert error.rank == 1
     assert "(Connection reset)" in str(error)
@@ -231,13 +231,13 @@ class _Counting:
         return not self.lacks & set(keys)
 
 
-def test_few_absent_ranks_of_many_are_found_with_few_questions() -> None:
+def test_few_absent_ranks_of_many_are_found_with_few_requests() -> None:
     store = _Counting({"start/17", "start/900"})
     assert Meeting(store, 0, 1024)._absent("start", range(1024)) == [17, 900]
     assert store.asked < 50
 
 
-def test_a_rank_does_not_go_before_the_others_know_why() -> None:
+def test_a_failed_rank_stays_until_the_others_know_the_error() -> None:
     """The store may be gone with it."""
     store = HashStore()
     failed = met(store, 3, here=[0, 1], seconds=0.05)
@@ -250,7 +250,7 @@ class _Gone:
         raise RuntimeError("Connection reset by peer")
 
 
-def test_without_the_store_rank_0_is_named() -> None:
+def test_rank_0_is_named_without_the_rendezvous_store() -> None:
     with pytest.raises(RankFailed, match=r"rank 0 died.*Connection reset") as caught:
         Meeting(_Gone(), 1, 2).come("start", 60)
     assert caught.value.rank == 0
@@ -318,7 +318,7 @@ def coming_late(rank: int, size: int) -> Any:
     return error.rank, total(open_ranks())
 
 
-def test_a_rank_that_comes_too_late_takes_part_in_the_next_call(ranks: Pool) -> None:
+def test_a_late_rank_takes_part_in_the_next_call(ranks: Pool) -> None:
     assert ranks.run(3, coming_late, timeout=1) == [(1, 3)] * 3
 
 
@@ -343,7 +343,7 @@ def other_groups(rank: int, size: int) -> Any:
     return [outcome_of(partial(open_ranks, one)) for one in others]
 
 
-def test_a_group_that_torch_does_not_know_is_refused(ranks: Pool) -> None:
+def test_an_unknown_group_is_refused(ranks: Pool) -> None:
     for found in ranks.run(2, other_groups):
         for error in found:
             assert isinstance(error, InvalidInput)

@@ -111,7 +111,7 @@ def _check_failed(error: Any, who: int) -> None:
     ("who", "phase", "tcp"),
     [(0, "call", True), (0, "call", False), (0, "answered", True), (1, "call", False), (3, "answered", False)],
 )
-def test_a_death_is_seen_by_all_and_named(ranks: Pool, who: int, phase: str, tcp: bool) -> None:
+def test_all_ranks_notice_and_name_a_dead_rank(ranks: Pool, who: int, phase: str, tcp: bool) -> None:
     for found, again, last in survivors(ranks.outcomes(4, dying, who, phase, tcp=tcp), who):
         if phase == "answered":
             assert found == 6
@@ -121,7 +121,7 @@ def test_a_death_is_seen_by_all_and_named(ranks: Pool, who: int, phase: str, tcp
         _check_failed(last, who)  # the process group has lost a rank: this one is of no use any more
 
 
-def test_rank_0_dies_while_it_decides(ranks: Pool) -> None:
+def test_a_death_of_rank_0_during_a_decision_is_noticed(ranks: Pool) -> None:
     for found, _, last in survivors(ranks.outcomes(4, dying, 0, "decide"), 0):
         _check_failed(found, 0)
         _check_failed(last, 0)
@@ -144,7 +144,7 @@ def two_dead(rank: int, size: int) -> Any:
     return outcome_of(lambda: ranks.exchange(lambda: die() if rank in (1, 3) else rank, lambda values: values))
 
 
-def test_of_two_dead_the_first_is_named(ranks: Pool) -> None:
+def test_the_first_of_two_dead_ranks_is_named(ranks: Pool) -> None:
     outcomes = ranks.outcomes(5, two_dead)
     assert [outcome.died for outcome in outcomes] == [None, -9, None, -9, None]
     for rank in (0, 2, 4):
@@ -184,7 +184,7 @@ def stalling(rank: int, size: int, who: int, phase: str = "call") -> Any:
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["file", "tcp"])
 @pytest.mark.parametrize("who", [0, 2])
-def test_who_stalls_is_named_and_the_next_exchange_works(ranks: Pool, who: int, tcp: bool) -> None:
+def test_a_stalled_rank_is_named_and_the_next_exchange_works(ranks: Pool, who: int, tcp: bool) -> None:
     for rank, (error, again, same) in enumerate(ranks.run(4, stalling, who, timeout=SHORT, tcp=tcp)):
         assert isinstance(error, RankFailed)
         assert error.rank == who, rank
@@ -193,7 +193,7 @@ def test_who_stalls_is_named_and_the_next_exchange_works(ranks: Pool, who: int, 
         assert not same
 
 
-def test_rank_0_stalls_while_it_decides(ranks: Pool) -> None:
+def test_a_stall_of_rank_0_during_a_decision_is_noticed(ranks: Pool) -> None:
     for error, again, same in ranks.run(3, stalling, 0, "decide", timeout=SHORT / 2):
         assert isinstance(error, RankFailed)
         assert error.rank == 0
@@ -217,7 +217,7 @@ def slow(rank: int, size: int, who: int, seconds: float) -> Any:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_who_takes_long_but_gets_on_is_waited_for(ranks: Pool, who: int) -> None:
+def test_the_others_wait_for_a_slow_rank_that_makes_progress(ranks: Pool, who: int) -> None:
     timeout = SHORT / 2
     assert ranks.run(3, slow, who, 2.5 * timeout, timeout=timeout) == [(3, 3, True)] * 3
 
@@ -232,7 +232,7 @@ def absent(rank: int, size: int) -> Any:
     return found
 
 
-def test_who_does_not_come_is_named(ranks: Pool) -> None:
+def test_an_absent_rank_is_named(ranks: Pool) -> None:
     found = ranks.run(3, absent, timeout=1)
     for rank in (0, 2):
         assert isinstance(found[rank], RankFailed)

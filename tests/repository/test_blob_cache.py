@@ -60,7 +60,7 @@ def use_at(root: Path, ref: BlobRef, second: int) -> None:
     os.utime(root / FOLDER / ref.hash, (second, second))
 
 
-def test_a_blob_is_fetched_once_and_then_read_here(repo: Repository, storage: FarStore, root: Path) -> None:
+def test_a_blob_is_fetched_once_and_then_read_from_the_cache(repo: Repository, storage: FarStore, root: Path) -> None:
     cache, ref = BlobCache(root), put(repo, 1)
     assert cache.open(ref) is None
     assert cache.keep(storage, ref)
@@ -72,7 +72,7 @@ def test_a_blob_is_fetched_once_and_then_read_here(repo: Repository, storage: Fa
     assert part == bytes([1]) * 10
 
 
-def test_the_least_recently_used_go_first(repo: Repository, storage: FarStore, root: Path) -> None:
+def test_least_recently_used_blobs_are_evicted_first(repo: Repository, storage: FarStore, root: Path) -> None:
     cache = BlobCache(root, limit=3 * SIZE)
     refs = [put(repo, seed) for seed in range(4)]
     for second, ref in enumerate(refs[:3]):
@@ -87,7 +87,7 @@ def test_the_least_recently_used_go_first(repo: Repository, storage: FarStore, r
         reader.read_into(0, [memoryview(bytearray(SIZE))])
 
 
-def test_it_never_holds_more_than_it_may(repo: Repository, storage: FarStore, root: Path) -> None:
+def test_the_cache_never_exceeds_its_limit(repo: Repository, storage: FarStore, root: Path) -> None:
     cache = BlobCache(root, limit=5 * SIZE + 10)
     refs = [put(repo, seed) for seed in range(20)]
     for ref in refs:
@@ -102,7 +102,7 @@ def test_it_never_holds_more_than_it_may(repo: Repository, storage: FarStore, ro
             BlobCache(root, limit=limit)  # type: ignore[arg-type]  # a wrong type on purpose
 
 
-def test_without_a_limit_half_of_the_disk_is_left(
+def test_a_cache_without_a_limit_leaves_half_of_the_disk(
     repo: Repository, storage: FarStore, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, refs = BlobCache(root), [put(repo, seed) for seed in range(4)]
@@ -118,7 +118,7 @@ def test_without_a_limit_half_of_the_disk_is_left(
     assert len(names(root)) == 3
 
 
-def test_an_entry_of_another_size_is_dropped(repo: Repository, storage: FarStore, root: Path) -> None:
+def test_a_cached_blob_of_another_size_is_dropped(repo: Repository, storage: FarStore, root: Path) -> None:
     cache, ref = BlobCache(root), put(repo, 1)
     cache.keep(storage, ref)
     path = root / FOLDER / ref.hash
@@ -130,7 +130,7 @@ def test_an_entry_of_another_size_is_dropped(repo: Repository, storage: FarStore
     assert path.stat().st_size == SIZE
 
 
-def test_a_symlink_in_its_place_is_not_followed(repo: Repository, storage: FarStore, root: Path) -> None:
+def test_a_symlink_in_the_cache_is_not_followed(repo: Repository, storage: FarStore, root: Path) -> None:
     cache, ref = BlobCache(root), put(repo, 1)
     (root / FOLDER).mkdir(parents=True)
     (root / "elsewhere").write_bytes(bytes(SIZE))
@@ -154,7 +154,7 @@ def unusable(request: pytest.FixtureRequest, root: Path, monkeypatch: pytest.Mon
     return cache
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(
+def test_an_unwritable_cache_is_not_used(
     repo: Repository, storage: FarStore, unusable: BlobCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     refs = [put(repo, seed) for seed in range(3)]
@@ -189,7 +189,7 @@ def _work(root: Path, folder: Path, seed: int) -> None:
                 assert is_blob(ref.hash, data)
 
 
-def test_processes_that_fill_and_evict_at_once(tmp_path: Path, root: Path) -> None:
+def test_processes_may_fill_and_evict_at_once(tmp_path: Path, root: Path) -> None:
     folder = tmp_path / "store"
     repo = repository(tmp_path, LocalStore(folder))
     for seed in range(9):
@@ -206,7 +206,7 @@ def test_processes_that_fill_and_evict_at_once(tmp_path: Path, root: Path) -> No
     assert len(names(root)) <= 4
 
 
-def test_threads_that_want_the_same_fetch_it_once(repo: Repository, storage: FarStore, root: Path) -> None:
+def test_threads_that_need_the_same_blob_fetch_it_once(repo: Repository, storage: FarStore, root: Path) -> None:
     cache, ref = BlobCache(root), put(repo, 1)
     assert cache.fill(storage, [ref] * 20, 8, silent) == SIZE
     assert storage.count("open") == 1

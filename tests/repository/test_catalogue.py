@@ -70,7 +70,7 @@ def sql(path: Path, *statements: str) -> list[tuple[object, ...]]:
     return rows
 
 
-def test_what_was_added_is_there_for_the_next_process(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_added_records_are_present_for_the_next_process(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = Catalogue(path)
     check_empty(first)
     fill(first)
@@ -83,7 +83,7 @@ def test_what_was_added_is_there_for_the_next_process(path: Path, caplog: pytest
     assert sql(path, "PRAGMA journal_mode") == [("wal",)]
 
 
-def test_what_is_added_again_is_replaced(path: Path) -> None:
+def test_records_added_again_are_replaced(path: Path) -> None:
     catalogue = Catalogue(path)
     fill(catalogue)
     fill(catalogue)
@@ -156,7 +156,9 @@ def test_an_unusable_file_is_logged_once_and_memory_takes_over(
 
 
 @pytest.mark.parametrize("damage", [as_garbage, as_torn, as_other_tables])
-def test_reindex_mends_it(path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]) -> None:
+def test_reindex_repairs_the_catalogue(
+    path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
     before = Catalogue(path)
     fill(before)
     before.close()
@@ -171,7 +173,7 @@ def test_reindex_mends_it(path: Path, caplog: pytest.LogCaptureFixture, damage: 
     assert len(warnings(caplog)) == 1
 
 
-def test_reindex_of_what_cannot_be_mended_raises_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_reindex_of_an_unusable_catalogue_raises_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path.mkdir(parents=True)
     catalogue = Catalogue(path)
     fill(catalogue)
@@ -181,7 +183,7 @@ def test_reindex_of_what_cannot_be_mended_raises_nothing(path: Path, caplog: pyt
     check_filled(catalogue)
 
 
-def test_reindex_forgets_everything_for_others_too(path: Path) -> None:
+def test_reindex_clears_the_catalogue_for_other_processes_too(path: Path) -> None:
     one, two = Catalogue(path), Catalogue(path)
     fill(one)
     check_filled(two)
@@ -221,7 +223,7 @@ def test_a_locked_file_is_not_used(
         "UPDATE records SET digest = NULL WHERE key = 'commits/a'",
     ],
 )
-def test_a_record_that_the_disk_mixed_up_is_not_known(path: Path, change: str) -> None:
+def test_a_corrupted_record_in_the_catalogue_is_ignored(path: Path, change: str) -> None:
     fill(Catalogue(path))
     sql(path, change)
     assert Catalogue(path).records("commits/") == {"commits/b": b"two"}
@@ -236,7 +238,7 @@ def test_a_record_that_the_disk_mixed_up_is_not_known(path: Path, change: str) -
         "data = CAST(substr(data, 1, 10) AS TEXT)",
     ],
 )
-def test_a_list_of_blobs_that_the_disk_mixed_up_is_not_known(path: Path, change: str) -> None:
+def test_a_corrupted_list_of_blobs_in_the_catalogue_is_ignored(path: Path, change: str) -> None:
     fill(Catalogue(path))
     sql(path, f"UPDATE blobs SET {change}")
     found = Catalogue(path)
@@ -244,13 +246,13 @@ def test_a_list_of_blobs_that_the_disk_mixed_up_is_not_known(path: Path, change:
     assert found.blobs(TxId(UPLOADER.replace("2024", "2025")), HEAD) is None
 
 
-def test_a_note_that_the_disk_mixed_up_is_not_known(path: Path) -> None:
+def test_a_corrupted_note_in_the_catalogue_is_ignored(path: Path) -> None:
     fill(Catalogue(path))
     sql(path, "UPDATE notes SET data = x'00'")
     assert Catalogue(path).note("gc") is None
 
 
-def test_threads_share_one(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_threads_share_a_catalogue(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     catalogue = Catalogue(path)
     start = threading.Barrier(8, timeout=60)
 
@@ -279,7 +281,7 @@ def write_many(path: Path, index: int, start: Barrier) -> None:
         raise SystemExit(3)
 
 
-def test_processes_share_one_from_its_making_on(path: Path) -> None:
+def test_processes_share_a_catalogue_from_its_creation(path: Path) -> None:
     context = afresh()
     start = context.Barrier(4)
     running = [context.Process(target=write_many, args=(path, index, start)) for index in range(4)]
@@ -331,21 +333,21 @@ def test_a_store_without_a_usable_catalogue_works(tmp_path: Path, caplog: pytest
     assert len(warnings(caplog)) == 1
 
 
-def test_two_stores_have_two_files(tmp_path: Path) -> None:
+def test_two_stores_have_separate_catalogues(tmp_path: Path) -> None:
     one, two = repository(tmp_path, seed=1), repository(tmp_path, seed=2)
     assert one.catalogue.path != two.catalogue.path
     assert one.catalogue.path.parent.parent == tmp_path / "cache"
     assert one.catalogue.path.parent.name.startswith(one.marker.store_id)
 
 
-def test_the_default_place_is_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_catalogue_is_in_the_cache_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home cache"))
     repo = Repository(memory())
     repo.create()
     assert repo.catalogue.path.parent.parent == tmp_path / "home cache" / "casckpt"
 
 
-def test_a_store_in_a_folder_is_listed_by_other_hosts_alike(tmp_path: Path) -> None:
+def test_other_hosts_list_a_folder_alike(tmp_path: Path) -> None:
     storage = LocalStore(tmp_path / "store")
     writer = repository(tmp_path / "one", storage)
     made = [commit_bare(writer, "a", step) for step in range(5)]

@@ -1,4 +1,4 @@
-"""Damaged records of commits: told, never taken for something else, and never in the way of the others."""
+"""Damaged records of commits are reported, never misread, and affect no other commit."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_damaged_first_record_is_reported_and_affects_no_other(repo: Repositor
     assert newest_reusable(repo, "a", anew=True) == good
 
 
-def test_what_was_damaged_is_read_again_when_it_is_mended(repo: Repository) -> None:
+def test_a_damaged_record_is_read_again_after_its_repair(repo: Repository) -> None:
     first = commit_bare(repo)
     key = commit_key(first.txid)
     data = repo.storage.get(key, limit=1 << 20)
@@ -76,7 +76,7 @@ def test_what_was_damaged_is_read_again_when_it_is_mended(repo: Repository) -> N
     assert list_commits(repo).commits == {first.txid: first}
 
 
-def test_a_damaged_last_record_leaves_the_state_before_it_and_a_doubt(repo: Repository) -> None:
+def test_a_damaged_last_record_leaves_the_previous_state_in_doubt(repo: Repository) -> None:
     forgotten = forget(repo, commit_bare(repo, "a", 1))
     flip(repo, commit_key(forgotten.txid, 1))
     found = list_commits(repo)
@@ -90,7 +90,7 @@ def test_a_damaged_last_record_leaves_the_state_before_it_and_a_doubt(repo: Repo
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_kept_number_behind_a_damaged_record_leaves_the_doubt(repo: Repository, gone: bool) -> None:
+def test_a_kept_number_after_a_damaged_record_leaves_the_doubt(repo: Repository, gone: bool) -> None:
     """It says nothing: the checkpoint may be purged, or restored."""
     forgotten = forget(repo, commit_bare(repo, "a", 1))
     restored = restore(repo, forgotten)
@@ -134,7 +134,7 @@ def test_a_restore_that_the_listing_missed_is_not_hidden_by_a_kept_number(tmp_pa
         purge(late, found)
 
 
-def test_a_record_behind_a_damaged_one_is_not_lost_sight_of(repo: Repository) -> None:
+def test_a_record_after_a_damaged_record_counts(repo: Repository) -> None:
     old = commit_bare(repo)
     forget(repo, old)
     flip(repo, commit_key(old.txid, 1))
@@ -144,7 +144,7 @@ def test_a_record_behind_a_damaged_one_is_not_lost_sight_of(repo: Repository) ->
         forget(repo, old)
 
 
-def test_a_purged_one_that_could_not_be_read_for_a_moment_is_there_at_the_next_look(tmp_path: Path) -> None:
+def test_a_purged_commit_unreadable_for_a_moment_is_read_at_the_next_look(tmp_path: Path) -> None:
     """A mirror would copy it once more: of what was purged there it knows by these records alone."""
     faults = FaultyStore(MemoryStore(uuid4().hex))
     repo = repository(tmp_path, faults)
@@ -188,7 +188,7 @@ def test_an_unreadable_transaction_can_be_ended(repo: Repository) -> None:
     assert (commit_key(first.txid, 2)) in {entry.key for entry in repo.storage.list("commits/")}
 
 
-def test_what_was_purged_is_purged_whatever_stands_behind_it(repo: Repository) -> None:
+def test_a_purged_record_is_final_whatever_follows(repo: Repository) -> None:
     purged = purge(repo, forget(repo, commit_bare(repo)))
     repo.put_record(commit_key(purged.txid, 3), Restored(txid=purged.txid, time=9))
     assert not list_commits(repo).commits[purged.txid].live

@@ -87,7 +87,7 @@ def test_a_storage_that_keeps_the_promise_passes_and_stays_clean() -> None:
 @pytest.mark.parametrize(
     ("make", "why"), [(Ignoring, "let a second create replace"), (LooksFirst, "4 of 4"), (Lying, "bytes of another")]
 )
-def test_what_is_wrong_is_said(make: Callable[[], Unknown], why: str) -> None:
+def test_a_failed_probe_explains_the_failure(make: Callable[[], Unknown], why: str) -> None:
     store = make()
     assert why in probe(store, counter())
     assert list(store.list("")) == []
@@ -139,14 +139,14 @@ def test_a_store_from_elsewhere_is_probed_at_the_first_write(tmp_path: Path) -> 
     assert fresh.settings.exclusive_create
 
 
-def test_what_the_settings_say_counts(tmp_path: Path) -> None:
+def test_the_settings_override_the_probe(tmp_path: Path) -> None:
     repo = repository(tmp_path, Unknown())
     repo.change_settings(exclusive_create=False)
     with pytest.raises(Unsupported, match="settings"):
         commit_bare(Repository(repo.storage, tmp_path / "other", clock=Ticks()))
 
 
-def test_a_storage_that_says_so_itself_is_not_probed(tmp_path: Path) -> None:
+def test_a_storage_known_to_be_exclusive_is_not_probed(tmp_path: Path) -> None:
     for says in (False, True):
         store: ObjectStore = Unknown()
         store.exclusive = says  # type: ignore[attr-defined]  # of Unknown
@@ -159,7 +159,7 @@ def test_a_storage_that_says_so_itself_is_not_probed(tmp_path: Path) -> None:
         assert not any(key.startswith(PREFIX) for key in store.puts)  # type: ignore[attr-defined]  # of Unknown
 
 
-def test_what_can_only_be_read_says_so_even_to_a_single_writer(tmp_path: Path) -> None:
+def test_a_read_only_storage_is_reported_even_to_a_single_writer(tmp_path: Path) -> None:
     store = Unknown()
     store.read_only = True
     for single in (False, True):
@@ -167,7 +167,7 @@ def test_what_can_only_be_read_says_so_even_to_a_single_writer(tmp_path: Path) -
             Repository(store, tmp_path / "cache", single_writer=single).create()
 
 
-def test_a_failing_probe_is_no_verdict(tmp_path: Path) -> None:
+def test_a_failing_probe_decides_nothing(tmp_path: Path) -> None:
     store = FaultyStore(Unknown(), [fail_before("put", key=f"{PREFIX}*")])
     repo = Repository(store, tmp_path / "cache")
     with pytest.raises(StorageError):
@@ -183,6 +183,6 @@ class Losing(Unknown):
         raise AlreadyExists(key)
 
 
-def test_answers_that_get_lost_are_no_verdict(tmp_path: Path) -> None:
+def test_lost_answers_decide_nothing(tmp_path: Path) -> None:
     assert probe(Losing(), counter()) == ""
     assert all(found.ok is not False for found in examine(Repository(Losing(), tmp_path)))

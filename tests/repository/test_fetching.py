@@ -36,7 +36,7 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("how", ["flipped", "short", "gone"])
-def test_what_the_store_has_damaged_does_not_come_in(repo: Repository, storage: FarStore, root: Path, how: str) -> None:
+def test_a_damaged_blob_does_not_enter_the_cache(repo: Repository, storage: FarStore, root: Path, how: str) -> None:
     cache, ref = BlobCache(root), put(repo, 1)
     key = f"objects/{UPLOADER}/{ref.hash}.safetensors"
     if how == "flipped":

@@ -1,4 +1,4 @@
-"""The lock of a host is held as long as its body runs, whoever was forked meanwhile."""
+"""A lock of a host is held while its body runs, despite forked children."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_free(path: Path) -> bool:
         return True
 
 
-def test_it_is_held_and_let_go(tmp_path: Path) -> None:
+def test_a_lock_is_held_and_released(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "lock"
     with alone_on_this_host(path):
         assert not is_free(path)
@@ -30,7 +30,7 @@ def test_it_is_held_and_let_go(tmp_path: Path) -> None:
     assert is_free(path)
 
 
-def test_a_child_that_was_forked_meanwhile_does_not_keep_it(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     """As a worker of a data loader does, which lives as long as the training: a mirror would wait for its end."""
     path = tmp_path / "lock"
     held = alone_on_this_host(path)

@@ -1,4 +1,4 @@
-"""A repository that folds what changed since its last listing says what one says that was never used before."""
+"""A repository with a warm cache lists the same as a new one."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def said(found: CommitList) -> tuple[dict[TxId, Commit], dict[TxId, type]]:
 
 
 @given(st.lists(st.tuples(st.sampled_from(CHANGES), st.integers(0, 2 * TRANSACTIONS), st.integers(0, 2)), max_size=30))
-def test_who_listed_before_sees_what_a_first_look_sees(changes: list[tuple[str, int, int]]) -> None:
+def test_a_warm_listing_equals_a_first_listing(changes: list[tuple[str, int, int]]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, storage = Path(name), MemoryStore(uuid4().hex)
         others, faults = Others(repository(folder, storage)), FaultyStore(storage)

@@ -41,7 +41,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="ne
 
 
 @needs_proc
-def test_a_process_is_dead_once_it_was_killed(child: subprocess.Popen[bytes]) -> None:
+def test_a_killed_process_is_dead(child: subprocess.Popen[bytes]) -> None:
     process = identity(child)
     assert process.pid == child.pid
     assert not is_dead(process)
@@ -53,7 +53,7 @@ def test_a_process_is_dead_once_it_was_killed(child: subprocess.Popen[bytes]) ->
 
 
 @needs_proc
-def test_this_process_lives() -> None:
+def test_this_process_is_alive() -> None:
     me = this_process()
     assert me.pid == os.getpid()
     assert me.started > 0
@@ -63,7 +63,7 @@ def test_this_process_lives() -> None:
 
 
 @needs_proc
-def test_a_number_that_was_given_to_another_process_proves_death() -> None:
+def test_a_reused_pid_proves_death() -> None:
     me = this_process()
     assert is_dead(changed(me, started=me.started - 1))
 
@@ -83,7 +83,7 @@ def test_a_number_that_was_given_to_another_process_proves_death() -> None:
         {"pid": 1 << 40},
     ],
 )
-def test_where_there_is_doubt_nobody_is_dead(child: subprocess.Popen[bytes], fields: dict[str, object]) -> None:
+def test_a_process_in_doubt_is_not_dead(child: subprocess.Popen[bytes], fields: dict[str, object]) -> None:
     process = identity(child)
     child.kill()
     child.wait()
@@ -91,7 +91,7 @@ def test_where_there_is_doubt_nobody_is_dead(child: subprocess.Popen[bytes], fie
     assert not is_dead(changed(process, **fields))
 
 
-def test_without_proc_nobody_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_is_dead_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = this_process()
     monkeypatch.setattr(processes, "PROC", tmp_path)
     me = this_process()
@@ -114,7 +114,7 @@ def test_a_process_that_proc_hides_is_not_dead(tmp_path: Path, monkeypatch: pyte
 
 @needs_proc
 @pytest.mark.parametrize(("state", "alive", "dead"), [("S", 1, False), ("Z", 1, True), ("Z", 2, False), ("X", 0, True)])
-def test_names_hold_anything_and_leaders_end_before_their_threads(
+def test_process_names_hold_any_text_and_leaders_may_end_before_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, alive: int, dead: bool
 ) -> None:
     me = this_process()

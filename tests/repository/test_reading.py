@@ -39,9 +39,7 @@ def decodings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoded]:
         yield seen
 
 
-def test_a_save_decodes_what_is_new_whatever_the_store_holds(
-    store: casckpt.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_decodes_only_new_records(store: casckpt.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"w": torch.ones(4)}
     store.save(state, step=0)
     for step in range(200):
@@ -52,7 +50,7 @@ def test_a_save_decodes_what_is_new_whatever_the_store_holds(
     assert [key for key in seen if key.startswith("commits/")] == [commit_key(store.get("default@1").commit.txid)]
 
 
-def test_another_process_reads_from_the_catalogue_and_then_only_what_is_new(
+def test_another_process_reads_the_catalogue_and_then_only_news(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = memory()
@@ -70,7 +68,7 @@ def test_another_process_reads_from_the_catalogue_and_then_only_what_is_new(
     assert seen == [commit_key(made.txid)]
 
 
-def test_what_was_added_to_a_log_is_seen(tmp_path: Path) -> None:
+def test_additions_to_a_log_are_seen(tmp_path: Path) -> None:
     repo, other = repository(tmp_path, storage := memory()), repository(tmp_path, storage, seed=2)
     made = commit_bare(repo)
     assert [commit.last for commit in list_commits(repo).live()] == ["committed"]
@@ -87,7 +85,7 @@ def test_a_record_of_another_size_is_read_again(tmp_path: Path) -> None:
     assert isinstance(list_commits(repo).damaged[made.txid], Damaged)  # what is damaged is never taken as known
 
 
-def test_anew_sees_what_the_disk_did_to_a_known_record(tmp_path: Path) -> None:
+def test_a_fresh_read_notices_a_corrupted_known_record(tmp_path: Path) -> None:
     class Silent(MemoryStore):
         """Its listings say nothing of what is in an object, as those of a folder whose disk has turned a bit."""
 

@@ -1,4 +1,4 @@
-"""Commits, tags and references against a model that is a dict: any order of what people and gcs do."""
+"""Commits, tags and references against a model that is a dict: actions of users and gcs in any order."""
 
 from __future__ import annotations
 

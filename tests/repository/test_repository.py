@@ -20,7 +20,7 @@ from tests.support.faulty import Call, FaultyStore, call_first, fail_after, fail
 from tests.support.repositories import Ticks, commit_bare, memory, repository
 
 
-def test_opening_makes_nothing_and_says_what_to_do(tmp_path: Path) -> None:
+def test_opening_a_missing_store_creates_nothing_and_gives_advice(tmp_path: Path) -> None:
     repo = Repository(memory(), tmp_path)
     assert not repo.exists()
     with pytest.raises(NotFound, match=r"there is no store at \w+://.*casckpt init"):
@@ -28,7 +28,7 @@ def test_opening_makes_nothing_and_says_what_to_do(tmp_path: Path) -> None:
     assert list(repo.storage.list("")) == []
 
 
-def test_create_makes_a_marker_once_and_keeps_its_sizes(tmp_path: Path) -> None:
+def test_create_writes_a_marker_once_and_keeps_its_sizes(tmp_path: Path) -> None:
     storage = memory()
     one, two = Repository(storage, tmp_path), Repository(storage, tmp_path)
     assert one.create(cell_bytes=1 << 16, blob_bytes=1 << 20)
@@ -39,7 +39,7 @@ def test_create_makes_a_marker_once_and_keeps_its_sizes(tmp_path: Path) -> None:
     assert two.exists()
 
 
-def test_a_store_that_has_lost_its_marker_is_not_made_anew(tmp_path: Path) -> None:
+def test_a_store_without_its_marker_is_not_recreated(tmp_path: Path) -> None:
     storage = memory()
     commit_bare(repository(tmp_path, storage))
     marker = storage.get("casckpt.json", limit=1 << 20)
@@ -53,7 +53,7 @@ def test_a_store_that_has_lost_its_marker_is_not_made_anew(tmp_path: Path) -> No
     assert len(list_commits(repo).visible()) == 1
 
 
-def test_who_is_overtaken_while_he_makes_a_store_finds_it(tmp_path: Path) -> None:
+def test_a_process_overtaken_during_creation_uses_the_existing_store(tmp_path: Path) -> None:
     """Between his looks for a marker and for records, another one makes the store and saves."""
     storage = FaultyStore(memory())
     other = Repository(storage.inner, tmp_path / "other")
@@ -69,7 +69,7 @@ def test_who_is_overtaken_while_he_makes_a_store_finds_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("at", range(1, 4))
-def test_a_store_of_which_a_kill_left_a_part_is_completed(tmp_path: Path, at: int) -> None:
+def test_a_store_left_incomplete_by_a_kill_is_completed(tmp_path: Path, at: int) -> None:
     inner = memory(near=False)
     killed = Repository(FaultyStore(inner, [fail_before("put", at=at, times=9)]), tmp_path)
     with suppress(StorageError):
@@ -98,7 +98,7 @@ def test_sizes_outside_the_limits_are_refused_before_anything_is_written(tmp_pat
     assert not repo.exists()
 
 
-def test_a_marker_whose_answer_got_lost_is_ours(tmp_path: Path) -> None:
+def test_a_marker_with_a_lost_answer_counts_as_put(tmp_path: Path) -> None:
     repo = Repository(FaultyStore(memory(), [fail_after("put")]), tmp_path)
     assert repo.create()
 
@@ -111,7 +111,7 @@ def test_a_marker_that_was_not_written_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("store_id", ["../../etc", "", "a" * 65, "a/b", ".."])
-def test_a_store_id_that_is_no_folder_name_is_refused(tmp_path: Path, store_id: str) -> None:
+def test_a_store_id_that_is_not_a_folder_name_is_refused(tmp_path: Path, store_id: str) -> None:
     storage = memory()
     storage.put("casckpt.json", encode_marker(Marker(format=1, store_id=store_id, created_at=0)))
     with pytest.raises(Refused, match="unusable store id"):
@@ -136,7 +136,7 @@ def test_settings_have_defaults_and_generations(tmp_path: Path) -> None:
     assert sorted(entry.key for entry in repo.storage.list("settings/")) == ["settings/0", "settings/1"]
 
 
-def test_damaged_settings_say_what_to_do(tmp_path: Path) -> None:
+def test_the_error_for_damaged_settings_gives_advice(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     repo.change_settings(min_age_seconds=60.0)
     repo.storage.put("settings/1", b"torn")
@@ -146,7 +146,7 @@ def test_damaged_settings_say_what_to_do(tmp_path: Path) -> None:
     assert repo.settings.min_age_seconds == 60.0
 
 
-def test_the_highest_generation_counts_as_a_number(tmp_path: Path) -> None:
+def test_generations_of_settings_are_compared_as_numbers(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     for seconds in range(11):
         repo.change_settings(revoke_after_seconds=float(seconds))
@@ -161,7 +161,7 @@ def test_settings_that_cannot_be_read_back_are_not_written(tmp_path: Path, field
     assert list(repo.storage.list("settings/")) == []
 
 
-def test_two_that_change_settings_at_once_both_count(tmp_path: Path) -> None:
+def test_two_simultaneous_changes_of_settings_both_count(tmp_path: Path) -> None:
     storage = memory()
     other = repository(tmp_path, storage)
 
@@ -173,7 +173,7 @@ def test_two_that_change_settings_at_once_both_count(tmp_path: Path) -> None:
     assert (other.settings.min_age_seconds, other.settings.exclusive_create) == (5.0, False)
 
 
-def test_transaction_ids_sort_behind_what_they_saw(tmp_path: Path) -> None:
+def test_transaction_ids_sort_after_seen_ones(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     ahead = make_txid(parse_txid(repo.new_txid("a", 1)).time.replace(year=2090), bytes(8), "a", 1)
     behind = repo.new_txid("a", 2)
@@ -189,18 +189,18 @@ def test_transaction_ids_differ_at_the_same_instant(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("run", "step"), [("", 1), ("a b", 1), ("a", -1), ("a", True), ("a", 2**63)])
-def test_bad_names_make_no_transaction_id(tmp_path: Path, run: str, step: int) -> None:
+def test_invalid_names_are_refused_for_transaction_ids(tmp_path: Path, run: str, step: int) -> None:
     with pytest.raises(InvalidInput):
         repository(tmp_path).new_txid(run, step)
 
 
 @pytest.mark.parametrize("time", ["99999999T000000000000Z", "99991231T235959999999Z"])
-def test_a_time_that_nothing_can_follow_is_refused(tmp_path: Path, time: str) -> None:
+def test_the_last_possible_time_is_refused(tmp_path: Path, time: str) -> None:
     with pytest.raises(Refused):
         repository(tmp_path).new_txid("a", 1, after=[TxId(f"{time}-{'0' * 16}-{'0' * 16}-1")])
 
 
-def test_a_record_whose_answer_got_lost_is_ours(tmp_path: Path) -> None:
+def test_a_record_with_a_lost_answer_counts_as_put(tmp_path: Path) -> None:
     repo = repository(tmp_path, FaultyStore(memory()))
     commit = commit_bare(repo)
     repo.storage.inject(fail_after("put"))  # type: ignore[attr-defined]  # a FaultyStore
@@ -211,7 +211,7 @@ def test_a_record_whose_answer_got_lost_is_ours(tmp_path: Path) -> None:
         repo.put_record(key, Forgotten(txid=commit.txid, time=4))
 
 
-def test_a_record_that_is_there_and_does_not_become_durable_is_an_error(tmp_path: Path) -> None:
+def test_a_record_that_does_not_become_durable_is_an_error(tmp_path: Path) -> None:
     repo = repository(tmp_path, FaultyStore(memory()))
     commit = commit_bare(repo)
     key = commit_key(commit.txid, 1)
@@ -241,7 +241,7 @@ def test_a_failed_put_that_finds_the_record_of_another_is_a_conflict(tmp_path: P
         repo.put_record(key, Forgotten(txid=commit.txid, time=2))
 
 
-def test_records_that_nobody_could_read_are_not_written(tmp_path: Path) -> None:
+def test_unreadable_records_are_not_written(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     with pytest.raises(InvalidInput, match="larger than"):
         commit_bare(repo, metadata={"x": "y" * (1 << 20)})
@@ -259,6 +259,6 @@ def test_a_repository_pickles(tmp_path: Path) -> None:
     assert copy.manifests is not repo.manifests
 
 
-def test_ids_come_from_the_entropy_that_is_given(tmp_path: Path) -> None:
+def test_ids_use_the_given_entropy(tmp_path: Path) -> None:
     one, two = (repository(tmp_path, entropy=random.Random(7).randbytes) for _ in range(2))
     assert one.marker.store_id == two.marker.store_id

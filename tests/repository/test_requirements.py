@@ -1,4 +1,4 @@
-"""What the settings demand of writers: who does not know it writes nothing, and who reads is not asked."""
+"""Requirements in the settings: a version that does not know them writes nothing, and may read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ WRITES: dict[str, Callable[[Repository], object]] = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
-def test_who_does_not_know_a_demand_writes_nothing(repo: Repository, write: Callable[[Repository], object]) -> None:
+def test_a_version_with_an_unknown_requirement_writes_nothing(
+    repo: Repository, write: Callable[[Repository], object]
+) -> None:
     tags.set_tag(repo, "best", commit_bare(repo))
     check_requirements(repo)
     demand(repo)
@@ -58,7 +60,7 @@ def test_who_does_not_know_a_demand_writes_nothing(repo: Repository, write: Call
     assert tags.tags(repo).keys() == {"best"}
 
 
-def test_a_transaction_that_began_while_it_was_demanded_is_refused(repo: Repository, faults: FaultyStore) -> None:
+def test_a_transaction_begun_during_a_new_requirement_is_refused(repo: Repository, faults: FaultyStore) -> None:
     """It asks once it is open: who demands something waits for those that are open then."""
     faults.inject(call_first("put", meanwhile(lambda: demand(repo)), key="transactions/*"))
     with pytest.raises(Unsupported):
@@ -66,7 +68,7 @@ def test_a_transaction_that_began_while_it_was_demanded_is_refused(repo: Reposit
     assert keys(repo, "transactions/") == set()
 
 
-def test_the_record_is_read_once(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_settings_are_read_once(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     repo.change_settings(min_age_seconds=5)
     reads = faults.count("get", "settings/*")
     for _ in range(3):
@@ -75,7 +77,7 @@ def test_the_record_is_read_once(tmp_path: Path, repo: Repository, faults: Fault
     assert faults.count("get", "settings/*") == reads + 1
 
 
-def test_settings_that_cannot_be_read_may_demand_anything(repo: Repository) -> None:
+def test_unreadable_settings_count_as_an_unknown_requirement(repo: Repository) -> None:
     demand(repo)
     (key,) = keys(repo, "settings/")
     repo.storage.replace(key, b"torn")
@@ -83,7 +85,7 @@ def test_settings_that_cannot_be_read_may_demand_anything(repo: Repository) -> N
         check_requirements(repo)
 
 
-def test_other_changes_keep_a_demand(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_changes_of_settings_keep_requirements(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     demand(repo)
     monkeypatch.setattr(records, "KNOWN_REQUIREMENTS", frozenset({"rewrites"}))
     repo.change_settings(min_age_seconds=5)

@@ -1,4 +1,4 @@
-"""Keys: files of OpenSSL and ssh-keygen, and what is no key, by name."""
+"""Signing keys: files of OpenSSL and ssh-keygen, and errors for other files."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_a_pair_of_files_is_one_key(tmp_path: Path, ssh: bool) -> None:
     assert not is_right(public, b"", b"x")
 
 
-def test_a_key_may_be_given_by_its_digits_and_several_are_any_of_them(tmp_path: Path) -> None:
+def test_a_key_may_be_hex_digits_and_any_of_several_keys_suffices(tmp_path: Path) -> None:
     one, other = pair(tmp_path, "alice"), pair(tmp_path, "bob", ssh=True)
     (first,) = public_keys(str(one.public))
     assert public_keys(first.hex()) == {first}
     assert public_keys([first.hex(), other.public]) == public_keys([one.public, other.public])
 
 
-def test_a_password_opens_its_key_alone(tmp_path: Path) -> None:
+def test_a_password_opens_only_its_key(tmp_path: Path) -> None:
     made = pair(tmp_path, password=b"open")
     assert public_keys(made.public) == {public_key_of(private_key(made.private, b"open"))}
     for wrong in (None, b"shut"):
@@ -56,7 +56,7 @@ def rsa(path: Path) -> tuple[Path, Path]:
     return private, public
 
 
-def test_what_is_no_such_key_is_told_by_name(tmp_path: Path) -> None:
+def test_the_error_for_an_unusable_key_names_it(tmp_path: Path) -> None:
     made, (private, public) = pair(tmp_path), rsa(tmp_path)
     (tmp_path / "text").write_text("ssh-ed25519 no")
     with pytest.raises(InvalidInput, match=r"alice\.key is a private key"):
@@ -74,7 +74,9 @@ def test_what_is_no_such_key_is_told_by_name(tmp_path: Path) -> None:
             public_keys(nothing)  # type: ignore[arg-type]  # what a user may give
 
 
-def test_without_its_library_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_the_library_names_the_package_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = pair(tmp_path)
     monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
     with pytest.raises(Unsupported, match=r"pip install 'casckpt\[sign\]'"):

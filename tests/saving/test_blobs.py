@@ -58,7 +58,7 @@ def test_every_reader_of_safetensors_opens_every_blob(store: Store) -> None:
     assert seen == {stored for _, stored in DTYPES.values()}
 
 
-def test_a_blob_is_named_by_what_proves_its_bytes(store: Store) -> None:
+def test_the_name_of_a_blob_is_the_hash_of_its_proof(store: Store) -> None:
     store.save({"w": cells(30), "h": cells(60).half()}, step=1)
     for path in files(store):
         assert is_blob(BlobHash(path.stem), path.read_bytes())
@@ -85,7 +85,7 @@ def branches_of_blobs(store: Store, ref: str) -> dict[str, set[str]]:
 MIB = 256  # cells
 
 
-def test_branches_of_a_state_have_blobs_of_their_own(tmp_path: Path) -> None:
+def test_branches_of_a_state_have_their_own_blobs(tmp_path: Path) -> None:
     """But for small ones, which share one of at most 1 MiB."""
     store, step = large(tmp_path / "store"), torch.arange(10)
     state = {
@@ -104,13 +104,13 @@ def test_branches_of_a_state_have_blobs_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("count", "blobs"), [(16, 16), (17, 5)])
-def test_many_branches_count_as_one(tmp_path: Path, count: int, blobs: int) -> None:
+def test_many_small_branches_share_blobs(tmp_path: Path, count: int, blobs: int) -> None:
     store = large(tmp_path / "store")
     store.save({f"layer{i}": {"w": cells(2 * MIB)} for i in range(count)}, step=1, threads=1)
     assert len(branches_of_blobs(store, "default@1")) == blobs
 
 
-def test_small_states_are_one_blob(tmp_path: Path) -> None:
+def test_a_small_state_is_one_blob(tmp_path: Path) -> None:
     store = large(tmp_path / "store")
     store.save({"model": {"w": cells(0.6 * MIB)}, "optim": {"m": cells(0.3 * MIB), "s": torch.arange(9)}}, step=1)
     assert len(files(store)) == 1
@@ -148,7 +148,7 @@ def test_large_cells_are_leaves_and_begin_at_pages(tmp_path: Path) -> None:
     assert same_state(store.read("default@1"), state)
 
 
-def test_data_begins_at_a_block_and_lies_without_holes_largest_elements_first(store: Store) -> None:
+def test_data_starts_at_a_block_without_holes_and_with_largest_elements_first(store: Store) -> None:
     store.save({f"{i}.{name}": raw(name, (7 + i,)) for i in range(30) for name in NAMES}, step=1)
     for path in files(store):
         data = path.read_bytes()

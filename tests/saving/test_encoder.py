@@ -1,4 +1,4 @@
-"""Saves that store what changed: every version loads as it was, from any base, whatever went wrong in between."""
+"""Saves that store deltas: every version loads exactly, from any base, after any failure."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return small() if request.param == "memory" else small_folder(tmp_path / "store")
 
 
-def test_versions_take_what_changed_and_load_as_they_were(store: Store) -> None:
+def test_versions_store_changes_and_load_exactly(store: Store) -> None:
     states = versions(20)
     written = [store.save(state, step=step, compress="auto").stats.bytes_written for step, state in enumerate(states)]
     assert all(nbytes < written[0] / 8 for nbytes in written[1:])
@@ -86,7 +86,7 @@ def test_versions_take_what_changed_and_load_as_they_were(store: Store) -> None:
     check(store, states)
 
 
-def test_what_was_reused_is_what_was_not_stored_anew(store: Store) -> None:
+def test_bytes_reused_are_those_not_stored_again(store: Store) -> None:
     """Not what was saved by telling only what changed."""
     states = versions(3, tied=weights(1))
     stats = [store.save(state, step=step, compress="auto").stats for step, state in enumerate(states)]
@@ -104,13 +104,13 @@ def test_what_was_reused_is_what_was_not_stored_anew(store: Store) -> None:
     assert copied.bytes_written == stats[2].bytes_written
 
 
-def test_without_a_word_cells_lie_as_they_are(store: Store) -> None:
+def test_cells_are_stored_raw_by_default(store: Store) -> None:
     for step, state in enumerate(versions(3)):
         store.save(state, step=step, compress="off" if step == 2 else None)
     assert [set(links(store, f"default@{step}")) for step in range(3)] == [{0}] * 3
 
 
-def test_another_process_goes_on_from_what_a_folder_holds(tmp_path: Path) -> None:
+def test_another_process_encodes_against_a_store_in_a_folder(tmp_path: Path) -> None:
     states = versions(8)
     for step, state in enumerate(states):
         with another_process():
@@ -120,7 +120,7 @@ def test_another_process_goes_on_from_what_a_folder_holds(tmp_path: Path) -> Non
     check(store, states)
 
 
-def test_over_a_network_only_what_is_held_is_a_base() -> None:
+def test_over_a_network_only_cells_in_memory_are_bases() -> None:
     storage, states = far(), versions(4)
     store = small(storage)
     for step, state in enumerate(states):
@@ -134,7 +134,7 @@ def test_over_a_network_only_what_is_held_is_a_base() -> None:
     check(store, states)
 
 
-def test_what_is_held_counts_only_where_it_is_what_the_parent_has(store: Store) -> None:
+def test_cells_in_memory_are_bases_only_if_the_parent_has_them(store: Store) -> None:
     """After a run that was rolled back, a save that failed, one of another process, and one of another run."""
     states = versions(9)
     for step in (0, 1, 2):
@@ -180,7 +180,7 @@ def test_a_frame_that_decodes_to_something_else_is_not_stored(
 
 
 @pytest.mark.parametrize("lost", [0, -1])
-def test_a_base_that_is_gone_is_no_base(store: Store, lost: int) -> None:
+def test_a_missing_cell_is_not_a_base(store: Store, lost: int) -> None:
     """``lost``: the blob of the newest version's frames, or of the key."""
     states = versions(4)
     for step in range(3):
@@ -196,7 +196,7 @@ def test_a_base_that_is_gone_is_no_base(store: Store, lost: int) -> None:
     assert 0 in links(store, "default@3")
 
 
-def test_equal_tied_and_strided_tensors(store: Store) -> None:
+def test_equal_tied_and_strided_tensors_are_encoded(store: Store) -> None:
     w, matrix = weights(), weights(3).view(64, -1)
     for step in range(4):
         state = {"w": w, "again": w, "copy": w.clone(), "t": matrix.t(), "part": matrix[:, 5:77], "empty": w[:0]}
@@ -240,7 +240,7 @@ def test_noise_is_stored_as_it_is(store: Store) -> None:
         assert tried.call_count == 9, "which tries one"
 
 
-def test_noise_of_few_cells_is_left_too_and_takes_no_memory(store: Store) -> None:
+def test_noise_of_few_cells_is_stored_raw_without_extra_memory(store: Store) -> None:
     draw, base = torch.Generator().manual_seed(0), torch.empty(0)
     with another_process(), patch.object(coding, "encode_delta", side_effect=encode_delta) as tried:
         for step in range(9):
@@ -266,7 +266,7 @@ def test_frozen_tensors_are_bases_only_by_their_bytes(store: Store) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1, -1])
-def test_a_base_that_is_gone_though_its_bytes_are_held_is_no_base(store: Store, lost: int) -> None:
+def test_a_missing_cell_is_not_a_base_though_its_bytes_are_in_memory(store: Store, lost: int) -> None:
     states = versions(4)
     for step in range(3):
         store.save(states[step], step=step, compress="auto")
@@ -304,7 +304,7 @@ def first(call: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., A
     return called
 
 
-def test_bytes_that_were_being_changed_when_a_save_broke_off_are_no_base(store: Store) -> None:
+def test_bytes_of_an_interrupted_save_are_not_a_base(store: Store) -> None:
     states = versions(3)
     store.save(states[0], step=0, compress="auto")
 
@@ -319,7 +319,7 @@ def test_bytes_that_were_being_changed_when_a_save_broke_off_are_no_base(store: 
     check(store, states)
 
 
-def test_in_the_background(store: Store) -> None:
+def test_a_save_in_the_background_stores_the_same(store: Store) -> None:
     state = {"w": weights()}
     copies = []
     for step in range(4):
@@ -337,7 +337,7 @@ def save_version(rank: int, size: int, url: str, step: int, spread_by: Callable[
     return store.save(spread(state, line(size), [spread_by(0)]), step=step, compress="auto").stats.bytes_written
 
 
-def test_other_ranks_and_columns_go_on(ranks: Pool, tmp_path: Path) -> None:
+def test_deltas_continue_with_other_ranks_and_columns(ranks: Pool, tmp_path: Path) -> None:
     """By rows on 2 ranks, then 4, by columns on 2, and 1: whatever has the cells of before goes on, all is right."""
     url = small_folder(tmp_path / "s").url
     written = [
@@ -350,7 +350,7 @@ def test_other_ranks_and_columns_go_on(ranks: Pool, tmp_path: Path) -> None:
         assert torch.equal(store.read(f"default@{step}")["w"], state["w"].view(128, -1))
 
 
-def test_copies_that_pack_anew_leave_what_is_coded_as_it_lies(store: Store, tmp_path: Path) -> None:
+def test_repacking_copies_keep_frames_unchanged(store: Store, tmp_path: Path) -> None:
     """Into another store, and in place: nothing grows, every version is what it was."""
     states = versions(6, big=weights(4))
     for step, state in enumerate(states):

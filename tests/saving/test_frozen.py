@@ -1,4 +1,4 @@
-"""What is declared frozen is taken at the caller's word, after a look at a sample."""
+"""Frozen tensors are reused on the word of the user, after a sample was compared."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def unhashed(store: casckpt.Store, checkpoint: Checkpoint) -> set[str]:
     return {manifest.entries[number].key for number in unpack(manifest.body.entry_columns.unhashed)}
 
 
-def test_only_a_sample_is_hashed_and_the_manifest_says_so(
+def test_only_a_sample_is_hashed_and_the_manifest_records_it(
     small: casckpt.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small.save(state(1), step=1)
@@ -53,7 +53,7 @@ def test_only_a_sample_is_hashed_and_the_manifest_says_so(
         assert torch.equal(small.read(second)[key], value)
 
 
-def test_a_change_that_the_sample_sees_is_stored_with_a_warning(
+def test_a_change_found_by_the_sample_is_stored_with_a_warning(
     small: casckpt.Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     small.save(state(1), step=1)
@@ -66,7 +66,7 @@ def test_a_change_that_the_sample_sees_is_stored_with_a_warning(
     assert torch.equal(small.read(saved)["backbone.w"], changed["backbone.w"])
 
 
-def test_what_the_parent_lacks_or_has_in_another_form_is_hashed(small: casckpt.Store) -> None:
+def test_tensors_that_differ_in_form_from_the_parent_are_hashed(small: casckpt.Store) -> None:
     first = small.save(state(1), step=1, frozen=["*"])
     assert unhashed(small, first) == set()
     other = {"backbone.w": state(2)["backbone.w"].half(), "new": torch.ones(9000)}

@@ -1,4 +1,4 @@
-"""What a save finds in its tensors: NaNs, infinities, largest values; of the cells that changed, and on all ranks."""
+"""Health that a save finds: NaN, infinities, largest values; of changed cells, and on all ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def wanted(tensors: dict[str, torch.Tensor]) -> dict[str, TensorHealth]:
     return {key: expected([tensor]) for key, tensor in tensors.items() if tensor.dtype != torch.bool}
 
 
-def test_a_save_finds_what_is_no_number_and_the_largest_that_is() -> None:
+def test_a_save_counts_nan_and_inf_and_finds_the_largest_number() -> None:
     store, tensors = small(), state()
     whole = store.save(tensors, step=1, health=True)
     assert (whole.healthy, whole.commit.committed.health) == (None, Health(nan=0, inf=0))
@@ -61,7 +61,7 @@ def test_a_save_finds_what_is_no_number_and_the_largest_that_is() -> None:
     assert store.save(tensors, step=3).health is None
 
 
-def test_what_is_unhealthy_is_told_and_a_word_counts_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_logs_bad_health_and_healthy_overrides_it(caplog: pytest.LogCaptureFixture) -> None:
     store = small()
     with caplog.at_level(logging.WARNING):
         assert store.save({"w": torch.tensor([NAN])}, step=1, health=True).healthy is False
@@ -75,7 +75,7 @@ def test_what_is_unhealthy_is_told_and_a_word_counts_more(caplog: pytest.LogCapt
         store.save({}, step=4, health=1)  # type: ignore[arg-type]  # as a slip
 
 
-def test_of_what_is_declared_frozen_the_parent_is_asked() -> None:
+def test_health_of_frozen_tensors_comes_from_the_parent() -> None:
     store, tensors = small(), state()
     store.save(tensors, step=1)
     known = {key: one for key, one in wanted(tensors).items() if key != "big"}
@@ -85,7 +85,7 @@ def test_of_what_is_declared_frozen_the_parent_is_asked() -> None:
 
 
 @pytest.mark.parametrize("section", ["health", "cells"])
-def test_of_a_parent_that_is_damaged_nothing_is_asked(section: str) -> None:
+def test_health_is_not_taken_from_a_damaged_parent(section: str) -> None:
     store, tensors = small(), state()
     saved = store.save(tensors, step=1, health=True)
     found = manifests.get(store.repository, saved.commit).head[section]
@@ -96,13 +96,13 @@ def test_of_a_parent_that_is_damaged_nothing_is_asked(section: str) -> None:
         assert fresh.save(tensors, step=step, health=True).health == wanted(tensors)
 
 
-def test_what_holds_nothing_has_no_health() -> None:
+def test_a_state_without_numbers_has_no_health() -> None:
     assert small().save({"a": 1, "none": torch.empty(0, 3)}, step=1, health=True).health == {"none": expected([])}
 
 
 @pytest.mark.parametrize("dedup", ["store", "run"])
 @pytest.mark.parametrize("frozen", [(), ("*",)])
-def test_what_another_run_has_is_looked_at_too(dedup: Any, frozen: Sequence[str]) -> None:
+def test_cells_reused_from_another_run_are_inspected_too(dedup: Any, frozen: Sequence[str]) -> None:
     store, tensors = small(), state()
     tensors["big"][3] = NAN
     store.save(tensors, run="a", step=1)
@@ -111,7 +111,7 @@ def test_what_another_run_has_is_looked_at_too(dedup: Any, frozen: Sequence[str]
     assert (saved.healthy, saved.health) == (False, wanted(tensors))
 
 
-def test_what_was_moved_tied_or_thinned_is_known_by_each_name() -> None:
+def test_health_of_moved_tied_or_thinned_tensors_is_known_by_each_name() -> None:
     store, big = small(), cells(5, 1)
     big[3] = NAN
     store.save({"a": big}, step=1, health=True)
@@ -123,7 +123,7 @@ def test_what_was_moved_tied_or_thinned_is_known_by_each_name() -> None:
     assert store.save(tensors, step=3, health=True).health == wanted(tensors)
 
 
-def test_an_overwrite_tells_of_what_it_holds() -> None:
+def test_an_overwrite_has_the_health_of_its_own_state() -> None:
     store, tensors = small(), state()
     tensors["big"][3] = NAN
     store.save(tensors, step=1, health=True)
@@ -132,7 +132,7 @@ def test_an_overwrite_tells_of_what_it_holds() -> None:
     assert (saved.healthy, saved.health) == (None, wanted(tensors))
 
 
-def test_equal_bytes_of_another_dtype_are_other_numbers() -> None:
+def test_equal_bytes_of_another_dtype_are_inspected_again() -> None:
     store, same = small(), cells(2, 1)
     saved = store.save({"a": same, "b": same.view(torch.int32), "c": same.bfloat16().repeat(2)}, step=1, health=True)
     assert saved.health == {
@@ -141,7 +141,7 @@ def test_equal_bytes_of_another_dtype_are_other_numbers() -> None:
 
 
 @pytest.mark.parametrize("compress", ["auto", "always"])
-def test_what_is_stored_as_frames_is_looked_at_too(compress: Any) -> None:
+def test_cells_stored_as_frames_are_inspected_too(compress: Any) -> None:
     store = small()
     for step in range(4):
         tensors = {"w": trained(20, step), "x": cells(3, step)}
@@ -149,7 +149,7 @@ def test_what_is_stored_as_frames_is_looked_at_too(compress: Any) -> None:
         assert store.save(tensors, step=step, health=True, compress=compress).health == wanted(tensors)
 
 
-def test_a_copy_and_a_thin_one_tell_the_same(tmp_path: Path) -> None:
+def test_a_copy_and_a_thinned_checkpoint_have_the_same_health(tmp_path: Path) -> None:
     store, tensors = small(), state()
     tensors["big"][3] = NAN
     saved = store.save({"optim": tensors}, step=1, health=True)
@@ -162,7 +162,7 @@ def test_a_copy_and_a_thin_one_tell_the_same(tmp_path: Path) -> None:
         assert one.commit.committed.health == saved.commit.committed.health
 
 
-def test_a_value_of_each_rank_counts_with_the_others() -> None:
+def test_values_per_rank_count_for_health() -> None:
     saved = small().save({"w": casckpt.PerRank(torch.tensor([3.0]))}, step=1, health=True)
     assert saved.health == {"w": TensorHealth(0, 0, 3.0)}
 
@@ -198,7 +198,7 @@ def save_in(rank: int, size: int, path: Path, world: World, at: tuple[int, int])
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_topology_follows_another(ranks: Pool, path: Path, seed: int) -> None:
+def test_health_is_the_same_across_topologies(ranks: Pool, path: Path, seed: int) -> None:
     draw = random.Random(f"health {seed}")
     for step in range(3):
         world = World.drawn(draw)

@@ -1,4 +1,4 @@
-"""What must hold whatever a save does in between: see "A save" in docs/design.md."""
+"""Invariants of a save: see "A save" in docs/design.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.repositories import memory
 from tests.support.saves import cells, same_state, small
 
 
-def test_the_parents_log_is_read_between_the_beginning_of_a_transaction_and_the_first_upload() -> None:
+def test_the_log_of_the_parent_is_read_after_begin_and_before_the_first_upload() -> None:
     """What is live then, and the transaction is seen by every gc that might think otherwise."""
     storage = FaultyStore(memory(near=False))
     store = small(storage)
@@ -40,7 +40,7 @@ def test_a_save_never_lists_all_commits() -> None:
     assert ("list", "commits/") not in {(call.method, call.key) for call in storage.calls}
 
 
-def test_what_is_written_is_what_was_hashed_though_the_tensor_changes_meanwhile(
+def test_written_bytes_are_the_hashed_bytes_though_the_tensor_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever goes on training too early gets numbers of two steps, but no cell that never can be read again."""
@@ -61,7 +61,7 @@ def test_what_is_written_is_what_was_hashed_though_the_tensor_changes_meanwhile(
 
 
 @pytest.mark.parametrize("newest", [False, True])
-def test_nothing_of_a_purged_checkpoint_is_reused(newest: bool) -> None:
+def test_cells_of_a_purged_checkpoint_are_not_reused(newest: bool) -> None:
     """Its blobs may be gone by the time of the commit."""
     store = small(memory(near=False))
     state = {"w": cells(3)}

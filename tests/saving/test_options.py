@@ -1,4 +1,4 @@
-"""Arguments of a save: what is usable, and where a setting counts."""
+"""Arguments of a save: usable values, and where a setting applies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STATE = {"w": torch.arange(6.0), "x": [1]}
         ({"healthy": "no"}, "healthy='no' is not usable"),
     ],
 )
-def test_other_metrics_are_refused(arguments: dict[str, Any], error: str) -> None:
+def test_unusable_metrics_are_refused(arguments: dict[str, Any], error: str) -> None:
     store = small()
     with pytest.raises(InvalidInput, match=error):
         store.save(STATE, step=1, **arguments)
@@ -71,7 +71,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return small() if request.param == "memory" else small_folder(tmp_path / "store")
 
 
-def test_a_setting_counts_where_nothing_is_said(store: Store) -> None:
+def test_the_setting_applies_without_an_argument(store: Store) -> None:
     store.change_settings(compress="auto")
     states = versions(4)
     for step, state in enumerate(states):
@@ -81,7 +81,7 @@ def test_a_setting_counts_where_nothing_is_said(store: Store) -> None:
 
 
 @pytest.mark.parametrize("given", ["zstd", "", True, 1])
-def test_what_is_no_way_to_compress_is_refused(store: Store, given: Any) -> None:
+def test_an_unknown_compress_is_refused(store: Store, given: Any) -> None:
     with pytest.raises(InvalidInput, match="auto"):
         store.save({"w": weights()}, step=0, compress=given)
     assert not store.checkpoints()

@@ -23,7 +23,7 @@ class Pair(NamedTuple):
     other: int
 
 
-def test_what_is_stored_as_a_pickle_is_named_once(store: casckpt.Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_pickled_keys_are_logged_once(store: casckpt.Store, caplog: pytest.LogCaptureFixture) -> None:
     state = {"w": torch.ones(3), "cfg": {"kind": Kind.ONE, "plain": 1}, "pair": Pair(1, 2)}
     for step in range(3):
         store.save(state, run="a", step=step, allow_pickle=True)
@@ -38,7 +38,7 @@ def test_what_is_stored_as_a_pickle_is_named_once(store: casckpt.Store, caplog: 
     assert "'6', '7' and 2 more" in caplog.messages[0]
 
 
-def test_a_save_that_pickles_nothing_says_nothing(store: casckpt.Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_without_pickles_logs_nothing(store: casckpt.Store, caplog: pytest.LogCaptureFixture) -> None:
     store.save({"w": torch.ones(3), "n": (1, "a")}, step=1, allow_pickle=True)
     assert not caplog.messages
 
@@ -47,7 +47,7 @@ class Settings(dict[str, int]):
     """A dict of its own kind."""
 
 
-def test_the_class_of_a_mapping_that_is_not_kept_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_lost_class_of_a_mapping_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     store, one = small(), torch.ones(2)
     tensors: defaultdict[str, Any] = defaultdict(dict, w=one)
     kept = {"a": {"x": 1}, "b": OrderedDict(y=one), "c": defaultdict(list, z=[1]), "d": tensors}

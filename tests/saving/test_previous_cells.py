@@ -29,7 +29,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return small() if request.param == "memory" else small_folder(tmp_path / "store")
 
 
-def test_an_older_version_is_what_the_manifest_says_or_none() -> None:
+def test_an_older_version_matches_its_manifest_or_is_not_used() -> None:
     """A run that was rolled back may come to the same version by another way, in another process."""
     first, second = (bytearray(bytes_of(one)) for one in (weights(numel=CELL), stepped(weights(numel=CELL), 1)))
     frame = encode_delta(memoryview(second), 2, memoryview(first))
@@ -44,7 +44,7 @@ def test_an_older_version_is_what_the_manifest_says_or_none() -> None:
     assert held.plain == first, "in place"
 
 
-def test_saves_of_a_run_beside_each_other_do_not_share_what_is_held(store: Store) -> None:
+def test_simultaneous_saves_of_a_run_do_not_share_kept_cells(store: Store) -> None:
     """The second one begins, with the same parent, and ends while the first one encodes a cell."""
     states, encode = versions(4), encode_delta
     store.save(states[0], step=0, compress="auto")

@@ -1,4 +1,4 @@
-"""What several ranks hold whole: compared in each save, never put together from values that differ."""
+"""Values that several ranks hold whole: each save compares them, and never joins different ones."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ WAYS = ["tensors", "parameters", "model", "checkpointer", "background", "replica
 @pytest.mark.parametrize(
     ("way", "size"), [*((way, 2) for way in (*WAYS, "fully parallel")), ("parameters", 4), ("background", 4)]
 )
-def test_a_parameter_of_which_each_rank_has_its_own_is_refused_on_all_ranks(
+def test_a_parameter_that_differs_on_each_rank_is_refused_on_all_ranks(
     ranks: Pool, path: Path, way: str, size: int
 ) -> None:
     key = "'w'" if way in ("megatron", "fully parallel") else "expert"
@@ -128,7 +128,7 @@ def save_with_other_words(rank: int, size: int, path: Path) -> Any:
     return outcome_of(lambda: casckpt.open(path).save({"x": torch.ones(3)}, step=1, check_replicas=check))
 
 
-def test_ranks_that_compare_otherwise_are_told(ranks: Pool, path: Path) -> None:
+def test_ranks_with_different_comparisons_are_refused(ranks: Pool, path: Path) -> None:
     for error in ranks.run(2, save_with_other_words, path):
         assert isinstance(error, InvalidInput)
         assert "check_replicas='off'" in str(error)
@@ -147,7 +147,7 @@ def save_one_other_element(rank: int, size: int, path: Path) -> Any:
     return errors, written, text_of(lambda: dcp_save({"w": data}, storage_writer=writer))
 
 
-def test_any_difference_is_refused_before_anything_is_written_where_that_is_asked_for(ranks: Pool, path: Path) -> None:
+def test_any_difference_is_refused_before_writing_on_request(ranks: Pool, path: Path) -> None:
     for errors, written, other_words in ranks.run(2, save_one_other_element, path):
         assert all("'w' differs between ranks 0 and 1" in error for error in errors)
         assert all("check_replicas='sample'" in error for error in errors)
@@ -177,7 +177,7 @@ def drifting(rank: int, size: int, path: Path, saves: int) -> Any:
     return told, torch.equal(found["norm"], norm), torch.equal(found["weight"], weight), noted(store, f"a@{saves}")
 
 
-def test_a_run_whose_replicas_drift_goes_on_and_is_warned_of_once(ranks: Pool, path: Path, full: bool) -> None:
+def test_a_run_with_drifting_replicas_continues_with_one_warning(ranks: Pool, path: Path, full: bool) -> None:
     saves = 200 if full else 6
     found = ranks.run(2, drifting, path, saves)
     first, second, *later = found[0][0]
@@ -199,7 +199,7 @@ def diverging(rank: int, size: int, path: Path) -> Any:
     return noted(casckpt.open(path), "b@2")
 
 
-def test_what_this_process_has_saved_before_is_never_refused(ranks: Pool, path: Path) -> None:
+def test_replicas_saved_before_by_this_process_are_never_refused(ranks: Pool, path: Path) -> None:
     assert ranks.run(2, diverging, path) == [["w"], ["w"]]
     assert torch.equal(casckpt.open(path).read("b@2")["w"], numbers("w", 3000))
 
@@ -218,7 +218,7 @@ def failing_after_it_was_accepted(rank: int, size: int, path: Path) -> Any:
     return str(error), silent, heard.taken(), noted(store, "a@1")
 
 
-def test_a_difference_is_told_of_with_the_first_save_that_is_there(ranks: Pool, path: Path) -> None:
+def test_a_difference_is_reported_with_the_first_save_of_it(ranks: Pool, path: Path) -> None:
     (error, silent, told, keys), _ = ranks.run(2, failing_after_it_was_accepted, path)
     assert "as it happens" in error
     assert silent == []
@@ -244,7 +244,7 @@ def drifted_elsewhere(rank: int, size: int, path: Path) -> list[tuple[list[str],
     return found
 
 
-def test_dcp_and_megatron_name_what_drifted(ranks: Pool, path: Path) -> None:
+def test_dcp_and_megatron_name_drifted_keys(ranks: Pool, path: Path) -> None:
     first, second = ranks.run(2, drifted_elsewhere, path)
     noted_keys = [[], ["w"], ["w"], [], ["m.w"], ["m.w"]]
     assert first == list(zip(noted_keys, [0, 1, 0, 0, 1, 0], strict=True))
@@ -263,7 +263,7 @@ def counted(rank: int, size: int, path: Path) -> tuple[int, int]:
     return sampled[0], sampled[1] - sampled[0]
 
 
-def test_only_what_several_ranks_hold_is_sampled_again(ranks: Pool, path: Path) -> None:
+def test_only_replicas_are_sampled_again(ranks: Pool, path: Path) -> None:
     assert ranks.run(2, counted, path) == [(21, 20)] * 2
 
 
@@ -285,7 +285,7 @@ def one_element(rank: int, size: int, path: Path, who: int, where: int) -> Any:
 
 
 @pytest.mark.parametrize(("size", "who", "where"), [(2, 0, 0), (2, 1, 150 * CELL // 4 - 1), (3, 1, 10_000)])
-def test_one_changed_element_is_found_in_64_saves_a_holder(
+def test_one_changed_element_is_found_within_64_saves_per_holder(
     ranks: Pool, path: Path, size: int, who: int, where: int
 ) -> None:
     found = ranks.run(size, one_element, path, who, where)
@@ -308,7 +308,7 @@ def small(rank: int, size: int, path: Path) -> list[str]:
     return found
 
 
-def test_of_small_tensors_all_elements_are_compared(ranks: Pool, path: Path) -> None:
+def test_all_elements_of_small_tensors_are_compared(ranks: Pool, path: Path) -> None:
     expected = [f"{1 / (count - 1 + 2.5**2) ** 0.5:.3g}" for count in (2, 5, 15, 16)]
     assert ranks.run(2, small, path) == [expected] * 2
 
@@ -335,7 +335,9 @@ def test_a_difference_is_relative_to_the_larger_norm() -> None:
         (torch.tensor([3 + 4j]), torch.tensor([3 + 0j]), 0.8),
     ],
 )
-def test_what_is_no_finite_number_differs_altogether(one: torch.Tensor, other: torch.Tensor, ratio: float) -> None:
+def test_values_that_are_not_finite_count_as_completely_different(
+    one: torch.Tensor, other: torch.Tensor, ratio: float
+) -> None:
     dtype = str(one.dtype).removeprefix("torch.")
     data = [bytes(x.view(torch.uint8).numpy()) for x in (one, other)]
     assert relative_difference(dtype, *data) == pytest.approx(ratio)

@@ -1,4 +1,4 @@
-"""A save writes what changed and nothing else: exact numbers, from statistics and from the storage itself."""
+"""A save writes only changes: exact numbers, from statistics and from the storage itself."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_an_unchanged_state_writes_no_blob(store: Store) -> None:
         assert ckpt.stats.blobs_reused == len(blob_keys(store))
 
 
-def test_one_of_a_hundred_tensors(store: Store) -> None:
+def test_one_changed_tensor_of_a_hundred_costs_itself(store: Store) -> None:
     state = {f"layer.{i}": cells(3) for i in range(100)}
     saved(store, state, 1)
     state["layer.37"] += 1
@@ -82,7 +82,7 @@ def test_one_of_a_hundred_tensors(store: Store) -> None:
     assert store.diff("default@1", "default@2").changed == ("layer.37",)
 
 
-def test_ten_rows_of_an_embedding(store: Store) -> None:
+def test_ten_changed_rows_of_an_embedding_cost_their_cells(store: Store) -> None:
     table = torch.randn(4000, 64)  # 16 rows a cell
     saved(store, {"embedding": table}, 1)
     rows = [0, 1, 15, 16, 500, 501, 1000, 2000, 3000, 3999]
@@ -107,7 +107,7 @@ def test_the_same_bytes_under_another_dtype_are_shared(store: Store) -> None:
     assert data_bytes(store, {"w": weight.view(torch.int32), "x": weight.view(torch.uint8)}, 2) == 0
 
 
-def test_a_key_that_was_renamed_or_moved_is_shared(store: Store) -> None:
+def test_a_renamed_or_moved_key_is_shared(store: Store) -> None:
     state = {f"l{i}": cells(3) for i in range(10)}
     saved(store, state, 1)
     assert saved(store, {"model": {f"block.{i}": state[f"l{i}"] for i in reversed(range(10))}}, 2) == 0
@@ -119,7 +119,7 @@ def test_an_appended_tensor_costs_itself(store: Store) -> None:
     assert data_bytes(store, {"w": weight}, 2) == 10 * CELL
 
 
-def test_many_small_tensors(store: Store) -> None:
+def test_many_small_tensors_are_reused(store: Store) -> None:
     state = {f"n{i}": torch.full((3,), float(i)) for i in range(500)}
     assert data_bytes(store, state, 1) == 500 * 12
     assert len(blob_keys(store)) == 1
@@ -146,7 +146,7 @@ def test_reuse_may_be_limited_to_the_run(store: Store) -> None:
     assert len(hashes) == 2 * len(set(hashes))  # the same blobs, in two folders
 
 
-def test_a_run_reuses_what_it_forgot_but_not_what_is_purged(store: Store) -> None:
+def test_a_run_reuses_forgotten_checkpoints_but_not_purged_ones(store: Store) -> None:
     state = {"w": cells(10)}
     saved(store, state, 1)
     store.forget("default@1")
@@ -183,7 +183,7 @@ def test_other_topologies_share_their_cells(store: Store, split: str) -> None:
     assert [written(shards(weight, n), 10 + i) for i, n in enumerate((8, 1, 4))] == [0, 0, 0]
 
 
-def test_more_shards_than_before_cost_what_their_boundaries_cut() -> None:
+def test_more_shards_than_before_cost_cells_at_new_boundaries() -> None:
     store, weight = small(), torch.randn(1024, 40)
     store.save({"w": weight}, step=1)
     ckpt = store.save({"w": ROWS["rows"](weight, 4)}, step=2)
@@ -191,7 +191,7 @@ def test_more_shards_than_before_cost_what_their_boundaries_cut() -> None:
     assert torch.equal(store.read("default@2")["w"], weight)
 
 
-def test_flat_parts_of_boxes_that_overlap_do_not_confuse_the_next_save() -> None:
+def test_overlapping_flat_parts_do_not_confuse_the_next_save() -> None:
     store, w = small(), torch.randn(4, 4)
     parts = [
         Shard(w[:2, :2], (4, 4), (0, 0), (4, 2), (0, 4)),
@@ -205,7 +205,7 @@ def test_flat_parts_of_boxes_that_overlap_do_not_confuse_the_next_save() -> None
     assert torch.equal(store.read("default@2")["w"], w)
 
 
-def test_a_store_that_was_cut_otherwise_is_not_followed() -> None:
+def test_a_store_with_other_cell_sizes_is_not_followed() -> None:
     """As after a copy into a store with other sizes: its cells do not fit the table, so they are cut anew."""
     store, state = small(cell_bytes=16 << 10), {"w": cells(64)}
     store.save(state, step=1)
@@ -230,7 +230,7 @@ class TestWorn:
 
     @pytest.mark.in_memory
     @pytest.mark.parametrize("share", [0.05, 0.5, 0.9])
-    def test_space_stays_bounded(self, share: float) -> None:
+    def test_a_changing_run_needs_bounded_space(self, share: float) -> None:
         store, rng = small(), random.Random(f"{share}")
         state = {f"w{i}": cells(25) for i in range(8)}
         store.save(state, step=0)
@@ -245,7 +245,7 @@ class TestWorn:
         assert worst <= 3
         assert same_state(store.read("default@24"), state)
 
-    def test_the_worst_that_can_be_done(self) -> None:
+    def test_the_worst_pattern_of_changes_needs_bounded_space(self) -> None:
         """Keep half of each blob; then change all but one cell of each, all at once."""
         store, per = small(), BLOB // CELL
         state = {f"w{i}": cells(per) for i in range(6)}
@@ -257,7 +257,7 @@ class TestWorn:
             held, used = self.live(store, step)
             assert held <= 3 * used
 
-    def test_an_unchanged_state_writes_only_what_was_noted_as_worn(self) -> None:
+    def test_an_unchanged_state_writes_only_cells_of_worn_blobs(self) -> None:
         store, per = small(), BLOB // CELL
         state = {f"w{i}": cells(per) for i in range(4)}
         store.save(state, step=0)
@@ -270,7 +270,7 @@ class TestWorn:
         assert worn[0].hash not in {blob.hash for blob in manifest_of(store, "default@2").blobs}
         assert saved(store, state, 3) == 0
 
-    def test_what_is_moved_out_of_a_worn_blob_is_not_moved_again(self) -> None:
+    def test_cells_moved_out_of_a_worn_blob_are_not_moved_again(self) -> None:
         store, per = small(), BLOB // CELL
         state = {"body": cells(per + 2), "head": cells(2 * per - 2)}
         store.save(state, step=0)
@@ -282,7 +282,7 @@ class TestWorn:
         assert written == [head, head + 2 * CELL, head, head, head, head]
         assert same_state(store.read("default@6"), state)
 
-    def test_half_of_a_blob_is_not_worn(self) -> None:
+    def test_a_half_used_blob_is_not_worn(self) -> None:
         store, per = small(), BLOB // CELL
         state = {"w": cells(per)}
         store.save(state, step=0)
@@ -291,7 +291,7 @@ class TestWorn:
         assert not any(blob.worn for blob in manifest_of(store, "default@1").blobs)
         assert saved(store, state, 2) == 0
 
-    def test_blobs_of_another_run_that_lives_are_not_worn(self) -> None:
+    def test_blobs_of_a_live_other_run_are_not_worn(self) -> None:
         store = small()
         base = {f"w{i}": cells(2) for i in range(8)}
         store.save(base, run="base", step=0)
@@ -304,7 +304,9 @@ class TestWorn:
 class TestDamage:
     """What is damaged is not built upon; the save goes on without it."""
 
-    def test_a_damaged_parent_manifest(self, store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_damaged_parent_manifest_only_prevents_reuse(
+        self, store: Store, caplog: pytest.LogCaptureFixture
+    ) -> None:
         state = {"w": cells(10)}
         store.save(state, step=1)
         (key,) = manifest_keys(store)
@@ -316,7 +318,9 @@ class TestDamage:
             again.read("default@1")
         assert saved(again, state, 3) == 0
 
-    def test_a_parent_manifest_that_is_gone(self, store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_missing_parent_manifest_only_prevents_reuse(
+        self, store: Store, caplog: pytest.LogCaptureFixture
+    ) -> None:
         state = {"w": cells(10)}
         store.save(state, step=1)
         (key,) = manifest_keys(store)
@@ -326,7 +330,7 @@ class TestDamage:
 
     @pytest.mark.parametrize("first_changed", [False, True], ids=["all alike", "first cell changed"])
     @pytest.mark.parametrize("damage", ["deleted", "truncated", "longer"])
-    def test_a_blob_that_is_gone_or_cut_short_is_stored_again(
+    def test_cells_of_a_missing_or_short_blob_are_stored_again(
         self, store: Store, damage: str, first_changed: bool, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Also where the first cell of a tensor changed, so that the others are found while they are packed."""
@@ -348,7 +352,7 @@ class TestDamage:
                 again.read("default@1")
         assert again.save(state, step=3).stats.bytes_written == 0
 
-    def test_every_blob_is_gone(self, store: Store) -> None:
+    def test_a_save_stores_everything_again_if_every_blob_is_missing(self, store: Store) -> None:
         state = {"w": cells(50)}
         store.save(state, step=1)
         for key in blob_keys(store):
@@ -387,7 +391,7 @@ def _damage(store: Store, ref: BlobRef, how: str) -> None:
         storage.put(key, data[:-CELL] if how == "truncated" else data + b"\0")
 
 
-def test_digests_decide_not_times(tmp_path: Path) -> None:
+def test_digests_decide_about_reuse_and_times_do_not(tmp_path: Path) -> None:
     """A tensor that was changed and changed back is what it was."""
     store, weight = small_folder(tmp_path / "s"), cells(4)
     store.save({"w": weight}, step=1)

@@ -1,4 +1,4 @@
-"""What several ranks know when they save: the parent, each other's shares, the plan; and how little they talk."""
+"""The knowledge of ranks in a save: parent, shares and plan; and how few bytes they exchange."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def save_rows(rank: int, size: int, path: Path, step: int, count: int) -> Any:
     return ckpt.stats.bytes_written, ckpt.stats.bytes_total
 
 
-def test_fewer_ranks_write_nothing_and_more_ranks_little(ranks: Pool, path: Path) -> None:
+def test_a_resharded_state_writes_nothing_on_fewer_ranks_and_little_on_more(ranks: Pool, path: Path) -> None:
     """By rows, from 4 ranks, 2, 1, and 4 again."""
     written = [ranks.run(size, save_rows, path, step, 16)[0][0] for step, size in enumerate((4, 2, 1, 4, 4))]
     total = ranks.run(1, save_rows, path, 9, 16)[0][1]
@@ -59,7 +59,7 @@ def test_fewer_ranks_write_nothing_and_more_ranks_little(ranks: Pool, path: Path
 
 
 @pytest.mark.parametrize("section", ["objects", "cells"])
-def test_a_parent_whose_manifest_is_damaged_costs_its_reuse_and_no_save(ranks: Pool, path: Path, section: str) -> None:
+def test_a_damaged_parent_manifest_prevents_reuse_but_no_save(ranks: Pool, path: Path, section: str) -> None:
     ranks.run(2, save_rows, path, 1, 4)
     store = casckpt.open(path)
     commit = store.save({"model": store.read("a@1")["model"], "text": "x" * 500}, run="a", step=2).commit
@@ -75,7 +75,7 @@ def save_uneven(rank: int, size: int, path: Path, step: int) -> Any:
     return stats.bytes_written, stats.bytes_total
 
 
-def test_where_new_boundaries_cut_cells_only_those_are_written(ranks: Pool, path: Path) -> None:
+def test_only_cells_cut_by_new_boundaries_are_written(ranks: Pool, path: Path) -> None:
     """997 rows over 4 ranks are cut at 250, 500, 750; over 2 at 499: one cell of each tensor becomes two."""
     (first, total), *_ = ranks.run(4, save_uneven, path, 1)
     (second, _), *_ = ranks.run(2, save_uneven, path, 2)
@@ -89,7 +89,7 @@ def save_columns(rank: int, size: int, path: Path, step: int, dim: int) -> int:
     return casckpt.open(path).save(spread(tensors, line(size), [Shard(dim)]), run="a", step=step).stats.bytes_written
 
 
-def test_columns_share_with_fewer_ranks_too(ranks: Pool, path: Path) -> None:
+def test_columns_are_reused_on_fewer_ranks_too(ranks: Pool, path: Path) -> None:
     assert ranks.run(4, save_columns, path, 1, 1)[0] > 0
     assert ranks.run(2, save_columns, path, 2, 1)[0] == 0
     assert ranks.run(1, save_columns, path, 3, 1)[0] == 0
@@ -103,7 +103,7 @@ def reading(rank: int, size: int, path: Path, step: int) -> list[str]:
     return storage.reads()
 
 
-def test_the_parent_is_read_once_by_rank_0_alone(ranks: Pool, path: Path) -> None:
+def test_only_rank_0_reads_the_parent_and_once(ranks: Pool, path: Path) -> None:
     ranks.run(4, reading, path, 1)
     found = ranks.run(4, reading, path, 2)
     read = [[key for key in keys if (name := parse_object(key)) and name.kind == "manifest"] for keys in found]
@@ -158,7 +158,7 @@ def extents(store: Store, ckpt: casckpt.Checkpoint) -> Any:
     return found
 
 
-def test_what_a_rank_remembers_is_what_it_would_be_told(ranks: Pool, tmp_path: Path) -> None:
+def test_a_remembered_reuse_offer_equals_a_sent_one(ranks: Pool, tmp_path: Path) -> None:
     for name in ("one", "other"):
         small_folder(tmp_path / name)
     remembered = ranks.run(3, with_memory, tmp_path / "one", forgets=False)
@@ -181,7 +181,7 @@ def beside_another_job(rank: int, size: int, path: Path) -> Any:
     return written, manifests.get(store.repository, store.get("a@1").commit).body.parent
 
 
-def test_a_parent_of_another_job_is_used_in_place_of_what_is_remembered(ranks: Pool, path: Path) -> None:
+def test_a_parent_of_another_job_replaces_the_remembered_offer(ranks: Pool, path: Path) -> None:
     found = ranks.run(2, beside_another_job, path)
     assert found[0] == found[1]
     written, parent = found[0]
@@ -210,7 +210,7 @@ def beside_a_copy_that_came_back(rank: int, size: int, path: Path) -> Any:
     return newest.id, store.get("a@0").id, saved.stats.bytes_written
 
 
-def test_a_parent_that_was_purged_and_came_back_is_another_one(ranks: Pool, path: Path) -> None:
+def test_a_purged_and_recopied_parent_is_a_new_parent(ranks: Pool, path: Path) -> None:
     (old, came_back, written), _ = ranks.run(2, beside_a_copy_that_came_back, path)
     assert old == came_back
     assert written == 0, "what came back is reused"
@@ -254,7 +254,7 @@ CHANGES: dict[str, Callable[[Repository, Commit], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_parent_that_was_rewritten_is_reused_where_it_lies_now(ranks: Pool, path: Path, change: str) -> None:
+def test_a_rewritten_parent_is_reused_at_its_new_place(ranks: Pool, path: Path, change: str) -> None:
     found = ranks.run(2, beside_a_rewrite, path, change)
     assert found[0] == found[1]
     assert (found[0][0], found[0][1] > 0) == (0, True)
@@ -279,7 +279,7 @@ def counting(rank: int, size: int, path: Path) -> list[int]:
     return found
 
 
-def test_a_save_talks_little(ranks: Pool, path: Path) -> None:
+def test_a_save_exchanges_few_bytes(ranks: Pool, path: Path) -> None:
     for found in ranks.run(4, counting, path):
         first, steady, again, changed, after = found
         assert steady == again == after <= 3
@@ -296,7 +296,7 @@ def two_runs(rank: int, size: int, path: Path) -> list[int]:
     return [store.save(state, run=run, step=step).stats.bytes_written for step, (run, state) in enumerate(saves)]
 
 
-def test_what_another_rank_wrote_is_known_when_duties_have_changed(ranks: Pool, path: Path) -> None:
+def test_cells_of_another_rank_are_reused_after_shares_change(ranks: Pool, path: Path) -> None:
     for first, other, again in ranks.run(3, two_runs, path):
         assert first > 0
         assert (other, again) == (0, 0)
@@ -315,7 +315,7 @@ def alternating(rank: int, size: int, path: Path) -> None:
         assert same_parts(target, state)
 
 
-def test_layouts_that_change_by_turns(ranks: Pool, path: Path) -> None:
+def test_alternating_layouts_are_reused(ranks: Pool, path: Path) -> None:
     ranks.run(3, alternating, path)
     store = casckpt.open(path)
     assert len(store.read("a@1")) == 5
@@ -343,7 +343,7 @@ def save_frozen(rank: int, size: int, path: Path, forgets: bool) -> Any:
 
 
 @pytest.mark.parametrize("forgets", [False, True])
-def test_what_is_declared_frozen_is_not_written_again(ranks: Pool, path: Path, forgets: bool) -> None:
+def test_frozen_tensors_are_not_written_again(ranks: Pool, path: Path, forgets: bool) -> None:
     for first, *later in ranks.run(3, save_frozen, path, forgets):
         assert first > 3 * 80 * 90 * 4
         assert all(0 < nbytes <= 50 * 40 * 4 + 3 * 4096 for nbytes in later)

@@ -1,4 +1,4 @@
-"""What a process keeps of the runs that it saved: for their next saves, whoever makes them, and no more than that."""
+"""The memory of a process about its saved runs, for their next saves from any front end."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def by_dcp(storage: FarStore, step: int) -> None:
 
 
 @pytest.mark.parametrize("save", [by_save, by_turns, by_dcp])
-def test_the_next_save_goes_on_whoever_makes_it(storage: FarStore, save: Callable[[FarStore, int], None]) -> None:
+def test_the_next_save_continues_from_any_front_end(storage: FarStore, save: Callable[[FarStore, int], None]) -> None:
     for step in range(STEPS):
         save(storage, step)
     check(storage)
     assert storage.reads_of_blobs(), "of the loads"
 
 
-def test_a_trainer_over_a_network(storage: FarStore) -> None:
+def test_a_trainer_over_a_network_encodes_deltas(storage: FarStore) -> None:
     model = nn.Module()
     for key, value in state(0).items():
         model.register_parameter(key, nn.Parameter(value))
@@ -95,7 +95,7 @@ def test_a_trainer_over_a_network(storage: FarStore) -> None:
     assert same_state(dict(here(storage).read("default@3")["model"]), state(3))
 
 
-def test_a_writer_that_was_pickled_goes_on(tmp_path: Any) -> None:
+def test_a_pickled_writer_continues(tmp_path: Any) -> None:
     """As each save of DCP in a process of its own has one."""
     store = small()
     for step in range(STEPS):
@@ -108,7 +108,7 @@ def test_a_writer_that_was_pickled_goes_on(tmp_path: Any) -> None:
     dcp.save(state(0), again)
 
 
-def test_so_many_runs_are_kept_and_no_more(storage: FarStore) -> None:
+def test_a_limited_number_of_runs_is_kept(storage: FarStore) -> None:
     runs = [f"run{n}" for n in range(MAX_RUNS + 1)]
     for step in range(STEPS):
         for run in runs[:MAX_RUNS]:
@@ -123,7 +123,7 @@ def test_so_many_runs_are_kept_and_no_more(storage: FarStore) -> None:
         assert not here(storage).get("run0@13").commit.committed.bytes_deltas
 
 
-def test_what_left_the_state_is_given_up(storage: FarStore) -> None:
+def test_cells_of_removed_keys_are_released(storage: FarStore) -> None:
     more = {"old": trained(20, 0, seed=9)}
     with another_process():
         here(storage).save(state(0) | more, step=0)
@@ -136,14 +136,14 @@ def test_what_left_the_state_is_given_up(storage: FarStore) -> None:
         assert held_bytes() == 0
 
 
-def test_windows_of_one_save_through_dcp_count_together(storage: FarStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_of_a_dcp_save_count_together(storage: FarStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("casckpt.frontends.dcp.items.WINDOW_BYTES", 1)
     for step in range(STEPS):
         by_dcp(storage, step)
     check(storage)
 
 
-def test_a_save_that_failed_gives_nothing_up(storage: FarStore) -> None:
+def test_a_failed_save_releases_nothing(storage: FarStore) -> None:
     for step in (0, 1):
         by_save(storage, step)
     storage.inject(fail_before("put", key="*.safetensors", times=1 << 30))
@@ -159,7 +159,7 @@ def test_a_save_that_failed_gives_nothing_up(storage: FarStore) -> None:
         assert same_state(reopened(here(storage)).read(f"default@{step}"), state(step))
 
 
-def test_a_save_that_encodes_nothing_gives_all_up(storage: FarStore) -> None:
+def test_a_save_without_encoding_releases_everything(storage: FarStore) -> None:
     with another_process():
         for step in (0, 1):
             by_save(storage, step)
@@ -169,7 +169,7 @@ def test_a_save_that_encodes_nothing_gives_all_up(storage: FarStore) -> None:
         assert not here(storage).get("default@3").commit.committed.bytes_deltas
 
 
-def test_how_fast_a_storage_is_is_known_of_each_of_its_runs(storage: FarStore) -> None:
+def test_all_runs_share_the_measured_speed_of_a_storage(storage: FarStore) -> None:
     with another_process():
         by_save(storage, 0)
         repo, other = here(storage).repository, small().repository
@@ -178,7 +178,7 @@ def test_how_fast_a_storage_is_is_known_of_each_of_its_runs(storage: FarStore) -
         assert run_memory(other, "default").rate.bytes_per_second == float("inf")
 
 
-def test_a_stream_that_is_in_vain_again_is_left_for_twice_as_long() -> None:
+def test_a_repeatedly_useless_encoding_pauses_twice_as_long() -> None:
     stream, tried = ("tensor", "w", 0, None), list[int]()
     kept = RunMemory(PutRate())
     for kept.saves in range(1, 200):
@@ -189,7 +189,7 @@ def test_a_stream_that_is_in_vain_again_is_left_for_twice_as_long() -> None:
     assert tried == [1, 9, 25, 57, 121, 185]
 
 
-def test_another_thread_may_find_a_stream_worth_it_at_any_time() -> None:
+def test_another_thread_may_resume_encoding_at_any_time() -> None:
     stream = ("tensor", "w", 0, None)
 
     class Shared(dict[Any, Pause]):

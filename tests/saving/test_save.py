@@ -1,4 +1,4 @@
-"""What a save says and refuses, what it leaves in the store, and how a step is saved twice."""
+"""Results and refusals of a save, the objects that it leaves, and repeated saves of a step."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_few_frames_lie_between_a_save_and_its_first_look_at_a_tensor(monkeypatc
     assert len(between) + 1 <= 8, between
 
 
-def test_steps_at_both_ends() -> None:
+def test_the_smallest_and_largest_steps_are_saved() -> None:
     store = small()
     for step in (0, MAX_STEP):
         store.save(STATE, step=step)
@@ -118,7 +118,7 @@ def test_a_forgotten_step_can_be_saved_again() -> None:
         store.restore(first)
 
 
-def test_a_later_save_is_newer_whatever_the_clock_says() -> None:
+def test_a_later_save_is_newer_for_any_clock() -> None:
     store = small()
     now = store.repository.clock()
     store.repository.clock = lambda: now + 10**9
@@ -128,7 +128,7 @@ def test_a_later_save_is_newer_whatever_the_clock_says() -> None:
     assert store.get("default@latest").step == store.get("latest").step == 5
 
 
-def test_runs_do_not_mix() -> None:
+def test_runs_are_separate() -> None:
     store = small()
     for run in ("a", "b", "a/b"):
         store.save({"w": torch.full((2,), float(len(run)))}, run=run, step=1)
@@ -168,7 +168,7 @@ def test_the_first_save_makes_the_store(tmp_path: Path) -> None:
     assert store.create() is False
 
 
-def test_a_store_of_its_own_sizes_is_kept(tmp_path: Path) -> None:
+def test_a_store_keeps_its_own_sizes(tmp_path: Path) -> None:
     assert open_store(tmp_path / "s").create(cell_bytes=8192, blob_bytes=65536)
     store = open_store(tmp_path / "s")
     store.save({"w": cells(20)}, step=1)
@@ -177,7 +177,7 @@ def test_a_store_of_its_own_sizes_is_kept(tmp_path: Path) -> None:
         open_store(tmp_path / "t").create(cell_bytes=100)
 
 
-def test_statistics_of_the_store() -> None:
+def test_a_save_updates_statistics_of_the_store() -> None:
     store = small()
     store.save({"w": cells(4)}, run="a", step=1)
     store.save({"w": cells(4)}, run="b", step=1)
@@ -205,7 +205,7 @@ def test_threads_may_save_at_once() -> None:
         assert same_state(store.read(f"default@{step}"), state)
 
 
-def test_two_threads_of_one_step_do_not_lose_a_checkpoint() -> None:
+def test_two_threads_that_save_a_step_lose_no_checkpoint() -> None:
     store, barrier = small(), threading.Barrier(2)
     errors: list[Exception] = []
 
@@ -226,7 +226,7 @@ def test_two_threads_of_one_step_do_not_lose_a_checkpoint() -> None:
     assert store.read("default@1")["w"].tolist() in ([1.0] * 3, [2.0] * 3)
 
 
-def test_nothing_is_said_about_a_good_save(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_successful_save_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     store = small()
     with caplog.at_level(logging.INFO, logger="casckpt"):
         store.save(STATE, step=1)
@@ -236,16 +236,14 @@ def test_nothing_is_said_about_a_good_save(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_save_into_a_store_without_its_announcements_finds_what_is_there(
+def test_a_save_into_a_store_without_announcements_finds_existing_checkpoints(
     known: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in a copy of folders that left runs/ out."""
     _finds_what_is_not_announced(small(), known, caplog)
 
 
-def test_folders_of_runs_without_announcements_are_no_announcements(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_empty_folders_of_runs_are_not_announcements(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Some servers keep the folder of deleted objects for a while, and a copy by hand may leave files out alone."""
     _finds_what_is_not_announced(small(LocalStore(tmp_path / "store")), True, caplog)
     assert list((tmp_path / "store/runs").iterdir())

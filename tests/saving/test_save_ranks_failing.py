@@ -48,7 +48,7 @@ def in_stores_of_their_own(rank: int, size: int, url: str) -> Any:
 
 
 @pytest.mark.parametrize("url", ["memory://own", "{path}/{{rank}}"])
-def test_ranks_whose_stores_are_not_one(ranks: Pool, tmp_path: Path, url: str) -> None:
+def test_ranks_with_different_stores_are_refused(ranks: Pool, tmp_path: Path, url: str) -> None:
     """Else the one that commits would name what nobody else can find."""
     for told, saved in ranks.run(2, in_stores_of_their_own, url.format(path=tmp_path)):
         assert "ranks must share one" in told
@@ -100,7 +100,7 @@ def save_bad(rank: int, size: int, path: Path, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_does_not_fit_together_is_refused_by_all(ranks: Pool, path: Path, kind: str) -> None:
+def test_contradictory_states_are_refused_by_all(ranks: Pool, path: Path, kind: str) -> None:
     for rank, error in enumerate(ranks.run(4, save_bad, path, kind)):
         assert isinstance(error, InvalidInput)
         assert "layer.w" in str(error)
@@ -142,9 +142,7 @@ def save_checked(rank: int, size: int, path: Path, who: int, plain: bool) -> Any
 @pytest.mark.parametrize(
     ("plain", "who", "named"), [(True, 2, "0 and 2"), (False, 2, "0 and 2"), (False, 1, "1 and 3")]
 )
-def test_replicas_that_differ_are_found_when_asked_for(
-    ranks: Pool, path: Path, plain: bool, who: int, named: str
-) -> None:
+def test_differing_replicas_are_found_on_request(ranks: Pool, path: Path, plain: bool, who: int, named: str) -> None:
     for error in ranks.run(4, save_checked, path, who, plain):
         assert isinstance(error, InvalidInput)
         assert f"'b' differs between ranks {named}" in str(error)
@@ -164,7 +162,7 @@ def save_existing(rank: int, size: int, path: Path) -> Any:
     return error, first.id, again.id
 
 
-def test_an_existing_step_is_a_conflict_on_all_ranks_unless_it_is_to_be_replaced(ranks: Pool, path: Path) -> None:
+def test_an_existing_step_is_a_conflict_on_all_ranks_without_overwrite(ranks: Pool, path: Path) -> None:
     found = ranks.run(3, save_existing, path)
     for error, first, _ in found:
         assert isinstance(error, Conflict)
@@ -224,7 +222,7 @@ def save_after_a_failed_plan(rank: int, size: int, path: Path) -> Any:
     return error, ckpt.stats.bytes_written, storage.blob_bytes
 
 
-def test_a_plan_that_was_not_told_is_made_again(ranks: Pool, path: Path) -> None:
+def test_a_plan_that_was_not_sent_is_made_again(ranks: Pool, path: Path) -> None:
     found = ranks.run(3, save_after_a_failed_plan, path)
     assert all(isinstance(error, StorageError) for error, _, _ in found)
     assert torch.equal(casckpt.open(path).read("a@2")["w"], numbers("w", 60, 400))
@@ -248,7 +246,7 @@ def save_revoked(rank: int, size: int, path: Path, who: int, times: int) -> Any:
 
 
 @pytest.mark.parametrize("who", [0, 2])
-def test_a_save_that_was_given_up_on_is_made_again_from_nothing(ranks: Pool, path: Path, who: int) -> None:
+def test_a_revoked_save_is_retried_without_reuse(ranks: Pool, path: Path, who: int) -> None:
     found = ranks.run(3, save_revoked, path, who, 1)
     store = casckpt.open(path)
     (only,) = store.checkpoints()
@@ -259,7 +257,7 @@ def test_a_save_that_was_given_up_on_is_made_again_from_nothing(ranks: Pool, pat
     assert all({ref.uploader} == {only.commit.txid} for ref in manifests.get(store.repository, only.commit).blobs)
 
 
-def test_a_save_that_is_given_up_on_again_fails_on_all(ranks: Pool, path: Path) -> None:
+def test_a_save_revoked_twice_fails_on_all(ranks: Pool, path: Path) -> None:
     for error, _ in ranks.run(2, save_revoked, path, 1, 100):
         assert isinstance(error, Revoked)
     assert visible(path) == []
@@ -303,7 +301,7 @@ def save_after(rank: int, size: int, path: Path) -> None:
 
 
 @pytest.mark.parametrize(("method", "key", "who"), DEATHS)
-def test_a_rank_that_is_killed_is_named_and_nothing_shows(
+def test_a_killed_rank_is_named_and_nothing_is_visible(
     ranks: Pool, path: Path, method: str, key: str, who: int
 ) -> None:
     outcomes = ranks.outcomes(4, save_killed, path, who, (method, key))
@@ -330,7 +328,7 @@ def save_killed_late(rank: int, size: int, path: Path) -> Any:
     return outcome_of(lambda: store.save(spread({"w": numbers("w", 60, 400)}, line(size), [Shard(0)]), run="a", step=1))
 
 
-def test_a_rank_0_that_dies_with_its_commit_leaves_it_to_be_looked_up(ranks: Pool, path: Path) -> None:
+def test_the_error_after_a_death_of_rank_0_at_commit_advises_to_look_it_up(ranks: Pool, path: Path) -> None:
     outcomes = ranks.outcomes(3, save_killed_late, path)
     assert [outcome.died for outcome in outcomes] == [-9, None, None]
     for outcome in outcomes[1:]:

@@ -36,7 +36,7 @@ class Held:
         assert self.go.wait(SECONDS)
 
 
-def test_figures_may_change_once_the_call_returned() -> None:
+def test_metrics_may_change_once_the_call_returned() -> None:
     """A loop fills the same dict at each step."""
     held = Held()
     metrics: dict[str, Any] = {"loss": 1.0}
@@ -49,7 +49,7 @@ def test_figures_may_change_once_the_call_returned() -> None:
     assert (ckpt.metrics, ckpt.metadata) == ({"loss": 1.0}, {"data": {"epoch": 1}})
 
 
-def test_a_loss_as_loops_have_it_is_taken_without_its_graph() -> None:
+def test_a_loss_tensor_is_saved_without_its_graph() -> None:
     store, weight = small(), torch.ones(3, requires_grad=True)
     loss = (weight * weight).sum()
     graph = weakref.ref(loss)
@@ -104,7 +104,7 @@ def test_every_dtype_and_layout_is_copied() -> None:
     assert same_state(held.store.read("default@1"), want)
 
 
-def test_conjugated_views_are_copied_as_what_they_show() -> None:
+def test_conjugated_views_are_copied_by_their_values() -> None:
     store = small()
     data = torch.randn(4, 5, dtype=torch.complex64)
     state = {"conj": data.conj(), "neg": data.conj().imag, "t": data.t().conj()}
@@ -137,7 +137,7 @@ def test_a_second_save_waits_for_the_first() -> None:
     assert steps(held.store) == [("default", 0), ("default", 1)]
 
 
-def test_a_second_save_is_refused_where_that_is_asked_for() -> None:
+def test_a_second_save_is_refused_on_request() -> None:
     held = Held()
     first = held.store.save_async({"w": cells(2)}, step=0)
     assert held.reached.wait(SECONDS)
@@ -150,7 +150,7 @@ def test_a_second_save_is_refused_where_that_is_asked_for() -> None:
         held.store.save_async({}, step=2, when_busy="never")  # type: ignore[arg-type]  # a wrong value on purpose
 
 
-def test_what_fails_shows_in_its_future_and_the_next_save_works() -> None:
+def test_a_failure_is_in_its_future_and_the_next_save_works() -> None:
     held = Held()
     held.go.set()
     held.faulty.inject(fail_before("put", key="objects/*.manifest"))
@@ -166,7 +166,7 @@ def test_what_fails_shows_in_its_future_and_the_next_save_works() -> None:
     assert steps(held.store) == [("default", 1)]
 
 
-def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_call_once() -> None:
+def test_an_unretrieved_failure_is_raised_once_by_the_next_call() -> None:
     held = Held()
     held.go.set()
     held.faulty.inject(fail_before("put", key="objects/*.manifest"))
@@ -178,7 +178,7 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_call_once() -> No
     assert held.store.save_async({"w": cells(1)}, step=2).result(SECONDS).step == 2
 
 
-def test_a_failure_that_somebody_waits_for_is_not_raised_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_awaited_failure_is_not_raised_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for the future in a thread may not have woken up yet when the next call looks."""
     held = Held()
     held.faulty.inject(fail_before("put", key="objects/*.manifest"))
@@ -211,7 +211,7 @@ def test_a_failure_that_somebody_waits_for_is_not_raised_by_the_next_call(monkey
     assert second.exception(SECONDS) is None
 
 
-def test_where_no_thread_is_to_be_had_the_caller_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_caller_saves_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the next call does not wait for a thread that never was."""
 
     def refuse(self: threading.Thread) -> None:
@@ -264,7 +264,7 @@ def test_a_hundred_saves_use_one_copy_and_leave_no_thread_behind() -> None:
     ],
     ids=["meta", "object", "list", "step", "run", "metadata", "metrics", "attachment"],
 )
-def test_what_cannot_be_saved_is_raised_before_anything_is_copied(state: Any, arguments: dict[str, Any]) -> None:
+def test_an_unusable_state_is_refused_before_anything_is_copied(state: Any, arguments: dict[str, Any]) -> None:
     store = small()
     with pytest.raises(InvalidInput):
         store.save_async(state, **({"step": 1} | arguments))
@@ -273,7 +273,7 @@ def test_what_cannot_be_saved_is_raised_before_anything_is_copied(state: Any, ar
     assert store.save_async({"w": cells(1)}, step=1).result(SECONDS).step == 1
 
 
-def test_a_background_save_and_one_in_the_foreground() -> None:
+def test_a_save_in_the_background_may_run_beside_one_in_the_foreground() -> None:
     held = Held()
     future = held.store.save_async({"w": cells(3)}, run="a", step=1)
     assert held.reached.wait(SECONDS)

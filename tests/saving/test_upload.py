@@ -48,21 +48,21 @@ def copied(copier: Copier, cells: Any, order: list[int] | None = None) -> None:
         assert bytes(target) == cell.memory.data[cell.start * 4 : cell.stop * 4]
 
 
-def test_what_follows_is_copied_at_once() -> None:
+def test_consecutive_cells_are_copied_together() -> None:
     one, other = Far(100, 1), Far(50, 2)
     cells = [*(Part(one, at, at + 10) for at in range(0, 100, 10)), Part(other, 0, 50)]
     copied(Copier(memoryview(bytearray(400))), cells)
     assert (one.copied, other.copied) == ([(0, 100)], [(0, 50)])
 
 
-def test_no_more_than_there_is_room_for() -> None:
+def test_copies_do_not_exceed_the_available_room() -> None:
     one = Far(100, 1)
     cells = [Part(one, at, at + 10) for at in range(0, 100, 10)]
     copied(Copier(memoryview(bytearray(130))), cells)
     assert one.copied == [(0, 30), (30, 60), (60, 90), (90, 100)]
 
 
-def test_what_does_not_follow_is_copied_by_itself() -> None:
+def test_separate_cells_are_copied_separately() -> None:
     one = Far(100, 1)
     cells = [Part(one, 0, 10), Part(one, 20, 30), Part(one, 30, 40), Part(one, 10, 20)]
     copied(Copier(memoryview(bytearray(400))), cells)
@@ -79,13 +79,13 @@ def test_the_next_cells_may_be_of_another_list() -> None:
 
 
 @pytest.mark.parametrize("room", [None, memoryview(bytearray(39))])
-def test_without_room_all_goes_to_its_place(room: memoryview | None) -> None:
+def test_cells_without_room_are_copied_directly(room: memoryview | None) -> None:
     one = Far(100, 1)
     copied(Copier(room), [Part(one, 0, 10), Part(one, 10, 20)])
     assert one.copied == [(0, 10), (10, 20)]
 
 
-def test_what_is_in_the_hosts_memory_is_copied_from_there() -> None:
+def test_tensors_in_host_memory_are_copied_directly() -> None:
     one = Far(100, 1, on_gpu=False)
     copied(Copier(memoryview(bytearray(400))), [Part(one, 0, 10), Part(one, 10, 20)])
     assert one.copied == [(0, 10), (10, 20)]

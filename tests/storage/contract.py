@@ -60,13 +60,13 @@ def _race_process(store: ObjectStore, number: int, start: Barrier, answers: Simp
 class StorageContract:
     """The promises of `casckpt.storage.base.ObjectStore` within one process."""
 
-    def test_is_a_store(self, storage: ObjectStore) -> None:
+    def test_a_storage_has_the_protocol(self, storage: ObjectStore) -> None:
         assert isinstance(storage, ObjectStore)
         assert storage.traits.parallel >= 1
         assert storage.url
 
     @pytest.mark.parametrize(("size", "settle"), of_each_size([False, True]))
-    def test_what_is_put_is_there(self, storage: ObjectStore, peek: Peek, size: int, settle: bool) -> None:
+    def test_a_put_object_can_be_read(self, storage: ObjectStore, peek: Peek, size: int, settle: bool) -> None:
         data = noise(size)
         storage.put(OBJECT, data, settle=settle)
         assert peek(OBJECT) == data
@@ -75,7 +75,7 @@ class StorageContract:
         assert list(storage.list("objects/")) == [ListedObject(OBJECT, size)]
 
     @pytest.mark.parametrize(("size", "shift"), of_each_size([0, 1])[2:])
-    def test_put_from_an_aligned_buffer(self, storage: ObjectStore, peek: Peek, size: int, shift: int) -> None:
+    def test_put_accepts_an_aligned_buffer(self, storage: ObjectStore, peek: Peek, size: int, shift: int) -> None:
         data = noise(size)
         with AlignedBuffer(size + shift) as buffer:
             buffer.view[shift:] = data
@@ -83,19 +83,19 @@ class StorageContract:
             assert bytes(buffer.view[shift:]) == data
         assert peek("a") == data
 
-    def test_put_views_of_other_formats(self, storage: ObjectStore, peek: Peek) -> None:
+    def test_put_accepts_views_of_other_formats(self, storage: ObjectStore, peek: Peek) -> None:
         array = np.arange(12, dtype=np.float32).reshape(3, 4)
         storage.put("a", array.data)
         storage.put("b", np.zeros((0, 3)).data)
         assert peek("a") == array.tobytes()
         assert peek("b") == b""
 
-    def test_put_refuses_what_is_not_contiguous(self, storage: ObjectStore, peek: Peek) -> None:
+    def test_put_refuses_noncontiguous_buffers(self, storage: ObjectStore, peek: Peek) -> None:
         with pytest.raises(InvalidInput, match="contiguous"):
             storage.put("a", memoryview(b"abcdef")[::2])
         assert peek("a") is None
 
-    def test_put_only_creates(self, storage: ObjectStore, peek: Peek) -> None:
+    def test_put_never_replaces(self, storage: ObjectStore, peek: Peek) -> None:
         storage.put("tags/t/0", b"first")
         for data in (b"second", b"first", b""):
             with pytest.raises(AlreadyExists) as caught:
@@ -103,12 +103,12 @@ class StorageContract:
             assert caught.value.key == "tags/t/0"
         assert peek("tags/t/0") == b"first"
 
-    def test_an_empty_object_is_taken_too(self, storage: ObjectStore) -> None:
+    def test_an_empty_object_is_stored(self, storage: ObjectStore) -> None:
         storage.put("a", b"")
         with pytest.raises(AlreadyExists):
             storage.put("a", b"")
 
-    def test_put_after_delete(self, storage: ObjectStore, peek: Peek) -> None:
+    def test_put_succeeds_after_delete(self, storage: ObjectStore, peek: Peek) -> None:
         storage.put("a", b"1")
         storage.delete("a")
         storage.put("a", b"2")
@@ -120,7 +120,7 @@ class StorageContract:
             buffer.view[:] = bytes([7]) * (2 * MIB)
         assert peek("a") == bytes(2 * MIB)
 
-    def test_threads_race_for_a_key(self, storage: ObjectStore, peek: Peek) -> None:
+    def test_one_of_several_threads_creates_a_key(self, storage: ObjectStore, peek: Peek) -> None:
         start = threading.Barrier(8)
 
         def racer(number: int) -> bool:
@@ -132,13 +132,13 @@ class StorageContract:
         assert won.count(True) == 1
         assert peek("commits/1") == noise(2 * MIB + 5, won.index(True))
 
-    def test_threads_put_into_one_new_folder(self, storage: ObjectStore, peek: Peek) -> None:
+    def test_threads_may_put_into_a_new_folder(self, storage: ObjectStore, peek: Peek) -> None:
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda n: storage.put(f"objects/new/{n}", b"%d" % n, settle=False), range(64)))
         storage.settle("objects/new")
         assert [peek(f"objects/new/{n}") for n in range(64)] == [b"%d" % n for n in range(64)]
 
-    def test_get_what_is_not_there(self, storage: ObjectStore) -> None:
+    def test_get_of_a_missing_object_is_not_found(self, storage: ObjectStore) -> None:
         storage.put("objects/x/a", b"")
         for key in ("no", "objects/x/b", "objects/y/a"):
             assert storage.size(key) is None
@@ -153,7 +153,7 @@ class StorageContract:
         with pytest.raises(Refused, match="5 bytes"):
             storage.get("a", limit=4)
 
-    def test_read_ranges(self, storage: ObjectStore) -> None:
+    def test_ranges_are_read(self, storage: ObjectStore) -> None:
         data = noise(3 * MIB + 3)
         storage.put("a", data)
         with storage.open("a") as reader:
@@ -163,7 +163,7 @@ class StorageContract:
                 reader.read_into(offset, [memoryview(buffer) for buffer in buffers])
                 assert b"".join(buffers) == data[offset : offset + sum(sizes)]
 
-    def test_read_into_slices_and_nothing_beside_them(self, storage: ObjectStore) -> None:
+    def test_read_into_fills_slices_and_nothing_else(self, storage: ObjectStore) -> None:
         storage.put("a", b"abcdef")
         target = bytearray(b"-" * 10)
         view = memoryview(target)
@@ -171,7 +171,7 @@ class StorageContract:
             reader.read_into(1, [view[8:9], view[2:4]])
         assert target == b"--cd----b-"
 
-    def test_read_into_very_many_buffers(self, storage: ObjectStore) -> None:
+    def test_read_into_accepts_very_many_buffers(self, storage: ObjectStore) -> None:
         data = noise(2 * 2500)
         storage.put("a", data)
         target = bytearray(len(data))
@@ -181,13 +181,13 @@ class StorageContract:
         assert target == data
 
     @pytest.mark.parametrize(("offset", "size"), [(0, 11), (10, 1), (500, 1), (5, 6)])
-    def test_read_past_the_end(self, storage: ObjectStore, offset: int, size: int) -> None:
+    def test_reads_past_the_end_are_refused(self, storage: ObjectStore, offset: int, size: int) -> None:
         storage.put("a", bytes(10))
         with storage.open("a") as reader, pytest.raises(ShortObject) as caught:
             reader.read_into(offset, [memoryview(bytearray(size))])
         assert (caught.value.key, caught.value.size) == ("a", 10)
 
-    def test_one_reader_in_many_threads(self, storage: ObjectStore) -> None:
+    def test_a_reader_is_usable_in_many_threads(self, storage: ObjectStore) -> None:
         data = noise(MIB)
         storage.put("a", data)
 
@@ -199,7 +199,7 @@ class StorageContract:
         with storage.open("a") as reader, ThreadPoolExecutor(8) as pool:
             assert b"".join(pool.map(part, range(100))) == data[:1_000_000]
 
-    def test_list_by_prefix(self, storage: ObjectStore) -> None:
+    def test_a_prefix_is_listed(self, storage: ObjectStore) -> None:
         keys = ["casckpt.json", "commits/1", "commits/1.1", "damaged/u/h/0", "objects/x/a", "objects/xy/a", "tags/t/0"]
         for size, key in enumerate(keys):
             storage.put(key, bytes(size))
@@ -218,7 +218,7 @@ class StorageContract:
         assert listed("c") == ["casckpt.json", "commits/1", "commits/1.1"]
         assert listed("transactions/") == listed("objects/z/") == []
 
-    def test_other_content_is_listed_as_another_version(self, storage: ObjectStore) -> None:
+    def test_changed_content_is_listed_with_another_version(self, storage: ObjectStore) -> None:
         storage.put("tags/t/0", b"a@2")
         seen = [entry.version for entry in [*storage.list("tags/"), *storage.list("tags/")]]
         storage.delete("tags/t/0")
@@ -226,7 +226,7 @@ class StorageContract:
         seen += [entry.version for entry in storage.list("tags/")]
         assert seen[0] == seen[1] != seen[2]
 
-    def test_list_a_folder(self, storage: ObjectStore) -> None:
+    def test_a_folder_is_listed(self, storage: ObjectStore) -> None:
         keys = [
             "casckpt.json",
             "commits/1",
@@ -249,10 +249,10 @@ class StorageContract:
         assert listed("commits") == (["commits/1", "commits/1.1"], [])
         assert listed("transactions") == listed("objects/z") == listed("obj") == ([], [])
 
-    def test_list_of_nothing(self, storage: ObjectStore) -> None:
+    def test_a_listing_of_a_missing_prefix_is_empty(self, storage: ObjectStore) -> None:
         assert list(storage.list("")) == []
 
-    def test_objects_may_go_while_they_are_listed(self, storage: ObjectStore) -> None:
+    def test_objects_may_be_deleted_during_a_listing(self, storage: ObjectStore) -> None:
         for number in range(20):
             storage.put(f"commits/{number}", b"")
         seen = set()
@@ -285,13 +285,13 @@ class StorageContract:
         assert buffer == b"old"
 
     @pytest.mark.parametrize("size", [0, 3, 2 * MIB + 1])
-    def test_replace(self, storage: ObjectStore, peek: Peek, size: int) -> None:
+    def test_replace_overwrites_an_object(self, storage: ObjectStore, peek: Peek, size: int) -> None:
         storage.put("objects/x/a", b"damaged")
         for key in ("objects/x/a", "objects/y/a"):
             storage.replace(key, noise(size))
             assert peek(key) == noise(size)
 
-    def test_settle_a_folder_that_is_not_there(self, storage: ObjectStore) -> None:
+    def test_settle_ignores_a_missing_folder(self, storage: ObjectStore) -> None:
         storage.settle("objects/none")
         assert list(storage.list("")) == []
 
@@ -318,7 +318,7 @@ class StorageContract:
                 act()
         assert list(storage.list("")) == []
 
-    def test_pickled_in_this_process(self, storage: ObjectStore) -> None:
+    def test_a_storage_can_be_pickled_in_a_process(self, storage: ObjectStore) -> None:
         storage.put("a", b"1")
         copy = pickle.loads(pickle.dumps(storage))
         assert copy.url == storage.url
@@ -330,7 +330,7 @@ class StorageContract:
 class SharedContract(StorageContract):
     """The promises between processes."""
 
-    def test_processes_race_for_a_key(self, storage: ObjectStore, peek: Peek) -> None:
+    def test_one_of_several_processes_creates_a_key(self, storage: ObjectStore, peek: Peek) -> None:
         context = afresh()
         start = context.Barrier(4)
         answers: SimpleQueue[tuple[int, bool]] = context.SimpleQueue()

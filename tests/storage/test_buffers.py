@@ -27,7 +27,7 @@ def test_buffer_is_aligned_and_zeroed(nbytes: int) -> None:
         assert not buffer.view.readonly
 
 
-def test_buffer_closes_under_a_view() -> None:
+def test_a_buffer_with_a_view_can_be_closed() -> None:
     buffer = AlignedBuffer(10)
     array = np.frombuffer(buffer.view, np.uint8)
     buffer.close()
@@ -36,7 +36,7 @@ def test_buffer_closes_under_a_view() -> None:
         _ = buffer.view
 
 
-def test_a_forked_child_finds_zeros_and_ends_nothing(tmp_path: Path) -> None:
+def test_a_forked_child_sees_zeros_and_frees_nothing(tmp_path: Path) -> None:
     with AlignedBuffer(3 << 20) as buffer:
         buffer.wipe_in_forks()
         buffer.at_end((tmp_path / "ended").touch)
@@ -54,7 +54,7 @@ def test_a_forked_child_finds_zeros_and_ends_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "ended").exists()
 
 
-def test_what_is_dropped_ends_too(tmp_path: Path) -> None:
+def test_a_dropped_buffer_is_freed(tmp_path: Path) -> None:
     buffer = AlignedBuffer(1)
     buffer.at_end((tmp_path / "ended").touch)
     del buffer
@@ -62,7 +62,7 @@ def test_what_is_dropped_ends_too(tmp_path: Path) -> None:
     assert (tmp_path / "ended").exists()
 
 
-def test_a_buffer_that_could_not_be_made_ready_is_lent_to_nobody() -> None:
+def test_a_buffer_that_failed_to_be_prepared_is_not_used() -> None:
     def fail(buffer: AlignedBuffer) -> None:
         raise MemoryError
 
@@ -73,7 +73,7 @@ def test_a_buffer_that_could_not_be_made_ready_is_lent_to_nobody() -> None:
     pool.close()
 
 
-def test_nonsense_sizes() -> None:
+def test_invalid_sizes_are_refused() -> None:
     for make in (lambda: AlignedBuffer(0), lambda: BufferPool(0, 1), lambda: BufferPool(1, 0)):
         with pytest.raises(InvalidInput, match="at least 1"):
             make()
@@ -85,7 +85,7 @@ def test_plain_bytes_keeps_the_memory() -> None:
     assert (view.format, view.shape, address(view)) == ("B", (12,), array.ctypes.data)
 
 
-def test_pool_uses_its_buffers_again() -> None:
+def test_a_pool_reuses_buffers() -> None:
     pool = BufferPool(2, 100)
     with pool.borrow() as first, pool.borrow() as second:
         assert first is not second
@@ -93,7 +93,7 @@ def test_pool_uses_its_buffers_again() -> None:
         assert {id(again), id(more)} == {id(first), id(second)}
 
 
-def test_pool_is_bounded() -> None:
+def test_a_pool_is_bounded() -> None:
     pool = BufferPool(3, 10)
     lock = threading.Lock()
     out: list[int] = []
@@ -139,7 +139,7 @@ def test_pool_takes_a_buffer_back_after_an_error() -> None:
         assert again is buffer
 
 
-def test_pool_closes_and_wakes_who_waits() -> None:
+def test_closing_a_pool_wakes_waiting_threads() -> None:
     pool = BufferPool(2, 10)
     with ThreadPoolExecutor(1) as threads, ExitStack() as held:
         out = [held.enter_context(pool.borrow()) for _ in range(2)]
@@ -162,7 +162,7 @@ def test_pool_closes_its_idle_buffers() -> None:
         _ = buffer.view
 
 
-def test_buffers_are_kept_for_who_needs_no_more() -> None:
+def test_idle_buffers_are_kept_for_smaller_requests() -> None:
     kept = KeptBuffers()
     with kept.pool(2, 100) as first:
         pass
@@ -175,7 +175,7 @@ def test_buffers_are_kept_for_who_needs_no_more() -> None:
             assert (other.count, other.nbytes) == (count, nbytes)
 
 
-def test_two_transfers_at_once_share_no_buffer() -> None:
+def test_simultaneous_transfers_share_no_buffer() -> None:
     kept = KeptBuffers()
     with kept.pool(1, 10) as first, kept.pool(1, 10) as second:
         assert first is not second
@@ -183,7 +183,7 @@ def test_two_transfers_at_once_share_no_buffer() -> None:
         assert later is first  # it ended last
 
 
-def test_what_failed_leaves_its_buffers_usable() -> None:
+def test_a_failed_transfer_leaves_its_buffers_usable() -> None:
     kept = KeptBuffers()
     with pytest.raises(ValueError, match="mine"), kept.pool(1, 10) as pool, pool.borrow():
         raise ValueError("mine")
@@ -192,7 +192,7 @@ def test_what_failed_leaves_its_buffers_usable() -> None:
         assert buffer.nbytes == 10
 
 
-def test_more_than_is_meant_to_be_kept_is_given_back() -> None:
+def test_buffers_beyond_the_limit_are_freed() -> None:
     kept = KeptBuffers(most=100)
     with kept.pool(2, 51) as pool:
         pass

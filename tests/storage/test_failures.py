@@ -19,7 +19,9 @@ from tests.support.local import KEY, failing
         (errno.ETIMEDOUT, "timed out"),
     ],
 )
-def test_errors_say_what_to_do(store: LocalStore, code: int, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_operating_system_get_advice(
+    store: LocalStore, code: int, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.put(KEY, b"1")
     monkeypatch.setattr(os, "open", failing(os.open, code, times=100))
     for act in (

@@ -31,7 +31,7 @@ def faulty(*plan: Fault) -> FaultyStore:
     return FaultyStore(MemoryStore(uuid4().hex), plan)
 
 
-def test_before_and_after() -> None:
+def test_faults_occur_before_and_after_calls() -> None:
     store = faulty(fail_before("put", at=2), fail_after("put", key="b", error=Conflict("mine")))
     store.put("a", b"")
     with pytest.raises(StorageError, match="put c"):
@@ -44,7 +44,7 @@ def test_before_and_after() -> None:
     assert (store.count("put"), store.count("put", "c"), store.keys("size")) == (4, 2, ["a", "b", "c"])
 
 
-def test_times_and_heal() -> None:
+def test_faults_occur_a_number_of_times_and_can_be_removed() -> None:
     store = faulty()
     store.inject(fail_before("list", times=2), fail_before("size", times=9))
     for _ in range(2):
@@ -55,7 +55,7 @@ def test_times_and_heal() -> None:
     assert store.size("a") is None
 
 
-def test_spoiled_reads() -> None:
+def test_reads_can_be_corrupted() -> None:
     store = faulty(truncate("get"), corrupt("get", at=2), truncate("read_into"), corrupt("read_into", at=2))
     store.put("a", b"abcd")
     assert store.get("a", limit=9) == b"ab"
@@ -82,6 +82,6 @@ def test_hooks_run_first() -> None:
     ("make", "method", "at"),
     [(corrupt, "put", 1), (truncate, "list", 1), (fail_before, "rename", 1), (fail_after, "get", 0)],
 )
-def test_nonsense_plans(make: Callable[..., Fault], method: str, at: int) -> None:
+def test_invalid_faults_are_refused(make: Callable[..., Fault], method: str, at: int) -> None:
     with pytest.raises(ValueError, match=r"no such call|only reads"):
         make(method, at=at)

@@ -25,14 +25,14 @@ class TestContract(StorageContract):
         return memory._SPACES[storage.name].get
 
 
-def test_one_space_for_one_name() -> None:
+def test_a_name_means_one_space_in_memory() -> None:
     name = uuid4().hex
     MemoryStore(name).put("a", b"1")
     assert MemoryStore(name).get("a", limit=1) == b"1"
     assert MemoryStore(name + "-other").size("a") is None
 
 
-def test_a_copy_in_another_process_is_refused_rather_than_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_store_is_refused_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore(uuid4().hex)
     store.put("a", b"1")
     pickled = pickle.dumps(store)

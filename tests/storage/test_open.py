@@ -1,4 +1,4 @@
-"""What names a storage."""
+"""Places that name a storage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from casckpt.errors import InvalidInput
 from casckpt.storage import open_storage
 
 
-def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert open_storage("a/b").url == str(tmp_path / "a/b")
@@ -24,7 +24,7 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/x", "gs://bucket", "memory://x", "file:///x"])
-def test_a_path_made_of_a_url_is_no_folder_called_s3(url: str) -> None:
+def test_a_path_made_of_a_url_is_refused(url: str) -> None:
     """pathlib takes a slash away; a job that meant a bucket would save into the folder ``s3:`` and not know."""
     for path in (Path(url), str(Path(url))):
         with pytest.raises(InvalidInput, match="lost a slash"):
@@ -32,16 +32,16 @@ def test_a_path_made_of_a_url_is_no_folder_called_s3(url: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["./s3:/x", "runs:/x", "a/s3:/x", "s3:x", "c:/x"])
-def test_folders_with_colons(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_may_have_colons(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert open_storage(name).url == str(tmp_path / name)
 
 
-def test_memory() -> None:
+def test_memory_urls_are_opened() -> None:
     assert open_storage("memory://test-open").url == "memory://test-open"
 
 
 @pytest.mark.parametrize("url", ["", "file://", "file://relative/path", "a\0b", "file:///a%00b", 5, None, b"a"])
-def test_nonsense(url: Any) -> None:
+def test_invalid_places_are_refused(url: Any) -> None:
     with pytest.raises(InvalidInput):
         open_storage(url)

@@ -96,7 +96,7 @@ def race(rank: int, _: int, place: RemoteLocation, cache: Path, txid: TxId) -> l
     return won
 
 
-def test_of_several_that_create_one_record_exactly_one_wins(ranks: Pool, place: RemoteLocation, tmp_path: Path) -> None:
+def test_exactly_one_of_several_creators_of_a_record_wins(ranks: Pool, place: RemoteLocation, tmp_path: Path) -> None:
     repo = opened(place, tmp_path / "mine").repository
     txid = repo.new_txid("r", 1)
     found = ranks.run(RACERS, race, place, tmp_path, txid)
@@ -116,7 +116,7 @@ def save_one_step(rank: int, size: int, place: RemoteLocation, cache: Path) -> A
     return mine, store.get("r@1").id
 
 
-def test_hosts_that_save_one_step_agree_on_what_it_is(ranks: Pool, place: RemoteLocation, tmp_path: Path) -> None:
+def test_hosts_that_save_a_step_agree_on_the_winner(ranks: Pool, place: RemoteLocation, tmp_path: Path) -> None:
     found = ranks.run(RACERS, save_one_step, place, tmp_path)
     assert len({answer for _, answer in found}) == 1
     assert any(isinstance(mine, str) for mine, _ in found)
@@ -157,7 +157,7 @@ def save_or_collect(rank: int, size: int, place: RemoteLocation, folder: Path) -
             return deleted
 
 
-def test_four_save_while_a_gc_runs_again_and_again(ranks: Pool, place: RemoteLocation, tmp_path: Path) -> None:
+def test_four_processes_save_beside_repeated_gcs(ranks: Pool, place: RemoteLocation, tmp_path: Path) -> None:
     *_, deleted = ranks.run(SAVERS + 1, save_or_collect, place, tmp_path)
     store = opened(place, tmp_path / "mine")
     assert sorted(steps(store)) == [(f"run-{rank}", SAVES - 1) for rank in range(SAVERS)]
@@ -214,7 +214,7 @@ def test_a_gc_waits_for_a_save_that_has_uploaded(place: RemoteLocation, tmp_path
     assert collector.gc(min_age=0).deleted_blobs == 1
 
 
-def test_a_gc_looks_again_at_what_was_committed_meanwhile(place: RemoteLocation, tmp_path: Path) -> None:
+def test_a_gc_keeps_checkpoints_committed_meanwhile(place: RemoteLocation, tmp_path: Path) -> None:
     """The save commits between the gc's look at commits and its look at transactions."""
     with_garbage(place, tmp_path / "gc")
     held = Held(place, tmp_path / "save")
@@ -235,7 +235,7 @@ def mortal(tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-def test_a_server_killed_in_a_save_leaves_nothing_half_visible(mortal: Server, tmp_path: Path) -> None:
+def test_a_server_killed_during_a_save_leaves_nothing_half_visible(mortal: Server, tmp_path: Path) -> None:
     bucket, seen = mortal.new_bucket(), set()
     with Proxy(mortal.endpoint) as proxy:
         store = impatient(mortal, proxy, bucket, tmp_path / "cache", Backoff(attempts=3, first=0.01))
@@ -264,7 +264,7 @@ def test_a_server_killed_in_a_save_leaves_nothing_half_visible(mortal: Server, t
     assert result.kept_blobs > 0
 
 
-def test_a_save_outlives_a_server_that_comes_back(mortal: Server, tmp_path: Path) -> None:
+def test_a_save_survives_a_restart_of_the_server(mortal: Server, tmp_path: Path) -> None:
     bucket = mortal.new_bucket()
 
     def die_and_rise() -> None:
@@ -287,7 +287,7 @@ def test_a_save_outlives_a_server_that_comes_back(mortal: Server, tmp_path: Path
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_an_eighth_of_a_checkpoint_costs_an_eighth(
+def test_loading_an_eighth_of_a_checkpoint_reads_an_eighth(
     verify: bool, request: pytest.FixtureRequest, tmp_path: Path, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bytes, by exactly the requests that were planned. With --full: 1 GiB, on a real server."""
@@ -330,7 +330,7 @@ def test_an_eighth_of_a_checkpoint_costs_an_eighth(
     assert len(gets) <= count * (-(-part * 65536 // (8 * MIB)) + 1) + len({batch.blob for batch in planned})
 
 
-def test_requests_of_one_save_and_one_load(moto_server: Server, tmp_path: Path) -> None:
+def test_a_save_and_a_load_need_few_requests(moto_server: Server, tmp_path: Path) -> None:
     """Nothing is asked twice: exact numbers, so that a change that asks more shows."""
     url = f"s3://{moto_server.new_place()}/store"
     with Proxy(moto_server.endpoint) as proxy:
@@ -350,7 +350,7 @@ def test_requests_of_one_save_and_one_load(moto_server: Server, tmp_path: Path) 
         assert [one.method for one in proxy.seen[before:]] == gets
 
 
-def test_requests_of_a_watch(moto_server: Server, tmp_path: Path) -> None:
+def test_a_watch_needs_few_requests(moto_server: Server, tmp_path: Path) -> None:
     url = f"s3://{moto_server.new_place()}/store"
     writer = casckpt.open(url, storage_options=moto_server.options, cache_dir=tmp_path / "a")
     writer.save({"w": torch.zeros(3)}, step=0)
@@ -371,7 +371,9 @@ def test_requests_of_a_watch(moto_server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trouble", list(Trouble))
-def test_a_save_and_a_load_in_trouble_with_every_request(trouble: Trouble, moto_server: Server, tmp_path: Path) -> None:
+def test_a_save_and_a_load_succeed_with_faults_in_every_request(
+    trouble: Trouble, moto_server: Server, tmp_path: Path
+) -> None:
     bucket = moto_server.new_bucket()
     with Proxy(moto_server.endpoint) as proxy:
         nap = Backoff(attempts=5, sleep=lambda seconds: None)

@@ -1,4 +1,4 @@
-"""Loads beside a cache of this host: what it has is not read again, and what it has wrong is not believed."""
+"""Loads with a host cache: cached blobs are not read again, and damaged ones are not used."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def test_a_second_load_reads_no_blob_of_the_store(
     assert storage.reads_of_blobs() == before
 
 
-def test_a_part_of_a_blob_is_read_from_the_store_and_not_kept(store: Store, storage: FarStore, folder: Path) -> None:
+def test_a_part_of_a_blob_is_not_cached(store: Store, storage: FarStore, folder: Path) -> None:
     small_part = casckpt.Shard(torch.zeros(10), global_shape=(20480,), offset=(0,), shape=(10,))
     store.load({"w1": small_part}, "latest")
     assert cached(folder) == []
     assert storage.reads_of_blobs() == 1
 
 
-def test_without_a_folder_of_its_own_nothing_is_kept(storage: FarStore, store: Store, state: dict[str, Any]) -> None:
+def test_nothing_is_cached_without_a_cache_folder(storage: FarStore, store: Store, state: dict[str, Any]) -> None:
     plain = Store(Repository(storage))
     for _ in range(2):
         before = storage.reads_of_blobs()
@@ -81,9 +81,7 @@ def test_without_a_folder_of_its_own_nothing_is_kept(storage: FarStore, store: S
         assert storage.reads_of_blobs() > before
 
 
-def test_a_store_that_is_near_keeps_nothing_unless_it_is_told_to(
-    tmp_path: Path, folder: Path, state: dict[str, Any]
-) -> None:
+def test_a_local_store_is_cached_only_on_request(tmp_path: Path, folder: Path, state: dict[str, Any]) -> None:
     near = Store(Repository(LocalStore(tmp_path / "near"), folder))
     near.save(state, step=1)
     near.read("latest")
@@ -95,7 +93,7 @@ def test_a_store_that_is_near_keeps_nothing_unless_it_is_told_to(
     assert same_state(near.read("latest"), state)
 
 
-def test_a_cache_into_which_nothing_was_put_is_not_asked_for_each_blob(
+def test_an_empty_cache_is_not_queried_for_each_blob(
     tmp_path: Path, folder: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near = Store(Repository(LocalStore(tmp_path / "near"), folder))
@@ -115,7 +113,7 @@ def test_a_cache_into_which_nothing_was_put_is_not_asked_for_each_blob(
     assert len(asked) == len(blob_keys(near))
 
 
-def test_what_is_fetched_before_is_not_read_by_the_load(store: Store, storage: FarStore, state: dict[str, Any]) -> None:
+def test_prefetched_blobs_are_not_read_by_the_load(store: Store, storage: FarStore, state: dict[str, Any]) -> None:
     seen = Told()
     fetched = store.pre_download("latest", progress=seen)
     assert fetched == seen.done == sum(entry.size for entry in storage.list("objects/") if "safetensors" in entry.key)
@@ -127,7 +125,7 @@ def test_what_is_fetched_before_is_not_read_by_the_load(store: Store, storage: F
     assert all(torch.equal(into[key], state[key]) for key in into)
 
 
-def test_a_rank_fetches_its_part_alone(store: Store, folder: Path, state: dict[str, Any]) -> None:
+def test_a_rank_prefetches_only_its_part(store: Store, folder: Path, state: dict[str, Any]) -> None:
     part = {"w1": casckpt.Shard(torch.zeros(10), global_shape=(20480,), offset=(0,), shape=(10,))}
     store.pre_download("latest", part)
     assert len(cached(folder)) == 1
@@ -140,7 +138,7 @@ def test_a_rank_fetches_its_part_alone(store: Store, folder: Path, state: dict[s
         store.pre_download("other@1")
 
 
-def test_spoilt_entries_are_dropped_and_read_from_the_store(
+def test_damaged_cache_entries_are_dropped_and_read_from_the_store(
     store: Store, storage: FarStore, folder: Path, state: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     store.pre_download("latest")
@@ -154,7 +152,7 @@ def test_spoilt_entries_are_dropped_and_read_from_the_store(
     assert same_state(store.read("latest"), state)
 
 
-def test_a_spoilt_entry_of_a_damaged_store_is_damage(store: Store, folder: Path) -> None:
+def test_a_damaged_cache_entry_of_a_damaged_store_is_damage(store: Store, folder: Path) -> None:
     store.pre_download("latest")
     spoil_all(folder)
     for key in blob_keys(store):
@@ -163,7 +161,7 @@ def test_a_spoilt_entry_of_a_damaged_store_is_damage(store: Store, folder: Path)
         store.read("latest")
 
 
-def test_damage_in_the_store_is_named_before_the_load(store: Store) -> None:
+def test_prefetch_reports_damage_before_the_load(store: Store) -> None:
     blob = blob_keys(store)[0]
     flip(store, blob, 5000)
     with pytest.raises(Damaged, match="casckpt repair") as raised:
@@ -171,7 +169,9 @@ def test_damage_in_the_store_is_named_before_the_load(store: Store) -> None:
     assert raised.value.blob == blob.split("/")[2].split(".")[0]
 
 
-def test_damage_that_a_load_does_not_want_keeps_it_not(store: Store, storage: FarStore, state: dict[str, Any]) -> None:
+def test_damage_outside_the_wanted_part_does_not_stop_a_load(
+    store: Store, storage: FarStore, state: dict[str, Any]
+) -> None:
     """The header of a blob is read by nobody who loads."""
     for key in blob_keys(store):
         flip(store, key, 3000)

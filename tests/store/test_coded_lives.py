@@ -1,4 +1,4 @@
-"""Checkpoints told from others through the life of a store: collected, copied, mirrored, and cut off in all of it."""
+"""Delta checkpoints through the life of a store: collected, copied, mirrored, and interrupted anywhere."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def objects() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_gc_that_forgets_keys_is_cut_off_anywhere(objects: dict[str, bytes], way: str, seed: int, full: bool) -> None:
+def test_a_gc_of_delta_checkpoints_may_be_killed_anywhere(
+    objects: dict[str, bytes], way: str, seed: int, full: bool
+) -> None:
     stride = 1 if full else 3  # each way begins elsewhere
     at, ended = seed % stride, False
     while not ended:
@@ -75,7 +77,7 @@ def test_a_gc_that_forgets_keys_is_cut_off_anywhere(objects: dict[str, bytes], w
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_copy_of_one_that_is_told_from_others_takes_these_along(
+def test_a_copy_of_a_delta_checkpoint_includes_its_bases(
     objects: dict[str, bytes], way: str, seed: int, full: bool
 ) -> None:
     """It alone, into an empty store, cut off anywhere: whole or not there, and the next copy ends it."""
@@ -100,7 +102,7 @@ def test_a_copy_of_one_that_is_told_from_others_takes_these_along(
     assert at > 4
 
 
-def test_what_is_fetched_before_is_all_that_a_load_needs(objects: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_prefetch_fetches_everything_that_a_load_needs(objects: dict[str, bytes], tmp_path: Path) -> None:
     storage = FarStore(again(objects))
     for template in (None, {"w": torch.zeros_like(state(0)["w"])}):
         store = Store(Repository(storage, tmp_path / str(template is None), cache_bytes=1 << 30))
@@ -111,7 +113,7 @@ def test_what_is_fetched_before_is_all_that_a_load_needs(objects: dict[str, byte
         assert same_state(found["w"], state(4)["w"])
 
 
-def test_thin_checkpoints_keep_what_their_weights_are_told_from() -> None:
+def test_thinned_checkpoints_keep_bases_of_their_weights() -> None:
     """And nothing of what was left out."""
     store = small(memory())
     for step in range(STEPS):
@@ -132,7 +134,7 @@ def test_thin_checkpoints_keep_what_their_weights_are_told_from() -> None:
 
 
 @pytest.mark.parametrize("at", [1, 3, 6, 10])
-def test_a_mirror_behind_such_saves(tmp_path: Path, at: int) -> None:
+def test_a_mirror_follows_saves_of_deltas(tmp_path: Path, at: int) -> None:
     """What it shows is whole, though it failed in between; what is not safe there is not purged here."""
     link = FaultyStore(LocalStore(tmp_path / "away"))
     small_folder(tmp_path / "store")
@@ -157,7 +159,7 @@ def test_a_mirror_behind_such_saves(tmp_path: Path, at: int) -> None:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_mirror_that_is_cut_off_anywhere_shows_only_what_is_whole(
+def test_a_mirror_killed_anywhere_shows_only_complete_checkpoints(
     objects: dict[str, bytes], way: str, seed: int, monkeypatch: pytest.MonkeyPatch, *, full: bool
 ) -> None:
     """At any change, of the store or of the mirror; and then a gc here purges nothing that is not safe there."""

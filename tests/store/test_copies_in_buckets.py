@@ -55,7 +55,9 @@ def same_stores(one: Store, other: Store) -> None:
     assert not other.verify().is_damaged
 
 
-def test_there_and_back(local: Store, bucket: Callable[..., Store], tmp_path: Path) -> None:
+def test_a_checkpoint_is_copied_to_a_bucket_and_back(
+    local: Store, bucket: Callable[..., Store], tmp_path: Path
+) -> None:
     local.tag("best", "sft@1")
     far = bucket()
     assert len(local.copy_to(far, tags=True).copied) == 2
@@ -90,7 +92,7 @@ def test_processes_share_a_copy_into_a_bucket(
     assert len(blob_keys(bucket())) == len(blob_keys(local))
 
 
-def test_a_mirror_in_a_bucket(local: Store, bucket: Callable[..., Store]) -> None:
+def test_a_mirror_may_be_in_a_bucket(local: Store, bucket: Callable[..., Store]) -> None:
     store = casckpt.open(local.url, mirror=bucket())
     store.save({"w": cells(3, seed=9)}, run="sft", step=3)
     store.wait_for_mirror()
@@ -99,7 +101,7 @@ def test_a_mirror_in_a_bucket(local: Store, bucket: Callable[..., Store]) -> Non
     assert (steps(local), len(steps(bucket()))) == ([("sft", 3)], 3)
 
 
-def test_what_is_cached_moves_once(local: Store, bucket: Callable[..., Store], tmp_path: Path) -> None:
+def test_cached_blobs_are_transferred_once(local: Store, bucket: Callable[..., Store], tmp_path: Path) -> None:
     local.copy_to(bucket())
     far = bucket(cache_dir=tmp_path / "host")
     state: dict[str, Any] = local.read("sft@2")

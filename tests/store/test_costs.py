@@ -1,4 +1,4 @@
-"""What a save and a load cost, counted exactly: requests, fsyncs, bytes hashed, copied, written and read."""
+"""Exact costs of a save and a load: requests, fsyncs, bytes hashed, copied, written and read."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_changed_cell_is_hashed_again_where_it_is_written_from(meter: Meter) -
     assert part(cost, "puts", "reads", "fsyncs", "requests") == (5, 4, 11, 14)
 
 
-def test_what_changed_as_a_whole_is_hashed_once_but_for_one_cell(meter: Meter) -> None:
+def test_a_fully_changed_tensor_is_hashed_once_except_one_cell(meter: Meter) -> None:
     data = state()
     meter.store.save(data, step=0)
     data["w"] += 1
@@ -103,7 +103,7 @@ def test_what_changed_as_a_whole_is_hashed_once_but_for_one_cell(meter: Meter) -
     assert part(cost, "hashed", "copied") == (W + B + CELL, W + B)
 
 
-def test_what_is_declared_frozen_is_sampled(meter: Meter) -> None:
+def test_frozen_tensors_are_sampled(meter: Meter) -> None:
     meter.store.save(state(), step=0)
     cost = meter.of(lambda: meter.store.save(state(), step=1, frozen=["w"]))
     assert part(cost, "hashed", "copied") == (7 * CELL + B, B)
@@ -130,7 +130,7 @@ def test_a_strided_destination_costs_one_copy(meter: Meter) -> None:
     assert torch.equal(target, state()["w"])
 
 
-def test_looking_again_costs_one_listing(meter: Meter) -> None:
+def test_a_second_look_costs_one_listing(meter: Meter) -> None:
     meter.store.save(state(), step=0)
     meter.store.checkpoints()
     cost = meter.of(meter.store.checkpoints)
@@ -138,7 +138,7 @@ def test_looking_again_costs_one_listing(meter: Meter) -> None:
 
 
 @pytest.mark.parametrize("ref", ["default@latest", "default@0"])
-def test_looking_for_a_checkpoint_costs_four_small_reads(meter: Meter, ref: str) -> None:
+def test_finding_a_checkpoint_costs_four_small_reads(meter: Meter, ref: str) -> None:
     """What was announced last, and what may be next; the record of the commit, and what may be next."""
     meter.store.save(state(), step=0)
     cost = meter.of(lambda: meter.store.get(ref))

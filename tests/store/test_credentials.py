@@ -1,4 +1,4 @@
-"""Credentials that end, or that allow too little: what is not allowed is said, and nothing is half visible."""
+"""Credentials that expire or allow too little: errors name the missing right, and nothing is half visible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.servers import Server
 
 
 @pytest.mark.parametrize("code", ["ExpiredToken", "InvalidAccessKeyId", "AccessDenied"])
-def test_credentials_that_end_in_a_save(code: str, moto_server: Server, tmp_path: Path, full: bool) -> None:
+def test_a_save_survives_expiring_credentials(code: str, moto_server: Server, tmp_path: Path, full: bool) -> None:
     """After any of its requests: nothing is half visible, the error says it, and a save with new ones works.
 
     By default after each third one for all codes but the first.
@@ -49,7 +49,7 @@ def test_credentials_that_end_in_a_save(code: str, moto_server: Server, tmp_path
         assert same_state(store.read("default@latest"), state(step))
 
 
-def test_who_may_only_read(moto_server: Server, tmp_path: Path) -> None:
+def test_readers_need_only_read_rights(moto_server: Server, tmp_path: Path) -> None:
     """Reads write nothing at all; a save says what is not allowed."""
     bucket = moto_server.new_bucket()
     with Proxy(moto_server.endpoint) as proxy:

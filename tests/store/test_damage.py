@@ -1,4 +1,4 @@
-"""Loading what is damaged, gone or hostile: a clear error that names what is hit, and nothing else is affected."""
+"""Loads of damaged, missing or hostile data: a clear error that names affected keys, and no other effect."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ DAMAGE: dict[str, Callable[[Store, str], None]] = {"flipped": _flip, "cut": _cut
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_blob_is_an_error_that_names_what_is_hit(store: Store, damage: str) -> None:
+def test_the_error_for_a_damaged_blob_names_affected_keys(store: Store, damage: str) -> None:
     key, users = key_of(store, "a@1", "m.shared"), tuple(store.get(ref).id for ref in ("a@1", "a@2"))
     DAMAGE[damage](store, key)
     template = {"m": {"shared": torch.zeros(3 * 1024)}}
@@ -118,7 +118,7 @@ def test_a_revoked_transaction_does_not_hide_the_damage(store: Store) -> None:
         store.read("a@1")
 
 
-def test_unverified_reads_do_not_notice_a_flip_but_what_is_missing(store: Store) -> None:
+def test_unverified_reads_notice_missing_bytes_but_not_flipped_ones(store: Store) -> None:
     key = key_of(store, "b@1", "own")
     _flip(store, key)
     back = store.read("b@1", verify=False)["own"]
@@ -146,7 +146,7 @@ def test_a_cell_that_is_not_read_is_not_checked(store: Store, cell: int) -> None
             assert torch.equal(shard.data, cells(3, seed=3)[1024 * part : 1024 * part + 1024])
 
 
-def test_damage_on_the_way_is_noticed_too() -> None:
+def test_damage_during_transfer_is_noticed() -> None:
     faulty = FaultyStore(memory())
     store = small(faulty)
     store.save({"w": cells(40)}, step=1)
@@ -163,7 +163,7 @@ def test_a_flip_in_the_header_of_a_blob_harms_no_load(store: Store) -> None:
     assert same_state(store.read("b@1"), {"own": cells(3, seed=3)})
 
 
-def test_damaged_attachments_and_parts_of_objects(store: Store) -> None:
+def test_damaged_attachments_and_object_parts_are_errors(store: Store) -> None:
     data = random.Random(1).randbytes(9000)
     store.save({"blob": data}, run="c", step=1, attachments={"big": data[::-1]})
     for key in blob_keys(store):
@@ -198,7 +198,7 @@ def test_a_checkpoint_that_was_purged_meanwhile_is_gone() -> None:
 
 
 @pytest.mark.parametrize("damage", ["garbage", "empty", "flip", "deleted", "other"])
-def test_a_manifest_that_is_damaged(store: Store, damage: str) -> None:
+def test_a_damaged_manifest_is_an_error(store: Store, damage: str) -> None:
     ckpt = store.get("a@2")
     key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
     other = next(one for one in manifest_keys(store) if one != key)
@@ -222,7 +222,7 @@ SECTIONS = ("index", "places", "blobs", "cells", "rows")
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_a_flipped_byte_in_a_section_of_a_manifest(store: Store, section: str) -> None:
+def test_a_flipped_byte_in_a_section_of_a_manifest_is_noticed(store: Store, section: str) -> None:
     """It is named for what it is, what it does not hit is loaded, and a gc stops only where it cannot know."""
     ckpt = store.get("a@2")
     key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
@@ -249,7 +249,7 @@ def test_a_flipped_byte_in_a_section_of_a_manifest(store: Store, section: str) -
     assert same_state(again.read("b@1"), {"own": cells(3, seed=3)})
 
 
-def test_a_flipped_byte_of_an_object_hits_nothing_else(store: Store) -> None:
+def test_a_flipped_byte_of_an_object_affects_nothing_else(store: Store) -> None:
     ckpt = store.save({"w": cells(3, seed=4), "text": "x" * 300, "other": 5}, run="c", step=1)
     key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
     flip(store, key, content(store, key).index(b"x" * 300) + 3)
@@ -263,7 +263,7 @@ def test_a_flipped_byte_of_an_object_hits_nothing_else(store: Store) -> None:
 
 
 @pytest.mark.parametrize("change", ["swapped sections", "of another commit", "a head alone"])
-def test_a_manifest_that_does_not_fit_its_record_stops_a_gc(store: Store, change: str) -> None:
+def test_a_manifest_that_contradicts_its_record_stops_a_gc(store: Store, change: str) -> None:
     ckpt = store.get("a@2")
     key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
     data = content(store, key)
@@ -406,7 +406,7 @@ def test_extents_that_overlap_across_boxes_do_not_show_foreign_memory() -> None:
 
 
 @pytest.mark.in_memory
-def test_random_damage_to_any_object(seed: int) -> None:
+def test_random_damage_to_any_object_is_noticed_or_harmless(seed: int) -> None:
     """Whatever is flipped or cut: a load gives the right bytes or one of our errors, and listing goes on."""
     rng = random.Random(seed)
     state = {"w": cells(20, seed=1), "x": {"y": torch.arange(300)}, "o": b"z" * 6000}
@@ -430,7 +430,7 @@ def test_random_damage_to_any_object(seed: int) -> None:
 
 
 @pytest.mark.parametrize("long", [False, True])
-def test_an_unchanged_forgery_is_read(long: bool) -> None:
+def test_the_unchanged_base_of_a_forgery_is_read(long: bool) -> None:
     """So that the tests above do not pass for another reason."""
     store = small()
     store.save({"m": {"shared": cells(3, seed=1), "own": cells(3, seed=2)}}, run="a", step=2)
@@ -449,7 +449,7 @@ def test_a_cell_is_compared_as_a_whole_though_a_load_wants_a_part_of_it(store: S
         reopened(store).load({"own": part}, "b@1")
 
 
-def test_all_of_a_digest_counts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_byte_of_a_digest_is_compared(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def last_byte_wrong(data: memoryview) -> bytes:
         found = cell_digest(data)
         return found[:-1] + bytes([found[-1] ^ 1])

@@ -1,4 +1,4 @@
-"""A folder whose names do not become durable: nothing is said to be there that a loss of power may take away."""
+"""A folder whose names do not become durable: nothing is reported as saved that a power loss may remove."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_save_whose_names_do_not_become_durable_raises(
     assert not again.verify().is_damaged
 
 
-def test_a_commit_that_is_durable_at_the_second_try_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_durable_at_the_second_attempt_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = casckpt.open(tmp_path / "store")
     store.save({"x": torch.arange(5)}, run="run", step=0)
     monkeypatch.setattr(syscalls, "sync", failing_in("commits", 1))

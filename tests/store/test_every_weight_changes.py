@@ -1,4 +1,4 @@
-"""Every weight changes: real trainings whose saves store what changed, killed, resumed, collected, loaded by others."""
+"""Real trainings that change every weight, saved as deltas: killed, resumed, collected, loaded elsewhere."""
 
 from __future__ import annotations
 
@@ -192,9 +192,7 @@ def plan(request: pytest.FixtureRequest, tmp_path: Path, full: bool) -> Training
     return Training(f"s3://{server.new_place()}/store", tmp_path, versions, server.options)
 
 
-def test_all_that_is_kept_is_what_was_trained_and_takes_little_room(
-    plan: Training, ranks: Pool, seed: int, full: bool
-) -> None:
+def test_kept_checkpoints_are_exact_and_take_little_space(plan: Training, ranks: Pool, seed: int, full: bool) -> None:
     draw = random.Random(seed)
     with collecting(plan):
         for at in sorted(draw.sample(range(2, plan.versions), 5 if full else 1)):

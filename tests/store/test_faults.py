@@ -73,7 +73,7 @@ def check_after(store: Store, failed: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_call_fails_once(kind: str) -> None:
+def test_a_save_survives_or_reports_each_failing_call(kind: str) -> None:
     calls = calls_of_a_save()
     assert {method for method, _ in calls} >= {"put", "settle", "get", "size", "list", "delete"}
     outcomes = set()
@@ -93,7 +93,7 @@ def test_every_call_fails_once(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("key", ["transactions/*", "objects/*.safetensors", "objects/*.manifest", "commits/*"])
 @pytest.mark.parametrize("where", ["memory", "folder"])
-def test_a_put_that_fails_again_and_again(where: str, key: str, kind: str, tmp_path: Path) -> None:
+def test_a_repeatedly_failing_put_fails_the_save(where: str, key: str, kind: str, tmp_path: Path) -> None:
     faulty, store = prepared(memory() if where == "memory" else LocalStore(tmp_path / "store"))
     faulty.inject(KINDS[kind]("put", key=key, times=1000))
     failed = False
@@ -106,7 +106,7 @@ def test_a_put_that_fails_again_and_again(where: str, key: str, kind: str, tmp_p
     check_after(store, failed)
 
 
-def test_the_answer_to_the_commit_is_lost_and_so_is_the_first_look_at_it() -> None:
+def test_a_commit_with_a_lost_answer_and_a_failed_check_is_found() -> None:
     faulty, store = prepared(memory())
     faulty.inject(fail_after("put", key="commits/*-2"), fail_before("get", key="commits/*-2"))
     store.save(states()[1], step=2)
@@ -115,7 +115,7 @@ def test_the_answer_to_the_commit_is_lost_and_so_is_the_first_look_at_it() -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_storage_that_is_gone_from_the_commit_on(kind: str) -> None:
+def test_a_storage_that_fails_from_the_commit_on_is_an_error(kind: str) -> None:
     """Nobody can say then whether it is visible: an error, and who looks later sees all of it or nothing."""
     faulty, store = prepared(memory())
     gone = [fail_before(method, times=1000) for method in ("put", "get", "list", "size", "delete")]
@@ -132,7 +132,7 @@ def test_a_storage_that_is_gone_from_the_commit_on(kind: str) -> None:
 @pytest.mark.parametrize(
     ("method", "key"), [("put", "objects/*.safetensors"), ("put", "objects/*.manifest"), ("settle", "*")]
 )
-def test_errors_that_are_not_of_the_storage(method: str, key: str, error: Exception) -> None:
+def test_other_errors_end_a_save_cleanly(method: str, key: str, error: Exception) -> None:
     faulty, store = prepared(memory())
     faulty.inject(fail_before(method, key=key, error=error))
     with pytest.raises(type(error), match="test"):
@@ -160,7 +160,7 @@ def test_an_interrupt_ends_the_transaction() -> None:
 
 
 @pytest.mark.parametrize("fault", [fail_before("open", at=2), fail_before("read_into", at=2), fail_after("read_into")])
-def test_a_load_that_fails_can_be_made_again(fault: Fault) -> None:
+def test_a_failed_load_can_be_repeated(fault: Fault) -> None:
     faulty, store = prepared(memory())
     template = {"kept": torch.zeros(20 * CELL // 4), "changed": torch.zeros(20 * CELL // 4), "o": None}
     faulty.inject(fault)
@@ -173,7 +173,7 @@ def test_a_load_that_fails_can_be_made_again(fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("method", ["list", "get"])
-def test_looking_for_a_checkpoint_fails_with_an_error_of_the_storage(method: str) -> None:
+def test_a_storage_error_during_a_lookup_is_raised(method: str) -> None:
     faulty, store = prepared(memory())
     ref = store.get("default@1").id if method == "list" else "default@1"
     again = reopened(store)
@@ -208,9 +208,7 @@ def revoker(store: Store, faulty: FaultyStore, *, purge: bool = False) -> Callab
     ("method", "key"),
     [("put", "objects/*.safetensors"), ("put", "objects/*.manifest"), ("settle", "objects/*"), ("put", "commits/*")],
 )
-def test_a_save_that_was_revoked_is_made_again_from_nothing(
-    method: str, key: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_revoked_save_is_retried_without_reuse(method: str, key: str, caplog: pytest.LogCaptureFixture) -> None:
     faulty, store = prepared(memory())
     faulty.inject(call_first(method, revoker(store, faulty), key=key))
     ckpt = store.save(states()[1], step=2)
@@ -222,7 +220,7 @@ def test_a_save_that_was_revoked_is_made_again_from_nothing(
     check_after(store, failed=False)
 
 
-def test_revoked_while_what_it_reuses_is_deleted() -> None:
+def test_a_save_revoked_while_its_reused_blobs_are_deleted_is_retried() -> None:
     """Then what is missing is no damage, and nothing is marked."""
     faulty, store = prepared(memory())
     faulty.inject(call_first("size", revoker(store, faulty, purge=True), key="objects/*"))
@@ -234,7 +232,7 @@ def test_revoked_while_what_it_reuses_is_deleted() -> None:
     assert same_state(store.read("default@2"), states()[1])
 
 
-def test_revoked_twice_is_an_error() -> None:
+def test_a_save_revoked_twice_is_an_error() -> None:
     faulty, store = prepared(memory())
     faulty.inject(call_first("put", revoker(store, faulty), key="objects/*.manifest", times=2))
     with pytest.raises(Revoked, match="save again") as caught:
@@ -250,7 +248,7 @@ def _refs(store: Store, ref: str) -> list[Any]:
     return list(manifests.get(store.repository, store.get(ref).commit).blobs)
 
 
-def test_a_storage_that_keeps_losing_answers_is_not_believed() -> None:
+def test_repeatedly_lost_answers_fail_the_save() -> None:
     """A put of a blob that is there with another size went wrong on the server."""
     faulty, store = prepared(memory())
 
@@ -264,7 +262,7 @@ def test_a_storage_that_keeps_losing_answers_is_not_believed() -> None:
     check_after(store, failed=True)
 
 
-def test_every_error_of_a_save_is_ours() -> None:
+def test_every_error_of_a_save_is_an_error_of_casckpt() -> None:
     faulty, store = prepared(memory())
     for method in ("put", "list", "size"):
         faulty.inject(fail_before(method, times=1000))

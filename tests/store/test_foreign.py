@@ -1,4 +1,4 @@
-"""Sharded tensors of other libraries in one state with everything else: saved as what they hold, loaded in place."""
+"""Sharded tensors of other libraries in a state with other values: saved by their content, loaded in place."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def sharded(rank: int, size: int, path: Path) -> Any:
     return torch.equal(empty, parts), rank == size - 1 or (torch.equal(target, mine) and torch.equal(swapped, mine))
 
 
-def test_they_are_saved_and_loaded_in_place_on_ranks(ranks: Pool, tmp_path: Path) -> None:
+def test_foreign_tensors_are_saved_and_loaded_in_place_on_ranks(ranks: Pool, tmp_path: Path) -> None:
     small_folder(tmp_path / "store")
     assert ranks.run(3, sharded, tmp_path / "store") == [(True, True)] * 3
     found = casckpt.open(tmp_path / "store").read("default@0")
@@ -83,18 +83,18 @@ def nested(rank: int, size: int, path: Path) -> None:
     casckpt.open(path).save({"w": outer}, step=0)
 
 
-def test_nested_ones_are_saved(ranks: Pool, tmp_path: Path) -> None:
+def test_nested_foreign_tensors_are_saved(ranks: Pool, tmp_path: Path) -> None:
     small_folder(tmp_path / "store")
     ranks.run(2, nested, tmp_path / "store")
     assert torch.equal(casckpt.open(tmp_path / "store").read("default@0")["w"], WHOLE)
 
 
-def test_one_that_does_not_know_its_sharding_is_refused(store: casckpt.Store) -> None:
+def test_a_foreign_tensor_without_sharding_is_refused(store: casckpt.Store) -> None:
     with pytest.raises(InvalidInput, match=r"'w': it does not know how it is sharded: call its mark_as_sharded\(\)"):
         store.save({"w": flat(torch.zeros(3), (), known=False)}, step=0)
 
 
-def test_a_wrong_sum_is_refused_by_name(store: casckpt.Store) -> None:
+def test_the_error_for_an_unreduced_sum_names_it(store: casckpt.Store) -> None:
     with pytest.raises(InvalidInput, match="w"):
         store.save({"w": flat(torch.zeros(3), (4,), (0, 4))}, step=0)
     with pytest.raises(InvalidInput, match="'w' of shape"):

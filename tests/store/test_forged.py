@@ -1,4 +1,4 @@
-"""Who can write to a store, and has no key, tries to have other bytes loaded under an id that is pinned or signed.
+"""A writer without a key tries to have other bytes loaded under a pinned or signed id.
 
 The id is the hash of the index. Everything else of a manifest, the head, and the record that names the head are written
 anew here, so that all hashes are right but those that the index has.
@@ -102,7 +102,7 @@ def forge(store: Store, elsewhere: Path, evil: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("evil", [EVIL, {**EVIL, "note": Called()}])
-def test_other_bytes_under_a_signed_id_are_refused_by_all_that_read(
+def test_all_readers_refuse_other_bytes_under_a_signed_id(
     tmp_path: Path, store: Store, open_trusting: Callable[[], Store], evil: dict[str, Any]
 ) -> None:
     id = store.get("run@1").id
@@ -127,7 +127,7 @@ def test_other_bytes_under_a_signed_id_are_refused_by_all_that_read(
     assert found.is_damaged
 
 
-def test_a_thinned_forgery_is_not_taken_for_ours(
+def test_a_forged_thinned_checkpoint_is_refused(
     tmp_path: Path, store: Store, open_trusting: Callable[[], Store]
 ) -> None:
     forge(store, tmp_path / "evil", {**GOOD, "note": "pwned"})
@@ -140,7 +140,7 @@ def test_a_thinned_forgery_is_not_taken_for_ours(
 
 
 @pytest.mark.parametrize("name", [*KNOWN, "health"])
-def test_bits_that_flip_under_right_hashes_change_nothing_that_is_loaded(
+def test_bits_flipped_under_correct_hashes_do_not_change_loaded_values(
     tmp_path: Path, store: Store, open_trusting: Callable[[], Store], name: str, full: bool
 ) -> None:
     data, dice = sections(manifest_of(store, "run@1"))[name][1], random.Random(name)
@@ -159,9 +159,7 @@ def test_bits_that_flip_under_right_hashes_change_nothing_that_is_loaded(
     assert same_state(open_trusting().read("run@1"), GOOD)
 
 
-def test_a_manifest_that_was_looked_at_is_not_that_of_an_id_that_its_record_names_later(
-    store: Store, open_trusting: Callable[[], Store]
-) -> None:
+def test_a_verified_manifest_is_not_used_for_another_id(store: Store, open_trusting: Callable[[], Store]) -> None:
     store.save(EVIL, run="run", step=2, attachments={"a.txt": b"evil"})
     trusting = open_trusting()
     assert trusting.get("run@2").tensors  # what there is, which is no secret, is held now

@@ -1,4 +1,4 @@
-"""A checkpoint that goes while it is read, whoever reads it: it is not found, by its name, and never damaged."""
+"""A checkpoint that is purged during a read raises Gone in every front end, and never Damaged."""
 
 from __future__ import annotations
 
@@ -103,7 +103,9 @@ def purge(faults: FaultyStore) -> None:
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_while_its_bytes_are_read(store: Store, faults: FaultyStore, tmp_path: Path, reader: str) -> None:
+def test_a_checkpoint_purged_during_a_read_of_its_bytes_is_gone(
+    store: Store, faults: FaultyStore, tmp_path: Path, reader: str
+) -> None:
     held, mine = store.get("run@0"), store.get(REF)
     for ref in set(mine._manifest.blobs) - set(held._manifest.blobs):
         faults.inject(call_first("open", meanwhile(lambda: purge(faults)), key=f"*/{ref.hash}.safetensors"))
@@ -113,7 +115,7 @@ def test_while_its_bytes_are_read(store: Store, faults: FaultyStore, tmp_path: P
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_while_its_manifest_is_read(
+def test_a_checkpoint_purged_during_a_read_of_its_manifest_is_gone(
     store: Store, faults: FaultyStore, tmp_path: Path, reader: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifests, "WHOLE_BYTES", 0)
@@ -124,7 +126,7 @@ def test_while_its_manifest_is_read(
         READERS[reader](store, held, tmp_path)
 
 
-def test_what_it_says_helps(store: Store, faults: FaultyStore) -> None:
+def test_the_advice_of_gone_helps(store: Store, faults: FaultyStore) -> None:
     faults.inject(call_first("open", meanwhile(lambda: purge(faults)), key="*.safetensors"))
     with pytest.raises(NotFound, match="lease=True") as caught:
         store.load(zeros(), REF)
@@ -135,14 +137,14 @@ def test_what_it_says_helps(store: Store, faults: FaultyStore) -> None:
     assert same_state(state, zeros())
 
 
-def test_with_a_lease_it_stays(store: Store, faults: FaultyStore) -> None:
+def test_a_checkpoint_with_a_lease_stays(store: Store, faults: FaultyStore) -> None:
     faults.inject(call_first("open", meanwhile(lambda: purge(faults)), key="*.safetensors"))
     state = zeros()
     store.load(state, REF, lease=True)
     assert same_state(state, second())
 
 
-def test_it_is_told_over_http(store: Store, faults: FaultyStore) -> None:
+def test_http_reports_a_purged_checkpoint_as_gone(store: Store, faults: FaultyStore) -> None:
     pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
     from tests.support.serving import serving
 
@@ -154,6 +156,6 @@ def test_it_is_told_over_http(store: Store, faults: FaultyStore) -> None:
     assert "was purged while it was read" in said.headers["X-Error-Message"]
 
 
-def test_it_is_a_kind_of_what_is_not_found() -> None:
+def test_gone_is_a_kind_of_not_found() -> None:
     assert issubclass(casckpt.errors.Gone, FileNotFoundError)
     assert (Gone.kind, Gone.exit_status) == ("gone", 3)

@@ -37,7 +37,7 @@ def done(module: str, *arguments: str | Path) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_save_killed_at_many_instants(killed: Path, way: str) -> None:
+def test_a_save_killed_at_many_instants_loses_nothing(killed: Path, way: str) -> None:
     points = sorted(killed.glob(f"{way}-*"))
     assert len(points) >= POINTS
     outcomes, deltas = set[bool](), set[bool]()
@@ -93,7 +93,7 @@ def test_thinning_and_its_gc_killed_at_many_instants_lose_nothing(thinned: Path,
 
 
 @pytest.mark.parametrize("saves", [8, pytest.param(60, marks=pytest.mark.soak)])
-def test_two_processes_save_while_a_gc_goes_on(tmp_path: Path, saves: int) -> None:
+def test_two_processes_save_beside_a_gc(tmp_path: Path, saves: int) -> None:
     done(SAVES, "race", tmp_path, str(saves))
     store = open_folder(tmp_path)
     assert {ckpt.run for ckpt in store.checkpoints()} == {"a", "b"}

@@ -1,4 +1,4 @@
-"""Tags that expire and leases, from the outside: what is held can be loaded, whatever gcs and policies do."""
+"""Expiring tags and leases from outside: a leased checkpoint loads despite gcs and policies."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def gc(store: Store) -> list[int]:
     return [one.step for one in store.gc(keep_last=1, min_age=0, wait=0).purged]
 
 
-def test_what_is_held_is_loaded_whatever_is_collected(store: Store) -> None:
+def test_a_leased_checkpoint_loads_despite_gcs(store: Store) -> None:
     with store.lease("run@0") as ckpt:
         assert ckpt == store.get("run@0")
         assert gc(store) == [1]
@@ -58,7 +58,7 @@ def test_what_is_held_is_loaded_whatever_is_collected(store: Store) -> None:
         pass
 
 
-def test_a_tag_that_expires_is_a_tag_until_then(store: Store) -> None:
+def test_an_expiring_tag_names_its_checkpoint_until_it_expires(store: Store) -> None:
     store.tag("eval", "run@0", expires="12h")
     store.tag("eval", "run@0", expires=timedelta(hours=12))
     assert store.get("tag:eval") == store.tags()["eval"] == store.get("run@0")
@@ -79,7 +79,7 @@ def test_a_duration_has_a_unit_and_lasts(store: Store, expires: Any) -> None:
     assert store.tags() == {}
 
 
-def test_what_has_expired_names_nothing(store: Store) -> None:
+def test_an_expired_tag_names_nothing(store: Store) -> None:
     repo = store.repository
     store.tag("eval", "run@0", expires="1h")
     now = repo.clock
@@ -90,7 +90,7 @@ def test_what_has_expired_names_nothing(store: Store) -> None:
         store.get("tag:eval")
 
 
-def test_what_is_forgotten_is_neither_held_nor_restored(store: Store) -> None:
+def test_a_forgotten_checkpoint_is_neither_leased_nor_restored(store: Store) -> None:
     (gone,) = store.forget("run@0")
     with pytest.raises(NotFound, match="only a visible checkpoint can be held"):
         store.tag("eval", gone.id, expires="1h")
@@ -145,20 +145,20 @@ def test_a_load_holds_what_it_reads_until_its_end(store: Store) -> None:
     assert gc(store) == [0]
 
 
-def test_a_load_that_fails_lets_go(store: Store) -> None:
+def test_a_failed_load_ends_its_lease(store: Store) -> None:
     with pytest.raises(MissingKey):
         store.load({"other": torch.zeros(1)}, "run@0", lease=True)
     assert store.tags() == {}
 
 
-def test_what_is_forgotten_is_not_loaded_with_a_lease(store: Store) -> None:
+def test_a_forgotten_checkpoint_is_not_loaded_with_a_lease(store: Store) -> None:
     (gone,) = store.forget("run@0")
     with pytest.raises(NotFound, match="only a visible checkpoint can be held"):
         store.load(empty(), gone.id, lease=True)
 
 
 @pytest.mark.parametrize("error", [StorageError("access denied"), Unsupported("it can only be read")])
-def test_where_no_lease_can_be_written_a_load_says_so_before_it_changes_anything(error: Exception) -> None:
+def test_a_load_that_cannot_take_a_lease_fails_before_it_changes_anything(error: Exception) -> None:
     storage = FaultyStore(memory())
     store = small(storage)
     store.save(state(0), run="run", step=0)
@@ -171,7 +171,7 @@ def test_where_no_lease_can_be_written_a_load_says_so_before_it_changes_anything
     assert same_state(found, state(0))
 
 
-def test_who_wants_the_latest_holds_what_is_the_latest_then(store: Store) -> None:
+def test_a_lease_on_latest_holds_the_latest_at_that_time(store: Store) -> None:
     """It was forgotten between the look and the lease."""
     storage = FaultyStore(store.repository.storage)
     reader = small(storage)
@@ -199,7 +199,7 @@ def leases_of(rank: int, size: int, path: Path) -> tuple[int, int]:
     return max(most), len(store.tags())
 
 
-def test_of_several_ranks_the_first_holds_a_lease_for_all(ranks: Pool, tmp_path: Path) -> None:
+def test_rank_0_holds_a_lease_for_all_ranks(ranks: Pool, tmp_path: Path) -> None:
     small_folder(tmp_path / "store").save(state(0), run="run", step=0)
     assert ranks.run(2, leases_of, tmp_path / "store") == [(1, 0)] * 2
     assert len(list((tmp_path / "store" / "tags").iterdir())) == 1
@@ -216,7 +216,7 @@ with casckpt.open(sys.argv[1]).lease("run@0"):
 """
 
 
-def test_a_lease_whose_holder_was_killed_ends(tmp_path: Path) -> None:
+def test_a_lease_of_a_killed_process_expires(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     for step in range(2):
         store.save(state(step), run="run", step=step)
@@ -240,7 +240,7 @@ def later(store: Store, hours: float) -> None:
     store.repository.clock = lambda: now() + round(hours * 3600e6)
 
 
-def test_nothing_that_is_held_goes_while_gcs_go_on(tmp_path: Path) -> None:
+def test_no_leased_checkpoint_is_deleted_by_gcs(tmp_path: Path) -> None:
     """Two readers and a gc in a loop, as a training saves."""
     store, over = small_folder(tmp_path / "store"), threading.Event()
     store.save(state(0), run="run", step=0)

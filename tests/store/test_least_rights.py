@@ -1,4 +1,4 @@
-"""Who may only add, and who may only read: all of their work goes, and what they must not do fails."""
+"""Writers that may only add, and readers: their work succeeds, and forbidden actions fail."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def optimizer(step: int) -> dict[str, Any]:
     return {"optim": {"m": torch.full((300 * CELL // 4,), float(step))}}
 
 
-def test_writers_that_may_not_delete_do_all_their_work_and_a_keeper_tidies_up(role: Role, tmp_path: Path) -> None:
+def test_writers_without_delete_rights_work_and_another_process_cleans_up(role: Role, tmp_path: Path) -> None:
     writer, keeper, alice = role("writer"), role("keeper"), pair(tmp_path / "keys")
     writer.create(cell_bytes=CELL, blob_bytes=64 << 10)
     for step in range(5):
@@ -122,7 +122,7 @@ def test_a_reader_loads_and_changes_nothing(role: Role, tmp_path: Path) -> None:
     assert {entry.key: entry.size for entry in keeper.repository.storage.list("")} == before
 
 
-def test_what_was_deleted_in_a_bucket_with_versions_and_locks_comes_back(moto_server: Server, tmp_path: Path) -> None:
+def test_deleted_objects_in_a_versioned_bucket_can_be_recovered(moto_server: Server, tmp_path: Path) -> None:
     """Somebody with the keeper's rights empties the store; without its markers of deletion it is as it was."""
     client, bucket = moto_server.client, "locked"
     client.create_bucket(Bucket=bucket, ObjectLockEnabledForBucket=True)

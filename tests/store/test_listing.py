@@ -35,7 +35,7 @@ def test_a_store_exists_once_something_was_saved(tmp_path: Path) -> None:
     assert casckpt.open(tmp_path / "new").marker.cell_bytes == 1 << 20
 
 
-def test_a_listing_has_forgotten_checkpoints_apart(store: casckpt.Store) -> None:
+def test_a_listing_has_forgotten_checkpoints_separately(store: casckpt.Store) -> None:
     store.forget("a@2")
     listing = store.listing()
     assert (steps(listing.visible), steps(listing.standing), steps(listing.forgotten)) == ([1, 3], [1, 2, 3], [2])
@@ -43,7 +43,7 @@ def test_a_listing_has_forgotten_checkpoints_apart(store: casckpt.Store) -> None
     assert listing.superseded == frozenset()
 
 
-def test_a_listing_stays_as_it_is(store: casckpt.Store) -> None:
+def test_a_listing_does_not_change(store: casckpt.Store) -> None:
     listing = store.listing()
     store.tag("best", "a@1")
     store.forget("a@3")
@@ -65,7 +65,7 @@ def test_a_tag_has_its_checkpoint_its_end_and_its_holder(store: casckpt.Store) -
     assert (listing.damaged_tags, listing.lost_tags, listing.damaged_records) == ([], [], [])
 
 
-def test_a_damaged_tag_is_listed_apart(store: casckpt.Store, tmp_path: Path) -> None:
+def test_a_damaged_tag_is_listed_separately(store: casckpt.Store, tmp_path: Path) -> None:
     store.tag("best", "a@1")
     (record,) = (path for path in (tmp_path / "store" / "tags").rglob("*") if path.is_file())
     record.chmod(0o600)

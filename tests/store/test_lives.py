@@ -31,7 +31,7 @@ def told(code: str, *args: object, status: int = 0) -> str:
     return done.stderr
 
 
-def test_a_store_pickles_whatever_it_did(store: casckpt.Store) -> None:
+def test_a_used_store_can_be_pickled(store: casckpt.Store) -> None:
     store.save({"w": torch.ones(3)}, step=1)
     store.save_async({"w": torch.ones(3)}, step=2).result()
     copy = pickle.loads(pickle.dumps(store))
@@ -39,7 +39,7 @@ def test_a_store_pickles_whatever_it_did(store: casckpt.Store) -> None:
     assert copy.save_async({"w": torch.ones(3)}, step=3).result() in store.checkpoints()
 
 
-def test_a_forked_child_saves_in_the_background_of_its_own(store: casckpt.Store) -> None:
+def test_a_forked_child_may_save_in_the_background(store: casckpt.Store) -> None:
     """The thread of the parent is not there in the child; waiting for it would take for ever."""
     store.save_async({"w": torch.ones(3)}, step=1).result()
     with forked(lambda: store.save_async({"w": torch.zeros(3)}, step=2).result(SECONDS)):
@@ -83,7 +83,7 @@ def test_a_save_to_a_bucket_is_finished_when_the_interpreter_ends(moto_server: S
     assert [one.step for one in store.checkpoints()] == [1]
 
 
-def test_a_forked_child_ends_beside_a_save_of_its_parent(store_path: Path) -> None:
+def test_a_forked_child_may_exit_during_a_save_of_its_parent(store_path: Path) -> None:
     """It does not wait for that save, which never ends in it."""
     code = (
         "import os, sys, threading, warnings, casckpt, torch\n"
@@ -169,7 +169,7 @@ FAILED = {
 }  # fmt: skip
 
 
-def test_a_program_whose_last_save_failed_unheard_ends_with_a_status_that_says_so(store_path: Path) -> None:
+def test_an_unreported_failed_last_save_sets_the_exit_status(store_path: Path) -> None:
     """Whatever else runs at its end runs. One whose saves did well is as ever, and `sys.exit` is Python's own."""
     wanted = FAILED | {HEARD: 0, SAVE + "sys.exit(0)": 0, SAVE + "sys.exit(3)": 3, SAVE + OWN: 0}
     found = dict(zip(wanted, endings(store_path, *wanted), strict=True))
@@ -181,7 +181,7 @@ def test_a_program_whose_last_save_failed_unheard_ends_with_a_status_that_says_s
         assert said.count(told) == (ending in FAILED and "stderr = None" not in ending), said
 
 
-def test_a_last_save_that_failed_unheard_is_told_of_when_the_interpreter_ends(store_path: Path) -> None:
+def test_an_unreported_failed_last_save_is_logged_at_exit(store_path: Path) -> None:
     code = (
         "import gc, sys, casckpt\n"
         "def main():\n"
@@ -198,9 +198,7 @@ def test_a_last_save_that_failed_unheard_is_told_of_when_the_interpreter_ends(st
     assert "default@2 exists already" in said
 
 
-def test_a_store_that_was_deleted_is_made_again_by_the_next_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_deleted_store_is_recreated_by_the_next_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As in a notebook, where the folder is removed and the object stays; else nobody could open the new save."""
     store = casckpt.open(tmp_path / "store")
     store.create(cell_bytes=8192, blob_bytes=1 << 16)
@@ -219,7 +217,7 @@ def test_a_store_that_was_deleted_is_made_again_by_the_next_save(
     assert not fresh.verify().is_damaged
 
 
-def test_a_folder_for_the_cache_is_in_the_home_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_or_home_cache_folder_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     store, other = (casckpt.open(tmp_path / "store", cache_dir=folder) for folder in ("~/cache", "cache"))
@@ -246,7 +244,7 @@ def test_the_cache_folder_may_come_from_the_environment(tmp_path: Path, monkeypa
     assert casckpt.open(tmp_path / "store").repository.cache_dir is None
 
 
-def test_a_tag_whose_arguments_are_swapped_is_told(tmp_path: Path) -> None:
+def test_swapped_arguments_of_tag_are_reported(tmp_path: Path) -> None:
     store = casckpt.open(tmp_path)
     saved = store.save({"w": torch.ones(2)}, run="sft", step=1)
     for name in ("sft@1", saved.id, "latest"):

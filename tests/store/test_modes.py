@@ -1,4 +1,4 @@
-"""What the calling program has set for torch, in a thread or for all, changes nothing of what is saved and loaded."""
+"""Modes of torch in the calling program change nothing about saved and loaded values."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def wide(factor: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("name", MODES)
-def test_saves_and_loads_are_the_same(name: str, threads: int) -> None:
+def test_saves_and_loads_are_the_same_in_every_mode(name: str, threads: int) -> None:
     store, mode = small(), MODES[name]
     one, two, here, cast = state(1), state(2), state(0), wide(0)
     with mode():
@@ -116,7 +116,7 @@ def test_tensors_of_inference_mode_are_updated(cast: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
-def test_where_torch_makes_no_memory_that_is_said() -> None:
+def test_the_error_explains_a_failed_allocation_of_torch() -> None:
     store, here = small(), {"w": torch.zeros(5)}
     store.save({"w": torch.ones(5)}, step=1)
 
@@ -132,11 +132,11 @@ def exchange_long_messages(rank: int, size: int) -> Any:
         return open_ranks().exchange(lambda: bytes([rank]) * 100_000, lambda values: [len(v) for v in values])
 
 
-def test_ranks_talk_whatever_the_default_device(ranks: Pool) -> None:
+def test_exchanges_work_with_any_default_device(ranks: Pool) -> None:
     assert ranks.run(2, exchange_long_messages) == [100_000] * 2
 
 
-def test_every_new_tensor_says_where_it_is() -> None:
+def test_every_new_tensor_names_its_device() -> None:
     """Else it is where the calling program wants its own: under ``torch.set_default_device("cuda")`` on a GPU."""
     found = {path.relative_to(PACKAGE).as_posix(): without_a_device(path) for path in PACKAGE.rglob("*.py")}
     del found["frontends/demo.py"]  # a training of its own, in a program of its own

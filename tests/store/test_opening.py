@@ -12,7 +12,7 @@ from casckpt.errors import InvalidInput, NotFound
 from casckpt.store.opening import open as open_store
 
 
-def test_a_store_is_opened_and_not_made() -> None:
+def test_open_does_not_create_a_store() -> None:
     with pytest.raises(InvalidInput, match=r"casckpt.open\('ckpts'\)"):
         casckpt.Store("ckpts")  # type: ignore[arg-type]  # what people try
 
@@ -20,7 +20,7 @@ def test_a_store_is_opened_and_not_made() -> None:
 REF = "default@1"
 
 
-def test_a_mistyped_path_says_that_there_is_no_store_and_makes_none(tmp_path: Path) -> None:
+def test_a_mistyped_path_is_not_found_and_creates_nothing(tmp_path: Path) -> None:
     path = tmp_path / "no" / "store"
     store = open_store(path)
     calls: list[Any] = [

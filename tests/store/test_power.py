@@ -1,4 +1,4 @@
-"""Power is lost at any instant: what a save returned of is there, all that is visible is whole, and all goes on.
+"""Power loss at any instant: returned saves are present, visible ones are complete, and work continues.
 
 Processes save, thin, forget and collect, one after the other; some are killed, and leave names behind that are not
 durable. What the disk may hold after a loss of power is looked at, at many instants, with what this host knew, and
@@ -141,7 +141,7 @@ def after_power_was_lost(folder: Path, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_what_is_there_when_power_is_back_is_whole(tmp_path: Path, full: bool, part: int) -> None:
+def test_everything_present_after_a_power_loss_is_complete(tmp_path: Path, full: bool, part: int) -> None:
     found = []
     for seed in range(part, MANY if full else SEEDS, 4):
         found += after_power_was_lost(tmp_path / str(seed), seed)
@@ -158,7 +158,7 @@ BROKEN: dict[str, Callable[[str], bool]] = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_names_that_are_not_made_durable_are_missed(tmp_path: Path, what: str) -> None:
+def test_missing_folder_syncs_are_detected(tmp_path: Path, what: str) -> None:
     put = LocalStore.put
 
     def unsettled(self: LocalStore, key: str, data: Any, *, settle: bool = True) -> None:

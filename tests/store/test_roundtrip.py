@@ -1,4 +1,4 @@
-"""What is saved comes back as it was: every dtype, every layout, every bit."""
+"""Saved values load exactly: every dtype, every layout, every bit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_dtype_and_layout_is_filled_in_place(anywhere: Store) -> None:
 
 
 @pytest.mark.parametrize("name", COMPLEX)
-def test_conjugated_and_negated_views(name: str) -> None:
+def test_conjugated_and_negated_views_are_saved_and_loaded(name: str) -> None:
     store, state = small(), conjugated(name)
     store.save(state, step=1)
     assert same_state(store.read("default@1"), {key: t.resolve_conj().resolve_neg() for key, t in state.items()})
@@ -57,7 +57,7 @@ def test_conjugated_and_negated_views(name: str) -> None:
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided"])
-def test_large_tensors_of_many_cells_and_blobs(anywhere: Store, verify: bool, layout: str) -> None:
+def test_large_tensors_of_many_cells_and_blobs_are_loaded(anywhere: Store, verify: bool, layout: str) -> None:
     source = raw("float32", (150, 200, 2))
     state = {"contiguous": source, "transposed": source.permute(2, 0, 1), "strided": source[:, ::2]}[layout]
     anywhere.save({"w": state}, step=1)
@@ -80,7 +80,7 @@ def test_bits_of_nan_are_kept() -> None:
     assert same(target["t"], state["t"])
 
 
-def test_parameters_and_tensors_with_a_graph() -> None:
+def test_parameters_and_tensors_with_a_graph_are_saved() -> None:
     store, parameter = small(), torch.nn.Parameter(torch.randn(5, 6))
     state = {"p": parameter, "t": parameter.t(), "g": parameter * 2}
     store.save(state, step=1)
@@ -94,7 +94,7 @@ def test_parameters_and_tensors_with_a_graph() -> None:
     assert module.weight.requires_grad
 
 
-def test_a_module_and_its_optimizer(anywhere: Store) -> None:
+def test_a_module_and_its_optimizer_are_saved_and_loaded(anywhere: Store) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.randn(8, 30)).sum().backward()
@@ -110,7 +110,7 @@ def test_a_module_and_its_optimizer(anywhere: Store) -> None:
     assert all(same(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
 
 
-def test_tied_tensors_come_back_as_two() -> None:
+def test_tied_tensors_are_read_as_two() -> None:
     store, weight = small(), cells(2)
     store.save({"embed": weight, "head": weight, "view": weight.view(32, -1)}, step=1)
     back = store.read("default@1")
@@ -121,7 +121,7 @@ def test_tied_tensors_come_back_as_two() -> None:
 
 @pytest.mark.parametrize("problem", WRONG)
 @pytest.mark.filterwarnings("ignore")  # torch: quantization and nested tensors are deprecated, or a prototype
-def test_what_has_no_bytes_is_refused_by_name(problem: str, tmp_path: Path) -> None:
+def test_the_error_for_a_tensor_without_bytes_names_it(problem: str, tmp_path: Path) -> None:
     from casckpt.store.opening import open as open_store
 
     store = open_store(tmp_path / "store")
@@ -138,7 +138,7 @@ def test_a_read_onto_another_device_gives_its_tensors() -> None:
 
 
 @given(st.sampled_from(NAMES), st.lists(st.integers(0, 9), max_size=4), st.data())
-def test_any_shape_in_any_order_of_dimensions(name: str, shape: list[int], data: st.DataObject) -> None:
+def test_any_shape_and_order_of_dimensions_is_loaded(name: str, shape: list[int], data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(shape))))
     state = {"w": raw(name, (*shape,)).permute(order)}
     store = small()

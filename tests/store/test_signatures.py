@@ -1,4 +1,4 @@
-"""Signed checkpoints: what is signed is loaded wherever it lies by now, and all else is refused."""
+"""Signed checkpoints load wherever they are stored, and all others are refused."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def place(store: Store, ref: str, key: Pair) -> str:
 # what is loaded
 
 
-def test_what_is_signed_is_loaded_and_nothing_else(tmp_path: Path, trusting: Callable[[], Store]) -> None:
+def test_only_signed_checkpoints_are_loaded(tmp_path: Path, trusting: Callable[[], Store]) -> None:
     store = trusting()
     loaded = state(0)
     held = store.load(loaded, "run@1", lease=True)
@@ -118,7 +118,7 @@ def test_what_is_signed_is_loaded_and_nothing_else(tmp_path: Path, trusting: Cal
     assert not list(tmp_path.glob("no*"))
 
 
-def test_every_front_end_that_loads_heeds_it(trusting: Callable[[], Store]) -> None:
+def test_every_loading_front_end_requires_signatures(trusting: Callable[[], Store]) -> None:
     store, model = trusting(), torch.nn.Linear(2, 2)
     with pytest.raises(Unsigned):
         casckpt.load_model_and_optim_state(store, "run@3", model)
@@ -130,7 +130,7 @@ def test_every_front_end_that_loads_heeds_it(trusting: Callable[[], Store]) -> N
         casckpt.Checkpointer(store, run="run").resume(model)
 
 
-def test_front_ends_ask_for_manifests_where_the_signature_is_looked_at() -> None:
+def test_front_ends_read_manifests_through_the_signature_check() -> None:
     """What is read of a manifest before its signature counts could be hostile: notes may hold pickles."""
     named = [path for path in (PACKAGE / "frontends").rglob("*.py") if "manifests.get(" in path.read_text()]
     assert [path.name for path in named] == ["config.py"]  # of Megatron, which looks at what it saves over
@@ -146,12 +146,12 @@ def outcome(rank: int, size: int, url: str, key: Path, ref: str) -> str | bool:
     return same_state(loaded, state(1))
 
 
-def test_all_ranks_load_what_is_signed_or_none_does(ranks: Pool, store: Store, alice: Pair) -> None:
+def test_all_ranks_load_a_signed_checkpoint_or_none_does(ranks: Pool, store: Store, alice: Pair) -> None:
     assert ranks.run(2, outcome, store.url, alice.public, "run@1") == [True, True]
     assert ranks.run(2, outcome, store.url, alice.public, "run@3") == ["unsigned", "unsigned"]
 
 
-def test_verify_false_is_refused_with_it(trusting: Callable[[], Store]) -> None:
+def test_verify_false_is_refused_with_required_signatures(trusting: Callable[[], Store]) -> None:
     loaded = state(0)
     with pytest.raises(InvalidInput, match="verify=False"):
         trusting().load(loaded, "run@1", verify=False)
@@ -160,7 +160,7 @@ def test_verify_false_is_refused_with_it(trusting: Callable[[], Store]) -> None:
     assert same_state(loaded, state(0))
 
 
-def test_saves_that_are_signed_are_so_before_their_commit(tmp_path: Path, alice: Pair) -> None:
+def test_signatures_are_written_before_the_commit(tmp_path: Path, alice: Pair) -> None:
     store = casckpt.open(tmp_path / "store", sign_with=alice.private, require_signature=alice.public)
     copy = pickle.loads(pickle.dumps(store))
     for one, step in ((store, 1), (copy, 2)):
@@ -172,7 +172,7 @@ def test_saves_that_are_signed_are_so_before_their_commit(tmp_path: Path, alice:
     assert "signer" not in repr(store.repository)
 
 
-def test_a_save_is_signed_before_its_commit_or_not_committed(alice: Pair) -> None:
+def test_a_save_that_cannot_be_signed_is_not_committed(alice: Pair) -> None:
     storage = FaultyStore(memory())
     store = small(storage)
     store.repository.signer = private_key(alice.private).private_bytes_raw()
@@ -185,7 +185,7 @@ def test_a_save_is_signed_before_its_commit_or_not_committed(alice: Pair) -> Non
     assert [one.step for one in store.checkpoints()] == [1]
 
 
-def test_a_follower_leaves_out_what_is_not_signed(
+def test_a_follower_skips_unsigned_checkpoints(
     tmp_path: Path, store: Store, trusting: Callable[[], Store], caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(NotFound, match=r"no checkpoint of run 'run' in .* is usable"):
@@ -197,7 +197,7 @@ def test_a_follower_leaves_out_what_is_not_signed(
 # what it outlives
 
 
-def test_it_stays_through_repair_recoding_thinning_and_copies(
+def test_signatures_stay_valid_after_repair_repacking_thinning_and_copies(
     tmp_path: Path, store: Store, alice: Pair, trusting: Callable[..., Store]
 ) -> None:
     store.thin("run@1", drop="optim.*")
@@ -220,7 +220,7 @@ def test_it_stays_through_repair_recoding_thinning_and_copies(
     assert same_state(trusting().read("run@2", keys=["model.*"])["model"], state(2)["model"])
 
 
-def test_a_gc_takes_it_with_its_checkpoint(store: Store, alice: Pair) -> None:
+def test_gc_deletes_a_signature_with_its_checkpoint(store: Store, alice: Pair) -> None:
     keys = {step: place(store, f"run@{step}", alice) for step in (1, 2)}
     store.forget("run@1")
     store.gc()
@@ -230,7 +230,7 @@ def test_a_gc_takes_it_with_its_checkpoint(store: Store, alice: Pair) -> None:
     assert (Path(store.url) / keys[2]).exists()
 
 
-def test_one_of_several_keys_is_enough_and_a_spoilt_one_is_made_anew(
+def test_one_of_several_keys_suffices_and_a_bad_signature_is_replaced(
     store: Store, alice: Pair, bob: Pair, trusting: Callable[[], Store]
 ) -> None:
     assert [one.step for one in store.sign("run@3", key=bob.private)] == [3]
@@ -305,7 +305,7 @@ ATTACKS: dict[Callable[[Store, Pair, Pair], None], type[CasckptError]] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_an_attack_is_refused(
+def test_tampered_stores_are_refused(
     store: Store, alice: Pair, bob: Pair, trusting: Callable[[], Store], attack: Callable[[Store, Pair, Pair], None]
 ) -> None:
     first = store.get("run@1").id
@@ -318,7 +318,7 @@ def test_an_attack_is_refused(
         assert same_state(trusting().read(ref), state(1))
 
 
-def test_a_handle_that_a_false_record_gave_is_not_taken_for_another_checkpoint(
+def test_a_handle_from_a_false_record_does_not_load_another_checkpoint(
     store: Store, trusting: Callable[[], Store]
 ) -> None:
     gone_to(store, "run@2", "run@1")
@@ -330,7 +330,7 @@ def test_a_handle_that_a_false_record_gave_is_not_taken_for_another_checkpoint(
         reader.load(state(0), found)
 
 
-def test_what_was_found_by_its_id_is_no_other_though_its_record_is_exchanged(
+def test_a_checkpoint_found_by_id_is_verified_though_its_record_is_exchanged(
     store: Store, alice: Pair, trusting: Callable[[], Store]
 ) -> None:
     first = store.get("run@2").id
@@ -344,7 +344,7 @@ def test_what_was_found_by_its_id_is_no_other_though_its_record_is_exchanged(
             again.read(found)
 
 
-def test_metadata_is_that_of_what_is_signed_not_of_the_record(store: Store, trusting: Callable[[], Store]) -> None:
+def test_metadata_comes_from_the_signed_manifest_not_the_record(store: Store, trusting: Callable[[], Store]) -> None:
     record = store.get("run@2").commit.committed
     store.repository.storage.replace(
         commit_key(record.txid), records.encode(records.changed(record, metadata={"n": "evil"}))
@@ -354,13 +354,13 @@ def test_metadata_is_that_of_what_is_signed_not_of_the_record(store: Store, trus
         _ = trusting().get("run@3").metadata
 
 
-def test_what_is_no_checkpoint_of_its_record_is_not_signed(store: Store, alice: Pair) -> None:
+def test_a_manifest_that_contradicts_its_record_is_not_signed(store: Store, alice: Pair) -> None:
     gone_to(store, "run@3", "run@1")
     with pytest.raises(Refused, match="its commit record is not that of its manifest"):
         casckpt.open(store.url).sign("run@3", key=alice.private)
 
 
-def test_by_hand_as_the_page_of_the_format_says(tmp_path: Path, store: Store, alice: Pair) -> None:
+def test_signatures_are_verified_with_openssl_as_documented(tmp_path: Path, store: Store, alice: Pair) -> None:
     held, signed = store.get("run@1"), tmp_path / "signed"
     signed.write_bytes(message(ManifestId(held.id)))
     signature = Path(store.url) / place(store, "run@1", alice)

@@ -1,4 +1,4 @@
-"""Saves and loads while a server falls silent: they end, on all ranks, and what was there before is there."""
+"""Saves and loads end on all ranks if a server falls silent, and earlier checkpoints stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of any nesting come back exactly, with objects and attachments; what cannot be stored is refused by name."""
+"""States of any nesting load exactly, with objects and attachments; errors name values that cannot be stored."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ ODD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("key", ODD)
-def test_plain_data(key: str) -> None:
+def test_plain_data_is_saved_and_read(key: str) -> None:
     store = small()
     state = {"x": ODD[key], "w": torch.ones(2)}
     store.save(state, step=1)
     assert same_state(store.read("default@1"), state)
 
 
-def test_all_of_it_at_once_and_into_a_template() -> None:
+def test_a_mixed_state_is_read_and_loaded_into_a_template() -> None:
     store = small()
     store.save(ODD | {"w": torch.ones(2)}, step=1)
     assert same_state(store.read("default@1"), ODD | {"w": torch.ones(2)})
@@ -67,7 +67,7 @@ def test_all_of_it_at_once_and_into_a_template() -> None:
     assert same_state(template, ODD)
 
 
-def test_containers_with_tensors_inside() -> None:
+def test_containers_with_tensors_are_saved_and_read() -> None:
     state = {
         "list": [torch.ones(1), 2, [torch.ones(2)]],
         "tuple": (torch.ones(1), {"a": (torch.zeros(2), None)}),
@@ -91,7 +91,7 @@ def test_the_order_of_keys_is_kept() -> None:
     assert list(store.read("default@1")) == list(state)
 
 
-def test_an_empty_state() -> None:
+def test_dcp_saves_and_loads_an_empty_state() -> None:
     store = small()
     ckpt = store.save({}, step=1)
     assert store.read("default@1") == {}
@@ -99,7 +99,7 @@ def test_an_empty_state() -> None:
     assert blob_keys(store) == []
 
 
-def test_large_buffers_lie_in_blobs_and_are_shared() -> None:
+def test_large_buffers_are_in_blobs_and_reused() -> None:
     store = small()
     state: dict[str, Any] = {
         "bytes": random.Random(1).randbytes(3 * 4096 + 5),
@@ -119,7 +119,7 @@ def test_large_buffers_lie_in_blobs_and_are_shared() -> None:
     assert 0 < store.save(state, step=3).stats.bytes_written <= 2 * 4096  # the header and the last cell
 
 
-def test_a_view_of_an_array_is_stored_as_it_is_at_the_save() -> None:
+def test_a_view_of_an_array_is_stored_with_its_values_at_the_save() -> None:
     store, array = small(), np.zeros(5000)
     state = {"a": array}
     store.save(state, step=1)
@@ -128,7 +128,7 @@ def test_a_view_of_an_array_is_stored_as_it_is_at_the_save() -> None:
 
 
 @pytest.mark.parametrize("names", [("a", "a/b"), ("x/y/z", "x"), ("x/y/z", "x/y")])
-def test_an_attachment_is_not_the_folder_of_another(names: tuple[str, str]) -> None:
+def test_an_attachment_with_the_name_of_a_folder_is_refused(names: tuple[str, str]) -> None:
     """No export could make files of both."""
     store = small()
     with pytest.raises(InvalidInput, match="would be the folder of attachment"):
@@ -136,7 +136,7 @@ def test_an_attachment_is_not_the_folder_of_another(names: tuple[str, str]) -> N
     store.save({}, step=1, attachments=dict.fromkeys(("a", "ab/c", "b/a"), b""))
 
 
-def test_attachments_short_and_long() -> None:
+def test_short_and_long_attachments_are_read() -> None:
     store = small()
     files = {"config.json": b"{}", "dir/empty": b"", "dir/big.bin": random.Random(1).randbytes(10_000)}
     store.save({"w": torch.ones(1)}, step=1, attachments=files)
@@ -154,14 +154,14 @@ def test_attachments_short_and_long() -> None:
     [np.arange(5000), np.ones((5000, 3), np.uint8), np.arange(9000, dtype=np.uint8)[::2], np.array(7)],
     ids=["wide", "matrix", "strided", "number"],
 )
-def test_an_attachment_has_the_bytes_of_a_view_whatever_its_items_are(array: np.ndarray[Any, Any]) -> None:
+def test_an_attachment_has_the_bytes_of_any_view(array: np.ndarray[Any, Any]) -> None:
     store = small()
     store.save({}, step=1, attachments={"a": array.data})  # type: ignore[dict-item]  # what it takes, too
     assert store.read_attachment("default@1", "a") == array.tobytes()
 
 
 @pytest.mark.parametrize("name", ["", "/abs", "../up", "a/../b", "a//b", "a/", ".", "x\n", "a\\b", "x" * 1025, 5])
-def test_unusable_names_of_attachments(name: Any) -> None:
+def test_unusable_names_of_attachments_are_refused(name: Any) -> None:
     store = small()
     with pytest.raises(InvalidInput, match="attachment name"):
         store.save({}, step=1, attachments={name: b""})
@@ -173,7 +173,7 @@ def test_an_attachment_is_bytes() -> None:
         small().save({}, step=1, attachments={"a": "text"})  # type: ignore[dict-item]  # a wrong type on purpose
 
 
-def test_per_rank_values() -> None:
+def test_values_per_rank_are_saved_and_read() -> None:
     store = small()
     state = {"rng": PerRank(torch.arange(5)), "n": PerRank({"seed": 5, "x": torch.ones(2)}), "b": PerRank(b"x" * 5000)}
     store.save(state, step=1)
@@ -201,7 +201,7 @@ class TestShards:
         store.save({"m": {"w": shards}}, step=1)
         return store
 
-    def test_rows_and_columns_and_flat_ranges(self) -> None:
+    def test_rows_columns_and_flat_ranges_are_saved_and_read(self) -> None:
         w = self.whole
         flat = w.view(-1)
         grid = [Shard(w[r : r + 6, c : c + 5], (12, 20), offset=(r, c)) for r in (0, 6) for c in (0, 5, 10, 15)]
@@ -224,7 +224,7 @@ class TestShards:
         ):
             assert same_state(self.saved(shards).read("default@1"), {"m": {"w": w}})
 
-    def test_parts_are_filled(self) -> None:
+    def test_parts_of_tensors_are_filled(self) -> None:
         store = self.saved(self.rows(0, 5, 12))
         part = Shard(torch.zeros(4, 7), (12, 20), offset=(3, 9))
         ranges = Shard(torch.zeros(30), (12, 20), flat=[(100, 120), (7, 17)])
@@ -266,7 +266,7 @@ class TestShards:
         assert caught.value.key == "m.w"
         assert steps(store) == []
 
-    def test_a_template_of_another_shape(self) -> None:
+    def test_a_template_of_another_shape_is_refused(self) -> None:
         store = self.saved(self.rows(0, 12))
         with pytest.raises(Mismatch, match=r"'m\.w' has shape \[12, 21\] here, but \[12, 20\] in the checkpoint"):
             store.load({"m": {"w": Shard(torch.zeros(1, 21), (12, 21), offset=(0, 0))}}, "default@1")
@@ -289,7 +289,7 @@ class _Odd:
     __hash__ = None  # type: ignore[assignment]  # as Python does it
 
 
-def test_what_is_not_plain_is_refused_naming_its_path(tmp_path: Path) -> None:
+def test_the_error_for_a_value_that_is_not_plain_names_its_path(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     with pytest.raises(InvalidInput, match=r"sched\.x\[1\]\['f'\].*_Odd.*allow_pickle=True") as caught:
         store.save({"w": torch.ones(1), "sched": {"x": [1, {"f": _Odd()}]}}, step=1)
@@ -297,7 +297,7 @@ def test_what_is_not_plain_is_refused_naming_its_path(tmp_path: Path) -> None:
     assert not (tmp_path / "store").exists()
 
 
-def test_pickles_only_where_both_sides_allow_them() -> None:
+def test_pickles_need_permission_at_save_and_load() -> None:
     store, big = small(), _Odd()
     big.x = [1] * 5000  # type: ignore[assignment]  # too large a value for it
     state = {"w": torch.ones(1), "odd": _Odd(), "big": big, "plain": [1]}
@@ -345,14 +345,14 @@ def test_any_mapping_can_be_saved() -> None:
     ],
     ids=["paths", "int and str", "tuple key", "long", "empty", "nul"],
 )
-def test_keys_that_cannot_be_told_apart_or_stored(state: Any, message: str) -> None:
+def test_ambiguous_and_unusable_keys_are_refused(state: Any, message: str) -> None:
     store = small()
     with pytest.raises(InvalidInput, match=message):
         store.save(state, step=1)
     assert steps(store) == []
 
 
-def test_a_state_that_holds_itself() -> None:
+def test_a_state_that_contains_itself_is_refused() -> None:
     state: dict[str, Any] = {"w": torch.ones(1)}
     state["self"] = state
     with pytest.raises(InvalidInput, match="contains itself"):
@@ -389,7 +389,7 @@ nested = st.recursive(
 
 
 @given(st.dictionaries(keys, nested, max_size=5).filter(_distinct))
-def test_any_state_comes_back_and_is_written_once(state: dict[Any, Any]) -> None:
+def test_any_state_is_restored_and_written_once(state: dict[Any, Any]) -> None:
     store = small()
     first = store.save(state, step=1)
     assert same_state(store.read("default@1"), state)
@@ -402,7 +402,7 @@ def test_any_state_comes_back_and_is_written_once(state: dict[Any, Any]) -> None
     assert store.diff("default@1", "default@2").unchanged == tuple(first.tensors)
 
 
-def test_a_second_store_object_sees_the_same(tmp_path: Path) -> None:
+def test_a_second_store_object_shows_the_same(tmp_path: Path) -> None:
     state = {"w": cells(3), "x": [1]}
     open_store(tmp_path / "s").save(state, step=1)
     assert same_state(open_store(tmp_path / "s").read("latest"), state)
@@ -411,7 +411,7 @@ def test_a_second_store_object_sees_the_same(tmp_path: Path) -> None:
         open_store(tmp_path / "t").read("latest")
 
 
-def test_a_model_is_no_state_and_is_not_run() -> None:
+def test_a_model_is_refused_as_a_state_without_running_it() -> None:
     """It can be called, as a function that makes a state can."""
 
     class Model(torch.nn.Linear):

@@ -1,4 +1,4 @@
-"""Thin checkpoints: the weights stay as they are, under every name, and what was left out is told of."""
+"""Thinned checkpoints: weights are unchanged under every name, and dropped entries are reported."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def store() -> Store:
     return made
 
 
-def test_the_weights_of_what_is_thinned_stay_as_they_are(store: Store) -> None:
+def test_weights_of_thinned_checkpoints_are_unchanged(store: Store) -> None:
     before = {one.step: (one.id, one.created_at, one.metrics) for one in store.checkpoints()}
     blobs = {key: content(store, key) for key in blob_keys(store)}
     store.tag("best", "run@2")
@@ -64,7 +64,7 @@ def test_the_weights_of_what_is_thinned_stay_as_they_are(store: Store) -> None:
     assert (store.thin(drop=DROP, keep_last=2).thinned, store.gc(min_age=0).deleted_blobs) == ((), 0)
 
 
-def test_a_gc_frees_what_was_said(store: Store) -> None:
+def test_a_gc_frees_the_reported_bytes(store: Store) -> None:
     said = store.thin(drop=DROP, keep_last=2, dry_run=True)
     assert (said.dry_run, said.entries, len(said.thinned)) == (True, 12, 3)
     assert store.get("run@1").commit.dropped is None
@@ -76,7 +76,7 @@ def test_a_gc_frees_what_was_said(store: Store) -> None:
     assert store.gc(min_age=0).deleted_bytes == said.freed_bytes >= 0.95 * said.nbytes
 
 
-def test_what_was_left_out_is_told_of(store: Store) -> None:
+def test_thinned_entries_are_reported(store: Store) -> None:
     store.thin("run@1", drop=DROP)
     whole = state(1)
     for load in (
@@ -93,7 +93,7 @@ def test_what_was_left_out_is_told_of(store: Store) -> None:
     assert "model.emb" in store.diff("run@1", "run@2").unchanged
 
 
-def test_all_of_it_comes_back_until_a_gc_has_purged_it(store: Store) -> None:
+def test_a_thinned_checkpoint_can_be_restored_until_the_purge(store: Store) -> None:
     store.thin("run@1", "run@2", drop=DROP)
     store.restore("run@1", whole=True)
     assert same_state(store.read("run@1"), state(1))
@@ -108,7 +108,7 @@ def test_all_of_it_comes_back_until_a_gc_has_purged_it(store: Store) -> None:
     assert [one.commit.dropped is not None for one in store.checkpoints()] == [True, True, False, False, False]
 
 
-def test_of_a_range_what_was_thinned_comes_back(store: Store) -> None:
+def test_thinned_checkpoints_of_a_range_are_restored(store: Store) -> None:
     store.thin("run@1", "run@2", drop=DROP)
     assert [one.step for one in store.restore_many("run@..3", whole=True).restored] == [1, 2]
     assert same_state(store.read("run@2"), state(2))
@@ -120,7 +120,7 @@ def test_of_a_range_what_was_thinned_comes_back(store: Store) -> None:
     assert store.restore("run@1") == store.get("run@1")
 
 
-def test_tags_go_along_and_hold_no_more_than_there_is(store: Store) -> None:
+def test_tags_move_to_the_thinned_commit_and_keep_only_its_entries(store: Store) -> None:
     store.tag("best", "run@1")
     with pytest.raises(Conflict, match="tagged best"):
         store.thin("run@1", drop=DROP)
@@ -130,7 +130,7 @@ def test_tags_go_along_and_hold_no_more_than_there_is(store: Store) -> None:
     assert same_state(store.read("tag:best", keys=["model.*"])["model"], state(1)["model"])
 
 
-def test_who_holds_a_lease_has_all_that_was_there(store: Store) -> None:
+def test_a_lease_keeps_entries_thinned_later(store: Store) -> None:
     with store.lease("run@1") as held:
         with pytest.raises(Conflict, match="expires"):
             store.thin("run@1", drop=DROP, tagged=True)
@@ -138,7 +138,7 @@ def test_who_holds_a_lease_has_all_that_was_there(store: Store) -> None:
         assert same_state(store.read(held), state(1))
 
 
-def test_a_lease_that_is_taken_behind_the_plan_counts(store: Store) -> None:
+def test_a_lease_taken_after_the_plan_counts(store: Store) -> None:
     plan = plan_thin(store.repository, ["run@1"], drop=DROP)
     with store.lease("run@1") as held:
         assert execute(store.repository, plan) == ()
@@ -146,7 +146,7 @@ def test_a_lease_that_is_taken_behind_the_plan_counts(store: Store) -> None:
         assert same_state(store.read(held), state(1))
 
 
-def test_a_tag_that_was_set_while_it_was_whole_keeps_it_whole(store: Store) -> None:
+def test_a_tag_set_on_a_whole_checkpoint_keeps_it_whole(store: Store) -> None:
     store.thin("run@1", drop=DROP)
     store.restore("run@1", whole=True)
     store.tag("best", "run@1")
@@ -157,7 +157,7 @@ def test_a_tag_that_was_set_while_it_was_whole_keeps_it_whole(store: Store) -> N
     assert store.read("run@1", keys=["optim.state.head.*"])
 
 
-def test_in_two_steps_as_in_one(store: Store) -> None:
+def test_thinning_in_two_steps_equals_one_step(store: Store) -> None:
     store.thin("run@1", drop=["optim.state.emb.*"])
     store.thin("run@1", drop=["optim.state.head.*"])
     store.thin("run@2", drop=["optim.state.head.*", "optim.state.emb.*"])
@@ -166,7 +166,7 @@ def test_in_two_steps_as_in_one(store: Store) -> None:
     assert same_state(store.read("run@1", keys=["model.*"])["model"], state(1)["model"])
 
 
-def test_a_later_save_reuses_what_is_left(store: Store) -> None:
+def test_a_later_save_reuses_remaining_entries(store: Store) -> None:
     store.thin("run@5", drop=DROP)
     store.gc(min_age=0)
     saved = store.save(state(5), run="run", step=6)
@@ -176,7 +176,7 @@ def test_a_later_save_reuses_what_is_left(store: Store) -> None:
     assert same_state(store.read("run@5", keys=["model.*"])["model"], state(5)["model"])
 
 
-def test_where_a_rule_keeps_everything_whole_there_is_nothing_to_do(store: Store) -> None:
+def test_a_rule_that_keeps_everything_whole_does_nothing(store: Store) -> None:
     for drop in (DROP, "nothing.*"):
         assert store.thin(drop=drop, keep_last=100).thinned == ()
     empty = small()
@@ -184,7 +184,7 @@ def test_where_a_rule_keeps_everything_whole_there_is_nothing_to_do(store: Store
     assert empty.thin(drop=DROP, keep_last=1).thinned == ()
 
 
-def test_what_makes_no_sense_is_refused(store: Store) -> None:
+def test_contradictory_arguments_are_refused(store: Store) -> None:
     for arguments in ({"drop": DROP}, {"drop": [], "keep_last": 1}, {"drop": [1], "keep_last": 1}):
         with pytest.raises(InvalidInput):
             store.thin(**arguments)
@@ -202,7 +202,7 @@ def test_what_makes_no_sense_is_refused(store: Store) -> None:
 
 
 @pytest.mark.parametrize("keys", [None, ["model.*"]])
-def test_a_load_that_it_overtakes_says_so_or_goes_on(keys: list[str] | None) -> None:
+def test_a_load_overtaken_by_thinning_continues_or_raises(keys: list[str] | None) -> None:
     storage = FaultyStore(memory(near=False))
     reading = small(storage)
     for step in (1, 2):

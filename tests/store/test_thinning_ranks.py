@@ -59,7 +59,7 @@ def shard_of(rank: int, size: int, step: int) -> dict[str, Any]:
     return {"model": {"w": weights}, "optim": {"exp_avg": moments[0], "exp_avg_sq": moments[1]}}
 
 
-def test_of_many_ranks(tmp_path: Path, full: bool) -> None:
+def test_thinning_works_for_checkpoints_of_many_ranks(tmp_path: Path, full: bool) -> None:
     size = 64 if full else 8
     store = casckpt.open(tmp_path)
     ranks = Simulated(store.repository, size)
@@ -101,7 +101,7 @@ def train_on(rank: int, size: int, path: Path) -> tuple[bool, int]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_of_a_training_on_two_ranks(ranks: Pool, tmp_path: Path) -> None:
+def test_thinning_works_for_a_training_on_two_ranks(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(2, train, tmp_path / "store")
     thin_all(casckpt.open(tmp_path / "store"), {"best": "sft@5"})
     for early, written in ranks.run(2, train_on, tmp_path / "store"):

@@ -1,4 +1,4 @@
-"""What any ranks saved, any others load, to the bit: random states, held in random ways, under random topologies."""
+"""Any ranks load checkpoints of any others, bit for bit: random states under random topologies."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def chains(seed: int, count: int) -> list[tuple[int, list[World], World]]:
 
 
 @pytest.mark.parametrize("number", range(CHAINS))
-def test_any_world_loads_what_others_saved(ranks: Pool, tmp_path: Path, seed: int, full: bool, number: int) -> None:
+def test_any_world_size_loads_checkpoints_of_others(
+    ranks: Pool, tmp_path: Path, seed: int, full: bool, number: int
+) -> None:
     for lap, (state, savers, loader) in enumerate(chains(seed, FULL_CHAINS // CHAINS if full else 1)):
         print(f"--- {number}.{lap}: state {state}, saved by {savers}, loaded by {loader}")  # noqa: T201 - shown if it fails
         path = tmp_path / str(lap)
@@ -121,7 +123,7 @@ def run_of(topology: str) -> str:
     return topology.replace(" ", "-").replace("+", "and")
 
 
-def test_every_kind_of_parallel_model_loads_every_other(ranks: Pool, tmp_path: Path, seed: int) -> None:
+def test_every_kind_of_parallel_model_loads_checkpoints_of_every_other(ranks: Pool, tmp_path: Path, seed: int) -> None:
     small_folder(tmp_path / "store")
     sizes = sorted({TOPOLOGIES[name][0] for name in NAMES})
     for size in sizes:

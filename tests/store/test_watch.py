@@ -1,4 +1,4 @@
-"""Watches from the outside: what is told can be loaded, beside writers that are processes of their own."""
+"""Watches from outside: yielded checkpoints can be loaded, beside writers in other processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def state(step: int) -> dict[str, Any]:
     return {"w": cells(1, seed=step)}
 
 
-def test_what_is_told_can_be_loaded() -> None:
+def test_yielded_checkpoints_can_be_loaded() -> None:
     store = small()
     told = store.watch("run", timeout=0)
     for step in (1, 2):
@@ -48,7 +48,7 @@ def test_what_is_told_can_be_loaded() -> None:
     assert list(told) == []
 
 
-def test_a_watch_goes_on_behind_any_reference() -> None:
+def test_a_watch_continues_after_any_reference() -> None:
     store = small()
     made = [store.save(state(step), run="run", step=step) for step in range(3)]
     store.tag("seen", made[0])
@@ -58,7 +58,7 @@ def test_a_watch_goes_on_behind_any_reference() -> None:
     assert [one.checkpoint for one in store.watch("run", after="latest", timeout=0)] == []
 
 
-def test_a_store_that_is_made_later_is_watched(store: casckpt.Store, store_path: Path) -> None:
+def test_a_store_created_later_is_watched(store: casckpt.Store, store_path: Path) -> None:
     told = casckpt.open(store_path).watch("run", timeout="60s", poll="0.1s")
     made = store.save(state(1), run="run", step=1)
     assert next(told).checkpoint == made
@@ -76,7 +76,7 @@ def test_a_store_that_is_made_later_is_watched(store: casckpt.Store, store_path:
         {"after": 1.5},
     ],
 )
-def test_what_makes_no_sense_is_refused_at_once(wrong: dict[str, Any]) -> None:
+def test_contradictory_arguments_are_refused_at_once(wrong: dict[str, Any]) -> None:
     store = small()
     with pytest.raises(InvalidInput):
         store.watch("run", **wrong)
@@ -87,7 +87,7 @@ def test_what_makes_no_sense_is_refused_at_once(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("commits", [60, pytest.param(1000, marks=pytest.mark.soak)])
-def test_each_commit_of_four_processes_is_told_once(tmp_path: Path, commits: int) -> None:
+def test_each_commit_of_four_processes_is_yielded_once(tmp_path: Path, commits: int) -> None:
     storage, polls = LocalStore(tmp_path / "store"), list[float]()
 
     def sleep(seconds: float) -> None:

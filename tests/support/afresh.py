@@ -1,4 +1,4 @@
-"""Processes that begin with nothing of their parent's but what they are given, and need not import all first."""
+"""Processes that inherit only what they are given, and that need not import everything first."""
 
 from __future__ import annotations
 

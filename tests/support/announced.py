@@ -1,4 +1,4 @@
-"""What is announced in a store, read behind the back of whoever follows it."""
+"""The announcements in a store, read independently of any follower."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands on buckets, as several tests call them."""
+"""Commands on buckets, shared by several tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores in a bucket behind a proxy, and what is saved there."""
+"""Stores in a bucket behind a proxy, and states to save there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints with real blobs and extents, made of numpy arrays: what a save leaves, without torch."""
+"""Checkpoints with real blobs and extents, made of numpy arrays, as a save leaves them, without torch."""
 
 from __future__ import annotations
 

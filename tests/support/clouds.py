@@ -1,4 +1,4 @@
-"""Imitations of the object stores of other clouds, on the loopback interface, where they are installed.
+"""Imitations of the object stores of other clouds, on the loopback interface, if they are installed.
 
 That of Google's storage comes with `tools/setup`. Azurite, that of Azure's, is a package of npm, to be on the PATH.
 """

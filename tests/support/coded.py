@@ -1,4 +1,4 @@
-"""Checkpoints whose cells lie as frames, made of those that a save stored as they are."""
+"""Checkpoints whose cells are stored as frames, made from checkpoints with raw cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of several commands begin with."""
+"""Fixtures and helpers for tests of several commands."""
 
 from __future__ import annotations
 

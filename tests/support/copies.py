@@ -1,4 +1,4 @@
-"""Copies from one repository into another one, without tensors."""
+"""Copies from one repository into another, without tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A DTensor of what every rank has whole, each with its part of it, without talking."""
+"""A DTensor made from a tensor that every rank has whole. Each rank takes its part without communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves and loads through torch.distributed.checkpoint, in a process of its own and on ranks."""
+"""Saves and loads through torch.distributed.checkpoint, in a separate process and on ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that is killed, or left without an answer, before or after one of its changes to a storage."""
+"""A process that is killed, or receives no answer, before or after one of its changes to a storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact comparison of plain values: types, order and bits, where == would say True of 1 and 1.0."""
+"""Exact comparison of plain values: types, order and bits. `==` returns True for 1 and 1.0."""
 
 from __future__ import annotations
 

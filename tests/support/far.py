@@ -1,4 +1,4 @@
-"""A storage in memory that says that it is far away, and counts what is asked of it."""
+"""A storage in memory that reports itself as remote, and counts requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A storage that fails on demand: a wrapper with the same interface, its faults chosen by method and count.
+"""A storage that fails on demand: a wrapper with the same interface, with faults chosen by method and count.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Manifests taken apart, changed, and put together again with all of their hashes right; records that name others."""
+"""Manifests that are changed and encoded again with correct hashes, and records that name other manifests."""
 
 from __future__ import annotations
 

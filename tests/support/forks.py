@@ -1,4 +1,4 @@
-"""A forked child of the test itself, as data loaders make them: with the parent's memory, without its threads."""
+"""A forked child of the test process, like those of data loaders: with the parent's memory, without its threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store in tests/data/frozen_store: what a version wrote once, and every later one reads, saves to and prunes.
+"""The store in tests/data/frozen_store: one version wrote it, and every later version reads, saves to and prunes it.
 
 It was made by ``python -m tests.support.frozen_store FOLDER``. Made again it would test nothing: add another one beside
 it when a later version writes something that no store has yet. So there is tests/data/frozen_store_coded, made by

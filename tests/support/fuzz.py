@@ -1,4 +1,4 @@
-"""Inputs of importers, bent at random: whatever they are, an import ends well or with an error of casckpt.
+"""Inputs of importers, changed at random: an import of any input succeeds or raises an error of casckpt.
 
 ``python -m tests.support.fuzz KIND COUNT SEED`` bends one kind so often, with 1 GiB of memory, and prints the
 outcomes as JSON: by the name of the error, "ok" among them. What raises anything else, runs what a pickle names, or

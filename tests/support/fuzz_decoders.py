@@ -1,4 +1,4 @@
-"""Decoders of what lies in a store, fed with bytes that are bent: what comes of it is a value, or an error of casckpt.
+"""Decoders of stored data, fed with changed bytes: each returns a value or raises an error of casckpt.
 
 Where a hash proves the bytes it is made right again, as whoever can write to a store would: so they are decoded at all.
 

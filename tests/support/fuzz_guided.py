@@ -1,4 +1,4 @@
-"""Bytes for decoders, chosen by what they reach: ``python -m tests.support.fuzz_guided KIND COUNT SEED CORPUS``.
+"""Inputs of decoders, chosen by the code they reach: ``python -m tests.support.fuzz_guided KIND COUNT SEED CORPUS``.
 
 It needs atheris (`pip install atheris`), which is no part of what the tests install. CORPUS is a folder, in which stays
 whatever reaches something new; the smallest of them are in tests/data/fuzz, from which all bending begins.

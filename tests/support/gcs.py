@@ -1,4 +1,4 @@
-"""Gcs of repositories without tensors: what they are run on, and what they find."""
+"""Gcs of repositories without tensors: their inputs and results."""
 
 from __future__ import annotations
 

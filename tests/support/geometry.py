@@ -1,4 +1,4 @@
-"""Random shapes, regions and partitions, and what numpy says that their elements are."""
+"""Random shapes, regions and partitions, and their elements according to numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does autograd know that a tensor was written into?"""
+"""Checks whether autograd notices a write into a tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Combinations of two values each, of which the default run takes half: any two values of two of them still meet."""
+"""Combinations of two-valued options. The default run takes half; any two values of two options still meet."""
 
 from __future__ import annotations
 

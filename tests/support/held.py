@@ -1,4 +1,4 @@
-"""How much memory this process holds for its next saves."""
+"""The memory that this process keeps for its next saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advice in messages: where casckpt gives it, and the tests that follow it.
+"""Advice in messages: the places where casckpt gives it, and the tests that follow it.
 
 A hint is a message, or a part of one, that names an argument, a command, an option, a setting or a call. `hints` finds
 them in the source. A test in `tests.hints` triggers one, does what it says, and looks at the result::

@@ -1,4 +1,4 @@
-"""Servers that never end an answer: silent ones, ones that say only "go on", that drip, and that never stop.
+"""Servers that never finish an answer: silent ones, ones that answer only "100 Continue", slow ones, and endless ones.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Hosts that share a store without tensors, and do at random what hosts do to runs."""
+"""Hosts that share a store without tensors, and change runs at random."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models of Transformers with random weights, made without any network, and what a folder of one must do."""
+"""Small Transformers models with random weights, made without a network, and checks of their exported folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves that are killed, and saves beside a gc: in processes of their own, forked from one that has imported torch.
+"""Saves that are killed, and saves beside a gc, in processes forked from one that has imported torch.
 
 ``python -m tests.support.killed_saves sweep FOLDER POINTS SEED`` copies a store with one checkpoint for each point, and
 kills the save of a second one there: at storage calls, at system calls, at random times. ``... race FOLDER SAVES``

@@ -1,4 +1,4 @@
-"""What a test needs beside its own process, told by what it reaches: groups of ranks, servers, other processes.
+"""The resources that a test needs, found from the code that it reaches: ranks, servers, other processes.
 
 `tests.conftest` marks each test with its `kinds_of`. One that has none is plain, and `on_its_own` holds it to that.
 """

@@ -1,4 +1,4 @@
-"""Random layouts of tensors over ranks, as DTensors that describe themselves. What they hold is cut by numpy."""
+"""Random layouts of tensors over ranks, as DTensors that describe themselves. numpy cuts their local data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A storage in a folder, and file systems that lack or fail something."""
+"""A storage in a folder, and file systems with missing or failing features."""
 
 from __future__ import annotations
 

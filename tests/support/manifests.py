@@ -1,4 +1,4 @@
-"""Manifests of tensors that nobody stored, for the plans that look at manifests alone."""
+"""Manifests of tensors that are not stored, for plans that read only manifests."""
 
 from __future__ import annotations
 

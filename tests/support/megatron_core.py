@@ -1,4 +1,4 @@
-"""The real Megatron-core: imported where a test needs it, since that takes seconds and warns."""
+"""The real Megatron-core, imported only by tests that need it, because the import takes seconds and warns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small model spread over ranks in several ways, and what differs between two states of it."""
+"""A small model distributed over ranks in several ways, and the differences between two of its states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models under every kind of parallelism, in training, and what they are made of as torch itself gathers it.
+"""Small models in training under every kind of parallelism, and their states as torch gathers them.
 
 `TOPOLOGIES` has them by name: (ranks, wrap). A job of `tests.support.ranks` calls `trained` with one of them.
 """

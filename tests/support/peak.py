@@ -1,4 +1,4 @@
-"""How much more memory a save and a load take than the state itself: in a process of its own, as the kernel counts it.
+"""The memory that a save and a load take beyond the state, measured by the kernel in a separate process.
 
 ``python -m tests.support.peak FOLDER MIB`` prints the MiB that a save, a verified load and a read took at their worst.
 """

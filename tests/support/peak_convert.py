@@ -1,4 +1,4 @@
-"""How much memory conversions take beyond what there was: in a process of its own, as the kernel counts it.
+"""The additional memory that conversions take, measured by the kernel in a separate process.
 
 ``python -m tests.support.peak_convert FOLDER MIB`` prints, for a state of so many MiB, the MiB that these took at their
 worst: a DCP folder into a store, out of it, a file of torch.save out of it, and into one, a folder of safetensors.

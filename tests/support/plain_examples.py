@@ -1,4 +1,4 @@
-"""Plain values of every kind, those that are easily got wrong among them."""
+"""Plain values of every kind, including those that are easily encoded wrongly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies of S3, as far as those of docs/remote.md go: what they allow, so that a proxy can hold a client to them."""
+"""S3 policies, as far as docs/remote.md uses them, so that a proxy can enforce them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that loses power: names that no fsync of their folder has made durable may be there then, or not.
+"""A disk that loses power: names may be lost if their folder was not synced.
 
 A name is given or taken in an instant that everybody sees, and is pending until its folder is synced. When power is
 lost, none, all, or any of what is pending has happened; of a file that was never synced only the name is left. That is

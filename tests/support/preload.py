@@ -1,4 +1,4 @@
-"""What the server that ranks are forked from imports once, in place of each of them: no threads, only modules."""
+"""Imports of the server that ranks are forked from, made once for all ranks. It starts no threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that are read of blobs."""
+"""Counts of bytes that are read from blobs."""
 
 from __future__ import annotations
 

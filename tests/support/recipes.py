@@ -1,4 +1,4 @@
-"""Trainings of docs/examples as they stand, started, killed between two checkpoints, and started again.
+"""Unchanged trainings of docs/examples: started, killed between two checkpoints, and started again.
 
 They are watched from outside, by `torch.Tensor.backward` and `Checkpointer`: they have no line of code for it.
 """

@@ -1,4 +1,4 @@
-"""The ``rename`` that an error or a warning shows, as a user would paste it."""
+"""The ``rename`` in an error or a warning, as a user would paste it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewrites of checkpoints that nothing is wrong with, and what comes after them."""
+"""Rewrites of undamaged checkpoints, and later changes to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores with small cells and blobs, exact comparison of states, and looks behind a store's back."""
+"""Stores with small cells and blobs, exact comparison of states, and direct reads of stored objects."""
 
 from __future__ import annotations
 

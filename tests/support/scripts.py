@@ -1,4 +1,4 @@
-"""Scripts and modules, run as ``python`` and ``torchrun`` run them, in processes forked from one that imported torch.
+"""Scripts and modules, run like with ``python`` and ``torchrun``, in processes forked from one that imported torch.
 
 To import it is the greater part of what a short script takes. Its warnings are not heard.
 """

@@ -1,4 +1,4 @@
-"""S3 servers of the machine's own, on the loopback interface: started for a session of tests, and gone at its end.
+"""Local S3 servers on the loopback interface, started for a session of tests and stopped at its end.
 
 Each is a process that dies with the one that started it, whatever happens to that. A binary that is missing is an
 error, and no reason to skip: tools/setup installs all of them.

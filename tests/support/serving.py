@@ -1,4 +1,4 @@
-"""A store that answers as a hub: in a thread of this process, or as the command in one of its own."""
+"""A store served as a hub: in a thread of this process, or by the command in a separate process."""
 
 from __future__ import annotations
 

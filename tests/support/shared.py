@@ -1,4 +1,4 @@
-"""What is made once for all workers of a run of tests, where each would make it again."""
+"""Values that are made once for all workers of a test run."""
 
 from __future__ import annotations
 

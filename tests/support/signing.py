@@ -1,4 +1,4 @@
-"""Keys of who signs, as files."""
+"""Files of signing keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process: as many as a test wants, over one store."""
+"""Ranks that are threads of this process, in any number, over one store."""
 
 from __future__ import annotations
 

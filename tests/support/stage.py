@@ -1,4 +1,4 @@
-"""Threads that take turns: at every storage call an actor stops until the stage lets it go on.
+"""Threads that take turns: at every storage call an actor stops until the stage lets it continue.
 
 Each actor has a storage of its own, all over one inner storage. Only one actor runs at a time, so that the same choices
 give the same run. A listing has two pages, with a stop before each. An actor is one flow of calls: if it hands

@@ -1,4 +1,4 @@
-"""What runs on a store, killed or stopped at a call of a storage, while others go on: in processes of their own.
+"""Processes that use a store, and are killed or stopped at a storage call while others continue.
 
 ``python -m tests.support.struck FOLDER POINTS SEED`` copies a store for each point. One process comes to its call, and
 is killed or stopped there. Then somebody forgets, saves, and collects garbage at once, without any patience for whoever

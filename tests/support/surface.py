@@ -1,4 +1,4 @@
-"""What others rely on: stored fields and tags, keys of JSON and of keywords, kinds of errors.
+"""The public surface: stored fields and tags, JSON keys, keywords, and kinds of errors.
 
 It is read from the source of a checkout, so that versions can be compared.
 """

@@ -1,4 +1,4 @@
-"""What was done to prove something, counted where it is done: ``tools/evidence`` adds it up.
+"""Counts of evidence, recorded where tests produce it. ``tools/evidence`` adds them up.
 
 A line of the file that CASCKPT_TALLY names, by one write: processes that are killed right behind it count, too.
 """

@@ -1,4 +1,4 @@
-"""Tensors of every dtype and layout, and their bytes as a slow, independent way finds them."""
+"""Tensors of every dtype and layout, and their bytes, computed in a slow, independent way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What jobs of several ranks share: tensors that each of them can make, stores that count, ways to die."""
+"""Helpers of jobs on several ranks: tensors that each rank can make, stores that count, and ways to die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a progress was told."""
+"""The calls that a progress function received."""
 
 from __future__ import annotations
 

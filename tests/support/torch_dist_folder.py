@@ -1,4 +1,4 @@
-"""Checkpoints as Megatron-core itself writes them, with its strategy ``torch_dist``.
+"""Checkpoints that Megatron-core writes with its strategy ``torch_dist``.
 
 ``python -m tests.support.torch_dist_folder`` writes ``tests/data/torch_dist`` anew; with an unpacked wheel of version
 0.15.3 in PYTHONPATH, the flat state of ``tests/data/torch_dist_flat``, which later versions refuse. They are kept as

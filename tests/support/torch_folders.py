@@ -1,4 +1,4 @@
-"""Folders and files as torch itself writes them."""
+"""Folders and files that torch writes."""
 
 from __future__ import annotations
 

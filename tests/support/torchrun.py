@@ -1,4 +1,4 @@
-"""What torchrun tells the processes that it starts."""
+"""The environment that torchrun gives its processes."""
 
 from __future__ import annotations
 

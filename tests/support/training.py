@@ -1,4 +1,4 @@
-"""Small models in training, and exact comparison of what they are made of."""
+"""Small models in training, and exact comparison of their states."""
 
 from __future__ import annotations
 

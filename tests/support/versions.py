@@ -1,4 +1,4 @@
-"""Versions of states of which each is told from the one before."""
+"""Versions of states, each with small changes to the previous one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random states, and random ways in which ranks may hold them: everything that `casckpt.Store.save` takes.
+"""Random states, and random ways in which ranks may hold them: everything that `casckpt.Store.save` accepts.
 
 All of it is drawn from seeds, so that each rank draws the same by itself and only the seeds travel.
 """

@@ -1,4 +1,4 @@
-"""DTensors that say themselves what they hold, whatever their mesh and placements say."""
+"""DTensors that describe their own parts, for any mesh and placements."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_here(drawn: dict[str, Layout], rank: int, mesh: DeviceMesh, store: cas
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_layout_is_followed(size: int, full: bool, seed: int) -> None:
+def test_every_described_layout_is_saved(size: int, full: bool, seed: int) -> None:
     drawn = layouts(seed, 500 if full else 20, size)
     store = small()
     store.save({key: torch.from_numpy(layout.whole) for key, layout in drawn.items()}, run="a", step=1)
@@ -94,7 +94,7 @@ def saved(rank: int, size: int, path: Path, seed: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_what_real_ranks_save_is_the_whole(ranks: Pool, store_path: Path, size: int, *, full: bool, seed: int) -> None:
+def test_real_ranks_save_the_whole_tensor(ranks: Pool, store_path: Path, size: int, *, full: bool, seed: int) -> None:
     """As a reader finds it that has no line in common with casckpt, and as they load it again."""
     count = 50 if full else 8
     ranks.run(size, saved, store_path, seed, count)
@@ -105,7 +105,7 @@ def test_what_real_ranks_save_is_the_whole(ranks: Pool, store_path: Path, size: 
         assert np.array_equal(np.asarray(found[key]), layout.whole), layout
 
 
-def test_each_kind_is_drawn() -> None:
+def test_the_generator_draws_each_kind() -> None:
     assert {layout.kind for layout in layouts(0, 200, 4).values()} == set(KINDS)
 
 
@@ -136,7 +136,7 @@ def described(local: torch.Tensor, shape: Sequence[int], *chunks: tuple[Sequence
     ],
     ids=["more", "another form", "outside", "before", "flat", "nothing", "of nothing", "overlap", "less", "a gap"],
 )
-def test_a_description_that_does_not_fit_is_refused(
+def test_a_wrong_description_is_refused(
     shape: tuple[int, int], chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> None:
     with pretending((2,)) as ranks:
@@ -165,7 +165,7 @@ def test_sums_are_refused_though_they_describe_themselves() -> None:
             local_tensor("w", tensor)
 
 
-def test_a_tensor_that_is_no_dtensor_may_describe_itself() -> None:
+def test_any_tensor_class_may_describe_itself() -> None:
     """Of the shape that it has; what is a part of another one is refused."""
     shards, store = [torch.ones(2, 3), torch.full((2, 2), 2.0)], small()
     store.save({"w": LocalShardsWrapper(shards, [(0, 0), (0, 3)])}, step=1)

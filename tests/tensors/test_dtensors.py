@@ -1,4 +1,4 @@
-"""An arange scattered over meshes: each element lies where `local_boxes` says, however a tensor is cut."""
+"""An arange distributed over meshes: `local_boxes` gives the place of each element for any placement."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def even(mesh: Shape, where: Where) -> bool:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=named)
-def test_every_placement_says_where_each_element_lies(mesh: Shape) -> None:
+def test_every_placement_gives_the_place_of_each_element(mesh: Shape) -> None:
     def cuts(dims: int) -> Cuts:
         return list(itertools.product([Replicate(), *map(Shard, range(dims))], repeat=len(mesh)))
 
@@ -157,7 +157,7 @@ STRIDED: dict[Shape, Callable[[int], Cuts]] = {
 
 @pytest.mark.skipif(TALKS, reason="a torch before 2.7 cuts nothing in strides")
 @pytest.mark.parametrize("mesh", STRIDED, ids=named)
-def test_strided_shards_say_where_each_element_lies(mesh: Shape) -> None:
+def test_strided_shards_give_the_place_of_each_element(mesh: Shape) -> None:
     """Uneven ones torch cuts in two ways, of which FSDP2's is ours: the other one is told by its sizes, and refused."""
     shapes = [*SHAPES, (16, 8), (24, 12), (48,)]
     for where, found in scatter(mesh, shapes, STRIDED[mesh]).items():
@@ -175,7 +175,7 @@ def test_a_rank_outside_of_the_mesh_holds_nothing() -> None:
             assert bool(local_boxes("key", tensor)) == (rank in (1, 3))
 
 
-def test_sums_that_are_not_added_up_are_refused() -> None:
+def test_unreduced_sums_are_refused() -> None:
     with pretending((2, 2)) as ranks:
         for here in ranks:
             tensor = DTensor.from_local(torch.zeros(4, 4), here, [Partial(), Shard(0)], run_check=False)
@@ -204,7 +204,7 @@ def test_a_stride_that_the_mesh_does_not_give_is_refused() -> None:
             local_boxes("key", tensor)
 
 
-def test_runs_of_indices_are_boxes() -> None:
+def test_runs_of_indices_become_boxes() -> None:
     indices = [torch.tensor(held).numpy() for held in ([0, 1, 4, 5], [2])]
     assert boxes_of(indices) == [(Box((0, 2), (2, 1)), Box((0, 0), (2, 1))), (Box((4, 2), (2, 1)), Box((2, 0), (2, 1)))]
     assert boxes_of([]) == [(Box((), ()), Box((), ()))]
@@ -274,7 +274,7 @@ def check_whole(ranks: Sequence[Held]) -> None:
     ],
     ids=lambda value: " x ".join(map(str, value)),
 )
-def test_wrappers_of_torch_cut_as_they_say(ranks: Pool, mesh: Shape, names: tuple[str, ...]) -> None:
+def test_wrappers_of_torch_cut_as_described(ranks: Pool, mesh: Shape, names: tuple[str, ...]) -> None:
     check_whole(ranks.run(prod(mesh), wrapped, mesh, names))
 
 
@@ -289,6 +289,6 @@ def mixture(rank: int, size: int) -> Any:
     ]
 
 
-def test_redistributed_tensors(ranks: Pool) -> None:
+def test_redistributed_tensors_are_saved(ranks: Pool) -> None:
     for found in zip(*ranks.run(4, mixture), strict=True):
         assert {element for one in found for element in one} == set(range(42))

@@ -12,22 +12,22 @@ from tests.support.tensors import NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_come_back(name: str) -> None:
+def test_dtype_names_convert_in_both_directions(name: str) -> None:
     assert dtype_name(torch_dtype(name)) == name
 
 
-def test_what_cannot_be_stored() -> None:
+def test_unsupported_dtypes_are_refused() -> None:
     with pytest.raises(InvalidInput, match=r"torch\.qint8 cannot be stored; convert"):
         dtype_name(torch.qint8)
 
 
 @pytest.mark.parametrize("name", ["float3", "qint8", "Tensor", "nn", "__doc__"])
-def test_what_is_not_known(name: str) -> None:
+def test_unknown_dtype_names_are_refused(name: str) -> None:
     with pytest.raises(Refused, match="not known to this version"):
         torch_dtype(name)
 
 
-def test_what_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dtypes_missing_from_this_torch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(DTYPES, "float3", (1, "U8"))
     with pytest.raises(Unsupported, match="newer torch"):
         torch_dtype("float3")

@@ -36,13 +36,13 @@ class FlatPart(Part):
     flattened_range: slice | None = None
 
 
-def test_it_is_known_by_its_attributes() -> None:
+def test_a_foreign_tensor_is_recognised_by_its_attributes() -> None:
     assert is_megatron_tensor(Part("w", None, (2,), (4,), (2,)))
     for other in (torch.ones(2), {"key": 1}, None, Part, "text"):
         assert not is_megatron_tensor(other)
 
 
-def test_its_region() -> None:
+def test_the_region_of_a_foreign_tensor_is_found() -> None:
     assert megatron_region(Part("w", None, (2, 3), (4, 2, 6), (1, 0, 3), 1)) == Region(Box((1, 0, 3), (1, 2, 3)), 0, 6)
     flat = FlatPart("w", torch.ones(3), (2, 3), (4, 2, 6), (1, 0, 3), 1, flattened_range=slice(1, 4))
     assert megatron_region(flat) == Region(Box((1, 0, 3), (1, 2, 3)), 1, 4)
@@ -53,7 +53,7 @@ def test_its_region() -> None:
         megatron_shard(Part("w", None, (2,), (4,), (2,)))
 
 
-def test_its_data_is_not_copied() -> None:
+def test_data_of_a_foreign_tensor_are_not_copied() -> None:
     data = torch.arange(6.0).view(3, 2).t()
     shard = megatron_shard(Part("w", data, (2, 3), (4, 2, 3), (1, 0, 0), 1))
     assert shard.data.data_ptr() == data.data_ptr()
@@ -71,6 +71,6 @@ def round_trip(rank: int, size: int, path: Path) -> list[Any]:
     return [template["layers"].data[0, :1].tolist(), store.read("a@1")["norm"].tolist()]
 
 
-def test_save_and_load_take_it_where_they_take_a_shard(tmp_path: Path, ranks: Pool) -> None:
+def test_save_and_load_accept_foreign_tensors_like_shards(tmp_path: Path, ranks: Pool) -> None:
     norm = [[0, 1], [2, 3]]
     assert ranks.run(2, round_trip, tmp_path) == [[[1], norm], [[0], norm]]

@@ -1,4 +1,4 @@
-"""What is in a GPU's memory is saved and loaded like what is in the host's: on both, where there is a GPU.
+"""Tensors in GPU memory are saved and loaded like those in host memory: on both, if there is a GPU.
 
 As if there were one: with tensors in the host's memory, which casckpt takes for a GPU's, and must not look into.
 """
@@ -86,7 +86,7 @@ def busy(device: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_dtype_and_layout_goes_and_comes_back(store: casckpt.Store, device: str, name: str) -> None:
+def test_every_dtype_and_layout_is_saved_and_loaded(store: casckpt.Store, device: str, name: str) -> None:
     layouts = {key: make(name, 1) for key, make in LAYOUTS.items()}
     given = layouts | (conjugated(name) if name in COMPLEX else {})
     state = moved(given, device)
@@ -102,7 +102,7 @@ def test_every_dtype_and_layout_goes_and_comes_back(store: casckpt.Store, device
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_parts_of_tensors_with_strides_in_many_cells(store: casckpt.Store, device: str, parts: int) -> None:
+def test_parts_of_strided_tensors_in_many_cells_are_loaded(store: casckpt.Store, device: str, parts: int) -> None:
     whole = torch.randn(96, 3, 50)
     cut = [
         casckpt.Shard(
@@ -121,7 +121,7 @@ def test_parts_of_tensors_with_strides_in_many_cells(store: casckpt.Store, devic
         assert torch.equal(into, shard.data)
 
 
-def test_a_load_that_converts(store: casckpt.Store, device: str) -> None:
+def test_a_load_converts_dtypes(store: casckpt.Store, device: str) -> None:
     given = torch.randn(3, 5000)
     store.save({"w": given.bfloat16().to(device)}, run="a", step=1)
     for make in (torch.zeros(3, 5000, device=device), torch.zeros(5000, 3, device=device).t()):
@@ -129,7 +129,7 @@ def test_a_load_that_converts(store: casckpt.Store, device: str) -> None:
         assert torch.equal(make.cpu(), given.bfloat16().float())
 
 
-def test_a_save_in_the_background_is_of_the_moment_in_which_it_began(store: casckpt.Store, device: str) -> None:
+def test_a_save_in_the_background_has_the_state_at_its_start(store: casckpt.Store, device: str) -> None:
     state = {"w": cells(5).to(device), "t": torch.randn(300, 70, device=device).t(), "o": torch.ones(3)}
     store.warm_up(state)
     for step in range(4):
@@ -144,7 +144,7 @@ def test_a_save_in_the_background_is_of_the_moment_in_which_it_began(store: casc
 
 
 @pytest.mark.parametrize("state", [{}, {"e": torch.empty(3, 0)}, {"e": torch.empty(0), "n": 1}, {"s": torch.tensor(1)}])
-def test_next_to_nothing(store: casckpt.Store, device: str, state: dict[str, Any]) -> None:
+def test_tiny_and_empty_tensors_are_saved_and_loaded(store: casckpt.Store, device: str, state: dict[str, Any]) -> None:
     there = {key: one.to(device) if isinstance(one, torch.Tensor) else one for key, one in state.items()}
     store.warm_up(there)
     store.save_async(there, run="a", step=1).result()
@@ -154,7 +154,7 @@ def test_next_to_nothing(store: casckpt.Store, device: str, state: dict[str, Any
         store.load(there, f"a@{step}")
 
 
-def test_what_is_queued_in_a_stream_is_before_a_save_and_a_load(store: casckpt.Store, device: str) -> None:
+def test_saves_and_loads_wait_for_queued_work_of_streams(store: casckpt.Store, device: str) -> None:
     state, other = {"w": torch.zeros(500_000, device=device)}, torch.full((500_000,), 2.0, device=device)
     with busy(device):
         state["w"].add_(1)
@@ -172,7 +172,7 @@ def test_what_is_queued_in_a_stream_is_before_a_save_and_a_load(store: casckpt.S
         assert not store.compare(state, "a@1").is_same
 
 
-def test_an_update_makes_what_changed(store: casckpt.Store, device: str) -> None:
+def test_an_update_applies_changes(store: casckpt.Store, device: str) -> None:
     state = {"w": cells(6).to(device), "frozen": torch.randn(40, 30, device=device).t()}
     target = {key: torch.zeros_like(one) for key, one in state.items()}
     held = None
@@ -194,7 +194,7 @@ def test_equal_bytes_are_stored_once_wherever_they_are(store: casckpt.Store, dev
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_training_goes_on_as_if_it_had_not_stopped(store: casckpt.Store, device: str, fused: bool) -> None:
+def test_a_training_continues_as_if_uninterrupted(store: casckpt.Store, device: str, fused: bool) -> None:
     def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Sequential(Network(seed), nn.Dropout(0.5)).to(device)
         return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
@@ -221,7 +221,7 @@ def test_a_training_goes_on_as_if_it_had_not_stopped(store: casckpt.Store, devic
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_through_dcp(store: casckpt.Store, device: str, asynchronous: bool) -> None:
+def test_dcp_saves_and_loads_gpu_tensors(store: casckpt.Store, device: str, asynchronous: bool) -> None:
     state: Any = {"m": {"w": torch.randn(300, 200, device=device), "b": torch.randn(7, 9, device=device).t()}, "n": 3}
     wanted: Any = {"m": on_host(deepcopy(state["m"])), "n": 3}
     writer = StorageWriter(store, run="a", step=1)
@@ -238,7 +238,7 @@ def test_through_dcp(store: casckpt.Store, device: str, asynchronous: bool) -> N
     assert same_state({"m": on_host(target["m"]), "n": target["n"]}, wanted)
 
 
-def test_memory_for_copies_is_of_the_size_that_they_have_and_is_given_back(device: str) -> None:
+def test_memory_for_copies_has_their_size_and_is_freed(device: str) -> None:
     arena = Staging()
     for count in (1 << 20, (1 << 20) + 1, 5 << 20, 1000):
         given = torch.randn(count, device=device)
@@ -253,7 +253,7 @@ def test_memory_for_copies_is_of_the_size_that_they_have_and_is_given_back(devic
     assert copies[1].tolist() == [1, 1, 1]
 
 
-def test_pinned_buffers_can_be_made_and_closed_again_and_again(device: str) -> None:
+def test_pinned_buffers_can_be_created_and_closed_repeatedly(device: str) -> None:
     for number in range(20):
         with AlignedBuffer((1 << 20) + number) as buffer:
             if device == "cuda":

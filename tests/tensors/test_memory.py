@@ -1,4 +1,4 @@
-"""Bytes go out of any tensor and into any tensor as they are, however it lies in memory."""
+"""Bytes are read from and written to any tensor exactly, for any layout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def out(memory: TensorMemory | BufferMemory, lo: int, hi: int) -> bytes:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bytes_out_of_every_dtype_and_layout(name: str) -> None:
+def test_bytes_are_read_from_every_dtype_and_layout(name: str) -> None:
     for layout, make in LAYOUTS.items():
         tensor = make(name, 1)
         memory, want = TensorMemory(tensor), bytes_of(tensor)
@@ -40,7 +40,7 @@ def test_bytes_out_of_every_dtype_and_layout(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMPLEX)
-def test_bytes_out_of_conjugated_and_negated_views(name: str) -> None:
+def test_bytes_are_read_from_conjugated_and_negated_views(name: str) -> None:
     for tensor in conjugated(name).values():
         memory = TensorMemory(tensor)
         assert out(memory, 0, tensor.numel()) == bytes_of(tensor)
@@ -61,7 +61,7 @@ def test_a_buffer_may_begin_anywhere(name: str) -> None:
 
 
 @given(full_shapes, st.data())
-def test_any_range_of_any_permutation(shape: Shape, data: st.DataObject) -> None:
+def test_any_range_of_any_permutation_is_read(shape: Shape, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(shape))))
     tensor = raw("int32", shape).permute(order)
     lo = data.draw(st.integers(0, tensor.numel()))
@@ -69,13 +69,13 @@ def test_any_range_of_any_permutation(shape: Shape, data: st.DataObject) -> None
     assert out(TensorMemory(tensor), lo, hi) == bytes_of(tensor)[4 * lo : 4 * hi]
 
 
-def test_a_parameter_and_a_tensor_with_a_graph() -> None:
+def test_bytes_of_parameters_and_tensors_with_a_graph_are_read() -> None:
     parameter = torch.nn.Parameter(torch.randn(3, 4))
     for tensor in (parameter, parameter.t(), parameter * 2, (parameter * 2).t()):
         assert out(TensorMemory(tensor), 0, 12) == bytes_of(tensor)
 
 
-def test_the_view_is_the_memory_itself() -> None:
+def test_a_contiguous_view_is_the_memory_itself() -> None:
     tensor = torch.zeros(10, dtype=torch.int16)
     view = tensor_bytes(tensor)
     assert view is not None
@@ -87,26 +87,26 @@ def test_the_view_is_the_memory_itself() -> None:
     assert empty.nbytes == 0
 
 
-def test_a_buffer() -> None:
+def test_a_buffer_becomes_bytes() -> None:
     memory = BufferMemory(np.arange(10, dtype=np.uint16).data)
     assert bytes(memory.view(2, 6)) == b"\x01\x00\x02\x00"
     assert out(memory, 2, 6) == b"\x01\x00\x02\x00"
 
 
 @pytest.mark.parametrize("size", [0, 1, (1 << 14) - 1, 1 << 14, 1 << 16])
-def test_copy_bytes(size: int) -> None:
+def test_bytes_are_copied(size: int) -> None:
     source, target = np.random.default_rng(size).bytes(size), bytearray(size)
     copy_bytes(memoryview(target), memoryview(source))
     assert target == source
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bits_keep_everything(name: str) -> None:
+def test_a_view_of_bits_keeps_every_bit(name: str) -> None:
     tensor = raw(name, (3, 4)).t()
     assert bytes_of(as_bits(tensor)) == bytes_of(tensor)
 
 
-def test_narrow() -> None:
+def test_narrow_selects_the_right_elements() -> None:
     tensor = torch.arange(60).view(3, 4, 5)
     assert torch.equal(narrow(tensor, Box((1, 0, 2), (2, 4, 3))), tensor[1:3, :, 2:5])
 
@@ -121,7 +121,7 @@ def _filled(destination: Destination, source: bytes, shape: Shape, size: int, pa
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bytes_into_every_dtype_and_layout(name: str) -> None:
+def test_bytes_are_written_into_every_dtype_and_layout(name: str) -> None:
     for layout in ("contiguous", "strided", "transposed", "scalar"):
         target, source = LAYOUTS[layout](name, 1), LAYOUTS[layout](name, 2)
         shape = tuple(target.shape)
@@ -135,7 +135,7 @@ def test_bytes_into_every_dtype_and_layout(name: str) -> None:
 
 
 @given(full_shapes, st.data())
-def test_any_region_from_any_region(shape: Shape, data: st.DataObject) -> None:
+def test_any_region_is_copied_from_any_region(shape: Shape, data: st.DataObject) -> None:
     """Elements that the destination wants are taken, and no others are touched."""
     wanted, part = data.draw(regions(shape)), data.draw(regions(shape))
     source = np.arange(1, int(np.prod(shape)) + 1, dtype=np.int32)
@@ -147,7 +147,7 @@ def test_any_region_from_any_region(shape: Shape, data: st.DataObject) -> None:
 
 
 @given(full_shapes, st.data())
-def test_a_permuted_destination(shape: Shape, data: st.DataObject) -> None:
+def test_a_permuted_destination_is_filled(shape: Shape, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(shape))))
     stored = tuple(shape[dim] for dim in order)
     target = torch.zeros(shape, dtype=torch.int32).permute(order)
@@ -159,7 +159,7 @@ def test_a_permuted_destination(shape: Shape, data: st.DataObject) -> None:
     assert target.reshape(-1).tolist() == source.tolist()
 
 
-def test_a_destination_with_a_conjugate_bit() -> None:
+def test_a_destination_with_a_conjugate_bit_is_filled() -> None:
     source = torch.randn(3, 4, dtype=torch.complex64)
     for target in (
         torch.zeros(3, 4, dtype=torch.complex64).conj(),
@@ -172,7 +172,7 @@ def test_a_destination_with_a_conjugate_bit() -> None:
         assert same(target, source)
 
 
-def test_another_dtype_converts() -> None:
+def test_a_copy_into_another_dtype_converts() -> None:
     region = Region(full_box((5,)), 0, 5)
     target = torch.zeros(5, dtype=torch.float64)
     destination = Destination(region, target, torch.bfloat16)

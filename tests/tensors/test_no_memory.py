@@ -1,4 +1,4 @@
-"""Tensors without memory of their own, or with more than that: refused by name, whoever is given them."""
+"""Tensors without memory of their own, or with shared memory, are refused by name everywhere."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def store() -> casckpt.Store:
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE.keys())
-def test_it_is_refused_by_name(
+def test_the_error_for_a_tensor_without_memory_names_it(
     store: casckpt.Store,
     call: Callable[[casckpt.Store, Callable[[], torch.Tensor]], object],
     make: Callable[[], torch.Tensor],
@@ -120,7 +120,7 @@ def test_it_is_refused_by_name(
 
 
 @pytest.mark.parametrize("make", [MAKE["wrapped cpu"], MAKE["of two"]], ids=["wrapped", "of two"])
-def test_it_is_refused_by_torchs_checkpoints(store: casckpt.Store, make: Callable[[], torch.Tensor]) -> None:
+def test_dcp_refuses_a_tensor_without_memory(store: casckpt.Store, make: Callable[[], torch.Tensor]) -> None:
     calls = (
         lambda: save({"a": make()}, StorageWriter(store, run="d", step=1)),
         lambda: load({"a": make()}, StorageReader(store, "a@1")),
@@ -131,7 +131,7 @@ def test_it_is_refused_by_torchs_checkpoints(store: casckpt.Store, make: Callabl
         assert "'a'" in str(cause)
 
 
-def test_state_that_has_no_memory_does_not_take_the_place_of_a_parameter_that_has_none(store: casckpt.Store) -> None:
+def test_state_without_memory_does_not_replace_a_parameter_without_memory(store: casckpt.Store) -> None:
     """Both have the address 0. What is found to be taken is exchanged for a new tensor; this is refused instead."""
     model = nn.ParameterDict({"w": nn.Parameter(torch.ones(8)), "none": nn.Parameter(torch.empty(0))})
     optim = torch.optim.SGD(model.parameters(), momentum=0.9)
@@ -169,7 +169,7 @@ def test_a_model_of_placeholders_is_neither_saved_nor_loaded(store: casckpt.Stor
     assert [one.step for one in store.checkpoints("z")] == [1]
 
 
-def test_a_model_that_is_gathered_is_saved(store: casckpt.Store) -> None:
+def test_a_gathered_model_is_saved(store: casckpt.Store) -> None:
     model = partitioned()
     for parameter in model.parameters():
         parameter.data = torch.ones(parameter.ds_shape)  # type: ignore[attr-defined]

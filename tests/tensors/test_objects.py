@@ -1,4 +1,4 @@
-"""Objects are plain data; a pickle is written and read only where the user says so."""
+"""Objects are plain data; a pickle is written and read only with permission of the user."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Parts:
         return self.parts[number]
 
 
-def test_plain_data_is_not_pickled_even_where_it_may() -> None:
+def test_plain_data_is_not_pickled_even_if_allowed() -> None:
     parts = Parts()
     value = {"dtype": torch.bfloat16, "long": b"x" * 5000}
     for allow_pickle in (False, True):
@@ -41,13 +41,13 @@ def test_plain_data_is_not_pickled_even_where_it_may() -> None:
     assert len(parts.parts) == 2
 
 
-def test_what_is_not_plain_is_refused_with_its_place() -> None:
+def test_the_error_for_a_value_that_is_not_plain_names_its_place() -> None:
     with pytest.raises(InvalidInput, match=r"train\.state\['thing'\]\[0\]: a value of type .*Thing") as caught:
         encode_object("train.state", {"thing": [Thing(1)]}, False)
     assert caught.value.key == "train.state"
 
 
-def test_a_pickle_needs_leave_on_both_ways() -> None:
+def test_a_pickle_needs_permission_to_write_and_read() -> None:
     parts = Parts()
     data, pickled = encode_object("a", [b"y" * 5000, Thing(6000)], True, parts.spill)
     assert pickled
@@ -59,19 +59,19 @@ def test_a_pickle_needs_leave_on_both_ways() -> None:
     assert (first, thing.data) == (b"y" * 5000, b"x" * 6000)
 
 
-def test_what_cannot_be_pickled_either_is_refused() -> None:
+def test_a_value_that_cannot_be_pickled_is_refused() -> None:
     with pytest.raises(InvalidInput, match="neither plain data nor can it be pickled") as caught:
         encode_object("hook", lambda: 0, True)
     assert caught.value.key == "hook"
 
 
 @pytest.mark.parametrize("payload", [1, b"", b"\x80\x05cno.such.module\nx\n.", b"\x80\x05", b"garbage"])
-def test_a_pickle_of_no_use_is_refused(payload: Any) -> None:
+def test_an_unusable_pickle_is_refused(payload: Any) -> None:
     with pytest.raises(Refused, match="key 'a'"):
         decode_object("a", plain.encode(payload), True, True)
 
 
-def test_bytes_of_no_use_are_refused_by_key() -> None:
+def test_the_error_for_unusable_bytes_names_the_key() -> None:
     with pytest.raises(Refused, match="key 'a'") as caught:
         decode_object("a", b"\xc1", False, False)
     assert caught.value.key == "a"
@@ -83,7 +83,7 @@ def test_data_of_a_later_version_is_refused() -> None:
         decode_object("a", data, False, False)
 
 
-def test_an_archive_that_is_bent_anywhere_is_torchs_or_not() -> None:
+def test_a_changed_archive_is_recognised_or_refused() -> None:
     """As one whose directory asks for a later version of zip, for which Python's zipfile raises no BadZipFile."""
     archive = write_archive([1])
     assert is_only_torchs(archive)

@@ -28,7 +28,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=named)
-def test_comes_back_exactly(value: Any) -> None:
+def test_a_value_decodes_exactly(value: Any) -> None:
     data = plain.encode({"x": [value]}, extensions=TORCH_EXTENSIONS)
     assert same(plain.decode(data, extensions=TORCH_EXTENSIONS), {"x": [value]})
 
@@ -39,7 +39,7 @@ def test_every_dtype_comes_back() -> None:
     assert plain.decode(data, extensions=TORCH_EXTENSIONS) == dtypes
 
 
-def test_without_torch_they_are_shown() -> None:
+def test_torch_types_are_shown_without_torch() -> None:
     data = plain.encode(VALUES[:1] + VALUES[3:4], extensions=TORCH_EXTENSIONS)
     assert plain.decode(data) == [Tagged("torch.dtype", "bfloat16"), Tagged("torch.Size", (2, 0, 3))]
 
@@ -53,7 +53,7 @@ def test_without_torch_they_are_shown() -> None:
         (torch.nn.Linear(1, 1), r"store its state_dict\(\)"),
     ],
 )
-def test_what_is_refused_says_what_to_do(value: Any, message: str) -> None:
+def test_errors_for_refused_values_give_advice(value: Any, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         plain.encode(value, extensions=TORCH_EXTENSIONS)
 

@@ -27,7 +27,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_runs_are_those_of_the_row_major_order(form: str) -> None:
+def test_sampled_runs_follow_row_major_order(form: str) -> None:
     data = FORMS[form]
     size, count = data.element_size(), data.numel()
     last = count - RUN // size
@@ -42,7 +42,7 @@ SHORT = [
 ]  # fmt: skip
 
 
-def test_what_is_shorter_than_a_run_repeats_its_last_element_whatever_its_strides() -> None:
+def test_a_tensor_shorter_than_a_run_repeats_its_last_element() -> None:
     gaps = [torch.stack([data, data], -1)[..., 0] if data.dim() else data.conj() for data in SHORT]
     counts = np.array([data.numel() for data in SHORT])
     sizes = np.array([data.element_size() for data in SHORT])

@@ -1,4 +1,4 @@
-"""Leaves become pieces without a copy, and what has no bytes is refused by name."""
+"""Leaves become chunks without a copy, and the error for one without bytes names it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from casckpt.tensors.shards import check_destination, check_in_place, local_tens
 from tests.support.tensors import WRONG, wrong
 
 
-def test_a_tensor_is_one_piece() -> None:
+def test_a_tensor_is_a_single_chunk() -> None:
     tensor = torch.randn(3, 4)
     local = local_tensor("w", tensor)
     assert (local.key, local.dtype, local.shape) == ("w", torch.float32, (3, 4))
@@ -29,7 +29,7 @@ def test_a_parameter_is_replicated() -> None:
     assert local_tensor("w", torch.nn.Parameter(torch.zeros(2))).replicated
 
 
-def test_a_box() -> None:
+def test_a_box_is_a_region() -> None:
     data = torch.arange(6).view(2, 3)
     local = local_tensor("w", Shard(data, (4, 3), offset=(2, 0)))
     (piece,) = local.pieces
@@ -38,7 +38,7 @@ def test_a_box() -> None:
     assert piece.data.data_ptr() == data.data_ptr()
 
 
-def test_a_flat_range_and_several() -> None:
+def test_flat_ranges_are_regions() -> None:
     data = torch.arange(5)
     (piece,) = local_tensor("w", Shard(data, (4, 3), flat=(2, 7))).pieces
     assert piece.region == Region(Box((0, 0), (4, 3)), 2, 7)
@@ -52,13 +52,13 @@ def test_a_flat_range_that_is_the_whole_box_has_its_shape() -> None:
     assert piece.data.shape == (4, 3)
 
 
-def test_several_chunks() -> None:
+def test_several_chunks_are_regions() -> None:
     chunks = [Shard(torch.zeros(1, 3), (4, 3), offset=(row, 0)) for row in (0, 3)]
     local = local_tensor("w", chunks)
     assert [piece.region.box.offset for piece in local.pieces] == [(0, 0), (3, 0)]
 
 
-def test_shards_that_are_replicas() -> None:
+def test_replicated_shards_are_marked() -> None:
     def is_replicated(*flags: bool) -> bool:
         chunks = [Shard(torch.zeros(2), (6,), offset=(2 * at,), replicated=flag) for at, flag in enumerate(flags)]
         return local_tensor("w", chunks).replicated
@@ -69,7 +69,7 @@ def test_shards_that_are_replicas() -> None:
     assert not local_tensor("w", Shard(torch.zeros(2), (2,))).replicated
 
 
-def test_nothing_of_a_tensor() -> None:
+def test_a_shard_may_hold_nothing_of_a_tensor() -> None:
     local = local_tensor("w", Shard(torch.zeros(0), (4, 3), flat=(5, 5)))
     assert local.shape == (4, 3)
     assert not local.pieces
@@ -87,7 +87,7 @@ def test_chunks_of_two_tensors_are_refused(other: Shard) -> None:
 
 @pytest.mark.parametrize("problem", WRONG)
 @pytest.mark.filterwarnings("ignore")  # torch: quantization and nested tensors are deprecated, or a prototype
-def test_what_has_no_bytes_is_refused(problem: str) -> None:
+def test_a_tensor_without_bytes_is_refused(problem: str) -> None:
     with pytest.raises(InvalidInput, match=r"^'a\.b': ") as caught:
         local_tensor("a.b", wrong(problem))
     assert caught.value.key == "a.b"
@@ -106,7 +106,7 @@ def test_a_wrapper_without_memory_is_refused() -> None:
         local_tensor("w", torch.Tensor._make_wrapper_subclass(_Wrapper, (3,)))
 
 
-def test_tensors_that_only_look_like_some_are_refused() -> None:
+def test_fake_and_meta_like_tensors_are_refused() -> None:
     with pytest.raises(InvalidInput, match="'w': an uninitialized parameter"):
         local_tensor("w", torch.nn.LazyLinear(3).weight)
     with FakeTensorMode():

@@ -22,7 +22,7 @@ def test_copies_have_the_same_bits_and_no_memory_in_common(name: str) -> None:
             assert copy.untyped_storage().data_ptr() != data.untyped_storage().data_ptr()
 
 
-def test_the_memory_is_used_again_and_grows_where_it_must() -> None:
+def test_staging_memory_is_reused_and_grows_if_needed() -> None:
     staging = Staging()
     (first,) = staging.copy([torch.ones(1000)])
     (second,) = staging.copy([torch.zeros(900)])
@@ -32,7 +32,7 @@ def test_the_memory_is_used_again_and_grows_where_it_must() -> None:
     assert staging.nbytes == -(-large.nbytes // 64) * 64
 
 
-def test_reserved_memory_takes_the_copy() -> None:
+def test_a_copy_uses_reserved_memory() -> None:
     staging = Staging()
     state = [torch.randn(100), torch.randn(7, 3).t(), torch.empty(0), torch.tensor(1)]
     staging.reserve(state)
@@ -41,7 +41,7 @@ def test_reserved_memory_takes_the_copy() -> None:
     assert staging.nbytes == before
 
 
-def test_what_is_given_twice_is_copied_once() -> None:
+def test_a_tensor_given_twice_is_copied_once() -> None:
     data = torch.randn(64)
     one, two, other = Staging().copy([data, data, data.view(8, 8)])
     assert one is two
@@ -49,7 +49,7 @@ def test_what_is_given_twice_is_copied_once() -> None:
     assert torch.equal(other.view(-1), data)
 
 
-def test_nothing_takes_nothing() -> None:
+def test_an_empty_state_uses_no_memory() -> None:
     staging = Staging()
     assert staging.copy([]) == []
     assert staging.copy([torch.empty(0, 3)])[0].shape == (0, 3)

@@ -45,7 +45,7 @@ def through(state: Any) -> Any:
 # what is a leaf
 
 
-def test_mappings_are_descended_and_the_rest_are_leaves() -> None:
+def test_mappings_are_descended_and_other_values_are_leaves() -> None:
     state = {"model": {"w": tensor(), "b": torch.nn.Parameter(tensor())}, "step": 3, "none": None, 7: "seven"}
     flat = flatten(state)
     assert kinds(flat) == {"model.w": "tensor", "model.b": "tensor", "step": "object", "none": "object", "7": "object"}
@@ -142,12 +142,12 @@ def test_a_module_is_no_state() -> None:
     ],
     ids=["dot", "int", "nul", "surrogate", "long", "empty"],
 )
-def test_keys_that_cannot_be_stored(state: Any, message: str) -> None:
+def test_unusable_keys_are_refused(state: Any, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         flatten(state)
 
 
-def test_longest_and_strange_keys_are_stored() -> None:
+def test_the_longest_and_unusual_keys_are_stored() -> None:
     state = {"a" * 4000: {"b" * 95: 1}, "m": {"": 1, " ": 2, "..": 3}, "ключ": 4, "": {"x": 5}}
     assert list(flatten(state).leaves) == [f"{'a' * 4000}.{'b' * 95}", "m.", "m. ", "m...", "ключ", ".x"]
     assert same(through(state), state)
@@ -189,7 +189,7 @@ def test_metadata_that_is_not_plain_is_refused() -> None:
 # there and back
 
 
-def test_a_module_and_an_optimizer() -> None:
+def test_states_of_a_module_and_an_optimizer_are_flattened() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     optim = torch.optim.AdamW(model.parameters())
     model(torch.ones(3, 2)).sum().backward()
@@ -204,7 +204,7 @@ def test_a_module_and_an_optimizer() -> None:
     assert found["optim"]["state"][0]["exp_avg"] is state["optim"]["state"][0]["exp_avg"]
 
 
-def test_containers_come_back_as_they_were() -> None:
+def test_containers_are_rebuilt_exactly() -> None:
     one = torch.ones(1)
     state = {
         "int": {1: one, "x": {}},
@@ -228,7 +228,7 @@ def test_containers_come_back_as_they_were() -> None:
     assert found["namespace"] == state["namespace"]
 
 
-def test_other_mappings_come_back_as_dicts() -> None:
+def test_other_mappings_are_rebuilt_as_dicts() -> None:
     found = through({"a": UserDict({"x": 1}), "b": types.MappingProxyType({"y": 2}), "c": defaultdict(lambda: 0, z=3)})
     assert same(found, {"a": {"x": 1}, "b": {"y": 2}, "c": {"z": 3}})
 
@@ -262,17 +262,17 @@ def equal(one: Any, other: Any) -> bool:
 
 @settings(max_examples=150, deadline=None)
 @given(STATES)
-def test_any_state_comes_back(state: dict[Any, Any]) -> None:
+def test_any_state_is_rebuilt(state: dict[Any, Any]) -> None:
     assert equal(through(state), state)
 
 
-def test_inflate_of_some_keys() -> None:
+def test_inflate_rebuilds_chosen_keys() -> None:
     flat = flatten({"m": {"a": tensor(), "b": [tensor(), tensor()]}, "step": 1, "e": {}})
     found = inflate(flat.tree, lambda key, leaf: key, lambda key: key in {"m.a", "m.b.1"})
     assert found == {"m": {"a": "m.a", "b": {1: "m.b.1"}}}
 
 
-def test_the_tree_of_a_state() -> None:
+def test_a_state_has_a_tree() -> None:
     flat = flatten({"a": (tensor(), 1)})
     assert same(flat.tree, {"a": (TENSOR, OBJECT)})
 
@@ -306,7 +306,7 @@ def test_none_and_whole_containers_may_be_replaced() -> None:
     assert state["list"] == [filled, filled]
 
 
-def test_a_per_rank_value_stays_one() -> None:
+def test_a_value_per_rank_stays_marked() -> None:
     inner = {"a": 1}
     state: dict[str, Any] = {"x": PerRank(1), "y": PerRank(inner)}
     replace_leaves(state, {"x": 2, "y.a": 3})

@@ -1,4 +1,4 @@
-"""Hostile pickles: none runs code, takes memory, hangs, or reaches beyond what it makes."""
+"""Hostile pickles: none runs code, allocates memory, hangs, or reaches beyond its own values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load(data: bytes, **options: Any) -> Any:
     return BoundedUnpickler(data, NAMES, **options).load()
 
 
-def test_what_is_known_comes_back_and_nothing_else_runs() -> None:
+def test_known_types_are_read_and_no_code_runs() -> None:
     value = {"a": [Known("x"), torch.Size([2, 3])], Known("y"): {1, 2}, (1, "b"): None, frozenset([3]): b"z" * 300}
     for protocol in range(6):
         assert load(pickle.dumps({"a": 1, "b": [1.5, None]}, protocol)) == {"a": 1, "b": [1.5, None]}
@@ -65,17 +65,17 @@ def doubled(depth: int) -> bytes:
         f"\x80\x02c{HERE}\nKnown\nN}}X\x04\x00\x00\x00nameX\x01\x00\x00\x00xs\x86b.".encode("latin-1"),  # of the class
     ],
 )  # fmt: skip
-def test_what_is_hostile_is_an_error_at_once(data: bytes) -> None:
+def test_a_hostile_pickle_is_an_error_at_once(data: bytes) -> None:
     with pytest.raises(MISREAD):
         load(data)
     assert Known().name == ""
 
 
-def test_a_number_of_the_memo_takes_no_memory() -> None:
+def test_a_large_memo_index_allocates_no_memory() -> None:
     assert load(b"\x80\x02Nr\xff\xff\xff\x7f.") is None  # 16 GiB, for the unpickler of C
 
 
-def test_errors_of_a_reader_become_one_that_names_what_was_read() -> None:
+def test_errors_of_a_reader_become_an_error_that_names_the_source() -> None:
     for error in (IndexError(), AssertionError("x"), MemoryError(), RecursionError("deep"), OverflowError("far")):
         with pytest.raises(Refused, match=rf"the file: {type(error).__name__}") as caught, misread(_refused):
             raise error
@@ -128,13 +128,13 @@ def shadowed_tensor() -> Any:
         lambda: torch.zeros(1).expand(1 << 40), lambda: {(1, 2): {"x": shared(60)}},
     ],
 )  # fmt: skip
-def test_what_is_endless_when_written_out_is_refused(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+def test_a_value_of_exponential_size_is_refused(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
     monkeypatch.setattr(untrusted, "_MORE_VALUES", 1000)
     with pytest.raises(Refused, match="the file"):
         check_expansion({"a": make()}, 1000, "the file")
 
 
-def test_what_is_shared_a_little_is_not() -> None:
+def test_a_value_with_little_sharing_is_accepted() -> None:
     tensor = torch.ones(1000).expand(1000, 1000)
     parameter = torch.nn.Parameter(torch.ones(2))
     vars(parameter)["tensor_model_parallel"] = True  # as Megatron's have

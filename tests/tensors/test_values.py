@@ -1,4 +1,4 @@
-"""A Shard refuses numbers that do not fit each other; its regions are what its data holds."""
+"""A Shard refuses inconsistent numbers; its regions are those of its data."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from casckpt.tensors.values import PerRank, Shard
 from tests.support.ids import named
 
 
-def test_the_whole_tensor() -> None:
+def test_a_shard_may_be_the_whole_tensor() -> None:
     assert Shard(torch.zeros(3, 4), global_shape=(3, 4)).regions() == [whole((3, 4))]
     assert Shard(torch.zeros(()), global_shape=()).regions() == [whole(())]
     assert Shard(torch.zeros(3), global_shape=torch.Size([3]), shape=[3]).regions() == [whole((3,))]
 
 
-def test_a_box() -> None:
+def test_a_box_is_a_region() -> None:
     wanted = [Region(Box((2, 1), (3, 4)), 0, 12)]
     assert Shard(torch.zeros(3, 4), global_shape=(8, 8), offset=(2, 1)).regions() == wanted
     assert Shard(torch.zeros(3, 4), (8, 8), [2, 1], [3, 4]).regions() == wanted
 
 
-def test_flat_ranges_of_the_whole_and_of_a_box() -> None:
+def test_flat_ranges_of_a_tensor_or_box_are_valid() -> None:
     box = Box((0, 0), (8, 8))
     assert Shard(torch.zeros(5), global_shape=(8, 8), flat=(3, 8)).regions() == [Region(box, 3, 8)]
     several = Shard(torch.zeros(2, 3), global_shape=(8, 8), flat=[(60, 64), (1, 1), (0, 2)])
@@ -73,24 +73,24 @@ def test_empty_shards_have_no_regions(options: dict[str, Any]) -> None:
         ((4,), {"global_shape": (8,), "flat": (0.0, 4.0)}, "flat of a Shard is a sequence of ints"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
+def test_inconsistent_numbers_are_refused(shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         Shard(torch.zeros(shape), **options)
 
 
-def test_data_is_a_tensor() -> None:
+def test_data_that_are_not_a_tensor_are_refused() -> None:
     data: Any = [1, 2]
     with pytest.raises(InvalidInput, match="not a list"):
         Shard(data, global_shape=(2,))
 
 
-def test_repr_says_what_is_held() -> None:
+def test_repr_describes_the_held_region() -> None:
     assert repr(Shard(torch.zeros(2), (8,), flat=(1, 3))) == "Shard([0:8] elements 1..3 of [8], torch.float32)"
     assert repr(Shard(torch.zeros(0), (8,), flat=(1, 1))) == "Shard(nothing of [8], torch.float32)"
     assert repr(PerRank([1])) == "PerRank([1])"
 
 
-def test_both_survive_pickling() -> None:
+def test_shards_can_be_pickled() -> None:
     shard = pickle.loads(pickle.dumps(Shard(torch.arange(2), (8,), flat=(1, 3))))
     assert shard.regions() == [Region(Box((0,), (8,)), 1, 3)]
     assert pickle.loads(pickle.dumps(PerRank(3))) == PerRank(3)

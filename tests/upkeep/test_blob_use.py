@@ -16,7 +16,7 @@ def freed(store: Store, **rules: Any) -> int:
     return store.gc(min_age="0s", **rules).deleted_bytes
 
 
-def test_each_step_tells_what_is_its_own() -> None:
+def test_each_step_reports_its_exclusive_bytes() -> None:
     store = filled(small())
     steps = store.footprint().steps
     assert [(one.run, one.step, one.state, one.until, one.tags) for one in steps] == [

@@ -1,4 +1,4 @@
-"""What looking at a store far away, collecting it, saving to it and copying it cost: what is new, not what is there.
+"""Costs of looking at, collecting, saving to and copying a remote store: they depend on news, not on its size.
 
 Counted are requests, of a process that begins anew on a host which has seen the store before.
 """
@@ -70,7 +70,7 @@ NAMES = ["list", "stats", "diff", "gc", "save", "copy"]
 
 
 @pytest.mark.parametrize("work", WORKS, ids=NAMES)
-def test_what_a_store_holds_costs_nothing(tmp_path: Path, work: Work) -> None:
+def test_the_size_of_a_store_adds_no_requests(tmp_path: Path, work: Work) -> None:
     found = []
     for count in (FEW, MANY):
         storage, host = far(), tmp_path / str(count)
@@ -82,7 +82,7 @@ def test_what_a_store_holds_costs_nothing(tmp_path: Path, work: Work) -> None:
 
 
 @pytest.mark.parametrize(("work", "reads"), [*zip(WORKS[:4], (1, 2, 2, 3), strict=True)], ids=NAMES[:4])
-def test_what_is_new_costs_as_much_as_it_is(tmp_path: Path, work: Work, reads: int) -> None:
+def test_new_data_costs_in_proportion_to_its_size(tmp_path: Path, work: Work, reads: int) -> None:
     """A commit record for each new checkpoint; its announcement where these are followed, and some that are not there
     yet; for stats and gc its manifest too.
     """

@@ -1,4 +1,4 @@
-"""doctor: what a storage lacks is found out, named, and nothing is left behind."""
+"""doctor finds and names missing promises of a storage, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Set(Own):
         yield Finding("lifecycle", False, "a rule deletes all", "remove it")
 
 
-def test_a_good_storage(tmp_path: Path) -> None:
+def test_doctor_accepts_a_good_storage(tmp_path: Path) -> None:
     storage = Own()
     found = findings(storage, tmp_path)
     assert bad(found) == set()
@@ -104,31 +104,31 @@ def test_a_good_storage(tmp_path: Path) -> None:
         (Set, {"lifecycle"}),
     ],
 )
-def test_what_is_broken_is_named(make: Callable[[], Own], names: set[str], tmp_path: Path) -> None:
+def test_doctor_names_broken_promises(make: Callable[[], Own], names: set[str], tmp_path: Path) -> None:
     found = findings(make(), tmp_path)
     assert bad(found) == names
     assert all(found[name].advice for name in names)
 
 
-def test_without_the_right_to_write_the_rest_is_not_tried(tmp_path: Path) -> None:
+def test_doctor_stops_without_write_rights(tmp_path: Path) -> None:
     storage = FaultyStore(Own(), [fail_before("put", times=1000)])
     assert bad(findings(storage, tmp_path)) == {"write"}
     assert storage.count("get") == 0
     assert findings(ReadOnly(), tmp_path)["write"].ok is None
 
 
-def test_without_the_right_to_delete_it_says_what_gc_needs(tmp_path: Path) -> None:
+def test_doctor_without_delete_rights_reports_needs_of_gc(tmp_path: Path) -> None:
     found = findings(FaultyStore(Own(), [fail_before("delete", times=1000)]), tmp_path)
     assert bad(found) == set()
     assert "gc needs" in found["delete"].advice
 
 
-def test_a_storage_that_fails_is_a_finding(tmp_path: Path) -> None:
+def test_a_failing_storage_is_a_finding(tmp_path: Path) -> None:
     found = findings(FaultyStore(Own(), [fail_before("list", times=1000)]), tmp_path)
     assert bad(found) == {"list-after-write", "delete"}
 
 
-def test_the_store_is_told_what_its_storage_is_worth(tmp_path: Path) -> None:
+def test_doctor_records_the_result_in_the_settings(tmp_path: Path) -> None:
     class Unknown(Own):
         @property
         def traits(self) -> Traits:

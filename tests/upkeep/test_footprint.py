@@ -1,4 +1,4 @@
-"""What holds the bytes of a store: each checkpoint, tag and branch; and what each rule of retention would free."""
+"""The use of bytes in a store: each checkpoint, tag and branch; and the bytes that each retention rule frees."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def freed(store: Store, **rules: Any) -> int:
     return store.gc(min_age="0s", **rules).deleted_bytes
 
 
-def test_what_waits_says_until_when_and_for_what() -> None:
+def test_deferred_bytes_have_a_time_and_a_reason() -> None:
     store = filled(small())
     store.tag("mine", "r@0")
     store.tag("lease-1", "r@1", expires="1h")
@@ -53,7 +53,7 @@ def test_what_waits_says_until_when_and_for_what() -> None:
     assert lease.bytes_alone == gone[1].bytes_alone > 0
 
 
-def test_a_thinned_one_counts_as_what_it_holds() -> None:
+def test_a_thinned_checkpoint_counts_its_remaining_bytes() -> None:
     store = filled(small())
     whole = store.stats().bytes_logical
     dropped = store.thin("r@1", drop="optim.*").nbytes
@@ -66,7 +66,7 @@ def test_a_thinned_one_counts_as_what_it_holds() -> None:
 
 
 @pytest.mark.parametrize(("first", "every", "best"), [(1, 2, "loss:1"), (2, 3, "loss:max:2"), (9, 1, "loss:9")])
-def test_each_rule_frees_what_it_says(first: int, every: int, best: str) -> None:
+def test_each_rule_frees_the_reported_bytes(first: int, every: int, best: str) -> None:
     rules: dict[str, Any] = {"keep_last": first, "keep_every": every, "keep_best": [best]}
     for number, (name, value) in enumerate(rules.items()):
         store = small()
@@ -102,7 +102,7 @@ def test_small_branches_that_share_a_blob_share_its_bytes() -> None:
 
 
 @pytest.mark.parametrize("compress", ["off", "auto"])
-def test_what_thinning_frees_is_told_of_frames_too(compress: Any) -> None:
+def test_bytes_freed_by_thinning_include_frames(compress: Any) -> None:
     store = small()
     for step in range(6):
         held = {"model": {"w": trained(400, step, 1)}, "optim": {"m": trained(700, step, 2)}}
@@ -125,7 +125,7 @@ def test_bases_are_freed_with_the_cells_encoded_against_them() -> None:
     assert freed(store) == told.freed_bytes > trained(700, 0).nbytes
 
 
-def test_what_only_deltas_need_is_told(tmp_path: Path) -> None:
+def test_bytes_needed_only_as_bases_are_reported(tmp_path: Path) -> None:
     store = small_folder(tmp_path)
     for step in range(3):
         held = {"model": {"w": trained(400, step, 1)}, "optim": {"m": trained(700, step, 2)}, "one": cells(3, 1)}

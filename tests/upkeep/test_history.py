@@ -1,4 +1,4 @@
-"""What each checkpoint added and why; what is damaged does not hide the rest."""
+"""The bytes that each checkpoint added and why; damage does not hide other checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def save(store: Store, step: int, run: str = "a", **layers: float) -> None:
     store.save({"model": model}, run=run, step=step)
 
 
-def test_each_checkpoint_adds_what_no_earlier_one_has(store: Store) -> None:
+def test_each_checkpoint_adds_its_new_bytes(store: Store) -> None:
     save(store, 1, _0=0.5, _1=1.5)
     save(store, 2, _0=0.5, _1=2.5)
     save(store, 3, _0=0.5, _1=2.5)
@@ -50,7 +50,7 @@ def test_the_heat_of_a_layer_is_the_share_that_changed(store: Store) -> None:
     assert found.shares == [[0.0, 1.0], [1.0, 0.0]]
 
 
-def test_only_the_newest_of_the_runs_that_are_named_are_compared(store: Store) -> None:
+def test_only_the_newest_of_named_runs_are_compared(store: Store) -> None:
     for step in range(1, 6):
         save(store, step, _0=float(step))
     save(store, 1, run="b", _0=1.0)
@@ -60,7 +60,7 @@ def test_only_the_newest_of_the_runs_that_are_named_are_compared(store: Store) -
     assert heat(store.repository, [one for one in found if one.commit.run == "b"]) is None
 
 
-def test_a_forgotten_checkpoint_is_not_shown_but_has_what_it_brought(store: Store) -> None:
+def test_a_forgotten_checkpoint_is_hidden_but_keeps_its_bytes(store: Store) -> None:
     save(store, 1, _0=0.5)
     save(store, 2, _0=0.5)
     store.forget("a@1")
@@ -68,7 +68,7 @@ def test_a_forgotten_checkpoint_is_not_shown_but_has_what_it_brought(store: Stor
     assert [(one.commit.step, one.bytes_added) for one in found] == [(2, 0)]
 
 
-def test_what_is_marked_as_damaged_is_named(store: Store) -> None:
+def test_blobs_marked_as_damaged_are_named(store: Store) -> None:
     save(store, 1, _0=0.5)
     commit = store.get("a@1").commit
     [(uploader, blob, _)] = casckpt.contents.manifests.blobs_of(store.repository, commit)
@@ -76,7 +76,7 @@ def test_what_is_marked_as_damaged_is_named(store: Store) -> None:
     assert history(store.repository, ["a"]).damaged == [blob]
 
 
-def test_a_manifest_that_cannot_be_read_hides_nothing_else(store: Store, store_path: Path) -> None:
+def test_an_unreadable_manifest_hides_nothing_else(store: Store, store_path: Path) -> None:
     for step in (1, 2, 3):
         save(store, step, _0=float(step))
     manifest = next(store_path.rglob(f"objects/**/{store.get('a@2').id}*"))

@@ -1,4 +1,4 @@
-"""What lies in a store is known without listing it again, and is never anything else than a listing would show."""
+"""The content of a store is known without another listing, and always equals one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def listings(repo: Repository, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_it_is_always_what_a_listing_shows(seed: int, tmp_path: Path) -> None:
+def test_the_inventory_always_equals_a_listing(seed: int, tmp_path: Path) -> None:
     """Two hosts save, fail, forget and collect, and look now and then; what nobody needs is never hidden from gc."""
     draw, storage = random.Random(seed), memory()
     hosts = [repository(tmp_path / name, storage, seed=number) for number, name in enumerate("ab")]
@@ -93,7 +93,7 @@ def test_a_folder_is_listed_once(tmp_path: Path) -> None:
     assert listings(repo, tmp_path) == []
 
 
-def test_of_a_purged_checkpoint_another_guards_what_is_left(tmp_path: Path) -> None:
+def test_another_commit_guards_what_a_purge_leaves(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     first = save(repo, texts=["a", "b"])
     save(repo, step=1, texts=["c"], reused=reused(repo, first)[:1])
@@ -107,7 +107,7 @@ def taken_manifest_bytes(repo: Repository) -> Sequence[int]:
     return [size for key, size in listed(repo).items() if key.endswith("manifest")]
 
 
-def test_what_is_not_named_is_listed_each_time(tmp_path: Path) -> None:
+def test_folders_with_unnamed_objects_are_listed_each_time(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     first = save(repo, texts=["a"])
     owner = first.txid
@@ -125,7 +125,7 @@ def test_what_is_not_named_is_listed_each_time(tmp_path: Path) -> None:
     assert listings(repo, tmp_path) == []
 
 
-def test_what_somebody_else_put_beside_blobs_is_told_each_time(tmp_path: Path) -> None:
+def test_foreign_files_beside_blobs_are_reported_each_time(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     strange = f"objects/{save(repo, texts=['a']).txid}/readme"
     repo.storage.put(strange, b"somebody's")
@@ -133,7 +133,7 @@ def test_what_somebody_else_put_beside_blobs_is_told_each_time(tmp_path: Path) -
         assert list(taken(repo).foreign) == [strange]
 
 
-def test_what_lacks_something_is_listed_each_time(tmp_path: Path) -> None:
+def test_folders_with_missing_objects_are_listed_each_time(tmp_path: Path) -> None:
     """It may be put back."""
     repo = repository(tmp_path)
     first = save(repo, texts=["a", "b"])
@@ -144,7 +144,7 @@ def test_what_lacks_something_is_listed_each_time(tmp_path: Path) -> None:
     assert taken(repo).total().blobs == 2
 
 
-def test_what_would_be_purged_guards_nothing(tmp_path: Path) -> None:
+def test_commits_about_to_be_purged_guard_nothing(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     first, second = save(repo, texts=["a"]), save(repo, step=1, texts=["b"])
     assert taken(repo).sizes == {}
@@ -155,7 +155,7 @@ def test_what_would_be_purged_guards_nothing(tmp_path: Path) -> None:
     assert listings(repo, tmp_path) == []  # it lives, and so does what is known of it
 
 
-def test_without_a_catalogue_all_is_listed(tmp_path: Path) -> None:
+def test_all_folders_are_listed_without_a_catalogue(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     save(repo, texts=["a"])
     before = measure(repo)

@@ -1,4 +1,4 @@
-"""A store that is not what it was: what is missing, or something else than it was, is told of and never acted upon."""
+"""Missing or changed records of a store are reported, and gc never acts on them."""
 
 from __future__ import annotations
 
@@ -89,9 +89,7 @@ HARMS: dict[str, Harm] = {
 
 @pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("host", ["same host", "another host"])
-def test_what_is_something_else_than_it_was_stops_a_gc(
-    local: Repository, root: Path, tmp_path: Path, harm: str, host: str
-) -> None:
+def test_changed_records_stop_a_gc(local: Repository, root: Path, tmp_path: Path, harm: str, host: str) -> None:
     if host == "same host":
         run_gc(local)
     HARMS[harm](root, local)
@@ -127,7 +125,7 @@ def test_lost_records_stop_a_gc_and_are_damage(
     assert [key for key, why in found.records if "is missing" in why] == gone
 
 
-def test_a_paused_gc_does_not_go_on_where_records_are_lost(local: Repository, root: Path) -> None:
+def test_a_paused_gc_does_not_continue_after_a_loss_of_records(local: Repository, root: Path) -> None:
     waits = begin_elsewhere(local)
     commits.forget(local, list_commits(local).live()[1])
     assert run_gc(local, wait=0.0).waiting
@@ -141,7 +139,7 @@ def test_a_paused_gc_does_not_go_on_where_records_are_lost(local: Repository, ro
     assert keys(local) == before
 
 
-def test_a_save_that_was_killed_before_its_commit_is_no_loss(repo: Repository) -> None:
+def test_a_save_killed_before_its_commit_is_not_a_loss(repo: Repository) -> None:
     txid = begin_elsewhere(repo)
     commit_of(repo, txid, ["x"])
     repo.storage.delete(commit_key(txid))  # as killed before it
@@ -149,7 +147,7 @@ def test_a_save_that_was_killed_before_its_commit_is_no_loss(repo: Repository) -
     assert run_gc(repo, revoke_after=0.0).deleted_manifests == 1
 
 
-def test_a_save_that_ends_between_two_looks_is_no_loss(repo: Repository, faults: FaultyStore) -> None:
+def test_a_save_that_ends_between_two_listings_is_not_a_loss(repo: Repository, faults: FaultyStore) -> None:
     txid = begin_elsewhere(repo)
     commit_of(repo, txid, ["x"])
     record = repo.storage.get(commit_key(txid), limit=1 << 20)
@@ -164,7 +162,7 @@ def test_a_save_that_ends_between_two_looks_is_no_loss(repo: Repository, faults:
     assert verify(repo).records == ()
 
 
-def test_lost_settings_stop_a_gc_where_there_was_a_mirror(local: Repository, root: Path) -> None:
+def test_lost_settings_stop_a_gc_if_a_mirror_was_set(local: Repository, root: Path) -> None:
     mirror = repository(root.with_name("mirror")).storage.url
     local.change_settings(mirror=mirror)
     newest = list_commits(local).live()[-1]
@@ -179,7 +177,7 @@ def test_lost_settings_stop_a_gc_where_there_was_a_mirror(local: Repository, roo
     assert run_gc(local).purged
 
 
-def test_nothing_is_forgotten_by_a_rule_where_records_are_lost(local: Repository, root: Path) -> None:
+def test_no_rule_forgets_anything_after_a_loss_of_records(local: Repository, root: Path) -> None:
     """The newest may be among them, and what the rule would take the only one that is left."""
     for step in range(10, 13):
         save(local, step=step, texts=[str(step)])

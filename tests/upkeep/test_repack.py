@@ -75,7 +75,7 @@ def numbered(manifest: Manifest) -> range:
 
 
 @given(ARRAYS, ARRAYS, st.sampled_from([CELL, 5 * CELL, 1 << 20]), st.integers(1, 3))
-def test_any_checkpoint_is_the_same_in_blobs_of_any_size(
+def test_a_checkpoint_is_the_same_in_blobs_of_any_size(
     tmp_path_factory: pytest.TempPathFactory,
     first: dict[str, npt.NDArray[np.generic]],
     second: dict[str, npt.NDArray[np.generic]],
@@ -95,7 +95,7 @@ def test_any_checkpoint_is_the_same_in_blobs_of_any_size(
 
 
 @given(ARRAYS, st.sampled_from([1, 2 * CELL, 1 << 20]))
-def test_cells_lie_as_a_save_lays_them(
+def test_repacked_cells_are_placed_as_by_a_save(
     tmp_path_factory: pytest.TempPathFactory, arrays: dict[str, npt.NDArray[np.generic]], blob_bytes: int
 ) -> None:
     repo = repository(tmp_path_factory.mktemp("any"))
@@ -117,7 +117,7 @@ def large(source: Repository, target: Repository, *refs: str, **options: object)
     return copy(source, target, *refs, **{"blob_bytes": 1 << 20, "jobs": 1} | options)
 
 
-def test_what_the_target_has_is_named_there_and_not_read(tmp_path: Path, source: Repository) -> None:
+def test_cells_that_the_target_has_are_named_and_not_read(tmp_path: Path, source: Repository) -> None:
     """Be it in the blobs of the source, or packed anew; what another run of the source shares with it, too."""
     save_arrays(source, {"t0": array(0), "own": array(9)}, "other", reuse=resolve(source, "run@0"))
     reads = FaultyStore(source.storage)
@@ -135,7 +135,7 @@ def test_what_the_target_has_is_named_there_and_not_read(tmp_path: Path, source:
         check_clean(target)
 
 
-def test_blobs_that_are_marked_in_the_target_are_not_reused(source: Repository, target: Repository) -> None:
+def test_marked_blobs_of_the_target_are_not_reused(source: Repository, target: Repository) -> None:
     large(source, target, "run@1")
     (ref,) = manifests.get(target, resolve(target, "run@1")).blobs
     blobs.mark_damaged(target, ref.uploader, ref.hash, "test")
@@ -173,7 +173,7 @@ def test_names_of_blobs_are_durable_before_the_record(tmp_path: Path, source: Re
         assert last_blob < settled < record
 
 
-def test_blobs_that_are_gone_from_the_target_are_marked_and_not_reused(source: Repository, target: Repository) -> None:
+def test_missing_blobs_of_the_target_are_marked_and_not_reused(source: Repository, target: Repository) -> None:
     large(source, target, "run@1")
     (ref,) = manifests.get(target, resolve(target, "run@1")).blobs
     target.storage.delete(blob_key(ref.uploader, ref.hash))
@@ -185,9 +185,7 @@ def test_blobs_that_are_gone_from_the_target_are_marked_and_not_reused(source: R
         assert read_arrays(target, commit) == read_arrays(source, resolve(source, commit.id))
 
 
-def test_what_is_reused_and_gone_after_a_gc_gave_up_on_the_copy_is_an_error(
-    source: Repository, target: Repository
-) -> None:
+def test_a_reused_blob_missing_after_a_revocation_is_an_error(source: Repository, target: Repository) -> None:
     large(source, target, "run@1")
     made = recoding(source, target, resolve(source, "run@2"))
     (ref,) = manifests.get(target, resolve(target, "run@1")).blobs
@@ -199,7 +197,7 @@ def test_what_is_reused_and_gone_after_a_gc_gave_up_on_the_copy_is_an_error(
 
 
 @pytest.mark.parametrize("times", [1, 99])
-def test_what_the_network_spoils_is_read_once_more(tmp_path: Path, source: Repository, times: int) -> None:
+def test_bytes_damaged_in_transfer_are_read_again(tmp_path: Path, source: Repository, times: int) -> None:
     storage = FaultyStore(source.storage, [corrupt("read_into", key="*.safetensors", times=times)])
     made = recoding(Repository(storage, tmp_path / "user"), elsewhere(tmp_path), resolve(source, "run@0"))
     if times == 1:
@@ -209,7 +207,7 @@ def test_what_the_network_spoils_is_read_once_more(tmp_path: Path, source: Repos
             made.run()
 
 
-def test_nothing_is_made_of_what_cannot_be_understood(source: Repository, target: Repository) -> None:
+def test_unknown_forms_are_not_repacked(source: Repository, target: Repository) -> None:
     manifest = manifests.get(source, resolve(source, "run@0"))
     parts = taken_apart(manifest)
     parts.pieces["cells"][0] = b"\x63 of later"
@@ -219,9 +217,7 @@ def test_nothing_is_made_of_what_cannot_be_understood(source: Repository, target
     assert not list(target.storage.list("objects/"))
 
 
-def test_spans_that_are_cut_in_another_way_are_refused_before_they_are_placed(
-    source: Repository, target: Repository
-) -> None:
+def test_spans_of_other_cell_sizes_are_refused_before_they_are_placed(source: Repository, target: Repository) -> None:
     """Rows are of one span; where a hostile writer has cut one in two, what lies together cannot be one row."""
     manifest = manifests.get(source, resolve(source, "run@0"))
     parts, half = taken_apart(manifest), CELL // 4
@@ -235,7 +231,7 @@ def test_spans_that_are_cut_in_another_way_are_refused_before_they_are_placed(
         replace(recoding(source, target, resolve(source, "run@0")), manifest=cut).run()
 
 
-def test_what_a_checkpoint_leaves_out_stays_left_out(source: Repository, target: Repository) -> None:
+def test_thinned_entries_stay_left_out(source: Repository, target: Repository) -> None:
     parts = taken_apart(manifests.get(source, resolve(source, "run@1")))
     parts.pieces["rows"][0] = b""
     made = replace(recoding(source, target, resolve(source, "run@1")), manifest=parts.put_together().manifest()).run()
@@ -247,7 +243,7 @@ def test_what_a_checkpoint_leaves_out_stays_left_out(source: Repository, target:
 # which blobs are packed anew
 
 
-def test_small_blobs_are_poor_if_fewer_come_of_them(source: Repository) -> None:
+def test_small_blobs_are_repacked_if_that_makes_fewer(source: Repository) -> None:
     manifest = manifests.get(source, resolve(source, "run@3"))
     assert poor_blobs(manifest, 1 << 20, ()) == {0, 1, 2, 3}
     assert poor_blobs(manifest, 2 * CELL, ()) == frozenset()  # they are as large as that
@@ -264,7 +260,7 @@ def test_branches_stay_apart(tmp_path: Path) -> None:
     assert poor_blobs(manifest, 1 << 30, ()) == frozenset()  # two before, two after
 
 
-def test_worn_blobs_are_poor_unless_somebody_else_uses_them_well(tmp_path: Path) -> None:
+def test_worn_blobs_are_repacked_unless_another_checkpoint_uses_them(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     first = save_arrays(repo, {"a": array(1), "b": array(2, 20)})
     commit = save_arrays(repo, {"a": array(1)}, step=1, reuse=first)
@@ -275,7 +271,7 @@ def test_worn_blobs_are_poor_unless_somebody_else_uses_them_well(tmp_path: Path)
     assert poor_blobs(worn, CELL, {(ref.uploader, ref.hash)}) == frozenset()
 
 
-def test_a_storage_that_fails_is_its_error(tmp_path: Path, source: Repository) -> None:
+def test_a_storage_error_is_raised(tmp_path: Path, source: Repository) -> None:
     for method, key in (("read_into", "*.safetensors"), ("open", "*.safetensors")):
         user = Repository(FaultyStore(source.storage, [fail_before(method, key=key)]), tmp_path / "user")
         with pytest.raises(StorageError):

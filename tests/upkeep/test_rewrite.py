@@ -1,4 +1,4 @@
-"""Rewrites: one record makes the old commit invisible and the new one visible; of all who race for it one wins."""
+"""Rewrites: one record hides the old commit and shows the new one; one of several competitors wins."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def finish(repo: Repository, made: Commit) -> None:
     repo.put_record(commit_key(base, number), Replaced(txid=base, time=repo.clock(), by=made.txid))
 
 
-def test_a_rewrite_takes_the_place_of_what_it_rewrites(repo: Repository) -> None:
+def test_a_rewrite_replaces_its_base(repo: Repository) -> None:
     base = commit_bare(repo, "a", 1)
     later = commit_bare(repo, "a", 2)
     made = rewrite_bare(repo, base)
@@ -84,7 +84,7 @@ def test_a_rewrite_takes_the_place_of_what_it_rewrites(repo: Repository) -> None
     assert follow(repo, refresh(repo, base)) == now(repo, again)
 
 
-def test_it_goes_on_standing_when_the_base_is_purged(repo: Repository) -> None:
+def test_a_rewrite_stands_after_the_purge_of_its_base(repo: Repository) -> None:
     base = commit_bare(repo)
     made = rewrite_bare(repo, base)
     purged = purge(repo, refresh(repo, base))
@@ -97,7 +97,7 @@ def test_it_goes_on_standing_when_the_base_is_purged(repo: Repository) -> None:
     assert visible(repo) == [made.txid]
 
 
-def test_a_rewrite_of_what_is_forgotten_then_is_forgotten_too(repo: Repository) -> None:
+def test_a_rewrite_of_a_checkpoint_forgotten_meanwhile_is_forgotten(repo: Repository) -> None:
     base = commit_bare(repo)
     made = rewrite_bare(repo, base)
     forgotten = forget(repo, made)
@@ -106,7 +106,7 @@ def test_a_rewrite_of_what_is_forgotten_then_is_forgotten_too(repo: Repository) 
     assert restore(repo, resolve(repo, base.id)).txid == made.txid
 
 
-def test_another_checkpoint_under_its_step_keeps_it_from_being_undone(repo: Repository) -> None:
+def test_another_checkpoint_at_the_step_stops_the_undoing_of_a_rewrite(repo: Repository) -> None:
     base = commit_bare(repo, "a", 1)
     forget(repo, rewrite_bare(repo, base))
     other = commit_bare(repo, "a", 1)
@@ -115,7 +115,7 @@ def test_another_checkpoint_under_its_step_keeps_it_from_being_undone(repo: Repo
     assert visible(repo) == [other.txid]
 
 
-def test_a_gc_gives_up_on_a_rewriter_that_is_dead_and_not_on_one_that_is_slow(repo: Repository) -> None:
+def test_gc_ends_the_rewrite_of_a_dead_process_and_not_of_a_slow_one(repo: Repository) -> None:
     clock = repo.clock
     assert isinstance(clock, Ticks)
     base = commit_bare(repo)
@@ -132,7 +132,7 @@ def test_a_gc_gives_up_on_a_rewriter_that_is_dead_and_not_on_one_that_is_slow(re
     assert rewrite_bare(repo, now(repo, base)).visible
 
 
-def test_it_is_given_up_on_though_it_was_not_announced(repo: Repository) -> None:
+def test_gc_ends_an_unannounced_rewrite(repo: Repository) -> None:
     base = commit_bare(repo)
     made = half_rewrite(repo, base)
     for entry in list(repo.storage.list("runs/")):
@@ -153,7 +153,7 @@ def other(tmp_path: Path, repo: Repository, seed: int = 7) -> Repository:
     return repository(tmp_path / f"other {seed}", storage.inner, seed=seed, clock=repo.clock)
 
 
-def test_who_forgets_meanwhile_wins(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_a_forget_during_a_rewrite_wins(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     base = commit_bare(repo)
     in_between(faults, base, lambda: forget(other(tmp_path, repo), base))
     with pytest.raises(Conflict, match="not rewritten"):
@@ -165,7 +165,7 @@ def test_who_forgets_meanwhile_wins(tmp_path: Path, repo: Repository, faults: Fa
     assert visible(repo) == [base.txid]
 
 
-def test_of_two_rewriters_one_wins(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_one_of_two_rewriters_wins(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     base = commit_bare(repo)
     won = []
     in_between(faults, base, lambda: won.append(rewrite_bare(other(tmp_path, repo), base)))
@@ -175,7 +175,7 @@ def test_of_two_rewriters_one_wins(tmp_path: Path, repo: Repository, faults: Fau
     assert sorted(one.standing for one in list_commits(repo).live()) == [STANDS, STANDS, VOID]
 
 
-def test_what_is_not_visible_is_not_rewritten(repo: Repository) -> None:
+def test_an_invisible_checkpoint_is_not_rewritten(repo: Repository) -> None:
     base = commit_bare(repo)
     made = half_rewrite(repo, base)
     for one in (forget(repo, base), now(repo, made)):
@@ -190,7 +190,7 @@ def test_a_rewrite_without_bytes_leaves_nothing(repo: Repository) -> None:
     assert (visible(repo), len(list_commits(repo).live())) == ([base.txid], 1)
 
 
-def test_a_rewriter_whose_answer_got_lost_has_won(repo: Repository, faults: FaultyStore) -> None:
+def test_a_rewriter_with_a_lost_answer_wins(repo: Repository, faults: FaultyStore) -> None:
     base = commit_bare(repo)
     faults.inject(
         fail_after("put", key=f"{commit_key(base.txid)}.1"), fail_before("get", key=f"{commit_key(base.txid)}.1")
@@ -199,9 +199,7 @@ def test_a_rewriter_whose_answer_got_lost_has_won(repo: Repository, faults: Faul
     assert now(repo, base).number == 1
 
 
-def test_a_rewriter_without_an_answer_takes_the_number_before_it_gives_up(
-    repo: Repository, faults: FaultyStore
-) -> None:
+def test_a_rewriter_without_an_answer_takes_the_number_before_it_fails(repo: Repository, faults: FaultyStore) -> None:
     base = commit_bare(repo)
     faults.inject(fail_before("put", key=f"{commit_key(base.txid)}.1"))
     with pytest.raises(StorageError):
@@ -223,7 +221,7 @@ def test_a_rewriter_that_cannot_take_the_number_forgets_nothing(repo: Repository
     assert visible(repo) == [made.txid]
 
 
-def test_a_rewrite_and_its_record_are_announced_before_they_are_there(repo: Repository, faults: FaultyStore) -> None:
+def test_a_rewrite_and_its_record_are_announced_before_they_exist(repo: Repository, faults: FaultyStore) -> None:
     base = commit_bare(repo)
     seen = []
 
@@ -249,7 +247,7 @@ class Torn(FaultyStore):
         return (entry for entry in super().list(prefix, known=known) if hides is None or not hides(entry.key))
 
 
-def test_what_replaced_something_is_read_by_its_key(tmp_path: Path) -> None:
+def test_a_rewrite_missing_from_a_listing_is_read_by_its_key(tmp_path: Path) -> None:
     storage = Torn(memory())
     repo = repository(tmp_path, storage)
     base = commit_bare(repo)
@@ -295,7 +293,7 @@ def test_a_checkpoint_that_was_always_visible_is_never_reported_as_gone(tmp_path
     assert visible(repository(tmp_path / "newer", storage, seed=6)) == [again.txid]
 
 
-def test_a_look_at_a_run_follows_what_was_replaced_meanwhile(
+def test_a_look_at_a_run_follows_checkpoints_replaced_meanwhile(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
     """The rewrite is read first, and does not stand yet; then its base is, which has been replaced."""
@@ -317,7 +315,7 @@ def test_a_look_at_a_run_follows_what_was_replaced_meanwhile(
     assert (read, found) == (3, now(repo, made))
 
 
-def test_a_record_that_is_lost_behind_a_rewrite_does_not_keep_a_listing_for_ever(tmp_path: Path) -> None:
+def test_a_lost_record_after_a_rewrite_does_not_block_listings(tmp_path: Path) -> None:
     """Read by keys, the log of the base ends before the hole, and the rewrite seems to stand; as listed it does not."""
     storage = memory()
     repo = repository(tmp_path, storage)
@@ -330,7 +328,7 @@ def test_a_record_that_is_lost_behind_a_rewrite_does_not_keep_a_listing_for_ever
     assert (listed.visible(), list(listed.damaged)) == ([], [made.txid])
 
 
-def test_what_is_undone_while_it_is_followed_is_not_lost(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_a_rewrite_undone_during_a_look_is_not_lost(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     base = commit_bare(repo)
     made = rewrite_bare(repo, base)
     seen = refresh(repo, base)
@@ -347,7 +345,7 @@ def test_what_is_undone_while_it_is_followed_is_not_lost(tmp_path: Path, repo: R
 # tags
 
 
-def test_tags_and_leases_go_with_the_id(repo: Repository) -> None:
+def test_tags_and_leases_follow_the_id(repo: Repository) -> None:
     base = commit_bare(repo)
     set_tag(repo, "best", base)
     tag, _ = hold(repo, "lease-1", base, 60)
@@ -360,7 +358,7 @@ def test_tags_and_leases_go_with_the_id(repo: Repository) -> None:
     assert tag.txid == base.txid
 
 
-def test_a_tag_is_set_on_what_was_rewritten_just_now(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_a_tag_can_be_set_on_a_just_rewritten_checkpoint(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     base = commit_bare(repo)
 
     def rewritten() -> None:
@@ -373,7 +371,7 @@ def test_a_tag_is_set_on_what_was_rewritten_just_now(tmp_path: Path, repo: Repos
     assert resolve(repo, "tag:best").visible
 
 
-def test_a_tag_restores_what_its_id_means(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+def test_a_tag_restores_the_current_commit_of_its_id(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     base = commit_bare(repo)
 
     def gone() -> None:
@@ -408,7 +406,7 @@ def test_a_rewrite_whose_standing_cannot_be_read_is_in_doubt(tmp_path: Path, rep
             read_log(host, made.txid)
 
 
-def test_a_rewrite_of_what_was_given_up_can_be_read(repo: Repository) -> None:
+def test_a_rewrite_of_a_purged_base_can_be_read(repo: Repository) -> None:
     base = commit_bare(repo)
     made = rewrite_bare(repo, base)
     tear(repo, commit_key(base.txid))
@@ -418,7 +416,7 @@ def test_a_rewrite_of_what_was_given_up_can_be_read(repo: Repository) -> None:
     assert (set(found.damaged), [one.txid for one in found.visible()]) == ({made.txid}, [made.txid])
 
 
-def test_a_save_callback_is_told_what_lives_after_the_transaction_began(repo: Repository, faults: FaultyStore) -> None:
+def test_a_save_callback_receives_a_listing_made_after_the_begin(repo: Repository, faults: FaultyStore) -> None:
     base = commit_bare(repo)
     began = len(faults.calls)
 

@@ -80,7 +80,7 @@ class Dying(FaultyStore):
             yield kinds
 
 
-def test_killed_at_any_call_of_thinning_and_of_the_gc_nothing_is_lost(tmp_path: Path, seed: int, full: bool) -> None:
+def test_thinning_and_gc_killed_at_any_call_lose_nothing(tmp_path: Path, seed: int, full: bool) -> None:
     for calls in range(*((1000,) if full else (seed % 9, 1000, 9))):
         clock, inner = Ticks(), memory()
         first = fill(repository(tmp_path / f"{calls}", inner, clock=clock))
@@ -112,7 +112,7 @@ class ThinPlay(Play):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("switches", [0.2, 0.05])
-def test_beside_rewriters_holders_and_gcs(tmp_path: Path, seed: int, full: bool, switches: float) -> None:
+def test_thinning_runs_beside_rewriters_leases_and_gcs(tmp_path: Path, seed: int, full: bool, switches: float) -> None:
     thinned = 0
     for round_ in range(200 if full else 8):
         play = ThinPlay(tmp_path / str(round_), seed + round_)
@@ -132,7 +132,7 @@ def test_beside_rewriters_holders_and_gcs(tmp_path: Path, seed: int, full: bool,
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("dies", ["gc", "thinner"])
-def test_what_is_tagged_is_visible_and_whole_in_the_end(tmp_path: Path, seed: int, full: bool, dies: str) -> None:
+def test_tagged_checkpoints_end_visible_and_whole(tmp_path: Path, seed: int, full: bool, dies: str) -> None:
     """Beside a rule that forgets, and one who thins, one of whom is killed right behind its first change of a log."""
     taken_back = 0
     for round_ in range(400):
@@ -174,7 +174,7 @@ def tags_that_lie(repo: Repository) -> list[str]:
 
 
 @pytest.mark.sweep
-def test_beside_writers_and_users(tmp_path: Path, seed: int, full: bool) -> None:
+def test_thinning_runs_beside_writers_and_users(tmp_path: Path, seed: int, full: bool) -> None:
     for round_ in range(200 if full else 8):
         play = ThinPlay(tmp_path / str(round_), seed + round_)
         play.thinner("t0")
@@ -214,7 +214,7 @@ def tag_right_before(repo: Repository, faults: FaultyStore, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", TAGS)
-def test_what_is_tagged_while_it_is_thinned_stays_whole(filled: Repository, faults: FaultyStore, what: str) -> None:
+def test_a_checkpoint_tagged_during_thinning_stays_whole(filled: Repository, faults: FaultyStore, what: str) -> None:
     whole = resolve(filled, "run@0")
     tag_right_before(filled, faults, what)
     assert [one.step for one in thin(filled, "run@0", "run@1")] == [1]
@@ -225,7 +225,7 @@ def test_what_is_tagged_while_it_is_thinned_stays_whole(filled: Repository, faul
     assert [one.dropped is None for one in list_commits(filled).visible()] == [True, False, True]
 
 
-def test_it_undoes_its_own_change_but_no_later_one(filled: Repository, faults: FaultyStore) -> None:
+def test_thinning_undoes_its_own_change_but_no_later_one(filled: Repository, faults: FaultyStore) -> None:
     """Before it restores what was tagged, who tags has done so, and somebody forgets it by name."""
     whole = resolve(filled, "run@0")
     tag_right_before(filled, faults, "a tag")
@@ -242,7 +242,9 @@ def test_it_undoes_its_own_change_but_no_later_one(filled: Repository, faults: F
     assert "run@0" not in {f"{one.run}@{one.step}" for one in list_commits(filled).visible()}
 
 
-def test_so_it_does_in_a_mirror_that_is_thinned_alike(filled: Repository, faults: FaultyStore, tmp_path: Path) -> None:
+def test_thinning_undoes_its_own_change_in_a_mirror_too(
+    filled: Repository, faults: FaultyStore, tmp_path: Path
+) -> None:
     other = elsewhere(tmp_path / "t")
     copy(filled, other)
     thin(other, "run@0", "run@1")
@@ -252,7 +254,7 @@ def test_so_it_does_in_a_mirror_that_is_thinned_alike(filled: Repository, faults
     assert resolve(filled, "tag:best").dropped is None
 
 
-def test_what_is_tagged_is_thinned_where_that_is_wanted(filled: Repository, faults: FaultyStore) -> None:
+def test_tagged_checkpoints_are_thinned_on_request(filled: Repository, faults: FaultyStore) -> None:
     tag_right_before(filled, faults, "a tag")
     (made,) = execute(filled, plan_thin(filled, ["run@0"], drop=DROP, tagged=True))
     assert tags(filled)["best"].txid == made.txid
@@ -261,7 +263,7 @@ def test_what_is_tagged_is_thinned_where_that_is_wanted(filled: Repository, faul
 
 
 @pytest.mark.parametrize("what", TAGS)
-def test_gc_restores_what_a_killed_thinning_left_though_tagged(
+def test_gc_restores_tagged_checkpoints_of_a_killed_thinning(
     filled: Repository, faults: FaultyStore, what: str
 ) -> None:
     whole = resolve(filled, "run@0")
@@ -278,7 +280,7 @@ def test_gc_restores_what_a_killed_thinning_left_though_tagged(
     check(filled)
 
 
-def test_of_several_thinnings_that_is_undone_which_the_tag_came_before(filled: Repository) -> None:
+def test_only_thinnings_after_the_tag_are_undone(filled: Repository) -> None:
     (less,) = thin(filled, "run@0")
     set_tag(filled, "best", less)
     execute(filled, plan_thin(filled, ["run@0"], drop=["model.b"], tagged=True))
@@ -289,7 +291,7 @@ def test_of_several_thinnings_that_is_undone_which_the_tag_came_before(filled: R
     assert resolve(filled, "tag:best").txid == less.txid
 
 
-def test_who_tags_what_is_thinned_at_this_instant_has_it_whole(filled: Repository, faults: FaultyStore) -> None:
+def test_a_tag_set_during_thinning_keeps_the_checkpoint_whole(filled: Repository, faults: FaultyStore) -> None:
     whole = resolve(filled, "run@0")
     faults.inject(call_first("put", meanwhile(lambda: thin(filled, "run@0")), key="tags/best/0"))
     set_tag(filled, "best", whole)
@@ -297,7 +299,7 @@ def test_who_tags_what_is_thinned_at_this_instant_has_it_whole(filled: Repositor
     check(filled)
 
 
-def test_of_what_is_purged_by_then_the_rest_is_tagged(filled: Repository, faults: FaultyStore) -> None:
+def test_a_tag_on_a_purged_whole_commit_keeps_the_thinned_one(filled: Repository, faults: FaultyStore) -> None:
     whole = resolve(filled, "run@0")
 
     def thinned_and_purged() -> None:
@@ -312,7 +314,7 @@ def test_of_what_is_purged_by_then_the_rest_is_tagged(filled: Repository, faults
 # copies
 
 
-def test_a_thin_one_is_there_where_its_whole_twin_is(tmp_path: Path) -> None:
+def test_a_whole_twin_counts_as_the_thinned_checkpoint(tmp_path: Path) -> None:
     source, target = fill(repository(tmp_path)), elsewhere(tmp_path / "t")
     copy(source, target)
     thin(source, "run@0")
@@ -321,7 +323,7 @@ def test_a_thin_one_is_there_where_its_whole_twin_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("purged", [False, True])
-def test_a_whole_one_answers_beside_its_thin_twin(tmp_path: Path, *, purged: bool) -> None:
+def test_a_whole_checkpoint_answers_beside_its_thinned_twin(tmp_path: Path, *, purged: bool) -> None:
     source, target = fill(repository(tmp_path)), elsewhere(tmp_path / "t")
     thin(source, "run@0")
     if purged:
@@ -338,7 +340,7 @@ def test_a_whole_one_answers_beside_its_thin_twin(tmp_path: Path, *, purged: boo
         check_clean(target)
 
 
-def test_a_copy_of_a_damaged_thin_one_names_the_keys(tmp_path: Path) -> None:
+def test_a_copy_of_a_damaged_thinned_checkpoint_names_keys(tmp_path: Path) -> None:
     source, target = fill(repository(tmp_path)), elsewhere(tmp_path / "t")
     (made,) = thin(source, "run@0")
     collect(source)
@@ -348,7 +350,7 @@ def test_a_copy_of_a_damaged_thin_one_names_the_keys(tmp_path: Path) -> None:
     assert set(failed.keys) == {"model.a", "model.b"}
 
 
-def test_a_thin_one_that_lost_a_blob_is_repaired_and_stays_thin(tmp_path: Path) -> None:
+def test_a_repaired_thinned_checkpoint_stays_thinned(tmp_path: Path) -> None:
     repo, other = fill(repository(tmp_path)), elsewhere(tmp_path / "t")
     copy(repo, other)
     (made,) = thin(repo, "run@0")
@@ -362,7 +364,7 @@ def test_a_thin_one_that_lost_a_blob_is_repaired_and_stays_thin(tmp_path: Path) 
     check(repo)
 
 
-def test_what_a_thin_one_lacks_says_why(tmp_path: Path) -> None:
+def test_errors_for_thinned_entries_name_the_rule(tmp_path: Path) -> None:
     repo = fill(repository(tmp_path))
     (made,) = thin(repo, "run@0")
     manifest = manifests.get(repo, made)
@@ -390,7 +392,7 @@ def reasons(repo: Repository) -> list[tuple[int | None, str]]:
     return [(one.step, one.reason) for one in collect(repo).waiting]
 
 
-def test_a_mirror_that_is_kept_whole_gets_what_was_whole_first(tmp_path: Path) -> None:
+def test_a_whole_mirror_receives_checkpoints_before_they_are_thinned(tmp_path: Path) -> None:
     here, there = mirrored(tmp_path, thinned=False)
     thin(here, "run@0")
     assert reasons(here) == [(0, "unmirrored")]
@@ -401,7 +403,7 @@ def test_a_mirror_that_is_kept_whole_gets_what_was_whole_first(tmp_path: Path) -
     check(there)
 
 
-def test_a_mirror_is_thinned_behind(tmp_path: Path) -> None:
+def test_a_mirror_is_thinned_afterwards(tmp_path: Path) -> None:
     here, there = mirrored(tmp_path, thinned=True)
     catch_up(here, there)
     thin(here, "run@0")
@@ -414,7 +416,7 @@ def test_a_mirror_is_thinned_behind(tmp_path: Path) -> None:
     assert reasons(here) == []
 
 
-def test_what_was_thinned_before_it_was_mirrored_goes_thin(tmp_path: Path) -> None:
+def test_a_checkpoint_thinned_before_mirroring_is_mirrored_thinned(tmp_path: Path) -> None:
     here, there = mirrored(tmp_path, thinned=True)
     thin(here, "run@0")
     assert reasons(here) == [(0, "unmirrored")]
@@ -424,7 +426,7 @@ def test_what_was_thinned_before_it_was_mirrored_goes_thin(tmp_path: Path) -> No
     check(there)
 
 
-def test_what_is_whole_again_here_is_so_in_the_mirror(tmp_path: Path) -> None:
+def test_a_checkpoint_restored_whole_becomes_whole_in_the_mirror(tmp_path: Path) -> None:
     here, there = mirrored(tmp_path, thinned=True)
     catch_up(here, there)
     thin(here, "run@0")
@@ -437,7 +439,7 @@ def test_what_is_whole_again_here_is_so_in_the_mirror(tmp_path: Path) -> None:
     assert base in Holdings(list_commits(there).visible())
 
 
-def test_what_is_tagged_in_the_mirror_stays_whole_there(tmp_path: Path) -> None:
+def test_tagged_checkpoints_stay_whole_in_the_mirror(tmp_path: Path) -> None:
     here, there = mirrored(tmp_path, thinned=True)
     catch_up(here, there)
     set_tag(there, "best", resolve(there, "run@0"))
@@ -446,7 +448,7 @@ def test_what_is_tagged_in_the_mirror_stays_whole_there(tmp_path: Path) -> None:
     assert [resolve(there, f"run@{step}").dropped is None for step in range(3)] == [True, False, True]
 
 
-def test_who_was_first_has_won(tmp_path: Path) -> None:
+def test_the_first_of_two_changes_wins(tmp_path: Path) -> None:
     repo = fill(repository(tmp_path))
     plan = plan_thin(repo, ["run@0"], drop=DROP)
     move(repo, resolve(repo, "run@0"))

@@ -1,4 +1,4 @@
-"""Thinning in any order with saves, copies there and back, a mirror and gcs: what is visible is there, to the bit."""
+"""Thinning in any order with saves, copies, a mirror and gcs: visible checkpoints are exact."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_bytes_are_counted_by_run() -> None:
     assert (found.bytes_unneeded, list(found.unreadable)) == (0, [])
 
 
-def test_what_no_checkpoint_needs_is_told_until_a_gc(tmp_path: Path) -> None:
+def test_unused_bytes_are_reported_until_a_gc(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     store.save({"w": cells(9)}, step=0)
     store.save({"w": cells(9) + 1}, step=1)
@@ -53,7 +53,7 @@ def test_what_no_checkpoint_needs_is_told_until_a_gc(tmp_path: Path) -> None:
     assert after.bytes_blobs == after.runs[0].bytes_used < before.bytes_blobs
 
 
-def test_a_damaged_manifest_spoils_its_own_line_alone(tmp_path: Path) -> None:
+def test_a_damaged_manifest_affects_only_its_own_line(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     bad = store.save({"w": cells(9)}, run="bad", step=0)
     store.save({"w": torch.ones(5)}, run="good", step=0)
@@ -66,7 +66,7 @@ def test_a_damaged_manifest_spoils_its_own_line_alone(tmp_path: Path) -> None:
     assert found.bytes_unneeded > 0
 
 
-def test_an_empty_store_and_none(tmp_path: Path) -> None:
+def test_stats_of_an_empty_store_are_zero_and_of_a_missing_one_an_error(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     assert list(usage(store.repository).runs) == []
     with pytest.raises(NotFound, match="there is no store"):

@@ -1,4 +1,4 @@
-"""``casckpt copy``: what it says, and what it does as processes that are killed, or that share the work."""
+"""``casckpt copy``: output, and copies by processes that are killed or that share the work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def there(tmp_path: Path) -> Path:
     return tmp_path / "there"
 
 
-def test_it_copies_what_is_missing_and_says_what(run: Run, as_json: AsJson, saved: Path, there: Path) -> None:
+def test_copy_copies_and_lists_missing_checkpoints(run: Run, as_json: AsJson, saved: Path, there: Path) -> None:
     planned = as_json("copy", saved, there, "--dry-run")
     assert not there.exists()
     found = as_json("copy", saved, there, "a@1", "a@2..3")
@@ -35,21 +35,21 @@ def test_it_copies_what_is_missing_and_says_what(run: Run, as_json: AsJson, save
     assert ids[0] == ids[1]
 
 
-def test_tags_and_runs(as_json: AsJson, run: Run, saved: Path, there: Path) -> None:
+def test_copy_takes_tags_and_chosen_runs(as_json: AsJson, run: Run, saved: Path, there: Path) -> None:
     run("tag", saved, "best", "a@2")
     found = as_json("copy", saved, there, "--run", "a", "--tags")
     assert (found["tags"], len(found["copied"])) == (["best"], 3)
     assert [row["tags"] for row in as_json("list", there)] == [[], ["best"], []]
 
 
-def test_into_blobs_of_another_size(as_json: AsJson, run: Run, saved: Path, there: Path) -> None:
+def test_copy_writes_blobs_of_another_size(as_json: AsJson, run: Run, saved: Path, there: Path) -> None:
     copied = as_json("copy", saved, there, "--blob-size", "4MiB")
     assert (len(copied["copied"]), copied["failed"]) == (4, [])
     assert casckpt.open(there).repository.marker.blob_bytes == 4 << 20
     run("verify", there)
 
 
-def test_floats_in_fewer_bytes(as_json: AsJson, run: Run, tmp_path: Path, there: Path) -> None:
+def test_copy_compresses_floats(as_json: AsJson, run: Run, tmp_path: Path, there: Path) -> None:
     store = small_folder(tmp_path / "store")
     store.save({"w": trained(50, 0)}, step=0)
     copied = as_json("copy", store.url, there, "--compress", "always")
@@ -59,7 +59,7 @@ def test_floats_in_fewer_bytes(as_json: AsJson, run: Run, tmp_path: Path, there:
     assert "in place" in run("copy", there, there, "--compress", "always", status=1).stderr
 
 
-def test_a_store_is_packed_anew_in_place(as_json: AsJson, run: Run, saved: Path) -> None:
+def test_copy_repacks_a_store_in_place(as_json: AsJson, run: Run, saved: Path) -> None:
     ids = [row["id"] for row in as_json("list", saved)]
     planned = as_json("copy", saved, saved, "--blob-size", "4MiB", "--dry-run")
     found = as_json("copy", saved, saved, "--blob-size", "4MiB")
@@ -74,16 +74,16 @@ def test_a_store_is_packed_anew_in_place(as_json: AsJson, run: Run, saved: Path)
     assert "or a size of blobs" in run("copy", saved, saved, status=1).stderr
 
 
-def test_a_run_that_is_not_there_is_told_of(run: Run, saved: Path, there: Path) -> None:
+def test_copy_reports_a_missing_run(run: Run, saved: Path, there: Path) -> None:
     assert "no checkpoint of run 'typo'" in run("copy", saved, there, "--run", "typo").stderr
 
 
-def test_options_of_the_wrong_store_are_wrong_usage(run: Run, saved: Path) -> None:
+def test_the_error_for_storage_options_of_a_copy_names_those_of_the_target(run: Run, saved: Path) -> None:
     said = run("copy", saved, "s3://bucket/x", "--storage-option", "anon=true", status=2).stderr
     assert "those of DST are --dst-option" in said
 
 
-def test_another_checkpoint_in_its_place_is_a_conflict(run: Run, as_json: AsJson, saved: Path, there: Path) -> None:
+def test_another_checkpoint_at_the_step_is_a_conflict(run: Run, as_json: AsJson, saved: Path, there: Path) -> None:
     casckpt.open(there).save({"mine": cells(1)}, run="a", step=2)
     found = as_json("copy", saved, there, status=5)
     assert [(one["step"], one["kind"]) for one in found["failed"]] == [(2, "conflict")]
@@ -106,7 +106,7 @@ def test_a_damaged_blob_is_refused(as_json: AsJson, saved: Path, there: Path) ->
     assert "shared" in raised.value.keys
 
 
-def test_damage_that_many_share_is_told_once(run: Run, as_json: AsJson, saved: Path, there: Path) -> None:
+def test_damage_that_checkpoints_share_is_reported_once(run: Run, as_json: AsJson, saved: Path, there: Path) -> None:
     store = casckpt.open(saved)
     blob = max(blob_keys(store), key=lambda key: (saved / key).stat().st_size)
     flip(store, blob, 5000)
@@ -118,7 +118,7 @@ def test_damage_that_many_share_is_told_once(run: Run, as_json: AsJson, saved: P
     assert "), a@2 (" in said
 
 
-def test_a_damaged_record_is_told_of_and_the_rest_is_copied(
+def test_a_damaged_record_is_reported_and_other_checkpoints_are_copied(
     run: Run, as_json: AsJson, saved: Path, there: Path
 ) -> None:
     record = saved / "commits" / casckpt.open(saved).get("a@2").commit.txid
@@ -132,7 +132,7 @@ def test_a_damaged_record_is_told_of_and_the_rest_is_copied(
         casckpt.open(saved).copy_to(there)
 
 
-def test_forgotten_ones_are_told_of(run: Run, saved: Path, there: Path) -> None:
+def test_copy_reports_forgotten_checkpoints(run: Run, saved: Path, there: Path) -> None:
     run("copy", saved, there)
     run("forget", there, "a@1")
     assert "forgotten in DST, left so: a@1" in run("copy", saved, there).output
@@ -176,7 +176,7 @@ def kill_a_copy(store: casckpt.Store, there: Path) -> None:
     assert steps(casckpt.open(there)) == []
 
 
-def test_a_copy_that_was_killed_goes_on_where_it_was(as_json: AsJson, many: casckpt.Store, there: Path) -> None:
+def test_a_killed_copy_is_resumed(as_json: AsJson, many: casckpt.Store, there: Path) -> None:
     kill_a_copy(many, there)
     kept = blob_keys(casckpt.open(there))
     assert kept
@@ -188,7 +188,7 @@ def test_a_copy_that_was_killed_goes_on_where_it_was(as_json: AsJson, many: casc
     assert other.gc(min_age=0).deleted_blobs == 0
 
 
-def test_a_copy_that_another_process_goes_on_with_is_not_shown_as_dead(
+def test_a_copy_resumed_by_another_process_is_not_shown_as_dead(
     as_json: AsJson, many: casckpt.Store, there: Path
 ) -> None:
     kill_a_copy(many, there)
@@ -201,7 +201,7 @@ def test_a_copy_that_another_process_goes_on_with_is_not_shown_as_dead(
     assert as_json("transactions", there) == []
 
 
-def test_a_gc_gives_up_on_a_copy_that_was_killed_and_the_next_begins_anew(
+def test_a_gc_revokes_a_killed_copy_and_the_next_copy_starts_over(
     as_json: AsJson, many: casckpt.Store, there: Path
 ) -> None:
     kill_a_copy(many, there)
@@ -213,9 +213,7 @@ def test_a_gc_gives_up_on_a_copy_that_was_killed_and_the_next_begins_anew(
 
 
 @pytest.mark.parametrize("world", [1, 2], ids=["both copy all", "as torchrun starts them"])
-def test_two_processes_copy_the_same_at_once_while_a_gc_goes_round(
-    many: casckpt.Store, there: Path, world: int
-) -> None:
+def test_two_processes_copy_the_same_checkpoints_beside_gcs(many: casckpt.Store, there: Path, world: int) -> None:
     many.save({"w": cells(200, seed=4)}, step=2)
     started = [
         subprocess.Popen(

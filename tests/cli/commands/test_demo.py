@@ -10,7 +10,7 @@ def named(rows: list[dict[str, Any]]) -> list[str]:
     return [f"{row['run']}@{row['step']}" for row in rows]
 
 
-def test_the_demo_shows_itself(tmp_path: Path, as_json: AsJson, run: Run) -> None:
+def test_the_demo_runs_and_prints_its_steps(tmp_path: Path, as_json: AsJson, run: Run) -> None:
     shown = as_json("demo", tmp_path / "store")
     results = {step["command"] or "load": step["result"] for step in shown["steps"]}
     assert results["load"] is True

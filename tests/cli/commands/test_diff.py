@@ -8,7 +8,7 @@ from tests.cli.conftest import AsJson, Run
 # looking
 
 
-def test_diff_gives_keys_and_bytes(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_diff_prints_keys_and_bytes(saved: Path, as_json: AsJson, run: Run) -> None:
     found = as_json("diff", saved, "a@1", "a@3")
     assert {name: found[name] for name in ("added", "removed", "changed", "unchanged")} == {
         "added": [], "removed": [], "changed": ["own"], "unchanged": ["shared"],
@@ -22,7 +22,9 @@ def test_diff_gives_keys_and_bytes(saved: Path, as_json: AsJson, run: Run) -> No
 # lists
 
 
-def test_diff_of_one_is_with_its_parent(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_diff_of_one_checkpoint_compares_with_its_parent(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
+) -> None:
     found = as_json("diff", saved, "a@3")
     assert (found["old"]["step"], found["new"]["step"], found["changed"]) == (2, 3, ["own"])
     assert "a@1 has no parent" in run("diff", saved, "a@1", status=3).stderr

@@ -7,7 +7,7 @@ from tests.support.bucket_commands import arguments, checks
 from tests.support.servers import Server
 
 
-def test_doctor_passes_where_it_is_safe(safe: Server, run: Run) -> None:
+def test_doctor_passes_a_safe_storage(safe: Server, run: Run) -> None:
     bucket = safe.new_bucket()
     result = run("doctor", f"s3://{bucket}/store", *arguments(safe))
     assert "NOT OK" not in result.stdout
@@ -31,7 +31,7 @@ def test_doctor_and_init_refuse_a_server_that_ignores_the_condition(
     run("gc", f"s3://{bucket}/store", "--single-writer", *arguments(rclone_server))
 
 
-def test_doctor_tells_what_the_settings_of_a_bucket_mean(moto_server: Server, as_json: AsJson) -> None:
+def test_doctor_explains_the_settings_of_a_bucket(moto_server: Server, as_json: AsJson) -> None:
     bucket, client = moto_server.new_bucket(), moto_server.client
     client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
     for _ in range(3):
@@ -54,7 +54,7 @@ def test_doctor_tells_what_the_settings_of_a_bucket_mean(moto_server: Server, as
     assert found["lifecycle"]["ok"]
 
 
-def test_doctor_on_a_folder(run: Run, tmp_path: Path) -> None:
+def test_doctor_checks_a_folder(run: Run, tmp_path: Path) -> None:
     """It goes as it came: what was not there is not there afterwards, and what was is."""
     (tmp_path / "there").mkdir()
     for name in ("there", "new/folder/store"):

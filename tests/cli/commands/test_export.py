@@ -31,14 +31,16 @@ def test_import_and_export_give_the_same_file(store_path: Path, tmp_path: Path, 
     assert list(safetensors.torch.load_file(out)) == ["a"]
 
 
-def test_export_says_what_it_leaves_out(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
+def test_export_reports_keys_that_it_leaves_out(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
     assert as_json("export", saved, "a@1", tmp_path / "out", "--max-shard-size", "10KB")["left_out"] == ["lr"]
     assert len(list((tmp_path / "out").glob("model-0000?-of-00002.safetensors"))) == 2
     assert "not REGEX=NAME" in run("export", saved, "a@1", tmp_path / "x", "--rename", "w", status=2).stderr
     assert "left out: lr\n" in run("export", saved, "a@1", tmp_path / "again").stdout
 
 
-def test_files_and_folders_of_torch_go_in_and_out(store_path: Path, tmp_path: Path, run: Run, as_json: AsJson) -> None:
+def test_torch_files_and_folders_are_imported_and_exported(
+    store_path: Path, tmp_path: Path, run: Run, as_json: AsJson
+) -> None:
     torch.save({"a": torch.ones(2), "n": 3}, tmp_path / "in.pt")
     made = as_json("import", store_path, tmp_path / "in.pt", "--step", 0)
     assert (made["kind"], made["step"], made["files"]) == ("torch", 0, [str(tmp_path / "in.pt")])
@@ -67,7 +69,7 @@ def test_files_and_folders_of_torch_go_in_and_out(store_path: Path, tmp_path: Pa
 # where the store is
 
 
-def test_an_export_says_what_has_no_place_in_a_format(tmp_path: Path, as_json: AsJson, run: Run) -> None:
+def test_an_export_reports_values_that_the_format_cannot_hold(tmp_path: Path, as_json: AsJson, run: Run) -> None:
     store = casckpt.open(tmp_path / "s")
     store.save({"a": 1}, step=0, attachments={".metadata": b"x", "note": b"y"})
     found = as_json("export", tmp_path / "s", "latest", tmp_path / "out.pt", "--format", "torch")

@@ -21,7 +21,7 @@ def named(rows: list[dict[str, Any]]) -> list[str]:
 # looking
 
 
-def test_what_was_rewritten_is_had_back(store: casckpt.Store, saved: Path) -> None:
+def test_restore_undoes_a_rewrite(store: casckpt.Store, saved: Path) -> None:
     old = store.get("a@2")
     move(store.repository, old.commit)
     assert store.restore(old) == store.get("a@2") != old, "it is visible, wherever it lies"
@@ -34,7 +34,7 @@ def test_what_was_rewritten_is_had_back(store: casckpt.Store, saved: Path) -> No
 # keeping and removing
 
 
-def test_forget_and_restore(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_restore_undoes_forget(saved: Path, as_json: AsJson, run: Run) -> None:
     assert as_json("forget", saved, "a@2..", "--dry-run")["dry_run"] is True
     assert len(as_json("list", saved)) == 4
     gone = as_json("forget", saved, "a@2..", "b@1")
@@ -50,7 +50,7 @@ def test_forget_and_restore(saved: Path, as_json: AsJson, run: Run) -> None:
     assert as_json("restore", saved, "a@..", status=3)["error"]["kind"] == "not-found"
 
 
-def test_restore_tells_what_was_restored_however_it_ends(
+def test_restore_reports_restored_checkpoints_even_if_it_fails(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = store.forget("a@1..3")[1].commit
@@ -70,7 +70,7 @@ def test_restore_tells_what_was_restored_however_it_ends(
     assert "not restored: a@2" in run("restore", saved, "a@..", status=5).stdout
 
 
-def test_a_tagged_one_is_forgotten_on_demand_only(saved: Path, as_json: AsJson) -> None:
+def test_a_tagged_checkpoint_is_forgotten_only_with_the_option_tagged(saved: Path, as_json: AsJson) -> None:
     as_json("tag", saved, "best", "a@2")
     assert as_json("forget", saved, "a@1..3", status=5)["error"]["kind"] == "conflict"
     assert len(as_json("list", saved)) == 4

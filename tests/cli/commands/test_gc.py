@@ -17,7 +17,7 @@ def named(rows: list[dict[str, Any]]) -> list[str]:
     return [f"{row['run']}@{row['step']}" for row in rows]
 
 
-def test_gc_restores_what_is_tagged(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_gc_restores_tagged_checkpoints(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
     store.tag("best", "a@2")
     forget(store.repository, store.get("a@2").commit)  # as a gc that was killed leaves it
     assert "would restore a@2" in run("gc", saved, "--dry-run").stdout
@@ -25,7 +25,7 @@ def test_gc_restores_what_is_tagged(saved: Path, store: casckpt.Store, as_json: 
     assert "a@2" in run("show", saved, "tag:best").stdout
 
 
-def test_gc_plans_what_it_then_does(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_gc_does_what_its_dry_run_prints(saved: Path, as_json: AsJson, run: Run) -> None:
     planned = as_json("gc", saved, "--keep-last", 1, "--min-age", 0, "--dry-run")
     before = set(saved.rglob("*"))
     assert planned["dry_run"] is True
@@ -54,7 +54,7 @@ def test_gc_forgets_nothing_without_a_rule(saved: Path, as_json: AsJson, run: Ru
     as_json("gc", saved, "--keep-last", 0, status=1)
 
 
-def test_gc_says_what_waits_until_when(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_gc_reports_deferred_checkpoints_and_times(saved: Path, as_json: AsJson, run: Run) -> None:
     done = as_json("gc", saved, "--keep-last", 1, "--min-age", "1h")
     assert (len(done["forgotten"]), done["purged"]) == (2, [])
     assert [(one["reason"], *named([one])) for one in done["waiting"]] == [("young", "a@1"), ("young", "a@2")]
@@ -62,7 +62,7 @@ def test_gc_says_what_waits_until_when(saved: Path, as_json: AsJson, run: Run) -
     assert "left for later: a@1" in run("gc", saved, "--min-age", "1h").stdout
 
 
-def test_what_gc_forgets_by_a_rule_can_be_restored_for_a_day(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_a_checkpoint_forgotten_by_a_rule_can_be_restored_for_a_day(saved: Path, as_json: AsJson, run: Run) -> None:
     """And the plan, the list and the sums say until when, and how much is freed then."""
     planned = as_json("gc", saved, "--keep-last", 1, "--dry-run")
     told = run("gc", saved, "--keep-last", 1).stdout
@@ -84,7 +84,7 @@ def test_what_gc_forgets_by_a_rule_can_be_restored_for_a_day(saved: Path, as_jso
     assert "forgotten" not in run("list", saved).output
 
 
-def test_gc_says_who_is_in_the_way(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_gc_reports_the_process_that_it_waits_for(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
     transaction = begin(store.repository, "a", 4)
     done = as_json("gc", saved, "--keep-last", 1, "--min-age", 0, "--wait", 0)
     (waiting,) = done["waiting"]
@@ -97,7 +97,7 @@ def test_gc_says_who_is_in_the_way(saved: Path, store: casckpt.Store, as_json: A
     assert as_json("gc", saved)["deleted_blobs"] > 0
 
 
-def test_a_gc_that_cannot_read_a_manifest_shows_its_plan_and_does_nothing_of_it(
+def test_a_gc_with_an_unreadable_manifest_prints_its_plan_and_changes_nothing(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
 ) -> None:
     next(saved.glob(f"objects/*/{store.get('a@3').id}.manifest")).unlink()
@@ -116,7 +116,7 @@ def test_a_gc_that_cannot_read_a_manifest_shows_its_plan_and_does_nothing_of_it(
     assert named(thin["thinned"]) == ["a@1", "a@2"]
 
 
-def test_a_gc_that_is_interrupted_says_what_it_has_forgotten_and_purged(
+def test_an_interrupted_gc_reports_forgotten_and_purged_checkpoints(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:

@@ -26,7 +26,7 @@ def named(rows: list[dict[str, Any]]) -> list[str]:
 # looking
 
 
-def test_list_gives_the_checkpoints_oldest_first(saved: Path, store: casckpt.Store, as_json: AsJson) -> None:
+def test_list_prints_checkpoints_oldest_first(saved: Path, store: casckpt.Store, as_json: AsJson) -> None:
     store.tag("best", "a@2")
     rows = as_json("list", saved)
     assert named(rows) == ["a@1", "a@2", "a@3", "b@1"]
@@ -50,7 +50,7 @@ def test_list_shows_forgotten_ones_only_with_all(saved: Path, store: casckpt.Sto
     assert "forgotten" in run("list", saved, "--all").stdout
 
 
-def test_old_places_are_listed_with_all_and_go_with_a_gc(
+def test_replaced_commits_are_listed_with_all_until_a_gc(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
 ) -> None:
     old = store.get("a@2")
@@ -72,7 +72,7 @@ def test_old_places_are_listed_with_all_and_go_with_a_gc(
     assert as_json("show", saved, old.id[:16])["run"] == "a"
 
 
-def test_what_waits_of_a_visible_checkpoint_is_called_its_old_places(
+def test_a_replaced_commit_of_a_visible_checkpoint_is_called_old_places(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
 ) -> None:
     key = next(iter(store.get("a@1").tensors))
@@ -132,7 +132,7 @@ def test_tables_fit_into_a_terminal(
 # keeping and removing
 
 
-def test_metrics_are_shown_and_sorted_by(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_list_shows_and_sorts_by_metrics(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
     store.save({"w": torch.zeros(1)}, run="m", step=1, metrics={"val": 0.5, "grad": float("nan")}, healthy=False)
     store.save({"w": torch.ones(1)}, run="m", step=2, metrics={"val": 0.25}, healthy=True)
     rows = as_json("list", saved, "--run", "m")
@@ -151,7 +151,7 @@ def test_metrics_are_shown_and_sorted_by(saved: Path, store: casckpt.Store, as_j
     assert "unhealthy" in text
 
 
-def test_what_a_save_found_is_told(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_list_shows_the_health_that_a_save_found(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
     tensors = {"a": torch.tensor([1.0, -2.5]), "b": torch.ones(3, dtype=torch.int8)}
     store.save(tensors, run="h", step=1, health=True)
     store.save(tensors | {"a": torch.tensor([math.nan, -math.inf])}, run="h", step=2, health=True)
@@ -190,7 +190,7 @@ def test_a_list_may_be_short_sorted_and_with_columns_of_the_metadata(saved: Path
     assert "nothing in the list has a number 'accuracy' to sort by; there are created, loss, new" in told
 
 
-def test_what_is_no_number_comes_last(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_nan_metrics_are_sorted_last(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
     for step, loss in ((4, "low"), (5, True), (6, None)):
         store.save({}, run="a", step=step, metadata={"loss": loss, "note": {"a": [1]}})
     assert named(as_json("list", saved, "--sort", "loss", "--run", "a"))[:4] == ["a@3", "a@2", "a@1", "a@4"]

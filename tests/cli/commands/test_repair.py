@@ -10,7 +10,7 @@ from tests.cli.conftest import AsJson, Run
 from tests.support.commands import damage
 
 
-def test_repair_takes_from_another_store(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
+def test_repair_takes_bytes_from_another_store(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
     other = casckpt.open(tmp_path / "other")
     other.save({"shared": torch.arange(5000.0), "own": torch.full((1000,), 1.0), "lr": 0.1}, run="a", step=1)
     blob = damage(saved)
@@ -22,7 +22,7 @@ def test_repair_takes_from_another_store(saved: Path, tmp_path: Path, as_json: A
     as_json("verify", saved)
 
 
-def test_repair_says_that_it_leaves_records_alone(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_repair_reports_that_it_does_not_repair_records(saved: Path, as_json: AsJson, run: Run) -> None:
     record = saved / "commits" / casckpt.open(saved).get("a@2").commit.txid
     record.chmod(0o644)
     os.truncate(record, 100)
@@ -32,5 +32,5 @@ def test_repair_says_that_it_leaves_records_alone(saved: Path, as_json: AsJson, 
     assert "put the files back from a copy of the files" in said
 
 
-def test_repair_from_a_store_that_is_not_there_finds_none(saved: Path, tmp_path: Path, as_json: AsJson) -> None:
+def test_repair_from_a_missing_store_is_not_found(saved: Path, tmp_path: Path, as_json: AsJson) -> None:
     assert as_json("repair", saved, "--from", tmp_path / "nope", status=3)["error"]["kind"] == "not-found"

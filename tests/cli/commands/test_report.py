@@ -11,7 +11,7 @@ from casckpt.base.sizes import format_size
 from tests.cli.conftest import AsJson, Run
 
 
-def test_stats_say_what_holds_the_bytes(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_stats_show_what_uses_the_bytes(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
     store.tag("best", "b@1")
     found = as_json("stats", saved, "--by", "run", "--by", "step", "--by", "key", "--by", "tag", "--keep-last", "1")
     assert {*as_json("stats", saved)} == {*found} - {
@@ -27,7 +27,7 @@ def test_stats_say_what_holds_the_bytes(saved: Path, store: casckpt.Store, as_js
     assert {one["run"] for one in as_json("stats", saved, "--by", "run", "--run", "b")["by_run"]} == {"b"}
 
 
-def test_stats_count(saved: Path, as_json: AsJson) -> None:
+def test_stats_count_checkpoints_and_bytes(saved: Path, as_json: AsJson) -> None:
     found = as_json("stats", saved)
     blobs = list(saved.glob("objects/*/*.safetensors"))
     files = [*blobs, *saved.glob("objects/*/*.manifest")]
@@ -36,7 +36,9 @@ def test_stats_count(saved: Path, as_json: AsJson) -> None:
     assert found["bytes_logical"] == 3 * 24_000 + 20_012
 
 
-def test_what_is_stored_smaller_is_told(store: casckpt.Store, store_path: Path, as_json: AsJson, run: Run) -> None:
+def test_stats_show_the_effect_of_compression(
+    store: casckpt.Store, store_path: Path, as_json: AsJson, run: Run
+) -> None:
     weights = torch.linspace(1, 2, 8192, dtype=torch.bfloat16)
     store.save({"w": weights}, run="r", step=1)
     assert "smaller" not in run("stats", store_path).stdout + run("show", store_path, "r@1").stdout
@@ -51,7 +53,7 @@ def test_what_is_stored_smaller_is_told(store: casckpt.Store, store_path: Path, 
     assert "decoded 32.0 KiB" in run("verify", store_path, "--decode").stdout
 
 
-def test_report_tells_where_the_bytes_are(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_report_shows_where_the_bytes_are(saved: Path, as_json: AsJson, run: Run) -> None:
     found = as_json("report", saved)
     first, second = found["runs"]
     assert (first["run"], first["checkpoints"], first["newest_step"]) == ("a", 3, 3)

@@ -1,4 +1,4 @@
-"""``casckpt settings``: what a store's owner may change, shown and changed."""
+"""``casckpt settings``: shows and changes settings of a store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNSET = {
 }  # fmt: skip
 
 
-def test_a_setting_is_changed_for_all_and_the_others_stay(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_a_changed_setting_applies_to_all_and_others_stay(saved: Path, as_json: AsJson, run: Run) -> None:
     assert as_json("settings", saved) == UNSET
     changed = as_json("settings", saved, "--set", "min_age=3d", "--set", "revoke_after=90s")
     assert changed == UNSET | {"min_age": 3 * 86400.0, "revoke_after": 90.0}
@@ -29,13 +29,13 @@ def test_a_setting_is_changed_for_all_and_the_others_stay(saved: Path, as_json: 
     ]  # fmt: skip
 
 
-def test_gc_heeds_the_settings(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_gc_follows_the_settings(saved: Path, as_json: AsJson, run: Run) -> None:
     run("settings", saved, "--set", "min_age=0")
     run("forget", saved, "a@1")
     assert [one["step"] for one in as_json("gc", saved)["purged"]] == [1]
 
 
-def test_a_mirror_is_stored_as_the_url_that_opening_gives(saved: Path, tmp_path: Path, as_json: AsJson) -> None:
+def test_a_mirror_is_stored_as_a_full_url(saved: Path, tmp_path: Path, as_json: AsJson) -> None:
     there = casckpt.open(tmp_path / "there")
     assert as_json("settings", saved, "--set", f"mirror={tmp_path / 'there'}")["mirror"] == there.url
     assert as_json("stats", saved)["mirror"] == there.url
@@ -55,7 +55,7 @@ def test_a_mirror_is_stored_as_the_url_that_opening_gives(saved: Path, tmp_path:
         (["--set", "min_age=1d", "--unset", "min_age"], 2, "both name min_age"),
     ],
 )
-def test_what_cannot_be_set_is_said_by_name_and_changes_nothing(
+def test_an_unusable_setting_is_named_and_changes_nothing(
     saved: Path, as_json: AsJson, options: list[str], status: int, says: str
 ) -> None:
     assert says in as_json("settings", saved, *options, status=status)["error"]["message"]
@@ -66,7 +66,7 @@ def test_a_store_is_not_its_own_mirror(saved: Path, as_json: AsJson) -> None:
     assert "own mirror" in as_json("settings", saved, "--set", f"mirror={saved}", status=1)["error"]["message"]
 
 
-def test_a_program_does_the_same(saved: Path) -> None:
+def test_store_settings_do_the_same_as_the_command(saved: Path) -> None:
     store = casckpt.open(saved)
     assert store.change_settings(min_age=timedelta(days=2), min_age_ephemeral="1h") == store.settings
     assert casckpt.open(saved).settings.min_age == timedelta(days=2)
@@ -84,7 +84,7 @@ def test_without_a_store_there_are_no_settings(tmp_path: Path) -> None:
         store.change_settings(min_age="1d")
 
 
-def test_init_makes_a_store_with_its_sizes_once(store_path: Path, as_json: AsJson, run: Run) -> None:
+def test_init_creates_a_store_with_its_sizes_once(store_path: Path, as_json: AsJson, run: Run) -> None:
     made = as_json("init", store_path, "--cell-size", "64KiB", "--blob-size", "4MiB")
     assert (made["cell_bytes"], made["blob_bytes"]) == (64 << 10, 4 << 20)
     assert casckpt.open(store_path).repository.marker.store_id == made["store_id"]

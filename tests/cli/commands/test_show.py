@@ -18,7 +18,7 @@ def named(rows: list[dict[str, Any]]) -> list[str]:
 # looking
 
 
-def test_show_gives_details_and_tensors(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_show_prints_details_and_tensors(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
     store.tag("best", "b@1")
     shown = as_json("show", saved, "tag:best")
     assert named([shown]) == ["b@1"]
@@ -35,7 +35,7 @@ def test_show_gives_details_and_tensors(saved: Path, store: casckpt.Store, as_js
     assert "2x3" in text
 
 
-def test_show_says_what_is_pickled(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_show_marks_pickled_values(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
     store.save({"odd": Odd(1), "n": 1}, run="odd", step=1, allow_pickle=True)
     assert as_json("show", saved, "odd@1")["pickled"] == ["odd"]
     assert "pickled  odd" in run("show", saved, "odd@1").stdout
@@ -47,12 +47,12 @@ class Odd(enum.IntEnum):
     ONE = 1
 
 
-def test_show_chooses_by_key(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_show_filters_by_key(saved: Path, as_json: AsJson, run: Run) -> None:
     assert [one["key"] for one in as_json("show", saved, "a@1", "--keys", "o*")["tensors"]] == ["own"]
     assert as_json("show", saved, "a@1", "--keys", "x*", status=3)["error"]["kind"] == "missing-key"
 
 
-def test_show_does_not_list_many_tensors_unasked(store: casckpt.Store, store_path: Path, run: Run) -> None:
+def test_show_lists_many_tensors_only_on_request(store: casckpt.Store, store_path: Path, run: Run) -> None:
     store.save({f"k{number}": torch.zeros(1) for number in range(30)}, step=0)
     assert "k17" not in run("show", store_path, "latest").stdout
     assert "k17" in run("show", store_path, "latest", "--tensors").stdout
@@ -61,14 +61,14 @@ def test_show_does_not_list_many_tensors_unasked(store: casckpt.Store, store_pat
 # lists
 
 
-def test_many_values_are_summed_up_by_what_holds_them(saved: Path, store: casckpt.Store, run: Run) -> None:
+def test_show_groups_many_values_by_container(saved: Path, store: casckpt.Store, run: Run) -> None:
     loops = {f"loop{number}": {"done": number} for number in range(30)}
     store.save({"lightning": loops, "epoch": 1, "optim": {"lr": 0.1, "eps": 0.2}}, run="c", step=1)
     (line,) = (line for line in run("show", saved, "c@1").stdout.splitlines() if line.startswith("objects"))
     assert line.split(maxsplit=1)[1] == "lightning.* (30 keys), epoch, optim.* (2 keys)"
 
 
-def test_show_says_how_to_see_many_tensors(store: casckpt.Store, store_path: Path, run: Run) -> None:
+def test_show_names_the_options_that_list_all_tensors(store: casckpt.Store, store_path: Path, run: Run) -> None:
     store.save({f"w{number}": torch.zeros(1) for number in range(30)}, run="many", step=1)
     assert "--tensors lists them" in run("show", store_path, "many@1").stdout
     assert "--tensors lists them" not in run("show", store_path, "many@1", "--tensors").stdout

@@ -11,7 +11,7 @@ def named(rows: list[dict[str, Any]]) -> list[str]:
     return [f"{row['run']}@{row['step']}" for row in rows]
 
 
-def test_thin_and_restore_whole(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+def test_restore_undoes_thin(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
     key = next(iter(store.get("a@1").tensors))
     planned = as_json("thin", saved, "a@1", "--drop", key, "--dry-run")
     assert (planned["dry_run"], planned["entries"], named(planned["thinned"])) == (True, 1, ["a@1"])

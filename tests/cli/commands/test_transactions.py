@@ -25,7 +25,7 @@ def test_transactions_are_listed_and_revoked(saved: Path, store: casckpt.Store, 
     assert transaction.abort("test")
 
 
-def test_saves_whose_records_are_lost_are_named_and_given_up(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_saves_with_lost_records_are_listed_and_revoked(saved: Path, as_json: AsJson, run: Run) -> None:
     (saved / "commits").rename(saved / "away")
     lost = sorted(path.name for path in (saved / "away").iterdir())
     assert "records are missing" in run("gc", saved, "--keep-last", 1, status=4).output

@@ -27,14 +27,14 @@ def test_verify_counts_and_finds_damage(saved: Path, store: casckpt.Store, as_js
     assert text.splitlines()[-1] == "1 damaged: run `casckpt repair`"
 
 
-def test_of_many_that_need_a_damaged_blob_a_few_are_named() -> None:
+def test_verify_names_a_few_of_many_affected_checkpoints() -> None:
     needed_by = [{"id": "f" * 64, "run": "a", "step": step} for step in range(2000)]
     assert needed({"keys": ["w"], "needed_by": needed_by}) == (
         "needed by a@0, a@1, a@2, a@3, a@4, ... and 1995 more (--json lists all): w"
     )
 
 
-def test_damage_that_is_known_is_not_forgotten(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_known_damage_is_reported_again(saved: Path, as_json: AsJson, run: Run) -> None:
     assert as_json("stats", saved)["damaged_blobs"] == 0
     assert "damaged" not in run("stats", saved).output
     blob = damage(saved)
@@ -47,7 +47,7 @@ def test_damage_that_is_known_is_not_forgotten(saved: Path, as_json: AsJson, run
     assert as_json("stats", saved)["damaged_blobs"] == 0
 
 
-def test_verify_of_a_part(saved: Path, as_json: AsJson, run: Run) -> None:
+def test_verify_checks_chosen_checkpoints(saved: Path, as_json: AsJson, run: Run) -> None:
     assert as_json("verify", saved, "b@1")["checked_checkpoints"] == 1
     said = run("verify", saved, "--sample", "0.01").output.splitlines()
     assert said[0].startswith(f"checked 1 of {as_json('stats', saved)['blobs']} blobs, ")

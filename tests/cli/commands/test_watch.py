@@ -9,7 +9,7 @@ from tests.cli.conftest import Run
 BRIEF = {"id", "run", "step"}
 
 
-def test_watch_prints_a_line_for_each(saved: Path, store: casckpt.Store, run: Run) -> None:
+def test_watch_prints_a_line_for_each_checkpoint(saved: Path, store: casckpt.Store, run: Run) -> None:
     store.forget("a@2")
     for options, steps in (["--after", "start"], [1, 3]), (["--after", "a@1"], [3]), ([], []):
         lines = run("watch", saved, "a", "--timeout", 0, "--json", *options).stdout.splitlines()
@@ -22,7 +22,7 @@ def test_watch_prints_a_line_for_each(saved: Path, store: casckpt.Store, run: Ru
     assert (row["step"], row["late"]) == (2, False)
 
 
-def test_watch_refuses_what_makes_no_sense(saved: Path, tmp_path: Path, run: Run) -> None:
+def test_watch_refuses_contradictory_options(saved: Path, tmp_path: Path, run: Run) -> None:
     assert run("watch", tmp_path / "none", "a", "--timeout", 0).stdout == ""
     assert "error" in run("watch", saved, "a", "--after", "a@9", "--json", status=3).stdout
     run("watch", saved, "a", "--after", "b@1", status=1)
@@ -30,7 +30,9 @@ def test_watch_refuses_what_makes_no_sense(saved: Path, tmp_path: Path, run: Run
     run("watch", saved, status=2)
 
 
-def test_follow_keeps_a_folder_at_the_newest(saved: Path, store: casckpt.Store, tmp_path: Path, run: Run) -> None:
+def test_follow_keeps_the_newest_checkpoint_in_a_folder(
+    saved: Path, store: casckpt.Store, tmp_path: Path, run: Run
+) -> None:
     into = ["follow", saved, "a", "--to", tmp_path / "to", "--once"]
     row = json.loads(run(*into, "--json").stdout)
     assert (row["id"], row["status"]) == (store.get("a@3").id, None)

@@ -37,7 +37,7 @@ def chain(links: int, *, coded_key: bool) -> tuple[StoredCell, list[bytes]]:
 
 
 @given(st.integers(0, MAX_LINKS), st.booleans())
-def test_it_is_decoded_through_all_links(links: int, coded_key: bool) -> None:
+def test_a_chain_of_frames_is_decoded_through_all_links(links: int, coded_key: bool) -> None:
     cell, stored = chain(links, coded_key=coded_key)
     assert len([*cell.chain]) == links + 1
     assert decode_chain(cell, lambda one: bytearray(stored[one.blob])) == version(links)

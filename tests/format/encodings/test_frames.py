@@ -109,7 +109,7 @@ def delta(cell: bytes, width: int, base: bytes) -> bytes | None:
 
 
 @given(versions())
-def test_deltas_come_back_in_place_and_not_and_are_undone(given: tuple[list[bytes], int]) -> None:
+def test_deltas_are_decoded_and_undone_in_place_and_into_new_memory(given: tuple[list[bytes], int]) -> None:
     (base, plain), width = given
     frame = delta(plain, width, base)
     if frame is None:
@@ -125,7 +125,7 @@ def test_deltas_come_back_in_place_and_not_and_are_undone(given: tuple[list[byte
 
 
 @given(versions(most=4))
-def test_a_chain_leads_there_and_back(given: tuple[list[bytes], int]) -> None:
+def test_a_chain_is_applied_and_undone(given: tuple[list[bytes], int]) -> None:
     chain, width = given
     frames = [delta(new, width, old) for old, new in pairwise(chain)]
     usable = frames[: frames.index(None)] if None in frames else frames
@@ -141,7 +141,7 @@ def test_a_chain_leads_there_and_back(given: tuple[list[bytes], int]) -> None:
 
 
 @given(versions())
-def test_what_encode_gives_comes_back(given: tuple[list[bytes], int]) -> None:
+def test_encoded_cells_decode_to_the_same_bytes(given: tuple[list[bytes], int]) -> None:
     (base, plain), width = given
     frame = encode(memoryview(plain), width, memoryview(base))
     if frame is not None:
@@ -151,7 +151,7 @@ def test_what_encode_gives_comes_back(given: tuple[list[bytes], int]) -> None:
 @pytest.mark.parametrize(
     ("share", "form"), [(0, Form.SPARSE), (0.01, Form.SPARSE), (0.3, Form.SPARSE), (0.5, Form.DIFF)]
 )
-def test_the_share_that_changed_chooses_the_form(share: float, form: Form) -> None:
+def test_the_share_of_changed_elements_decides_the_form(share: float, form: Form) -> None:
     base = elements(2, 1 << 16, "normal", 1)
     plain = base + (np.random.default_rng(2).random(base.size) < share).astype(base.dtype)
     frame = encode(memoryview(plain.tobytes()), 2, memoryview(base.tobytes()))
@@ -159,7 +159,7 @@ def test_the_share_that_changed_chooses_the_form(share: float, form: Form) -> No
     assert form_of(memoryview(frame)) == form
 
 
-def test_a_base_that_has_nothing_to_do_with_a_cell_is_left_alone() -> None:
+def test_an_unrelated_base_is_not_used() -> None:
     plain, base = (elements(2, 1 << 16, "normal", seed).tobytes() for seed in (1, 2))
     alone = encode(memoryview(plain), 2, None)
     assert alone is not None
@@ -168,7 +168,7 @@ def test_a_base_that_has_nothing_to_do_with_a_cell_is_left_alone() -> None:
     assert other is None or len(other) > len(alone)
 
 
-def test_ratios() -> None:
+def test_typical_states_reach_their_compression_ratios() -> None:
     base = elements(2, 1 << 19, "normal", 1)
     frame = encode(memoryview(base.tobytes()), 2, None)
     assert frame is not None
@@ -182,14 +182,14 @@ def test_ratios() -> None:
 
 @pytest.mark.parametrize("width", [0, 1, 2, 3, 4, 8, 16])
 @pytest.mark.parametrize("nbytes", [0, 1, MIN_CELL - 1, MIN_CELL - 8, MIN_CELL, MIN_CELL + 1, MIN_CELL + 4])
-def test_what_is_worth_nothing(width: int, nbytes: int) -> None:
+def test_incompressible_cells_are_stored_raw(width: int, nbytes: int) -> None:
     plain = memoryview(bytes(nbytes))
     worth = nbytes >= MIN_CELL and width in {1, 2, 4, 8} and not nbytes % width
     assert (encode(plain, width, None) is not None) == worth
     assert (encode(plain, width, plain) is not None) == worth
 
 
-def test_noise_is_worth_nothing() -> None:
+def test_noise_is_stored_raw() -> None:
     one, other = (np.random.default_rng(seed).bytes(1 << 18) for seed in (1, 2))
     for width in (1, 2, 4, 8):
         assert encode(memoryview(one), width, None) is None
@@ -198,7 +198,7 @@ def test_noise_is_worth_nothing() -> None:
 
 
 @pytest.mark.parametrize("count", [5001, 5002])
-def test_memory_that_is_not_aligned(count: int) -> None:
+def test_unaligned_memory_is_encoded_and_decoded(count: int) -> None:
     base, plain = (bytes(3) + elements(4, count, "normal", seed).tobytes() for seed in (1, 1))
     plain = plain[:-1] + b"\1"
     frame = encode(memoryview(plain)[3:], 4, memoryview(base)[3:])
@@ -208,7 +208,7 @@ def test_memory_that_is_not_aligned(count: int) -> None:
     assert into == plain
 
 
-def test_more_gaps_than_are_decoded_at_once() -> None:
+def test_many_gaps_are_decoded_in_pieces() -> None:
     base, where = np.zeros(400_000, np.uint8), np.random.default_rng(1).random(400_000) < 0.3
     plain = (base + where).tobytes()
     frame = delta(plain, 1, base.tobytes())
@@ -308,7 +308,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_other_frames_are_refused(what: str) -> None:
+def test_malformed_frames_are_refused(what: str) -> None:
     into = bytearray(b"\xaa" * PLAIN)
     with pytest.raises(Refused):
         decode(memoryview(WRONG[what]), memoryview(into), memoryview(into))
@@ -330,7 +330,7 @@ def test_a_cell_has_whole_elements() -> None:
         decode(memoryview(frame), memoryview(bytearray(PLAIN + 1)), None)
 
 
-def test_what_is_missing_or_wrong_with_the_base() -> None:
+def test_a_missing_or_wrong_base_is_refused() -> None:
     frame = frame_of(3, 1, PLAIN, ZEROS)
     into = memoryview(bytearray(PLAIN))
     with pytest.raises(InvalidInput, match="needs a base"):
@@ -353,14 +353,14 @@ def decoded_or_refused(frame: bytes) -> None:
 
 
 @given(st.binary(max_size=100), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]))
-def test_any_bytes_are_a_frame_or_refused(data: bytes, form: int, width: int) -> None:
+def test_arbitrary_bytes_decode_or_are_refused(data: bytes, form: int, width: int) -> None:
     decoded_or_refused(data)
     decoded_or_refused(pack("<BBBBI", form, width, 0, 0, PLAIN * width) + data)
     decoded_or_refused(frame_of(form, width, PLAIN * width, (2, data)))
 
 
 @given(st.data())
-def test_a_frame_that_was_changed_is_a_frame_or_refused(data: st.DataObject) -> None:
+def test_a_changed_frame_decodes_or_is_refused(data: st.DataObject) -> None:
     (base, plain), width = data.draw(versions())
     frame = bytearray(
         data.draw(st.sampled_from([encode_planes(memoryview(plain), width), delta(plain, width, base)])) or b""

@@ -1,4 +1,4 @@
-"""The head: what it lists comes back, any flipped byte shows, and nothing is believed that does not fit."""
+"""The head: it decodes as encoded, any flipped byte is noticed, and inconsistent content is refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rows_of(head: Head) -> list[tuple[bytes, int, int, int, bytes]]:
     return [(one.name.encode(), one.flags, one.offset, one.length, one.digest) for one in head.sections]
 
 
-def test_a_head_comes_back() -> None:
+def test_a_head_decodes_as_encoded() -> None:
     head, data = made()
     again = decode_head(data, head.digest)
     assert again == head
@@ -65,7 +65,7 @@ def test_any_flipped_byte_is_damage(position: int, change: int) -> None:
             decode_head(raw, wanted)
 
 
-def test_another_head_is_not_the_one_that_is_named() -> None:
+def test_a_head_that_differs_from_the_record_is_damage() -> None:
     head, data = made()
     with pytest.raises(Damaged, match="another manifest"):
         decode_head(data, "0" * 64)
@@ -77,12 +77,12 @@ def test_another_head_is_not_the_one_that_is_named() -> None:
 
 
 @pytest.mark.parametrize("part", [b"", b"indeX", b"index "])
-def test_other_bytes_are_no_section(part: bytes) -> None:
+def test_bytes_that_differ_from_the_head_are_no_section(part: bytes) -> None:
     with pytest.raises(Damaged, match="'index' does not have its hash"):
         check_section(made()[0]["index"], part)
 
 
-def test_a_later_version_says_so() -> None:
+def test_the_error_for_a_later_version_names_it() -> None:
     with pytest.raises(Refused, match="later version"):
         decode_head(forged(rows_of(made()[0]), b"CASCKPT\x02"))
     with pytest.raises(Refused, match="as a manifest does"):
@@ -122,13 +122,13 @@ def test_a_wrong_number_of_sections_is_refused(count: int) -> None:
 
 
 @pytest.mark.parametrize("name", [b"\xff", b"a\nb", b"a\0b"])
-def test_a_name_that_is_none_is_refused(name: bytes) -> None:
+def test_an_invalid_section_name_is_refused(name: bytes) -> None:
     head = made()[0]
     with pytest.raises(Refused):
         decode_head(forged([*rows_of(head), (name, 0, head.size, 0, cell_digest(b""))]))
 
 
-def test_what_is_not_known_is_passed_by_unless_it_is_needed() -> None:
+def test_an_unknown_section_is_skipped_unless_it_is_required() -> None:
     extra = Section("hints", 0, 0, 0, b""), b"something"
     head = decode_head(assemble(PARTS, [extra])[1])
     assert [section.name for section in head.foreign] == ["hints"]

@@ -29,14 +29,14 @@ ENTRIES = st.dictionaries(st.integers(0, 99), st.lists(CELLS, max_size=5), max_s
 
 
 @given(ENTRIES)
-def test_it_comes_back_as_it_was(entries: dict[int, list[CellHealth]]) -> None:
+def test_health_decodes_as_encoded(entries: dict[int, list[CellHealth]]) -> None:
     given = {number: rows_of(entries[number]) for number in sorted(entries)}
     found = decode_health(encode_health(given), 100)
     assert {number: rows.tolist() for number, rows in found.items()} == {n: rows.tolist() for n, rows in given.items()}
 
 
 @given(ENTRIES)
-def test_a_sum_is_that_of_all_cells(entries: dict[int, list[CellHealth]]) -> None:
+def test_sums_cover_all_cells(entries: dict[int, list[CellHealth]]) -> None:
     cells = [cell for one in entries.values() for cell in one]
     found = sum_of(joined(map(rows_of, entries.values())))
     most = max((cell.largest for cell in cells), default=0)
@@ -68,13 +68,13 @@ GOOD = {
         {"cells": pack([1, 2**40])},
     ],
 )
-def test_what_nobody_writes_is_refused(wrong: dict[str, bytes]) -> None:
+def test_malformed_health_is_refused(wrong: dict[str, bytes]) -> None:
     decode_health(msgspec.msgpack.encode(HealthColumns(**GOOD)), 3)
     with pytest.raises(Refused, match=r"health|column"):
         decode_health(msgspec.msgpack.encode(HealthColumns(**GOOD | wrong)), 3)
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
+def test_arbitrary_bytes_are_decoded_or_refused(data: bytes) -> None:
     with suppress(Refused):
         decode_health(data, 3)

@@ -25,14 +25,14 @@ json_values = st.recursive(
 
 
 @given(st.dictionaries(st.text(max_size=5), json_values, max_size=4))
-def test_metadata_comes_back(metadata: dict[str, Any]) -> None:
+def test_metadata_decodes_as_encoded(metadata: dict[str, Any]) -> None:
     raw, short = encode_metadata(metadata)
     made = encode(draft([], metadata=raw))
     assert decode(made.data, made.id).metadata == metadata
     assert short is None or short == metadata
 
 
-def test_metadata_that_json_cannot_hold_stands_in_the_manifest_alone() -> None:
+def test_metadata_beyond_json_is_only_in_the_manifest() -> None:
     for value in (math.nan, math.inf, "x" * (64 << 10)):
         raw, short = encode_metadata({"v": value})
         assert short is None
@@ -54,13 +54,13 @@ def test_metadata_that_json_cannot_hold_stands_in_the_manifest_alone() -> None:
     ],
     ids=named,
 )
-def test_metadata_that_no_json_can_hold_is_refused(metadata: Any, names: str) -> None:
+def test_metadata_that_json_cannot_hold_is_refused(metadata: Any, names: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         encode_metadata(metadata)
     assert names in str(caught.value)
 
 
-def test_metadata_that_holds_itself_is_refused() -> None:
+def test_metadata_that_contains_itself_is_refused() -> None:
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(InvalidInput, match="levels deep"):

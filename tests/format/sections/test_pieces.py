@@ -1,4 +1,4 @@
-"""Pieces come back one by one; a flipped byte hits its group alone; a table that lies is refused."""
+"""Pieces decode one by one; a flipped byte damages only its group; a false table is refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def opened(table: Pieces, data: bytes, count: int) -> tuple[PieceReader, Store]:
 
 
 @given(pieces)
-def test_pieces_come_back(given_: list[bytes]) -> None:
+def test_pieces_decode_as_encoded(given_: list[bytes]) -> None:
     table, data = cut(given_)
     reader, _ = opened(table, data, len(given_))
     assert data == b"".join(given_)
@@ -52,7 +52,7 @@ def test_pieces_come_back(given_: list[bytes]) -> None:
     assert [reader.length(number) for number in range(len(given_))] == list(map(len, given_))
 
 
-def test_a_small_section_has_a_group_for_each_and_a_large_one_of_16_kib() -> None:
+def test_groups_hold_one_piece_in_small_sections_and_16_kib_in_large_ones() -> None:
     few, _ = cut([bytes(33)] * 200)
     assert (few.each, len(few.hashes)) == (1, 32 * 200)
     table, data = cut(large)
@@ -61,7 +61,7 @@ def test_a_small_section_has_a_group_for_each_and_a_large_one_of_16_kib() -> Non
 
 
 @given(st.lists(st.binary(min_size=1, max_size=40), min_size=2, max_size=60), st.data())
-def test_a_flipped_byte_hits_its_piece_alone(given_: list[bytes], data_: st.DataObject) -> None:
+def test_a_flipped_byte_damages_only_its_piece(given_: list[bytes], data_: st.DataObject) -> None:
     table, good = cut(given_)
     position = data_.draw(st.integers(0, len(good) - 1))
     raw = bytearray(good)
@@ -76,7 +76,7 @@ def test_a_flipped_byte_hits_its_piece_alone(given_: list[bytes], data_: st.Data
         reader.get(hit)
 
 
-def test_only_what_is_asked_for_is_read_and_once() -> None:
+def test_each_wanted_piece_is_read_once_and_no_other() -> None:
     table, data = cut(large)
     reader, store = opened(table, data, len(large))
     assert bytes(reader.get(20_000)) == large[20_000]
@@ -93,7 +93,7 @@ def test_only_what_is_asked_for_is_read_and_once() -> None:
 
 
 @given(st.data())
-def test_a_table_that_lies_is_refused_or_proves_nothing(data_: st.DataObject) -> None:
+def test_a_false_table_is_refused_or_verifies_nothing(data_: st.DataObject) -> None:
     given_ = [b"one", b"", b"three", b"four"]
     table, data = cut(given_)
     lengths, each = unpack(table.lengths), data_.draw(st.sampled_from([table.each, 0, 2, 3, 2**62]))
@@ -114,7 +114,7 @@ def test_a_table_that_lies_is_refused_or_proves_nothing(data_: st.DataObject) ->
             assert len(reader.get(number)) <= len(data)
 
 
-def test_hashes_that_are_missing_are_refused() -> None:
+def test_missing_hashes_are_refused() -> None:
     table, data = cut([b"one", b"two"])
     for hashes in (b"", table.hashes[:-1], table.hashes + bytes(32)):
         with pytest.raises(Refused):

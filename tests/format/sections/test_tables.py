@@ -24,12 +24,12 @@ def decoded(case: Case, cells: bytes, rows: bytes) -> ExtentTable:
 
 
 @given(cases())
-def test_a_table_comes_back(case: Case) -> None:
+def test_a_table_decodes_as_encoded(case: Case) -> None:
     assert decoded(case, encode_cells(case.table), encode_rows(case.table)) == case.table
 
 
 @given(cases(), st.data())
-def test_cells_are_stored_alike_wherever_they_lie(case: Case, data: st.DataObject) -> None:
+def test_the_cell_table_does_not_depend_on_places(case: Case, data: st.DataObject) -> None:
     blobs = data.draw(st.lists(st.integers(0, 2), min_size=len(case.cells), max_size=len(case.cells)))
     elsewhere = [
         cell._replace(blob=blob, offset=8192 + cell.offset, frame=None)
@@ -118,7 +118,7 @@ def numbers_near(draw: st.DrawFn) -> int:
 
 
 @given(cases(coded=False))
-def test_the_long_forms_say_the_same(case: Case) -> None:
+def test_long_and_short_forms_decode_alike(case: Case) -> None:
     again = decoded(case, *Table.of(case.table).stored())
     assert sorted(again.stored_cells(), key=repr) == sorted(case.cells, key=repr)
 
@@ -226,18 +226,18 @@ def test_overlapping_spans_of_one_box_are_refused() -> None:
 
 
 @pytest.mark.parametrize("rows", [[2], [2, 1], [0, 1, 1], [1], [1, 1, 1], [1, 0, 1], []])
-def test_rows_of_other_cells_are_refused(rows: list[int]) -> None:
+def test_rows_that_do_not_match_their_cells_are_refused(rows: list[int]) -> None:
     """Of two spans, of no cells, too few, too many; with as many digests as they have cells."""
     _refuse(_table([(0, 0, 5), (0, 5, 10)], [(cells, 0, 4096) for cells in rows], sum(rows)), (10,))
 
 
 @pytest.mark.parametrize("digests", [0, 1, 3])
-def test_another_number_of_digests_is_refused(digests: int) -> None:
+def test_a_wrong_number_of_digests_is_refused(digests: int) -> None:
     _refuse(_table([(0, 0, 5), (0, 5, 10)], [(1, 0, 4096)] * 2, digests), (10,), match="digests")
 
 
 @pytest.mark.parametrize("missing", [0, 1, 4])
-def test_an_extent_ends_where_its_blob_does_and_not_after(missing: int) -> None:
+def test_an_extent_beyond_the_end_of_its_blob_is_refused(missing: int) -> None:
     table = _table([(0, 0, 4), (0, 4, 10)], [(1, 0, 4096), (1, 1, 4096)], 2)
     sizes = [4096 + 16, 4096 + 24 - missing]
     if not missing:
@@ -262,7 +262,7 @@ def test_a_short_form_that_does_not_fit_is_refused(blob: int, offset: int, diges
     ("cells", "rows"),
     [(b"\x09", None), (None, b"\x09"), (None, b""), (None, b"\0" * 3), (None, b"\0" * 12), (b"", None)],
 )
-def test_what_is_not_known_or_left_out_is_refused(cells: bytes | None, rows: bytes | None) -> None:
+def test_unknown_or_incomplete_forms_are_refused(cells: bytes | None, rows: bytes | None) -> None:
     case = whole()
     with pytest.raises(Refused):
         decoded(

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore::
 Store = casckpt.Store
 
 
-def test_streams_are_those_of_the_native_api(store: Store) -> None:
+def test_dcp_streams_are_those_of_the_native_api(store: Store) -> None:
     state = {"m": {"b": torch.ones(2), "a": torch.ones(3)}, "x": (torch.ones(1), 2)}
     save(state, StorageWriter(store, run="dcp", step=1))
     store.save(state, run="native", step=1)
@@ -40,7 +40,7 @@ def test_streams_are_those_of_the_native_api(store: Store) -> None:
     assert one.tree == other.tree
 
 
-def test_tensors_of_one_memory_that_differ_in_the_checkpoint(store: Store) -> None:
+def test_tied_memory_takes_equal_tensors_and_refuses_different_ones(store: Store) -> None:
     """Else the one that is overwritten would be taken for damaged."""
     store.save({"a": torch.ones(3000), "b": torch.zeros(3000), "c": torch.ones(3000)}, step=1)
     shared = torch.full((3000,), 5.0)
@@ -58,7 +58,7 @@ class Told(DefaultSavePlanner):
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
 
-def test_metadata_say_which_save_and_which_load_they_are_of(store: Store, tmp_path: Path) -> None:
+def test_metadata_name_their_save_and_load(store: Store, tmp_path: Path) -> None:
     writer, planner, second = StorageWriter(store, run="r"), Told(), Told()
     written = save_state({"x": torch.ones(2)}, storage_writer=writer, planner=planner, checkpoint_id="/ckpt/step-5")
     save_state({"x": torch.ones(2)}, storage_writer=writer, planner=second, checkpoint_id="/ckpt/step-6")
@@ -85,7 +85,7 @@ def test_metadata_say_which_save_and_which_load_they_are_of(store: Store, tmp_pa
     assert out.storage_meta.save_id == read.storage_meta.save_id
 
 
-def test_metadata_have_every_field_that_those_of_torch_have(store: Store, tmp_path: Path) -> None:
+def test_metadata_have_every_field_of_torch(store: Store, tmp_path: Path) -> None:
     """So that whoever reads one of its metadata finds it in ours; ``modules`` nobody fills."""
     state = {"x": torch.ones(2), "n": 1}
     save(state, StorageWriter(store, step=1))

@@ -32,7 +32,7 @@ def stock(path: Path, state: Any) -> Path:
     return path
 
 
-def test_a_tensor_is_cut_into_as_few_boxes_of_whole_rows_as_are_small_enough() -> None:
+def test_an_export_cuts_tensors_into_few_boxes_of_whole_rows() -> None:
     def rows(shape: tuple[int, ...], most: int) -> list[tuple[int, int]]:
         return [(box.offset[0], box.shape[0]) for box in exporting.split(shape, 4, most)]
 
@@ -43,7 +43,7 @@ def test_a_tensor_is_cut_into_as_few_boxes_of_whole_rows_as_are_small_enough() -
     assert [box.shape for box in exporting.split((), 8, 1)] == [()]
 
 
-def test_a_folder_of_dcp_goes_in_and_out(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dcp_folder_is_imported_and_exported(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(items, "WINDOW_BYTES", 50_000)
     monkeypatch.setattr(exporting, "WINDOW_BYTES", 50_000)  # the largest tensor becomes three chunks
     monkeypatch.setattr(exporting, "FILE_BYTES", 60_000)
@@ -69,7 +69,7 @@ def test_a_folder_of_dcp_goes_in_and_out(store: Store, tmp_path: Path, monkeypat
     assert store.attachments(again) == {"config.json": 2}
 
 
-def test_an_export_is_whole_or_not_there(store: Store, tmp_path: Path) -> None:
+def test_an_export_is_complete_or_absent(store: Store, tmp_path: Path) -> None:
     store.save({"a": numbers("a", 3000)}, step=1)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
@@ -86,7 +86,7 @@ def test_an_export_is_whole_or_not_there(store: Store, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} <= {"full", "store"}
 
 
-def test_what_a_rank_saved_alone_is_not_exported_as_a_whole(store: Store, tmp_path: Path) -> None:
+def test_values_per_rank_are_not_exported_as_whole_tensors(store: Store, tmp_path: Path) -> None:
     from tests.support.chunks import half
 
     save({"a": half()}, StorageWriter(store, run="x", step=1), use_collectives=False)

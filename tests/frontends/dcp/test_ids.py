@@ -53,7 +53,7 @@ def places(store: Store) -> list[tuple[str, int]]:
         ("20261123", "mine@20261123"),  # as a reference of eight digits it could be the beginning of an id
     ],
 )
-def test_one_id_is_one_place_for_a_save_and_for_a_load(store: Store, id: Any, place: str) -> None:
+def test_an_id_means_the_same_place_for_save_and_load(store: Store, id: Any, place: str) -> None:
     save({"x": torch.ones(2)}, StorageWriter(store, run="mine"), checkpoint_id=id)
     save({"x": torch.zeros(2)}, StorageWriter(store, run="another", step=1))
     assert f"{store.checkpoints()[0].run}@{store.checkpoints()[0].step}" == place
@@ -66,13 +66,13 @@ def test_one_id_is_one_place_for_a_save_and_for_a_load(store: Store, id: Any, pl
 @pytest.mark.parametrize(
     "id", ["latest", "tag:best", "sft@latest", "deface", "a b/step-1", "../x/1", "", ".", "/", 6, "a-" + "9" * 5000]
 )
-def test_an_id_that_names_no_place_is_refused(store: Store, id: Any) -> None:
+def test_an_id_without_a_place_is_refused(store: Store, id: Any) -> None:
     with pytest.raises(InvalidInput, match=r"(?i)give 'RUN@STEP'"):
         StorageWriter(store).reset(id)
     assert not StorageWriter.validate_checkpoint_id(id)
 
 
-def test_a_reader_takes_references_too(store: Store) -> None:
+def test_a_reader_accepts_references(store: Store) -> None:
     save({"x": 1}, StorageWriter(store), checkpoint_id="/ckpt/step-5")
     store.tag("best", "ckpt/step@5")
     for ref in ("latest", "tag:best", "ckpt/step@latest", store.get("latest").id[:12], "/ckpt/step-5"):
@@ -93,7 +93,7 @@ def existing_loop(rank: int, size: int, path: Path) -> Any:
     return str(again), [load({"x": 0}, reader, checkpoint_id=f"/ckpt/step-{step}")["x"] for step in (5, 10)]
 
 
-def test_a_loop_that_saves_into_folders_on_all_ranks(ranks: Pool, store_path: Path) -> None:
+def test_a_loop_saves_into_folders_on_all_ranks(ranks: Pool, store_path: Path) -> None:
     for again, found in ranks.run(2, existing_loop, store_path):
         assert "ckpt/step@5 exists already" in again
         assert "overwrite=True" in again
@@ -103,7 +103,7 @@ def test_a_loop_that_saves_into_folders_on_all_ranks(ranks: Pool, store_path: Pa
     assert sorted(found[2:]) == [("alone/rank-0", 5), ("alone/rank-1", 5)]
 
 
-def test_the_last_checkpoint_over_and_over(store: Store) -> None:
+def test_a_loop_overwrites_its_last_checkpoint(store: Store) -> None:
     big = torch.arange(1 << 16)
     writer = StorageWriter(store, overwrite=True)
     for step in range(3):
@@ -116,7 +116,7 @@ def test_the_last_checkpoint_over_and_over(store: Store) -> None:
 # a writer is told in one thread, and saves in another, or in another process
 
 
-def test_reset_counts_for_a_save_in_the_background(store: Store) -> None:
+def test_reset_applies_to_a_save_in_the_background(store: Store) -> None:
     writer = StorageWriter(store, run="r", step=1, overwrite=True)
     save({"x": 1}, writer)
     writer.reset("r@5")
@@ -127,14 +127,14 @@ def test_reset_counts_for_a_save_in_the_background(store: Store) -> None:
     assert [store.read(f"r@{step}")["x"] for step in (1, 5, 6)] == [1, 5, 7]
 
 
-def test_reset_counts_in_the_process_that_saves(store: Store) -> None:
+def test_reset_applies_in_the_process_that_saves(store: Store) -> None:
     writer = StorageWriter(store, run="r", step=1)
     writer.reset("r@5")
     save({"x": 5}, pickle.loads(pickle.dumps(writer)))
     assert places(store) == [("r", 5)]
 
 
-def test_what_a_thread_said_itself_goes_before_what_another_said_since(store: Store) -> None:
+def test_the_id_set_by_a_thread_precedes_later_ids_of_other_threads(store: Store) -> None:
     writer = StorageWriter(store, run="r")
     writer.reset("r@1")
     other = threading.Thread(target=writer.reset, args=("r@2",))

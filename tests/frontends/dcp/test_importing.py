@@ -49,7 +49,7 @@ def two_ranks(rank: int, size: int, path: Path, ref: str) -> Any:
     return whole(state)
 
 
-def test_what_stock_dcp_saved_on_four_ranks_loads_on_two_and_goes_back(
+def test_a_checkpoint_of_stock_dcp_is_imported_reshaped_and_exported(
     ranks: Pool, store_path: Path, tmp_path: Path
 ) -> None:
     saved = ranks.run(4, four_ranks, tmp_path / "in")[0]

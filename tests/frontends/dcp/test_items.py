@@ -108,7 +108,7 @@ def pickled(store: Store, ref: str) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", [Bytes, Signed, Recorded, Older])
-def test_a_planner_gets_back_the_bytes_that_it_gave(store: Store, kind: type[Bytes]) -> None:
+def test_a_planner_receives_its_own_bytes(store: Store, kind: type[Bytes]) -> None:
     planner, got = kind(), Got()
     save(STATE, StorageWriter(store, step=1), planner=planner)
     load(dict(STATE), StorageReader(store, "default@1"), planner=got)
@@ -118,7 +118,7 @@ def test_a_planner_gets_back_the_bytes_that_it_gave(store: Store, kind: type[Byt
     assert store.get("default@2").stats.bytes_written == 0
 
 
-def test_what_torch_made_of_plain_data_is_no_pickle_in_the_store(store: Store) -> None:
+def test_plain_data_that_torch_encoded_is_stored_without_pickle(store: Store) -> None:
     save(STATE, StorageWriter(store, step=1), planner=Bytes())
     assert pickled(store, "default@1") <= {"names", "slice"}  # torch would save those otherwise, once read
     assert "pair.0" in store.get("default@1").tensors
@@ -134,7 +134,7 @@ def test_bytes_of_a_planner_survive_an_import_and_an_export(store: Store, tmp_pa
     assert got.got == planner.given
 
 
-def test_an_import_makes_plain_data_of_whatever_torch_alone_has_written(store: Store, tmp_path: Path) -> None:
+def test_an_import_converts_data_written_by_torch_to_plain_data(store: Store, tmp_path: Path) -> None:
     """Also where torch would write it otherwise today: nobody but torch will read it."""
     save(STATE, FileSystemWriter(tmp_path / "old"), planner=Older())
     dcp_to_casckpt(tmp_path / "old", store, step=1)
@@ -151,7 +151,9 @@ class Pair(NamedTuple):
     other: int
 
 
-def test_what_the_default_planner_pickles_is_named_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_values_that_the_default_planner_pickles_are_logged_once(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     state = STATE | {"cfg": {"kind": Kind.ONE}, "moves": Pair(1, 2)}
     with caplog.at_level(logging.WARNING):
         for step in (1, 2):
@@ -191,7 +193,7 @@ def test_objects_of_megatron_are_exported_as_they_were_imported(
 # what is stored is what the native API stores
 
 
-def test_plain_values_are_kept_without_a_pickle(store: Store) -> None:
+def test_plain_values_are_stored_without_a_pickle(store: Store) -> None:
     save(PLAIN, StorageWriter(store, run="dcp", step=1))
     store.save(PLAIN, run="native", step=1)
     body = manifests.get(store.repository, store.get("dcp@1").commit).body
@@ -207,7 +209,7 @@ class Colour(enum.Enum):
     RED = 1
 
 
-def test_what_only_a_pickle_holds_needs_leave_to_be_loaded(store: Store) -> None:
+def test_loading_a_pickle_needs_allow_pickle(store: Store) -> None:
     state = {"colour": Colour.RED, "parameters": (nn.Parameter(torch.ones(2)),), "a": 1}
     save(state, StorageWriter(store, step=1))
     assert load({"a": 0}, StorageReader(store, "default@1"))["a"] == 1
@@ -244,9 +246,7 @@ class Run:
         return print, ("run",)
 
 
-def test_bytes_of_a_planner_come_back_to_it_and_are_unpickled_by_nobody_else(
-    store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_the_planner_unpickles_its_own_bytes(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     save({"a": [1, 2], "t": (3, "x")}, StorageWriter(store, step=1), planner=Json())
     found = load({"a": None, "t": None}, StorageReader(store, "default@1"), planner=FromJson())
     assert found == {"a": [1, 2], "t": [3, "x"]}

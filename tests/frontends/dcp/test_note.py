@@ -1,4 +1,4 @@
-"""The note for DCP keeps what the tree does not hold."""
+"""The note for DCP keeps structure that the tree does not hold."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Colour(enum.Enum):
     RED = 1
 
 
-def test_a_list_of_which_dcp_tells_a_part(store: Store) -> None:
+def test_a_list_that_dcp_describes_in_part_is_loaded(store: Store) -> None:
     """DCP has no word for what is empty."""
     state = {"l": [{}, {"x": torch.ones(2)}, {"y": 1}], "whole": [{"z": 1}, {"x": torch.ones(2)}]}
     save(state, StorageWriter(store, step=1))

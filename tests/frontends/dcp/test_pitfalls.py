@@ -1,4 +1,4 @@
-"""The eighteen pitfalls of torch.distributed.checkpoint, one by one: each test fails without what is done about it."""
+"""The eighteen pitfalls of torch.distributed.checkpoint: each test fails without its countermeasure."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def cached_saves(rank: int, size: int, path: Path, changed: int) -> None:
 
 
 @pytest.mark.parametrize("changed", [2, 9])
-def test_01_cached_plans_of_an_earlier_save_are_not_taken_for_those_of_this_one(
+def test_01_cached_plans_of_an_earlier_save_are_not_reused_for_this_one(
     ranks: Pool, store_path: Path, changed: int
 ) -> None:
     ranks.run(2, cached_saves, store_path, changed)
@@ -223,7 +223,7 @@ def empty_shards(rank: int, size: int, path: Path) -> None:
     assert torch.equal(state["few"].full_tensor(), numbers("few", 2, 8))
 
 
-def test_08_empty_shards_are_nothing_to_store(ranks: Pool, store_path: Path) -> None:
+def test_08_empty_shards_are_not_stored(ranks: Pool, store_path: Path) -> None:
     ranks.run(4, empty_shards, store_path)
     found = casckpt.open(store_path).read("default@1")
     assert torch.equal(found["few"], numbers("few", 2, 8))
@@ -269,7 +269,7 @@ class WithExtra(torch.nn.Linear):
         self.extra = state
 
 
-def test_11_extra_state_comes_back_as_the_module_gave_it(store: Store) -> None:
+def test_11_extra_state_is_restored_as_the_module_returned_it(store: Store) -> None:
     model = WithExtra(2, 2)
     save({"model": model.state_dict()}, StorageWriter(store, step=1))
     other = WithExtra(2, 2)
@@ -282,7 +282,7 @@ def test_11_extra_state_comes_back_as_the_module_gave_it(store: Store) -> None:
 # 12: views: conjugate, negative, parts of larger storages, strided destinations
 
 
-def test_12_views_are_stored_and_loaded_as_what_they_show(store: Store) -> None:
+def test_12_views_are_stored_and_loaded_by_their_visible_elements(store: Store) -> None:
     base = torch.arange(24.0).view(4, 6)
     numbers = torch.complex(base, base + 1)
     state = {"conj": numbers.conj(), "neg": numbers.conj().imag, "part": base[1:3, ::2], "turned": base.t()}
@@ -300,7 +300,7 @@ def test_12_views_are_stored_and_loaded_as_what_they_show(store: Store) -> None:
 
 
 @pytest.mark.parametrize("name", ["complex32", "complex128", "float8_e8m0fnu", "float8_e4m3fn", "uint16", "bool"])
-def test_13_every_dtype_comes_back(store: Store, store_path: Path, name: str) -> None:
+def test_13_every_dtype_is_restored(store: Store, store_path: Path, name: str) -> None:
     dtype: torch.dtype = getattr(torch, name)
     raw = torch.arange(16, dtype=torch.uint8) % (2 if name == "bool" else 255)
     state = {"a": raw.view(dtype)}
@@ -318,7 +318,9 @@ def test_13_every_dtype_comes_back(store: Store, store_path: Path, name: str) ->
 # 14: another dtype is converted without a word
 
 
-def test_14_another_dtype_is_converted_aloud_or_refused(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_14_another_dtype_is_converted_with_a_log_line_or_refused(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     save({"a": torch.arange(4.0), "c": torch.ones(2, dtype=torch.complex64)}, StorageWriter(store, step=1))
     found = load({"a": torch.zeros(4, dtype=torch.float16)}, StorageReader(store, "default@1"))
     assert found["a"].tolist() == [0, 1, 2, 3]
@@ -363,7 +365,7 @@ def several_chunks(rank: int, size: int, path: Path) -> Any:
     return [failed(lambda: save(partial, StorageWriter(path, step=2), planner=planner)) for planner in planners]  # noqa: B023 - called at once
 
 
-def test_15_several_chunks_of_a_key_on_a_rank(ranks: Pool, store_path: Path) -> None:
+def test_15_a_rank_may_hold_several_chunks_of_a_key(ranks: Pool, store_path: Path) -> None:
     for by_torch, by_us in ranks.run(2, several_chunks, store_path):
         assert sorted(by_torch) == [0, 1]
         assert all("sums that are not added up" in text for _, text in by_us.values())
@@ -372,7 +374,7 @@ def test_15_several_chunks_of_a_key_on_a_rank(ranks: Pool, store_path: Path) -> 
     assert len(store.checkpoints()) == 1
 
 
-def test_15_chunks_that_something_of_the_user_names(store: Store) -> None:
+def test_15_chunks_of_user_types_are_saved(store: Store) -> None:
     full = numbers("a", 4, 2)
     state: dict[str, Any] = {"a": Chunks(torch.Size((4, 2)), {(0, 0): full[:1], (1, 0): full[1:]})}
     save(state, StorageWriter(store, step=1))
@@ -421,7 +423,7 @@ class Wrapper(torch.Tensor):
         raise NotImplementedError(str(func))
 
 
-def test_17_a_tensor_without_memory_is_refused_by_name(store: Store) -> None:
+def test_17_the_error_for_a_tensor_without_memory_names_it(store: Store) -> None:
     error = failure(lambda: save({"q": Wrapper(torch.ones(3))}, StorageWriter(store, step=1)))
     assert "'q'" in str(causes(error)[0])
     assert "no memory of its own" in str(causes(error)[0])
@@ -442,7 +444,7 @@ def test_18_two_paths_with_one_flat_key_are_refused(store: Store) -> None:
 # what the tests stand on
 
 
-def test_a_conflict_is_told_as_what_it_is(store: Store) -> None:
+def test_a_conflict_is_raised_as_a_conflict(store: Store) -> None:
     save({"a": torch.ones(1)}, StorageWriter(store, step=1))
     error = failure(lambda: save({"a": torch.ones(1)}, StorageWriter(store, step=1)))
     assert isinstance(causes(error)[0], Conflict)

@@ -28,7 +28,7 @@ class Colour(enum.Enum):
     RED = 1
 
 
-def test_planners_without_pickle(store: Store) -> None:
+def test_planners_work_without_pickle(store: Store) -> None:
     state = {"model": {"w": numbers("w", 3)}, "two": (torch.ones(2), 3), "groups": [{"lr": 0.1}]} | PLAIN
     save(state, StorageWriter(store, step=1), planner=PickleFreeSavePlanner())
     into = {"model": {"w": torch.zeros(3)}, "two": None, "groups": [{"lr": 0}]} | dict.fromkeys(PLAIN)
@@ -45,7 +45,7 @@ def test_planners_without_pickle(store: Store) -> None:
     assert value_of(io.BytesIO(ValueStream([3, "x"]).getvalue())) == [3, "x"]  # of a stream that went to a process
 
 
-def test_a_state_that_is_not_flattened_is_one_value_a_key(store: Store) -> None:
+def test_a_state_that_is_not_flattened_has_one_value_per_key(store: Store) -> None:
     state = {"model.w": torch.ones(2), "rest": {"a": {"b": 1}, "t": torch.zeros(3)}}
     save(state, StorageWriter(store, step=1), planner=DefaultSavePlanner(flatten_state_dict=False))
     into = {"model.w": torch.zeros(2), "rest": None}

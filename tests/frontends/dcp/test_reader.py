@@ -43,7 +43,7 @@ def test_a_partial_load_leaves_what_is_missing(store: Store) -> None:
     assert [value.tolist() for value in state.values()] == [[1, 1], [3, 3]]
 
 
-def test_a_partial_load_that_misses_its_tensors_by_their_names_fails(store: Store) -> None:
+def test_a_partial_load_fails_if_names_miss_its_tensors(store: Store) -> None:
     save({"a": torch.ones(2), "b": torch.ones(2)}, StorageWriter(store, step=1))
     state = {"model.a": torch.zeros(2), "model.b": torch.zeros(2)}
 
@@ -59,7 +59,7 @@ def test_a_partial_load_that_misses_its_tensors_by_their_names_fails(store: Stor
     assert not any(value.any() for value in state.values())
 
 
-def test_a_partial_load_says_how_many_tensors_it_filled(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_partial_load_logs_how_many_tensors_it_filled(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     save({"a": torch.ones(2)}, StorageWriter(store, step=1))
     state = {"a": torch.zeros(2), "new": torch.zeros(2)}
     with caplog.at_level(logging.WARNING):
@@ -82,7 +82,7 @@ def test_checkpoint_id_names_the_place(store: Store) -> None:
     assert "has no step 9" in str(causes(error)[0])
 
 
-def test_only_what_overlaps_is_read(store_path: Path) -> None:
+def test_only_overlapping_cells_are_read(store_path: Path) -> None:
     store, _ = watched(store_path)
     full = numbers("w", 2048, 1024)  # 8 MiB, rows of 4 KiB
     save({"w": full}, StorageWriter(store, step=1))
@@ -125,7 +125,7 @@ class Slab(torch.Tensor):
         return self.data_
 
 
-def test_damage_is_an_error_that_names_what_is_hit(store_path: Path) -> None:
+def test_the_error_for_damage_names_affected_keys(store_path: Path) -> None:
     store, storage = watched(store_path)
     save({"a": numbers("a", 5000)}, StorageWriter(store, step=1))
     storage.inject(corrupt("read_into"))
@@ -139,7 +139,7 @@ def test_damage_is_an_error_that_names_what_is_hit(store_path: Path) -> None:
     assert "it is gone" in str(causes(error)[0])
 
 
-def test_a_reader_warns_of_what_was_forgotten(store: Store) -> None:
+def test_a_reader_warns_about_forgotten_checkpoints(store: Store) -> None:
     save({"a": torch.ones(2)}, StorageWriter(store, step=1))
     id = store.get("default@1").id
     store.forget("default@1")
@@ -147,7 +147,7 @@ def test_a_reader_warns_of_what_was_forgotten(store: Store) -> None:
         load({"a": torch.zeros(2)}, StorageReader(store, id))
 
 
-def test_a_reader_says_what_is_not_there(tmp_path: Path) -> None:
+def test_a_reader_names_missing_keys(tmp_path: Path) -> None:
     error = failure(lambda: load({"a": 1}, StorageReader(tmp_path / "none", "default@1")))
     assert isinstance(causes(error)[0], NotFound)
     assert "there is no store" in str(causes(error)[0])
@@ -155,7 +155,7 @@ def test_a_reader_says_what_is_not_there(tmp_path: Path) -> None:
         StorageReader(tmp_path / "none", "default@1").read_metadata()
 
 
-def test_a_reader_that_read_says_what_is_not_there_the_next_time(store: Store) -> None:
+def test_a_reused_reader_names_missing_keys(store: Store) -> None:
     save({"a": torch.ones(2)}, StorageWriter(store, step=1))
     reader = StorageReader(store, "default@1")
     load({"a": torch.zeros(2)}, reader)
@@ -168,9 +168,7 @@ def test_a_reader_that_read_says_what_is_not_there_the_next_time(store: Store) -
 
 
 @pytest.mark.parametrize("error", [StorageError("503"), MemoryError("all is full")])
-def test_a_reader_says_what_went_wrong_wherever_it_did(
-    store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_a_reader_raises_errors_of_every_kind(store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     get = store.get
 
     def failing(ref: str) -> Any:
@@ -252,7 +250,7 @@ def test_pattern_materialise_a_meta_model(store: Store, monkeypatch: pytest.Monk
     assert identical({key: value.as_subclass(torch.Tensor) for key, value in planner.made.items()}, state)
 
 
-def test_a_planner_that_makes_tensors_anew_has_few_of_them_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planner_that_recreates_tensors_holds_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "WINDOW_BYTES", 100)
     start = torch.Size([0])
     at = MetadataIndex("a", start)

@@ -32,7 +32,7 @@ def trained(steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
 # what is stored is what the native API stores
 
 
-def test_a_model_and_its_optimizer_come_back_through_either_door(store: Store) -> None:
+def test_a_model_and_its_optimizer_load_through_dcp_and_the_native_api(store: Store) -> None:
     model, optim = trained()
     state = {"model": model.state_dict(), "optim": optim.state_dict()}
     figures = {"loss": 1.5, "grad": float("inf")}
@@ -67,7 +67,7 @@ class Optim:
         return self.state
 
 
-def test_an_empty_state(store: Store) -> None:
+def test_dcp_saves_and_loads_an_empty_state(store: Store) -> None:
     save({}, StorageWriter(store, step=1, attachments={"a.json": b"{}", "long": b"x" * 5000}))
     assert store.read("default@1") == {}
     assert store.read_attachment("default@1", "long") == b"x" * 5000
@@ -76,7 +76,7 @@ def test_an_empty_state(store: Store) -> None:
 # features
 
 
-def test_stateful_objects(store: Store) -> None:
+def test_dcp_saves_and_loads_stateful_objects(store: Store) -> None:
     model, _ = trained()
     save({"model": model}, StorageWriter(store, step=1))
     other = Network(5)
@@ -84,7 +84,7 @@ def test_stateful_objects(store: Store) -> None:
     assert identical(dict(other.state_dict()), dict(model.state_dict()))
 
 
-def test_keys_of_a_checkpoint_whoever_saved_it(store: Store) -> None:
+def test_keys_do_not_depend_on_the_front_end_that_saved(store: Store) -> None:
     state = {"model": {"a": numbers("a", 4), "b": {"c": 5}}, "steps": {0: torch.ones(1)}, "l": [{"x": 1}, {"x": 2}]}
     state |= {"nested": [[torch.ones(2), 1], 2]}
     save(state, StorageWriter(store, run="dcp", step=1))

@@ -57,7 +57,7 @@ def load_native(rank: int, size: int, path: Path, ref: str, kind: str) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "other"), list(zip(KINDS, (*KINDS[1:], KINDS[0]), strict=True)))
-def test_what_one_mesh_saved_loads_on_another_and_natively(
+def test_a_checkpoint_of_one_mesh_loads_on_another_and_natively(
     ranks: Pool, store_path: Path, kind: str, other: str
 ) -> None:
     saved = ranks.run(4, save_one, store_path, kind)[0]
@@ -80,7 +80,7 @@ def save_sick(rank: int, size: int, path: Path) -> Any:
     return [(one.healthy, {key: found.nan for key, found in (one.health or {}).items()}) for one in store.checkpoints()]
 
 
-def test_a_nan_of_one_rank_is_found_though_its_bytes_were_there_before(ranks: Pool, store_path: Path) -> None:
+def test_a_nan_of_one_rank_is_found_even_in_reused_cells(ranks: Pool, store_path: Path) -> None:
     found = ranks.run(2, save_sick, store_path)[0]
     assert found == [(None, {}), *[(False, {"w": 1, "b": 0})] * 2]
 
@@ -112,7 +112,7 @@ def with_options(rank: int, size: int, path: Path) -> list[str]:
     return wrong
 
 
-def test_options_of_state_dicts(ranks: Pool, store_path: Path) -> None:
+def test_options_of_state_dicts_are_supported(ranks: Pool, store_path: Path) -> None:
     assert ranks.run(2, with_options, store_path) == [[], []]
 
 
@@ -129,7 +129,7 @@ def planned_from_the_template(rank: int, size: int, path: Path) -> Any:
     return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in told.chunks]
 
 
-def test_a_planner_that_makes_metadata_of_the_template(ranks: Pool, store_path: Path) -> None:
+def test_a_planner_may_build_metadata_from_the_template(ranks: Pool, store_path: Path) -> None:
     assert ranks.run(2, planned_from_the_template, store_path) == [[((0, 0), (6, 3))]] * 2  # one chunk, as documented
 
 
@@ -140,7 +140,7 @@ def in_memories_of_their_own(rank: int, size: int) -> Any:
     return failed(lambda: save(state, StorageWriter(store, step=1)))
 
 
-def test_ranks_whose_stores_are_not_one(ranks: Pool) -> None:
+def test_ranks_with_different_stores_are_refused(ranks: Pool) -> None:
     for told in ranks.run(2, in_memories_of_their_own):
         assert list(told) == [1]
         assert "ranks must share one" in told[1][1]
@@ -163,7 +163,7 @@ def replicas(rank: int, size: int, path: Path) -> None:
         assert load({"mine": torch.zeros(2)}, StorageReader(path, "alone@1"), no_dist=True)["mine"].sum() == 2
 
 
-def test_replicas_and_keys_of_one_rank_and_a_process_alone(ranks: Pool, store_path: Path) -> None:
+def test_replicas_and_keys_of_one_rank_and_a_single_process_are_saved(ranks: Pool, store_path: Path) -> None:
     ranks.run(3, replicas, store_path)
     store = casckpt.open(store_path)
     for step in (0, 1):
@@ -184,7 +184,7 @@ def in_groups(rank: int, size: int, path: Path) -> None:
     assert torch.equal(state["a"].full_tensor(), numbers(run, 6, 2))
 
 
-def test_process_groups_save_by_themselves(ranks: Pool, store_path: Path) -> None:
+def test_process_groups_save_independently(ranks: Pool, store_path: Path) -> None:
     ranks.run(4, in_groups, store_path)
     assert len(casckpt.open(store_path).checkpoints()) == 2
 
@@ -206,7 +206,7 @@ def without_collectives(rank: int, size: int, path: Path) -> Any:
     return failed(lambda: load(other, StorageReader(path, f"alone/rank-{rank}@3")))
 
 
-def test_ranks_that_save_without_collectives(ranks: Pool, store_path: Path) -> None:
+def test_ranks_may_save_without_collectives(ranks: Pool, store_path: Path) -> None:
     for told in ranks.run(3, without_collectives, store_path):
         assert any("Conflict" in kind or "not all that it is to load" in text for kind, text in told.values())
     assert sorted(c.run for c in casckpt.open(store_path).checkpoints()) == [f"alone/rank-{n}" for n in range(3)]
@@ -226,7 +226,7 @@ def fails_on(rank: int, size: int, path: Path, culprit: int) -> Any:
 
 
 @pytest.mark.parametrize(("size", "culprit"), [(2, 0), (2, 1), pytest.param(4, 2, marks=pytest.mark.soak)])
-def test_a_rank_that_cannot_write_fails_all_and_nothing_is_left(
+def test_a_failed_write_on_one_rank_fails_all_and_leaves_nothing(
     ranks: Pool, store_path: Path, size: int, culprit: int
 ) -> None:
     for told in ranks.run(size, fails_on, store_path, culprit):
@@ -296,9 +296,9 @@ def nested_sharded_optimizer(rank: int, size: int, path: Path) -> None:
     assert torch.equal(shard, full[at : at + 2])
 
 
-def test_sharded_optimizer_state(ranks: Pool, store_path: Path) -> None:
+def test_sharded_optimizer_state_is_resharded(ranks: Pool, store_path: Path) -> None:
     ranks.run(2, sharded_optimizer, store_path)
 
 
-def test_nested_sharded_optimizer_state(ranks: Pool, store_path: Path) -> None:
+def test_nested_sharded_optimizer_state_is_resharded(ranks: Pool, store_path: Path) -> None:
     ranks.run(2, nested_sharded_optimizer, store_path)

@@ -110,7 +110,7 @@ def _end_process() -> None:
 
 
 @pytest.mark.parametrize(("kind", "cached"), [("thread", False), ("thread", True), ("process", False)])
-def test_each_step_is_as_it_was_when_it_was_saved(ranks: Pool, store_path: Path, kind: str, cached: bool) -> None:
+def test_each_step_has_the_state_at_its_save(ranks: Pool, store_path: Path, kind: str, cached: bool) -> None:
     for memory in ranks.run(2, in_background, store_path, kind, cached):
         # one copy of its half that each step left behind would be five of them by then
         assert min(memory[-3:]) - memory[2] < SIZE, memory
@@ -126,7 +126,7 @@ def test_each_step_is_as_it_was_when_it_was_saved(ranks: Pool, store_path: Path,
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_stager_of_the_user(store: casckpt.Store) -> None:
+def test_a_stager_of_the_user_is_used(store: casckpt.Store) -> None:
     state = {"a": torch.ones(4)}
     future: Any = async_save(state, storage_writer=StorageWriter(store, step=1), async_stager=BlockingAsyncStager())
     future.result()
@@ -135,7 +135,7 @@ def test_a_stager_of_the_user(store: casckpt.Store) -> None:
 
 @pytest.mark.skipif(DefaultStager is None, reason="came with torch 2.9")
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_a_stager_that_copies_in_the_background(store: casckpt.Store) -> None:
+def test_a_stager_may_copy_in_the_background(store: casckpt.Store) -> None:
     stager = DefaultStager(StagingOptions(False, False, True, False))
     answer: Any = async_save(
         {"a": torch.ones(4)}, storage_writer=StorageWriter(store), checkpoint_id="last", async_stager=stager
@@ -147,7 +147,7 @@ def test_a_stager_that_copies_in_the_background(store: casckpt.Store) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_a_failure_shows_in_the_future(store: casckpt.Store) -> None:
+def test_a_failure_is_raised_by_the_future(store: casckpt.Store) -> None:
     save = {"a": torch.ones(4)}
     async_save(save, storage_writer=StorageWriter(store, step=1)).result()  # type: ignore[union-attr] # a future
     future: Any = async_save(save, storage_writer=StorageWriter(store, step=1))
@@ -163,7 +163,7 @@ Store = casckpt.Store
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("name", ["allow_pickel", "owners", "process_group", "no_dist"])
-def test_a_keyword_that_no_writer_has_is_named(store: Store, name: str) -> None:
+def test_an_unknown_keyword_of_a_writer_is_named(store: Store, name: str) -> None:
     options: dict[str, Any] = {name: None}
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
         StorageWriter(store, step=1, **options)
@@ -173,7 +173,7 @@ def test_a_keyword_that_no_writer_has_is_named(store: Store, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_options_of_a_save(store: Store) -> None:
+def test_a_writer_takes_the_options_of_a_save(store: Store) -> None:
     save({"a": torch.ones(2)}, StorageWriter(store, step=1))
     save({"a": torch.zeros(2)}, StorageWriter(store, step=1, overwrite=True, ephemeral=True))
     assert torch.equal(store.read("default@1")["a"], torch.zeros(2))

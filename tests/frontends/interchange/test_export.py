@@ -30,7 +30,7 @@ def network() -> torch.nn.Module:
         ("m.safetensors", True, "safetensors"), ("out", False, "safetensors"), ("out.v2", True, "hf"),
     ],
 )  # fmt: skip
-def test_suffix_and_attachments_choose_the_format(
+def test_suffix_and_attachments_decide_the_format(
     store: Store, tmp_path: Path, name: str, config: bool, format: str
 ) -> None:
     saved = store.save({"w": torch.ones(2)}, step=1, attachments={"config.json": b"{}"} if config else {})
@@ -52,14 +52,14 @@ def test_a_folder_may_have_a_suffix(store: Store, tmp_path: Path) -> None:
     assert store.export("latest", tmp_path / "m.pt", format="hf").files == (tmp_path / "m.pt" / "model.safetensors",)
 
 
-def test_one_file_of_a_model(store: Store, tmp_path: Path) -> None:
+def test_a_model_is_exported_to_one_file(store: Store, tmp_path: Path) -> None:
     model = network()
     casckpt.save_model_and_optim_state(store, model, torch.optim.SGD(model.parameters(), 0.1), run="a", step=1)
     store.export("a@1", tmp_path / "m.safetensors", format="hf")
     assert identical(sorted(load_file(tmp_path / "m.safetensors").items()), sorted(model.state_dict().items()))
 
 
-def test_plain_torch_load_reads_what_a_training_loop_saved(store: Store, tmp_path: Path) -> None:
+def test_torch_load_reads_an_exported_training_checkpoint(store: Store, tmp_path: Path) -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(5, 4)).sum().backward()
@@ -78,7 +78,7 @@ def test_plain_torch_load_reads_what_a_training_loop_saved(store: Store, tmp_pat
     assert torch.load(tmp_path / "everything.pt", weights_only=False)["train"][0].keys() >= loaded["train"][0].keys()
 
 
-def test_weights_of_a_model_alone_for_torch_load(store: Store, tmp_path: Path) -> None:
+def test_torch_load_reads_exported_model_weights(store: Store, tmp_path: Path) -> None:
     model, fresh = network(), network()
     casckpt.save_model_and_optim_state(store, model, torch.optim.SGD(model.parameters(), 0.1), run="a", step=1)
     found = store.export("a@1", tmp_path / "m.bin", strip_prefix="model", rename={r"0\.(.*)": r"first.\1"})
@@ -89,7 +89,7 @@ def test_weights_of_a_model_alone_for_torch_load(store: Store, tmp_path: Path) -
     assert identical(dict(fresh.state_dict()), dict(model.state_dict()))
 
 
-def test_containers_become_such_as_plain_torch_load_makes(store: Store, tmp_path: Path) -> None:
+def test_containers_are_exported_as_types_that_torch_load_reads(store: Store, tmp_path: Path) -> None:
     state: dict[str, Any] = {
         "a": defaultdict(list, {"w": torch.ones(2)}), "o": OrderedDict(w=torch.ones(1)), "n": np.arange(3),
         "pair": (torch.ones(3), np.float64(1), "x"), "path": Path("x"), "e": defaultdict(int),
@@ -109,7 +109,7 @@ class _Averaged:
         self.layer = torch.nn.Linear(2, 3)
 
 
-def test_tensors_inside_of_objects_keep_their_data_and_take_that_of_no_other(store: Store, tmp_path: Path) -> None:
+def test_tensors_inside_objects_keep_only_their_own_data(store: Store, tmp_path: Path) -> None:
     ours = _Averaged()
     store.save({"first": ours, "w": torch.arange(6.0), "v": torch.ones(6)}, step=1, allow_pickle=True)
     store.export("latest", tmp_path / "x.pt", allow_pickle=True)
@@ -119,13 +119,13 @@ def test_tensors_inside_of_objects_keep_their_data_and_take_that_of_no_other(sto
     assert identical({key: loaded[key] for key in "wv"}, {"w": torch.arange(6.0), "v": torch.ones(6)})
 
 
-def test_an_int_that_plain_torch_load_does_not_read_is_left_out(store: Store, tmp_path: Path) -> None:
+def test_an_int_that_torch_load_refuses_is_left_out(store: Store, tmp_path: Path) -> None:
     store.save({"huge": 1 << 5000, "seed": 1 << 100, "w": torch.ones(2)}, step=1)
     assert store.export("latest", tmp_path / "x.pt").left_out == ("huge",)
     assert identical(torch.load(tmp_path / "x.pt"), {"seed": 1 << 100, "w": torch.ones(2)})
 
 
-def test_metadata_of_a_state_dict_that_plain_torch_load_does_not_read_go(store: Store, tmp_path: Path) -> None:
+def test_metadata_that_torch_load_refuses_are_left_out(store: Store, tmp_path: Path) -> None:
     kept, lost = OrderedDict(w=torch.ones(2)), OrderedDict(w=torch.zeros(2))
     vars(kept)["_metadata"], vars(lost)["_metadata"] = {"": {"version": 2}}, {"": {"seen": np.arange(3)}}
     store.save({"kept": kept, "lost": lost}, step=1)
@@ -144,7 +144,7 @@ def test_a_dtype_that_torch_save_cannot_write_is_refused(store: Store, tmp_path:
 
 
 @pytest.mark.parametrize("format", ["hf", "safetensors", "torch", "dcp"])
-def test_nothing_is_made_for_a_tensor_that_is_not_whole(
+def test_an_incomplete_tensor_stops_an_export_before_it_writes(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: Any
 ) -> None:
     """A hostile shape would take all memory, or boxes without end."""

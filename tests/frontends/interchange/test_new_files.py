@@ -1,4 +1,4 @@
-"""New files and folders for a user: what a killed export leaves is removed by the next one to the same place."""
+"""New files and folders: an export removes leftovers of a killed export to the same place."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def export(kind: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "folder that is there"])
-def test_an_export_removes_what_a_killed_one_left(tmp_path: Path, kind: str) -> None:
+def test_an_export_removes_leftovers_of_a_killed_export(tmp_path: Path, kind: str) -> None:
     out = tmp_path / "out"
     if kind == "folder that is there":
         out.mkdir()
@@ -49,7 +49,7 @@ def test_an_export_removes_what_a_killed_one_left(tmp_path: Path, kind: str) -> 
     assert (out if kind == "file" else out / "a").read_bytes() == b"new"
 
 
-def test_a_folder_with_nothing_but_leftovers_is_empty(tmp_path: Path) -> None:
+def test_a_folder_with_only_leftovers_counts_as_empty(tmp_path: Path) -> None:
     (tmp_path / ".out.casckpt-1234").mkdir(parents=True)
     out = tmp_path / "out"
     (out / ".out.casckpt-1234").mkdir(parents=True)
@@ -71,7 +71,7 @@ def test_the_folder_of_a_running_export_stays(tmp_path: Path, kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_of_two_at_once_the_second_meets_the_first(tmp_path: Path, kind: str) -> None:
+def test_the_second_of_two_exports_to_a_path_is_a_conflict(tmp_path: Path, kind: str) -> None:
     """It once said that there was no room, or wrote over the first unasked; with force it goes over it."""
     out = tmp_path / "out"
     with pytest.raises(Conflict, match=r"out (exists already|is not empty)"):
@@ -88,7 +88,7 @@ def _overtaken(kind: str, path: Path, *, force: bool) -> None:
         (second if kind == "file" else second / "a").write_bytes(b"second")
 
 
-def test_room_is_asked_for_where_there_is_none_of_it_alone(tmp_path: Path) -> None:
+def test_the_error_advises_to_free_space_only_on_a_full_disk(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.raises(StorageError, match=r"x cannot be written: [^;]*; give another place$"),

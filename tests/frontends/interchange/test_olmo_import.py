@@ -79,7 +79,7 @@ def _olmo_part(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         save_file(held, path / f"rank_{rank}.safetensors")
 
 
-def test_a_folder_of_olmo_core(store: Store, tmp_path: Path) -> None:
+def test_an_olmo_core_folder_is_imported(store: Store, tmp_path: Path) -> None:
     full = olmo(tmp_path / "in")
     import_olmo(tmp_path / "in", store, run="o", step=1)
     found = store.read("o@1")
@@ -91,7 +91,7 @@ def test_a_folder_of_olmo_core(store: Store, tmp_path: Path) -> None:
     assert identical(store.read("part@1"), full)
 
 
-def test_a_folder_of_olmo_core_that_is_not_whole(store: Store, tmp_path: Path) -> None:
+def test_an_incomplete_olmo_core_folder_is_refused(store: Store, tmp_path: Path) -> None:
     olmo(tmp_path / "in")
     (tmp_path / "in/model/rank_1.safetensors").unlink()
     with pytest.raises(NotFound, match=r"rank_1.safetensors"):
@@ -105,7 +105,7 @@ def test_a_folder_of_olmo_core_that_is_not_whole(store: Store, tmp_path: Path) -
         import_olmo(tmp_path / "in", store, step=1)
 
 
-def test_a_folder_of_the_later_trainer(store: Store, tmp_path: Path) -> None:
+def test_a_folder_of_the_later_olmo_trainer_is_imported(store: Store, tmp_path: Path) -> None:
     state = {"model": {"w": numbers("w", 9)}, "optim": {"state.w.step": torch.tensor(1.0)}}
     folder = tmp_path / "step10"
     stock(folder / "model_and_optim", state)

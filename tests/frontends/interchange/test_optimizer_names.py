@@ -1,4 +1,4 @@
-"""Files that training scripts wrote with torch.save: a training resumes from their import, to the bit, or is told."""
+"""Files of torch.save: a training resumes bit for bit from their import, or the import reports why not."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_training_resumes_from_an_import_to_the_bit(tmp_path: Path, model_key:
     assert identical(optim_again.state_dict(), optim_plain.state_dict())
 
 
-def test_groups_by_decay_names_of_ddp_tied_weights_and_frozen_ones(tmp_path: Path) -> None:
+def test_optimizer_state_is_named_for_ddp_tied_and_frozen_weights(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self, seed: int) -> None:
             super().__init__()
@@ -102,7 +102,7 @@ def test_groups_by_decay_names_of_ddp_tied_weights_and_frozen_ones(tmp_path: Pat
     assert identical(optim_again.state_dict(), optimizer.state_dict())
 
 
-def test_a_file_of_lightning_and_several_optimizers(tmp_path: Path) -> None:
+def test_a_lightning_file_with_several_optimizers_is_imported(tmp_path: Path) -> None:
     model = Network(1)
     both = [optim.AdamW(model.norm.parameters()), optim.SGD(model.head.parameters(), lr=0.1, momentum=0.5)]
     for optimizer in both:
@@ -134,7 +134,7 @@ def test_a_file_of_lightning_and_several_optimizers(tmp_path: Path) -> None:
     assert set(laid_out(file).state) == {"model", "lightning"}
 
 
-def test_names_that_the_optimizer_was_given_count(tmp_path: Path) -> None:
+def test_names_given_to_the_optimizer_are_used(tmp_path: Path) -> None:
     class Alike(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -159,7 +159,7 @@ def test_names_that_the_optimizer_was_given_count(tmp_path: Path) -> None:
         by_name([state], model.state_dict())
 
 
-def test_parameters_are_told_by_their_memory_their_kind_and_their_order() -> None:
+def test_parameters_are_matched_by_memory_kind_and_order() -> None:
     """Two parts of one memory are two parameters, two views of one part are one; what is empty counts each time."""
     flat = torch.zeros(6)
     model = {
@@ -176,7 +176,7 @@ def test_parameters_are_told_by_their_memory_their_kind_and_their_order() -> Non
         by_name([fewer.state_dict()], model)
 
 
-def test_only_what_stands_before_all_names_is_taken_for_a_wrapper() -> None:
+def test_only_a_prefix_of_all_names_counts_as_a_wrapper() -> None:
     model = {"module.w": torch.ones(2), "head.w": torch.ones(3)}
     optimizer = optim.SGD([nn.Parameter(value) for value in model.values()], lr=0.1).state_dict()
     laid = laid_out({"model": model, "optimizer": optimizer})
@@ -201,7 +201,7 @@ def odd_files() -> dict[str, tuple[dict[str, Any], str]]:
 
 
 @pytest.mark.parametrize("name", odd_files())
-def test_an_optimizer_that_cannot_be_named_stays_with_a_note(
+def test_an_optimizer_without_matching_names_keeps_numbers_and_is_reported(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file, why = odd_files()[name]
@@ -218,7 +218,7 @@ def test_an_optimizer_that_cannot_be_named_stays_with_a_note(
     ]
 
 
-def test_other_states_stay_as_they_are() -> None:
+def test_states_without_an_optimizer_are_unchanged() -> None:
     model, optimizer = trained()
     named = {"state": {}, "param_groups": [{"params": ["head.weight"], "lr": 0.1}]}
     for state in (
@@ -233,7 +233,7 @@ def test_other_states_stay_as_they_are() -> None:
         assert laid.notes == ()
 
 
-def test_as_is(tmp_path: Path) -> None:
+def test_as_is_keeps_numbered_optimizer_state(tmp_path: Path) -> None:
     model, optimizer = trained()
     file = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
     torch.save(file, tmp_path / "ckpt.pt")

@@ -17,7 +17,7 @@ from tests.support.told import Told
 pytestmark = pytest.mark.usefixtures("temporaries")
 
 
-def test_mapped_pages_are_let_go(
+def test_mapped_pages_are_released(
     store: casckpt.Store, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resident, "RESIDENT_BYTES", 1000)  # nearly all the time

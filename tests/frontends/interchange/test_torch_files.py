@@ -59,7 +59,9 @@ def stock(path: Path, state: Any) -> Path:
 # files of torch.save
 
 
-def test_a_file_of_torch_save_goes_in_and_out(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_save_file_is_imported_and_exported(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(regions, "WINDOW_BYTES", 10_000)
     monkeypatch.setattr(resident, "RESIDENT_BYTES", 10_000)
     store.create(cell_bytes=4096)
@@ -90,21 +92,21 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_an_object_in_a_file_of_torch_save_stays_one(store: Store, tmp_path: Path) -> None:
+def test_an_object_in_a_torch_save_file_stays_an_object(store: Store, tmp_path: Path) -> None:
     torch.save({"net": torch.nn.Linear(1, 1), "w": torch.ones(2)}, tmp_path / "x.pt")
     torch_save_to_casckpt(tmp_path / "x.pt", store, run="a", step=1, allow_pickle=True)
     assert type(store.read("a@1", allow_pickle=True)["net"]) is torch.nn.Linear
 
 
 @pytest.mark.parametrize("call", [casckpt_to_torch_save, casckpt_to_dcp])
-def test_a_full_disk_is_told_of(store: Store, tmp_path: Path, call: Callable[..., Any]) -> None:
+def test_a_full_disk_is_reported(store: Store, tmp_path: Path, call: Callable[..., Any]) -> None:
     store.save({"a": numbers("a", 3000), "b": numbers("b", 100_000)}, step=1)
     with files_of_at_most(4000), pytest.raises(StorageError, match=r"out cannot be written: .*make room"):
         call(store, "default@1", tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_a_disk_that_fills_up_while_tensors_are_written_is_told_of(
+def test_a_disk_that_fills_up_during_a_write_is_reported(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill = torch_files._filled
@@ -119,7 +121,7 @@ def test_a_disk_that_fills_up_while_tensors_are_written_is_told_of(
         casckpt_to_torch_save(store, "default@1", tmp_path / "out")
 
 
-def test_files_of_no_use_are_refused(store: Store, tmp_path: Path) -> None:
+def test_unusable_files_are_refused(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     with pytest.raises(NotFound):
         torch_save_to_casckpt(path, store, step=1)
@@ -151,7 +153,7 @@ def test_conversions_take_a_bounded_amount_of_memory(tmp_path: Path) -> None:
 # what it is shows in its contents
 
 
-def test_contents_tell_what_a_path_is(store: Store, tmp_path: Path) -> None:
+def test_the_kind_of_a_path_is_found_from_its_content(store: Store, tmp_path: Path) -> None:
     stock(tmp_path / "dcp", {"a": torch.ones(2)})
     (tmp_path / "dcp/common.pt").write_bytes(b"x")
     torch.save({"a": torch.ones(2)}, tmp_path / "weights")
@@ -179,7 +181,7 @@ def bucket() -> Iterator[str]:
     fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
 
-def test_urls_of_other_programs(store: Store, tmp_path: Path, bucket: str) -> None:
+def test_fsspec_urls_are_exported_to_and_imported_from(store: Store, tmp_path: Path, bucket: str) -> None:
     state = example()
     store.save(state, step=1)
     casckpt_to_dcp(store, "default@1", f"{bucket}/dcp")
@@ -211,7 +213,7 @@ class Config:
         self.rate = 0.1
 
 
-def test_a_class_of_the_script_that_saved_a_file_is_named_and_can_be_put_there(
+def test_the_error_for_a_class_of_the_saving_script_names_it(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = sys.modules["__main__"]
@@ -229,7 +231,7 @@ def test_a_class_of_the_script_that_saved_a_file_is_named_and_can_be_put_there(
 
 
 @pytest.mark.parametrize("kind", ["dcp", "safetensors"])
-def test_a_folder_of_checkpoints_is_told_from_one(kind: str, store: Store, tmp_path: Path) -> None:
+def test_a_folder_of_checkpoints_differs_from_a_checkpoint(kind: str, store: Store, tmp_path: Path) -> None:
     for step in (10, 20):
         folder = tmp_path / f"step-{step}"
         if kind == "dcp":

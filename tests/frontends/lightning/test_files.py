@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
 )  # of Lightning and of what it imports: about devices, loggers, workers
 
 
-def test_the_last_file_moves_and_what_it_named_goes(tmp_path: Path) -> None:
+def test_the_last_file_moves_and_its_old_checkpoint_goes(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     keeping = ModelCheckpoint(tmp_path / "files", save_last=True, save_top_k=0, every_n_epochs=1)
     trainer(tmp_path, CasCheckpointIO(store, run="sft"), keeping).fit(Model(), data())
@@ -40,7 +40,7 @@ def test_the_last_file_moves_and_what_it_named_goes(tmp_path: Path) -> None:
     assert (pointer["run"], pointer["step"], pointer["id"]) == ("sft", 16, store.get("sft@16").id)
 
 
-def test_a_path_where_nothing_is(tmp_path: Path, store: Store) -> None:
+def test_a_missing_path_is_not_found(tmp_path: Path, store: Store) -> None:
     io = CasCheckpointIO(store, run="sft")
     for path in (tmp_path / "none.ckpt", "none.ckpt", "memory://none/x.ckpt", "memory://none/x", "./none"):
         with pytest.raises(FileNotFoundError, match=r"there is no file .*none.*; give the path of one, or a reference"):
@@ -70,7 +70,7 @@ class Death(BaseException):
 
 
 @pytest.mark.parametrize("key", ["commits/*", "tags/*"])
-def test_a_crash_between_commit_and_file_leaves_nothing_in_the_way(tmp_path: Path, key: str) -> None:
+def test_a_crash_between_commit_and_file_does_not_block_the_next_save(tmp_path: Path, key: str) -> None:
     slow = Slow(tmp_path / "store")
     io = CasCheckpointIO(slow.store, run="sft")
     io.save_checkpoint(checkpoint(1, 1), tmp_path / "last.ckpt")
@@ -89,7 +89,7 @@ def test_a_crash_between_commit_and_file_leaves_nothing_in_the_way(tmp_path: Pat
     assert steps(slow.store) == [("sft", 2)]
 
 
-def test_a_file_of_a_save_that_never_ended_is_told_from_others(tmp_path: Path, store: Store) -> None:
+def test_a_file_of_an_unfinished_save_is_recognised(tmp_path: Path, store: Store) -> None:
     (tmp_path / "1.ckpt").write_text(json.dumps({"casckpt": {"run": "sft", "step": 1}}))
     io = CasCheckpointIO(store, run="sft")
     with pytest.raises(NotFound, match="a save that did not end"):
@@ -100,7 +100,7 @@ def test_a_file_of_a_save_that_never_ended_is_told_from_others(tmp_path: Path, s
         io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt", storage_options={})
 
 
-def test_paths_may_be_remote(tmp_path: Path, store: Store) -> None:
+def test_lightning_paths_may_be_remote(tmp_path: Path, store: Store) -> None:
     io = CasCheckpointIO(store, run="sft")
     path = f"memory://bucket/{tmp_path.name}/last.ckpt"
     for step in (1, 2):
@@ -113,9 +113,7 @@ def test_paths_may_be_remote(tmp_path: Path, store: Store) -> None:
     assert steps(store) == []
 
 
-def test_a_checkpoint_that_somebody_else_tagged_stays_whatever_becomes_of_its_file(
-    tmp_path: Path, store: Store
-) -> None:
+def test_a_checkpoint_with_a_tag_of_a_user_survives_its_file(tmp_path: Path, store: Store) -> None:
     io, path = CasCheckpointIO(store, run="sft"), tmp_path / "a b.ckpt"
     io.save_checkpoint(checkpoint(1, 1), path)
     store.tag("best", "sft@1")

@@ -1,4 +1,4 @@
-"""Lightning: real trainings whose checkpoints lie in a store; what it keeps, removes, and resumes from."""
+"""Lightning: real trainings with checkpoints in a store: saves, removals and resumes."""
 
 # ruff: noqa: E402 - what is optional is asked for first
 
@@ -35,7 +35,7 @@ def best_two(folder: Path, **options: Any) -> ModelCheckpoint:
     return ModelCheckpoint(folder / "files", monitor="loss", save_top_k=2, save_last=True, **options)
 
 
-def test_an_average_of_weights_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_an_average_of_weights_resumes_bit_for_bit(tmp_path: Path) -> None:
     def fit(name: str, epochs: int, path: str | None = None) -> Any:
         averaging = EMAWeightAveraging(decay=0.5)
         io = CasCheckpointIO(tmp_path / name, run="sft")
@@ -50,7 +50,7 @@ def test_an_average_of_weights_goes_on_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_a_training_keeps_the_best_and_resumes_to_the_bit(tmp_path: Path, async_save: bool) -> None:
+def test_a_training_keeps_the_best_and_resumes_bit_for_bit(tmp_path: Path, async_save: bool) -> None:
     store = small_folder(tmp_path / "store")
     io = CasCheckpointIO(store, run="sft", async_save=async_save, gc=True)
     whole = Losses()
@@ -77,7 +77,7 @@ def test_a_training_keeps_the_best_and_resumes_to_the_bit(tmp_path: Path, async_
     assert not store.verify().is_damaged
 
 
-def test_what_is_stored_smaller_resumes_to_the_bit(tmp_path: Path) -> None:
+def test_a_training_with_compression_resumes_bit_for_bit(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     store.change_settings(compress="always")
 
@@ -96,7 +96,7 @@ def test_what_is_stored_smaller_resumes_to_the_bit(tmp_path: Path) -> None:
     assert not store.verify(decode=True).is_damaged
 
 
-def test_the_store_grows_by_what_changed(tmp_path: Path) -> None:
+def test_the_store_grows_by_changed_bytes(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     keeping = ModelCheckpoint(tmp_path / "files", save_top_k=-1, every_n_train_steps=2)
     trainer(tmp_path, CasCheckpointIO(store, run="sft"), keeping).fit(Model(width=4000), data())
@@ -112,7 +112,7 @@ def test_the_store_grows_by_what_changed(tmp_path: Path) -> None:
     assert store.checkpoints("more")[0].stats.bytes_written < 3 * head + 12_000  # another run, the same backbone
 
 
-def test_what_policies_of_the_store_must_not_touch(tmp_path: Path) -> None:
+def test_gc_policies_keep_checkpoints_with_a_file(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     keeping = ModelCheckpoint(tmp_path / "files", save_top_k=-1, every_n_epochs=1)
     trainer(tmp_path, CasCheckpointIO(store, run="sft"), keeping).fit(Model(), data())
@@ -124,7 +124,7 @@ def checkpoint(step: int, value: float = 0.0) -> dict[str, Any]:
     return {"state_dict": {"w": torch.full((8,), value)}, "global_step": step, "epoch": 0, "loops": {}}
 
 
-def test_a_save_in_the_background_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_save_in_the_background_is_raised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     slow = Slow(tmp_path / "store")
     io = CasCheckpointIO(slow.store, run="sft", async_save=True)
     slow.faulty.inject(fail_before("put", key="objects/*.manifest"))
@@ -141,7 +141,7 @@ def test_a_save_in_the_background_that_fails(tmp_path: Path, caplog: pytest.LogC
     assert io.load_checkpoint(tmp_path / "1.ckpt")["global_step"] == 1
 
 
-def test_fabric_saves_and_loads_through_it(tmp_path: Path, store: Store) -> None:
+def test_fabric_saves_and_loads_through_the_plug_in(tmp_path: Path, store: Store) -> None:
     fabric = Fabric(accelerator="cpu", plugins=[CasCheckpointIO(store, run="fab")])
     model = nn.Linear(3, 3)
     for _ in range(2):
@@ -155,7 +155,7 @@ def test_fabric_saves_and_loads_through_it(tmp_path: Path, store: Store) -> None
     assert steps(store) == [("fab", 1)]
 
 
-def test_what_another_front_end_saved_and_what_no_trainer_counts(store: Store, tmp_path: Path) -> None:
+def test_lightning_loads_checkpoints_of_other_front_ends(store: Store, tmp_path: Path) -> None:
     store.save({"w": torch.ones(2)}, run="plain", step=7)
     store.save({"model": {"w": torch.ones(2)}, "optim": {"lr": 1}}, run="ours", step=7)
     io = CasCheckpointIO(store, run="plain")
@@ -194,7 +194,7 @@ class Projected(Model):
 @pytest.mark.parametrize(
     ("model", "pickles", "step"), [(Odd, False, 0), (Odd, True, 4), (Projected, False, 1), (Model, False, 4)]
 )
-def test_what_cannot_be_saved_is_heard_at_the_begin(
+def test_an_unusable_state_is_reported_at_the_start(
     tmp_path: Path, model: type[Model], pickles: bool, step: int
 ) -> None:
     io = CasCheckpointIO(tmp_path / "store", run="sft", allow_pickle=pickles)
@@ -204,7 +204,7 @@ def test_what_cannot_be_saved_is_heard_at_the_begin(
     assert training.global_step == step
 
 
-def test_a_module_among_hyperparameters_is_no_whole_object(tmp_path: Path) -> None:
+def test_a_module_among_hyperparameters_is_refused(tmp_path: Path) -> None:
     """It would come back as a state_dict."""
     checkpoint = {"state_dict": {"w": torch.ones(2)}, "global_step": 1, "hyper_parameters": {"net": nn.Linear(1, 1)}}
     with pytest.raises(InvalidInput, match=r"hyper_parameters\.net: a .*Linear cannot be stored"):
@@ -216,7 +216,7 @@ def test_a_module_among_hyperparameters_is_no_whole_object(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("async_save", [True, False])
 @pytest.mark.parametrize("checks", [(), (CasCheckpointCheck(),)])
-def test_the_first_save_that_fails_says_what_would_have_been_earlier(
+def test_the_first_failed_save_names_the_check_that_runs_earlier(
     tmp_path: Path, checks: tuple[Callback, ...], async_save: bool
 ) -> None:
     io = CasCheckpointIO(tmp_path / "store", run="sft", async_save=async_save)

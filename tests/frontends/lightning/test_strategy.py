@@ -1,4 +1,4 @@
-"""Lightning over ranks: a model sharded by FSDP2 is saved as it lies there, and goes on, on other ranks too."""
+"""Lightning on ranks: a model sharded by FSDP2 is saved in shards and resumes, also on other ranks."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def fitted(
         return model.losses
 
 
-def test_shards_are_saved_and_loaded_as_they_lie(tmp_path: Path, ranks: Pool) -> None:
+def test_shards_are_saved_and_loaded_without_gathering(tmp_path: Path, ranks: Pool) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "parts").mkdir()
     whole = ranks.run(2, fitted, tmp_path / "whole", 3)[0]
@@ -104,7 +104,7 @@ def test_shards_are_saved_and_loaded_as_they_lie(tmp_path: Path, ranks: Pool) ->
     assert not store.verify().is_damaged
 
 
-def test_a_plug_in_that_would_be_passed_by_is_refused(tmp_path: Path) -> None:
+def test_a_plug_in_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
     strategy = CasModelParallelStrategy(tmp_path, run="sft")
     with pytest.raises(InvalidInput, match="does not use CasCheckpointIO; leave that plug-in out"):
         Trainer(strategy=strategy, accelerator="cpu", plugins=[CasCheckpointIO(tmp_path, run="sft")])
@@ -244,7 +244,7 @@ def hears(rank: int, size: int, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_what_cannot_be_saved_is_heard_on_all_ranks_at_the_begin(tmp_path: Path, ranks: Pool, size: int) -> None:
+def test_an_unusable_state_is_reported_on_all_ranks_at_the_start(tmp_path: Path, ranks: Pool, size: int) -> None:
     expected = [("InvalidInput", 0)] * 2 + [("InvalidInput", 1)] * 2
     assert ranks.run(size, hears, tmp_path) == [expected] * size
     assert steps(small_folder(tmp_path / "store")) == []

@@ -58,7 +58,7 @@ def both_wrapped(rank: int, size: int, path: Path) -> list[Any]:
     return [*files(path), *differences(found, gpt.expected(state))]
 
 
-def test_its_wrappers_around_both(tmp_path: Path, ranks: Pool) -> None:
+def test_wrappers_of_core_work_around_both_strategies(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, both_wrapped, tmp_path) == [OURS, OURS]
 
 
@@ -91,12 +91,12 @@ def nvrx(_: str) -> Any:
     return queues
 
 
-def test_its_queue_does_not_wait_for_a_save_that_goes_on(tmp_path: Path, ranks: Pool) -> None:
+def test_the_queue_of_core_does_not_wait_for_a_running_save(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, queued, tmp_path, "mcore") == [[[[], [0]], OURS, []]] * 2
 
 
 @since("0.17", "the queue of nvidia-resiliency-ext")
-def test_the_queue_of_the_resiliency_extension(tmp_path: Path, ranks: Pool) -> None:
+def test_the_queue_of_the_resiliency_extension_finishes_saves(tmp_path: Path, ranks: Pool) -> None:
     pytest.importorskip("nvidia_resiliency_ext", reason="nvidia-resiliency-ext is not installed")
     assert ranks.run(2, queued, tmp_path, "nvrx") == [[[[], [0]], OURS, []]] * 2
 
@@ -105,7 +105,7 @@ def in_another_process(code: str, path: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code, path], stderr=subprocess.PIPE, text=True)
 
 
-def test_an_ending_is_waited_for_in_another_process() -> None:
+def test_a_save_is_finished_in_another_process() -> None:
     ending = Ending()
     try_it = "import fcntl, sys; fcntl.lockf(open(sys.argv[1]), fcntl.LOCK_SH | fcntl.LOCK_NB)"
     assert "BlockingIOError" in in_another_process(try_it, ending.path).communicate()[1]
@@ -136,12 +136,12 @@ def verified(rank: int, size: int, path: Path) -> list[Any]:
 
 
 @since("0.17.1", "verify_integrity")
-def test_its_check_of_files(tmp_path: Path, ranks: Pool) -> None:
+def test_the_file_check_of_core_passes(tmp_path: Path, ranks: Pool) -> None:
     names = sorted([*OURS, "integrity.json"])
     assert ranks.run(2, verified, tmp_path) == [[names, [], True]] * 2
 
 
-def test_in_the_background(tmp_path: Path) -> None:
+def test_a_save_in_the_background_stores_the_same(tmp_path: Path) -> None:
     data = torch.ones(4)
     request = save({"w": ShardedTensor.from_rank_offsets("w", data)}, f"{tmp_path}#a@1", async_sharded_save=True)
     data.zero_()

@@ -30,7 +30,7 @@ WANTED = st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1)), max_
 
 
 @given(wanted=WANTED)
-def test_every_part_is_read_or_taken_from_one_that_reads_it(wanted: list[list[tuple[int, int]]]) -> None:
+def test_every_part_is_read_or_received_from_its_reader(wanted: list[list[tuple[int, int]]]) -> None:
     sharings = plan_sharing([claims_of([part(*one) for one in mine]) for mine in wanted])
     sent = [(rank, to, wanted[rank][n]) for rank, sharing in enumerate(sharings) for n, to in sharing.sends]
     taken = [(of, rank, wanted[rank][n]) for rank, sharing in enumerate(sharings) for n, of in sharing.receives]
@@ -50,7 +50,7 @@ def test_every_part_is_read_or_taken_from_one_that_reads_it(wanted: list[list[tu
     assert read == {one for mine in wanted for one in mine}
 
 
-def test_reading_is_balanced() -> None:
+def test_ranks_read_balanced_shares() -> None:
     claims = claims_of([ShardedTensor.from_rank_offsets(f"w{i}", torch.ones(10)) for i in range(8)])
     sharings = plan_sharing([claims] * 4)
     assert Counter(sum(sharing.is_read(n) for n in range(8)) for sharing in sharings) == {2: 4}
@@ -67,7 +67,7 @@ def loaded(rank: int, size: int, where: str, topology: Topology) -> list[Any]:
     return [read.done, *differences(found, gpt.expected(gpt.state(topology.at(rank))))]
 
 
-def test_it_loads_the_same_and_reads_less(tmp_path: Path, ranks: Pool) -> None:
+def test_a_parallel_load_gives_the_same_and_reads_less(tmp_path: Path, ranks: Pool) -> None:
     place, topology = f"{tmp_path}#gpt@7", Topology(tp=2, dp=2)
     total = sum(ranks.run(1, saved, place, Topology()))
     found = ranks.run(4, loaded, place, topology)
@@ -92,11 +92,11 @@ def odd_memory(rank: int, size: int, where: str) -> list[Any]:
     return [*same, [value.item() for value in found["s"]], found["o"]]
 
 
-def test_any_memory(tmp_path: Path, ranks: Pool) -> None:
+def test_a_parallel_load_fills_any_memory(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, odd_memory, f"{tmp_path}#a@1") == [[True, True, [3, 3], 5]] * 2
 
 
-def test_one_process_has_nobody_to_share_with(tmp_path: Path) -> None:
+def test_a_single_process_reads_everything(tmp_path: Path) -> None:
     place = f"{tmp_path}#gpt@7"
     saved(0, 1, place, Topology())
     assert loaded(0, 1, place, Topology())[1:] == []

@@ -1,4 +1,4 @@
-"""common.pt: what torch's restricted unpickler may take from it, and what that leaves behind in the process."""
+"""common.pt: the types that torch's restricted unpickler may read, and the state of the process afterwards."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def registered() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("registered")
-def test_what_somebody_registered_stays_registered() -> None:
+def test_globals_registered_by_the_user_stay_registered() -> None:
     assert common.read(write_archive(ARGS), "a@1", allow_pickle=False) == ARGS
     assert Namespace in get_safe_globals()
     assert torch.load(io.BytesIO(write_archive(ARGS)), weights_only=True) == ARGS
 
 
-def test_what_nobody_registered_does_not_stay() -> None:
+def test_globals_registered_for_a_load_are_removed() -> None:
     before = get_safe_globals()
     assert common.read(write_archive(ARGS), "a@1", allow_pickle=False) == ARGS
     with pytest.raises(CheckpointingException, match="needs pickle"):
@@ -51,7 +51,7 @@ def test_what_nobody_registered_does_not_stay() -> None:
     assert set(get_safe_globals()) == set(before)
 
 
-def test_threads_do_not_take_it_from_each_other() -> None:
+def test_threads_do_not_remove_globals_of_each_other() -> None:
     errors: list[BaseException] = []
 
     def read() -> None:
@@ -70,7 +70,7 @@ def test_threads_do_not_take_it_from_each_other() -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_the_classes_that_somebody_has_to_register() -> None:
+def test_the_error_names_the_classes_to_register() -> None:
     data = write_archive({**ARGS, "color": Color.RED})
     name = f"{Color.__module__}.Color"
     assert common.classes_to_register(data) == [name]

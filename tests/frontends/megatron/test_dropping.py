@@ -35,7 +35,7 @@ def state() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_what_begins_with_a_prefix_is_removed(tmp_path: Path) -> None:
+def test_keys_with_a_prefix_are_removed(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@1"
     megatron.save(state(), where, attachments={"mine": b"1"}, metadata={"loss": 2})
     common = megatron.load_common_state_dict(where)
@@ -51,7 +51,7 @@ def test_what_begins_with_a_prefix_is_removed(tmp_path: Path) -> None:
     assert checkpoint.stats.bytes_written == 0
 
 
-def test_it_is_said_where_there_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_prefix_without_keys_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     where = f"{tmp_path}#a@1"
     with pytest.raises(NotFound):
         megatron.remove_sharded_tensors(where, "x")
@@ -62,7 +62,7 @@ def test_it_is_said_where_there_is_none(tmp_path: Path, caplog: pytest.LogCaptur
     assert casckpt.open(tmp_path).get("a@1") == before
 
 
-def test_it_removes_from_what_another_front_end_saved(tmp_path: Path) -> None:
+def test_keys_are_removed_from_checkpoints_of_other_front_ends(tmp_path: Path) -> None:
     saved = {"model": {"w": torch.ones(2)}, "optim": {"state": {"w": torch.ones(2)}, "groups": [{"lr": 1}]}}
     casckpt.open(tmp_path).save(saved, run="a", step=1)
     megatron.remove_sharded_tensors(f"{tmp_path}#a@1", "optim.")
@@ -81,7 +81,7 @@ def by_core(rank: int, size: int, path: Path) -> Any:
     return [found["x"].unique().tolist(), sorted(found)]
 
 
-def test_the_folder_of_it_is_still_good(tmp_path: Path, ranks: Pool) -> None:
+def test_the_folder_still_loads_after_removal(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(1, by_core, tmp_path) == [[[1], ["args", "optimizer.lr", "seed", "x"]]]
     assert "opt" in megatron.load_tensors_metadata(f"{tmp_path}/store#a@4")
     assert "optimizer.exp_avg.w" not in megatron.load_tensors_metadata(f"{tmp_path}/store#a@4")

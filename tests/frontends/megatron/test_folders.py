@@ -69,7 +69,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_save_over_a_folder_replaces_its_common_part_too(path: Path, ranks: Pool) -> None:
+def test_a_save_into_a_folder_also_replaces_its_common_part(path: Path, ranks: Pool) -> None:
     ranks.run(2, saved, path, 1)
     (path / "iter_4/.metadata").touch()  # as if torch_dist had been there
     ranks.run(2, saved, path, 5)
@@ -79,7 +79,9 @@ def test_a_save_over_a_folder_replaces_its_common_part_too(path: Path, ranks: Po
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_an_object_that_one_rank_cannot_save(path: Path, ranks: Pool, asynchronous: bool, size: int) -> None:
+def test_an_object_that_one_rank_cannot_save_fails_on_all(
+    path: Path, ranks: Pool, asynchronous: bool, size: int
+) -> None:
     ranks.run(2, saved, path, 1)
     assert ranks.run(size, with_a_function, path, asynchronous) == ["rank 1"] * size
     tensors = casckpt.open(path / "store").read("a@4")
@@ -108,12 +110,12 @@ def fails_late(rank: int, size: int, path: Path) -> None:
         request.execute_sync()
 
 
-def test_a_save_in_the_background_that_failed_is_heard_in_the_end(path: Path, ranks: Pool) -> None:
+def test_a_failed_save_in_the_background_is_raised_at_its_end(path: Path, ranks: Pool) -> None:
     ranks.run(1, fails_late, path)
     assert not list((path / "iter_4").iterdir())
 
 
-def test_classes_that_a_load_elsewhere_needs_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_classes_that_other_loads_need_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     core()
     strategy = megatron.CasSaveShardedStrategy(tmp_path / "store", run="a")
     common = megatron.ShardedObject("common_state", {"phase": Phase.WARM}, (1,), (0,))
@@ -122,7 +124,7 @@ def test_classes_that_a_load_elsewhere_needs_are_told_once(tmp_path: Path, caplo
     assert caplog.text.count(f"common.pt holds {Phase.__module__}.Phase") == 1
 
 
-def test_a_save_that_failed_over_a_folder_is_not_mixed_with_what_was_there(path: Path, ranks: Pool) -> None:
+def test_a_failed_save_into_a_folder_keeps_the_old_checkpoint(path: Path, ranks: Pool) -> None:
     ranks.run(2, saved, path, 1)
     common = path / "iter_4/common.pt"
     before = common.read_bytes()
@@ -135,7 +137,7 @@ def test_a_save_that_failed_over_a_folder_is_not_mixed_with_what_was_there(path:
     assert ranks.run(2, loaded, path)[0]["iteration"] == 1
 
 
-def test_two_main_replicas(path: Path, ranks: Pool) -> None:
+def test_two_main_replicas_are_refused(path: Path, ranks: Pool) -> None:
     first, other = ranks.outcomes(2, twice, path)
     assert first.died
     assert other.value[0].startswith("rank 0")
@@ -152,7 +154,7 @@ def twice(rank: int, size: int, path: Path) -> tuple[str, bool]:
     return found
 
 
-def test_what_is_not_there(path: Path, ranks: Pool) -> None:
+def test_missing_folders_and_keys_are_reported(path: Path, ranks: Pool) -> None:
     ranks.run(2, saved, path, 1)
     shutil.move(path / "iter_4", path / "iter_5")
     assert "does not exist" in ranks.run(1, said, loaded, path)[0][0]
@@ -170,14 +172,14 @@ def elsewhere(rank: int, size: int, path: Path) -> Any:
     return loaded(rank, size, path, megatron.CasLoadShardedStrategy(path / "elsewhere"))["w"]
 
 
-def test_a_folder_that_torch_dist_wrote_over(path: Path, ranks: Pool) -> None:
+def test_a_folder_overwritten_by_torch_dist_loads_as_torch_dist(path: Path, ranks: Pool) -> None:
     ranks.run(2, saved, path, 1)
     (path / "iter_4/.metadata").touch()
     answers = ranks.run(2, said, loaded, path)
     assert all("torch_dist has written over" in text and both for text, both in answers), answers
 
 
-def test_a_folder_made_of_what_our_own_save_wrote(path: Path, ranks: Pool) -> None:
+def test_a_folder_is_created_for_an_earlier_save(path: Path, ranks: Pool) -> None:
     megatron.save(part(0, 1, 8, names=("a", {1: "b"})), f"{path}/store#b@6", no_dist=True)
     megatron.write_folder(f"{path}/store#b@latest", path / "iter_4")
     assert json.loads((path / "iter_4/casckpt.json").read_text())["step"] == 6

@@ -34,15 +34,15 @@ def where(tmp_path_factory: pytest.TempPathFactory, ranks: Pool) -> str:
 
 
 @pytest.mark.parametrize("topology", LOADED, ids=str)
-def test_it_loads_in_another_configuration(where: str, topology: Topology, ranks: Pool) -> None:
+def test_a_model_loads_in_another_configuration(where: str, topology: Topology, ranks: Pool) -> None:
     assert ranks.run(topology.size, loaded, where, topology) == [[]] * topology.size
 
 
-def test_it_loads_in_one_process(where: str) -> None:
+def test_a_model_loads_in_one_process(where: str) -> None:
     assert loaded(0, 1, where, Topology()) == []
 
 
-def test_what_is_in_the_store_is_whole_and_has_the_keys_of_megatron(where: str) -> None:
+def test_the_store_has_whole_tensors_under_the_keys_of_megatron(where: str) -> None:
     path, _, ref = where.partition("#")
     full = casckpt.open(path).read(ref)
     layers = [gpt.whole(f"weight/attention/{i}", gpt.HIDDEN, gpt.HIDDEN, dtype=torch.bfloat16) for i in range(4)]
@@ -61,7 +61,7 @@ def swiglu(layer: int) -> torch.Tensor:
     return gpt.whole(f"exp_avg_sq/fc1/{layer}", 2, gpt.FFN * 4, gpt.HIDDEN).flatten(0, 1)
 
 
-def test_fully_parallel_the_replicas_share_the_writing(tmp_path: Path, where: str, ranks: Pool) -> None:
+def test_a_fully_parallel_save_divides_writing_among_replicas(tmp_path: Path, where: str, ranks: Pool) -> None:
     place = f"{tmp_path}#gpt@7"
     topology = Topology(tp=2, dp=2)
     ranks.run(topology.size, saved, place, topology, fully_parallel=True, check_replicas=True)

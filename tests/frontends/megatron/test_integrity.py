@@ -1,4 +1,4 @@
-"""What does not fit together is refused, on every rank alike, and before anything is written."""
+"""Inconsistent states are refused on every rank alike, before anything is written."""
 
 from __future__ import annotations
 
@@ -121,11 +121,11 @@ def nothing_written(rank: int, size: int, path: Path) -> bool:
     return path.exists()
 
 
-def test_nothing_at_all_is_written(tmp_path: Path, ranks: Pool) -> None:
+def test_a_refused_save_writes_nothing(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, nothing_written, tmp_path / "store") == [False, False]
 
 
-def test_without_validation_the_store_refuses(tmp_path: Path, ranks: Pool) -> None:
+def test_the_store_refuses_a_bad_state_without_validation(tmp_path: Path, ranks: Pool) -> None:
     found = ranks.run(2, without_validation, tmp_path)
     assert all("CheckpointingException" in text and "'w'" in text for text in found), found
     assert casckpt.open(tmp_path).checkpoints() == []
@@ -144,19 +144,19 @@ def validated(rank: int, size: int) -> list[str]:
     return [repr(outcome_of(lambda: validate_sharding_integrity([part(rank, at=0)])))]
 
 
-def test_validation_gathers_by_itself(ranks: Pool) -> None:
+def test_validation_gathers_without_help(ranks: Pool) -> None:
     found = ranks.run(2, validated)
     assert all("CheckpointingException" in text and "of rank 0" in text for (text,) in found), found
 
 
-def test_validation_in_one_process() -> None:
+def test_validation_works_in_one_process() -> None:
     validate_sharding_integrity(iter([part(0, of=1)]))
     with pytest.raises(CheckpointingException, match="no rank has a main replica"):
         validate_sharding_integrity([ShardedTensor.from_rank_offsets("w", torch.ones(0, 2), replica_id=1)])
 
 
 @pytest.mark.parametrize(("of", "told"), [(6, r"\(4,\), \(5,\) of \(6,\)"), (7, r"\(5,\) and 1 more of \(7,\)")])
-def test_the_first_of_what_is_missing_is_told_and_how_much_more_there_is(of: int, told: str) -> None:
+def test_the_error_names_the_first_gap_and_counts_the_others(of: int, told: str) -> None:
     with pytest.raises(CheckpointingException, match=told):
         validate_sharding_integrity([obj(0, of=of)])
 
@@ -174,7 +174,7 @@ def differing(rank: int, size: int, path: Path) -> list[str]:
     return caught
 
 
-def test_rank_0_has_the_common_state_and_others_warn_where_theirs_differs(tmp_path: Path, ranks: Pool) -> None:
+def test_rank_0_saves_the_common_state_and_ranks_that_differ_warn(tmp_path: Path, ranks: Pool) -> None:
     first, second = ranks.run(2, differing, tmp_path)
     assert first == []
     (warning,) = second

@@ -57,7 +57,7 @@ def test_tensors_are_filled_in_place_and_plain_values_are_ignored(where: str) ->
     assert asked == {"x": [w], "args": "mine", "more": 1}
 
 
-def test_without_data_there_is_a_new_tensor_of_the_dtype_that_is_asked_for(where: str) -> None:
+def test_a_part_without_data_loads_into_a_new_tensor_of_its_dtype(where: str) -> None:
     asked = {
         "w": ShardedTensor.from_rank_offsets("w", torch.ones(2, 3, dtype=torch.bfloat16), (0, 1, 2)).without_data()
     }
@@ -66,13 +66,13 @@ def test_without_data_there_is_a_new_tensor_of_the_dtype_that_is_asked_for(where
     assert asked["w"].data is None
 
 
-def test_a_parameter_is_filled(where: str) -> None:
+def test_a_parameter_is_filled_in_place(where: str) -> None:
     weight = torch.nn.Parameter(torch.zeros(4, 3))
     found = load({"w": ShardedTensor.from_rank_offsets("w", weight)}, where)["w"]
     assert weight.flatten().tolist() == found.flatten().tolist() == list(range(12))
 
 
-def test_what_is_not_persistent_is_put_back(where: str) -> None:
+def test_values_that_are_not_persistent_are_returned(where: str) -> None:
     found = load({"groups": [{"params": LocalNonpersistentObject([7])}]}, where)
     assert found["groups"] == [{"lr": 1.0, "params": [7]}]
 
@@ -81,7 +81,7 @@ def test_what_is_not_persistent_is_put_back(where: str) -> None:
     ("shape", "rows"),
     [((6, 3), [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11], [0] * 3, [0] * 3]), ((2, 2), [[0, 1], [3, 4]])],
 )
-def test_another_shape_is_padded_and_cut(where: str, shape: tuple[int, ...], rows: list[list[int]]) -> None:
+def test_a_different_shape_is_padded_and_cut(where: str, shape: tuple[int, ...], rows: list[list[int]]) -> None:
     found = load({"w": tensor("w", *shape, allow_shape_mismatch=True)}, where)["w"]
     assert found.tolist() == rows
     count = found.numel()
@@ -95,7 +95,7 @@ def test_another_shape_is_padded_and_cut(where: str, shape: tuple[int, ...], row
 
 
 @pytest.mark.parametrize("more", [{}, {"allow_shape_mismatch": True}])
-def test_another_shape_is_refused(where: str, more: dict[str, Any]) -> None:
+def test_a_different_shape_is_refused(where: str, more: dict[str, Any]) -> None:
     shape = (4, 3, 1) if more else (5, 3)
     asked = tensor("w", *shape, **more)
     with pytest.raises(CheckpointingException, match="'w' has global shape") as caught:
@@ -105,7 +105,7 @@ def test_another_shape_is_refused(where: str, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("notes", [b"{", b"[]", b'{"common_tensors": 5}'])
-def test_notes_of_no_use_are_refused(tmp_path: Path, notes: bytes) -> None:
+def test_unusable_notes_are_refused(tmp_path: Path, notes: bytes) -> None:
     casckpt.open(tmp_path).save({"w": torch.ones(1)}, run="a", step=1, attachments={"megatron.json": notes})
     with pytest.raises(CheckpointingException, match=r"megatron.json is not usable"):
         load({}, f"{tmp_path}#a@1")
@@ -129,7 +129,7 @@ def test_objects_are_replaced_in_place(where: str) -> None:
         load({"o": obj("o", 0, 1)}, where, strict="log_all")
 
 
-def test_what_is_not_plain_needs_pickle_on_both_sides(tmp_path: Path) -> None:
+def test_values_that_are_not_plain_need_pickle_on_both_sides(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@1"
     with pytest.raises(CheckpointingException, match="o/shard_0_1"):
         save({"o": obj("o", data=Odd())}, where)
@@ -142,7 +142,7 @@ def test_what_is_not_plain_needs_pickle_on_both_sides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [{}, [], {"a": {}}, [torch.ones(1)], None, torch.ones(2), {"a": [1, torch.ones(1)]}])
-def test_an_object_may_be_anything_plain(tmp_path: Path, value: Any) -> None:
+def test_an_object_may_hold_any_plain_data(tmp_path: Path, value: Any) -> None:
     where = f"{tmp_path}#a@1"
     save({"o": obj("o", data=value), "i": 1}, where)
     assert load_common_state_dict(where) == {"i": 1}
@@ -197,7 +197,7 @@ def objects_of_ranks(rank: int, size: int, where: str) -> list[Any]:
     return [found["rng"]["state"].tolist(), found["i"]]
 
 
-def test_each_rank_has_objects_of_its_own(tmp_path: Path, ranks: Pool) -> None:
+def test_each_rank_has_its_own_objects(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, objects_of_ranks, f"{tmp_path}#a@1") == [[[1, 1], 0], [[0, 0], 0]]
     assert set(casckpt.open(tmp_path).read("a@1")) == {"rng/shard_0_2", "rng/shard_1_2", "i"}
 
@@ -211,5 +211,5 @@ def in_a_group(rank: int, size: int, where: str) -> Any:
     return None
 
 
-def test_a_process_group_saves_by_itself(tmp_path: Path, ranks: Pool) -> None:
+def test_a_process_group_saves_independently(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(3, in_a_group, f"{tmp_path}#a@1") == [None, [1, 1], [2, 2]]

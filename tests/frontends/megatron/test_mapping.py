@@ -1,4 +1,4 @@
-"""Classes that say what is sharded."""
+"""Classes that describe sharded values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def flat(data: int, shape: tuple[int, ...], at: slice, *offsets: tuple[int, int,
     return ShardedTensor.from_rank_offsets_flat("k", torch.ones(data), shape, *offsets, flattened_range=at, **more)
 
 
-def test_the_fields_of_a_part() -> None:
+def test_a_part_has_the_fields_of_megatron() -> None:
     data = torch.ones(2, 3)
     part = ShardedTensor.from_rank_offsets("k", data, (0, 1, 4), (2, 2, 3), prepend_axis_num=1, replica_id=(0, 1))
     assert part.key == "k"
@@ -47,7 +47,7 @@ def test_the_fields_of_a_part() -> None:
     assert part.dtype is torch.float32
 
 
-def test_a_tensor_without_dimensions_and_one_without_elements() -> None:
+def test_parts_of_scalars_and_empty_tensors_are_valid() -> None:
     scalar = ShardedTensor.from_rank_offsets("k", torch.tensor(3.0))
     assert (scalar.global_shape, scalar.global_slice(), scalar.max_allowed_chunks()) == ((), (), ())
     empty = ShardedTensor.from_rank_offsets("k", torch.ones(0, 2), (0, 1, 2))
@@ -62,7 +62,7 @@ def test_a_bad_rank_offset_is_refused(triple: tuple[int, int, int]) -> None:
     assert caught.value.key == "k"
 
 
-def test_of_two_offsets_for_one_axis_the_last_holds() -> None:
+def test_the_last_of_two_offsets_for_an_axis_counts() -> None:
     assert ShardedTensor.from_rank_offsets("k", torch.ones(2), (0, 0, 2), (0, 2, 3)).global_offset == (4,)
 
 
@@ -78,7 +78,7 @@ def test_of_two_offsets_for_one_axis_the_last_holds() -> None:
         ({"flattened_range": slice(0, 6, 2)}, "has a step"),
     ],
 )
-def test_fields_that_contradict_each_other(changed: dict[str, Any], message: str) -> None:
+def test_contradictory_fields_are_refused(changed: dict[str, Any], message: str) -> None:
     fields: dict[str, Any] = {
         "key": "k", "data": torch.ones(2, 3), "dtype": torch.float32, "local_shape": (2, 3), "global_shape": (4, 3),
         "global_offset": (2, 0), "axis_fragmentations": (2, 1),
@@ -95,7 +95,7 @@ def test_an_uneven_cut_has_no_grid() -> None:
         part.max_allowed_chunks()
 
 
-def test_an_axis_that_does_not_divide() -> None:
+def test_an_axis_that_does_not_divide_is_refused() -> None:
     part = ShardedTensor("k", None, torch.float32, (2,), (5,), (2,), (2,))
     with pytest.raises(CheckpointingException, match="no multiple of 2"):
         part.max_allowed_chunks()
@@ -103,7 +103,7 @@ def test_an_axis_that_does_not_divide() -> None:
     assert padded.max_allowed_chunks() == (2,)
 
 
-def test_a_flat_part_counts_in_its_local_shape() -> None:
+def test_a_flat_range_refers_to_the_local_shape() -> None:
     part = flat(3, (2, 4), slice(2, 5), (0, 1, 3), (1, 1, 2), prepend_axis_num=1)
     assert part.global_shape == (3, 4, 4)
     assert [index.tolist() for index in part.local_coordinates()] == [[0, 0, 1], [2, 3, 0]]
@@ -123,7 +123,7 @@ def test_coordinates_are_those_of_the_elements(shape: list[int], data: st.DataOb
     assert numbers[part.global_coordinates()].tolist() == local.flatten()[lo:hi].tolist()
 
 
-def test_a_flat_part_without_dimensions() -> None:
+def test_a_flat_part_without_dimensions_is_valid() -> None:
     part = flat(1, (), slice(0, 1))
     assert (part.local_coordinates(), part.global_coordinates()) == ((), ())
     stacked = flat(1, (), slice(0, 1), (0, 2, 3), prepend_axis_num=1)
@@ -145,17 +145,17 @@ def test_coordinates_need_a_flat_part() -> None:
         (torch.ones(4), None, "needs a flattened_range"),
     ],
 )
-def test_flat_data_that_does_not_fit(data: torch.Tensor, at: slice | None, message: str) -> None:
+def test_flat_data_of_a_wrong_size_is_refused(data: torch.Tensor, at: slice | None, message: str) -> None:
     with pytest.raises(CheckpointingException, match=message):
         ShardedTensor.from_rank_offsets_flat("k", data, (2, 2), flattened_range=at)
 
 
-def test_the_other_constructor_takes_no_flat_part() -> None:
+def test_a_flat_range_is_refused_by_from_rank_offsets() -> None:
     with pytest.raises(ValueError, match="from_rank_offsets_flat"):
         ShardedTensor.from_rank_offsets("k", torch.ones(2), flattened_range=slice(0, 2))  # type: ignore[arg-type]  # a wrong type on purpose
 
 
-def test_data_is_made_only_where_there_is_none() -> None:
+def test_data_is_created_only_if_missing() -> None:
     part = ShardedTensor.from_rank_offsets("k", torch.ones(2, 3)).without_data()
     assert part.data is None
     part.init_data("cpu", torch.zeros)
@@ -175,28 +175,28 @@ def test_the_main_replica_is_zero_or_all_zeros(replica_id: Any, main: bool) -> N
     assert is_main_replica(replica_id) is main
 
 
-def test_an_object_has_a_key_of_its_own() -> None:
+def test_each_sharded_object_has_a_unique_key() -> None:
     one = ShardedObject("a/b", {"x": 1}, (1, 8), (0, 3))
     assert one.unique_key == "a/b/shard_0.3_1.8"
     assert ShardedObject.empty_from_unique_key(one.unique_key) == one.without_data()
     assert str(one) == "ShardedObject(key='a/b')"
 
 
-def test_the_text_of_a_part_is_short() -> None:
+def test_the_repr_of_a_part_is_short() -> None:
     tensor = ShardedTensor.from_rank_offsets("k", torch.ones(2))
     factory = ShardedTensorFactory("f", torch.ones(2), lambda *_: {}, lambda built: built)
     assert [str(tensor), str(factory)] == ["ShardedTensor(key='k')", "ShardedTensorFactory(key='f')"]
     assert ShardedObject.empty_from_unique_key("a/shard_0.3_1").global_shape == (1, -1)
 
 
-def test_the_fields_of_an_object() -> None:
+def test_an_object_has_the_fields_of_megatron() -> None:
     one = ShardedObject("a", [1], (1, 8), (0, 3), 2)
     assert (one.key, one.data, one.global_shape, one.global_offset, one.replica_id) == ("a", [1], (1, 8), (0, 3), 2)
     assert ShardedObject("a", [1], (1,), (0,)).replica_id == 0
 
 
 @pytest.mark.parametrize("text", ["a", "a/shard_1", "a/shard_x_1", "a/shard_1_2_3"])
-def test_any_other_text_names_no_object(text: str) -> None:
+def test_other_text_is_refused_as_a_unique_key(text: str) -> None:
     with pytest.raises(CheckpointingException, match="names no shard"):
         ShardedObject.empty_from_unique_key(text)
 
@@ -206,7 +206,7 @@ def test_an_object_with_one_offset_too_few_is_refused() -> None:
         ShardedObject("a", 1, (1, 2), (0,))
 
 
-def test_what_has_a_key_is_a_sharded_base() -> None:
+def test_parts_objects_and_factories_are_sharded_bases() -> None:
     factory = ShardedTensorFactory("f", torch.ones(2), lambda key, data, replica_id: {}, torch.cat)
     values = [ShardedTensor.from_rank_offsets("k", torch.ones(2)), ShardedObject("o", 1, (1,), (0,)), factory]
     for value in values:
@@ -217,7 +217,7 @@ def test_what_has_a_key_is_a_sharded_base() -> None:
         ShardedBase()  # type: ignore[abstract]  # to try is the test
 
 
-def test_what_is_not_saved_has_two_spellings() -> None:
+def test_a_local_nonpersistent_object_has_two_spellings() -> None:
     assert LocalNonpersitentObject is LocalNonpersistentObject
     assert LocalNonpersistentObject(5).unwrap() == 5
 
@@ -230,7 +230,7 @@ def four(key: str, data: torch.Tensor, replica_id: Any, flattened_range: slice |
     return [key, data, replica_id, flattened_range]
 
 
-def test_a_factory_builds_with_three_arguments_or_four() -> None:
+def test_a_factory_calls_its_function_with_three_or_four_arguments() -> None:
     data = torch.ones(2)
     assert ShardedTensorFactory("k", data, three, torch.cat, 5).build() == ["k", data, 5]
     assert ShardedTensorFactory("k", data, four, torch.cat, 5).build() == ["k", data, 5, None]
@@ -242,7 +242,7 @@ def test_a_factory_builds_with_three_arguments_or_four() -> None:
         ShardedTensorFactory("k", data, three, torch.cat, 5, slice(0, 1)).build()
 
 
-def test_the_fields_of_a_factory() -> None:
+def test_a_factory_has_the_fields_of_megatron() -> None:
     data = torch.ones(2)
     factory = ShardedTensorFactory("k", data, three, torch.stack)
     assert (factory.key, factory.data, factory.replica_id, factory.flattened_range) == ("k", data, 0, None)
@@ -273,20 +273,20 @@ def sum_of(state: dict[str, Any]) -> torch.Tensor:
         ({"a": 5}, r"dict where there is int, at \('a',\)"),
     ],
 )
-def test_a_factory_without_a_place_is_refused(state: dict[str, Any], where: str) -> None:
+def test_a_factory_outside_a_container_is_refused(state: dict[str, Any], where: str) -> None:
     factory = ShardedTensorFactory("k", torch.ones(2), three, torch.cat)
     with pytest.raises(ValueError, match=where):
         apply_factory_merges(state, {"a": {1: factory}})
 
 
-def test_lists_of_factories_and_of_values_have_one_length() -> None:
+def test_lists_of_factories_and_values_need_equal_lengths() -> None:
     factory = ShardedTensorFactory("k", torch.ones(2), three, torch.cat)
     with pytest.raises(ValueError, match="1 places for factories in a list of 2"):
         apply_factory_merges([1, 2], [factory])
     assert megatron.apply_factory_merges([[torch.ones(1)]], [factory])[0].tolist() == [1.0]
 
 
-def test_there_are_names_for_annotations() -> None:
+def test_type_names_for_annotations_exist() -> None:
     dicts = (megatron.StateDict, megatron.CommonStateDict, megatron.ShardedStateDict)
     assert dicts == (dict[str, Any],) * 3
     assert megatron.ReplicaId == int | tuple[int, ...]

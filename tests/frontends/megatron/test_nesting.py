@@ -33,14 +33,14 @@ def is_odd(value: Any) -> bool:
     return isinstance(value, int) and value % 2 == 1
 
 
-def test_leaves_come_in_order_and_tuples_are_leaves() -> None:
+def test_leaves_are_in_order_and_tuples_are_leaves() -> None:
     x = nested()
     assert list(nested_values(x)) == [1, 2, 3, (4, 5)]
     assert [(key, value) for _, key, value in nested_items_iter(x)] == [("a", 1), (0, 2), ("c", 3), ("e", (4, 5))]
     assert next(iter(nested_items_iter(x["b"])))[0] is x["b"]
 
 
-def test_maps_in_place_and_into_new_containers() -> None:
+def test_maps_work_in_place_and_into_new_containers() -> None:
     x = nested()
     assert dict_list_map_outplace(str, x) == {"a": "1", "b": ["2", {"c": "3"}], "d": {}, "e": "(4, 5)"}
     assert x == nested()
@@ -50,7 +50,7 @@ def test_maps_in_place_and_into_new_containers() -> None:
     assert dict_list_map_inplace(str, 5) == dict_list_map_outplace(str, 5) == "5"
 
 
-def test_dict_map_descends_into_lists_and_gives_the_innermost_key() -> None:
+def test_dict_map_descends_into_lists_and_passes_the_innermost_key() -> None:
     x = nested()
     assert dict_map(str, x) is None  # type: ignore[func-returns-value] # that is what is tested
     assert x["b"] == ["2", {"c": "3"}]
@@ -64,7 +64,7 @@ def test_map_reduce_groups_then_reduces() -> None:
     assert map_reduce([1, 1, 2]) == {1: [1, 1], 2: [2]}
 
 
-def test_merge_puts_the_second_into_the_first() -> None:
+def test_merge_writes_the_second_into_the_first() -> None:
     x: dict[str, Any] = {"a": {"b": 1}, "l": [{"p": 1}, {"p": 2}]}
     assert merge(x, {"a": {"c": 2}, "l": [{"q": 3}, {}], "n": [4]}) is x
     assert x == {"a": {"b": 1, "c": 2}, "l": [{"p": 1, "q": 3}, {"p": 2}], "n": [4]}
@@ -94,7 +94,7 @@ def test_extract_asks_the_predicate_for_an_empty_container_in_a_list() -> None:
     assert extract_matching_values([{}, []], lambda value: value == {}) == ([{}], [[]])
 
 
-def test_extract_takes_no_tuple() -> None:
+def test_extract_refuses_tuples() -> None:
     with pytest.raises(ValueError, match="tuple"):
         extract_matching_values((1, 2), is_odd)
 
@@ -124,7 +124,7 @@ def test_diff_of_lists_gives_bare_indices_on_both_sides() -> None:
         (torch.ones(2), 1, False),
     ],
 )
-def test_diff_of_leaves(one: Any, other: Any, equal: bool) -> None:
+def test_diff_compares_leaves(one: Any, other: Any, equal: bool) -> None:
     assert (diff({"a": one}, {"a": other}) == ([], [], [])) is equal
 
 

@@ -1,4 +1,4 @@
-"""State dicts with odd things in odd places: they come back as they were, or the error says what to do."""
+"""Unusual state dicts: they are restored exactly, or the error gives advice."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def nothing_is_there(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("prepend", [0, 1])
-def test_a_tensor_that_cannot_be_stored_is_named(tmp_path: Path, prepend: int) -> None:
+def test_the_error_for_an_unusable_tensor_names_it(tmp_path: Path, prepend: int) -> None:
     for data in (torch.eye(3).to_sparse(), torch.ones(3, device="meta")):
         with pytest.raises(CheckpointingException, match=r"'t': a (tensor of layout torch.sparse_coo|meta tensor)"):
             save({"t": tensor("t", data, prepend_axis_num=prepend)}, f"{tmp_path}/s#a@1")
     assert nothing_is_there(tmp_path)
 
 
-def test_data_that_was_changed_after_all_is_named(tmp_path: Path) -> None:
+def test_the_error_for_data_changed_after_construction_names_it(tmp_path: Path) -> None:
     part = tensor("t", torch.ones(4))
     part.data = torch.ones(3)
     with pytest.raises(CheckpointingException, match=r"'t': data of shape \[3\] does not fill"):
@@ -62,7 +62,7 @@ def test_data_that_was_changed_after_all_is_named(tmp_path: Path) -> None:
         (torch.ones(4, dtype=torch.float64), "'t' is float64 here, but complex128"),
     ],
 )
-def test_what_cannot_be_loaded_into_is_named(tmp_path: Path, data: torch.Tensor, message: str) -> None:
+def test_the_error_for_an_unusable_destination_names_it(tmp_path: Path, data: torch.Tensor, message: str) -> None:
     where = f"{tmp_path}#a@1"
     save({"t": tensor("t", torch.ones(4, dtype=torch.complex128))}, where)
     with pytest.raises(CheckpointingException, match=message):
@@ -71,7 +71,7 @@ def test_what_cannot_be_loaded_into_is_named(tmp_path: Path, data: torch.Tensor,
         load({"other": tensor("t", data, replica_id=1), "t": tensor("t", torch.ones(4, dtype=data.dtype))}, where)
 
 
-def test_what_is_to_be_padded_is_not_touched_by_a_load_that_is_refused(tmp_path: Path) -> None:
+def test_a_refused_load_does_not_touch_padded_tensors(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@1"
     save({"t": tensor("t", torch.ones(4, dtype=torch.complex128))}, where)
     data = torch.full((6,), -1.0)
@@ -83,7 +83,7 @@ def test_what_is_to_be_padded_is_not_touched_by_a_load_that_is_refused(tmp_path:
 @pytest.mark.parametrize(
     "value", [tensor("t", torch.ones(1)), ShardedObject("o", 1, (1,), (0,)), LocalNonpersistentObject(1)]
 )
-def test_what_is_sharded_is_not_looked_for_in_a_tuple(tmp_path: Path, value: Any) -> None:
+def test_tuples_are_not_searched_for_sharded_tensors(tmp_path: Path, value: Any) -> None:
     with pytest.raises(CheckpointingException, match=rf"\('a', 1, 'b'\) is a {type(value).__name__} in a tuple"):
         save({"a": (5, {"b": value})}, f"{tmp_path}/s#a@1", allow_pickle=True)
     assert nothing_is_there(tmp_path)
@@ -92,14 +92,14 @@ def test_what_is_sharded_is_not_looked_for_in_a_tuple(tmp_path: Path, value: Any
 @pytest.mark.parametrize(
     "state", [{"x/shard_0_1": 5}, {"x/shard_0_1": {"y": torch.ones(1)}}, {"w": tensor("x/shard_0_1", torch.ones(2))}]
 )
-def test_the_keys_of_objects_are_theirs(tmp_path: Path, state: dict[str, Any]) -> None:
+def test_keys_of_objects_are_unchanged(tmp_path: Path, state: dict[str, Any]) -> None:
     with pytest.raises(CheckpointingException, match="'x/shard_0_1' has the form of the key of an object"):
         save(state, f"{tmp_path}/s#a@1")
     assert nothing_is_there(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["a/b", "a.b", "ü/ö", "a/b/c", " ", "*", "shard_0_1", "a/shard_0"])
-def test_any_other_key_goes_round(tmp_path: Path, key: str) -> None:
+def test_any_other_key_is_saved_and_loaded(tmp_path: Path, key: str) -> None:
     where = f"{tmp_path}#a@1"
     save({"t": tensor(key, torch.ones(3)), "o": ShardedObject(f"{key}o", {1: 2}, (1,), (0,))}, where)
     asked = {"t": tensor(key, torch.zeros(3)), "o": ShardedObject(f"{key}o", None, (1,), (0,))}
@@ -123,7 +123,7 @@ BUILDS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("kind", BUILDS)
-def test_a_factory_builds_anything_anywhere(tmp_path: Path, kind: str) -> None:
+def test_a_factory_may_build_any_value_at_any_path(tmp_path: Path, kind: str) -> None:
     def state(fill: float) -> dict[str, Any]:
         made = [ShardedTensorFactory(f"f{i}", torch.arange(4.0) + fill, *BUILDS[kind]) for i in range(2)]
         return {"a": made[0], "l": [tensor("t", torch.ones(2)), made[1]]}
@@ -134,7 +134,7 @@ def test_a_factory_builds_anything_anywhere(tmp_path: Path, kind: str) -> None:
     assert found["a"].tolist() == found["l"][1].tolist() == [0, 1, 2, 3]
 
 
-def test_a_factory_may_merge_to_anything_and_may_not_build_factories(tmp_path: Path) -> None:
+def test_a_factory_may_merge_to_any_value_and_not_build_factories(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@1"
     named = ShardedTensorFactory("f", torch.ones(4), halves, lambda parts: {"sum": float(sum(map(torch.sum, parts)))})
     save({"a": named}, where)
@@ -152,7 +152,7 @@ def two_values_for_one_place(rank: int, size: int, where: str) -> list[str]:
     return [repr(error), str(data.tolist())]
 
 
-def test_two_values_for_one_place_are_refused_before_anything_is_read(tmp_path: Path, ranks: Pool) -> None:
+def test_two_values_for_a_path_are_refused_before_anything_is_read(tmp_path: Path, ranks: Pool) -> None:
     where = f"{tmp_path}#a@1"
     save({"t": tensor("t", torch.ones(4)), "common": 5}, where)
     for text, data in ranks.run(2, two_values_for_one_place, where):
@@ -163,7 +163,7 @@ def test_two_values_for_one_place_are_refused_before_anything_is_read(tmp_path: 
         load({"common": LocalNonpersistentObject(1)}, where)
 
 
-def test_thousands_of_objects_and_large_ones(tmp_path: Path) -> None:
+def test_thousands_of_objects_and_large_objects_are_saved_and_loaded(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@1"
     many = [ShardedObject("o", {"i": i}, (2000,), (i,)) for i in range(2000)]
     large = ShardedObject("large", {"bytes": bytes(3 << 20), "tensor": torch.ones(1 << 19)}, (1,), (0,))
@@ -184,7 +184,7 @@ def some_have_nothing(rank: int, size: int, where: str) -> list[Any]:
     return [[value.tolist() for value in found.values()], without["w"].tolist(), load_common_state_dict(where)]
 
 
-def test_ranks_that_have_nothing_take_part(tmp_path: Path, ranks: Pool) -> None:
+def test_ranks_without_data_take_part(tmp_path: Path, ranks: Pool) -> None:
     whole = [0, 1, 2, 3]
     found = ranks.run(3, some_have_nothing, f"{tmp_path}#a@1")
     assert found == [[[], whole, {}], [[[0, 1]], whole, {}], [[[2, 3]], whole, {}]]
@@ -196,7 +196,7 @@ def test_ranks_that_have_nothing_take_part(tmp_path: Path, ranks: Pool) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("shape", [(), (0, 3), (4, 6)], ids=str)
-def test_any_dtype_and_any_memory(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_any_dtype_and_layout_is_saved_and_loaded(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # complex32 is experimental
         data = (torch.rand(shape) * 9).to(dtype)
@@ -267,7 +267,7 @@ def test_a_common_part_that_cannot_be_compared_leaves_no_rank_waiting(tmp_path: 
     ],
 )
 @pytest.mark.parametrize("key", ["a.b", "a.b.t", "a", "7", "a (common).b"])
-def test_a_common_value_at_a_path_that_is_also_a_key(tmp_path: Path, common: dict[Any, Any], key: str) -> None:
+def test_a_common_value_at_the_path_of_a_key_is_kept(tmp_path: Path, common: dict[Any, Any], key: str) -> None:
     """Which Megatron takes: there the two lie in different files."""
     where = f"{tmp_path}#a@1"
     save({**common, "x": {"y": tensor(key, torch.arange(2.0))}}, where)
@@ -279,7 +279,7 @@ def test_a_common_value_at_a_path_that_is_also_a_key(tmp_path: Path, common: dic
     assert set(load_plain_tensors(where)) == {key}
 
 
-def test_an_object_in_the_common_part_is_stored_as_it_is_or_refused(tmp_path: Path) -> None:
+def test_an_object_in_the_common_part_is_stored_exactly_or_refused(tmp_path: Path) -> None:
     state = {"common": {"net": torch.nn.Linear(1, 1)}} | {key: tensor(key, torch.ones(2)) for key in "xy"}
     with pytest.raises(CasckptError, match=r"common\.net: a .*Linear cannot be stored"):
         save(dict(state), f"{tmp_path}#a@1")
@@ -296,5 +296,5 @@ def key_on_the_other_rank(rank: int, size: int, where: str) -> Any:
     return load({"x": tensor("a.b", torch.zeros(2), replica_id=rank)}, where)["a"]
 
 
-def test_a_key_of_another_rank_at_a_path_of_the_common_part(tmp_path: Path, ranks: Pool) -> None:
+def test_a_key_of_another_rank_may_equal_a_common_path(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, key_on_the_other_rank, f"{tmp_path}#a@1") == [{"b": 3}] * 2

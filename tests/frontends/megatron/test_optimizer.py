@@ -58,7 +58,7 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optim
 
 
-def test_parameters_are_numbered_and_tied_ones_have_one_number() -> None:
+def test_parameters_are_numbered_and_tied_ones_share_a_number() -> None:
     a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     assert get_optim_param_to_id_map([a, b, a]) == {id(a): 0, id(b): 1}
 
@@ -69,7 +69,7 @@ def test_parameters_are_found_by_identity() -> None:
     assert [value.key for _, value in sorted(found.items())] == ["weight", "bias"]
 
 
-def test_a_state_dict_without_parameters_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_dict_without_parameters_draws_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model, _ = trained()
     copies = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4, 3))}
     with caplog.at_level(logging.WARNING):
@@ -77,7 +77,7 @@ def test_a_state_dict_without_parameters_is_warned_of(caplog: pytest.LogCaptureF
     assert "keep_vars=True" in caplog.text
 
 
-def test_state_of_another_shape_is_refused() -> None:
+def test_state_of_a_wrong_shape_is_refused() -> None:
     param = ShardedTensor.from_rank_offsets("w", torch.ones(2, 2), (0, 1, 2), replica_id=3)
     made = make_sharded_optimizer_tensor(param, torch.ones(2, 2, dtype=torch.float64), "optim.exp_avg")
     assert (made.key, made.dtype, made.global_offset, made.replica_id) == ("optim.exp_avg.w", torch.float64, (2, 0), 3)
@@ -85,7 +85,7 @@ def test_state_of_another_shape_is_refused() -> None:
         make_sharded_optimizer_tensor(param, torch.tensor(1.0), "p")
 
 
-def test_a_whole_optimizer_goes_round(tmp_path: Path) -> None:
+def test_a_whole_optimizer_is_saved_and_loaded(tmp_path: Path) -> None:
     model, optim = trained()
     numbers = get_param_id_to_sharded_param_map(sharded(model), model.parameters())
     state = optim.state_dict()
@@ -122,5 +122,5 @@ def numbered_dtensors(rank: int, size: int) -> tuple[list[int], dict[int, str]]:
     return list(get_optim_param_to_id_map(params).values()), {number: one.key for number, one in found.items()}
 
 
-def test_parameters_that_are_dtensors_are_known_by_their_local_part(ranks: Pool) -> None:
+def test_dtensor_parameters_are_matched_by_their_local_part(ranks: Pool) -> None:
     assert ranks.run(2, numbered_dtensors) == [([0, 1, 2], {0: "p0", 1: "p1", 2: "p2"})] * 2

@@ -17,7 +17,7 @@ SECTIONS = (2, 1, 3)
 
 
 @given(data=st.data())
-def test_all_parts_together_are_the_narrowed_tensor(data: st.DataObject) -> None:
+def test_all_parts_together_make_the_narrowed_tensor(data: st.DataObject) -> None:
     """Also where they are flat, and stacked: each writes its place of the whole."""
     parts, columns, layers = (data.draw(st.integers(1, 3)) for _ in range(3))
     extent = data.draw(st.integers(1, 4))
@@ -54,7 +54,7 @@ def put(whole: torch.Tensor, part: ShardedTensor) -> None:
         whole[part.global_coordinates()] = data
 
 
-def test_the_data_is_a_view_and_need_not_be_there() -> None:
+def test_narrowing_returns_views_and_works_without_data() -> None:
     data = torch.arange(6.0).view(3, 2)
     part = ShardedTensor.from_rank_offsets("k", data, (0, 1, 4))
     (one,) = part.narrow(0, 1, 2)
@@ -77,7 +77,9 @@ def flat(at: slice) -> ShardedTensor:
         (flat(slice(0, 3)), (1, 0, 1), "along the first axis alone, not along 1"),
     ],
 )
-def test_what_cannot_be_narrowed(part: ShardedTensor, asked: tuple[int, int, int], message: str) -> None:
+def test_parts_that_cannot_be_narrowed_are_refused(
+    part: ShardedTensor, asked: tuple[int, int, int], message: str
+) -> None:
     with pytest.raises(CheckpointingException, match=message) as caught:
         part.narrow(*asked)
     assert caught.value.key == "k"
@@ -97,7 +99,7 @@ def split(template: ShardedTensor) -> ShardedTensorFactory:
     return ShardedTensorFactory(template.key, template.data, build, torch.cat, template.replica_id)
 
 
-def test_a_factory_that_narrows_goes_round(tmp_path: Path) -> None:
+def test_a_narrowing_factory_is_saved_and_loaded(tmp_path: Path) -> None:
     data = torch.arange(12.0).view(6, 2)
     save({"x": split(ShardedTensor.from_rank_offsets("w", data))}, f"{tmp_path}#a@1")
     asked = {"x": split(ShardedTensor.from_rank_offsets("w", torch.zeros(6, 2)))}

@@ -25,7 +25,7 @@ def state() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", ["text", "path", "at a store", "at a path", "memory"])
-def test_a_place_can_be_given_in_many_forms(tmp_path: Path, form: str) -> None:
+def test_a_place_has_several_forms(tmp_path: Path, form: str) -> None:
     store = casckpt.open(tmp_path)
     where: Any = {
         "text": f"{tmp_path}#a/b@3",
@@ -40,14 +40,14 @@ def test_a_place_can_be_given_in_many_forms(tmp_path: Path, form: str) -> None:
     assert form == "memory" or "a/b@3" in store
 
 
-def test_a_load_takes_any_reference(tmp_path: Path) -> None:
+def test_a_load_accepts_any_reference(tmp_path: Path) -> None:
     save(state(), f"{tmp_path}#a@3")
     casckpt.open(tmp_path).tag("best", "a@3")
     for ref in ("a@latest", "latest", "tag:best", casckpt.open(tmp_path).get("a@3").id[:12]):
         assert load(state(), f"{tmp_path}#{ref}")["w"].tolist() == [0, 1, 2, 3]
 
 
-def test_a_relative_place_is_where_the_process_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_place_starts_at_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
@@ -56,7 +56,7 @@ def test_a_relative_place_is_where_the_process_is(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("where", ["folder", "#a@3", "store#", "store#a", "store#a@x", "store#a@latest", "store#@3"])
-def test_what_is_no_place_to_save_to(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_places_of_a_save_are_refused(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointingException):
         save(state(), where)
@@ -64,7 +64,7 @@ def test_what_is_no_place_to_save_to(tmp_path: Path, where: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("call", [save, load])
-def test_what_is_no_place_at_all(tmp_path: Path, call: Any) -> None:
+def test_invalid_places_are_refused(tmp_path: Path, call: Any) -> None:
     for where in (casckpt.open(tmp_path), None, 5, b"store#a@1"):
         with pytest.raises(CheckpointingException, match=f"not a {type(where).__name__}: give STORE#RUN@STEP"):
             call(state(), where)

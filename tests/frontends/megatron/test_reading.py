@@ -30,7 +30,7 @@ def obj(key: str, at: int = 0, of: int = 1, data: Any = None) -> ShardedObject:
     return ShardedObject(key, data, (of,), (at,))
 
 
-def test_parts_of_a_checkpoint(where: str) -> None:
+def test_parts_of_a_checkpoint_can_be_loaded(where: str) -> None:
     assert megatron.diff(load_common_state_dict(where), COMMON) == ([], [], [])
     plain = load_plain_tensors(where)
     assert {key: value.shape for key, value in plain.items()} == {"w": (4, 3), "b": (4,)}
@@ -44,6 +44,6 @@ def test_parts_of_a_checkpoint(where: str) -> None:
         load_content_metadata()
 
 
-def test_an_empty_state_dict_gives_the_common_part(where: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_empty_state_dict_loads_the_common_part(where: str, caplog: pytest.LogCaptureFixture) -> None:
     assert megatron.diff(load({}, where), COMMON) == ([], [], [])
     assert not [record for record in caplog.records if record.name.startswith("casckpt")]  # what is left is meant

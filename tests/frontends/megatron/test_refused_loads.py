@@ -1,4 +1,4 @@
-"""What a load refuses: on every rank alike, and before any tensor changes."""
+"""Refused loads: on every rank alike, before any tensor changes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def strictly(rank: int, size: int, where: str, strict: str) -> list[tuple[str, b
 
 
 @pytest.mark.parametrize("strict", [one.value for one in StrictHandling])
-def test_each_strictness_raises_on_every_rank_or_on_none(strict: str, where: str, ranks: Pool) -> None:
+def test_each_strictness_raises_on_all_ranks_or_none(strict: str, where: str, ranks: Pool) -> None:
     for unexpected, missing in ranks.run(2, strictly, where, strict):
         wanted = {"unexpected": unexpected, "missing": missing}
         for what, key in (("unexpected", "'x'"), ("missing", "'b'")):

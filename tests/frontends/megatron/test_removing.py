@@ -46,7 +46,7 @@ def steps(path: Path) -> list[int]:
     return [one.step for one in casckpt.open(path / "store").checkpoints()]
 
 
-def test_what_lies_in_folders_that_are_gone_is_forgotten(tmp_path: Path, ranks: Pool) -> None:
+def test_checkpoints_of_removed_folders_are_forgotten(tmp_path: Path, ranks: Pool) -> None:
     ranks.run(2, saved, tmp_path, 1, 2, 3, 4)
     store = casckpt.open(tmp_path / "store")
     assert store.get("a@1").metadata == {"mine": 1, "megatron_folder": os.path.realpath(tmp_path / "runs/iter_1")}
@@ -63,7 +63,7 @@ def test_what_lies_in_folders_that_are_gone_is_forgotten(tmp_path: Path, ranks: 
     assert store.restore(found[0].id).step == 1
 
 
-def test_nothing_is_forgotten_where_nothing_can_be_seen(tmp_path: Path, ranks: Pool) -> None:
+def test_nothing_is_forgotten_if_folders_cannot_be_listed(tmp_path: Path, ranks: Pool) -> None:
     """An empty folder may be one that is not mounted; another store's folders say nothing of this one."""
     ranks.run(1, saved, tmp_path, 1, 2)
     store = casckpt.open(tmp_path / "store")
@@ -79,7 +79,7 @@ def test_nothing_is_forgotten_where_nothing_can_be_seen(tmp_path: Path, ranks: P
     assert steps(tmp_path) == [1, 2]
 
 
-def test_a_save_forgets_what_was_removed_before(tmp_path: Path, ranks: Pool) -> None:
+def test_a_save_forgets_checkpoints_of_removed_folders(tmp_path: Path, ranks: Pool) -> None:
     """As with --save-retain-interval: each save is followed by the removal of the one before."""
     ranks.run(2, saved, tmp_path, 1, 2, forget_removed=True)
     assert steps(tmp_path) == [1, 2]
@@ -91,7 +91,7 @@ def test_a_save_forgets_what_was_removed_before(tmp_path: Path, ranks: Pool) -> 
     assert steps(tmp_path) == [2, 3, 4]
 
 
-def test_a_save_stays_where_forgetting_fails(tmp_path: Path) -> None:
+def test_a_save_succeeds_though_forgetting_fails(tmp_path: Path) -> None:
     with patch.object(removing, "forget_removed", side_effect=NotFound("the disk is gone")):
         said = saved(0, 1, tmp_path, 1, forget_removed=True)
     assert said == ["what was saved from folders that are gone was not forgotten: the disk is gone"]

@@ -30,7 +30,9 @@ counter = iter(range(10**9))
         ((0, 6), (0, 1, 0), None),
     ],
 )
-def test_the_shape_of_a_part(shape: tuple[int, ...], stored: tuple[int, ...], part: tuple[int, ...] | None) -> None:
+def test_a_reshaped_part_has_its_documented_shape(
+    shape: tuple[int, ...], stored: tuple[int, ...], part: tuple[int, ...] | None
+) -> None:
     assert part_shape(shape, stored) == part
 
 
@@ -41,7 +43,9 @@ def as_stored(fragments: tuple[int, int]) -> torch.Tensor:
 
 
 @given(saved=FRAGMENTS, loaded=FRAGMENTS, cuts=CUTS)
-def test_it_loads_into_any_cut(saved: tuple[int, int], loaded: tuple[int, int], cuts: list[float] | None) -> None:
+def test_a_reshaped_tensor_loads_into_any_cut(
+    saved: tuple[int, int], loaded: tuple[int, int], cuts: list[float] | None
+) -> None:
     step = next(counter)
     casckpt.open("memory://reshaped").save({"w": as_stored(saved)}, run="a", step=step)
     asked = parts(torch.full_like(WHOLE, -1), loaded, cuts)
@@ -50,7 +54,7 @@ def test_it_loads_into_any_cut(saved: tuple[int, int], loaded: tuple[int, int], 
         assert torch.equal(found, torch.as_tensor(wanted.data))
 
 
-def test_another_shape_is_still_refused(tmp_path: Path) -> None:
+def test_a_wrong_shape_is_still_refused(tmp_path: Path) -> None:
     casckpt.open(tmp_path).save({"w": as_stored((2, 3))}, run="a", step=1)
     asked = ShardedTensor.from_rank_offsets("w", torch.zeros(PREPENDED, SHAPE[0], SHAPE[1] + 1))
     with pytest.raises(Mismatch, match=r"\[2, 4, 7\] here, but \[2, 2, 3, 4\]"):

@@ -25,7 +25,7 @@ def test_any_cut_loads_from_any_other(
 
 
 @given(rows=st.integers(1, 8), columns=st.integers(1, 8), cuts=CUTS)
-def test_another_shape_is_padded_with_zeros_and_cut(rows: int, columns: int, cuts: list[float] | None) -> None:
+def test_a_different_shape_is_padded_with_zeros_and_cut(rows: int, columns: int, cuts: list[float] | None) -> None:
     where = f"memory://padding#a@{next(counter)}"
     save({"w": parts(WHOLE, (2, 3), None)}, where)
     padded = torch.zeros(PREPENDED, rows, columns)

@@ -1,4 +1,4 @@
-"""Replicas of what is saved: who writes how much, and whether they are the same."""
+"""Replicas: how the writing is divided, and whether they are equal."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def shared(rank: int, size: int, where: str) -> list[Any]:
     return [sum(written), read.done, all(same)]
 
 
-def test_writing_is_balanced_by_bytes_and_every_byte_is_read_once(tmp_path: Path, ranks: Pool) -> None:
+def test_writing_is_balanced_by_bytes_and_a_load_reads_each_byte_once(tmp_path: Path, ranks: Pool) -> None:
     found = ranks.run(4, shared, f"{tmp_path}#a@1")
     total = sum(info.bytes for info in casckpt.open(tmp_path).get("a@1").tensors.values())
     written, read, same = zip(*found, strict=True)
@@ -72,7 +72,7 @@ def test_writing_is_balanced_by_bytes_and_every_byte_is_read_once(tmp_path: Path
 
 
 @pytest.mark.parametrize("options", [{}, {"fully_parallel": True}, {"check_replicas": "raise"}])
-def test_replicas_are_handed_in_only_where_they_share_the_writing_or_are_compared(options: Any) -> None:
+def test_replicas_are_passed_on_only_to_share_writing_or_to_compare(options: Any) -> None:
     claims = [claims_of([tensor("w", torch.ones(3), replica_id=rank)]) for rank in range(2)]
     assert Saving({}, 0, **options).select(claims) == [[True], [bool(options)]]
 
@@ -89,9 +89,7 @@ def state(rank: int, data: torch.Tensor) -> dict[str, ShardedTensor]:
 
 
 @pytest.mark.parametrize("fully_parallel", [True, False])
-def test_replicas_that_differ_are_refused_where_they_are_compared(
-    tmp_path: Path, ranks: Pool, fully_parallel: bool
-) -> None:
+def test_differing_replicas_are_refused_if_compared(tmp_path: Path, ranks: Pool, fully_parallel: bool) -> None:
     found = ranks.run(3, differing, f"{tmp_path}#a@1", fully_parallel)
     assert all(re.search(r"CheckpointingException.*'w' differs between ranks 0 and [12]", text) for text in found), (
         found
@@ -103,7 +101,7 @@ def compared(rank: int, size: int, where: str) -> None:
     save(state(rank, random("w", 2 * MIB)), where, check_replicas=True)
 
 
-def test_replicas_that_are_the_same_are_saved_once(tmp_path: Path, ranks: Pool) -> None:
+def test_equal_replicas_are_saved_once(tmp_path: Path, ranks: Pool) -> None:
     ranks.run(3, compared, f"{tmp_path}#a@1")
     assert torch.equal(load_plain_tensors(f"{tmp_path}#a@1")["w"], random("w", 2 * MIB))
     assert casckpt.open(tmp_path).get("a@1").stats.bytes_total == 8 * MIB + 12

@@ -1,4 +1,4 @@
-"""What one front end saved, any other loads."""
+"""Every front end loads checkpoints of every other."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def store(tmp_path: Path, ranks: Pool) -> casckpt.Store:
     return casckpt.open(tmp_path)
 
 
-def test_the_native_api_reads_it(store: casckpt.Store) -> None:
+def test_the_native_api_reads_a_megatron_checkpoint(store: casckpt.Store) -> None:
     full = store.read("a@5")
     assert torch.equal(full["model.w"], WEIGHT)
     assert torch.equal(full["optim.m"], WEIGHT)
@@ -53,7 +53,7 @@ def test_the_native_api_reads_it(store: casckpt.Store) -> None:
 
 
 @alone
-def test_dcp_loads_it(store: casckpt.Store) -> None:
+def test_dcp_loads_a_megatron_checkpoint(store: casckpt.Store) -> None:
     from casckpt.frontends.dcp import StorageReader
 
     state = {"model": {"w": torch.zeros(4, 6)}, "optim.m": torch.zeros(4, 6), "step": 0}
@@ -62,7 +62,7 @@ def test_dcp_loads_it(store: casckpt.Store) -> None:
     assert state["step"] == 5
 
 
-def test_it_loads_what_the_native_api_saved(tmp_path: Path) -> None:
+def test_megatron_loads_checkpoints_of_the_native_api(tmp_path: Path) -> None:
     state = {"model": {"w": WEIGHT, "layers": [WEIGHT, 5]}, "rng": (1, 2), "n": {"a": None}, "e": {}}
     casckpt.open(tmp_path).save(state, run="a", step=1)
     rows = ShardedTensor.from_rank_offsets("model.w", torch.zeros(2, 6), (0, 1, 2))
@@ -74,7 +74,7 @@ def test_it_loads_what_the_native_api_saved(tmp_path: Path) -> None:
 
 
 @alone
-def test_it_loads_what_dcp_saved(tmp_path: Path) -> None:
+def test_megatron_loads_checkpoints_of_dcp(tmp_path: Path) -> None:
     from casckpt.frontends.dcp import StorageWriter
 
     state = {"model": {"w": WEIGHT.clone()}, "step": 5}
@@ -83,7 +83,7 @@ def test_it_loads_what_dcp_saved(tmp_path: Path) -> None:
     assert torch.equal(found["w"], WEIGHT)
 
 
-def test_it_loads_a_model_and_its_optimizer_by_their_names(tmp_path: Path) -> None:
+def test_megatron_loads_a_model_and_its_optimizer_by_name(tmp_path: Path) -> None:
     model = nn.Linear(6, 4)
     optim = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 6)).sum().backward()

@@ -58,15 +58,15 @@ def path(tmp_path_factory: pytest.TempPathFactory, ranks: Pool) -> Path:
 
 
 @pytest.mark.parametrize("topology", [Topology(pp=2), Topology(dp=2), Topology()], ids=str)
-def test_core_loads_in_another_configuration(path: Path, topology: Topology, ranks: Pool) -> None:
+def test_core_loads_in_another_parallel_configuration(path: Path, topology: Topology, ranks: Pool) -> None:
     assert ranks.run(topology.size, loaded_by_core, path, topology) == [[]] * topology.size
 
 
-def test_core_finds_the_strategy_that_is_registered(path: Path, ranks: Pool) -> None:
+def test_core_finds_the_registered_strategy(path: Path, ranks: Pool) -> None:
     assert ranks.run(2, loaded_by_core, path, Topology(pp=2), registered=True) == [[], []]
 
 
-def test_the_folder_says_where_the_checkpoint_is(path: Path) -> None:
+def test_the_folder_names_its_checkpoint(path: Path) -> None:
     folder = path / "iter_0000012"
     assert sorted(file.name for file in folder.iterdir()) == ["casckpt.json", "common.pt", "metadata.json"]
     assert json.loads((folder / "metadata.json").read_text())["sharded_backend"] == "casckpt"
@@ -74,7 +74,7 @@ def test_the_folder_says_where_the_checkpoint_is(path: Path) -> None:
     assert found == megatron.maybe_load_config(f"{path}/store#gpt@12")
 
 
-def test_what_core_saved_is_in_the_store_with_its_common_part(path: Path) -> None:
+def test_a_save_by_core_stores_the_common_part_too(path: Path) -> None:
     where, topology = f"{path}/store#gpt@12", Topology()
     found = megatron.load(gpt.emptied(own_state(0, topology)), where)
     assert found.pop("content_metadata") == megatron.load_content_metadata(where) == {"form": "gpt"}
@@ -90,7 +90,7 @@ def objects_of_core_in_our_functions(rank: int, size: int, where: str) -> list[A
     return differences(found, gpt.expected(own_state(rank, topology)))
 
 
-def test_our_functions_take_objects_of_core(tmp_path: Path, ranks: Pool) -> None:
+def test_functions_of_casckpt_accept_objects_of_core(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, objects_of_core_in_our_functions, f"{tmp_path}#a@1") == [[], []]
 
 
@@ -101,7 +101,7 @@ def mixed_state(rank: int, topology: Topology) -> dict[str, Any]:
     return state
 
 
-def test_our_functions_take_its_config_and_its_strictness(tmp_path: Path) -> None:
+def test_functions_of_casckpt_accept_config_and_strictness_of_core(tmp_path: Path) -> None:
     config = core(".core").CheckpointingConfig("casckpt", 3)
     megatron.save_config(config, f"{tmp_path}#a@1")
     megatron.save_config(config, f"{tmp_path}#a@1")
@@ -119,7 +119,7 @@ def our_objects_in_functions_of_core(rank: int, size: int, path: Path) -> list[A
     return differences(found, gpt.expected(own_state(rank, topology)))
 
 
-def test_core_takes_our_objects(tmp_path: Path, ranks: Pool) -> None:
+def test_core_accepts_objects_of_casckpt(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, our_objects_in_functions_of_core, tmp_path) == [[], []]
 
 
@@ -144,7 +144,7 @@ def other_entry_points(rank: int, size: int, path: Path) -> dict[str, Any]:
     }
 
 
-def test_the_other_entry_points_of_core(path: Path, ranks: Pool) -> None:
+def test_other_entry_points_of_core_work(path: Path, ranks: Pool) -> None:
     (found,) = ranks.run(1, strings, path)
     assert found["metadata"] == (4, 8)
     assert found["plain"] == (4, 8)
@@ -177,7 +177,7 @@ def under_each_strictness(rank: int, size: int, path: Path) -> dict[str, Any]:
     return {name: "raises" if isinstance(one, Exception) else one for name, one in found.items()}
 
 
-def test_strictness(path: Path, ranks: Pool) -> None:
+def test_each_strictness_handles_missing_and_unexpected_keys(path: Path, ranks: Pool) -> None:
     left_out = (["layers.norm"], None, None)
     (found,) = ranks.run(1, under_each_strictness, path)
     assert found == {
@@ -204,7 +204,7 @@ def in_the_background(rank: int, size: int, path: Path) -> list[Any]:
     return [before, *differences(found, gpt.expected(own_state(rank, topology)))]
 
 
-def test_a_save_in_the_background_through_the_wrapper_of_core(tmp_path: Path, ranks: Pool) -> None:
+def test_the_wrapper_of_core_saves_in_the_background(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, in_the_background, tmp_path) == [[False], [False]]
     assert "gpt@5" in casckpt.open(tmp_path / "store")
 
@@ -234,7 +234,7 @@ def called_by_itself(rank: int, size: int, path: Path, wrapped: bool) -> list[An
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_strategy_is_called_by_itself(tmp_path: Path, ranks: Pool, wrapped: bool) -> None:
+def test_a_strategy_can_be_called_directly(tmp_path: Path, ranks: Pool, wrapped: bool) -> None:
     """Nobody has written a common.pt, nor made the folder; nor does Megatron's own strategy need them."""
     files = ["casckpt.json"]
     wanted = [[[0, 0], {"w": [0, 0]}, files], [[1, 1], {"w": [1, 1]}, files]]
@@ -251,7 +251,7 @@ def with_replicas_that_differ(rank: int, size: int, path: Path) -> list[str]:
     return outcomes
 
 
-def test_a_strategy_compares_replicas_as_it_is_told(tmp_path: Path, ranks: Pool) -> None:
+def test_a_strategy_compares_replicas_on_request(tmp_path: Path, ranks: Pool) -> None:
     for sampled, whole, _ in ranks.run(2, with_replicas_that_differ, tmp_path):
         assert "'w' differs between ranks 0 and 1" in sampled
         assert "'w' differs between ranks 0 and 1" in whole
@@ -261,7 +261,7 @@ def test_a_strategy_compares_replicas_as_it_is_told(tmp_path: Path, ranks: Pool)
 COMMON = {"iteration": 9, "args": Namespace(lr=0.1)}
 
 
-def test_the_common_part_as_an_object(tmp_path: Path, ranks: Pool) -> None:
+def test_the_common_part_can_be_an_object(tmp_path: Path, ranks: Pool) -> None:
     (tmp_path / "iter_4").mkdir()
     assert ranks.run(2, as_from_019_on, tmp_path) == [[[0, 0], True, COMMON], [[1, 1], True, COMMON]]
 
@@ -308,7 +308,7 @@ def refused(rank: int, size: int, path: Path) -> list[str]:
     return [str(outcome_of(call)) for call in calls]
 
 
-def test_what_is_refused(tmp_path: Path, ranks: Pool) -> None:
+def test_strategies_refuse_unsupported_arguments(tmp_path: Path, ranks: Pool) -> None:
     (found,) = ranks.run(1, refused, tmp_path)
     parts = ["not end in a number", "was not saved by a Cas", *["does not say where"] * 3, "'torch_dist'", "version 2"]
     assert [part in text for part, text in zip(parts, found, strict=True)] == [True] * 7, found
@@ -339,7 +339,7 @@ def first_saves(rank: int, size: int, path: Path) -> list[str]:
     return said
 
 
-def test_the_first_save_says_what_a_load_elsewhere_will_need(tmp_path: Path, ranks: Pool) -> None:
+def test_the_first_save_logs_classes_that_other_loads_need(tmp_path: Path, ranks: Pool) -> None:
     (said,), other = ranks.run(2, first_saves, tmp_path)
     assert "holds megatron.core.transformer.enums.AttnBackend, at args.backend, args.kinds.0: " in said
     assert "allow_pickle=True" in said

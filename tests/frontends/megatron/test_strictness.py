@@ -39,7 +39,7 @@ def obj(key: str, at: int = 0, of: int = 1, data: Any = None) -> ShardedObject:
     return ShardedObject(key, data, (of,), (at,))
 
 
-def test_strictness(where: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_strictness_handles_missing_and_unexpected_keys(where: str, caplog: pytest.LogCaptureFixture) -> None:
     def asked() -> dict[str, Any]:
         return {"w": tensor("w", 4, 3), "x": tensor("x", 1), "y": obj("y")}
 
@@ -68,7 +68,7 @@ def halves(key: str, data: torch.Tensor, replica_id: Any, flattened_range: slice
     return [ShardedTensor.from_rank_offsets(f"{key}.{i}", part, replica_id=replica_id) for i, part in enumerate(data)]
 
 
-def test_a_factory_of_which_a_part_is_unexpected_is_left_out_whole(tmp_path: Path) -> None:
+def test_a_factory_with_an_unexpected_part_is_left_out_whole(tmp_path: Path) -> None:
     save({"a": numbered("f.0", 3), "b": numbered("b", 1)}, f"{tmp_path}#a@1")
     factory = ShardedTensorFactory("f", torch.ones(2, 3), halves, torch.stack)
     found, _, unexpected = load({"f": factory, "b": tensor("b", 1)}, f"{tmp_path}#a@1", strict="return_all")
@@ -99,7 +99,7 @@ def test_missing_keys_are_logged_on_every_rank(where: str, ranks: Pool) -> None:
 
 
 @pytest.mark.parametrize("value", [one.value for one in megatron.StrictHandling])
-def test_what_a_strictness_requires(value: str) -> None:
+def test_each_strictness_declares_its_requirements(value: str) -> None:
     validation, ours = core(".validation"), megatron.parse_strict_flag(value)
     one = validation.parse_strict_flag(value)
     assert megatron.parse_strict_flag(one) is ours

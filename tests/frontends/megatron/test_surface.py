@@ -1,4 +1,4 @@
-"""The surface of Megatron's ``dist_checkpointing``: every name is there, flat, and a test says how it behaves.
+"""The surface of Megatron's ``dist_checkpointing``: every name exists, flat, and has a test.
 
 `TABLE` names for each the test of this folder. That test must be there, use the name, by itself or by what it calls in
 its module or in tests/support, and assert something.
@@ -22,115 +22,115 @@ from casckpt.frontends import megatron
 from tests.support.megatron_core import core
 
 TABLE = """
-ShardedTensor                               test_mapping.test_fields_that_contradict_each_other
-ShardedTensor.key                           test_mapping.test_the_fields_of_a_part
-ShardedTensor.data                          test_mapping.test_the_fields_of_a_part
-ShardedTensor.dtype                         test_mapping.test_the_fields_of_a_part
-ShardedTensor.local_shape                   test_mapping.test_the_fields_of_a_part
-ShardedTensor.global_shape                  test_mapping.test_the_fields_of_a_part
-ShardedTensor.global_offset                 test_mapping.test_the_fields_of_a_part
-ShardedTensor.axis_fragmentations           test_mapping.test_the_fields_of_a_part
-ShardedTensor.replica_id                    test_mapping.test_the_fields_of_a_part
+ShardedTensor                               test_mapping.test_contradictory_fields_are_refused
+ShardedTensor.key                           test_mapping.test_a_part_has_the_fields_of_megatron
+ShardedTensor.data                          test_mapping.test_a_part_has_the_fields_of_megatron
+ShardedTensor.dtype                         test_mapping.test_a_part_has_the_fields_of_megatron
+ShardedTensor.local_shape                   test_mapping.test_a_part_has_the_fields_of_megatron
+ShardedTensor.global_shape                  test_mapping.test_a_part_has_the_fields_of_megatron
+ShardedTensor.global_offset                 test_mapping.test_a_part_has_the_fields_of_megatron
+ShardedTensor.axis_fragmentations           test_mapping.test_a_part_has_the_fields_of_megatron
+ShardedTensor.replica_id                    test_mapping.test_a_part_has_the_fields_of_megatron
 ShardedTensor.prepend_axis_num              test_resharding.test_any_cut_loads_from_any_other
-ShardedTensor.allow_shape_mismatch          test_loading.test_another_shape_is_padded_and_cut
-ShardedTensor.flattened_range               test_mapping.test_a_flat_part_counts_in_its_local_shape
-ShardedTensor.from_rank_offsets             test_mapping.test_the_fields_of_a_part
-ShardedTensor.from_rank_offsets_flat        test_mapping.test_flat_data_that_does_not_fit
+ShardedTensor.allow_shape_mismatch          test_loading.test_a_different_shape_is_padded_and_cut
+ShardedTensor.flattened_range               test_mapping.test_a_flat_range_refers_to_the_local_shape
+ShardedTensor.from_rank_offsets             test_mapping.test_a_part_has_the_fields_of_megatron
+ShardedTensor.from_rank_offsets_flat        test_mapping.test_flat_data_of_a_wrong_size_is_refused
 ShardedTensor.global_slice                  test_mapping.test_coordinates_are_those_of_the_elements
 ShardedTensor.global_coordinates            test_mapping.test_coordinates_are_those_of_the_elements
 ShardedTensor.local_coordinates             test_mapping.test_coordinates_are_those_of_the_elements
-ShardedTensor.max_allowed_chunks            test_mapping.test_an_axis_that_does_not_divide
-ShardedTensor.narrow                        test_parts.test_all_parts_together_are_the_narrowed_tensor
-ShardedTensor.without_data                  test_mapping.test_what_has_a_key_is_a_sharded_base
-ShardedTensor.init_data                     test_mapping.test_data_is_made_only_where_there_is_none
+ShardedTensor.max_allowed_chunks            test_mapping.test_an_axis_that_does_not_divide_is_refused
+ShardedTensor.narrow                        test_parts.test_all_parts_together_make_the_narrowed_tensor
+ShardedTensor.without_data                  test_mapping.test_parts_objects_and_factories_are_sharded_bases
+ShardedTensor.init_data                     test_mapping.test_data_is_created_only_if_missing
 ShardedObject                               test_mapping.test_an_object_with_one_offset_too_few_is_refused
-ShardedObject.key                           test_mapping.test_the_fields_of_an_object
-ShardedObject.data                          test_mapping.test_the_fields_of_an_object
-ShardedObject.global_shape                  test_mapping.test_the_fields_of_an_object
-ShardedObject.global_offset                 test_mapping.test_the_fields_of_an_object
-ShardedObject.replica_id                    test_mapping.test_the_fields_of_an_object
-ShardedObject.unique_key                    test_mapping.test_an_object_has_a_key_of_its_own
-ShardedObject.without_data                  test_mapping.test_what_has_a_key_is_a_sharded_base
-ShardedTensorFactory                      test_strictness.test_a_factory_of_which_a_part_is_unexpected_is_left_out_whole
-ShardedTensorFactory.key                    test_mapping.test_the_fields_of_a_factory
-ShardedTensorFactory.data                   test_mapping.test_the_fields_of_a_factory
-ShardedTensorFactory.build_fn               test_mapping.test_the_fields_of_a_factory
-ShardedTensorFactory.merge_fn               test_mapping.test_the_fields_of_a_factory
-ShardedTensorFactory.replica_id             test_mapping.test_the_fields_of_a_factory
-ShardedTensorFactory.flattened_range        test_mapping.test_the_fields_of_a_factory
-ShardedTensorFactory.build                  test_mapping.test_a_factory_builds_with_three_arguments_or_four
-ShardedTensorFactory.merge                  test_mapping.test_the_fields_of_a_factory
-ShardedTensorFactory.without_data           test_mapping.test_what_has_a_key_is_a_sharded_base
-ShardedBase                                 test_mapping.test_what_has_a_key_is_a_sharded_base
-LocalNonpersistentObject                    test_loading.test_what_is_not_persistent_is_put_back
-LocalNonpersistentObject.unwrap             test_mapping.test_what_is_not_saved_has_two_spellings
-LocalNonpersitentObject                     test_mapping.test_what_is_not_saved_has_two_spellings
-LocalNonpersitentObject.unwrap              test_mapping.test_what_is_not_saved_has_two_spellings
-StateDict                                   test_mapping.test_there_are_names_for_annotations
-CommonStateDict                             test_mapping.test_there_are_names_for_annotations
-ShardedStateDict                            test_mapping.test_there_are_names_for_annotations
-ReplicaId                                   test_mapping.test_there_are_names_for_annotations
-FactoryBuildFn                              test_mapping.test_there_are_names_for_annotations
-FactoryMergeFn                              test_mapping.test_there_are_names_for_annotations
+ShardedObject.key                           test_mapping.test_an_object_has_the_fields_of_megatron
+ShardedObject.data                          test_mapping.test_an_object_has_the_fields_of_megatron
+ShardedObject.global_shape                  test_mapping.test_an_object_has_the_fields_of_megatron
+ShardedObject.global_offset                 test_mapping.test_an_object_has_the_fields_of_megatron
+ShardedObject.replica_id                    test_mapping.test_an_object_has_the_fields_of_megatron
+ShardedObject.unique_key                    test_mapping.test_each_sharded_object_has_a_unique_key
+ShardedObject.without_data                  test_mapping.test_parts_objects_and_factories_are_sharded_bases
+ShardedTensorFactory                      test_strictness.test_a_factory_with_an_unexpected_part_is_left_out_whole
+ShardedTensorFactory.key                    test_mapping.test_a_factory_has_the_fields_of_megatron
+ShardedTensorFactory.data                   test_mapping.test_a_factory_has_the_fields_of_megatron
+ShardedTensorFactory.build_fn               test_mapping.test_a_factory_has_the_fields_of_megatron
+ShardedTensorFactory.merge_fn               test_mapping.test_a_factory_has_the_fields_of_megatron
+ShardedTensorFactory.replica_id             test_mapping.test_a_factory_has_the_fields_of_megatron
+ShardedTensorFactory.flattened_range        test_mapping.test_a_factory_has_the_fields_of_megatron
+ShardedTensorFactory.build                  test_mapping.test_a_factory_calls_its_function_with_three_or_four_arguments
+ShardedTensorFactory.merge                  test_mapping.test_a_factory_has_the_fields_of_megatron
+ShardedTensorFactory.without_data           test_mapping.test_parts_objects_and_factories_are_sharded_bases
+ShardedBase                                 test_mapping.test_parts_objects_and_factories_are_sharded_bases
+LocalNonpersistentObject                    test_loading.test_values_that_are_not_persistent_are_returned
+LocalNonpersistentObject.unwrap             test_mapping.test_a_local_nonpersistent_object_has_two_spellings
+LocalNonpersitentObject                     test_mapping.test_a_local_nonpersistent_object_has_two_spellings
+LocalNonpersitentObject.unwrap              test_mapping.test_a_local_nonpersistent_object_has_two_spellings
+StateDict                                   test_mapping.test_type_names_for_annotations_exist
+CommonStateDict                             test_mapping.test_type_names_for_annotations_exist
+ShardedStateDict                            test_mapping.test_type_names_for_annotations_exist
+ReplicaId                                   test_mapping.test_type_names_for_annotations_exist
+FactoryBuildFn                              test_mapping.test_type_names_for_annotations_exist
+FactoryMergeFn                              test_mapping.test_type_names_for_annotations_exist
 apply_factories                             test_mapping.test_factories_are_replaced_in_place_and_undone
-apply_factory_merges                        test_mapping.test_a_factory_without_a_place_is_refused
+apply_factory_merges                        test_mapping.test_a_factory_outside_a_container_is_refused
 is_main_replica                             test_mapping.test_the_main_replica_is_zero_or_all_zeros
-save                                        test_gpt.test_it_loads_in_another_configuration
+save                                        test_gpt.test_a_model_loads_in_another_configuration
 load                                        test_loading.test_tensors_are_filled_in_place_and_plain_values_are_ignored
-load_common_state_dict                      test_reading.test_parts_of_a_checkpoint
-load_plain_tensors                          test_reading.test_parts_of_a_checkpoint
-load_tensors_metadata                       test_reading.test_parts_of_a_checkpoint
+load_common_state_dict                      test_reading.test_parts_of_a_checkpoint_can_be_loaded
+load_plain_tensors                          test_reading.test_parts_of_a_checkpoint_can_be_loaded
+load_tensors_metadata                       test_reading.test_parts_of_a_checkpoint_can_be_loaded
 load_sharded_objects                        test_loading.test_objects_are_replaced_in_place
-load_sharded_metadata                       test_reading.test_parts_of_a_checkpoint
-load_content_metadata                       test_reading.test_parts_of_a_checkpoint
-validate_sharding_integrity                 test_integrity.test_validation_gathers_by_itself
-StrictHandling                              test_strictness.test_strictness
-StrictHandling.requires_explicit_ckpt_mismatch_check test_strictness.test_what_a_strictness_requires
-StrictHandling.requires_global_app_metadata test_strictness.test_what_a_strictness_requires
-StrictHandling.requires_returning_mismatch_keys test_strictness.test_what_a_strictness_requires
-parse_strict_flag                           test_strictness.test_what_a_strictness_requires
-AsyncRequest                                test_background.test_in_the_background
-get_optim_param_to_id_map                   test_optimizer.test_parameters_are_numbered_and_tied_ones_have_one_number
+load_sharded_metadata                       test_reading.test_parts_of_a_checkpoint_can_be_loaded
+load_content_metadata                       test_reading.test_parts_of_a_checkpoint_can_be_loaded
+validate_sharding_integrity                 test_integrity.test_validation_gathers_without_help
+StrictHandling                              test_strictness.test_each_strictness_handles_missing_and_unexpected_keys
+StrictHandling.requires_explicit_ckpt_mismatch_check test_strictness.test_each_strictness_declares_its_requirements
+StrictHandling.requires_global_app_metadata test_strictness.test_each_strictness_declares_its_requirements
+StrictHandling.requires_returning_mismatch_keys test_strictness.test_each_strictness_declares_its_requirements
+parse_strict_flag                           test_strictness.test_each_strictness_declares_its_requirements
+AsyncRequest                                test_background.test_a_save_in_the_background_stores_the_same
+get_optim_param_to_id_map                   test_optimizer.test_parameters_are_numbered_and_tied_ones_share_a_number
 get_param_id_to_sharded_param_map           test_optimizer.test_parameters_are_found_by_identity
-make_sharded_optimizer_tensor               test_optimizer.test_state_of_another_shape_is_refused
-optim_state_to_sharding_state               test_optimizer.test_a_whole_optimizer_goes_round
-CheckpointingConfig                         test_config.test_the_config_of_what_was_saved
-CheckpointingConfig.sharded_backend         test_config.test_the_fields_of_a_config
-CheckpointingConfig.sharded_backend_version test_config.test_the_fields_of_a_config
-CheckpointingConfig.common_backend          test_config.test_the_fields_of_a_config
-CheckpointingConfig.common_backend_version  test_config.test_the_fields_of_a_config
-CheckpointingException                      test_errors.test_errors_are_those_of_casckpt_too
-check_is_distributed_checkpoint             test_config.test_a_config_that_is_none
-maybe_load_config                           test_config.test_a_config_that_is_none
-save_config                                 test_config.test_a_config_is_written_where_none_is
-dict_list_map_inplace                       test_nesting.test_maps_in_place_and_into_new_containers
-dict_list_map_outplace                      test_nesting.test_maps_in_place_and_into_new_containers
-dict_map                                    test_nesting.test_dict_map_descends_into_lists_and_gives_the_innermost_key
-dict_map_with_key                           test_nesting.test_dict_map_descends_into_lists_and_gives_the_innermost_key
+make_sharded_optimizer_tensor               test_optimizer.test_state_of_a_wrong_shape_is_refused
+optim_state_to_sharding_state               test_optimizer.test_a_whole_optimizer_is_saved_and_loaded
+CheckpointingConfig                         test_config.test_a_checkpoint_has_the_config_of_its_save
+CheckpointingConfig.sharded_backend         test_config.test_a_config_has_the_fields_of_megatron
+CheckpointingConfig.sharded_backend_version test_config.test_a_config_has_the_fields_of_megatron
+CheckpointingConfig.common_backend          test_config.test_a_config_has_the_fields_of_megatron
+CheckpointingConfig.common_backend_version  test_config.test_a_config_has_the_fields_of_megatron
+CheckpointingException                      test_errors.test_errors_are_also_errors_of_casckpt
+check_is_distributed_checkpoint             test_config.test_an_unusable_config_is_refused
+maybe_load_config                           test_config.test_an_unusable_config_is_refused
+save_config                                 test_config.test_a_missing_config_is_written
+dict_list_map_inplace                       test_nesting.test_maps_work_in_place_and_into_new_containers
+dict_list_map_outplace                      test_nesting.test_maps_work_in_place_and_into_new_containers
+dict_map                                    test_nesting.test_dict_map_descends_into_lists_and_passes_the_innermost_key
+dict_map_with_key                           test_nesting.test_dict_map_descends_into_lists_and_passes_the_innermost_key
 diff                                        test_nesting.test_diff_gives_paths_and_types
 extract_matching_values                     test_nesting.test_extract_splits_and_closes_the_gaps_of_lists
 inspect_types                               test_nesting.test_inspect_types_prints_a_tree
 map_reduce                                  test_nesting.test_map_reduce_groups_then_reduces
-merge                                       test_nesting.test_merge_puts_the_second_into_the_first
-nested_items_iter                           test_nesting.test_leaves_come_in_order_and_tuples_are_leaves
-nested_values                               test_nesting.test_leaves_come_in_order_and_tuples_are_leaves
+merge                                       test_nesting.test_merge_writes_the_second_into_the_first
+nested_items_iter                           test_nesting.test_leaves_are_in_order_and_tuples_are_leaves
+nested_values                               test_nesting.test_leaves_are_in_order_and_tuples_are_leaves
 add_prefix_for_sharding                     test_kinds.test_a_prefix_goes_before_every_key
 apply_prefix_mapping                        test_kinds.test_the_first_prefix_that_fits_is_replaced
-replace_prefix_for_sharding                 test_kinds.test_a_prefix_that_some_key_lacks_is_refused
-extract_nonpersistent                       test_kinds.test_parts
-extract_sharded_base                        test_kinds.test_parts
-extract_sharded_tensors                     test_kinds.test_parts
-extract_sharded_tensors_and_factories       test_kinds.test_parts
-extract_sharded_tensors_or_nonpersistent    test_kinds.test_parts
-CasSaveShardedStrategy                      test_strategies.test_core_loads_in_another_configuration
-CasLoadShardedStrategy                      test_strategies.test_core_loads_in_another_configuration
-register_strategies                         test_strategies.test_core_finds_the_strategy_that_is_registered
-remove_sharded_tensors                      test_dropping.test_what_begins_with_a_prefix_is_removed
-forget_removed                              test_removing.test_what_lies_in_folders_that_are_gone_is_forgotten
+replace_prefix_for_sharding                 test_kinds.test_a_prefix_missing_from_a_key_is_refused
+extract_nonpersistent                       test_kinds.test_extract_functions_select_parts_by_kind
+extract_sharded_base                        test_kinds.test_extract_functions_select_parts_by_kind
+extract_sharded_tensors                     test_kinds.test_extract_functions_select_parts_by_kind
+extract_sharded_tensors_and_factories       test_kinds.test_extract_functions_select_parts_by_kind
+extract_sharded_tensors_or_nonpersistent    test_kinds.test_extract_functions_select_parts_by_kind
+CasSaveShardedStrategy                      test_strategies.test_core_loads_in_another_parallel_configuration
+CasLoadShardedStrategy                      test_strategies.test_core_loads_in_another_parallel_configuration
+register_strategies                         test_strategies.test_core_finds_the_registered_strategy
+remove_sharded_tensors                      test_dropping.test_keys_with_a_prefix_are_removed
+forget_removed                              test_removing.test_checkpoints_of_removed_folders_are_forgotten
 install                                     test_training_loop.test_the_loop_saves_into_the_store_and_resumes
-Installed                                   test_training_loop.test_all_is_as_before_when_it_is_undone
-Installed.undo                              test_training_loop.test_all_is_as_before_when_it_is_undone
-write_folder                                test_folders.test_a_folder_made_of_what_our_own_save_wrote
+Installed                                   test_training_loop.test_undoing_the_patch_restores_everything
+Installed.undo                              test_training_loop.test_undoing_the_patch_restores_everything
+write_folder                                test_folders.test_a_folder_is_created_for_an_earlier_save
 """
 ROWS: dict[str, str] = dict(line.split() for line in TABLE.strip().splitlines())
 
@@ -168,7 +168,7 @@ def reached(module: str, name: str) -> list[ast.FunctionDef]:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_name_is_there_and_a_test_says_how_it_behaves(name: str) -> None:
+def test_every_name_exists_and_has_a_test(name: str) -> None:
     core()  # with its warnings ignored
     owner, _, member = name.rpartition(".")
     kind: Any = getattr(megatron, owner) if owner else megatron
@@ -182,7 +182,7 @@ def test_a_name_is_there_and_a_test_says_how_it_behaves(name: str) -> None:
     assert asserting or any(isinstance(part, ast.Assert) for function in used for part in ast.walk(function))
 
 
-def test_nothing_public_is_missing_in_the_table() -> None:
+def test_the_table_lists_every_public_name() -> None:
     assert {*megatron.__all__, *dir(megatron)} <= ROWS.keys()
     for name in ("ShardedTensor", "ShardedObject", "ShardedTensorFactory", "CheckpointingConfig"):
         assert {f"{name}.{field.name}" for field in fields(getattr(megatron, name))} <= ROWS.keys()
@@ -217,7 +217,7 @@ def test_arguments_have_the_names_order_and_defaults_of_megatron(module: str) ->
         assert ours == list(wanted.items()) or name == "ShardedTensor.from_rank_offsets_flat", name
 
 
-def test_megatron_core_is_not_needed() -> None:
+def test_megatron_core_is_not_imported() -> None:
     code = (
         "import sys; sys.modules['megatron'] = None\n"
         "from casckpt.frontends.megatron import *\n"
@@ -228,6 +228,6 @@ def test_megatron_core_is_not_needed() -> None:
     assert done.stdout == "none\n"
 
 
-def test_other_names_are_not_there() -> None:
+def test_unknown_names_raise_attribute_errors() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = megatron.nothing

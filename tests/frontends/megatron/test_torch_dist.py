@@ -36,12 +36,12 @@ def loaded(rank: int, size: int, where: str, topology: Topology) -> list[Any]:
     return differences(found, gpt.expected(state(rank, topology)))
 
 
-def test_it_loads_in_another_configuration(where: str, ranks: Pool) -> None:
+def test_a_model_loads_in_another_configuration(where: str, ranks: Pool) -> None:
     assert ranks.run(2, loaded, where, Topology(pp=2)) == [[], []]
     assert loaded(0, 1, where, Topology()) == []
 
 
-def test_what_came_along(where: str) -> None:
+def test_other_content_of_a_torch_dist_folder_is_imported(where: str) -> None:
     path, _, ref = where.partition("#")
     assert {"common.pt", "metadata.json"} <= set(casckpt.open(path).attachments(ref))
     assert megatron.maybe_load_config(where) == megatron.CheckpointingConfig("torch_dist")
@@ -51,7 +51,7 @@ def test_what_came_along(where: str) -> None:
     assert megatron.load_common_state_dict(where)["iteration"] == 7
 
 
-def test_metadata_of_versions_up_to_0_15(tmp_path: Path) -> None:
+def test_metadata_of_versions_up_to_0_15_are_read(tmp_path: Path) -> None:
     shutil.copytree(FOLDER, tmp_path / "folder")
     older = core(".strategies.torch").MCoreMetadata()
     vars(older).update(vars(pickle.loads((FOLDER / ".metadata").read_bytes())), mcore_data={})
@@ -91,7 +91,7 @@ def test_flat_state_has_the_shape_of_its_parameter(flat: str) -> None:
     assert loaded_flat(0, 1, flat, Topology()) == []
 
 
-def test_its_metadata_is_read_where_pickle_is_allowed(tmp_path: Path) -> None:
+def test_torch_dist_metadata_is_read_if_pickle_is_allowed(tmp_path: Path) -> None:
     dcp_to_casckpt(FLAT_FOLDER, tmp_path, run="core", step=7, allow_pickle=True)
     assert loaded_flat(0, 1, f"{tmp_path}#core@7", Topology()) == []
 
@@ -106,7 +106,7 @@ class Odd:
     """Not plain data."""
 
 
-def test_an_odd_common_part_needs_pickle(tmp_path: Path) -> None:
+def test_a_common_part_with_other_types_needs_pickle(tmp_path: Path) -> None:
     shutil.copytree(FOLDER, tmp_path / "folder")
     torch.save({"odd": Odd()}, tmp_path / "folder/common.pt")
     dcp_to_casckpt(tmp_path / "folder", tmp_path / "store", run="core", step=7)

@@ -83,7 +83,7 @@ def resumed(rank: int, size: int, path: Path) -> list[Any]:
     return [differences(found, gpt.expected(state)), "layers.norm" in metadata]
 
 
-def test_it_loads_from_the_store_that_a_folder_names(tmp_path: Path, ranks: Pool) -> None:
+def test_the_loop_loads_from_the_store_named_in_a_folder(tmp_path: Path, ranks: Pool) -> None:
     ranks.run(2, a_loop, tmp_path, True, False)
     assert ranks.run(1, resumed, tmp_path) == [[[], True]]
 
@@ -94,7 +94,7 @@ def methods() -> list[dict[str, Any]]:
     return [dict(vars(kind)) for kind in kinds]
 
 
-def test_all_is_as_before_when_it_is_undone(tmp_path: Path) -> None:
+def test_undoing_the_patch_restores_everything(tmp_path: Path) -> None:
     before = methods()
     installed = megatron.install(tmp_path, run="a")
     assert isinstance(installed, megatron.Installed)
@@ -109,7 +109,7 @@ def test_all_is_as_before_when_it_is_undone(tmp_path: Path) -> None:
     assert methods() == before
 
 
-def test_what_others_put_around_it_stays_and_saves_as_before(tmp_path: Path) -> None:
+def test_patches_of_others_stay_and_save_as_before(tmp_path: Path) -> None:
     calls: list[Any] = []
     loop = module("casckpt.frontends.megatron.training_loop")
     kind = core(".strategies.torch").TorchDistSaveShardedStrategy
@@ -161,7 +161,7 @@ def in_folders(rank: int, size: int, path: Path) -> list[Any]:
     return [json.loads((path / name / "metadata.json").read_text())["sharded_backend"] for name in folders]
 
 
-def test_checkpoints_that_are_not_to_stay_have_a_run_of_their_own(tmp_path: Path, ranks: Pool) -> None:
+def test_ephemeral_checkpoints_have_their_own_run(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(1, in_folders, tmp_path) == [["torch_dist", "torch_dist"]]
     found = {(one.run, one.step) for one in casckpt.open(tmp_path / "store").checkpoints()}
     assert found == {(run, step) for run in ("a", "a-non-persistent") for step in (5, 7)}
@@ -193,7 +193,7 @@ def trusting_loads(rank: int, size: int, path: Path, key: Path) -> list[str]:
     return become
 
 
-def test_what_nobody_signed_is_loaded_from_no_folder_where_signatures_are_demanded(tmp_path: Path, ranks: Pool) -> None:
+def test_unsigned_checkpoints_are_refused_from_folders_if_signatures_are_required(tmp_path: Path, ranks: Pool) -> None:
     alice = pair(tmp_path / "keys")
     *pointed, foreign = ranks.run(1, trusting_loads, tmp_path, alice.public)[0]
     assert all("has no valid signature of" in one for one in pointed), pointed

@@ -70,7 +70,7 @@ def layers(step: int) -> dict[str, object]:
     return {"model": {"layers": {str(n): torch.full((512,), float(step * (n > 1))) for n in range(4)}}}
 
 
-def test_it_shows_growth_runs_layers_and_checkpoints(store: Store) -> None:
+def test_the_page_shows_growth_runs_layers_and_checkpoints(store: Store) -> None:
     words = checked(page(store))
     for word in ("sft@40", "other@1", "best", "model.layers.3", "one by one", "changed: model 4.0 KiB", "No damage"):
         assert word in words
@@ -78,7 +78,7 @@ def test_it_shows_growth_runs_layers_and_checkpoints(store: Store) -> None:
     assert page(store).count("<svg") == 2 + 2 + 1  # growth, runs; of sft two, of the other none that were compared
 
 
-def test_names_from_a_store_are_no_markup(store_path: Path) -> None:
+def test_names_from_a_store_are_escaped(store_path: Path) -> None:
     store = casckpt.open(store_path)
     bad = "<script>alert(1)</script>&$x_1$\n"
     for step in (1, 2):
@@ -98,7 +98,7 @@ def test_a_store_of_many_checkpoints_has_a_small_page(store_path: Path) -> None:
     assert "The newest 150 of 156" in words
 
 
-def test_a_damaged_store_has_a_page_that_says_so(store: Store, store_path: Path) -> None:
+def test_the_page_of_a_damaged_store_reports_the_damage(store: Store, store_path: Path) -> None:
     for path in store_path.rglob("objects/**/*"):
         if store.get("sft@20").id in path.name:
             path.unlink()
@@ -119,7 +119,7 @@ def test_without_a_store_nothing_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command_writes_it_over_what_was_there(store: Store, tmp_path: Path) -> None:
+def test_the_command_overwrites_an_existing_page(store: Store, tmp_path: Path) -> None:
     target = tmp_path / "report.html"
     target.write_text("old")
     done = CliRunner().invoke(cli, ["report", store.url.removeprefix("file://"), "-o", str(target)])
@@ -128,7 +128,7 @@ def test_the_command_writes_it_over_what_was_there(store: Store, tmp_path: Path)
     checked(target.read_text())
 
 
-def test_it_does_not_wait_for_torch() -> None:
+def test_the_report_does_not_import_torch() -> None:
     code = "import sys, casckpt.frontends.report; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -29,7 +29,7 @@ WEIGHTS = "/sft/resolve/main/model.safetensors"
         ("Bearer \xff\xfe", 401),
     ],
 )
-def test_tokens(small_store: Store, header: str | None, status: int) -> None:
+def test_tokens_are_checked(small_store: Store, header: str | None, status: int) -> None:
     with serving(small_store, guard={"tokens": frozenset({"right"}), "checks_host": False}) as served:
         for path in ("/", "/api/models/sft", WEIGHTS, "/nothing"):
             found = served.get(path, "GET", None, **({} if header is None else {"Authorization": header}))
@@ -41,5 +41,5 @@ def test_tokens(small_store: Store, header: str | None, status: int) -> None:
     ("host", "status"),
     [("localhost:80", 200), ("127.0.0.1", 200), ("[::1]:9", 200), ("evil.example", 403), ("", 403)],
 )
-def test_a_web_site_whose_name_means_this_machine_reads_nothing(served: Served, host: str, status: int) -> None:
+def test_dns_rebinding_reads_nothing(served: Served, host: str, status: int) -> None:
     assert served.get("/", Host=host).status == status

@@ -13,7 +13,7 @@ from tests.support.serving import Served
 WEIGHTS = "/sft/resolve/main/model.safetensors"
 
 
-def test_heads_and_conditions(small_store: Store, served: Served) -> None:
+def test_head_and_conditional_requests_are_answered(small_store: Store, served: Served) -> None:
     head = served.get(WEIGHTS, "HEAD")
     whole = served.body(WEIGHTS)
     assert (head.status, int(head.headers["Content-Length"])) == (200, len(whole))
@@ -31,5 +31,5 @@ def test_heads_and_conditions(small_store: Store, served: Served) -> None:
     assert missing.headers["X-Repo-Commit"] == head.headers["X-Repo-Commit"]
 
 
-def test_what_a_header_can_hold() -> None:
+def test_headers_hold_only_safe_characters() -> None:
     assert one_line("a\r\nb\0\x7f\x1b[1m \u2028\u00fc") == "a b [1m ?"

@@ -70,7 +70,7 @@ WEIGHTS = "/sft/resolve/main/model.safetensors"
         ("//evil.example%0a/", 404),
     ],
 )
-def test_paths(served: Served, path: str, status: int) -> None:
+def test_paths_are_resolved(served: Served, path: str, status: int) -> None:
     assert served.get(path).status == status
 
 
@@ -90,7 +90,7 @@ def test_paths(served: Served, path: str, status: int) -> None:
         ("chickens=1-2", 200, 0, None),
     ],
 )  # fmt: skip
-def test_ranges(served: Served, asked: str, status: int, start: int, stop: int | None) -> None:
+def test_ranges_are_answered(served: Served, asked: str, status: int, start: int, stop: int | None) -> None:
     whole = served.body(WEIGHTS)
     found = served.get(WEIGHTS, Range=asked)
     assert found.status == status
@@ -102,7 +102,7 @@ def test_ranges(served: Served, asked: str, status: int, start: int, stop: int |
 
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH", "POST", "OPTIONS", "TRACE", "FOO"])
-def test_it_is_read_only(served: Served, method: str) -> None:
+def test_the_server_is_read_only(served: Served, method: str) -> None:
     for path in ("/", WEIGHTS, "/api/models/sft/commit/main", "/api/repos/create"):
         assert served.get(path, method).status == 405
 
@@ -117,7 +117,7 @@ def test_unexpected_errors_are_logged(
     assert any("GET /api/models/sft/refs failed" in one.message and one.exc_info for one in caplog.records)
 
 
-def test_bodies(served: Served) -> None:
+def test_request_bodies_are_parsed_within_limits(served: Served) -> None:
     path = "/api/models/sft/paths-info/main"
     form = {"Content_Type": "application/x-www-form-urlencoded"}
     assert json.loads(served.get(path, "POST", b"paths=config.json", **form).body)[0]["path"] == "config.json"  # type: ignore[attr-defined]
@@ -125,7 +125,7 @@ def test_bodies(served: Served) -> None:
     assert served.get(path, "POST", bytes(2 << 20)).status == 413
 
 
-def test_a_page_that_a_browser_can_trust(served: Served) -> None:
+def test_pages_have_security_headers(served: Served) -> None:
     page = served.get("/")
     text = page.body.decode()  # type: ignore[attr-defined]
     assert "default-src 'none'" in page.headers["Content-Security-Policy"]
@@ -134,7 +134,7 @@ def test_a_page_that_a_browser_can_trust(served: Served) -> None:
     assert served.get("/sft/resolve/main/config.json").headers["X-Content-Type-Options"] == "nosniff"
 
 
-def test_the_page_leads_to_charts_that_run_nothing(served: Served) -> None:
+def test_the_chart_page_runs_no_scripts(served: Served) -> None:
     pytest.importorskip("matplotlib", reason="needs casckpt[report]")
     assert b"href=report" in served.body("/")
     page = served.get("/report")
@@ -142,9 +142,7 @@ def test_the_page_leads_to_charts_that_run_nothing(served: Served) -> None:
     assert b"exp/a/b@1" in page.body  # type: ignore[attr-defined]
 
 
-def test_charts_are_drawn_once_for_all_who_ask_and_hold_up_nobody(
-    small_store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_charts_are_drawn_once_and_block_no_other_request(small_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     report: Any = pytest.importorskip("casckpt.frontends.report", reason="needs casckpt[report]")
     begun, may_end, drawn = threading.Event(), threading.Event(), list[str]()
 
@@ -165,7 +163,7 @@ def test_charts_are_drawn_once_for_all_who_ask_and_hold_up_nobody(
     assert len(drawn) == 1
 
 
-def test_charts_that_cannot_be_drawn_are_tried_again(small_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_charts_are_drawn_again(small_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     report: Any = pytest.importorskip("casckpt.frontends.report", reason="needs casckpt[report]")
     answers: Iterator[object] = iter([StorageError("no network"), "charts"])
 
@@ -180,7 +178,7 @@ def test_charts_that_cannot_be_drawn_are_tried_again(small_store: Store, monkeyp
         assert [served.get("/report").status for _ in range(2)] == [503, 200]
 
 
-def test_a_page_of_nothing() -> None:
+def test_an_empty_store_has_a_start_page() -> None:
     from casckpt.repository.repository import Repository
     from tests.support.repositories import memory
 

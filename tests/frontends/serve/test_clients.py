@@ -1,4 +1,4 @@
-"""The real clients of a hub against a store that answers as one: equal weights, and only what changed is moved."""
+"""The real clients of a hub against a served store: equal weights, and only changes are transferred."""
 
 # ruff: noqa: E402 - what is optional is asked for first
 
@@ -92,7 +92,7 @@ def weights_in(folder: str | Path) -> dict[str, torch.Tensor]:
     return dict(sorted(found.items()))
 
 
-def test_a_snapshot_of_what_two_ranks_saved_and_then_only_what_changed(
+def test_snapshot_download_fetches_a_sharded_model_and_then_only_changes(
     fsdp: tuple[casckpt.Store, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     store, weights = fsdp
@@ -136,7 +136,7 @@ def save(store: casckpt.Store, run: str, step: int, seed: int = 3) -> None:
     casckpt.save_model_and_optim_state(store, gpt2(seed), None, run=run, step=step, attachments=files)
 
 
-def test_one_file_and_its_cache(store: casckpt.Store, served: Served, tmp_path: Path) -> None:
+def test_hf_hub_download_fetches_and_caches_a_file(store: casckpt.Store, served: Served, tmp_path: Path) -> None:
     get = partial(hub.hf_hub_download, "sft", endpoint=served.endpoint, cache_dir=tmp_path / "hub", token=False)
     config = get("config.json", revision="best")
     assert Path(config).read_bytes() == store.read_attachment("sft@100", "config.json")
@@ -155,7 +155,7 @@ def test_one_file_and_its_cache(store: casckpt.Store, served: Served, tmp_path: 
         hub.hf_hub_download("other", "config.json", endpoint=served.endpoint, cache_dir=tmp_path / "hub", token=False)
 
 
-def test_the_api(store: casckpt.Store, served: Served) -> None:
+def test_hf_api_lists_models_and_files(store: casckpt.Store, served: Served) -> None:
     api = hub.HfApi(endpoint=served.endpoint, token=False)
     info = api.model_info("sft", revision="100", files_metadata=True)
     ids = {step: commit_of(store.get(f"sft@{step}").id) for step in (100, 200)}
@@ -179,7 +179,7 @@ def test_the_api(store: casckpt.Store, served: Served) -> None:
     assert api.get_hf_file_metadata(url=f"{served.endpoint}/sft/resolve/main/config.json").commit_hash == ids[200]
 
 
-def test_trees(served: Served) -> None:
+def test_hf_api_lists_trees(served: Served) -> None:
     api = hub.HfApi(endpoint=served.endpoint, token=False)
     top = {one.path: type(one).__name__ for one in api.list_repo_tree("sft")}
     assert top["tokenizer"] == "RepoFolder"
@@ -195,7 +195,7 @@ def test_trees(served: Served) -> None:
         list(api.list_repo_tree("sft", "nothing"))
 
 
-def test_a_run_whose_name_no_hub_takes(store: casckpt.Store, served: Served, tmp_path: Path) -> None:
+def test_a_run_with_a_name_invalid_for_hubs_is_served(store: casckpt.Store, served: Served, tmp_path: Path) -> None:
     get = partial(hub.hf_hub_download, endpoint=served.endpoint, cache_dir=tmp_path / "hub", token=False)
     found = get(repo_of("exp/a/b"), "config.json", revision="7")
     assert Path(found).read_bytes() == store.read_attachment("exp/a/b@7", "config.json")
@@ -203,7 +203,7 @@ def test_a_run_whose_name_no_hub_takes(store: casckpt.Store, served: Served, tmp
         get("exp-a-b", "config.json")
 
 
-def test_a_file_system(served: Served) -> None:
+def test_hf_file_system_reads_files(served: Served) -> None:
     files = hub.HfFileSystem(endpoint=served.endpoint, token=False, skip_instance_cache=True)
     assert "runs/sft@100/tokenizer/vocab.json" in files.find("runs/sft@100")
     assert "runs/sft/config.json" in files.ls("runs/sft", detail=False)
@@ -216,7 +216,7 @@ def test_a_file_system(served: Served) -> None:
     assert files.cat_file(name, start=100, end=200) == files.cat_file(name)[100:200]
 
 
-def test_a_token(store: casckpt.Store, tmp_path: Path) -> None:
+def test_clients_send_their_token(store: casckpt.Store, tmp_path: Path) -> None:
     save(store, "sft", 100)
     with serving(store, guard={"tokens": frozenset({"hf_right", "hf_other"})}) as served:
         get = partial(hub.hf_hub_download, "sft", "config.json", endpoint=served.endpoint, cache_dir=tmp_path / "hub")
@@ -239,7 +239,7 @@ torch.save(model.state_dict(), sys.argv[2])
 """
 
 
-def test_from_pretrained_with_an_endpoint_alone(store: casckpt.Store, tmp_path: Path) -> None:
+def test_from_pretrained_needs_only_an_endpoint(store: casckpt.Store, tmp_path: Path) -> None:
     save(store, "sft", 100)
     save(store, "sft", 200, seed=4)
     script = tmp_path / "load.py"
@@ -252,7 +252,7 @@ def test_from_pretrained_with_an_endpoint_alone(store: casckpt.Store, tmp_path: 
     assert identical(torch.load(tmp_path / "model.pt"), dict(gpt2().state_dict()))
 
 
-def test_the_page_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_the_serving_page_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = servers.free_ports(1)[0]
     page = tmp_path / SERVING.name
     page.write_text(SERVING.read_text().replace("8000", str(port)))

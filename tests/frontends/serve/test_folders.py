@@ -1,4 +1,4 @@
-"""The files of a checkpoint, and their ETags: what is in them counts, and nothing else."""
+"""The files of a checkpoint and their ETags, which depend only on content."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def state(step: int) -> dict[str, Any]:
     return {"model": layers | {"bias": torch.arange(7), "none": torch.zeros(0, 3)}, "optim": {"x": cells(4, seed=1)}}
 
 
-def test_the_bytes_are_those_of_an_export(tmp_path: Path) -> None:
+def test_served_files_equal_an_export(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     store.save(state(1), step=1, attachments={"config.json": b"{}", "sub/long.bin": bytes(range(256)) * 1000})
     store.export("latest", tmp_path / "out", max_shard_size=SHARD)
@@ -64,7 +64,7 @@ def test_the_bytes_are_those_of_an_export(tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-def test_any_range(data: st.DataObject) -> None:
+def test_any_range_of_a_file_is_served(data: st.DataObject) -> None:
     store = small()
     store.save(state(1), step=1)
     whole = ServedFolders(store, Rules(model=True), 1 << 30).of(store.get("latest"))
@@ -90,7 +90,7 @@ def test_only_files_whose_tensors_changed_have_another_etag() -> None:
 
 
 @pytest.mark.parametrize("how", ["again", "another run", "repaired", "coded", "copied", "packed", "thinned"])
-def test_an_etag_does_not_depend_on_places_or_ids(tmp_path: Path, how: str) -> None:
+def test_etags_do_not_depend_on_places_or_ids(tmp_path: Path, how: str) -> None:
     store = small()
     store.save(state(1), step=1)
     store.save(state(2), step=2)
@@ -124,7 +124,7 @@ def test_an_etag_does_not_depend_on_places_or_ids(tmp_path: Path, how: str) -> N
     assert [content(other, folder(other, ref), name) for name in before] == contents
 
 
-def test_an_etag_tells_names_dtypes_and_shapes_apart() -> None:
+def test_etags_depend_on_names_dtypes_and_shapes() -> None:
     store, seen = small(), set[str]()
     zeros = torch.zeros(8)
     values = ("a", zeros), ("b", zeros), ("a", zeros.view(2, 4)), ("a", zeros.int()), ("a", zeros + 1)
@@ -143,7 +143,7 @@ def test_a_checkpoint_without_a_model_is_served_without_config() -> None:
     assert content(store, of, "a") == b""
 
 
-def test_an_attachment_of_the_name_of_a_file_with_weights_is_not_served() -> None:
+def test_an_attachment_with_the_name_of_a_weight_file_is_not_served() -> None:
     store = small()
     store.save(state(1), step=1, attachments={"model.safetensors": b"old", "model.safetensors.index.json": b"old"})
     of = ServedFolders(store, None, 1 << 30).of(store.get("latest"))
@@ -152,7 +152,7 @@ def test_an_attachment_of_the_name_of_a_file_with_weights_is_not_served() -> Non
 
 
 @pytest.mark.parametrize("travels", [True, False])
-def test_a_view_that_splits_and_puts_together(travels: bool) -> None:
+def test_a_view_may_split_and_concatenate(travels: bool) -> None:
     qkv, gate, up = (torch.randn(rows, 700) for rows in (8, 3, 5))
     view = b'{"strip_prefix": "net", "rename": {"old(.*)": "new\\\\1"}, ' + VIEW[1:]
     store = small()
@@ -216,7 +216,7 @@ def test_a_slow_expression_in_an_attachment_is_refused(view: dict[str, object]) 
     read_rules(json.dumps(view).encode(), "the user's")
 
 
-def test_the_view_of_the_documentation() -> None:
+def test_the_documented_view_works() -> None:
     (found,) = re.findall(r"^```json\n(.*?)^```$", (DOCS / "serving.md").read_text(), re.MULTILINE | re.DOTALL)
     rules = read_rules(found.encode(), "the page")
     assert set(json.loads(found)) == {one.name for one in fields(Rules)} - {"fullmatch"}
@@ -225,7 +225,7 @@ def test_the_view_of_the_documentation() -> None:
     assert [name.partition(".")[2] for name in shares] == ["q_proj.weight", "k_proj.weight", "v_proj.weight"]
 
 
-def test_folders_are_kept_and_dropped() -> None:
+def test_served_folders_are_cached_and_dropped() -> None:
     store = small()
     for step in range(12):
         store.save({"model": {"x": cells(1)}}, step=step)
@@ -238,6 +238,6 @@ def test_folders_are_kept_and_dropped() -> None:
     assert folders.held(made[-1].checkpoint.id) is None
 
 
-def test_a_store_that_was_opened_by_path(store: casckpt.Store) -> None:
+def test_a_store_opened_by_path_is_served(store: casckpt.Store) -> None:
     store.save({"model": {"x": torch.ones(3)}}, step=1)
     assert torch.equal(load(content(store, folder(store), "model.safetensors"))["x"], torch.ones(3))

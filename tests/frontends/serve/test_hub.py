@@ -51,7 +51,7 @@ def test_a_download_never_mixes_two_checkpoints(tmp_path: Path, monkeypatch: pyt
     assert torch.equal(load(found.read_bytes())["w"], torch.arange(9))
 
 
-def test_leases_are_no_tags(tmp_path: Path) -> None:
+def test_leases_are_not_listed_as_tags(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     store.save({"model": {"w": torch.arange(9)}}, run="sft", step=1)
     store.tag("best", "sft@1")
@@ -62,7 +62,7 @@ def test_leases_are_no_tags(tmp_path: Path) -> None:
         assert b"lease-" not in served.body("/")
 
 
-def test_a_run_that_is_called_like_the_name_of_another() -> None:
+def test_a_run_named_like_the_alias_of_another_is_served() -> None:
     store, name = small(), repo_of("exp/a/b")
     for run, step in ((name, 1), ("exp/a/b", 2)):
         store.save({"model": {"w": torch.arange(9)}}, run=run, step=step)
@@ -75,7 +75,7 @@ def test_a_run_that_is_called_like_the_name_of_another() -> None:
 # damage
 
 
-def test_only_what_is_signed(tmp_path: Path) -> None:
+def test_only_signed_checkpoints_are_served(tmp_path: Path) -> None:
     pytest.importorskip("cryptography", reason="needs casckpt[sign]")
     from tests.support.signing import pair
 
@@ -89,7 +89,7 @@ def test_only_what_is_signed(tmp_path: Path) -> None:
         assert served.get("/sft/resolve/1/model.safetensors").status == 200
 
 
-def test_a_false_record_is_not_answered_with_what_another_revision_was_asked_for(tmp_path: Path) -> None:
+def test_a_false_record_does_not_serve_another_revision(tmp_path: Path) -> None:
     store = casckpt.open(tmp_path / "store")
     for step in (1, 2):
         store.save({"model": {"w": torch.full((3,), step)}}, run="sft", step=step)

@@ -1,4 +1,4 @@
-"""Leases of a server: how many outlive their files, and what is left behind at its end."""
+"""Leases of a server: how many outlive their files, and how many remain at its end."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_few_leases_outlive_their_downloads(taken: list[int]) -> None:
     assert not taken
 
 
-def test_a_lease_that_is_taken_while_the_server_ends(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_taken_during_shutdown_is_ended(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     store, (one,) = saved(1)
     leases, lease = Leases(store), Store.lease
 
@@ -94,7 +94,7 @@ def timers(monkeypatch: pytest.MonkeyPatch) -> list[Timer]:
     return found
 
 
-def test_a_lease_outlives_its_last_user_by_a_while(taken: list[int], timers: list[Timer]) -> None:
+def test_a_lease_outlives_its_last_user_for_a_while(taken: list[int], timers: list[Timer]) -> None:
     store, (one,) = saved(1)
     leases = Leases(store, linger=7)
     with leases.hold(one):
@@ -116,7 +116,7 @@ def test_a_lease_outlives_its_last_user_by_a_while(taken: list[int], timers: lis
     assert not timers[2].is_on
 
 
-def test_two_that_ask_at_once_take_one_lease(taken: list[int], timers: list[Timer]) -> None:
+def test_two_simultaneous_requests_share_a_lease(taken: list[int], timers: list[Timer]) -> None:
     store, (one,) = saved(1)
     leases, lease, start = Leases(store), Store.lease, Timer.start
 
@@ -137,7 +137,7 @@ def test_two_that_ask_at_once_take_one_lease(taken: list[int], timers: list[Time
     assert taken == []
 
 
-def test_leases_that_cannot_be_taken_are_logged_once(
+def test_failed_leases_are_logged_once(
     timers: list[Timer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, found = saved(3)

@@ -15,12 +15,12 @@ RUNS = st.from_regex(re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}"), fullmatch
 
 
 @given(run=RUNS)
-def test_every_run_has_a_name_that_clients_take(run: str) -> None:
+def test_every_run_has_a_name_valid_for_clients(run: str) -> None:
     hub.validate_repo_id(repo_of(check_run(run)))
 
 
 @given(run=RUNS)
-def test_what_clients_take_is_the_name_itself(run: str) -> None:
+def test_a_valid_run_name_is_served_unchanged(run: str) -> None:
     if is_repo(run):
         assert repo_of(run) == run
     else:
@@ -48,11 +48,11 @@ def test_every_repository_leads_back_to_its_run(runs: list[str]) -> None:
         ("runs", "runs"),
     ],
 )
-def test_names(run: str, repo: str) -> None:
+def test_runs_are_mapped_to_repository_names(run: str, repo: str) -> None:
     assert re.sub("[0-9a-f]{8}$", "", repo_of(run)) == re.sub("[0-9a-f]{8}$", "", repo)
 
 
-def test_a_run_that_is_called_like_the_name_of_another_keeps_its_own() -> None:
+def test_a_run_named_like_the_alias_of_another_keeps_its_name() -> None:
     alias = repo_of("exp/a/b")
     assert run_of(alias, ["exp/a/b"]) == "exp/a/b"
     assert run_of(alias, ["exp/a/b", alias]) == alias
@@ -82,7 +82,7 @@ def test_a_run_that_is_called_like_the_name_of_another_keeps_its_own() -> None:
         ("x" * 101, None),
     ],
 )
-def test_revisions(revision: str, ref: str | None) -> None:
+def test_revisions_are_resolved(revision: str, ref: str | None) -> None:
     assert reference("r", revision) == ref
 
 

@@ -33,12 +33,12 @@ from casckpt.frontends.views.recut import ViewTensor
         ("", None),
     ],
 )
-def test_a_header(header: str | None, span: tuple[int, int] | None) -> None:
+def test_a_range_header_is_parsed(header: str | None, span: tuple[int, int] | None) -> None:
     assert parse_range(header, 100) == span
 
 
 @pytest.mark.parametrize("header", ["bytes=100-", "bytes=5-2", "bytes=-0", f"bytes={'9' * 5000}-", "bytes=100-200"])
-def test_no_byte(header: str) -> None:
+def test_an_unsatisfiable_range_is_refused(header: str) -> None:
     with pytest.raises(Unsatisfiable, match="asks for no byte"):
         parse_range(header, 100)
 
@@ -50,7 +50,7 @@ def test_an_empty_file_has_no_range() -> None:
 
 
 @given(text=st.text(max_size=20), size=st.integers(0, 200))
-def test_whatever_is_asked_is_in_the_file(text: str, size: int) -> None:
+def test_every_parsed_range_lies_in_the_file(text: str, size: int) -> None:
     for header in (text, f"bytes={text}"):
         try:
             span = parse_range(header, size)
@@ -63,7 +63,7 @@ TENSORS = st.lists(st.tuples(st.sampled_from(["uint8", "int16", "float32", "floa
 
 
 @given(kinds=TENSORS, head=st.binary(max_size=20), data=st.data())
-def test_any_range_is_made_of_the_elements_that_hold_it(
+def test_a_range_is_read_from_the_elements_that_cover_it(
     kinds: list[tuple[str, int]], head: bytes, data: st.DataObject
 ) -> None:  # fmt: skip
     entries = [

@@ -65,7 +65,7 @@ def test_a_flipped_byte_ends_the_response_short(tmp_path: Path, caplog: pytest.L
         assert served.body(WEIGHTS, Range="bytes=0-999999") == whole[:1_000_000]
 
 
-def test_a_client_keeps_no_wrong_byte_and_goes_on_after_a_repair(
+def test_a_client_receives_no_wrong_byte_and_resumes_after_a_repair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     hub: Any = pytest.importorskip("huggingface_hub", reason="needs casckpt[transformers]")
@@ -173,7 +173,7 @@ def test_a_window_for_several_clients_is_read_once(tmp_path: Path, monkeypatch: 
 # clients that misbehave
 
 
-def test_a_client_that_does_not_read_is_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = casckpt.open(tmp_path / "store")
     store.save({"model": {"w": torch.zeros(16 << 20)}}, run="sft", step=1)
     with serving(store, guard={"slow_seconds": 0.5}) as served:
@@ -189,7 +189,7 @@ def test_a_client_that_does_not_read_is_ended(tmp_path: Path, caplog: pytest.Log
 
 
 @pytest.mark.parametrize("at", ["http.response.start", "the end"])
-def test_a_client_that_takes_neither_the_first_nor_the_last_word(tmp_path: Path, at: str) -> None:
+def test_a_client_that_reads_neither_start_nor_end_is_disconnected(tmp_path: Path, at: str) -> None:
     store = casckpt.open(tmp_path / "store")
     store.save({"model": {"w": torch.arange(1000)}}, run="sft", step=1)
     folders = ServedFolders(store, None, 1 << 30)
@@ -214,7 +214,9 @@ def test_a_client_that_takes_neither_the_first_nor_the_last_word(tmp_path: Path,
     asyncio.run(run())
 
 
-def test_a_client_that_leaves(small_store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_disconnects_ends_its_response(
+    small_store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     store = casckpt.open(tmp_path / "store")
     store.save({"model": {"w": torch.zeros(16 << 20)}}, run="sft", step=1)

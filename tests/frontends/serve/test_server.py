@@ -47,7 +47,7 @@ def cut_short(served: Served, path: str, process: subprocess.Popen[str]) -> tupl
         return found, answer.headers["ETag"]
 
 
-def test_a_killed_server_and_a_client_that_resumes(tmp_path: Path) -> None:
+def test_a_client_resumes_after_the_server_was_killed(tmp_path: Path) -> None:
     store = casckpt.open(tmp_path / "store")
     store.save({"model": {"w": torch.arange(4 << 20, dtype=torch.int64)}}, run="sft", step=1)
     with serving(store) as served:
@@ -67,7 +67,7 @@ def test_a_killed_server_and_a_client_that_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("count", "more"), [(40, b""), (1, b"Connection: close\r\n")])
-def test_a_client_that_reads_no_answer_at_all(
+def test_a_client_that_never_reads_is_disconnected(
     small_store: Store, monkeypatch: pytest.MonkeyPatch, count: int, more: bytes
 ) -> None:
     ended, lost_of = threading.Event(), server.Connection.connection_lost
@@ -85,7 +85,7 @@ def test_a_client_that_reads_no_answer_at_all(
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ", b"\0\0\0"])
-def test_a_request_that_does_not_come(small_store: Store, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+def test_an_incomplete_request_times_out(small_store: Store, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     monkeypatch.setattr(server, "REQUEST_SECONDS", 0.3)
     with serving(small_store) as served, socket.create_connection(("127.0.0.1", served.port)) as raw:
         raw.sendall(sent)
@@ -94,7 +94,7 @@ def test_a_request_that_does_not_come(small_store: Store, monkeypatch: pytest.Mo
             assert b"200" not in raw.recv(100)
 
 
-def test_10_000_idle_connections(tmp_path: Path) -> None:
+def test_10_000_idle_connections_are_served(tmp_path: Path) -> None:
     store = casckpt.open(tmp_path / "store")
     store.save({"model": {"w": torch.arange(200_000)}}, run="sft", step=1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

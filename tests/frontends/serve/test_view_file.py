@@ -25,7 +25,7 @@ from casckpt.frontends.serve.view_file import BoundedMatch, ways
         (r"a|b(c|d|e)", 0, 6),
     ],
 )
-def test_ways_counts_the_attempts_of_a_pattern(pattern: str, repeats: int, choices: int) -> None:
+def test_the_attempts_of_a_pattern_are_counted(pattern: str, repeats: int, choices: int) -> None:
     assert ways(pattern) == (repeats, choices)
 
 
@@ -64,7 +64,7 @@ def splits(left: int, repeats: int) -> Iterator[tuple[int, ...]]:
             yield (taken, *rest)
 
 
-def test_it_matches_as_re_does() -> None:
+def test_patterns_match_like_re() -> None:
     pattern = re.compile(r"(.*)\.layers\.(\d+)\.(?:self_attn|mlp)\.(.*)")
     match = BoundedMatch("the view", {pattern.pattern}, [r"\1.\2"])
     name = "model.language_model.layers.17.self_attn.q_proj.weight"
@@ -74,7 +74,7 @@ def test_it_matches_as_re_does() -> None:
     assert match(pattern, "lm_head.weight") is None
 
 
-def test_all_names_together_have_a_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matching_all_names_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     match, pattern = BoundedMatch("the view", {"a.*"}, []), re.compile("a.*")
     assert match(pattern, "ab")
     now = time.thread_time()
@@ -83,7 +83,7 @@ def test_all_names_together_have_a_limit_of_time(monkeypatch: pytest.MonkeyPatch
         match(pattern, "ab")
 
 
-def test_names_that_grow_without_end_are_refused() -> None:
+def test_names_that_grow_without_bound_are_refused() -> None:
     for name in ("\\1" * 21, "x" * 1001):
         with pytest.raises(InvalidInput, match="too long a name"):
             BoundedMatch("the view", {"(.*)"}, [name])

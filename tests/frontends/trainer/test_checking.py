@@ -1,4 +1,4 @@
-"""What no save can store is heard before the training, or at its first step, and to hear it nothing is written."""
+"""Unusable state is reported before the training or at its first step, without writing anything."""
 
 from __future__ import annotations
 

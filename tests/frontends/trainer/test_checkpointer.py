@@ -1,4 +1,4 @@
-"""The checkpointer of one process: what a checkpoint holds, how it comes back, what fails and what is told of it."""
+"""The checkpointer of one process: content of a checkpoint, restores, failures and log messages."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_due_step_is_saved_with_its_metadata() -> None:
     assert (found.metadata, found.metrics, found.healthy) == ({"a": 1}, {"loss": 0.5}, False)
 
 
-def test_nested_train_state_of_any_kind_comes_back_as_it_was() -> None:
+def test_nested_train_state_of_any_kind_is_restored_exactly() -> None:
     store, (model, optimizer) = small(), trained()
     state = {
         "loader": {
@@ -202,7 +202,7 @@ class Bare:
         self.model.load_state_dict(state["model"])
 
 
-def test_a_train_module_whose_methods_take_no_arguments() -> None:
+def test_a_train_module_may_have_methods_without_arguments() -> None:
     store, module = small(), Bare()
     checkpointer = Checkpointer(store, run="sft")
     checkpointer.save(1, module)

@@ -1,4 +1,4 @@
-"""Saves of a training loop that fail: what is raised and told, what is not lost, and the same step saved again."""
+"""Failed saves of a training loop: errors, logs, and repeated saves of a step."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from casckpt.frontends.trainer import Checkpointer
 from tests.support.saves import small, steps
 
 
-def test_gc_follows_a_save_where_that_is_wanted() -> None:
+def test_gc_follows_a_save_if_requested() -> None:
     store, model = small(), nn.Linear(50, 50)
     with Checkpointer(store, run="sft", max_checkpoints=1, gc=True) as checkpointer:
         for step in range(4):
@@ -19,7 +19,7 @@ def test_gc_follows_a_save_where_that_is_wanted() -> None:
     assert (found.checkpoints, found.blobs) == (1, 2)  # the bias did not change, and lies where the first save put it
 
 
-def test_a_checkpointer_with_gc_frees(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpointer_with_gc_frees_space(caplog: pytest.LogCaptureFixture) -> None:
     store = small()
     with caplog.at_level("WARNING"), Checkpointer(store, run="sft", max_checkpoints=1, gc=True) as checkpointer:
         for step in range(1, 4):

@@ -50,7 +50,7 @@ def stopped_by_a_signal(rank: int, size: int, path: Path, saved_before: bool) ->
 
 
 @pytest.mark.parametrize("saved_before", [False, True])
-def test_a_signal_to_one_rank_lets_all_save_once_and_leave(store_path: Path, ranks: Pool, saved_before: bool) -> None:
+def test_a_signal_to_one_rank_makes_all_save_once_and_exit(store_path: Path, ranks: Pool, saved_before: bool) -> None:
     found = ranks.run(3, stopped_by_a_signal, store_path, saved_before)
     there = [1, 2, 3] if saved_before else [3]
     assert found == [(3, 128 + signal.SIGTERM, there, True)] * 3
@@ -70,7 +70,7 @@ def test_ranks_exchange_signals_at_multiples_of_every(store: Store) -> None:
         SaveOnSignal(checkpointer, every=0)
 
 
-def test_signals_are_for_the_main_thread(store: Store) -> None:
+def test_signals_are_handled_only_in_the_main_thread(store: Store) -> None:
     found: list[Any] = []
 
     def enter() -> None:

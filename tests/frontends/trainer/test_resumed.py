@@ -1,4 +1,4 @@
-"""A resume restores all that it is given, or says so: no training goes on without its optimizer in silence."""
+"""A resume restores everything that it is given, or reports it: no training silently loses its optimizer."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ ODD: list[Save] = [
 
 
 @pytest.mark.parametrize("save", ODD)
-def test_an_optimizer_that_cannot_be_restored(save: Save, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_error_for_an_unusable_optimizer_explains_it(save: Save, caplog: pytest.LogCaptureFixture) -> None:
     store, run, (model, optimizer) = small(), new_run(), made(1)
     saved = save(store, run)
     before = model.state_dict()["head.weight"].clone()
@@ -100,7 +100,7 @@ def test_a_load_logs_an_optimizer_that_the_checkpoint_lacks(caplog: pytest.LogCa
     assert not told(caplog)
 
 
-def test_a_train_state_that_cannot_be_restored(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_error_for_an_unusable_train_state_explains_it(caplog: pytest.LogCaptureFixture) -> None:
     store, run, (model, optimizer) = small(), new_run(), trained()
     checkpointer = Checkpointer(store, run=run)
     saved = checkpointer.save(5, model, optimizer)
@@ -257,7 +257,7 @@ def test_a_vocabulary_is_loaded_and_then_resized(caplog: pytest.LogCaptureFixtur
     assert not told(caplog)  # all that was asked for is there
 
 
-def test_another_dtype_is_not_left() -> None:
+def test_another_dtype_is_not_skipped() -> None:
     store, run, model = small(), new_run(), layers("head")
     saved_layers(store, run, model, adam(model, "head"))
     with pytest.raises(Mismatch, match="pass cast=True"):
@@ -426,7 +426,7 @@ def test_a_resume_logs_what_all_ranks_together_left(store_path: Path, ranks: Poo
     assert ranks.run(2, of_stages, store_path) == [left] * 2
 
 
-def test_the_optimizers_of_a_dict_of_models_are_demanded_or_left_as_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_optimizers_of_several_models_are_required_or_left_on_request(caplog: pytest.LogCaptureFixture) -> None:
     store, run, (model, optimizer) = small(), new_run(), trained()
     checkpointer, ema = Checkpointer(store, run=run), nn.Linear(2, 2)
     checkpointer.save(1, {"model": model, "ema": ema}, optimizer, {"epoch": 1})

@@ -82,7 +82,7 @@ def test_an_ephemeral_checkpoint_goes_once_a_newer_one_is_there() -> None:
     assert left(history([(10, True), (11, True)]), Rotation(max_checkpoints=1, fixed=frozenset([10]))) == [10, 11]
 
 
-def test_of_two_of_one_step_the_later_one_counts() -> None:
+def test_the_later_of_two_twins_counts() -> None:
     assert left(history([(10, False), (20, False), (10, False)]), Rotation(max_checkpoints=2)) == [20, 10]
 
 
@@ -301,7 +301,7 @@ def test_the_best_stay_whatever_the_size_of_their_metadata() -> None:
     assert steps(store) == [("sft", 1), ("sft", 3), ("sft", 5)]
 
 
-def test_a_young_run_keeps_all_until_the_first_metric_is_there() -> None:
+def test_a_run_without_metrics_keeps_all_checkpoints() -> None:
     rule = {"drop": "optim.*", "keep_best": "loss:1"}
     store, checkpointer, model, optimizer = trained(keep={"keep_last": 1, "keep_best": "loss:1"}, thin=rule)
     for step in range(3):

@@ -19,7 +19,7 @@ from tests.support.training import made
 @pytest.mark.parametrize(
     ("run", "meant"), [("llama-stf", "llama-sft"), ("LLAMA-SFT", "llama-sft"), ("llama", "llama-sft"), ("zzz", None)]
 )
-def test_a_resume_that_finds_nothing_names_a_run_that_may_be_meant(
+def test_a_resume_without_a_checkpoint_suggests_a_similar_run(
     run: str, meant: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, (model, optimizer) = small(), made(1)
@@ -38,7 +38,7 @@ def test_a_resume_that_finds_nothing_names_a_run_that_may_be_meant(
         ("runs1/checkpoints", "run1/checkpoints"), ("run1/checkpoint", "run1/checkpoints"),
     ],
 )  # fmt: skip
-def test_a_resume_where_no_store_is_names_the_folder_and_one_that_may_be_meant(
+def test_a_resume_without_a_store_suggests_a_similar_folder(
     path: str, meant: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = made(1)

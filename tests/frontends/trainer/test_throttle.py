@@ -84,7 +84,7 @@ def test_a_save_raises_an_error_if_it_cannot_lock_files(tmp_path: Path) -> None:
     assert not list(checkpointer.find_checkpoints())
 
 
-def test_a_throttled_store_is_a_store_otherwise(store_path: Path) -> None:
+def test_a_throttled_store_is_otherwise_a_normal_store(store_path: Path) -> None:
     inner = LocalStore(store_path)
     throttled: Any = ThrottledStore(inner, Turn(2))
     assert throttled.url == inner.url

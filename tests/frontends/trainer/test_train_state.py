@@ -1,4 +1,4 @@
-"""A train state: what it takes, and what a load fills in place."""
+"""A train state: accepted values, and values that a load fills in place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def resumed(store: Store, run: str, into: Any) -> None:
     assert Checkpointer(store, run=run).resume(nn.Linear(1, 1), None, into) is not None
 
 
-def test_a_dict_gets_what_only_the_checkpoint_has_and_a_train_state_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dict_receives_extra_entries_and_a_train_state_logs_them(caplog: pytest.LogCaptureFixture) -> None:
     store = small()
     Checkpointer(store, run="a").save(1, nn.Linear(1, 1), None, {"epoch": 3, "seen": {"a": 1}})
     plain: dict[str, Any] = {}
@@ -86,7 +86,7 @@ def stepped(model: nn.Module, rate: float = 0.1) -> optim.Optimizer:
     return made
 
 
-def test_a_model_by_the_name_of_the_train_state_is_refused() -> None:
+def test_a_model_with_the_name_of_the_train_state_is_refused() -> None:
     with pytest.raises(InvalidInput, match="'train'"):
         Checkpointer(small(), run="a").save(1, {"train": nn.Linear(1, 1)})
 

@@ -1,4 +1,4 @@
-"""What a user adds to the state of one of torch's optimizers is saved, loaded and kept, whatever loads it."""
+"""User entries in the state of a torch optimizer are saved, loaded and kept by every front end."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def trained(factory: Factory, seed: int, *, steps: int = 1) -> tuple[nn.Linear, 
 
 @pytest.mark.parametrize("stepped", [0, 1], ids=["fresh", "stepped"])
 @pytest.mark.parametrize("factory", [optim.AdamW, optim.SGD, optim.Adafactor])
-def test_entries_of_a_user_come_back(store: casckpt.Store, factory: Factory, stepped: int) -> None:
+def test_user_entries_are_restored(store: casckpt.Store, factory: Factory, stepped: int) -> None:
     model, optimizer = trained(factory, 1)
     optimizer.state[model.weight].update(ADDED)
     optimizer.state[model.bias]["step"] = optimizer.state[model.bias].get("step", torch.tensor(5.0))  # SGD keeps none
@@ -65,7 +65,7 @@ def test_entries_of_a_user_come_back(store: casckpt.Store, factory: Factory, ste
     assert identical(store.read("a@2"), store.read("a@1"))
 
 
-def test_pickled_entries_come_back_where_pickles_are_allowed(store: casckpt.Store) -> None:
+def test_pickled_entries_are_restored_if_pickles_are_allowed(store: casckpt.Store) -> None:
     model, optimizer = trained(optim.AdamW, 1)
     optimizer.state[model.weight]["projector"] = Projector()
     with Checkpointer(store, run="a", allow_pickle=True) as checkpointer:

@@ -1,4 +1,4 @@
-"""Buffers that ranks have in common: of those that differ, the save says so, once."""
+"""Buffers on several ranks: a save warns once about those that differ."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_buffers_that_differ_are_named_in_one_warning_of_rank_0(tmp_path: Path, 
     assert [logged for logged, _ in found[1:]] == [[[]] * SAVES] * 2
 
 
-def test_buffers_that_are_alike_cost_no_exchange(tmp_path: Path, ranks: Pool) -> None:
+def test_equal_buffers_need_no_exchange(tmp_path: Path, ranks: Pool) -> None:
     differ = ranks.run(2, saves, tmp_path / "differ", "plain", True)
     alike = ranks.run(2, saves, tmp_path / "alike", "plain", False)
     assert [logged for logged, _ in alike] == [[[]] * SAVES] * 2
@@ -95,7 +95,7 @@ def stages(rank: int, size: int, path: Path) -> list[str]:
     return heard.texts
 
 
-def test_buffers_that_one_rank_has_alone_differ_from_none(tmp_path: Path, ranks: Pool) -> None:
+def test_buffers_of_a_single_rank_differ_from_none(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, stages, tmp_path / "s") == [[], []]
 
 
@@ -106,7 +106,7 @@ def with_a_meta_buffer(rank: int, size: int, path: Path) -> tuple[str, str]:
     return type(error).__name__, str(error)
 
 
-def test_a_buffer_that_cannot_be_stored_is_named_as_ever(tmp_path: Path, ranks: Pool) -> None:
+def test_the_error_for_an_unusable_buffer_names_it(tmp_path: Path, ranks: Pool) -> None:
     for kind, text in ranks.run(2, with_a_meta_buffer, tmp_path / "s"):
         assert kind == InvalidInput.__name__
         assert "model.odd" in text

@@ -100,7 +100,9 @@ def looked_at(rank: int, size: int, path: Path, topology: str, grad: bool) -> li
 @pytest.mark.parametrize(
     "topology", ["fsdp1 nested", "fsdp1 SHARD_GRAD_OP", "fsdp1 NO_SHARD", "fsdp1 mixed precision", "fsdp2 on 2"]
 )
-def test_a_load_after_a_look(store_path: Path, ranks: Pool, topology: str, grad: bool) -> None:
+def test_a_forward_before_a_load_leaves_no_gathered_values(
+    store_path: Path, ranks: Pool, topology: str, grad: bool
+) -> None:
     ranks.run(2, looked_at, store_path, topology, grad)
 
 
@@ -155,7 +157,7 @@ def wrapped(rank: int, size: int, path: Path, names: list[str]) -> None:
                 assert identical(*pieces), name
 
 
-def test_wrappers_of_wrappers(store_path: Path, ranks: Pool) -> None:
+def test_nested_fsdp_wrappers_are_supported(store_path: Path, ranks: Pool) -> None:
     ranks.run(2, wrapped, store_path, list(WRAPS))
     names = [f"{part}.0.{what}" for part in ("first", "second") for what in ("weight", "bias")]
     for number in range(len(WRAPS)):
@@ -184,11 +186,11 @@ def before_the_first_step(rank: int, size: int, path: Path, topology: str) -> No
 
 
 @pytest.mark.parametrize("topology", ["fsdp2 on 2", "fsdp1 nested", "tp"])
-def test_before_the_first_step(store_path: Path, ranks: Pool, topology: str) -> None:
+def test_flat_state_is_saved_before_the_first_step(store_path: Path, ranks: Pool, topology: str) -> None:
     ranks.run(2, before_the_first_step, store_path, topology)
 
 
-def test_where_fsdp_is_not_loaded_nothing_is_wrapped_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp_is_not_imported_to_detect_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("torch.distributed.fsdp", "torch.distributed.fsdp.fully_sharded_data_parallel"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert flat_parts(Network(1)) == {}

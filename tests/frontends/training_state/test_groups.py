@@ -1,4 +1,4 @@
-"""Which parameter is which: groups of other number and order, tied ones, and what does not fit, by name."""
+"""Matching of parameters: groups of other number and order, tied parameters, and mismatches by name."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_path_or_a_url_is_a_store(store_path: Any, name: Callable[[Any], Any])
         [NAMES, []],
     ],
 )
-def test_other_groups_of_the_same_parameters(store: casckpt.Store, groups: list[list[str]]) -> None:
+def test_other_groups_of_the_same_parameters_load(store: casckpt.Store, groups: list[list[str]]) -> None:
     model, trained = trained_pair(NAMES[:2], NAMES[2:])
     save_model_and_optim_state(store, model, trained, run="a", step=2)
     fresh = Network(2)
@@ -135,7 +135,7 @@ def test_an_option_that_the_checkpoint_lacks_stays(store: casckpt.Store) -> None
     assert other.param_groups[0]["decoupled_weight_decay"] is True
 
 
-def test_state_that_belongs_to_no_parameter(store: casckpt.Store) -> None:
+def test_state_without_a_parameter_is_restored(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES)
     trained.state["shared"] = {"seen": torch.arange(3), "note": "x"}  # type: ignore[index]  # state may have any keys
     save_model_and_optim_state(store, model, trained, run="a", step=2)
@@ -165,7 +165,9 @@ def saved(store: casckpt.Store) -> tuple[Network, Optimizer]:
     return model, trained
 
 
-def test_a_parameter_that_the_saved_optimizer_lacks(store: casckpt.Store, saved: tuple[Network, Optimizer]) -> None:
+def test_a_parameter_absent_from_the_saved_optimizer_is_refused(
+    store: casckpt.Store, saved: tuple[Network, Optimizer]
+) -> None:
     fresh = Network(2)
     other = adamw(fresh, NAMES)
     assert "'head.weight'" in refused(store, fresh, other, MissingKey)
@@ -177,7 +179,9 @@ def test_a_parameter_that_the_saved_optimizer_lacks(store: casckpt.Store, saved:
     assert identical(other.state[fresh.norm.bias], saved[1].state[saved[0].norm.bias])
 
 
-def test_a_parameter_that_only_the_saved_optimizer_has(store: casckpt.Store, saved: tuple[Network, Optimizer]) -> None:
+def test_a_parameter_only_in_the_saved_optimizer_is_refused(
+    store: casckpt.Store, saved: tuple[Network, Optimizer]
+) -> None:
     fresh = Network(2)
     other = adamw(fresh, NAMES[:3])
     message = refused(store, fresh, other, Mismatch)
@@ -189,20 +193,20 @@ def test_a_parameter_that_only_the_saved_optimizer_has(store: casckpt.Store, sav
     assert "optim.param_groups" not in found.unread_keys
 
 
-def test_weights_of_another_shape(store: casckpt.Store, saved: tuple[Network, Optimizer]) -> None:
+def test_weights_of_another_shape_are_refused(store: casckpt.Store, saved: tuple[Network, Optimizer]) -> None:
     fresh = Network(2)
     fresh.head = nn.Linear(5, 4, bias=False)
     assert "'model.head.weight'" in refused(store, fresh, adamw(fresh, NAMES[:4]), Mismatch)
 
 
-def test_weights_of_another_dtype(store: casckpt.Store, saved: tuple[Network, Optimizer]) -> None:
+def test_weights_of_another_dtype_are_refused(store: casckpt.Store, saved: tuple[Network, Optimizer]) -> None:
     fresh = Network(2).double()
     assert "cast=True" in refused(store, fresh, None, Mismatch)
     load_model_and_optim_state(store, "a@2", fresh, adamw(fresh, NAMES[:4]), cast=True)
     assert torch.equal(fresh.head.weight, saved[0].head.weight.double())
 
 
-def test_a_weight_that_the_checkpoint_lacks(store: casckpt.Store, saved: tuple[Network, Optimizer]) -> None:
+def test_a_weight_absent_from_the_checkpoint_is_refused(store: casckpt.Store, saved: tuple[Network, Optimizer]) -> None:
     fresh = Network(2)
     fresh.extra = extra = nn.Linear(1, 1)
     before = extra.weight.detach().clone()
@@ -213,7 +217,7 @@ def test_a_weight_that_the_checkpoint_lacks(store: casckpt.Store, saved: tuple[N
     assert torch.equal(fresh.head.weight, saved[0].head.weight)
 
 
-def test_a_weight_that_only_the_checkpoint_has(store: casckpt.Store, saved: tuple[Network, Optimizer]) -> None:
+def test_a_weight_only_in_the_checkpoint_is_refused(store: casckpt.Store, saved: tuple[Network, Optimizer]) -> None:
     fresh = Network(2)
     del fresh.head
     message = refused(store, fresh, adamw(fresh, NAMES[:4]), Mismatch)
@@ -231,7 +235,7 @@ def test_a_weight_that_only_the_checkpoint_has(store: casckpt.Store, saved: tupl
         (optim.LBFGS, "history_size"),
     ],
 )
-def test_an_optimizer_of_another_kind(
+def test_an_optimizer_of_another_kind_is_refused(
     store: casckpt.Store, saved: tuple[Network, Optimizer], make: Callable[[Any], Optimizer], option: str
 ) -> None:
     fresh = Network(2)
@@ -241,7 +245,7 @@ def test_an_optimizer_of_another_kind(
     assert "'betas'" in message
 
 
-def test_a_checkpoint_of_a_model_alone(store: casckpt.Store) -> None:
+def test_a_checkpoint_without_an_optimizer_is_refused(store: casckpt.Store) -> None:
     model = Network(1)
     save_model_and_optim_state(store, model, run="a", step=2)
     fresh = Network(2)
@@ -263,7 +267,7 @@ def test_a_checkpoint_with_an_optimizer_loads_into_a_model_alone(
     assert "optim.param_groups" in found.unread_keys
 
 
-def test_an_optimizer_that_was_saved_by_number(store: casckpt.Store) -> None:
+def test_an_optimizer_saved_by_number_is_refused(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES)
     store.save({"model": model.state_dict(), "optim": trained.state_dict()}, run="a", step=2)
     assert "store.read" in refused(store, model, trained, Mismatch)
@@ -272,7 +276,7 @@ def test_an_optimizer_that_was_saved_by_number(store: casckpt.Store) -> None:
     assert identical(fresh.state_dict(), model.state_dict())
 
 
-def test_an_optimizer_of_another_model(store: casckpt.Store) -> None:
+def test_an_optimizer_of_another_model_is_refused(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES)
     with pytest.raises(InvalidInput, match=r"parameter 0 of group 0 .* \[5, 6\]"):
         save_model_and_optim_state(store, Network(1), trained, run="a", step=2)
@@ -281,14 +285,14 @@ def test_an_optimizer_of_another_model(store: casckpt.Store) -> None:
     assert "none of the model's" in refused(store, Network(2), trained, InvalidInput)
 
 
-def test_state_of_a_parameter_that_has_left_its_group(store: casckpt.Store) -> None:
+def test_state_of_a_parameter_outside_all_groups_is_refused(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES)
     trained.param_groups[0]["params"].pop()
     with pytest.raises(InvalidInput, match=r"\[3, 5\].*none of its groups"):
         save_model_and_optim_state(store, model, trained, run="a", step=2)
 
 
-def test_an_optimizer_that_keeps_state_elsewhere(store: casckpt.Store) -> None:
+def test_an_optimizer_with_state_elsewhere_is_refused(store: casckpt.Store) -> None:
     class Lookahead(optim.SGD):
         def state_dict(self) -> dict[str, Any]:
             return {**super().state_dict(), "slow_state": {}}
@@ -298,7 +302,7 @@ def test_an_optimizer_that_keeps_state_elsewhere(store: casckpt.Store) -> None:
         save_model_and_optim_state(store, model, Lookahead(model.parameters(), lr=0.1), run="a", step=2)
 
 
-def test_an_option_that_is_no_plain_data(store: casckpt.Store) -> None:
+def test_an_option_that_is_not_plain_data_is_refused(store: casckpt.Store) -> None:
     model = Network(1)
     trained = adamw(model, NAMES)
     trained.param_groups[0]["backend"] = OrderedDict.fromkeys
@@ -362,13 +366,13 @@ def test_a_tied_parameter_is_found_under_its_other_name(store: casckpt.Store) ->
     assert identical(other.state_dict(), trained.state_dict())
 
 
-def test_what_was_two_parameters_is_not_forced_into_one(store: casckpt.Store) -> None:
+def test_two_saved_parameters_do_not_load_into_one(store: casckpt.Store) -> None:
     model, fresh = Tied(1, tied=False), Tied(2)
     save_model_and_optim_state(store, model, optim.AdamW(model.parameters()), run="a", step=2)
     assert "['embed.weight', 'out.weight']" in refused(store, fresh, optim.AdamW(fresh.parameters()), Mismatch)
 
 
-def test_frozen_parameters_in_and_out_of_the_optimizer(store: casckpt.Store) -> None:
+def test_frozen_parameters_may_be_in_or_out_of_the_optimizer(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES)
     assert model.frozen.weight not in trained.state
     save_model_and_optim_state(store, model, trained, run="a", step=2)
@@ -380,7 +384,7 @@ def test_frozen_parameters_in_and_out_of_the_optimizer(store: casckpt.Store) -> 
     assert torch.equal(fresh.frozen.weight, model.frozen.weight)
 
 
-def test_a_model_that_was_resized_is_refused_over_its_shapes_alone(store: casckpt.Store) -> None:
+def test_a_resized_model_is_refused_only_for_its_shapes(store: casckpt.Store) -> None:
     def resized(rows: int) -> nn.ModuleList:
         return nn.ModuleList([nn.Embedding(rows, 2), nn.Linear(2, rows, bias=False)])
 
@@ -402,7 +406,7 @@ def test_a_model_that_was_resized_is_refused_over_its_shapes_alone(store: casckp
             assert "only the checkpoint" not in str(caught.value)
 
 
-def test_buffers_that_are_not_kept_are_neither_saved_nor_loaded(store: casckpt.Store) -> None:
+def test_non_persistent_buffers_are_neither_saved_nor_loaded(store: casckpt.Store) -> None:
     saved = save_model_and_optim_state(store, Network(1), run="a", step=1)
     assert "model.counts" in saved.tensors
     assert "model.scratch" not in saved.tensors
@@ -424,5 +428,5 @@ def test_buffers_that_are_not_kept_are_neither_saved_nor_loaded(store: casckpt.S
         (1, 1.0, False), (1, True, False), (None, None, True), (None, 0, False), ({"a": 1}, [1], False),
     ],
 )  # fmt: skip
-def test_options_of_groups_are_the_same_only_with_their_types(one: Any, other: Any, alike: bool) -> None:
+def test_equal_options_of_groups_have_equal_types(one: Any, other: Any, alike: bool) -> None:
     assert _same(one, other) is alike

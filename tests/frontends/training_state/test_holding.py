@@ -23,7 +23,7 @@ from casckpt.frontends.training_state.flat import FlatPart
 from casckpt.frontends.training_state.holding import Holding
 
 
-def test_state_of_a_flat_part_of_a_parameter_is_of_the_same_elements() -> None:
+def test_state_of_a_flat_part_covers_the_same_elements() -> None:
     parameter, cpu = nn.Parameter(torch.zeros(3)), torch.device("cpu")
     holding = Holding("w", parameter, FlatPart(parameter, parameter.detach(), (4, 3), 5, 8, everywhere=False))
     entry = Entry("tensor", "x", 0, None, "float32", 4, (4, 3), 0)
@@ -58,7 +58,7 @@ def over_shards(rank: int, size: int, path: Path) -> list[tuple[str, bool, bool]
     return found
 
 
-def test_entries_beside_shards_stay_whole_and_those_of_their_shape_stay_shards(store_path: Path, ranks: Pool) -> None:
+def test_entries_stay_whole_unless_they_have_the_shape_of_a_shard(store_path: Path, ranks: Pool) -> None:
     for found in ranks.run(2, over_shards, store_path):
         assert {name for name, _, _ in found} == {"step", "exp_avg", "exp_avg_sq", "history", "scale", "ema"}
         assert all(alike for _, _, alike in found)

@@ -1,4 +1,4 @@
-"""Tensors that were made in inference mode are filled, and what a load makes is never one of them."""
+"""Tensors of inference mode are filled, and a load never creates them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def trained(store: casckpt.Store) -> tuple[nn.Module, optim.Optimizer]:
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_that_was_made_in_inference_mode_is_filled(
+def test_a_model_created_in_inference_mode_is_filled(
     store: casckpt.Store, trained: tuple[nn.Module, optim.Optimizer], dtype: torch.dtype, inside: bool
 ) -> None:
     with torch.inference_mode():
@@ -63,7 +63,7 @@ def test_a_model_that_was_made_in_inference_mode_is_filled(
             assert torch.equal(found, value.to(found.dtype)), name
 
 
-def test_one_buffer_that_was_made_in_inference_mode_is_filled(
+def test_a_buffer_created_in_inference_mode_is_filled(
     store: casckpt.Store, trained: tuple[nn.Module, optim.Optimizer]
 ) -> None:
     model = made()
@@ -81,7 +81,7 @@ LOADS: dict[str, Load] = {
 
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_a_training_goes_on_that_was_loaded_in_inference_mode(
+def test_a_training_loaded_in_inference_mode_continues(
     store: casckpt.Store, trained: tuple[nn.Module, optim.Optimizer], load: Load
 ) -> None:
     model = made()
@@ -95,7 +95,7 @@ def test_a_training_goes_on_that_was_loaded_in_inference_mode(
     optimizer.param_groups[0]["lr"].fill_(0.2)
 
 
-def test_state_that_was_made_in_inference_mode_gives_way(
+def test_state_created_in_inference_mode_is_replaced(
     store: casckpt.Store, trained: tuple[nn.Module, optim.Optimizer]
 ) -> None:
     model = made()
@@ -110,7 +110,7 @@ def test_state_that_was_made_in_inference_mode_gives_way(
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-def test_a_load_leaves_autograd_as_the_caller_has_it(
+def test_a_load_does_not_change_the_autograd_mode(
     store: casckpt.Store, trained: tuple[nn.Module, optim.Optimizer], enabled: bool
 ) -> None:
     model = made()
@@ -119,7 +119,7 @@ def test_a_load_leaves_autograd_as_the_caller_has_it(
     assert model[0].grad is enabled
 
 
-def test_a_train_state_is_made_of_normal_tensors(store: casckpt.Store) -> None:
+def test_a_loaded_train_state_has_normal_tensors(store: casckpt.Store) -> None:
     model = nn.Linear(2, 2)
     with Checkpointer(store, run="a") as checkpointer:
         checkpointer.save(1, model, None, TrainState(rng=False, mean=torch.ones(2)))

@@ -83,7 +83,7 @@ def trained() -> dict[str, tuple[casckpt.Store, Optimizer]]:
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
 @pytest.mark.parametrize("stepped", [True, False], ids=["stepped", "fresh"])
-def test_state_of_every_kind_serves_every_other_or_is_refused(
+def test_state_of_each_kind_loads_into_each_other_kind_or_is_refused(
     trained: dict[str, tuple[casckpt.Store, Optimizer]], strict: bool, stepped: bool
 ) -> None:
     serves = set()
@@ -114,7 +114,7 @@ def _family(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_known_of_a_kind_is_what_torch_keeps(kind: str) -> None:
+def test_the_table_of_kinds_matches_the_state_of_torch(kind: str) -> None:
     """Should a version of torch keep more or less, this says so."""
     model, optimizer = made(kind, 1)
     step(model, optimizer, 1)
@@ -142,7 +142,7 @@ class Slow(optim.Adam):
 
 
 @pytest.mark.parametrize("make", [More, Slow])
-def test_an_optimizer_of_a_user_may_keep_what_it_likes(make: Callable[..., Any]) -> None:
+def test_an_optimizer_of_the_user_may_have_any_state(make: Callable[..., Any]) -> None:
     store, model = small(), made("SGD", 1)[0]
     optimizer = make(model.parameters(), lr=0.1)
     step(model, optimizer, 1)
@@ -155,7 +155,7 @@ def test_an_optimizer_of_a_user_may_keep_what_it_likes(make: Callable[..., Any])
     assert identical(other.state_dict(), optimizer.state_dict())
 
 
-def test_one_that_steps_as_torchs_needs_what_that_needs() -> None:
+def test_a_subclass_of_a_torch_optimizer_needs_the_state_of_its_base() -> None:
     store = small()
     model, optimizer = made("Adamax", 1)
     step(model, optimizer, 1)

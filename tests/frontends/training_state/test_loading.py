@@ -1,4 +1,4 @@
-"""Loads into a model of another dtype: state follows its parameter, or stays as it was saved, and training goes on."""
+"""Loads into a model of another dtype: state follows its parameter or stays as saved, and training continues."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_state_follows_its_parameter_and_the_next_step_works(
         step(fresh, other)
 
 
-def test_state_that_was_not_in_its_parameters_dtype_stays_as_saved(store: casckpt.Store) -> None:
+def test_state_in_another_dtype_than_its_parameter_stays_as_saved(store: casckpt.Store) -> None:
     model, trained = made(HIGH, optim.AdamW)
     step(model, trained)
     state = trained.state[next(model.parameters())]
@@ -105,7 +105,7 @@ def test_state_that_was_not_in_its_parameters_dtype_stays_as_saved(store: casckp
     assert identical(other.state[next(double.parameters())]["deep"], state["deep"])
 
 
-def test_an_optimizer_that_names_what_it_does_not_convert_gets_that_as_saved(store: casckpt.Store) -> None:
+def test_state_that_an_optimizer_excludes_from_conversion_stays_as_saved(store: casckpt.Store) -> None:
     class Eight(optim.AdamW):
         """As those of bitsandbytes say it."""
 
@@ -171,11 +171,11 @@ def train(model: nn.Module, optimizer: optim.Optimizer, dtype: torch.dtype) -> N
     optimizer.step()
 
 
-def test_shards_go_on_in_another_dtype(store_path: Path, ranks: Pool) -> None:
+def test_shards_load_into_another_dtype(store_path: Path, ranks: Pool) -> None:
     ranks.run(2, shards_in_another_dtype, store_path, ["fsdp2 on 2", "fsdp1 nested"])
 
 
-def test_plug_ins_take_cast(store: casckpt.Store) -> None:
+def test_plug_ins_accept_cast(store: casckpt.Store) -> None:
     accelerate: Any = pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
     from casckpt.frontends.accelerate import AcceleratorCheckpointer
 

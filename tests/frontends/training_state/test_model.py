@@ -90,7 +90,7 @@ def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optim
 
 
-def test_as_the_error_says_such_modules_can_be_left_as_they_are(store: casckpt.Store) -> None:
+def test_such_modules_can_be_left_as_the_error_advises(store: casckpt.Store) -> None:
     model, optim = made(1)
     save_model_and_optim_state(store, model, optim, run="a", step=1)
     fresh, other = made(2)
@@ -110,7 +110,9 @@ def test_as_the_error_says_such_modules_can_be_left_as_they_are(store: casckpt.S
         assert identical(other.state[parameter], trained.state[source.get_parameter(name)]), name
 
 
-def test_a_save_says_once_what_a_load_will_refuse(store: casckpt.Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_warns_once_about_keys_that_a_load_will_refuse(
+    store: casckpt.Store, caplog: pytest.LogCaptureFixture
+) -> None:
     model = nn.ModuleDict({"once": Scaled(1.0), "plain": nn.Linear(2, 2)})
     for number in range(3):
         save_model_and_optim_state(store, model, run="a", step=number)
@@ -126,7 +128,7 @@ def test_a_checkpoint_without_such_modules_is_loaded_beside_them(store: casckpt.
     assert torch.equal(model["adapter"].weight, adapter.weight)
 
 
-def test_what_is_read_in_any_way_is_loaded(store: casckpt.Store) -> None:
+def test_keys_read_in_any_way_are_loaded(store: casckpt.Store) -> None:
     hooked: Any = Scaled(7.0)
     after: Any = Scaled(7.0)
     above: Any = nn.Sequential(Told(3, 3))
@@ -140,7 +142,7 @@ def test_what_is_read_in_any_way_is_loaded(store: casckpt.Store) -> None:
         assert torch.equal(model.scale, torch.tensor([2.0]))
 
 
-def test_what_is_read_is_known_without_a_call() -> None:
+def test_read_keys_are_found_without_calling_the_module() -> None:
     inside: Any = nn.Sequential(Scaled(1.0))
     inside.register_load_state_dict_pre_hook(lambda module, state, *args: None)  # knows nothing of what is below
     assert names_passed_by(inside) == ["0.weight.absmax"]
@@ -151,7 +153,7 @@ def test_what_is_read_is_known_without_a_call() -> None:
     assert names_passed_by(compiled) == ["0.weight.absmax"]
 
 
-def test_a_second_name_of_a_parameter_is_filled_and_refused_where_torch_would_be_strict(store: casckpt.Store) -> None:
+def test_a_second_name_of_a_parameter_is_filled_unless_torch_is_strict(store: casckpt.Store) -> None:
     def named(seed: int) -> Any:
         torch.manual_seed(seed)
         model: Any = nn.Linear(3, 3)
@@ -191,7 +193,7 @@ class Unpacking(Packing):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def test_a_state_dict_with_a_copy_of_what_its_module_keeps_is_filled_only_with_the_same(store: casckpt.Store) -> None:
+def test_a_copy_in_a_state_dict_is_filled_only_with_equal_values(store: casckpt.Store) -> None:
     store.save({"model": Packing(1).state_dict()}, run="a", step=1)
     same, other = Packing(1), Packing(2)
     nn.init.zeros_(same.weight)
@@ -219,14 +221,14 @@ def test_a_checkpoint_without_the_weights_of_such_a_module_is_loaded_beside_them
         store.load({"plain": model.state_dict()}, "a@1", strict=False)
 
 
-def test_a_module_that_reads_what_it_packs_gets_it(store: casckpt.Store) -> None:
+def test_a_module_that_packs_its_state_receives_it(store: casckpt.Store) -> None:
     save_model_and_optim_state(store, Packing(1), run="a", step=1)
     model = Unpacking(2)
     load_model_and_optim_state(store, "a@1", model)
     assert (model.offset, model.weight[0, 0].item()) == (1, 1.0)
 
 
-def test_a_linear_of_bitsandbytes_is_refused_by_the_names_of_its_scales(store: casckpt.Store) -> None:
+def test_a_bitsandbytes_linear_is_refused_by_the_names_of_its_scales(store: casckpt.Store) -> None:
     bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
 
     def quantised(seed: int) -> Any:
@@ -276,7 +278,7 @@ class Extra(nn.Linear):
     "extra",
     [None, 7, {"amax": [1.0, 2.0]}, {}, {"history": torch.ones(3), "deep": [torch.zeros(2), "x"]}, torch.arange(4)],
 )
-def test_extra_state(store: casckpt.Store, extra: Any) -> None:
+def test_extra_state_is_saved_and_loaded(store: casckpt.Store, extra: Any) -> None:
     save_model_and_optim_state(store, nn.Sequential(Extra(extra)), run="a", step=1)
     for there in (None, {"other": torch.ones(1)}, torch.zeros(9)):
         fresh = Extra(there)
@@ -291,7 +293,7 @@ class Odd:
     x = 0
 
 
-def test_extra_state_that_is_no_plain_data_is_refused_by_name(store: casckpt.Store) -> None:
+def test_the_error_for_extra_state_that_is_not_plain_names_it(store: casckpt.Store) -> None:
     odd = Odd()
     odd.x = 7
     model = nn.Sequential(Extra(odd))
@@ -303,7 +305,7 @@ def test_extra_state_that_is_no_plain_data_is_refused_by_name(store: casckpt.Sto
     assert fresh.extra.x == 7
 
 
-def test_extra_state_that_the_checkpoint_lacks(store: casckpt.Store) -> None:
+def test_extra_state_absent_from_the_checkpoint_is_refused(store: casckpt.Store) -> None:
     model = nn.Linear(2, 2)
     save_model_and_optim_state(store, model, run="a", step=1)
     fresh = Extra("mine")
@@ -337,7 +339,7 @@ def turn(state: Any, prefix: str) -> None:
     state[f"{prefix}weight"] = state[f"{prefix}weight"].t().contiguous()
 
 
-def test_hooks_of_a_module_are_heeded(store: casckpt.Store) -> None:
+def test_hooks_of_a_module_are_called(store: casckpt.Store) -> None:
     model, fresh = Transposed(1), Transposed(2)
     saved = save_model_and_optim_state(store, model, run="a", step=1)
     assert saved.tensors["model.weight"].shape == (2, 3)

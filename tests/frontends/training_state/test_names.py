@@ -131,7 +131,7 @@ def test_the_wrappers_are_where_torch_has_them(name: str, child: str) -> None:
     assert plain_name(made, child) == ""
 
 
-def test_two_parameters_of_one_plain_name_are_refused() -> None:
+def test_two_parameters_with_the_same_plain_name_are_refused() -> None:
     class Twice(nn.DataParallel[Any]):
         pass
 

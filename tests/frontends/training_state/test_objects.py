@@ -1,4 +1,4 @@
-"""Whole objects in a state: what `Store.save` stores of them, and what `Store.load` puts into them, in which order."""
+"""Whole objects in a state: how `Store.save` stores them, and in which order `Store.load` fills them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Scaled(nn.Linear):
         destination[f"{prefix}weight.scale"] = torch.ones(1)
 
 
-def test_objects_lie_in_a_checkpoint_as_save_model_and_optim_state_has_them() -> None:
+def test_objects_are_stored_like_save_model_and_optim_state() -> None:
     store, (model, optimizer) = small(), trained()
     store.save({"model": model, "optim": optimizer}, run="objects", step=1)
     save_model_and_optim_state(store, model, optimizer, run="named", step=1)
@@ -83,7 +83,7 @@ def test_objects_lie_in_a_checkpoint_as_save_model_and_optim_state_has_them() ->
     assert identical(store.read("objects@1"), store.read("named@1"))
 
 
-def test_a_fresh_optimizer_goes_on_with_moments_and_rate(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fresh_optimizer_receives_moments_and_rate(caplog: pytest.LogCaptureFixture) -> None:
     store, (model, optimizer) = small(), trained()
     schedule = optim.lr_scheduler.StepLR(optimizer, 1)
     optimizer.param_groups[0]["lr"] = 0.125
@@ -103,7 +103,7 @@ def test_a_fresh_optimizer_goes_on_with_moments_and_rate(caplog: pytest.LogCaptu
     assert "did not read" not in warnings(caplog)
 
 
-def test_what_either_front_end_saved_the_other_loads() -> None:
+def test_both_front_ends_load_checkpoints_of_each_other() -> None:
     store, (model, optimizer) = small(), trained()
     store.save({"model": model, "optim": optimizer}, run="a", step=1)
     save_model_and_optim_state(store, model, optimizer, run="b", step=1)
@@ -157,14 +157,14 @@ def test_an_object_that_cannot_be_stored_is_refused(state: Callable[[], Any], sa
     assert not store.repository.exists() or not store.checkpoints()
 
 
-def test_modules_put_together_as_the_error_says_are_saved_and_loaded() -> None:
+def test_modules_joined_as_the_error_advises_are_saved_and_loaded() -> None:
     store, parts = small(), shared_out()
     whole = nn.ModuleDict({"a": parts["a"], "b": parts["b"]})
     store.save({"nets": whole, "optim": parts["optim"]}, run="a", step=1)
     assert "nets.a.head.weight" in store.get("a@1").tensors
 
 
-def test_all_is_checked_before_anything_changes() -> None:
+def test_everything_is_checked_before_anything_changes() -> None:
     store, (model, optimizer) = small(), trained()
     store.save({"model": model, "optim": optimizer, "ema": nn.Linear(2, 2)}, run="a", step=1)
     fresh, fresh_optimizer = made(seed=1)
@@ -196,7 +196,7 @@ def test_a_module_that_reads_less_than_it_saves_is_refused_before_anything_chang
     assert torch.equal(fresh.weight, before)
 
 
-def test_what_the_checkpoint_lacks_stays_where_that_is_allowed() -> None:
+def test_missing_parts_stay_unchanged_if_allowed() -> None:
     store, log = small(), list[str]()
     model, _ = trained()
     store.save({"model": model}, run="a", step=1)
@@ -263,7 +263,7 @@ def test_objects_may_stand_in_values_per_rank_and_in_lists() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_list_of_objects_takes_as_many_as_were_saved(count: int) -> None:
+def test_a_list_of_objects_has_the_saved_length(count: int) -> None:
     store = small()
     store.save({"l": [Counter("a", [], 1), Counter("b", [], 2)]}, run="a", step=1)
     objects = [Counter("", []) for _ in range(count)]
@@ -272,7 +272,7 @@ def test_a_list_of_objects_takes_as_many_as_were_saved(count: int) -> None:
     assert [one.value for one in objects] == [0] * count
 
 
-def test_check_takes_what_save_takes() -> None:
+def test_check_accepts_what_save_accepts() -> None:
     store, (model, optimizer) = small(), trained()
     store.check({"model": model, "optim": optimizer})
     store.check(lambda: {"model": model, "optim": optimizer})
@@ -281,7 +281,7 @@ def test_check_takes_what_save_takes() -> None:
     assert store.checkpoints() == []
 
 
-def test_a_filled_state_dict_of_an_optimizer_that_nobody_holds_draws_a_warning(
+def test_a_filled_state_dict_without_its_optimizer_draws_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store, (model, optimizer) = small(), trained()
@@ -328,7 +328,7 @@ class Extra(nn.Linear):
     [nn.Linear(1, 1), torch.Generator(), optim.lr_scheduler.StepLR(optim.SGD([nn.Parameter(torch.ones(1))]), 1)],
     ids=lambda value: type(value).__name__,
 )
-def test_an_object_in_what_another_object_gives_is_stored_as_it_is_or_refused(value: Any) -> None:
+def test_an_object_inside_a_state_dict_is_stored_exactly_or_refused(value: Any) -> None:
     """Else it would come back as its state_dict, which its owner did not ask for."""
     model, holder, extra = nn.Linear(1, 1), Holder(value), Extra(value)
     sgd = optim.SGD(model.parameters())
@@ -356,7 +356,7 @@ def test_an_object_in_what_another_object_gives_is_stored_as_it_is_or_refused(va
     assert [type(one) for one in found] == [type(value)] * 4
 
 
-def test_a_model_by_itself_is_given_by_name() -> None:
+def test_a_single_model_is_passed_by_name() -> None:
     with pytest.raises(InvalidInput, match=r'\{"model": model\}'):
         small().save(made()[0], run="a", step=1)
 
@@ -406,7 +406,7 @@ def test_names_that_only_the_checkpoint_has_are_found_below_a_renamed_model() ->
         load_objects(store, "a@1", fresh, fresh_optimizer, rename={r"model\.(.*)": r"net.\1"})
 
 
-def test_without_a_rename_an_optimizer_takes_nothing_of_other_names() -> None:
+def test_an_optimizer_loads_other_names_only_with_a_rename() -> None:
     store, (model, optimizer) = small(), trained()
     store.save({"model": model, "optim": optimizer}, run="a", step=1)
     fresh, fresh_optimizer = made(seed=1)
@@ -520,7 +520,7 @@ def objects_on_one(rank: int, size: int, path: Path) -> dict[str, list[str]]:
     return found
 
 
-def test_objects_on_one_rank_alone_are_refused_at_once_on_all_ranks(tmp_path: Path, ranks: Pool) -> None:
+def test_objects_on_a_single_rank_are_refused_at_once_on_all_ranks(tmp_path: Path, ranks: Pool) -> None:
     for found in ranks.run(2, objects_on_one, tmp_path):
         for text in (*found["dict"], *found["nothing"]):
             assert "Rank 1 has the whole objects 'model' in its state, and rank 0 has none" in text

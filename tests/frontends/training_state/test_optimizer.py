@@ -231,7 +231,7 @@ def bare(value: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore")  # of other packages
 @pytest.mark.parametrize(("row", "name"), CASES)
-def test_a_training_goes_on_bit_by_bit(monkeypatch: pytest.MonkeyPatch, row: Row, name: str) -> None:
+def test_an_optimizer_resumes_bit_for_bit(monkeypatch: pytest.MonkeyPatch, row: Row, name: str) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # torchao would compile for a minute
     model, store = network(1), small()
     optimizer = row.of(name, model)
@@ -257,7 +257,7 @@ def test_a_training_goes_on_bit_by_bit(monkeypatch: pytest.MonkeyPatch, row: Row
 
 @pytest.mark.filterwarnings("ignore")  # of the package
 @pytest.mark.parametrize("name", ["AggMo", "Lookahead", "Magma"])
-def test_what_has_no_place_in_a_checkpoint_is_refused(name: str) -> None:
+def test_values_that_checkpoints_cannot_hold_are_refused(name: str) -> None:
     row = next(row for row in ROWS if row.outcome == REFUSED)
     model, store = network(1), small()
     optimizer = row.of(name, model)
@@ -333,7 +333,7 @@ def test_tensors_made_of_others_are_stored_where_pickles_are_allowed() -> None:
     assert type(other.state[model.weight]["nested"]["codes"]) is TwoTensor
 
 
-def test_the_table_has_these_rows() -> None:
+def test_the_table_of_optimizers_has_the_expected_rows() -> None:
     text = TRAINING.read_text("utf-8")
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     for row in ROWS:
@@ -343,7 +343,7 @@ def test_the_table_has_these_rows() -> None:
     assert len(versions) == len(ROWS)
 
 
-def test_the_table_has_all_of_torchs_own() -> None:
+def test_the_table_has_every_optimizer_of_torch() -> None:
     kinds = [kind for kind in vars(optim).values() if inspect.isclass(kind) and issubclass(kind, Optimizer)]
     assert {kind.__name__ for kind in kinds} - {"Optimizer"} <= set(ROWS[0].names.split())
 
@@ -378,7 +378,7 @@ def zero_resumed(rank: int, size: int, path: Path) -> Any:
     return {name: one.detach() for name, one in model.module.named_parameters()}, str(overlapping)
 
 
-def test_zero_redundancy_goes_on_with_its_parts_and_without_them(store_path: Path, ranks: Pool) -> None:
+def test_zero_redundancy_resumes_with_and_without_its_parts(store_path: Path, ranks: Pool) -> None:
     found, overlapping = ranks.run(2, zero_resumed, store_path)[0]
     assert "make it without overlap_with_ddp" in overlapping
     alone = network(3)
@@ -432,13 +432,13 @@ def maintained(model: nn.Module, optimizer: Optimizer, owners: Callable[[str], i
 
 
 @pytest.mark.parametrize("name", ["Muon", "MuonWithAuxAdam"])
-def test_muon_goes_on_with_the_momentum_of_its_owners(store_path: Path, ranks: Pool, name: str) -> None:
+def test_muon_resumes_with_the_momentum_of_its_owners(store_path: Path, ranks: Pool, name: str) -> None:
     pytest.importorskip("muon")
     for refused in ranks.run(2, muon_resumed, store_path, name):
         assert "owners=" in refused
 
 
-def test_hooks_of_an_optimizer_are_heeded(store: casckpt.Store) -> None:
+def test_hooks_of_an_optimizer_are_called(store: casckpt.Store) -> None:
     seen: list[str] = []
     model = Network(1)
     trained = optim.AdamW(model.parameters())

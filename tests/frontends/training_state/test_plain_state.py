@@ -54,7 +54,7 @@ def resumed(store: Store, run: str, into: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [dict, TrainState])
-def test_a_resume_fills_what_is_there_in_place(kind: type) -> None:
+def test_a_resume_fills_existing_tensors_in_place(kind: type) -> None:
     store = small()
     Checkpointer(store, run="a").save(1, nn.Linear(1, 1), None, kind(**filled()))
     parts, want = empty(), filled()
@@ -75,20 +75,20 @@ def test_a_resume_fills_what_is_there_in_place(kind: type) -> None:
     assert state["epoch"] == 3
 
 
-def test_an_object_inside_a_dict_of_which_nothing_was_saved_is_not_lost() -> None:
+def test_an_unsaved_object_inside_a_dict_is_not_lost() -> None:
     with pytest.raises(MissingKey, match="'one'"):
         TrainState(rng=False, scheds={"one": schedule(1)}).load_state_dict({"scheds": {}})
 
 
 @pytest.mark.parametrize("saved", [[], [{}] * 3, 3, {"0": {}}])
-def test_a_list_of_objects_of_which_more_or_fewer_were_saved_is_not_lost(saved: Any) -> None:
+def test_a_list_with_another_saved_length_is_not_lost(saved: Any) -> None:
     schedules = [schedule(1), schedule(2)]
     with pytest.raises(Mismatch, match="'scheds' is a list of 2"):
         TrainState(rng=False, scheds=schedules).load_state_dict({"scheds": saved})
     assert [one.step_size for one in schedules] == [1, 2]
 
 
-def test_what_an_object_raises_has_a_note_with_its_key() -> None:
+def test_an_error_of_an_object_has_a_note_with_its_key() -> None:
     class Odd:
         def state_dict(self) -> dict[str, int]:
             raise KeyError(1)
@@ -114,7 +114,7 @@ def test_a_value_that_cannot_be_filled_in_place_is_replaced_and_logged(caplog: p
     assert "'ids' has another shape or dtype" in caplog.text
 
 
-def test_generators_go_on_where_they_were_though_a_part_draws_when_it_is_loaded() -> None:
+def test_generators_are_restored_after_parts_that_draw_numbers() -> None:
     generators: dict[str, Any] = {
         "numpy": np.random.default_rng(3),
         "old": np.random.RandomState(2),

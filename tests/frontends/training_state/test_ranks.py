@@ -1,4 +1,4 @@
-"""Training goes on with other ranks, any optimizer, and state of any dtype and shape."""
+"""Training resumes on other ranks, with any optimizer, and state of any dtype and shape."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def by_hand(model: nn.Module, optimizer: Optimizer, saved: Everything) -> None:
                 }
 
 
-def test_training_goes_on_to_the_bit_on_another_number_of_ranks(store_path: Path, ranks: Pool) -> None:
+def test_a_training_resumes_bit_for_bit_on_another_number_of_ranks(store_path: Path, ranks: Pool) -> None:
     saved = ranks.run(4, trained_on_4, store_path)[0]
     assert ranks.run(2, resumed_on_2, store_path, saved) == [[[]] * 4] * 2
 
@@ -120,7 +120,9 @@ def any_optimizer(rank: int, size: int, path: Path, topology: str, names: list[s
     ("topology", "unfit"),  # Adafactor and fused ones torch cannot train; Adagrad counts steps where it takes none
     [("fsdp2 on 2", ["Adafactor"]), ("tp", ["Adafactor", "AdamW, fused"]), ("fsdp1 nested", ["Adagrad"])],
 )
-def test_any_optimizer(store_path: Path, ranks: Pool, topology: str, unfit: list[str]) -> None:
+def test_any_optimizer_is_saved_and_loaded_on_ranks(
+    store_path: Path, ranks: Pool, topology: str, unfit: list[str]
+) -> None:
     ranks.run(2, any_optimizer, store_path, topology, [name for name in OPTIMIZERS if name not in unfit])
 
 
@@ -198,7 +200,7 @@ def same_state(one: Optimizer, other: Optimizer) -> bool:
 
 
 @pytest.mark.parametrize("topology", ["ddp", "fsdp2 on 3", "fsdp1 on 3"])
-def test_state_of_other_dtypes_and_shapes(store_path: Path, ranks: Pool, topology: str) -> None:
+def test_state_of_other_dtypes_and_shapes_is_sharded(store_path: Path, ranks: Pool, topology: str) -> None:
     ranks.run(3, odd_state, store_path, topology)
 
 
@@ -256,7 +258,7 @@ def leaves_something_unread(rank: int, size: int, path: Path) -> list[str]:
     return [text for text in said if "'ema' of unread@1" in text]
 
 
-def test_what_was_not_read_is_told_by_one_rank(store_path: Path, ranks: Pool) -> None:
+def test_one_rank_reports_unread_keys(store_path: Path, ranks: Pool) -> None:
     first, second = ranks.run(2, leaves_something_unread, store_path)
     assert (len(first), second) == (1, [])
 
@@ -274,7 +276,7 @@ def with_odd_state_beside_shards(rank: int, size: int, path: Path) -> list[str]:
     return found
 
 
-def test_state_beside_a_shard_is_compared_as_it_is_or_refused_by_name(tmp_path: Path, ranks: Pool) -> None:
+def test_state_beside_a_shard_is_compared_exactly_or_refused_by_name(tmp_path: Path, ranks: Pool) -> None:
     for conjugate, wrapper in ranks.run(2, with_odd_state_beside_shards, tmp_path / "s"):
         assert conjugate == "saved"
         assert "'optim.state.weight.scales': a TwoTensor consists of other tensors" in wrapper

@@ -82,7 +82,7 @@ def test_nothing_is_missing_or_left_over(store: casckpt.Store) -> None:
 
 
 @LOADS
-def test_names_that_still_differ_are_told(store: casckpt.Store, load: Load) -> None:
+def test_names_that_still_differ_are_reported(store: casckpt.Store, load: Load) -> None:
     save_model_and_optim_state(store, *trained("body", 1), run="a", step=1)
     found = made("trunk", 2, "tail")
     before = everything(*found)
@@ -93,7 +93,7 @@ def test_names_that_still_differ_are_told(store: casckpt.Store, load: Load) -> N
     assert {id(p) for p in found[1].state} == {id(p) for p in found[0].get_submodule("trunk").parameters()}
 
 
-def test_what_is_missing_is_told_by_the_names_here(store: casckpt.Store) -> None:
+def test_missing_keys_are_reported_by_their_new_names(store: casckpt.Store) -> None:
     save_model_and_optim_state(store, *trained("body", 1), run="a", step=1)
     loaded = load_model_and_optim_state(store, "a@1", *made("trunk", 2, "tail"), rename=RENAME, strict=False)
     assert loaded.missing_keys == (
@@ -119,7 +119,7 @@ def test_one_name_for_two_parameters_of_an_optimizer_is_refused(store: casckpt.S
 
 @LOADS
 @pytest.mark.parametrize("rename", [5, {"(": "x"}, lambda key: None])
-def test_what_is_no_rename_is_refused(store: casckpt.Store, load: Load, rename: Any) -> None:
+def test_an_invalid_rename_is_refused(store: casckpt.Store, load: Load, rename: Any) -> None:
     save_model_and_optim_state(store, *trained("body", 1), run="a", step=1)
     found = made("trunk", 2)
     before = everything(*found)
@@ -129,7 +129,7 @@ def test_what_is_no_rename_is_refused(store: casckpt.Store, load: Load, rename: 
 
 
 @LOADS
-def test_weights_that_lie_at_the_top(store: casckpt.Store, load: Load) -> None:
+def test_top_level_weights_are_renamed(store: casckpt.Store, load: Load) -> None:
     saved, _ = trained("body", 1)
     store.save(saved.state_dict(), run="a", step=1)
     found, _ = made("trunk", 2)
@@ -154,7 +154,7 @@ class Module:
         self.loaded = state
 
 
-def test_a_train_module(store: casckpt.Store) -> None:
+def test_a_train_module_is_renamed(store: casckpt.Store) -> None:
     store.save({"model": {"old": torch.ones(3)}, "train": {0: {"epoch": 3}}}, run="a", step=1)
     module = Module()
     train = Checkpointer(store, run="a").load("a@1", module, rename=lambda key: key.replace("w", "old"))
@@ -185,5 +185,5 @@ def on_ranks(rank: int, size: int, path: Path) -> list[bool]:
     return results
 
 
-def test_shards(ranks: Pool, tmp_path: Path) -> None:
+def test_shards_are_renamed(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(2, on_ranks, tmp_path / "s") == [[True, True]] * 2

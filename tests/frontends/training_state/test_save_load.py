@@ -77,21 +77,21 @@ def resumes_to_the_bit(store: casckpt.Store, factory: Factory, model: nn.Module,
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_goes_on_to_the_bit(store: casckpt.Store, name: str) -> None:
+def test_training_with_any_optimizer_resumes_bit_for_bit(store: casckpt.Store, name: str) -> None:
     resumes_to_the_bit(store, OPTIMIZERS[name], Network(1), Network(2))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_in_bfloat16_goes_on_to_the_bit(store: casckpt.Store, name: str) -> None:
+def test_training_in_bfloat16_resumes_bit_for_bit(store: casckpt.Store, name: str) -> None:
     resumes_to_the_bit(store, OPTIMIZERS[name], Network(1, torch.bfloat16), Network(2, torch.bfloat16))
 
 
-def test_muon(store: casckpt.Store) -> None:
+def test_muon_resumes_bit_for_bit(store: casckpt.Store) -> None:
     layers = [nn.Linear(6, 4, bias=False).requires_grad_() for _ in range(2)]
     resumes_to_the_bit(store, OF_MATRICES, *layers)
 
 
-def test_sparse_adam(store: casckpt.Store) -> None:
+def test_sparse_adam_resumes_bit_for_bit(store: casckpt.Store) -> None:
     resumes_to_the_bit(store, OF_SPARSE, Words(1), Words(2))
 
 
@@ -137,9 +137,7 @@ class Picky(Quantized):
 
 @pytest.mark.parametrize("kind", [Quantized, Picky])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_state_comes_back_in_the_dtype_in_which_it_was_saved(
-    store: casckpt.Store, kind: Factory, dtype: torch.dtype
-) -> None:
+def test_state_is_restored_in_its_saved_dtype(store: casckpt.Store, kind: Factory, dtype: torch.dtype) -> None:
     resumes_to_the_bit(store, kind, Network(1, dtype), Network(2, dtype))
 
 
@@ -178,7 +176,7 @@ def test_a_save_before_the_first_step_stores_no_state_and_makes_none(store: casc
     assert unshard_optim_state(store, "a@0")["state"] == {}
 
 
-def test_a_load_into_a_fresh_optimizer_takes_no_step_and_sets_none(store: casckpt.Store) -> None:
+def test_a_load_into_a_fresh_optimizer_does_not_step(store: casckpt.Store) -> None:
     model = Network(1)
     save_model_and_optim_state(store, model, Refusing(model.parameters()), run="a", step=0)
     weights = everything(model)[2]
@@ -191,7 +189,7 @@ def test_a_load_into_a_fresh_optimizer_takes_no_step_and_sets_none(store: casckp
     assert identical({**everything(target)[2], "scratch": 0}, {**weights, "scratch": 0})
 
 
-def test_a_load_of_what_had_no_state_yet_empties_the_optimizer(store: casckpt.Store) -> None:
+def test_a_load_of_a_checkpoint_without_state_empties_the_optimizer(store: casckpt.Store) -> None:
     model = Network(1)
     trained = optim.AdamW(model.parameters())
     save_model_and_optim_state(store, model, trained, run="a", step=0)
@@ -200,7 +198,7 @@ def test_a_load_of_what_had_no_state_yet_empties_the_optimizer(store: casckpt.St
     assert len(trained.state) == 0
 
 
-def test_a_load_fills_the_tensors_that_are_there(store: casckpt.Store) -> None:
+def test_a_load_fills_existing_tensors(store: casckpt.Store) -> None:
     model = Network(1)
     trained = optim.AdamW(model.parameters(), lr=torch.tensor(0.1), foreach=False)
     train(model, trained, range(2))
@@ -219,7 +217,7 @@ def all_tensors(model: nn.Module, trained: Optimizer) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers(), trained.param_groups[0]["lr"], *state]
 
 
-def test_tensors_of_state_that_share_memory_are_parted(store: casckpt.Store) -> None:
+def test_state_tensors_that_share_memory_are_separated(store: casckpt.Store) -> None:
     model = nn.Linear(3, 2)
     trained = optim.AdamW(model.parameters())
     train_linear(model, trained)
@@ -235,7 +233,7 @@ def train_linear(model: nn.Module, trained: Optimizer) -> None:
     trained.step()
 
 
-def test_state_in_the_layout_of_its_parameter(store: casckpt.Store) -> None:
+def test_state_is_loaded_in_the_layout_of_its_parameter(store: casckpt.Store) -> None:
     model, fresh = (nn.Conv2d(3, 4, 2) for _ in range(2))
     for one in (model, fresh):
         one.weight.data = one.weight.data.to(memory_format=torch.channels_last)
@@ -252,7 +250,7 @@ def test_state_in_the_layout_of_its_parameter(store: casckpt.Store) -> None:
 # options of groups
 
 
-def test_options_are_restored_tensors_among_them(store: casckpt.Store) -> None:
+def test_options_are_restored_including_tensors(store: casckpt.Store) -> None:
     def make(model: nn.Module, lr: Any, beta: float) -> Optimizer:
         betas = (torch.tensor(beta), torch.tensor(0.9))
         return optim.AdamW(model.parameters(), lr=lr, betas=betas, foreach=False, weight_decay=beta)
@@ -271,7 +269,7 @@ def test_options_are_restored_tensors_among_them(store: casckpt.Store) -> None:
     assert identical(unshard_optim_state(store, "a@2"), trained.state_dict())
 
 
-def test_a_scheduler_goes_on(store: casckpt.Store) -> None:
+def test_a_scheduler_resumes(store: casckpt.Store) -> None:
     def make(seed: int) -> tuple[Network, Optimizer, Any]:
         model = Network(seed)
         trained = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -291,7 +289,7 @@ def test_a_scheduler_goes_on(store: casckpt.Store) -> None:
     assert other.param_groups[0]["lr"] == trained.param_groups[0]["lr"] == 0.025
 
 
-def test_named_parameters_keep_the_names_that_the_user_gave(store: casckpt.Store) -> None:
+def test_named_parameters_keep_their_given_names(store: casckpt.Store) -> None:
     model, fresh = Network(1), Network(2)
     trained = optim.AdamW(model.named_parameters())
     train(model, trained, range(1))

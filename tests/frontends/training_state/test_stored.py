@@ -24,7 +24,7 @@ def two_groups(model: Network) -> optim.Optimizer:
     return optim.AdamW(groups, lr=0.1)
 
 
-def test_an_optimizers_state_as_another_front_end_nests_it(
+def test_optimizer_state_nested_by_another_front_end_is_found(
     store: casckpt.Store, saved: tuple[Network, optim.Optimizer]
 ) -> None:
     state = store.read("a@2")
@@ -40,7 +40,7 @@ def test_an_optimizers_state_as_another_front_end_nests_it(
     assert identical(trained.state_dict(), saved[1].state_dict())
 
 
-def test_an_optimizers_state_by_number_and_by_name(
+def test_optimizer_state_by_number_and_by_name_is_found(
     store: casckpt.Store, saved: tuple[Network, optim.Optimizer]
 ) -> None:
     model, trained = saved
@@ -64,7 +64,7 @@ def test_an_optimizers_state_by_number_and_by_name(
         ("scale", {}, False),
     ],
 )
-def test_where_a_fresh_optimizer_gets_its_state(
+def test_a_fresh_optimizer_finds_its_stored_state(
     store: casckpt.Store, what: str, options: dict[str, Any], on_cpu: bool
 ) -> None:
     shape = (3, 2) if what == "exp_avg" else ()

@@ -125,7 +125,7 @@ def shared_out(rank: int, size: int, path: Path, wrap: Callable[[Any], nn.Module
     [DistributedDataParallel, hsdp, Fsdp1("HYBRID_SHARD"), Fsdp1("NO_SHARD"), Fsdp1(), fsdp2],
     ids=["ddp", "hsdp", "fsdp1 HYBRID_SHARD", "fsdp1 NO_SHARD", "fsdp1", "fsdp2"],
 )
-def test_replicas_are_written_once_by_all_who_have_them(
+def test_replicas_are_written_once_by_their_holders(
     store_path: Path, ranks: Pool, wrap: Callable[[Any], nn.Module]
 ) -> None:
     small_folder(store_path)
@@ -174,7 +174,7 @@ def refused_loads(rank: int, size: int, path: Path) -> Any:
     return [load("b@1"), load(change=more_on_rank_1), load(change=wider_on_rank_1), load(change=less)]
 
 
-def test_a_load_that_one_rank_must_refuse_all_refuse(store_path: Path, ranks: Pool) -> None:
+def test_all_ranks_refuse_a_load_that_one_rank_refuses(store_path: Path, ranks: Pool) -> None:
     for rank, found in enumerate(ranks.run(2, refused_loads, store_path)):
         assert [kind for kind, _ in found] == ["NotFound", "MissingKey", "Mismatch", "Mismatch"]
         assert ["rank 1: " in text for _, text in found] == [False, rank == 0, rank == 0, False]
@@ -199,7 +199,7 @@ def missing_state(rank: int, size: int, path: Path) -> Any:
     return [kinds(error) for error in errors], done
 
 
-def test_an_optimizer_of_other_parameters(store_path: Path, ranks: Pool) -> None:
+def test_an_optimizer_of_other_parameters_is_refused(store_path: Path, ranks: Pool) -> None:
     for errors, done in ranks.run(2, missing_state, store_path):
         assert [kind for kind, _ in errors] == ["MissingKey", "Mismatch", "MissingKey"]
         assert all("tied.0.weight" in text for _, text in errors[:2])
@@ -235,7 +235,7 @@ def refused_saves(rank: int, size: int, path: Path) -> Any:
     ]
 
 
-def test_a_save_that_one_rank_must_refuse_all_refuse(store_path: Path, ranks: Pool) -> None:
+def test_all_ranks_refuse_a_save_that_one_rank_refuses(store_path: Path, ranks: Pool) -> None:
     for rank, found in enumerate(ranks.run(3, refused_saves, store_path)):
         assert [kind for kind, _ in found] == ["InvalidInput"] * 5
         words = [r"[7]", "use_orig_params=True", "casckpt.Shard", "casckpt.Shard", "summon_full_params"]
@@ -258,7 +258,7 @@ def of_two_kinds(rank: int, size: int, path: Path) -> Any:
     return whole, objects
 
 
-def test_ranks_with_other_kinds_of_optimizers_under_one_key_are_refused(store_path: Path, ranks: Pool) -> None:
+def test_ranks_with_different_optimizers_under_a_key_are_refused(store_path: Path, ranks: Pool) -> None:
     small_folder(store_path)
     for found in ranks.run(2, of_two_kinds, store_path):
         for key, (kind, text) in zip(("optim", "own"), found, strict=True):
@@ -290,7 +290,7 @@ def unsharded(rank: int, size: int, path: Path) -> Any:
     return reads, kinds(outcome_of(lambda: unshard_model_state(store, "b@1", rank0_only=True)))
 
 
-def test_unsharding_on_several_ranks(store_path: Path, ranks: Pool) -> None:
+def test_unsharding_works_on_several_ranks(store_path: Path, ranks: Pool) -> None:
     for rank, (reads, (kind, _)) in enumerate(ranks.run(2, unsharded, store_path)):
         assert kind == "NotFound"
         assert len([key for key in reads if "manifest" in key]) == (rank == 0), reads  # rank 0 reads it and sends it
@@ -311,7 +311,7 @@ def alone(rank: int, size: int, path: Path) -> Any:
 READERS: list[Callable[..., Any]] = [unshard_model_state, unshard_optim_state]
 
 
-def test_rank_0_alone(store_path: Path, ranks: Pool) -> None:
+def test_rank_0_may_save_load_and_unshard_alone(store_path: Path, ranks: Pool) -> None:
     first, second = ranks.run(2, alone, store_path)
     assert first == [True, True]
     assert [kind for kind, _ in second] == ["InvalidInput"] * 2
@@ -348,7 +348,7 @@ def stages(rank: int, size: int, path: Path) -> None:
     assert isinstance(refused, Mismatch)  # of all stages, two ranks have only one
 
 
-def test_stages_of_a_pipeline(store_path: Path, ranks: Pool) -> None:
+def test_stages_of_a_pipeline_are_unsharded(store_path: Path, ranks: Pool) -> None:
     ranks.run(4, stages, store_path)
     groups = unshard_optim_state(store_path, "a@1", by_name=True)["param_groups"]
     assert [(group["lr"], group["weight_decay"]) for group in groups] == [
@@ -390,5 +390,5 @@ def group_of_two(rank: int, size: int, path: Path) -> None:
         assert identical([*fresh.parameters()], [*model.parameters()])
 
 
-def test_some_of_the_ranks(store_path: Path, ranks: Pool) -> None:
+def test_a_group_of_some_ranks_unshards(store_path: Path, ranks: Pool) -> None:
     ranks.run(4, group_of_two, store_path)

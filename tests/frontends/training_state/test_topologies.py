@@ -66,7 +66,7 @@ def loaded(
     return found if rank == 0 else {}
 
 
-def test_any_topology_loads_what_any_other_saved(store_path: Path, ranks: Pool, seed: int, full: bool) -> None:
+def test_any_topology_loads_checkpoints_of_any_other(store_path: Path, ranks: Pool, seed: int, full: bool) -> None:
     seed %= 1000
     expected: dict[str, Everything] = {}
     for size in SIZES:

@@ -29,7 +29,7 @@ def two_groups(model: Network) -> optim.Optimizer:
     return optim.AdamW(groups, lr=0.1)
 
 
-def test_a_models_state(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
+def test_the_state_of_a_model_is_unsharded(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
     found = unshard_model_state(store, "a@2")
     assert identical(found, saved[0].state_dict())
     Network(2).load_state_dict(found)
@@ -46,7 +46,7 @@ def test_a_models_state(store: casckpt.Store, saved: tuple[Network, optim.Optimi
         (["model.*"], None),
     ],
 )
-def test_a_part_of_a_models_state(
+def test_a_part_of_the_state_of_a_model_is_unsharded(
     store: casckpt.Store, saved: tuple[Network, optim.Optimizer], keys: list[str], names: list[str] | None
 ) -> None:
     state = saved[0].state_dict()
@@ -55,13 +55,13 @@ def test_a_part_of_a_models_state(
     assert all(identical(found[name], state[name]) for name in found)
 
 
-def test_names_that_begin_with_model(store: casckpt.Store) -> None:
+def test_names_that_begin_with_model_are_unsharded(store: casckpt.Store) -> None:
     model = nn.ModuleDict({"model": nn.Linear(1, 1), "head": nn.Linear(1, 1)})
     save_model_and_optim_state(store, model, run="a", step=1)
     assert list(unshard_model_state(store, "a@1", keys=["model.*"])) == ["model.weight", "model.bias"]
 
 
-def test_a_models_state_as_another_front_end_nests_it(store: casckpt.Store) -> None:
+def test_model_state_nested_by_another_front_end_is_unsharded(store: casckpt.Store) -> None:
     model = Network(1)
     nested: dict[str, Any] = {}
     for name, value in model.state_dict().items():
@@ -76,7 +76,7 @@ def test_a_models_state_as_another_front_end_nests_it(store: casckpt.Store) -> N
     assert identical(fresh.state_dict(), model.state_dict())
 
 
-def test_what_nothing_matches_is_an_error(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
+def test_a_pattern_without_a_match_is_an_error(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
     for pattern in ("haed.*", "optim.*"):
         with pytest.raises(MissingKey, match="matches"):
             unshard_model_state(store, "a@2", keys=[pattern])
@@ -96,7 +96,7 @@ def test_what_nothing_matches_is_an_error(store: casckpt.Store, saved: tuple[Net
         (["head.weight", "norm.bias.step"], {"head.weight": ["step", "exp_avg", "exp_avg_sq"], "norm.bias": ["step"]}),
     ],
 )
-def test_a_part_of_an_optimizers_state(
+def test_a_part_of_the_state_of_an_optimizer_is_unsharded(
     store: casckpt.Store, saved: tuple[Network, optim.Optimizer], keys: list[str], parts: dict[str, list[str]]
 ) -> None:
     found = unshard_optim_state(store, "a@2", keys=keys, by_name=True)
@@ -108,7 +108,9 @@ def test_a_part_of_an_optimizers_state(
     )
 
 
-def test_a_device(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
+def test_an_unsharded_state_is_on_the_chosen_device(
+    store: casckpt.Store, saved: tuple[Network, optim.Optimizer]
+) -> None:
     assert unshard_model_state(store, "a@2", device=torch.device("cpu"))["counts"].device.type == "cpu"
     for unshard in (unshard_model_state, unshard_optim_state):
         with pytest.raises(InvalidInput, match="device='nowhere' is not usable"):
@@ -116,13 +118,13 @@ def test_a_device(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
-def test_a_device_that_is_not_there(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
+def test_an_unavailable_device_is_refused(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
     for unshard in (unshard_model_state, unshard_optim_state):
         with pytest.raises(InvalidInput, match="cannot be made on cuda"):
             unshard(store, "a@2", device="cuda")
 
 
-def test_patterns(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
+def test_patterns_choose_keys(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
     """One text is one pattern, as for `Store.read`."""
     assert list(unshard_model_state(store, "a@2", keys="counts")) == ["counts"]
     first = unshard_optim_state(store, "a@2", keys=["norm.*"], by_name=True)["state"]
@@ -132,7 +134,7 @@ def test_patterns(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) 
             unshard(store, "a@2", keys=5)  # type: ignore[arg-type]  # what is refused
 
 
-def test_the_only_rank_is_rank_0(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
+def test_a_single_process_is_rank_0(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
     choices: list[dict[str, Any]] = [{"rank0_only": True}, {"no_dist": True}, {"rank0_only": True, "no_dist": True}]
     for flags in choices:
         assert identical(unshard_model_state(store, "a@2", **flags), saved[0].state_dict())

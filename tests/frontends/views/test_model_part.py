@@ -59,7 +59,7 @@ LAYOUTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_model_is_found_in_what_trainings_save(store: Store, layout: str) -> None:
+def test_the_model_is_found_in_saved_trainings(store: Store, layout: str) -> None:
     found = view(store, LAYOUTS[layout], model=True)
     assert [one.name.removeprefix("model.") for one in found.tensors] == [
         n.removeprefix("model.") for n in sorted(LLAMA)
@@ -93,11 +93,11 @@ def test_several_possible_models_are_refused(store: Store, layout: str) -> None:
         assert names(store, state, strip_prefix=choice, model=True)
 
 
-def test_a_part_of_a_model_may_sound_like_one_of_a_training(store: Store) -> None:
+def test_a_part_of_a_model_may_be_named_like_a_training_part(store: Store) -> None:
     assert names(store, flat("scaler.weight", "head.weight"), model=True).keys() == {"scaler.weight", "head.weight"}
 
 
-def test_no_model_at_all(store: Store) -> None:
+def test_a_checkpoint_without_a_model_is_refused(store: Store) -> None:
     with pytest.raises(MissingKey, match="holds no weights of a model, but something below optim"):
         view(store, {"optim": OPTIMIZER, "epoch": 1}, model=True)
     with pytest.raises(MissingKey, match="holds no weights of a model; "):
@@ -111,7 +111,7 @@ def test_no_model_at_all(store: Store) -> None:
         for part in ("base_layer", "modules_to_save.x", "lora_A.x", "lora_B.x", "lora_embedding_A", "lora_embedding_B")
     ],
 )
-def test_a_model_with_adapters_in_it_is_no_model_of_its_config(store: Store, key: str) -> None:
+def test_a_model_with_adapters_does_not_match_its_config(store: Store, key: str) -> None:
     with pytest.raises(InvalidInput, match="Merge the adapter") as caught:
         view(store, {"model": flat("h.0.weight", key)}, model=True)
     assert caught.value.key == key

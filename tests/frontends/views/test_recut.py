@@ -17,7 +17,7 @@ def tensor(name: str, *shape: int, number: int = 0, dtype: str = "float32") -> V
     return ViewTensor(name, Entry("tensor", name, 0, None, dtype, 4, shape, number))
 
 
-def test_equal_parts_and_shares() -> None:
+def test_a_tensor_is_split_in_equal_or_given_parts() -> None:
     one = tensor("h.0.qkv.weight", 12, 5)
     names = [r"\1.q", r"\1.k", r"\1.v"]
     q, k, v = recut([one], {r"(.*)\.qkv\.weight": names}, {})
@@ -29,7 +29,7 @@ def test_equal_parts_and_shares() -> None:
     assert [p.entry.shape for p in parts] == [(8, 5), (2, 5), (2, 5)]
 
 
-def test_put_together() -> None:
+def test_tensors_are_concatenated() -> None:
     parts = [tensor("a.gate", 3, 2, number=0), tensor("b", 1, number=1), tensor("a.up", 5, 2, number=2)]
     found = recut(parts, {}, {r"(.*)\.gate": [r"\1.gate_up", r"\1.up"]})
     assert [(one.name, one.entry.shape) for one in found] == [("b", (1,)), ("a.gate_up", (8, 2))]

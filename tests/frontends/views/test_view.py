@@ -51,7 +51,7 @@ def test_rules_choose_strip_and_rename_in_this_order(store: Store) -> None:
     assert {one.name for one in found.tensors} == store.get("latest").tensors.keys(), "names as they are"
 
 
-def test_wrappers_go_from_the_names_of_a_model_that_was_chosen_too(store: Store) -> None:
+def test_wrapper_prefixes_are_removed_from_a_chosen_model_too(store: Store) -> None:
     state = {"policy": flat("module.a", "module._orig_mod.b"), "reference": LLAMA}
     assert names(store, state, strip_prefix="policy", model=True).keys() == {"a", "b"}
     assert names(store, state, strip_prefix="policy").keys() == {"module.a", "module._orig_mod.b"}
@@ -67,11 +67,11 @@ def test_wrappers_go_from_the_names_of_a_model_that_was_chosen_too(store: Store)
         ({"rename": {"(": "w"}}, InvalidInput, "no regular expression"),
     ],
 )
-def test_rules_of_no_use_are_refused(store: Store, rules: Any, kind: type[CasckptError], match: str) -> None:
+def test_unusable_rules_are_refused(store: Store, rules: Any, kind: type[CasckptError], match: str) -> None:
     with pytest.raises(kind, match=match):
         view(store, {"model": flat("a.w", "b.w")}, **rules)
 
 
-def test_values_that_each_rank_has_for_itself_are_named(store: Store) -> None:
+def test_values_per_rank_are_named(store: Store) -> None:
     found = view(store, {"model": LLAMA, "train": {"rng": casckpt.PerRank(W), "lr": 0.1}}, model=True)
     assert found.left_out == ("train.lr", "train.rng (of rank 0)")

@@ -1,4 +1,4 @@
-"""The explorer itself: what it finds in the smallest models, and that it passes nothing that it has not walked."""
+"""The explorer itself: errors that it finds in the smallest models, and explorations that must not pass."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def never(says: str, key: str, value: object) -> Invariant:
     return Invariant(says, lambda store: store.get(key) != value)
 
 
-def test_all_interleavings_of_two_are_walked() -> None:
+def test_all_interleavings_of_two_processes_are_explored() -> None:
     processes = [Process(name, goto(puts, name)) for name in ("one", "two")]
     verdict = explore(Model(Store({}), processes))
     assert verdict.broken == ""
@@ -48,18 +48,18 @@ def test_all_interleavings_of_two_are_walked() -> None:
     assert "two finds key taken" in verdict.done
 
 
-def test_an_invariant_that_breaks_is_named_and_the_steps_told() -> None:
+def test_a_broken_invariant_is_reported_with_its_steps() -> None:
     processes = [Process("one", goto(puts, "x")), Process("two", goto(puts, "y"))]
     verdict = explore(Model(Store({}), processes, always=[never("It is not y.", "key", "y")]))
     assert (verdict.broken, verdict.trace) == ("It is not y.", ("two creates key = y",))
 
 
-def test_the_first_state_is_looked_at_too() -> None:
+def test_the_first_state_is_checked() -> None:
     wrong = Model(Store({("key",): "y"}), [], always=[never("It is not y.", "key", "y")])
     assert explore(wrong).broken == "It is not y."
 
 
-def test_a_step_can_be_told_from_those_of_others() -> None:
+def test_steps_of_different_processes_are_distinct() -> None:
     processes = [Process("one", goto(puts, "x")), Process("two", goto(puts, "y"))]
     one_only = Invariant("Only one puts.", lambda who, before, after: who == "one" or before == after)
     assert explore(Model(Store({}), processes, steps=[one_only])).broken == "Only one puts."
@@ -92,7 +92,7 @@ def test_a_put_without_an_answer_may_arrive_late_or_never() -> None:
     assert verdict.trace[-1] == "network delivers key = mine"
 
 
-def test_who_waits_for_quiet_waits_for_the_dead_too() -> None:
+def test_waiting_for_idle_includes_dead_processes() -> None:
     def after() -> Program:
         yield when_quiet()
         yield create(("after",), True)
@@ -105,7 +105,7 @@ def test_who_waits_for_quiet_waits_for_the_dead_too() -> None:
     assert explore(mortal).trace[0] == "one dies"
 
 
-def test_choices_are_made_alone_and_all_of_them() -> None:
+def test_every_choice_is_explored_as_its_own_step() -> None:
     def picks(key: str) -> Program:
         yield create((key,), (yield choose((1, 2))))
         return None
@@ -115,6 +115,6 @@ def test_choices_are_made_alone_and_all_of_them() -> None:
     assert found.broken == "Not both are 2."
 
 
-def test_a_walk_that_was_cut_short_does_not_pass() -> None:
+def test_a_truncated_exploration_does_not_pass() -> None:
     endless = Model(Store({("count",): 0}), [Process("one", goto(counts, 1000))])
     assert explore(endless, limit=100).broken == "too large"

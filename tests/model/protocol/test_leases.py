@@ -1,4 +1,4 @@
-"""Tags and leases: what was granted stays, whatever is forgotten, restored, thinned, repaired and purged."""
+"""Tags and leases: a granted one protects its checkpoint from forget, thinning, repair and purge."""
 
 from __future__ import annotations
 
@@ -59,21 +59,21 @@ DIES = {
 
 
 @pytest.mark.parametrize("setup", SAFE)
-def test_what_was_granted_stays(setup: str) -> None:
+def test_a_granted_lease_keeps_its_checkpoint(setup: str) -> None:
     check_holds(model(**SAFE[setup]), ("= purged", "has its tag" if "tag" in SAFE[setup] else "is granted"))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("setup", LARGE)
-def test_what_was_granted_stays_in_larger_models(setup: str) -> None:
+def test_a_granted_lease_keeps_its_checkpoint_in_larger_models(setup: str) -> None:
     check_holds(model(**LARGE[setup]), ("= purged", "is granted"), limit=4_000_000)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_every_small_change_takes_away_what_was_granted(mutant: str) -> None:
+def test_every_change_of_the_protocol_breaks_a_lease(mutant: str) -> None:
     check_dies(model(mutant, **SAFE[DIES[mutant]]), HELD.says)
 
 
-def test_whoever_sets_a_tag_reads_the_log_after_that() -> None:
+def test_setting_a_tag_is_followed_by_reading_the_log() -> None:
     check_dies(model("log_first", **SAFE["a tag"]), HELD.says)

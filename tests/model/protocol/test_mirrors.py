@@ -38,18 +38,18 @@ DIES = {
 
 
 @pytest.mark.parametrize("setup", SAFE)
-def test_what_is_noted_was_whole_there(setup: str) -> None:
+def test_a_mirror_note_means_a_complete_copy(setup: str) -> None:
     check_holds(model(**SAFE[setup]), ("creates mirrored/V" if "damaged" in setup else "creates mirrored/T",))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("setup", LARGE)
-def test_what_is_noted_was_whole_there_in_larger_models(setup: str) -> None:
+def test_a_mirror_note_means_a_complete_copy_in_larger_models(setup: str) -> None:
     check_holds(model(**LARGE[setup]), ("creates mirrored/T", "= purged"), limit=6_000_000)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_every_small_change_is_seen(mutant: str) -> None:
+def test_every_change_of_the_protocol_breaks_an_invariant(mutant: str) -> None:
     setup, broken = DIES[mutant]
     check_dies(model(mutant, **SAFE[setup]), broken.says)

@@ -1,4 +1,4 @@
-"""The bytes of rewrites: gc deletes nothing that lives, and in the end what only replaced commits named."""
+"""The bytes of rewrites: gc deletes nothing live, and finally everything that only replaced commits name."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ HAPPENS = ("DELETES objects/T/a", "DELETES objects/V/a", "= purged")
 
 
 @pytest.mark.parametrize("setup", SAFE)
-def test_nothing_that_lives_is_deleted(setup: str) -> None:
+def test_no_live_blob_is_deleted(setup: str) -> None:
     check_holds(model(**SAFE[setup]), HAPPENS)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("setup", LARGE)
-def test_nothing_that_lives_is_deleted_in_larger_models(setup: str) -> None:
+def test_no_live_blob_is_deleted_in_larger_models(setup: str) -> None:
     check_holds(model(**LARGE[setup]), HAPPENS, limit=6_000_000)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_every_small_change_loses_data(mutant: str) -> None:
+def test_every_change_of_the_protocol_loses_data(mutant: str) -> None:
     check_dies(model(mutant, **SAFE[DIES[mutant]]), WHOLE.says)

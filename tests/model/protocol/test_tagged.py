@@ -1,4 +1,4 @@
-"""Tags beside rules that forget and thin: what is tagged is there in the end, whoever was killed on the way."""
+"""Tags beside rules that forget and thin: tagged checkpoints survive any kill."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ DIES = {
 
 
 @pytest.mark.parametrize("setup", SAFE)
-def test_what_is_tagged_is_there_in_the_end(setup: str) -> None:
+def test_a_tagged_checkpoint_survives(setup: str) -> None:
     check_holds(model(**SAFE[setup]), ("= restored",))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("setup", LARGE)
-def test_what_is_tagged_is_there_in_the_end_in_larger_models(setup: str) -> None:
+def test_a_tagged_checkpoint_survives_in_larger_models(setup: str) -> None:
     check_holds(model(**LARGE[setup]), ("= restored",), limit=10_000_000)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_every_small_change_is_seen(mutant: str) -> None:
+def test_every_change_of_the_protocol_breaks_an_invariant(mutant: str) -> None:
     setup, says = DIES[mutant]
     check_dies(model(mutant, **SAFE[setup]), says)

@@ -23,7 +23,7 @@ def test_new_folders_above_the_store_are_made_durable(store: LocalStore) -> None
     assert store.counts.fsyncs == 5  # the file, the store; folders that got a new folder: two, and one of them again
 
 
-def test_a_folder_that_does_not_sync(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_folder_sync_is_an_error(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The object is there, its name perhaps not durable: putting it again makes it so."""
     store.put("commits/0", b"")
     monkeypatch.setattr(syscalls, "sync", failing(syscalls.sync, errno.EIO, after=1))
@@ -35,7 +35,7 @@ def test_a_folder_that_does_not_sync(store: LocalStore, monkeypatch: pytest.Monk
     assert store.counts.fsyncs == before + 1
 
 
-def test_file_systems_without_fsync_of_folders(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_systems_without_folder_fsync_are_supported(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     sync = syscalls.sync
 
     def refuse(fd: int) -> None:
@@ -48,7 +48,7 @@ def test_file_systems_without_fsync_of_folders(store: LocalStore, monkeypatch: p
     assert store.get(KEY, limit=1) == b"1"
 
 
-def test_the_folders_of_a_store_go_if_this_object_made_them_and_nobody_needs_them(tmp_path: Path) -> None:
+def test_unused_folders_made_by_a_storage_are_removed(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "a" / "b" / "c")
     store.put("probes/x", b"1")
     (tmp_path / "a" / "mine").touch()
@@ -106,20 +106,20 @@ def test_the_store_itself_may_be_a_symlink(store: LocalStore, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("below", ["", "store"])
-def test_a_link_to_nowhere_is_told_of(tmp_path: Path, below: str) -> None:
+def test_a_dangling_link_is_reported(tmp_path: Path, below: str) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "unmounted")
     with pytest.raises(InvalidInput, match=r"link is a link to .*unmounted, which does not exist"):
         LocalStore(tmp_path / "link" / below).put(KEY, b"1")
 
 
-def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for path in ("file", "file/store", "file/a/b"):
         with pytest.raises(InvalidInput, match="is a file; give the path of a folder"):
             LocalStore(tmp_path / path).put("a", b"")
 
 
-def test_a_parent_that_may_not_be_looked_into(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_parent_folder_is_reported(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.path.mkdir(parents=True)
     opened = os.open
 
@@ -133,7 +133,7 @@ def test_a_parent_that_may_not_be_looked_into(store: LocalStore, monkeypatch: py
     assert store.counts.fsyncs == 2
 
 
-def test_memory_of_folders_is_bounded(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_folders_is_bounded(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "_REMEMBERED", 3)
     for number in range(20):
         store.put(f"objects/{number}/a", b"")

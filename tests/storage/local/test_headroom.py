@@ -1,4 +1,4 @@
-"""How much memory a process may fill with what it reads."""
+"""The memory that a process may fill with reads."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def host(tmp_path: Path) -> Host:
     return Host(tmp_path)
 
 
-def test_what_the_host_could_give(host: Host) -> None:
+def test_available_memory_of_the_host_is_found(host: Host) -> None:
     assert host.found() == 500 * KIB
 
 
-def test_the_nearest_limit_counts_with_what_the_kernel_takes_back(host: Host) -> None:
+def test_the_nearest_cgroup_limit_counts_including_reclaimable_memory(host: Host) -> None:
     host.tell("mine", "0::/slice/job\n")
     host.limit("slice", str(300 * KIB), 200 * KIB, 50 * KIB)
     host.limit("slice/job", "max", 100 * KIB, 0)
@@ -53,13 +53,13 @@ def test_the_nearest_limit_counts_with_what_the_kernel_takes_back(host: Host) ->
     assert host.found() == 0
 
 
-def test_a_container_that_sees_its_group_as_the_root(host: Host) -> None:
+def test_a_container_with_its_own_cgroup_root_is_supported(host: Host) -> None:
     host.tell("mine", "0::/docker/0123\n")
     host.limit("", str(64 * KIB), 32 * KIB, 0)
     assert host.found() == 32 * KIB
 
 
-def test_limits_of_the_first_version_of_cgroups(host: Host) -> None:
+def test_limits_of_cgroups_v1_are_found(host: Host) -> None:
     host.tell("mine", "9:cpu,cpuacct:/a\n4:memory:/job\n0::/\n")
     host.tell("groups/memory/job/memory.limit_in_bytes", "102400\n")
     host.tell("groups/memory/job/memory.usage_in_bytes", "92160\n")
@@ -71,14 +71,14 @@ def test_limits_of_the_first_version_of_cgroups(host: Host) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "MemTotal: 900 kB\n"])
-def test_a_system_that_does_not_say(host: Host, text: str) -> None:
+def test_a_system_without_memory_information_has_no_limit(host: Host, text: str) -> None:
     host.tell("meminfo", text)
     assert host.found() == 0
     (host.root / "meminfo").unlink()
     assert host.found() == 0
 
 
-def test_a_limit_that_cannot_be_read_is_taken_for_none_left(host: Host) -> None:
+def test_an_unreadable_limit_counts_as_no_memory_left(host: Host) -> None:
     host.limit("", "5", 5, 5)
     host.tell("groups/memory.stat", "anon 5\n")
     assert host.found() == 0

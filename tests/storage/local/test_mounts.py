@@ -43,7 +43,7 @@ def test_only_nfs_with_cached_attributes_is_stale(mounts: Path, path: str, stale
     assert bool(stale_listings(Path(path), mounts)) is stale
 
 
-def test_where_nothing_is_known_nothing_is_said(tmp_path: Path) -> None:
+def test_unknown_mounts_are_not_reported(tmp_path: Path) -> None:
     assert stale_listings(tmp_path, tmp_path / "absent") == ""
     assert LocalStore(tmp_path).traits.stale == ""
 
@@ -68,9 +68,7 @@ def test_gc_refuses_stale_listings(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("/srv", "unknown", False),
     ],
 )
-def test_a_page_cache_is_cheap_where_it_is_filled_in_large_pieces(
-    mounts: Path, path: str, release: str, well: bool
-) -> None:
+def test_the_page_cache_is_used_on_mounts_with_large_reads(mounts: Path, path: str, release: str, well: bool) -> None:
     mounts.write_text(MOUNTS + "/dev/vdb /journal ext4 rw,data=journal 0 0\n")
     assert caches_well(Path(path), mounts, release) is well
     assert not caches_well(Path(path), mounts / "none", release)

@@ -27,7 +27,7 @@ class TestEachWay:
     def fs(self, way: Naming, monkeypatch: pytest.MonkeyPatch) -> None:
         only(way, monkeypatch)
 
-    def test_nothing_but_the_object_is_left(self, store: LocalStore, way: Naming) -> None:
+    def test_only_the_object_remains_after_a_put(self, store: LocalStore, way: Naming) -> None:
         store.put(KEY, b"1")
         with pytest.raises(AlreadyExists):
             store.put(KEY, b"2")
@@ -35,7 +35,7 @@ class TestEachWay:
         assert files(store) == [KEY]
         assert store._files.way is way
 
-    def test_read_only_as_the_umask_allows(self, store: LocalStore) -> None:
+    def test_objects_are_read_only_within_the_umask(self, store: LocalStore) -> None:
         store.put("a", b"1")
         store.replace("b", b"1")
         before = os.umask(0o077)
@@ -46,7 +46,7 @@ class TestEachWay:
         modes = [stat.S_IMODE((store.path / name).stat().st_mode) for name in "abc"]
         assert modes == [0o444 & ~before, 0o444 & ~before, 0o400]
 
-    def test_failed_fsync_writes_anew(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_failed_fsync_leads_to_a_new_file(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
         store.put("a", b"")
         before = store.counts.bytes_written
         monkeypatch.setattr(syscalls, "sync", failing(syscalls.sync, errno.EIO))
@@ -56,7 +56,7 @@ class TestEachWay:
         assert store.counts.bytes_written == before + 2 * (2 * MIB + 1)
         assert store.counts.puts == 2
 
-    def test_fsync_failed_twice(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_two_failed_fsyncs_are_an_error(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
         store.put("a", b"")
         monkeypatch.setattr(syscalls, "sync", failing(syscalls.sync, errno.EIO, times=2))
         with pytest.raises(StorageError, match=r"objects/x/a.*kernel log"):
@@ -65,7 +65,9 @@ class TestEachWay:
         store.put(KEY, b"2")
         assert store.get(KEY, limit=1) == b"2"
 
-    def test_loses_the_race_after_writing(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_put_that_loses_after_writing_is_a_conflict(
+        self, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         store.put(KEY, b"first")
         monkeypatch.setattr(local, "_exists", lambda folder, name: False)
         with pytest.raises(AlreadyExists):
@@ -73,20 +75,20 @@ class TestEachWay:
         assert files(store) == [KEY]
         assert store.get(KEY, limit=9) == b"first"
 
-    def test_disk_full(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_full_disk_is_reported(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
         store.put("a", b"")
         monkeypatch.setattr(os, "pwrite", failing(os.pwrite, errno.ENOSPC))
         with pytest.raises(StorageError, match=r"objects/x/a.*disk is full.*gc"):
             store.put(KEY, noise(100))
         assert files(store) == ["a"]
 
-    def test_no_room_to_allocate(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_failed_allocation_is_reported(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(syscalls, "allocate", failing(syscalls.allocate, errno.EDQUOT))
         with pytest.raises(StorageError, match="quota"):
             put_aligned(store, KEY, noise(2 * MIB))
         assert files(store) == []
 
-    def test_the_folder_is_swept_under_the_put(
+    def test_a_put_survives_the_removal_of_its_folder(
         self, store: LocalStore, way: Naming, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         name = {Naming.UNNAMED: "link_unnamed", Naming.LINK: "open_named", Naming.RENAME: "open_named"}[way]
@@ -95,7 +97,7 @@ class TestEachWay:
         assert store.get(KEY, limit=1) == b"1"
         assert files(store) == [KEY]
 
-    def test_the_folder_is_swept_for_ever(
+    def test_repeated_removal_of_the_folder_is_an_error(
         self, store: LocalStore, way: Naming, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         name = {Naming.UNNAMED: "link_unnamed", Naming.LINK: "open_named", Naming.RENAME: "open_named"}[way]
@@ -117,7 +119,7 @@ def sweeping(call: Callable[..., Any], store: LocalStore, times: int) -> Callabl
     return wrapped
 
 
-def test_what_is_lacking_is_tried_once(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_system_calls_are_tried_once(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
     def log(name: str) -> None:
@@ -135,14 +137,14 @@ def test_what_is_lacking_is_tried_once(store: LocalStore, monkeypatch: pytest.Mo
     assert store._files.way is Naming.RENAME
 
 
-def test_no_proc(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_put_works_without_proc(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(syscalls, "link_unnamed", lacking)
     store.put(KEY, b"1")
     assert store._files.way is Naming.LINK
     assert files(store) == [KEY]
 
 
-def test_no_exclusive_create_at_all(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_exclusive_create_is_refused(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     only(Naming.RENAME, monkeypatch)
     monkeypatch.setattr(syscalls, "rename_new", lacking)
     with pytest.raises(Unsupported, match="another file system"):
@@ -151,7 +153,7 @@ def test_no_exclusive_create_at_all(store: LocalStore, monkeypatch: pytest.Monke
     assert list(store.list("")) == []
 
 
-def test_a_lost_answer_of_nfs(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_answer_of_nfs_is_recognised(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     only(Naming.LINK, monkeypatch)
     link = syscalls.link_named
 
@@ -166,7 +168,9 @@ def test_a_lost_answer_of_nfs(store: LocalStore, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("step", [1000, 4096, 3 * 4096])
 @pytest.mark.parametrize("aligned", [True, False])
-def test_short_writes(store: LocalStore, step: int, aligned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes_are_continued(
+    store: LocalStore, step: int, aligned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:step], at))
     data = noise(MIB + 4097)
@@ -177,7 +181,7 @@ def test_short_writes(store: LocalStore, step: int, aligned: bool, monkeypatch: 
     assert (store.path / KEY).read_bytes() == data
 
 
-def test_a_write_that_takes_nothing(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_of_zero_bytes_is_an_error(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: 0)
     with pytest.raises(StorageError, match="cannot write"):
         store.put(KEY, b"1")
@@ -198,7 +202,7 @@ def answering(answer: bool, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.parametrize(
     ("size", "shift", "direct"), [(MIB, 0, True), (MIB - 1, 0, False), (MIB + 1, 0, True), (2 * MIB, 1, False)]
 )
-def test_direct_for_large_and_aligned_data(
+def test_large_aligned_data_is_written_with_direct_io(
     store: LocalStore, size: int, shift: int, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = answering(False, monkeypatch)
@@ -208,7 +212,7 @@ def test_direct_for_large_and_aligned_data(
     assert store.size(KEY) == size
 
 
-def test_a_file_system_that_only_pretends_direct_io(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_direct_io_falls_back_to_normal_writes(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answering(True, monkeypatch)
     monkeypatch.setattr(os, "pwrite", failing(os.pwrite, errno.EINVAL, after=1))
     for key in ("a", "b"):
@@ -217,7 +221,7 @@ def test_a_file_system_that_only_pretends_direct_io(store: LocalStore, monkeypat
     assert asked == [True, False]
 
 
-def test_a_name_is_given_after_the_bytes_are_durable(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_gets_its_name_after_its_bytes_are_durable(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put("objects/y/a", b"")
     log: list[str] = []
 

@@ -19,7 +19,7 @@ from tests.storage.contract import noise
 from tests.support.local import KEY, failing
 
 
-def test_short_reads(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_are_continued(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv = os.preadv
     data = noise(100)
     store.put(KEY, data)
@@ -31,7 +31,7 @@ def test_short_reads(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None
     assert store.get(KEY, limit=100) == data
 
 
-def test_a_file_truncated_behind_our_back(store: LocalStore) -> None:
+def test_a_file_truncated_meanwhile_is_reported(store: LocalStore) -> None:
     store.put(KEY, bytes(100))
     with store.open(KEY) as reader:
         os.truncate(store.path / KEY, 10)
@@ -40,7 +40,7 @@ def test_a_file_truncated_behind_our_back(store: LocalStore) -> None:
     assert caught.value.size == 10
 
 
-def test_the_disk_fails_while_reading(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_error_during_a_read_is_reported(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put(KEY, b"1")
     monkeypatch.setattr(os, "preadv", failing(os.preadv, errno.EIO))
     with store.open(KEY) as reader:
@@ -49,7 +49,7 @@ def test_the_disk_fails_while_reading(store: LocalStore, monkeypatch: pytest.Mon
         reader.read_into(0, [memoryview(bytearray(1))])
 
 
-def test_what_the_cache_lacks_is_read_around_it(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncached_ranges_are_read_with_direct_io(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     data = os.urandom((9 << 20) + 17)
     store.put("a", data)
     for cached in (False, True):
@@ -68,7 +68,9 @@ def test_what_the_cache_lacks_is_read_around_it(store: LocalStore, monkeypatch: 
                 reader.read_into(10, [memoryview(bytearray(len(data)))])
 
 
-def test_what_others_read_too_goes_through_the_cache(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_shared_by_processes_are_read_through_the_page_cache(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.put("a", bytes(2 << 20))
     asked: list[int] = []
 
@@ -83,9 +85,7 @@ def test_what_others_read_too_goes_through_the_cache(store: LocalStore, monkeypa
     assert asked == [2 << 20]
 
 
-def test_what_goes_through_the_cache_begins_with_a_small_read(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_through_the_page_cache_begin_small(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the kernel reads the first MiBs of each file in single pages."""
     data = noise(2 << 20)
     store.put("a", data)
@@ -110,9 +110,7 @@ def test_what_goes_through_the_cache_begins_with_a_small_read(
     assert asked == [(64 << 10, 0), (1 << 20, 4096), (1 << 20, 8192)]
 
 
-def test_a_begin_that_the_disk_cannot_read_is_in_the_way_of_nothing_else(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_start_does_not_affect_other_ranges(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     data = noise(1 << 20)
     store.put("a", data)
     monkeypatch.setattr(os, "pread", failing(os.pread, errno.EIO))
@@ -122,7 +120,7 @@ def test_a_begin_that_the_disk_cannot_read_is_in_the_way_of_nothing_else(
     assert target == data[512 << 10 :][:4096]
 
 
-def test_the_two_ways_to_ask_for_what_is_cached_agree(tmp_path: Path) -> None:
+def test_cachestat_and_mincore_agree(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
     with path.open("rb") as file:
@@ -134,7 +132,7 @@ def test_the_two_ways_to_ask_for_what_is_cached_agree(tmp_path: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def test_a_kernel_that_does_not_count_pages_is_asked_by_a_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mincore_is_used_without_cachestat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lacking(fd: int, start: int, nbytes: int) -> int:
         raise Lacking
 
@@ -146,7 +144,7 @@ def test_a_kernel_that_does_not_count_pages_is_asked_by_a_map(tmp_path: Path, mo
         assert localreader.is_cached(file.fileno(), 5000, 1 << 19)
 
 
-def test_what_was_just_written_to_the_cache_is_cached(tmp_path: Path) -> None:
+def test_just_written_pages_are_cached(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
     with path.open("rb") as file:

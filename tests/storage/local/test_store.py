@@ -44,7 +44,7 @@ class TestContractOfPoorerFileSystems(LocalFixtures, StorageContract):
         monkeypatch.setattr(syscalls, "set_direct", lambda fd, on: not on)
 
 
-def test_counts(store: LocalStore) -> None:
+def test_calls_and_bytes_are_counted(store: LocalStore) -> None:
     store.path.mkdir(parents=True)
     fsyncs = [0]
 
@@ -87,7 +87,7 @@ def test_leftovers_are_invisible_and_swept(store: LocalStore) -> None:
     assert sorted(path.name for path in store.path.rglob("*")) == ["objects"]
 
 
-def test_sweep_leaves_what_it_does_not_know(store: LocalStore) -> None:
+def test_sweep_leaves_unknown_files(store: LocalStore) -> None:
     store.put(KEY, b"12")
     (store.path / "objects/x/.hidden").write_bytes(b"1")
     store.delete(KEY)
@@ -95,7 +95,7 @@ def test_sweep_leaves_what_it_does_not_know(store: LocalStore) -> None:
     assert files(store) == ["objects/x/.hidden"]
 
 
-def test_reading_makes_nothing(store: LocalStore) -> None:
+def test_reading_creates_nothing(store: LocalStore) -> None:
     assert list(store.list("")) == []
     assert store.size(KEY) is None
     with pytest.raises(NotFound, match=r"objects/x/a is not in /.*store"):
@@ -115,7 +115,7 @@ ODD: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_what_is_no_file_is_refused_where_one_belongs(store: LocalStore, odd: str) -> None:
+def test_other_things_in_place_of_a_file_are_refused(store: LocalStore, odd: str) -> None:
     """Passed by, it would look as if the object had never been there, and a gc would act on that."""
     store.put("commits/a", b"1")
     ODD[odd](store.path / "commits/b")
@@ -131,7 +131,7 @@ def test_what_is_no_file_is_refused_where_one_belongs(store: LocalStore, odd: st
 
 
 @pytest.mark.parametrize("odd", ["file", "pipe"])
-def test_what_is_no_folder_is_refused_where_one_belongs(store: LocalStore, odd: str) -> None:
+def test_other_things_in_place_of_a_folder_are_refused(store: LocalStore, odd: str) -> None:
     store.put("casckpt.json", b"1")
     (Path.touch if odd == "file" else os.mkfifo)(store.path / "commits")
     acts: list[Callable[[], object]] = [

@@ -1,4 +1,4 @@
-"""System calls that a file system may lack, and how it says so."""
+"""System calls that a file system may lack."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def file(folder: int) -> Iterator[int]:
     ("name", "args"), [("open_unnamed", ()), ("link_named", ("a", "b")), ("rename_new", ("a", "b"))]
 )
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS])
-def test_lacking(name: str, args: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_missing_features_are_recognised(
+    name: str, args: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: object, **kwargs: object) -> int:
         raise OSError(code, "no")
 
@@ -48,14 +50,14 @@ def test_lacking(name: str, args: tuple[str, ...], code: int, monkeypatch: pytes
         getattr(syscalls, name)(3, *args)
 
 
-def test_other_errors_are_no_lack(folder: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_do_not_mean_a_missing_feature(folder: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FileNotFoundError):
         syscalls.link_named(folder, "missing", "b")
     with pytest.raises(FileNotFoundError):
         syscalls.rename_new(folder, "missing", "b")
 
 
-def test_never_over_another(folder: int, file: int, tmp_path: Path) -> None:
+def test_a_rename_never_replaces(folder: int, file: int, tmp_path: Path) -> None:
     (tmp_path / "b").write_bytes(b"b")
     for call in (syscalls.link_named, syscalls.rename_new):
         with pytest.raises(FileExistsError):
@@ -65,7 +67,7 @@ def test_never_over_another(folder: int, file: int, tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b""
 
 
-def test_an_unnamed_file(folder: int, tmp_path: Path) -> None:
+def test_an_unnamed_file_is_created_and_linked(folder: int, tmp_path: Path) -> None:
     fd = syscalls.open_unnamed(folder)
     os.write(fd, b"1")
     assert list(tmp_path.iterdir()) == []
@@ -76,7 +78,7 @@ def test_an_unnamed_file(folder: int, tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"1"
 
 
-def test_an_unnamed_file_without_proc(folder: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unnamed_file_is_linked_without_proc(folder: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fd = syscalls.open_unnamed(folder)
     monkeypatch.setattr(os.path, "lexists", lambda path: False)
     monkeypatch.setattr(os, "link", _raise(FileNotFoundError(errno.ENOENT, "no /proc")))
@@ -85,7 +87,7 @@ def test_an_unnamed_file_without_proc(folder: int, monkeypatch: pytest.MonkeyPat
     os.close(fd)
 
 
-def test_an_unnamed_file_in_a_folder_that_is_gone(tmp_path: Path) -> None:
+def test_an_unnamed_file_in_a_removed_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     folder = os.open(tmp_path / "x", os.O_RDONLY)
     fd = syscalls.open_unnamed(folder)
@@ -98,7 +100,7 @@ def test_an_unnamed_file_in_a_folder_that_is_gone(tmp_path: Path) -> None:
     os.close(folder)
 
 
-def test_another_libc_or_system(folder: int, file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_libc_or_system_is_supported(folder: int, file: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(syscalls, "_LIBC", SimpleNamespace())
     monkeypatch.setattr(syscalls, "_O_TMPFILE", 0)
     monkeypatch.setattr(syscalls, "_O_DIRECT", 0)
@@ -110,7 +112,7 @@ def test_another_libc_or_system(folder: int, file: int, monkeypatch: pytest.Monk
     assert (syscalls.set_direct(file, True), syscalls.set_direct(file, False)) == (False, True)
 
 
-def test_direct_io_refused(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_direct_io_is_recognised(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int, command: int, flags: int = 0) -> int:
         if command == fcntl.F_SETFL:
             raise OSError(errno.EINVAL, "no")
@@ -121,7 +123,7 @@ def test_direct_io_refused(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EOPNOTSUPP, errno.EINTR])
-def test_allocate(file: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_is_allocated(file: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> int:
         ctypes.set_errno(code)
         return -1

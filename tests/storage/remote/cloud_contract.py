@@ -39,7 +39,7 @@ class CloudContract(SharedContract):
     def peek(self, cloud: Cloud, bucket: str) -> Peek:
         return lambda key: cloud.look(bucket, f"deep/store/{key}")
 
-    def test_a_day_in_a_cloud(self, cloud: Cloud, tmp_path: Path) -> None:
+    def test_saves_loads_and_gc_work_in_a_cloud(self, cloud: Cloud, tmp_path: Path) -> None:
         """Nobody has to say that there is one writer: creates are exclusive, and the probe sees it."""
         import torch
 
@@ -58,7 +58,7 @@ class CloudContract(SharedContract):
         assert not store.verify().is_damaged
         assert not [found for found in examine(store.repository) if found.ok is False]
 
-    def test_where_there_is_no_bucket(self, cloud: Cloud, tmp_path: Path) -> None:
+    def test_a_missing_bucket_is_not_found(self, cloud: Cloud, tmp_path: Path) -> None:
         url = f"{cloud.scheme}://no-such-bucket/store"
         store = casckpt.open(url, storage_options=cloud.options, cache_dir=tmp_path)
         with pytest.raises(NotFound, match="no such bucket or container: create it first"):

@@ -28,7 +28,7 @@ class TestAzure(CloudContract):
     """On Azurite."""
 
 
-def test_wrong_credentials(cloud: Cloud) -> None:
+def test_wrong_credentials_are_reported(cloud: Cloud) -> None:
     wrong = cloud.options["connection_string"].replace("AccountKey=Y2", "AccountKey=Y3")
     storage = open_storage(f"az://{cloud.new_bucket()}/store", {"connection_string": wrong})
     for act in (lambda: storage.put("a", b"1"), lambda: storage.size("a"), lambda: list(storage.list(""))):

@@ -1,4 +1,4 @@
-"""What a put sends is the caller's memory: never all of it copied, and whole again at each attempt."""
+"""A put sends memory of the caller: it is never copied whole, and each attempt sends it again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = (0, 1, MIB, 2 * MIB + 5)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_it_is_read_like_a_file(size: int) -> None:
+def test_a_body_is_read_like_a_file(size: int) -> None:
     data = noise(size)
     body, file = PutBody(memoryview(data)), io.BytesIO(data)
     assert len(body) == size
@@ -49,7 +49,7 @@ class Arriving:
         return bytes(given)
 
 
-def test_of_an_answer_no_more_is_read_than_is_expected() -> None:
+def test_an_answer_is_read_only_up_to_its_expected_size() -> None:
     assert asyncio.run(read_whole(Arriving(5), 5, "it")) == bytes(5)
     longer = Arriving(100)
     with pytest.raises(Refused, match="it is longer than 5 bytes"):
@@ -58,7 +58,7 @@ def test_of_an_answer_no_more_is_read_than_is_expected() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_it_is_iterated_whole_again_and_again(size: int) -> None:
+def test_a_body_can_be_iterated_repeatedly(size: int) -> None:
     data = noise(size)
     body = PutBody(memoryview(data))
 
@@ -106,7 +106,7 @@ def proxy(server: Server, certificate: Path) -> Iterator[Proxy]:
         yield proxy
 
 
-def test_puts_by_https(server: Server, proxy: Proxy, certificate: Path) -> None:
+def test_objects_are_put_by_https(server: Server, proxy: Proxy, certificate: Path) -> None:
     bucket = server.new_place()
     options = {**server.options, "endpoint_url": proxy.endpoint, "client_kwargs": {"verify": str(certificate)}}
     storage = RemoteStore(RemoteLocation("s3", f"{bucket}/store", options), backoff=Backoff(sleep=lambda seconds: None))

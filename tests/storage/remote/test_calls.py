@@ -1,4 +1,4 @@
-"""What file systems of fsspec are asked, and how."""
+"""Calls to file systems of fsspec."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Asynchronous:
         return path.encode()[start:end]
 
 
-def test_what_is_asynchronous_is_called_in_its_loop() -> None:
+def test_asynchronous_clients_are_called_in_their_loop() -> None:
     calls = Calls(Asynchronous(), Patience(60, 180))
     assert calls.read("abcdef", 6) == b"abcdef"
     assert calls.part("abcdef", 2, 4) == b"cd"
@@ -42,7 +42,7 @@ class Plain:
         return self.found
 
 
-def test_an_object_in_the_place_of_a_folder_is_refused_and_nothing_is_nothing() -> None:
+def test_an_object_in_place_of_a_folder_is_refused_and_a_missing_one_is_empty() -> None:
     assert Calls(Plain({"a": {"size": 3}}), Patience()).find("x") == {"a": {"size": 3}}
     nothing: list[Any] = [{}, [], None]
     for found in nothing:
@@ -59,11 +59,11 @@ def test_an_object_in_the_place_of_a_folder_is_refused_and_nothing_is_nothing() 
         ("http://h/", False), ("http://g/s/abc", False), ("http://h/t/a", False),
     ],
 )  # fmt: skip
-def test_a_page_links_to_what_is_right_below_it(link: str, below: bool) -> None:
+def test_a_page_links_to_its_direct_children(link: str, below: bool) -> None:
     assert _is_below("http://h/s/", link) is below
 
 
-def test_clients_give_up_after_we_do() -> None:
+def test_clients_have_longer_timeouts_than_casckpt() -> None:
     patience = Patience(request=60, call=180)
     web = with_timeouts("https", {"client_kwargs": {"trust_env": True}}, patience)["client_kwargs"]
     assert (web["timeout"].total, web["timeout"].sock_connect, web["timeout"].sock_read) == (None, 10, 65)

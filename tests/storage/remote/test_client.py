@@ -11,7 +11,7 @@ from casckpt.storage.remote.store import RemoteStore
 from tests.storage.remote.test_fsspec_client import Folder
 
 
-def test_errors_of_any_storage_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_any_storage_become_errors_of_casckpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Odd(Exception):
         """As a client of some cloud may raise."""
 

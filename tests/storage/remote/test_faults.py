@@ -1,4 +1,4 @@
-"""What networks and servers do to requests: the storage tries again, and never mistakes its own doing for another's."""
+"""Faults of networks and servers: the storage retries, and recognises its own earlier put."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def storage(moto_server: Server, proxy: Proxy, bucket: str, naps: Naps) -> Remot
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_a_put_in_trouble_succeeds_as_if_nothing_had_been(
+def test_a_put_succeeds_despite_network_faults(
     trouble: Trouble, storage: RemoteStore, proxy: Proxy, moto_server: Server, bucket: str
 ) -> None:
     data = noise(MIB)
@@ -72,7 +72,9 @@ def test_a_put_in_trouble_succeeds_as_if_nothing_had_been(
 
 
 @pytest.mark.parametrize("trouble", [Trouble.LOST, Trouble.BROKEN, Trouble.BUSY])
-def test_a_put_in_trouble_loses_to_another_all_the_same(trouble: Trouble, storage: RemoteStore, proxy: Proxy) -> None:
+def test_a_put_with_network_faults_is_a_conflict_if_the_key_exists(
+    trouble: Trouble, storage: RemoteStore, proxy: Proxy
+) -> None:
     storage.put("commits/1", b"first")
     proxy.plan(trouble, method="PUT")
     with pytest.raises(AlreadyExists):
@@ -81,7 +83,7 @@ def test_a_put_in_trouble_loses_to_another_all_the_same(trouble: Trouble, storag
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_whatever_is_asked_is_asked_again(trouble: Trouble, storage: RemoteStore, proxy: Proxy) -> None:
+def test_every_request_is_retried(trouble: Trouble, storage: RemoteStore, proxy: Proxy) -> None:
     data, buffer = noise(3 * MIB), bytearray(MIB)
     storage.put("objects/x/a", data)
     for method in ("GET", "HEAD"):
@@ -100,7 +102,7 @@ def test_whatever_is_asked_is_asked_again(trouble: Trouble, storage: RemoteStore
 
 
 @pytest.mark.parametrize("trouble", [Trouble.LOST, Trouble.BUSY, Trouble.HALF])
-def test_trouble_without_end_is_an_error_that_says_so(
+def test_endless_faults_are_an_error_that_names_them(
     trouble: Trouble, storage: RemoteStore, proxy: Proxy, naps: Naps
 ) -> None:
     proxy.plan(trouble, times=1000)
@@ -117,14 +119,14 @@ def test_trouble_without_end_is_an_error_that_says_so(
     assert sum(naps.seconds[:7]) < 13
 
 
-def test_a_refusal_after_trouble_that_cannot_be_looked_at_stays_a_refusal(storage: RemoteStore, proxy: Proxy) -> None:
+def test_a_conflict_after_faults_stays_one_if_the_object_is_unreadable(storage: RemoteStore, proxy: Proxy) -> None:
     proxy.plan(Trouble.LOST, method="PUT")
     proxy.plan(Trouble.BUSY, method="HEAD", times=1000)
     with pytest.raises(AlreadyExists):
         storage.put("a", b"1")
 
 
-def test_what_cannot_be_mended_is_not_tried_again(moto_server: Server, proxy: Proxy, naps: Naps) -> None:
+def test_permanent_errors_are_not_retried(moto_server: Server, proxy: Proxy, naps: Naps) -> None:
     options = {**moto_server.options, "endpoint_url": proxy.endpoint}
     storage = RemoteStore(RemoteLocation("s3", "no-such-bucket/store", options), backoff=Backoff(sleep=naps))
     for act in (lambda: storage.put("a", b"1"), lambda: list(storage.list(""))):
@@ -133,7 +135,7 @@ def test_what_cannot_be_mended_is_not_tried_again(moto_server: Server, proxy: Pr
     assert naps.seconds == []
 
 
-def test_nobody_listens(naps: Naps, moto_server: Server) -> None:
+def test_a_refused_connection_is_reported(naps: Naps, moto_server: Server) -> None:
     options = {**moto_server.options, "endpoint_url": "http://127.0.0.1:1"}
     storage = RemoteStore(RemoteLocation("s3", "bucket/store", options), backoff=Backoff(sleep=naps))
     with pytest.raises(StorageError, match=r"s3://bucket/store/a.*tried 8 times.*check the network and the endpoint"):
@@ -141,7 +143,7 @@ def test_nobody_listens(naps: Naps, moto_server: Server) -> None:
     assert len(naps.seconds) == 7
 
 
-def test_wrong_credentials(seaweed_server: Server, naps: Naps) -> None:
+def test_wrong_credentials_are_reported(seaweed_server: Server, naps: Naps) -> None:
     bucket = seaweed_server.new_bucket()
     for wrong, says in ({"secret": "guess"}, "secret key does not fit"), ({"key": "nobody"}, "does not know this"):
         options = seaweed_server.options | wrong
@@ -153,14 +155,14 @@ def test_wrong_credentials(seaweed_server: Server, naps: Naps) -> None:
     assert naps.seconds == []
 
 
-def test_https_where_http_is_spoken(moto_server: Server, naps: Naps) -> None:
+def test_https_to_an_http_server_is_reported(moto_server: Server, naps: Naps) -> None:
     options = {**moto_server.options, "endpoint_url": moto_server.endpoint.replace("http:", "https:")}
     storage = RemoteStore(RemoteLocation("s3", "bucket/store", options), backoff=Backoff(sleep=naps))
     with pytest.raises(StorageError, match="does the endpoint speak https"):
         storage.size("a")
 
 
-def test_no_credentials(moto_server: Server, monkeypatch: pytest.MonkeyPatch, naps: Naps) -> None:
+def test_missing_credentials_are_reported(moto_server: Server, monkeypatch: pytest.MonkeyPatch, naps: Naps) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -172,7 +174,7 @@ def test_no_credentials(moto_server: Server, monkeypatch: pytest.MonkeyPatch, na
         storage.size("a")
 
 
-def test_the_environment_counts_as_it_is_when_a_store_is_opened(
+def test_the_environment_is_read_when_a_store_is_opened(
     seaweed_server: Server, moto_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for server in (seaweed_server, moto_server):
@@ -185,7 +187,7 @@ def test_the_environment_counts_as_it_is_when_a_store_is_opened(
 
 
 @pytest.mark.parametrize("options", [{"nonsense": 1}, {"client_kwargs": {"nonsense": 1}}, {"config_kwargs": {"no": 1}}])
-def test_options_that_the_client_does_not_know(options: dict[str, Any]) -> None:
+def test_unknown_client_options_are_reported(options: dict[str, Any]) -> None:
     storage = RemoteStore(RemoteLocation("s3", "bucket/store", {"key": "k", "secret": "hidden", **options}))
     with pytest.raises(CasckptError, match="storage_options") as caught:
         storage.size("a")
@@ -193,7 +195,7 @@ def test_options_that_the_client_does_not_know(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_of_racers_in_trouble_exactly_one_wins(
+def test_exactly_one_concurrent_put_wins_despite_faults(
     seed: int, storage: RemoteStore, proxy: Proxy, moto_server: Server, bucket: str
 ) -> None:
     proxy.chaos(seed, share=0.4)
@@ -213,7 +215,7 @@ def test_of_racers_in_trouble_exactly_one_wins(
     assert moto_server.look(bucket, "store/commits/1") == noise(1000, won.index(True))
 
 
-def test_marks_stand_beside_what_the_user_adds(moto_server: Server, bucket: str) -> None:
+def test_metadata_of_casckpt_and_the_user_coexist(moto_server: Server, bucket: str) -> None:
     extra = {"s3_additional_kwargs": {"Metadata": {"team": "a"}, "StorageClass": "STANDARD_IA"}}
     RemoteStore(RemoteLocation("s3", f"{bucket}/store", moto_server.options | extra)).put("a", b"1")
     found = moto_server.client.head_object(Bucket=bucket, Key="store/a")
@@ -228,7 +230,7 @@ def test_large_objects_are_one_request(storage: RemoteStore, proxy: Proxy) -> No
     assert [(one.method, one.query) for one in puts] == [("PUT", "")]
 
 
-def test_connections_are_used_again(storage: RemoteStore, proxy: Proxy) -> None:
+def test_connections_are_reused(storage: RemoteStore, proxy: Proxy) -> None:
     storage.put("a", noise(MIB))
     buffer = memoryview(bytearray(MIB // 2))
     with storage.open("a") as reader:
@@ -239,7 +241,7 @@ def test_connections_are_used_again(storage: RemoteStore, proxy: Proxy) -> None:
     assert proxy.count("GET") == 20
 
 
-def test_reads_are_in_flight_together(storage: RemoteStore, proxy: Proxy) -> None:
+def test_reads_run_concurrently(storage: RemoteStore, proxy: Proxy) -> None:
     """As many connections as the traits promise: none waits for another one's answer."""
     data = noise(64 * 1000)
     storage.put("a", data)
@@ -291,7 +293,7 @@ def test_a_reader_does_not_mix_two_objects(storage: RemoteStore) -> None:
             reader.read_into(5, [buffer])
 
 
-def test_counts(storage: RemoteStore) -> None:
+def test_calls_and_bytes_are_counted(storage: RemoteStore) -> None:
     storage.put("a", bytes(10))
     storage.get("a", limit=10)
     with storage.open("a") as reader:
@@ -301,7 +303,7 @@ def test_counts(storage: RemoteStore) -> None:
     assert counts.requests == 3
 
 
-def test_a_call_in_the_loop_of_the_client_is_an_error_and_no_hang(storage: RemoteStore) -> None:
+def test_a_call_from_the_client_loop_is_an_error(storage: RemoteStore) -> None:
     storage.size("a")
     loop = storage._clients.get()._fs.loop  # type: ignore[attr-defined]  # of S3
 
@@ -313,7 +315,7 @@ def test_a_call_in_the_loop_of_the_client_is_an_error_and_no_hang(storage: Remot
 
 
 @pytest.mark.parametrize("nbytes", [1, 64 * MIB])
-def test_a_server_that_takes_nothing_is_an_error_and_no_hang(nbytes: int, naps: Naps) -> None:
+def test_a_server_that_accepts_no_bytes_is_an_error(nbytes: int, naps: Naps) -> None:
     """It accepts connections and is silent; the client would wait for ever to be told to go on, or to send more."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}
@@ -325,7 +327,7 @@ def test_a_server_that_takes_nothing_is_an_error_and_no_hang(nbytes: int, naps: 
             storage.size("a")
 
 
-def test_a_delete_that_is_refused_is_an_error(moto_server: Server, naps: Naps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_delete_is_an_error(moto_server: Server, naps: Naps, monkeypatch: pytest.MonkeyPatch) -> None:
     place = RemoteLocation("s3", f"{moto_server.new_place()}/store", moto_server.options)
     storage, call = RemoteStore(place, backoff=Backoff(sleep=naps)), S3Client.call
     storage.put("a", b"1")

@@ -15,7 +15,9 @@ MIB: Final = 1 << 20
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("hostility", [Hostility.SILENT, Hostility.DRIP_BODY, Hostility.BODY])
-def test_files_of_others(hostility: Hostility, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_file_servers_raise_errors_of_casckpt(
+    hostility: Hostility, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("casckpt.storage.remote.files.Patience", lambda: Patience(request=0.2, call=0.3))
     with hostile(hostility) as server:
         files = RemoteFiles(f"{server.endpoint}/files")

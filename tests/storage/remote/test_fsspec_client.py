@@ -1,4 +1,4 @@
-"""Storages that only fsspec knows: what they promise, and what is refused."""
+"""Storages that only fsspec supports: their promises and refusals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Folder:
 class TestOneWriter(StorageContract):
     """All promises but two: fsspec looks first, and writes then; and it does not tell versions of an object apart."""
 
-    test_threads_race_for_a_key: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
+    test_one_of_several_threads_creates_a_key: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
     test_an_open_reader_does_not_mix_objects: Callable[..., None] | None = None  # type: ignore[assignment]  # nor this
 
     @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_store_on_a_web_server_can_be_read(web: Server, store_path: Path, tmp_
     assert ([entry.key for entry in entries], folders) == ([f"commits/{saved.commit.txid}"], [])
 
 
-def test_a_web_server_is_not_written_to(web: Server, tmp_path: Path) -> None:
+def test_a_web_server_is_read_only(web: Server, tmp_path: Path) -> None:
     for single in (False, True):
         store = casckpt.open(f"{web.endpoint}/none", cache_dir=tmp_path / "cache", single_writer=single)
         with pytest.raises(Unsupported, match="can only be read"):
@@ -98,7 +98,7 @@ def test_a_web_server_is_not_written_to(web: Server, tmp_path: Path) -> None:
             store.repository.storage.delete("casckpt.json")
 
 
-def test_what_is_not_on_a_web_server(web: Server) -> None:
+def test_missing_objects_on_a_web_server_are_not_found(web: Server) -> None:
     storage = open_storage(f"{web.endpoint}/nowhere")
     assert storage.size("casckpt.json") is None
     assert list(storage.list("commits/")) == []
@@ -106,7 +106,7 @@ def test_what_is_not_on_a_web_server(web: Server) -> None:
         storage.get("casckpt.json", limit=100)
 
 
-def test_a_pause_for_which_a_call_has_no_time_is_not_made(tmp_path: Path) -> None:
+def test_a_pause_longer_than_the_remaining_time_is_skipped(tmp_path: Path) -> None:
     class Odd(Exception):
         """As a client of some cloud may raise."""
 
@@ -127,7 +127,7 @@ def test_a_pause_for_which_a_call_has_no_time_is_not_made(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("status", "says"), [(403, "check the credentials"), (404, "create it first"), (400, "again")])
-def test_what_cannot_be_mended_is_not_tried_again(
+def test_permanent_errors_are_not_retried(
     status: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Answer(Exception):
@@ -159,7 +159,7 @@ class Unwell(BaseHTTPRequestHandler):
         """Not to stderr."""
 
 
-def test_a_web_server_that_is_not_well_does_not_lack_its_objects() -> None:
+def test_errors_of_a_web_server_do_not_mean_missing_objects() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Unwell) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         for folder, absent in (("store", False), ("none", True)):

@@ -107,7 +107,7 @@ def outcomes(storage: ObjectStore, acts: Mapping[str, Act], attempts: int = 8) -
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("hostility", WAITS)
 @pytest.mark.parametrize("kind", [s3, web])
-def test_every_call_ends(kind: Callable[[Hostile], ObjectStore], hostility: Hostility) -> None:
+def test_every_call_to_a_hostile_server_ends(kind: Callable[[Hostile], ObjectStore], hostility: Hostility) -> None:
     acts = READS if kind is web else {**READS, **WRITES}
     with hostile(hostility, "206 Partial Content") as server:
         found = outcomes(kind(server), acts)
@@ -121,7 +121,7 @@ def test_every_call_ends(kind: Callable[[Hostile], ObjectStore], hostility: Host
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("hostility", [Hostility.SILENT, Hostility.DRIP])
 @pytest.mark.parametrize("kind", [google, azure])
-def test_every_call_of_other_clouds_ends(kind: Callable[[Hostile], ObjectStore], hostility: Hostility) -> None:
+def test_every_call_to_other_hostile_clouds_ends(kind: Callable[[Hostile], ObjectStore], hostility: Hostility) -> None:
     with hostile(hostility) as server:
         found = outcomes(kind(server), {**READS, **WRITES} | {"put of 8 MiB": WRITES["put"]})
     assert {name: type(error) for name, error in found.items()} == dict.fromkeys(found, StorageError)
@@ -130,7 +130,7 @@ def test_every_call_of_other_clouds_ends(kind: Callable[[Hostile], ObjectStore],
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", [s3, web])
 @pytest.mark.parametrize("hostility", [Hostility.HEADERS, Hostility.BODY])
-def test_no_more_is_taken_than_was_wanted(kind: Callable[..., ObjectStore], hostility: Hostility) -> None:
+def test_no_surplus_bytes_are_accepted(kind: Callable[..., ObjectStore], hostility: Hostility) -> None:
     """With all the patience that there is."""
     with hostile(hostility, "206 Partial Content") as server:
         storage = kind(server, {})
@@ -146,7 +146,7 @@ def test_no_more_is_taken_than_was_wanted(kind: Callable[..., ObjectStore], host
 
 
 @pytest.mark.timeout(60)
-def test_settings_of_a_bucket_that_does_not_answer(tmp_path: Path) -> None:
+def test_settings_of_a_silent_bucket_time_out(tmp_path: Path) -> None:
     with hostile(Hostility.SILENT) as server:
         storage = s3(server)
         with pytest.raises(StorageError, match=r"cannot look at the settings of s3://bucket/store: .*request_timeout"):
@@ -156,7 +156,7 @@ def test_settings_of_a_bucket_that_does_not_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_file_system_that_hangs() -> None:
+def test_a_hanging_file_system_times_out() -> None:
     """One that fsspec calls in our thread, which nothing can interrupt."""
 
     class Hanging:
@@ -206,7 +206,7 @@ def slow(pause: float) -> Iterator[str]:
 
 
 @pytest.mark.timeout(60)
-def test_a_slow_server_that_gets_on_is_waited_for() -> None:
+def test_a_slow_server_that_makes_progress_is_waited_for() -> None:
     """Each of these takes longer than a server may be silent, and than a call may take."""
 
     def fill(storage: ObjectStore) -> None:
@@ -221,7 +221,7 @@ def test_a_slow_server_that_gets_on_is_waited_for() -> None:
             assert found == {"get": None, "read": None}
 
 
-def test_pieces_of_a_put_that_were_taken_are_progress() -> None:
+def test_accepted_pieces_of_a_put_count_as_progress() -> None:
     ticks = iter(range(0, 1000, 2))
     one = PatientRequest(Call(Patience(request=10, call=20)), 10, clock=lambda: next(ticks))
 
@@ -237,18 +237,18 @@ def test_pieces_of_a_put_that_were_taken_are_progress() -> None:
 # how it is said
 
 
-def test_bounds_are_no_business_of_a_folder(tmp_path: Path) -> None:
+def test_timeouts_are_refused_for_a_folder(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="call_timeout"):
         casckpt.open(tmp_path / "store", storage_options={"call_timeout": 5})
 
 
-def test_a_bound_that_is_none(tmp_path: Path) -> None:
+def test_an_invalid_timeout_is_refused(tmp_path: Path) -> None:
     for url in ("s3://bucket/store", "https://localhost/store"):
         with pytest.raises(InvalidInput, match="request_timeout in storage_options is a number of seconds above 0"):
             open_storage(url, {"request_timeout": -1}).size("a")
 
 
-def test_the_bounds_come_along_when_a_storage_is_pickled() -> None:
+def test_a_pickled_storage_keeps_its_timeouts() -> None:
     place = RemoteLocation("s3", "bucket/store", {"key": "k", "secret": "s", **IMPATIENT})
     assert pickle.loads(pickle.dumps(RemoteStore(place)))._clients.get().patience == Patience(0.3, 0.4)
     assert replace(place, options={})().patience == Patience(60, 180)

@@ -25,7 +25,7 @@ class Held(Future[None]):
         raise TimeoutError
 
 
-def test_a_call_has_its_time_and_a_client_a_second_more_to_let_go_of_it() -> None:
+def test_a_client_gets_a_second_more_than_its_call() -> None:
     held, patience = Held(), Patience(request=60, call=180)
     one = PatientRequest(Call(patience), patience.request, clock=lambda: held.now)
     with pytest.raises(TimeoutError, match=r"did not end a request in time: the server was silent.* for 60 s"):
@@ -33,7 +33,7 @@ def test_a_call_has_its_time_and_a_client_a_second_more_to_let_go_of_it() -> Non
     assert held.waited == [61, 1]
 
 
-def test_what_is_done_is_taken_however_late() -> None:
+def test_a_late_result_that_is_done_is_used() -> None:
     done, patience = Future[int](), Patience(request=60, call=180)
     done.set_result(3)
     one = PatientRequest(Call(patience), patience.request)

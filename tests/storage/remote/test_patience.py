@@ -35,19 +35,19 @@ def lasts(piece: int, every: float, *, most: float = 1000, nbytes: int = 0) -> f
     return most
 
 
-def test_silence_and_drops_end_a_request() -> None:
+def test_silence_and_dropped_connections_end_a_request() -> None:
     assert lasts(0, 1) == 60
     assert lasts(1, 1) == pytest.approx(60, abs=1)
     assert lasts(SLOWEST // 2, 1) == pytest.approx(120, abs=2)
 
 
 @given(st.floats(1, 50), st.floats(1, 1000))
-def test_a_slow_server_that_gets_on_is_waited_for(every: float, faster: float) -> None:
+def test_a_slow_server_that_makes_progress_is_waited_for(every: float, faster: float) -> None:
     """Whatever the size of its pieces: those of a slow link come in bursts."""
     assert lasts(int(faster * every * SLOWEST) + 1, every) == 1000
 
 
-def test_what_came_fast_is_no_credit_for_silence() -> None:
+def test_fast_bytes_do_not_extend_the_time_for_silence() -> None:
     clock = Clock()
     one = PatientRequest(Call(PATIENCE), PATIENCE.request, clock=clock)
     for _ in range(1000):
@@ -55,7 +55,7 @@ def test_what_came_fast_is_no_credit_for_silence() -> None:
     assert one.left == 60
 
 
-def test_bytes_of_which_nothing_is_heard_have_their_time() -> None:
+def test_unconfirmed_bytes_have_their_own_time() -> None:
     assert lasts(0, 1, nbytes=800 * SLOWEST) == 160
 
 
@@ -71,7 +71,7 @@ def test_attempts_and_pauses_share_the_time_of_a_call() -> None:
     assert "180 s in all (call_timeout" in one.why
 
 
-def test_answers_that_come_at_once_take_nothing_from_their_call() -> None:
+def test_immediate_answers_do_not_use_the_time_of_a_call() -> None:
     """A listing of a web server is thousands of requests."""
     whole = Call(Patience(request=1, call=1e-9))
     with whole.running():
@@ -81,7 +81,7 @@ def test_answers_that_come_at_once_take_nothing_from_their_call() -> None:
     assert whole.left == 1e-9
 
 
-def test_a_failed_request_takes_its_time_from_the_call() -> None:
+def test_a_failed_request_uses_the_time_of_its_call() -> None:
     whole = Call(PATIENCE)
     with whole.running(), pytest.raises(TimeoutError), begin_request(PATIENCE):
         raise TimeoutError
@@ -96,11 +96,11 @@ def test_after_a_silent_call_the_next_one_is_short() -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, True, "60", float("inf"), float("nan"), None])
-def test_options_that_are_no_seconds(value: object) -> None:
+def test_options_that_are_not_seconds_are_refused(value: object) -> None:
     for name in ("request_timeout", "call_timeout"):
         with pytest.raises(InvalidInput, match=f"{name} in storage_options"):
             Patience.of({name: value})
 
 
-def test_options_that_are_ours_and_those_that_are_not() -> None:
+def test_options_of_casckpt_and_of_the_client_are_separated() -> None:
     assert Patience.of({"call_timeout": 5, "key": "k"}) == (Patience(call=5.0), {"key": "k"})

@@ -50,7 +50,7 @@ class TestSeaweed(S3Contract):
 class TestSingleWriter(StorageContract):
     """A server that ignores the condition keeps all promises to one writer, but those of a race."""
 
-    test_threads_race_for_a_key: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
+    test_one_of_several_threads_creates_a_key: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
 
     @pytest.fixture
     def bucket(self, rclone_server: Server) -> str:
@@ -70,7 +70,7 @@ def _put_in_child(storage: ObjectStore, key: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_another_process_uses_the_same_store(method: str, moto_server: Server) -> None:
+def test_another_process_uses_a_pickled_storage(method: str, moto_server: Server) -> None:
     """A fork copies neither the thread nor the connections of the client, so the child makes its own."""
     storage = open_storage(f"s3://{moto_server.new_bucket()}/store", moto_server.options)
     storage.put("a", b"1")
@@ -85,7 +85,7 @@ def test_another_process_uses_the_same_store(method: str, moto_server: Server) -
     assert storage.get("a", limit=100) == b"1"
 
 
-def test_a_forked_child_that_ends_as_a_program_does_leaves_the_parent_alone(moto_server: Server) -> None:
+def test_the_exit_of_a_forked_child_does_not_affect_its_parent(moto_server: Server) -> None:
     storage = open_storage(f"s3://{moto_server.new_bucket()}/store", moto_server.options)
     storage.put("a", b"1")
     code = (

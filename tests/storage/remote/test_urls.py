@@ -13,7 +13,7 @@ from casckpt.errors import InvalidInput, Unsupported
 from casckpt.storage import open_storage
 
 
-def test_a_url_opens_the_same_store(tmp_path: Path) -> None:
+def test_a_url_opens_the_same_storage(tmp_path: Path) -> None:
     for url in (str(tmp_path / "s"), "memory://test-open"):
         store = open_storage(url)
         assert open_storage(store.url).url == store.url
@@ -27,12 +27,12 @@ def test_credentials_in_a_url_are_refused_and_not_shown(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["s3", "http", "sftp", "github"])
-def test_what_fsspec_knows_is_opened_without_a_request(scheme: str) -> None:
+def test_a_protocol_of_fsspec_is_opened_without_a_request(scheme: str) -> None:
     assert open_storage(f"{scheme}://bucket/a/b/").url == f"{scheme}://bucket/a/b"
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
-def test_a_name_that_is_too_short_for_a_bucket(scheme: str) -> None:
+def test_too_short_a_bucket_name_is_refused(scheme: str) -> None:
     with pytest.raises(InvalidInput, match=f"{scheme}://b/x: the bucket's name 'b' is too short"):
         open_storage(f"{scheme}://b/x")
 
@@ -40,13 +40,13 @@ def test_a_name_that_is_too_short_for_a_bucket(scheme: str) -> None:
 @pytest.mark.parametrize(
     ("scheme", "package"), [("gs", "'casckpt[gcs]'"), ("az", "'casckpt[azure]'"), ("https", "'casckpt[https]'")]
 )
-def test_a_package_that_is_missing_is_named(scheme: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_package_names_it(scheme: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Unsupported, match=re.escape(f"pip install {package}")):
         open_storage(f"{scheme}://bucket/prefix")
 
 
-def test_an_unknown_scheme() -> None:
+def test_an_unknown_scheme_is_refused() -> None:
     with pytest.raises(Unsupported, match=r"nonsense:// storages cannot be opened.*s3://"):
         open_storage("nonsense://bucket/prefix")
 
@@ -54,7 +54,7 @@ def test_an_unknown_scheme() -> None:
 @pytest.mark.parametrize(
     "rest", ["", "/", "/a", "b//a", "b/../a", "b/./a", "b/a?x=1", "b/a#x", "file::s3", "-b/a", "b\\a", "b/a\n"]
 )
-def test_nonsense_of_buckets(rest: str) -> None:
+def test_invalid_bucket_urls_are_refused(rest: str) -> None:
     with pytest.raises(InvalidInput, match="s3://"):
         open_storage(f"s3://{rest}")
 
@@ -66,7 +66,7 @@ def test_secrets_are_never_shown() -> None:
     assert "AKIAEXAMPLE" not in shown
 
 
-def test_options_are_for_remote_storages(tmp_path: Path) -> None:
+def test_options_of_a_folder_are_refused(tmp_path: Path) -> None:
     assert open_storage(tmp_path, storage_options={}).url == str(tmp_path)
     for url in (str(tmp_path), tmp_path.as_uri(), "memory://x"):
         with pytest.raises(InvalidInput, match="anon"):
@@ -74,7 +74,7 @@ def test_options_are_for_remote_storages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/store", "folder"])
-def test_options_that_are_no_dict(url: str) -> None:
+def test_options_that_are_not_a_dict_are_refused(url: str) -> None:
     options: Any = ["secret"]
     with pytest.raises(InvalidInput, match="give a dict") as caught:
         open_storage(url, options)

@@ -1,4 +1,4 @@
-"""Where blobs are, remembered between copies: what manifests name is, whether they live is not."""
+"""Places of blobs, remembered between copies: the names in manifests are kept, and whether they are live is not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def found(places: BlobLocations, repo: Repository) -> str | None:
     return None if ref is None else ref.uploader
 
 
-def test_only_what_lives_now_counts(repo: Repository) -> None:
+def test_only_live_commits_give_places(repo: Repository) -> None:
     places = BlobLocations(repo, {A})
     assert found(places, repo) is None
     commit = save(repo, texts=["a", "b"])
@@ -36,7 +36,7 @@ def test_only_what_lives_now_counts(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("purged", [0, 1])
-def test_of_two_places_the_one_that_lives_counts(repo: Repository, purged: int) -> None:
+def test_the_live_one_of_two_places_counts(repo: Repository, purged: int) -> None:
     both = [save(repo, step=step, texts=["a"]) for step in (0, 1)]
     places = BlobLocations(repo, {A})
     assert found(places, repo) in {one.txid for one in both}
@@ -45,7 +45,7 @@ def test_of_two_places_the_one_that_lives_counts(repo: Repository, purged: int) 
 
 
 @pytest.mark.parametrize("marked", [0, 1])
-def test_of_two_places_the_one_that_is_not_damaged_counts(repo: Repository, marked: int) -> None:
+def test_the_undamaged_one_of_two_places_counts(repo: Repository, marked: int) -> None:
     both = [save(repo, step=step, texts=["a"]) for step in (0, 1)]
     places = BlobLocations(repo, {A})
     assert found(places, repo)
@@ -53,7 +53,7 @@ def test_of_two_places_the_one_that_is_not_damaged_counts(repo: Repository, mark
     assert found(places, repo) == both[1 - marked].txid
 
 
-def test_one_of_another_size_is_another_one(repo: Repository) -> None:
+def test_a_blob_of_another_size_is_a_different_blob(repo: Repository) -> None:
     commit = save(repo, texts=["a"])
     assert BlobLocations(repo, {A}).locate(list_commits(repo), {A: BlobRef(A, 2, commit.txid)}) == {}
 

@@ -1,4 +1,4 @@
-"""Copies between stores: only what is missing, verified, whole or not there, whatever fails, dies or runs beside."""
+"""Copies between stores: only missing blobs, verified, complete or absent, despite failures and other processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_copy_keeps_ids_times_order_and_content(source: Repository, target: Re
     check_clean(target)
 
 
-def test_a_store_that_a_copy_makes_has_the_sizes_of_the_source(tmp_path: Path, target: Repository) -> None:
+def test_a_store_created_by_a_copy_has_the_sizes_of_the_source(tmp_path: Path, target: Repository) -> None:
     source = elsewhere(tmp_path, seed=3)
     source.create(cell_bytes=8192, blob_bytes=1 << 20)
     assert copy(source, target).made_store
@@ -97,14 +97,14 @@ def test_only_what_is_missing_is_read_and_put(tmp_path: Path, target: Repository
     assert (len(result.copied), result.blobs) == (3, 1)
 
 
-def test_what_others_have_stored_under_other_names_is_reused(source: Repository, target: Repository) -> None:
+def test_blobs_of_other_uploaders_are_reused(source: Repository, target: Repository) -> None:
     target.create()
     save_arrays(target, {"t0": array(0)}, "theirs")
     assert copy(source, target, "run@0").blobs == 0
     assert contents(target)["run@0"] == content({"t0": array(0)})
 
 
-def test_the_latest_of_a_run_stays_it_when_an_older_one_comes(source: Repository, target: Repository) -> None:
+def test_the_latest_of_a_run_stays_latest_after_a_copy_of_an_older_one(source: Repository, target: Repository) -> None:
     copy(source, target, "run@3")
     copy(source, target, "run@0")
     assert resolve(target, "run@latest").step == 3
@@ -112,7 +112,7 @@ def test_the_latest_of_a_run_stays_it_when_an_older_one_comes(source: Repository
     assert parse_txid(mine).time > parse_txid(resolve(target, "run@3").txid).time
 
 
-def test_names_ranges_and_runs_choose(source: Repository, target: Repository) -> None:
+def test_references_ranges_and_runs_choose_checkpoints(source: Repository, target: Repository) -> None:
     save_arrays(source, {"o": array(9)}, "other", 7)
     assert [one.step for one in copy(source, target, "run@1..2").copied] == [1, 2]
     assert [one.run for one in copy(source, target, run="other").copied] == ["other"]
@@ -135,7 +135,7 @@ def test_progress_adds_up(source: Repository, target: Repository) -> None:
     assert done.done == plan.total == plan.nbytes  # what several share is copied once
 
 
-def test_tags_come_along_when_they_are_asked_for(source: Repository, target: Repository) -> None:
+def test_tags_are_copied_on_request(source: Repository, target: Repository) -> None:
     tags.set_tag(source, "best", resolve(source, "run@1"))
     tags.set_tag(source, "other", resolve(source, "run@2"))
     assert copy(source, target, "run@1").tags == ()
@@ -144,7 +144,7 @@ def test_tags_come_along_when_they_are_asked_for(source: Repository, target: Rep
     assert copy(source, target, "run@1", with_tags=True).tags == ()
 
 
-def test_a_body_that_a_later_version_wrote_stays_to_the_byte(tmp_path: Path, target: Repository) -> None:
+def test_sections_of_a_later_version_are_copied_byte_for_byte(tmp_path: Path, target: Repository) -> None:
     source = repository(tmp_path)
     old = save_arrays(source, {"t": array(1)})
     parts = taken_apart(manifests.get(source, old))
@@ -163,7 +163,7 @@ def test_a_body_that_a_later_version_wrote_stays_to_the_byte(tmp_path: Path, tar
 # what the destination has its own mind about
 
 
-def test_a_place_that_is_taken_is_a_conflict_and_the_others_are_copied(source: Repository, target: Repository) -> None:
+def test_an_occupied_step_is_a_conflict_and_others_are_copied(source: Repository, target: Repository) -> None:
     target.create()
     mine = save_arrays(target, {"mine": array(5)}, step=1)
     result = copy(source, target)
@@ -175,7 +175,7 @@ def test_a_place_that_is_taken_is_a_conflict_and_the_others_are_copied(source: R
     check_clean(target)
 
 
-def test_a_place_that_is_taken_at_the_last_moment(source: Repository, tmp_path: Path) -> None:
+def test_a_step_occupied_at_the_last_moment_is_a_conflict(source: Repository, tmp_path: Path) -> None:
     inner = memory()
     other = elsewhere(tmp_path, inner, seed=5)
     other.create()
@@ -186,7 +186,7 @@ def test_a_place_that_is_taken_at_the_last_moment(source: Repository, tmp_path: 
     check_clean(target)
 
 
-def test_two_that_copy_the_same_tags_at_once(tmp_path: Path, source: Repository) -> None:
+def test_two_simultaneous_copies_of_tags_succeed(tmp_path: Path, source: Repository) -> None:
     inner = memory()
     tags.set_tag(source, "best", resolve(source, "run@1"))
 
@@ -199,7 +199,7 @@ def test_two_that_copy_the_same_tags_at_once(tmp_path: Path, source: Repository)
     assert {name: tag.generation for name, tag in tags.tags(elsewhere(tmp_path, inner)).items()} == {"best": 0}
 
 
-def test_a_tag_that_another_moves_elsewhere_while_it_is_copied(tmp_path: Path, source: Repository) -> None:
+def test_a_tag_moved_during_its_copy_stays_moved(tmp_path: Path, source: Repository) -> None:
     inner = memory()
     tags.set_tag(source, "best", resolve(source, "run@1"))
 
@@ -212,7 +212,7 @@ def test_a_tag_that_another_moves_elsewhere_while_it_is_copied(tmp_path: Path, s
         copy(source, elsewhere(tmp_path, storage), with_tags=True)
 
 
-def test_what_the_destination_forgot_stays_so_unless_it_is_named(source: Repository, target: Repository) -> None:
+def test_checkpoints_forgotten_in_the_destination_stay_so_unless_named(source: Repository, target: Repository) -> None:
     copy(source, target)
     commits.forget(target, resolve(target, "run@0"))
     collect(target)
@@ -226,13 +226,13 @@ def test_what_the_destination_forgot_stays_so_unless_it_is_named(source: Reposit
     check_clean(target)
 
 
-def test_a_forgotten_one_is_copied_if_it_is_named(source: Repository, target: Repository) -> None:
+def test_a_forgotten_checkpoint_is_copied_if_named(source: Repository, target: Repository) -> None:
     old = commits.forget(source, resolve(source, "run@0"))
     assert [one.step for one in copy(source, target).copied] == [1, 2, 3]
     assert [one.id for one in copy(source, target, old.id).copied] == [old.id]
 
 
-def test_what_cannot_be_copied_is_refused(tmp_path: Path, source: Repository, target: Repository) -> None:
+def test_unusable_copies_are_refused(tmp_path: Path, source: Repository, target: Repository) -> None:
     with pytest.raises(InvalidInput, match="into itself"):
         copy(source, source)
     with pytest.raises(NotFound, match="no store"):
@@ -243,7 +243,7 @@ def test_what_cannot_be_copied_is_refused(tmp_path: Path, source: Repository, ta
     assert not target.exists()
 
 
-def test_nothing_is_copied_into_a_store_that_demands_what_is_not_known(source: Repository, target: Repository) -> None:
+def test_nothing_is_copied_into_a_store_with_unknown_requirements(source: Repository, target: Repository) -> None:
     target.create()
     target.change_settings(requires=["rewrites"])
     before = contents(target), snapshot(target)
@@ -252,7 +252,7 @@ def test_nothing_is_copied_into_a_store_that_demands_what_is_not_known(source: R
     assert (contents(target), snapshot(target)) == before
 
 
-def test_beside_a_thinner_one_the_whole_one_is_copied_and_answers(source: Repository, target: Repository) -> None:
+def test_a_whole_checkpoint_is_copied_beside_a_thinned_one_and_answers(source: Repository, target: Repository) -> None:
     copy(source, target)
     thin = move(target, resolve(target, "run@1"), dropped=Dropped(entries=1, bytes=4, rule="optimizer"))
     assert [one.step for one in copy(source, target).copied] == [1]
@@ -273,7 +273,7 @@ def test_a_copy_of_a_rewrite_has_the_order_of_the_first_save(source: Repository,
     check_clean(target)
 
 
-def test_what_comes_back_after_it_was_purged_is_as_old_as_it_was(source: Repository, target: Repository) -> None:
+def test_a_checkpoint_copied_back_after_a_purge_keeps_its_age(source: Repository, target: Repository) -> None:
     copy(source, target)
     last = resolve(source, "run@3")
     commits.purge(source, commits.forget(source, last))
@@ -312,16 +312,14 @@ def test_an_unreadable_record_is_reported_and_all_others_are_copied(source: Repo
      (["run@2.."], None, False), (["run@0"], None, False), ([], "run", True),
      ([], "other", False)],
 )  # fmt: skip
-def test_a_record_that_cannot_be_read_counts_where_it_may_be_wanted(
+def test_an_unreadable_record_is_an_error_only_if_it_may_be_needed(
     refs: list[str], run: str | None, is_told: bool, source: Repository, target: Repository
 ) -> None:
     spoil(source, commit_key(resolve(source, "run@1").txid))
     assert bool(copy(source, target, *refs, run=run).records) == is_told
 
 
-def test_what_is_visible_by_its_first_record_is_copied_though_a_later_one_cannot_be_read(
-    source: Repository, target: Repository
-) -> None:
+def test_a_checkpoint_with_an_unreadable_later_record_is_copied(source: Repository, target: Repository) -> None:
     """One that is not seen may be wanted: nobody knows what its last record says."""
     hidden, seen = resolve(source, "run@1"), resolve(source, "run@2")
     commits.restore(source, commits.forget(source, hidden))
@@ -333,7 +331,7 @@ def test_what_is_visible_by_its_first_record_is_copied_though_a_later_one_cannot
     assert [one.key for one in result.records] == [commit_key(hidden.txid)]
 
 
-def test_a_copy_that_the_storage_ends_says_how_far_it_came(tmp_path: Path, source: Repository) -> None:
+def test_a_copy_ended_by_a_storage_error_reports_its_progress(tmp_path: Path, source: Repository) -> None:
     full = FaultyStore(memory(), [fail_before("put", key=f"commits/*-{step}", times=9) for step in (2, 3)])
     target = elsewhere(tmp_path, full)
     with pytest.raises(StorageError, match=r"2 of 4 checkpoints were done before that, and stay"):

@@ -1,4 +1,4 @@
-"""Copies beside gcs, saves, users and each other, in any order of their calls: what lives is whole, at every call."""
+"""Copies beside gcs, saves, users and each other, with calls in any order: live checkpoints are always complete."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ CASTS = [
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("cast", CASTS)
-def test_copies_beside_others(tmp_path: Path, seed: int, full: bool, cast: Cast) -> None:
+def test_copies_run_beside_saves_and_gcs(tmp_path: Path, seed: int, full: bool, cast: Cast) -> None:
     copied = 0
     for round_ in range(ROUNDS * (30 if full else 1)):
         play, copier = Play(tmp_path / str(round_), seed + round_), Copier(tmp_path / str(round_))
@@ -120,7 +120,7 @@ def test_copies_beside_others(tmp_path: Path, seed: int, full: bool, cast: Cast)
     assert copied, "no copy ever came to its end"
 
 
-def test_a_copy_that_is_killed_anywhere_is_finished_by_another(tmp_path: Path, seed: int) -> None:
+def test_another_process_finishes_a_copy_killed_anywhere(tmp_path: Path, seed: int) -> None:
     for round_ in range(ROUNDS):
         folder = tmp_path / str(round_)
         play, copier = Play(folder, seed + round_), Copier(folder)

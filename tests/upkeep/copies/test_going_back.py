@@ -1,4 +1,4 @@
-"""A store that was put back from a copy of it goes another way: what was known of it before counts no more."""
+"""A restored backup of a store continues differently: cached knowledge of the old store no longer counts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 @pytest.mark.parametrize("tagging", ["same process", "same host", "another host"])
 @pytest.mark.parametrize("collecting", ["same process", "another process"])
-def test_a_tag_that_was_set_again_protects_what_it_names(store: Store, tagging: str, collecting: str) -> None:
+def test_a_tag_set_again_protects_its_checkpoint(store: Store, tagging: str, collecting: str) -> None:
     repo = store.seen_from("host")
     made = [save(repo, "a", step, texts=[f"own {step}"]) for step in range(5)]
     set_tag(repo, "t", made[1])
@@ -77,7 +77,7 @@ def test_a_tag_that_was_set_again_protects_what_it_names(store: Store, tagging: 
     assert [commit.step for commit in list_commits(store.seen_from("new", 5)).live()] == [3, 4]
 
 
-def test_it_is_told_of_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_restored_backup_is_reported_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     repo = store.seen_from("host")
     save(repo, "a", 0)
     store.keep()
@@ -91,7 +91,7 @@ def test_it_is_told_of_once(store: Store, caplog: pytest.LogCaptureFixture) -> N
     assert [gone.txid in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_a_process_that_begins_anew_notices_too(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_process_notices_a_restored_backup(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     repo = store.seen_from("host")
     store.keep()
     save(repo, "a", 1)
@@ -102,7 +102,7 @@ def test_a_process_that_begins_anew_notices_too(store: Store, caplog: pytest.Log
     assert len(caplog.records) == 1
 
 
-def test_a_copy_that_was_made_again_lies_elsewhere(tmp_path: Path, source: Repository) -> None:
+def test_a_repeated_copy_has_another_transaction(tmp_path: Path, source: Repository) -> None:
     """Its transaction and id are those of the first copy; its blobs are not."""
     store = Store(tmp_path, "bucket")
     repo = store.seen_from("host")
@@ -120,7 +120,7 @@ def test_a_copy_that_was_made_again_lies_elsewhere(tmp_path: Path, source: Repos
     assert not verify(store.seen_from("new", 4)).is_damaged
 
 
-def test_tags_that_are_gone_protect_what_they_named_until_somebody_decides(store: Store) -> None:
+def test_lost_tags_protect_their_checkpoints_until_set_or_deleted(store: Store) -> None:
     repo = store.seen_from("host")
     made = [save(repo, "a", step, texts=[f"own {step}"]) for step in range(3)]
     set_tag(repo, "t", made[0])
@@ -151,7 +151,7 @@ def test_a_lost_tag_may_be_deleted(store: Store) -> None:
     assert (list_tags(repo).tags, list_tags(repo).damaged) == ({}, {})
 
 
-def test_a_store_that_was_put_back_whole_has_the_tags_it_had(store: Store) -> None:
+def test_a_completely_restored_backup_has_its_tags(store: Store) -> None:
     repo = store.seen_from("host")
     made = save(repo, "a", 0)
     set_tag(repo, "t", made)

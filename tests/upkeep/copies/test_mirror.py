@@ -66,7 +66,7 @@ def reasons(store: Store, keep_last: int | None = None) -> list[tuple[int | None
     return [(one.step, one.reason) for one in store.gc(keep_last=keep_last, wait=0, min_age=0).waiting]
 
 
-def test_what_is_committed_is_copied_behind(store: Store, away: Path) -> None:
+def test_commits_are_copied_to_the_mirror_in_the_background(store: Store, away: Path) -> None:
     save(store, 1, 2)
     store.wait_for_mirror()
     mirror = casckpt.open(away)
@@ -81,7 +81,7 @@ def test_what_is_committed_is_copied_behind(store: Store, away: Path) -> None:
     assert (store.stats().mirror, store.stats().unmirrored) == (str(away), 0)
 
 
-def test_a_mirror_that_is_away_keeps_no_save_and_no_gc_forgets(
+def test_saves_work_and_gc_forgets_nothing_while_the_mirror_is_absent(
     store: Store, link: FaultyStore, away: Path, store_path: Path
 ) -> None:
     break_link(link)
@@ -111,7 +111,7 @@ def _cli(*args: object) -> str:
     return done.stdout
 
 
-def test_what_is_pending_goes_on_when_the_store_is_opened_again(
+def test_pending_copies_continue_when_the_store_is_opened_again(
     store: Store, link: FaultyStore, store_path: Path, away: Path
 ) -> None:
     break_link(link)
@@ -143,7 +143,7 @@ def test_overwritten_and_twin_checkpoints_answer_alike_in_the_mirror(
     assert same_state(mirror.read("sft@latest"), {"w": torch.ones(3)})
 
 
-def test_what_was_repaired_by_a_commit_of_its_own_is_safe_with_that(store_path: Path, away: Path) -> None:
+def test_a_repaired_checkpoint_is_safe_with_its_rewrite(store_path: Path, away: Path) -> None:
     """The first commit can never be copied: its blob is gone. No gc waits for it, and nobody is told of it."""
     store = small_folder(store_path)
     store.save({"a": cells(3, seed=1), "b": cells(1, seed=2)}, step=1)
@@ -161,7 +161,7 @@ def test_what_was_repaired_by_a_commit_of_its_own_is_safe_with_that(store_path: 
     assert same_state(casckpt.open(away).read(ckpt.id), {"a": cells(3, seed=1)})
 
 
-def test_a_damaged_one_keeps_no_other_back_and_is_named(store: Store, link: FaultyStore, away: Path) -> None:
+def test_a_damaged_checkpoint_is_named_and_blocks_no_other(store: Store, link: FaultyStore, away: Path) -> None:
     break_link(link)
     save(store, 1, 2)
     (blob,) = (key for key in blob_keys(store) if store.get("sft@2").commit.txid in key)
@@ -175,7 +175,7 @@ def test_a_damaged_one_keeps_no_other_back_and_is_named(store: Store, link: Faul
     assert store.mirror_lag().checkpoints == 1
 
 
-def test_another_mirror_gets_all_before_a_gc_goes_on(store: Store, store_path: Path, away: Path) -> None:
+def test_a_new_mirror_receives_everything_before_gc_continues(store: Store, store_path: Path, away: Path) -> None:
     save(store, 1, 2)
     store.wait_for_mirror()
     other = away.with_name("other")
@@ -190,7 +190,7 @@ def test_another_mirror_gets_all_before_a_gc_goes_on(store: Store, store_path: P
     assert casckpt.open(store_path).stats().unmirrored == 1
 
 
-def test_a_store_may_give_its_mirror_up(store: Store, link: FaultyStore, store_path: Path) -> None:
+def test_a_mirror_can_be_unset(store: Store, link: FaultyStore, store_path: Path) -> None:
     break_link(link)
     save(store, 1, 2)
     plain = casckpt.open(store_path)
@@ -210,7 +210,7 @@ def test_a_copy_into_the_mirror_counts(store: Store, link: FaultyStore, store_pa
     assert plain.stats().unmirrored == 0
 
 
-def test_what_the_mirror_has_deleted_is_not_brought_back_while_it_is_noted(store: Store, away: Path) -> None:
+def test_checkpoints_deleted_in_the_mirror_are_not_copied_again_while_noted(store: Store, away: Path) -> None:
     save(store, 1, 2)
     store.wait_for_mirror()
     mirror = casckpt.open(away)
@@ -223,7 +223,7 @@ def test_what_the_mirror_has_deleted_is_not_brought_back_while_it_is_noted(store
     assert store.mirror_lag().checkpoints == 0
 
 
-def test_what_was_restored_since_it_was_noted_is_not_safe(
+def test_a_checkpoint_restored_since_its_note_is_not_safe(
     store: Store, link: FaultyStore, store_path: Path, away: Path
 ) -> None:
     """Forgotten, noted in the mirror, restored, purged there, forgotten: once a gc lost it in both stores."""
@@ -246,7 +246,7 @@ def test_what_was_restored_since_it_was_noted_is_not_safe(
     assert same_state(mirror.read(mirror.restore(old.id)), {"w": cells(3, seed=1), "shared": cells(5, seed=0)})
 
 
-def test_what_is_visible_again_here_is_so_in_the_mirror(store: Store, link: FaultyStore, away: Path) -> None:
+def test_a_restored_checkpoint_becomes_visible_in_the_mirror(store: Store, link: FaultyStore, away: Path) -> None:
     break_link(link)
     save(store, 1)
     (old,) = store.forget("sft@1")
@@ -263,7 +263,7 @@ def test_what_is_visible_again_here_is_so_in_the_mirror(store: Store, link: Faul
     assert store.mirror_lag().checkpoints == 0
 
 
-def test_signatures_go_along_before_the_copy_is_committed(store: Store, link: FaultyStore, away: Path) -> None:
+def test_signatures_are_mirrored_before_the_commit(store: Store, link: FaultyStore, away: Path) -> None:
     break_link(link)
     save(store, 1)
     first, second = (f"signatures/{store.get('sft@1').id}/{digit * 64}" for digit in "ab")
@@ -280,7 +280,7 @@ def test_signatures_go_along_before_the_copy_is_committed(store: Store, link: Fa
 
 
 @pytest.mark.parametrize("gone", ["store", "mirror"])
-def test_whichever_was_deleted_is_made_again(gone: str, store: Store, store_path: Path, away: Path) -> None:
+def test_a_deleted_store_or_mirror_is_recreated(gone: str, store: Store, store_path: Path, away: Path) -> None:
     """Else nobody could open the new mirror, and a gc from cron would not know that the new store has one."""
     save(store, 1)
     store.wait_for_mirror()
@@ -293,7 +293,7 @@ def test_whichever_was_deleted_is_made_again(gone: str, store: Store, store_path
     assert casckpt.open(store_path).stats().mirror == str(away)
 
 
-def test_what_was_in_a_deleted_mirror_is_not_safe_until_it_is_copied_again(
+def test_checkpoints_of_a_deleted_mirror_are_unsafe_until_copied_again(
     store: Store, link: FaultyStore, away: Path
 ) -> None:
     """Else a gc would delete the only copy of what the records say is in the mirror."""
@@ -312,7 +312,7 @@ def test_what_was_in_a_deleted_mirror_is_not_safe_until_it_is_copied_again(
     assert reasons(store, keep_last=1) == []
 
 
-def test_a_deleted_mirror_is_filled_again_where_writers_may_not_delete(
+def test_a_deleted_mirror_is_filled_again_without_delete_rights(
     store: Store, away: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(storage: LocalStore, key: str) -> None:
@@ -328,7 +328,7 @@ def test_a_deleted_mirror_is_filled_again_where_writers_may_not_delete(
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_a_store_that_somebody_else_made_again_names_its_mirror(
+def test_a_store_recreated_by_another_process_names_its_mirror(
     saved: bool, store: Store, store_path: Path, away: Path
 ) -> None:
     save(store, 1)
@@ -343,7 +343,7 @@ def test_a_store_that_somebody_else_made_again_names_its_mirror(
     assert other.repository.catalogue.path == store.repository.catalogue.path
 
 
-def test_a_store_without_a_mirror_says_so(store_path: Path, store: Store) -> None:
+def test_a_store_without_a_mirror_reports_it(store_path: Path, store: Store) -> None:
     plain = casckpt.open(store_path)
     for call in (plain.mirror_lag, plain.wait_for_mirror):
         with pytest.raises(InvalidInput, match="without a mirror"):
@@ -353,7 +353,7 @@ def test_a_store_without_a_mirror_says_so(store_path: Path, store: Store) -> Non
     assert casckpt.open(store_path.with_name("new"), mirror=store_path).mirror_lag().checkpoints == 0
 
 
-def test_waiting_has_an_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_mirror_times_out(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     may_end = threading.Event()
     attempt = Mirror._attempt
 
@@ -370,7 +370,7 @@ def test_waiting_has_an_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_fails_keeps_nobody_waiting(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_mirror_thread_ends_all_waits(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = []
 
     def fail(*_: object) -> None:
@@ -408,7 +408,7 @@ elif end == "kill":
 
 
 @pytest.mark.parametrize("end", ["kill", "exit", pytest.param("wait", marks=pytest.mark.soak)])
-def test_programs_that_end_at_once(store_path: Path, away: Path, end: str) -> None:
+def test_copies_finish_when_programs_end_at_once(store_path: Path, away: Path, end: str) -> None:
     """Two of them; killed, or at their end without waiting, or in good order."""
     started = [
         subprocess.Popen([sys.executable, "-c", PROGRAM, store_path, away, run, end], stderr=subprocess.PIPE)
@@ -445,13 +445,13 @@ def save_and_load(rank: int, size: int, folder: Path, away: Path, host: Path) ->
     return torch.equal(into["w"].to_local(), part["w"].to_local()), fetched, far.get("job@1").stats.bytes_written
 
 
-def test_ranks_with_a_mirror_and_a_cache_of_their_host(ranks: Pool, store_path: Path, away: Path) -> None:
+def test_ranks_may_use_a_mirror_and_a_host_cache(ranks: Pool, store_path: Path, away: Path) -> None:
     found = ranks.run(2, save_and_load, store_path, away, away.with_name("host"))
     assert [same for same, _, _ in found] == [True, True]
     assert sum(fetched for _, fetched, _ in found) == found[0][2]  # each blob came to this host once
 
 
-def test_what_this_host_knows_of_the_mirror_is_not_read_again(store: Store, store_path: Path, away: Path) -> None:
+def test_known_records_of_the_mirror_are_not_read_again(store: Store, store_path: Path, away: Path) -> None:
     save(store, 1, 2, 3)
     store.wait_for_mirror()
     assert casckpt.open(store_path).stats().unmirrored == 0
@@ -467,7 +467,7 @@ def test_what_this_host_knows_of_the_mirror_is_not_read_again(store: Store, stor
 
 @pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize("how", ["deleted", "moved", "a folder without a store"])
-def test_a_gc_keeps_all_where_the_mirror_is_gone(
+def test_a_gc_keeps_everything_if_the_mirror_is_missing(
     how: str, is_open: bool, store_path: Path, away: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What it would purge may be there no more: a folder was deleted, or a disk is not mounted."""
@@ -496,7 +496,7 @@ def test_a_gc_keeps_all_where_the_mirror_is_gone(
         assert (cron.stats().mirror_found, cron.stats().unmirrored) == (True, 0)
 
 
-def test_stats_say_that_the_mirror_is_not_found(store: Store, away: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats_report_a_missing_mirror(store: Store, away: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(store, 1, 2)
     store.wait_for_mirror()
     shutil.rmtree(away)
@@ -504,7 +504,7 @@ def test_stats_say_that_the_mirror_is_not_found(store: Store, away: Path, capsys
     assert f"{away}, 2 checkpoints noted as safe, mirror not found" in capsys.readouterr().out
 
 
-def test_a_mirror_that_may_not_be_looked_at_counts_by_its_notes(
+def test_an_inaccessible_mirror_counts_by_its_notes(
     store_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -525,7 +525,7 @@ def test_a_mirror_that_may_not_be_looked_at_counts_by_its_notes(
     assert [one.step for one in store.gc(keep_last=1, min_age=0, wait=0).purged] == [1]
 
 
-def test_a_folder_that_cannot_be_read_is_no_mirror(store_path: Path, away: Path) -> None:
+def test_an_unreadable_folder_does_not_count_as_a_mirror(store_path: Path, away: Path) -> None:
     store = casckpt.open(store_path, mirror=away)
     save(store, 1, 2)
     store.wait_for_mirror()
@@ -534,9 +534,7 @@ def test_a_folder_that_cannot_be_read_is_no_mirror(store_path: Path, away: Path)
     assert reasons(store, keep_last=1) == [(1, "unmirrored")]
 
 
-def test_a_copy_that_makes_the_mirror_anew_takes_back_what_was_noted_of_the_old_one(
-    store_path: Path, away: Path
-) -> None:
+def test_a_recreated_mirror_invalidates_notes_of_the_old_one(store_path: Path, away: Path) -> None:
     """It copies nothing that is forgotten, which is nowhere else then."""
     store = small_folder(store_path)
     store.change_settings(mirror=away)
@@ -549,7 +547,7 @@ def test_a_copy_that_makes_the_mirror_anew_takes_back_what_was_noted_of_the_old_
 
 
 @pytest.mark.parametrize("by", ["a copy", "the thread"])
-def test_what_was_safe_in_another_store_is_not_safe(
+def test_notes_about_another_store_do_not_count(
     by: str, store_path: Path, away: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A new disk in the old one's place, on which somebody made a store; the old notes tell nothing of it."""
@@ -579,7 +577,7 @@ def test_what_was_safe_in_another_store_is_not_safe(
         assert same_state(casckpt.open(away).read("sft@3"), {"w": cells(3, seed=3), "shared": cells(5, seed=0)})
 
 
-def test_a_training_rotates_nothing_out_while_the_folder_of_its_mirror_is_gone(store_path: Path, away: Path) -> None:
+def test_a_training_rotates_nothing_while_its_mirror_is_missing(store_path: Path, away: Path) -> None:
     store = small_folder(store_path)
     store.change_settings(mirror=away)
     with Checkpointer(store, run="sft", max_checkpoints=1, gc=True) as checkpointer:
@@ -594,7 +592,7 @@ def test_a_training_rotates_nothing_out_while_the_folder_of_its_mirror_is_gone(s
     assert steps(store) == [("sft", 3)]
 
 
-def test_the_mirror_is_asked_once_and_only_where_something_is_to_go(store: Store, link: FaultyStore) -> None:
+def test_the_mirror_is_read_once_and_only_before_deletions(store: Store, link: FaultyStore) -> None:
     save(store, 1, 2)
     store.wait_for_mirror()
     before = len(link.calls)

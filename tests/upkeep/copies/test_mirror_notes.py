@@ -1,4 +1,4 @@
-"""Notes of what is safe in a mirror: each counts until its checkpoint is restored the next time."""
+"""Notes about safe copies in a mirror: each counts until the next restore of its checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_note_counts_until_the_next_restore(repo: Repository) -> None:
     assert [one.restored for one in (commit, gone, back, again, purge(repo, again))] == [0, 0, 2, 2, 2]
 
 
-def test_a_note_of_what_was_read_before_a_restore_says_nothing_of_it(repo: Repository) -> None:
+def test_a_note_read_before_a_restore_does_not_cover_it(repo: Repository) -> None:
     """Who mirrors has read the log, looked at the mirror, and sleeps before it writes."""
     gone = forget(repo, commit_bare(repo))
     back = restore(repo, gone)
@@ -46,7 +46,7 @@ def test_a_note_of_what_was_read_before_a_restore_says_nothing_of_it(repo: Repos
 
 
 @pytest.mark.parametrize("restored", [False, True])
-def test_notes_are_taken_back(repo: Repository, restored: bool) -> None:
+def test_notes_are_withdrawn(repo: Repository, restored: bool) -> None:
     commit = commit_bare(repo)
     note(repo, commit, URL)
     if restored:

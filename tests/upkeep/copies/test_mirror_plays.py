@@ -107,7 +107,7 @@ class MirrorPlay(Play):
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("is_killed", "thinned"), [(False, False), (True, False), (False, True)])
-def test_what_is_noted_is_whole_in_the_mirror(
+def test_a_note_means_a_complete_checkpoint_in_the_mirror(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch, *, full: bool, is_killed: bool, thinned: bool
 ) -> None:
     monkeypatch.setattr(mirror, "JOBS", 1)

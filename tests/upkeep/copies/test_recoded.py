@@ -1,4 +1,4 @@
-"""Copies into blobs of another size, and stores that are packed anew in place: killed, raced, undone, saved upon."""
+"""Copies into blobs of another size, and repacking in place: killed, raced, undone, saved upon."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def odd_state() -> dict[str, Any]:
 
 @pytest.mark.parametrize("blob_bytes", [4096, 32 << 10, 1 << 20])
 @pytest.mark.parametrize("where", ["elsewhere", "in place"])
-def test_any_state_is_the_same_under_its_names(where: str, blob_bytes: int) -> None:
+def test_a_repacked_state_is_the_same_under_its_id(where: str, blob_bytes: int) -> None:
     source = small()
     files = {"short.txt": b"a" * 10, "long.bin": bytes(range(256)) * 300}
     for step in range(3):
@@ -100,7 +100,7 @@ def test_many_small_blobs_become_one(source: Repository, target: Repository) -> 
     check_clean(target)
 
 
-def test_in_place_the_newest_is_packed_first_and_the_others_share_its_blobs(source: Repository) -> None:
+def test_repacking_in_place_starts_with_the_newest_and_shares_its_blobs(source: Repository) -> None:
     before = contents(source)
     plan = plan_copy(source, source, blob_bytes=LARGE)
     assert [one.step for one in plan.missing] == [3, 2, 1]
@@ -114,7 +114,7 @@ def test_in_place_the_newest_is_packed_first_and_the_others_share_its_blobs(sour
     assert contents(source) == before
 
 
-def test_small_blobs_that_a_newer_one_keeps_stay_shared(source: Repository) -> None:
+def test_small_blobs_used_by_a_newer_checkpoint_stay_shared(source: Repository) -> None:
     save_arrays(source, {"t0": array(0), "own": array(9)}, step=4, reuse=resolve(source, "run@0"))
     recode(source, source)
     found = snapshot(source)
@@ -132,7 +132,7 @@ def test_a_dry_run_in_place_writes_nothing(source: Repository) -> None:
     assert snapshot(source) == before
 
 
-def test_what_cannot_be_asked_for(source: Repository, target: Repository) -> None:
+def test_unusable_options_of_repacking_are_refused(source: Repository, target: Repository) -> None:
     with pytest.raises(InvalidInput, match="or a size of blobs"):
         copy(source, source)
     for blob_bytes in (0, 4095, (1 << 30) + 1):
@@ -145,7 +145,7 @@ def test_what_cannot_be_asked_for(source: Repository, target: Repository) -> Non
 
 @pytest.mark.parametrize("where", ["elsewhere", "in place"])
 @pytest.mark.parametrize("how", ["flipped", "gone"])
-def test_a_damaged_source_is_named_and_nothing_has_changed(
+def test_a_damaged_source_is_named_and_changes_nothing(
     source: Repository, target: Repository, where: str, how: str
 ) -> None:
     blob = only_blob(source, resolve(source, "run@2"))
@@ -164,7 +164,7 @@ def test_a_damaged_source_is_named_and_nothing_has_changed(
         check_clean(target)
 
 
-def test_a_manifest_that_is_damaged_keeps_no_other_from_being_packed(source: Repository) -> None:
+def test_a_damaged_manifest_does_not_stop_repacking_of_others(source: Repository) -> None:
     commit = resolve(source, "run@2")
     flip(source, f"objects/{commit.txid}/{commit.id}.manifest", 40)
     result = recode(Repository(source.storage, source.cache_dir), source)
@@ -201,7 +201,7 @@ def check_now(repo: Repository, id: ManifestId, arrays: dict[str, bytes]) -> Non
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_in_place_it_is_cut_off_anywhere(tmp_path: Path, way: str) -> None:
+def test_repacking_in_place_may_be_killed_anywhere(tmp_path: Path, way: str) -> None:
     start = Start(tmp_path)
     at, ended = 0, False
     while not ended:
@@ -230,7 +230,7 @@ def test_in_place_it_is_cut_off_anywhere(tmp_path: Path, way: str) -> None:
 
 @pytest.mark.parametrize("next_one", ["recoded", "as it is"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_copy_is_cut_off_anywhere_and_gone_on_with(
+def test_a_repacking_copy_killed_anywhere_is_resumed(
     tmp_path: Path, source: Repository, way: str, next_one: str
 ) -> None:
     at, ended = 0, False
@@ -258,7 +258,9 @@ def test_a_copy_is_cut_off_anywhere_and_gone_on_with(
 
 @pytest.mark.parametrize("other", ["recoded", "as it is", "of another size"])
 @pytest.mark.parametrize("where", ["*.safetensors", "*.manifest", "commits/*"])
-def test_of_copies_at_once_one_is_there(tmp_path: Path, source: Repository, other: str, where: str) -> None:
+def test_simultaneous_repacking_copies_make_one_commit(
+    tmp_path: Path, source: Repository, other: str, where: str
+) -> None:
     inner = memory()
     blob_bytes = {"recoded": LARGE, "as it is": None, "of another size": 8192}[other]
 
@@ -282,7 +284,7 @@ CHANGES: dict[str, Callable[[Repository], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("where", ["objects/*", "commits/*", "commits/*.1"])
-def test_whoever_changes_it_first_has_won(tmp_path: Path, change: str, where: str) -> None:
+def test_the_first_change_of_a_checkpoint_wins_against_repacking(tmp_path: Path, change: str, where: str) -> None:
     inner = memory()
     arrays = contents(chain(repository(tmp_path / "other", inner, seed=5)))
     other = repository(tmp_path / "other", inner, seed=6)
@@ -300,7 +302,7 @@ def test_whoever_changes_it_first_has_won(tmp_path: Path, change: str, where: st
     check_clean(other)
 
 
-def test_a_load_under_way_goes_on_where_it_is_now() -> None:
+def test_a_running_load_continues_at_the_new_place() -> None:
     faults = FaultyStore(memory(near=False))
     store = small(faults)
     state = {f"w{n}": cells(15, seed=n) for n in range(6)}
@@ -316,7 +318,7 @@ def test_a_load_under_way_goes_on_where_it_is_now() -> None:
     assert len(blob_keys(store)) == 1
 
 
-def test_a_restore_takes_it_back(source: Repository) -> None:
+def test_a_restore_undoes_repacking(source: Repository) -> None:
     before, old = contents(source), resolve(source, "run@3")
     recode(source, source, "run@3")
     assert resolve(source, "run@3").txid != old.txid
@@ -326,7 +328,7 @@ def test_a_restore_takes_it_back(source: Repository) -> None:
     assert contents(source) == before
 
 
-def test_worn_blobs_give_their_space_back(tmp_path: Path) -> None:
+def test_repacking_frees_space_of_worn_blobs(tmp_path: Path) -> None:
     """Of what a run keeps of old blobs, after most of them is of no more use."""
     store = small(blob_bytes=LARGE)
     first = {f"w{n}": cells(10, seed=n) for n in range(10)}
@@ -361,7 +363,7 @@ def encoded(store: Store, target: Store, *refs: str, **options: Any) -> CopyResu
 
 
 @pytest.mark.parametrize("options", [{}, {"blob_bytes": LARGE}, {"blob_bytes": 8192, "jobs": 1}])
-def test_floats_are_encoded_and_all_is_what_it_was(options: dict[str, Any]) -> None:
+def test_repacking_encodes_floats_and_keeps_values(options: dict[str, Any]) -> None:
     store, target = small(), small()
     for step in range(3):
         store.save(floats() | {"n": torch.full((3000,), step / 7).bfloat16()}, step=step, metadata={"step": step})
@@ -386,7 +388,7 @@ def test_floats_are_encoded_and_all_is_what_it_was(options: dict[str, Any]) -> N
     assert same_state(target.read("default@3"), floats())
 
 
-def test_what_is_encoded_stays_as_it_lies() -> None:
+def test_frames_are_repacked_unchanged() -> None:
     store, target, other = small(), small(), small()
     for step in range(3):
         store.save({"w": trained(20, step)}, step=step, compress="auto" if step else "off")
@@ -413,7 +415,7 @@ def test_a_frame_that_decodes_to_something_else_is_not_put(caplog: pytest.LogCap
     assert same_state(target.read("default@0"), {"w": trained(20, 0)})
 
 
-def test_a_copy_that_encodes_and_is_cut_off_is_whole_or_not_there() -> None:
+def test_an_interrupted_encoding_copy_is_complete_or_absent() -> None:
     store, at, ended = small(), 0, False
     store.save({"w": trained(20, 0), "m": cells(20)}, step=0)
     while not ended:
@@ -431,7 +433,7 @@ def test_a_copy_that_encodes_and_is_cut_off_is_whole_or_not_there() -> None:
         assert same_state(found.read("default@0"), store.read("default@0"))
 
 
-def test_encoding_in_place_or_by_several_or_otherwise_is_refused() -> None:
+def test_unsupported_ways_of_encoding_are_refused() -> None:
     store, target = small(), small()
     store.save({"w": trained(20, 0)}, step=0)
     with pytest.raises(InvalidInput, match="in place"):

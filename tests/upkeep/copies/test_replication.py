@@ -45,7 +45,7 @@ def spoil(repo: Repository, key: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["flipped", "header", "gone", "short"])
-def test_a_damaged_blob_is_named_and_nothing_of_it_is_visible(source: Repository, target: Repository, how: str) -> None:
+def test_a_damaged_blob_is_named_and_its_copy_is_invisible(source: Repository, target: Repository, how: str) -> None:
     blob = only_blob(source, resolve(source, "run@2"))
     whole = source.storage.get(blob, limit=1 << 20)
     spoil(source, blob, how)
@@ -78,7 +78,7 @@ def commit_same(repo: Repository, commit: Commit, run: str, step: int, txid: TxI
     return commit_bare(repo, run, step, txid=txid, **{name: getattr(commit.committed, name) for name in names})
 
 
-def test_a_commit_that_says_other_than_its_manifest_is_refused(source: Repository, target: Repository) -> None:
+def test_a_commit_that_contradicts_its_manifest_is_refused(source: Repository, target: Repository) -> None:
     commit = resolve(source, "run@2")
     for run, step in (("other", 2), ("run", 9)):
         made = commit_same(source, commit, run, step, source.new_txid(run, step))
@@ -98,7 +98,7 @@ def test_an_id_of_another_run_or_of_the_future_is_refused(source: Repository, ta
     assert not list_commits(target).commits
 
 
-def test_what_is_not_understood_is_copied_and_stops_its_load_alone(source: Repository, target: Repository) -> None:
+def test_unknown_forms_are_copied_and_stop_only_their_load(source: Repository, target: Repository) -> None:
     """Extents of a form of later versions, or that lie: who loads them refuses them, wherever they are."""
     manifest = manifests.get(source, resolve(source, "run@0"))
     parts = taken_apart(manifest)
@@ -117,7 +117,7 @@ def test_what_is_not_understood_is_copied_and_stops_its_load_alone(source: Repos
             found.extents(found.entries[0])
 
 
-def test_a_store_of_the_future_is_refused(source: Repository, target: Repository) -> None:
+def test_a_store_of_a_later_version_is_refused(source: Repository, target: Repository) -> None:
     data = source.storage.get(MARKER, limit=1 << 20).replace(b'"format": 1', b'"format": 2')
     source.storage.replace(MARKER, data)
     with pytest.raises(Refused, match="Upgrade casckpt"):
@@ -156,7 +156,7 @@ class Killed(BaseException):
     """This process ends here: nothing of it runs any more."""
 
 
-def test_a_copy_that_is_killed_anywhere_is_gone_on_with(tmp_path: Path, source: Repository) -> None:
+def test_a_copy_killed_anywhere_is_resumed(tmp_path: Path, source: Repository) -> None:
     """And no blob is put twice: the first one's transaction keeps what it put."""
     for kind in (fail_before, fail_after):
         for at in range(1, 200):
@@ -190,9 +190,7 @@ def _killed() -> Exception:
 
 
 @pytest.mark.parametrize("method", ["put", "list", "size", "get", "settle"])
-def test_a_target_that_fails_anywhere_shows_nothing_and_works_later(
-    tmp_path: Path, source: Repository, method: str
-) -> None:
+def test_a_failing_target_shows_nothing_and_works_later(tmp_path: Path, source: Repository, method: str) -> None:
     for kind in (fail_before, fail_after):
         for at in range(1, 60):
             faulty = FaultyStore(memory(), [kind(method, at=at)])
@@ -214,7 +212,7 @@ def test_a_target_that_fails_anywhere_shows_nothing_and_works_later(
             pytest.fail("the copy never came to its end")
 
 
-def test_a_copy_that_was_revoked_begins_anew(tmp_path: Path, source: Repository) -> None:
+def test_a_revoked_copy_starts_over(tmp_path: Path, source: Repository) -> None:
     inner = memory()
     other = elsewhere(tmp_path, inner, seed=5)
     other.create()
@@ -232,7 +230,7 @@ def test_a_copy_that_was_revoked_begins_anew(tmp_path: Path, source: Repository)
     check_clean(target)
 
 
-def test_a_copy_that_is_revoked_again_and_again_gives_up(tmp_path: Path, source: Repository) -> None:
+def test_a_repeatedly_revoked_copy_gives_up(tmp_path: Path, source: Repository) -> None:
     inner = memory()
     other = elsewhere(tmp_path, inner, seed=5)
     other.create()
@@ -248,7 +246,7 @@ def test_a_copy_that_is_revoked_again_and_again_gives_up(tmp_path: Path, source:
     check_clean(other)
 
 
-def test_a_blob_that_was_to_be_reused_and_is_gone_is_marked_and_copied(source: Repository, target: Repository) -> None:
+def test_a_missing_reused_blob_is_marked_and_copied(source: Repository, target: Repository) -> None:
     copy(source, target, "run@2")
     gone = manifests.get(target, resolve(target, "run@2")).blob(0)
     target.storage.delete(blob_key(gone.uploader, gone.hash))
@@ -261,7 +259,7 @@ def test_a_blob_that_was_to_be_reused_and_is_gone_is_marked_and_copied(source: R
 # several at once
 
 
-def test_two_that_copy_the_same_share_the_work_and_one_commits(tmp_path: Path, source: Repository) -> None:
+def test_two_processes_share_a_copy_and_one_commits(tmp_path: Path, source: Repository) -> None:
     inner = memory()
     storage = FaultyStore(inner)
     other = elsewhere(tmp_path, storage, seed=9)
@@ -277,7 +275,7 @@ def test_two_that_copy_the_same_share_the_work_and_one_commits(tmp_path: Path, s
     check_clean(first)
 
 
-def test_processes_that_share_the_work_each_say_what_all_of_them_put(tmp_path: Path, source: Repository) -> None:
+def test_processes_that_share_a_copy_report_what_all_of_them_put(tmp_path: Path, source: Repository) -> None:
     inner, said = memory(), []
     other = elsewhere(tmp_path, inner, seed=5)
 
@@ -291,7 +289,7 @@ def test_processes_that_share_the_work_each_say_what_all_of_them_put(tmp_path: P
 
 
 @pytest.mark.parametrize("part", [(0, 3), (1, 3), (2, 3)])
-def test_each_part_copies_all_if_the_others_never_come(
+def test_each_process_copies_everything_if_others_are_absent(
     tmp_path: Path, source: Repository, part: tuple[int, int]
 ) -> None:
     target = elsewhere(tmp_path)
@@ -299,7 +297,7 @@ def test_each_part_copies_all_if_the_others_never_come(
     assert contents(target) == contents(source)
 
 
-def test_a_part_begins_with_its_own(tmp_path: Path) -> None:
+def test_a_process_starts_with_its_own_part(tmp_path: Path) -> None:
     source = chain(repository(tmp_path), 6)
     wanted = [ref.hash for ref in manifests.get(source, resolve(source, "run@5")).blobs]
     for number in range(3):
@@ -310,7 +308,7 @@ def test_a_part_begins_with_its_own(tmp_path: Path) -> None:
         assert sorted(put) == sorted(wanted)
 
 
-def test_a_joined_transaction_is_not_dead_though_who_began_it_is(tmp_path: Path, source: Repository) -> None:
+def test_a_joined_transaction_survives_the_process_that_began_it(tmp_path: Path, source: Repository) -> None:
     target = elsewhere(tmp_path)
     target.create()
     commit = resolve(source, "run@3")
@@ -328,7 +326,7 @@ def test_a_joined_transaction_is_not_dead_though_who_began_it_is(tmp_path: Path,
     assert transactions.join(target, msgspec.structs.replace(began, manifest=resolve(source, "run@1").id)) is None
 
 
-def test_a_save_that_has_the_id_of_a_copy_is_left_alone(tmp_path: Path, source: Repository) -> None:
+def test_a_save_with_the_txid_of_a_copy_is_not_touched(tmp_path: Path, source: Repository) -> None:
     """As in a folder that was copied while jobs saved."""
     target = elsewhere(tmp_path)
     target.create()
@@ -340,13 +338,13 @@ def test_a_save_that_has_the_id_of_a_copy_is_left_alone(tmp_path: Path, source: 
     assert [one.txid for one in transactions.open_transactions(target, commits.list_names(target))] == [commit.txid]
 
 
-def test_a_copy_into_a_folder_that_was_copied_by_hand_finds_all_there(tmp_path: Path) -> None:
+def test_a_copy_into_a_hand_made_copy_puts_nothing(tmp_path: Path) -> None:
     source = chain(repository(tmp_path, LocalStore(tmp_path / "a")))
     (tmp_path / "b").symlink_to(tmp_path / "a")
     assert len(copy(source, elsewhere(tmp_path, LocalStore(tmp_path / "b"))).present) == 4
 
 
-def test_replicate_returns_what_another_has_committed_meanwhile(tmp_path: Path, source: Repository) -> None:
+def test_replicate_returns_a_commit_made_by_another_process(tmp_path: Path, source: Repository) -> None:
     inner = memory()
     other = elsewhere(tmp_path, inner, seed=5)
     other.create()
@@ -362,7 +360,7 @@ Hook = Callable[[], None]
 
 
 @pytest.mark.parametrize("error", [CasckptError, KeyboardInterrupt])
-def test_what_ends_a_copy_leaves_its_transaction_for_the_next(
+def test_a_failed_copy_leaves_its_transaction_for_the_next(
     tmp_path: Path, source: Repository, error: type[BaseException]
 ) -> None:
     target = elsewhere(tmp_path)
@@ -383,7 +381,7 @@ def _open(repo: Repository) -> list[records.Began]:
     return [one.began for one in found if one.began is not None]
 
 
-def test_policies_of_the_destination_see_times_of_the_source(source: Repository, target: Repository) -> None:
+def test_policies_of_the_destination_use_times_of_the_source(source: Repository, target: Repository) -> None:
     copy(source, target)
     plan = gc.plan_gc(target, Policy(keep_last=1), min_age=0.0)
     assert [one.step for one in plan.forget] == [0, 1, 2]
@@ -399,9 +397,7 @@ def test_names_of_blobs_are_durable_before_the_record(tmp_path: Path, source: Re
     assert last_blob < settled < record
 
 
-def test_a_manifest_that_another_has_left_and_that_names_what_is_gone_is_not_committed(
-    tmp_path: Path, source: Repository
-) -> None:
+def test_a_leftover_manifest_with_missing_blobs_is_not_committed(tmp_path: Path, source: Repository) -> None:
     inner = memory()
     copy(source, elsewhere(tmp_path, inner), "run@2")
     first = elsewhere(tmp_path / "first", FaultyStore(inner, [fail_before("put", key="commits/*", error=_killed())]))
@@ -416,7 +412,7 @@ def test_a_manifest_that_another_has_left_and_that_names_what_is_gone_is_not_com
 
 
 @pytest.mark.parametrize(("method", "key"), [("get", "*.manifest"), ("size", "*.safetensors")])
-def test_a_manifest_that_another_has_left_and_a_gc_deletes_just_now_is_copied_anew(
+def test_a_leftover_manifest_deleted_by_gc_is_copied_again(
     tmp_path: Path, source: Repository, method: str, key: str
 ) -> None:
     """Two are in the transaction: one has put the manifest, a gc gives up on it, and the other has not seen that yet.

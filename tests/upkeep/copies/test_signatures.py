@@ -1,4 +1,4 @@
-"""Signatures travel with copies, before their commit; a gc deletes them with it, and nobody minds them."""
+"""Copies include signatures, before their commit; gc deletes signatures with their checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def signatures(repo: Repository) -> set[str]:
     return keys(repo, "signatures/")
 
 
-def test_a_copy_takes_them_along_before_its_commit(tmp_path: Path, source: Repository) -> None:
+def test_a_copy_copies_signatures_before_its_commit(tmp_path: Path, source: Repository) -> None:
     signed = sign(source, 1, 3)
     storage = FaultyStore(memory())
     target = elsewhere(tmp_path, storage)
@@ -48,7 +48,7 @@ def test_a_copy_takes_them_along_before_its_commit(tmp_path: Path, source: Repos
     assert signatures(target) == {*signed}
 
 
-def test_one_that_came_later_is_copied_by_the_next_copy(tmp_path: Path, source: Repository) -> None:
+def test_a_later_signature_is_copied_by_the_next_copy(tmp_path: Path, source: Repository) -> None:
     target = elsewhere(tmp_path)
     copy(source, target)
     signed = sign(source, 2)
@@ -57,7 +57,7 @@ def test_one_that_came_later_is_copied_by_the_next_copy(tmp_path: Path, source: 
     copy(source, target)
 
 
-def test_one_that_cannot_be_read_keeps_nothing_back(
+def test_an_unreadable_signature_does_not_stop_a_copy(
     tmp_path: Path, source: Repository, caplog: pytest.LogCaptureFixture
 ) -> None:
     large, small = sign(source, 1)
@@ -69,7 +69,7 @@ def test_one_that_cannot_be_read_keeps_nothing_back(
     assert signatures(target) == {small}
 
 
-def test_of_two_that_copy_at_once_both_go_on(tmp_path: Path, source: Repository) -> None:
+def test_two_simultaneous_copies_of_signatures_succeed(tmp_path: Path, source: Repository) -> None:
     signed = sign(source, 1)
     storage = FaultyStore(memory())
     target = elsewhere(tmp_path, storage)
@@ -81,7 +81,7 @@ def test_of_two_that_copy_at_once_both_go_on(tmp_path: Path, source: Repository)
 
 
 @pytest.mark.parametrize("where", ["memory", "folder"])
-def test_a_gc_deletes_those_of_what_is_purged_and_nobody_minds(tmp_path: Path, where: str) -> None:
+def test_gc_deletes_signatures_of_purged_checkpoints_without_errors(tmp_path: Path, where: str) -> None:
     storage = memory() if where == "memory" else LocalStore(tmp_path / "store")
     repo = chain(repository(tmp_path, storage))
     signed = sign(repo, 0, 1)

@@ -1,4 +1,4 @@
-"""What keeps a gc from deleting: what cannot be read, storages that fail, other gcs; and what it leaves to the next."""
+"""Obstacles of a gc: unreadable records, failing storages, other gcs; and work that it leaves to the next."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_live_manifest_that_cannot_be_read_stops_deletion(repo: Repository, da
 
 
 @pytest.mark.parametrize(("where", "damage"), [("repo", "gone"), ("repo", "torn"), ("remote", "gone")])
-def test_what_cannot_be_read_is_known_before_anything_is_forgotten_or_purged(
+def test_unreadable_manifests_are_found_before_anything_is_forgotten_or_purged(
     where: str, damage: str, request: pytest.FixtureRequest
 ) -> None:
     repo: Repository = request.getfixturevalue(where)
@@ -73,7 +73,7 @@ def test_what_cannot_be_read_is_known_before_anything_is_forgotten_or_purged(
         assert not hasattr(caught.value, "__notes__")
 
 
-def test_a_dry_run_that_fails_says_what_is_planned(repo: Repository) -> None:
+def test_a_failed_dry_run_reports_its_plan(repo: Repository) -> None:
     saved = [save(repo, step=step, texts=[str(step)]) for step in range(3)]
     repo.storage.delete(manifest_key(saved[2].txid, saved[2].id))
     with pytest.raises(Damaged, match="run@2") as caught:
@@ -83,7 +83,7 @@ def test_a_dry_run_that_fails_says_what_is_planned(repo: Repository) -> None:
     assert [(one.reason, one.step) for one in done.waiting] == [("young", 0), ("young", 1)]
 
 
-def test_purging_the_damaged_one_lets_gc_work_again(repo: Repository) -> None:
+def test_gc_works_again_after_the_purge_of_the_damaged_checkpoint(repo: Repository) -> None:
     saved = [save(repo, step=step, texts=[str(step)]) for step in range(3)]
     repo.storage.delete(manifest_key(saved[1].txid, saved[1].id))
     commits.forget(repo, saved[1])
@@ -92,7 +92,7 @@ def test_purging_the_damaged_one_lets_gc_work_again(repo: Repository) -> None:
     assert (steps(result.purged), result.deleted_blobs) == ([1], 1)
 
 
-def test_what_is_said_of_a_damaged_one_is_so(repo: Repository) -> None:
+def test_the_advice_for_a_damaged_checkpoint_is_correct(repo: Repository) -> None:
     """A day after it was forgotten a gc goes on without it; at once it takes all that is forgotten of the run."""
     saved = [save(repo, step=step, texts=[str(step)]) for step in range(4)]
     other = [save(repo, "other", step, texts=[f"other {step}"]) for step in range(2)]
@@ -130,7 +130,7 @@ def test_a_commit_record_that_cannot_be_read_stops_deletion(repo: Repository) ->
     assert snapshot(repo) == before
 
 
-def test_a_failed_deletion_shows_and_the_next_gc_does_the_rest(tmp_path: Path) -> None:
+def test_a_failed_deletion_is_reported_and_the_next_gc_continues(tmp_path: Path) -> None:
     store = FaultyStore(memory())
     repo = repository(tmp_path, store)
     for step in range(6):
@@ -150,7 +150,7 @@ def test_a_failed_deletion_shows_and_the_next_gc_does_the_rest(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("number", [1, 2], ids=["forget", "purge"])
-def test_a_gc_that_fails_while_it_forgets_or_purges_says_how_far_it_came(tmp_path: Path, number: int) -> None:
+def test_a_failed_gc_reports_what_it_forgot_and_purged(tmp_path: Path, number: int) -> None:
     store = FaultyStore(memory())
     repo = repository(tmp_path, store)
     for step in range(6):
@@ -165,7 +165,7 @@ def test_a_gc_that_fails_while_it_forgets_or_purges_says_how_far_it_came(tmp_pat
     assert 0 < len([gone, purged][number - 1]) < 5
 
 
-def test_an_interrupt_while_it_waits_says_what_was_purged(repo: Repository) -> None:
+def test_an_interrupted_wait_reports_what_was_purged(repo: Repository) -> None:
     for step in range(3):
         save(repo, step=step, texts=[str(step)])
     put_blob(repo, begin_elsewhere(repo), "half")
@@ -193,7 +193,7 @@ def test_a_storage_without_exclusive_creates_is_refused(tmp_path: Path) -> None:
 # other gcs
 
 
-def test_another_gc_that_purges_meanwhile_makes_this_one_start_again(tmp_path: Path) -> None:
+def test_a_purge_by_another_gc_makes_this_one_start_again(tmp_path: Path) -> None:
     store = FaultyStore(memory())
     repo = repository(tmp_path, store)
     other = repository(tmp_path / "other", store.inner, seed=2)
@@ -209,7 +209,7 @@ def test_another_gc_that_purges_meanwhile_makes_this_one_start_again(tmp_path: P
     assert (result.deleted_blobs, result.kept_blobs) == (0, 1)
 
 
-def test_a_gc_that_is_disturbed_again_and_again_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeatedly_disturbed_gc_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repo = repository(tmp_path)
     save(repo, step=0, texts=["a"])
 
@@ -236,7 +236,7 @@ def test_nothing_of_gc_needs_the_catalogue(tmp_path: Path, caplog: pytest.LogCap
         assert run_gc(repo, LAST).deleted_blobs == 3
 
 
-def test_leftovers_of_killed_puts_go_with_their_transaction(tmp_path: Path) -> None:
+def test_leftovers_of_killed_puts_are_deleted_with_their_transaction(tmp_path: Path) -> None:
     repo = repository(tmp_path, LocalStore(tmp_path / "store"))
     txid = begin_elsewhere(repo)
     folder = tmp_path / "store" / uploader_folder(txid)

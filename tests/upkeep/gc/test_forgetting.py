@@ -13,14 +13,14 @@ from tests.support.faulty import Call, FaultyStore, call_first, fail_before
 from tests.support.repositories import commit_bare, memory, repository
 
 
-def test_names_and_ranges_are_chosen_once_each(tmp_path: Path) -> None:
+def test_references_and_ranges_choose_each_checkpoint_once(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     made = [commit_bare(repo, "a", step) for step in (1, 2, 3)]
     assert plan_forget(repo, ["a@2..", "a@3", made[1]]) == made[1:]
     assert len(list_commits(repo).visible()) == 3, "a plan writes nothing"
 
 
-def test_a_tagged_one_protects_all_that_are_named(tmp_path: Path) -> None:
+def test_a_tagged_checkpoint_stops_forget_of_all_named_ones(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     made = [commit_bare(repo, "a", step) for step in (1, 2, 3)]
     set_tag(repo, "best", made[1])
@@ -32,14 +32,14 @@ def test_a_tagged_one_protects_all_that_are_named(tmp_path: Path) -> None:
     assert plan_forget(repo, ["a@1..3"]) == made
 
 
-def test_a_commit_is_taken_as_it_is_now(tmp_path: Path) -> None:
+def test_forget_uses_the_current_state_of_a_commit(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     old = commit_bare(repo, "a", 1)
     now = forget(repo, old)
     assert plan_forget(repo, [old]) == [now]
 
 
-def test_what_is_not_there_is_not_found(tmp_path: Path) -> None:
+def test_forget_of_a_missing_checkpoint_is_not_found(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     commit_bare(repo, "a", 1)
     with pytest.raises(NotFound):
@@ -57,7 +57,7 @@ def visible(repo: Repository) -> list[int]:
     return [commit.step for commit in list_commits(repo).visible()]
 
 
-def test_many_are_restored_by_one_listing(tmp_path: Path) -> None:
+def test_many_checkpoints_are_restored_with_one_listing(tmp_path: Path) -> None:
     storage = FaultyStore(memory())
     repo = repository(tmp_path, storage)
     gone = forgotten(repo, 1, 2, 3, 4)
@@ -69,7 +69,7 @@ def test_many_are_restored_by_one_listing(tmp_path: Path) -> None:
     assert visible(repo) == [1, 2, 3, 4]
 
 
-def test_if_one_cannot_be_restored_nothing_is(tmp_path: Path) -> None:
+def test_nothing_is_restored_if_one_checkpoint_cannot_be(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     gone = forgotten(repo, 1, 2, 3)
     twin = commit_bare(repo, "a", 2)
@@ -96,7 +96,7 @@ def test_a_commit_changed_meanwhile_fails_and_the_others_are_restored(tmp_path: 
         result.raise_failure()
 
 
-def test_where_the_storage_fails_it_tells_what_was_restored_and_what_is_left(tmp_path: Path) -> None:
+def test_a_storage_error_reports_restored_and_remaining_checkpoints(tmp_path: Path) -> None:
     storage = FaultyStore(memory())
     repo = repository(tmp_path, storage)
     gone = forgotten(repo, 1, 2, 3)
@@ -110,7 +110,7 @@ def test_where_the_storage_fails_it_tells_what_was_restored_and_what_is_left(tmp
         result.raise_failure()
 
 
-def test_who_interrupts_it_learns_what_was_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_interrupted_restore_reports_restored_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     storage = FaultyStore(memory())
     repo = repository(tmp_path, storage)
     gone = forgotten(repo, 1, 2)

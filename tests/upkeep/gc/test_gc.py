@@ -1,4 +1,4 @@
-"""gc as a person sees it: what goes, what stays, what waits, and what is reported."""
+"""gc from outside: what it deletes, keeps, defers and reports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.support.told import Told
 # what goes and what stays
 
 
-def test_a_folder_gets_its_bytes_back(tmp_path: Path) -> None:
+def test_gc_frees_bytes_of_a_folder(tmp_path: Path) -> None:
     repo = repository(tmp_path, LocalStore(tmp_path / "store"))
     saved = [save(repo, step=step, texts=[f"{step}" * 10]) for step in range(4)]
     result = run_gc(repo, Policy(keep_last=2))
@@ -63,7 +63,7 @@ def test_a_folder_gets_its_bytes_back(tmp_path: Path) -> None:
     assert folders == {commit.txid for commit in saved[2:]}, "empty folders are left"
 
 
-def test_what_another_checkpoint_needs_stays(repo: Repository) -> None:
+def test_blobs_used_by_another_checkpoint_stay(repo: Repository) -> None:
     old = save(repo, step=0, texts=["shared", "alone"])
     shared = next(ref for ref in manifests.get(repo, old).blobs if ref.size == len("shared"))
     save(repo, step=1, texts=["new"], reused=[shared])
@@ -72,7 +72,7 @@ def test_what_another_checkpoint_needs_stays(repo: Repository) -> None:
     assert (result.deleted_blobs, result.deleted_bytes, result.kept_bytes) == (1, len("alone"), len("sharednew"))
 
 
-def test_no_policy_forgets_nothing_and_purges_what_was_forgotten(repo: Repository) -> None:
+def test_gc_without_a_policy_only_purges_forgotten_checkpoints(repo: Repository) -> None:
     old, new = save(repo, step=0, texts=["a"]), save(repo, step=1, texts=["b"])
     assert run_gc(repo).deleted_blobs == 0
     commits.forget(repo, old)
@@ -91,7 +91,7 @@ def test_a_second_gc_finds_nothing(repo: Repository) -> None:
     assert snapshot(repo) == before
 
 
-def test_uploads_of_revoked_transactions_go(repo: Repository) -> None:
+def test_uploads_of_revoked_transactions_are_deleted(repo: Repository) -> None:
     txid = begin_elsewhere(repo)
     put_blob(repo, txid, "half a save")
     transactions.revoke(repo, txid, "aborted")
@@ -101,7 +101,7 @@ def test_uploads_of_revoked_transactions_go(repo: Repository) -> None:
     assert keys(repo, "commits/") == {f"commits/{txid}"}, "its record must stay"
 
 
-def test_a_run_can_be_named(repo: Repository) -> None:
+def test_gc_can_be_limited_to_a_run(repo: Repository) -> None:
     for run in ("a", "b"):
         for step in range(2):
             save(repo, run, step, texts=[f"{run}{step}"])
@@ -118,19 +118,19 @@ def test_foreign_files_are_left_alone_and_reported(repo: Repository) -> None:
     assert "objects/readme.txt" in keys(repo)
 
 
-def test_no_store_is_not_found(tmp_path: Path) -> None:
+def test_gc_of_a_missing_store_is_not_found(tmp_path: Path) -> None:
     repo = Repository(memory(), tmp_path)
     with pytest.raises(NotFound):
         plan_gc(repo)
 
 
 @pytest.mark.parametrize("options", [{"wait": -1.0}, {"wait": float("nan")}, {"min_age": -1.0}])
-def test_nonsense_is_refused(repo: Repository, options: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused(repo: Repository, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match="is not usable"):
         run_gc(repo, **options)
 
 
-def test_what_it_has_read_is_durable_before_it_deletes(tmp_path: Path) -> None:
+def test_gc_makes_read_records_durable_before_it_deletes(tmp_path: Path) -> None:
     """Whoever put a purge may have died before he made its name durable: power that is lost would take it back."""
     faults = FaultyStore(memory())
     repo = repository(tmp_path, faults)
@@ -160,7 +160,7 @@ def test_progress_counts_every_deleted_object(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("where", ["repo", "remote"])
-def test_what_was_forgotten_is_kept_for_a_day(where: str, request: pytest.FixtureRequest) -> None:
+def test_forgotten_checkpoints_are_kept_for_a_day(where: str, request: pytest.FixtureRequest) -> None:
     """In a folder as in a bucket; until then it is said what is freed then, and when that is."""
     repo: Repository = request.getfixturevalue(where)
     old = save(repo, step=0, texts=["shared", "alone"])
@@ -197,7 +197,7 @@ def test_ephemeral_checkpoints_wait_less(remote: Repository) -> None:
     assert min_age_of(remote, None).of(short) == 10**6
 
 
-def test_age_counts_from_the_forgetting(remote: Repository) -> None:
+def test_the_age_counts_from_the_forgotten_record(remote: Repository) -> None:
     old = save(remote, step=0, texts=["a"])
     ticking(remote)(10 * 86400)
     save(remote, step=1, texts=["b"])
@@ -208,7 +208,7 @@ def test_age_counts_from_the_forgetting(remote: Repository) -> None:
     assert plan.waiting[0].until.timestamp() == pytest.approx(remote.clock() / 1e6 + 86400, abs=1)
 
 
-def test_who_forgets_with_a_clock_that_is_behind_takes_no_day_from_a_new_checkpoint(tmp_path: Path) -> None:
+def test_forget_with_a_late_clock_does_not_shorten_the_day(tmp_path: Path) -> None:
     storage = memory()
     repo, behind = repository(tmp_path, storage), repository(tmp_path / "behind", storage, seed=2)
     ticking(repo)(10 * 86400)
@@ -221,7 +221,7 @@ def test_who_forgets_with_a_clock_that_is_behind_takes_no_day_from_a_new_checkpo
     assert steps(run_gc(repo, min_age=None).purged) == [0]
 
 
-def test_what_a_clock_that_is_ahead_has_saved_waits_no_longer(tmp_path: Path) -> None:
+def test_a_save_with_a_fast_clock_does_not_wait_longer(tmp_path: Path) -> None:
     storage = memory()
     repo, ahead = repository(tmp_path, storage), repository(tmp_path / "ahead", storage, seed=2)
     ticking(ahead)(10 * 86400)
@@ -236,7 +236,7 @@ def test_what_a_clock_that_is_ahead_has_saved_waits_no_longer(tmp_path: Path) ->
 # tags
 
 
-def test_tagged_ones_are_neither_forgotten_nor_purged(repo: Repository) -> None:
+def test_tagged_checkpoints_are_neither_forgotten_nor_purged(repo: Repository) -> None:
     old = [save(repo, step=step, texts=[str(step)]) for step in range(3)]
     tags.set_tag(repo, "best", old[0])
     hold(repo, "gone", old[1], 3600.0)
@@ -261,7 +261,7 @@ def test_a_tag_set_after_the_plan_counts(repo: Repository) -> None:
     assert f"commits/{old[0].txid}.1" not in keys(repo, "commits/"), "it was forgotten for a moment"
 
 
-def test_a_tag_set_while_gc_forgets_brings_the_checkpoint_back(tmp_path: Path) -> None:
+def test_a_tag_set_while_gc_forgets_restores_the_checkpoint(tmp_path: Path) -> None:
     store = FaultyStore(memory())
     repo = repository(tmp_path, store)
     old, _ = save(repo, step=0, texts=["a"]), save(repo, step=1, texts=["b"])
@@ -277,7 +277,7 @@ def test_a_tag_set_while_gc_forgets_brings_the_checkpoint_back(tmp_path: Path) -
     assert len(list_commits(repo).visible()) == 2
 
 
-def test_what_was_restored_after_the_plan_stays(repo: Repository) -> None:
+def test_a_checkpoint_restored_after_the_plan_stays(repo: Repository) -> None:
     old, _ = save(repo, step=0, texts=["a"]), save(repo, step=1, texts=["b"])
     commits.forget(repo, old)
     plan = plan_gc(repo)
@@ -286,7 +286,7 @@ def test_what_was_restored_after_the_plan_stays(repo: Repository) -> None:
     assert len(list_commits(repo).visible()) == 2
 
 
-def test_a_tag_that_cannot_be_read_stops_everything(repo: Repository) -> None:
+def test_an_unreadable_tag_stops_gc(repo: Repository) -> None:
     for step in range(2):
         save(repo, step=step, texts=[str(step)])
     repo.storage.put("tags/best/0", b"nonsense")
@@ -299,7 +299,7 @@ def test_a_tag_that_cannot_be_read_stops_everything(repo: Repository) -> None:
 # dry run
 
 
-def test_a_dry_run_says_what_a_run_does_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_reports_what_a_run_does_and_writes_nothing(tmp_path: Path) -> None:
     store = FaultyStore(memory())
     repo = repository(tmp_path, store)
     for step in range(4):
@@ -344,7 +344,7 @@ def test_the_json_is_plain(remote: Repository) -> None:
 
 
 @pytest.mark.parametrize("folder", ["commits", "settings", "tags/best", "damaged/x/y", "mirrored", "probes", ""])
-def test_what_killed_puts_left_beside_records_goes(tmp_path: Path, folder: str) -> None:
+def test_leftovers_of_killed_puts_beside_records_are_deleted(tmp_path: Path, folder: str) -> None:
     repo = repository(tmp_path, LocalStore(tmp_path / "store"))
     save(repo, texts=["a"])
     where = tmp_path / "store" / folder
@@ -354,7 +354,7 @@ def test_what_killed_puts_left_beside_records_goes(tmp_path: Path, folder: str) 
     assert list((tmp_path / "store").rglob(".*")) == []
 
 
-def test_empty_folders_and_leftovers_of_uploads_go(tmp_path: Path) -> None:
+def test_empty_folders_and_leftovers_of_uploads_are_deleted(tmp_path: Path) -> None:
     repo = repository(tmp_path, LocalStore(tmp_path / "store"))
     kept = save(repo, texts=["a"])
     saving = begin_elsewhere(repo)
@@ -369,7 +369,7 @@ def test_empty_folders_and_leftovers_of_uploads_go(tmp_path: Path) -> None:
     assert len(list((objects / saving).iterdir())) == 1, "somebody may be putting there"
 
 
-def test_a_put_that_gc_sweeps_away_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_put_swept_by_gc_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only(Naming.LINK, monkeypatch)
     repo = repository(tmp_path, LocalStore(tmp_path / "store"))
     link = syscalls.link_named

@@ -88,7 +88,7 @@ PLAYS = [two_writers_and_a_gc, two_gcs, patient_gcs, holders, twins, two_rewrite
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("cast", PLAYS)
-def test_nothing_that_lives_is_lost_and_the_rest_goes(
+def test_no_live_blob_is_lost_and_others_are_deleted(
     tmp_path: Path, seed: int, full: bool, cast: Callable[[Play], None]
 ) -> None:
     deleted = 0
@@ -206,21 +206,21 @@ def test_a_gc_that_breaks_the_protocol_loses_data(
     assert is_lost(tmp_path, seed, two_writers_and_a_gc)
 
 
-def test_a_lease_that_is_granted_without_a_read_of_the_log_is_lost(
+def test_a_lease_granted_without_reading_the_log_is_lost(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "_granted", lambda repo, tag, commit, before: commit)
     assert is_lost(tmp_path, seed, holders)
 
 
-def test_a_gc_that_lists_no_tags_again_takes_what_is_held(
+def test_a_gc_without_a_second_listing_of_tags_loses_leased_checkpoints(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retiring, "_tags_now", lambda repo: {})
     assert is_lost(tmp_path, seed, holders)
 
 
-def test_a_gc_that_takes_a_forgotten_twin_for_enough_loses_what_is_held(
+def test_a_gc_that_counts_forgotten_twins_loses_leased_checkpoints(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def with_any_twin(listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:

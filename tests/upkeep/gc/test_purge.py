@@ -1,4 +1,4 @@
-"""Tags that expire, and demands on writers, against what a gc forgets and purges."""
+"""Expiring tags and requirements for writers, against forget and purge by gc."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def in_its_place(repo: Repository) -> Commit:
     return commit_draft(repo, repo.new_txid("run", 0), draft([], "run", 0, created_at=repo.clock()))
 
 
-def test_a_tag_that_expires_keeps_until_its_end_and_an_hour(repo: Repository) -> None:
+def test_an_expiring_tag_protects_until_an_hour_after_its_end(repo: Repository) -> None:
     hold(repo, "eval", first(repo), HOUR)
     assert run_gc(repo, LAST).forgotten == ()
     gone = commits.forget(repo, first(repo))
@@ -75,7 +75,7 @@ def test_a_tag_that_expires_keeps_until_its_end_and_an_hour(repo: Repository) ->
     assert [one.txid for one in run_gc(repo).purged] == [gone.txid]
 
 
-def test_one_with_an_end_and_one_without_have_none(repo: Repository) -> None:
+def test_an_expiring_and_a_permanent_tag_together_protect_without_end(repo: Repository) -> None:
     hold(repo, "eval", first(repo), HOUR)
     commit = first(repo)
     tags.set_tag(repo, "best", commit)
@@ -93,7 +93,7 @@ def committed_again(repo: Repository, commit: Commit) -> Commit:
     return commits.just_committed(record)
 
 
-def test_a_tag_bars_by_id(repo: Repository) -> None:
+def test_a_tag_bars_a_purge_by_id(repo: Repository) -> None:
     """One that was set on a commit bars others of the same checkpoint, too."""
     commit = first(repo)
     twin = committed_again(repo, commit)
@@ -121,7 +121,7 @@ def twin_of(repo: Repository, commit: Commit) -> Commit:
     return twin
 
 
-def test_a_tag_does_not_bar_what_is_visible_by_another_commit(repo: Repository) -> None:
+def test_a_tag_does_not_bar_a_purge_if_another_commit_is_visible(repo: Repository) -> None:
     commit = first(repo)
     tag, _ = hold(repo, "eval", commit, HOUR)
     tags.set_tag(repo, "best", commit)
@@ -135,7 +135,7 @@ def test_a_tag_does_not_bar_what_is_visible_by_another_commit(repo: Repository) 
     assert (waiting.txid, waiting.reason, waiting.tags) == (twin.txid, "tagged", (tag.name,))
 
 
-def test_a_twin_that_is_forgotten_itself_frees_nothing(repo: Repository) -> None:
+def test_a_forgotten_twin_does_not_allow_a_purge(repo: Repository) -> None:
     commit = first(repo)
     hold(repo, "eval", commit, HOUR)
     commits.forget(repo, twin_of(repo, commit))
@@ -144,7 +144,7 @@ def test_a_twin_that_is_forgotten_itself_frees_nothing(repo: Repository) -> None
 
 
 @pytest.mark.parametrize("when", ["tags/", "commits/"])
-def test_a_twin_that_is_forgotten_meanwhile_frees_nothing(repo: Repository, faults: FaultyStore, when: str) -> None:
+def test_a_twin_forgotten_meanwhile_does_not_allow_a_purge(repo: Repository, faults: FaultyStore, when: str) -> None:
     """It was visible when the gc was planned, and is not when tags are listed again, or commits behind them."""
     commit = first(repo)
     hold(repo, "eval", commit, HOUR)
@@ -167,7 +167,7 @@ def test_a_twin_that_is_forgotten_meanwhile_frees_nothing(repo: Repository, faul
 THIN = Dropped(entries=1, bytes=4, rule="optimizer")
 
 
-def test_what_was_replaced_goes_after_the_minimum_age(repo: Repository) -> None:
+def test_replaced_commits_are_purged_after_the_minimum_age(repo: Repository) -> None:
     commit = first(repo)
     made = move(repo, commit)
     waiting, *_ = run_gc(repo, min_age=HOUR).waiting
@@ -179,7 +179,7 @@ def test_what_was_replaced_goes_after_the_minimum_age(repo: Repository) -> None:
     assert {one.txid for one in list_commits(repo).live()} == {made.txid, list_commits(repo).live()[1].txid}
 
 
-def test_what_was_replaced_and_cannot_be_read_goes_at_once(repo: Repository) -> None:
+def test_unreadable_replaced_commits_are_purged_at_once(repo: Repository) -> None:
     """No gc could delete anything as long as it lives, and nobody could do anything with it."""
     commit = first(repo)
     move(repo, commit)
@@ -189,7 +189,9 @@ def test_what_was_replaced_and_cannot_be_read_goes_at_once(repo: Repository) -> 
 
 
 @pytest.mark.parametrize("is_forgotten", [False, True])
-def test_a_tag_bars_what_was_replaced_only_if_something_was_dropped(repo: Repository, is_forgotten: bool) -> None:
+def test_a_tag_bars_the_purge_of_a_replaced_commit_only_if_entries_were_dropped(
+    repo: Repository, is_forgotten: bool
+) -> None:
     commit = first(repo)
     hold(repo, "best", commit, HOUR)
     moved = move(repo, commit)
@@ -205,7 +207,7 @@ def test_a_tag_bars_what_was_replaced_only_if_something_was_dropped(repo: Reposi
     assert {one.txid for one in run_gc(repo).purged} == ({moved.txid, again.txid} if is_forgotten else {moved.txid})
 
 
-def test_a_rewrite_that_is_void_goes_whatever_names_its_id(repo: Repository) -> None:
+def test_a_void_rewrite_is_purged_despite_tags_on_its_id(repo: Repository) -> None:
     commit = first(repo)
     tags.set_tag(repo, "best", commit)
     made = half_rewrite(repo, commit)
@@ -216,7 +218,7 @@ def test_a_rewrite_that_is_void_goes_whatever_names_its_id(repo: Repository) -> 
     assert list_commits(repo).commits[commit.txid].visible
 
 
-def test_a_rewrite_that_is_void_goes_though_its_base_is_forgotten_and_held(repo: Repository) -> None:
+def test_a_void_rewrite_is_purged_though_its_base_is_forgotten_and_leased(repo: Repository) -> None:
     commit = first(repo)
     made = half_rewrite(repo, commit)
     hold(repo, "best", commit, HOUR)
@@ -226,7 +228,7 @@ def test_a_rewrite_that_is_void_goes_though_its_base_is_forgotten_and_held(repo:
     assert not list_commits(repo).commits[made.txid].live
 
 
-def test_a_purge_of_what_was_replaced_races_with_its_restore(repo: Repository, faults: FaultyStore) -> None:
+def test_purge_and_restore_of_a_replaced_commit_compete(repo: Repository, faults: FaultyStore) -> None:
     commit = first(repo)
     made, plan = move(repo, commit), plan_gc(repo, min_age=0.0)
     assert [one.txid for one in plan.purge] == [commit.txid]
@@ -237,7 +239,7 @@ def test_a_purge_of_what_was_replaced_races_with_its_restore(repo: Repository, f
     assert (found.commits[commit.txid].visible, found.commits[made.txid].visible) == (True, False)
 
 
-def test_a_policy_counts_a_rewrite_as_of_its_first_save(repo: Repository) -> None:
+def test_a_policy_uses_the_first_save_of_a_rewrite(repo: Repository) -> None:
     made = move(repo, first(repo))
     newest = list_commits(repo).current()[-1]
     assert newest.step == 1
@@ -245,7 +247,7 @@ def test_a_policy_counts_a_rewrite_as_of_its_first_save(repo: Repository) -> Non
     assert [one.txid for one in list_commits(repo).visible()] == [newest.txid]
 
 
-def test_two_gcs_of_which_each_frees_a_twin_leave_one(repo: Repository, faults: FaultyStore) -> None:
+def test_two_gcs_that_each_purge_a_twin_leave_one(repo: Repository, faults: FaultyStore) -> None:
     """One is about to purge the commit, for its twin is visible; that is forgotten then, and another gc runs."""
     commit = first(repo)
     hold(repo, "eval", commit, HOUR)
@@ -263,7 +265,7 @@ def test_two_gcs_of_which_each_frees_a_twin_leave_one(repo: Repository, faults: 
     assert commit.id in {one.id for one in list_commits(repo).live()}
 
 
-def test_two_gcs_that_forget_a_twin_each_put_back_what_is_held_by_then(repo: Repository, faults: FaultyStore) -> None:
+def test_two_gcs_that_each_forget_a_twin_restore_a_leased_one(repo: Repository, faults: FaultyStore) -> None:
     """Both twins are visible, as after a repair that was killed; a lease is granted before either of them forgets."""
     commit = first(repo)
     twin = committed_again(repo, commit)
@@ -280,7 +282,7 @@ def test_two_gcs_that_forget_a_twin_each_put_back_what_is_held_by_then(repo: Rep
     assert first(repo).visible
 
 
-def test_what_was_granted_while_a_gc_forgets_stays(repo: Repository, faults: FaultyStore) -> None:
+def test_a_lease_granted_while_gc_forgets_protects_its_checkpoint(repo: Repository, faults: FaultyStore) -> None:
     """It forgets, and lists tags only then: one that was granted before that is in the listing."""
     commit, plan = first(repo), plan_gc(repo, LAST, min_age=0.0)
     faults.inject(
@@ -310,7 +312,7 @@ def test_gc_undoes_its_own_forget_but_no_later_change(repo: Repository, faults: 
     assert (first(repo).txid, first(repo).last, tags.tags(repo)) == (commit.txid, "forgotten", {})
 
 
-def test_what_is_set_while_a_gc_lists_tags_is_not_granted(repo: Repository, faults: FaultyStore) -> None:
+def test_a_tag_set_while_gc_lists_tags_is_not_granted(repo: Repository, faults: FaultyStore) -> None:
     commit = first(repo)
     commits.forget(repo, commit)
     plan, refused = plan_gc(repo, min_age=0.0), []
@@ -325,7 +327,7 @@ def test_what_is_set_while_a_gc_lists_tags_is_not_granted(repo: Repository, faul
     assert len(refused) == 1
 
 
-def test_a_purge_takes_the_very_next_number_only(repo: Repository, faults: FaultyStore) -> None:
+def test_a_purge_takes_only_the_next_number(repo: Repository, faults: FaultyStore) -> None:
     """Restored, held, and forgotten again after the tags were listed: its number is gone, and it purges nothing."""
     commit = first(repo)
     commits.forget(repo, commit)
@@ -352,13 +354,13 @@ def test_the_clock_is_read_before_tags_are_listed(repo: Repository, faults: Faul
     assert steps(execute(repo, plan).purged) == [0]
 
 
-def test_who_rotates_leaves_what_is_held(repo: Repository) -> None:
+def test_rotation_keeps_leased_checkpoints(repo: Repository) -> None:
     hold(repo, "eval", first(repo), HOUR)
     assert forget_and_purge(repo, [first(repo)]) == []
     assert first(repo).visible
 
 
-def test_a_gc_cleans_up_behind_leases(repo: Repository) -> None:
+def test_gc_deletes_old_generations_of_leases(repo: Repository) -> None:
     tag, commit = hold(repo, "eval", first(repo), HOUR)
     renew(repo, tag, commit, HOUR)
     run_gc(repo)
@@ -385,7 +387,7 @@ def left_forgotten(repo: Repository, faults: FaultyStore) -> Commit:
     return forgotten
 
 
-def test_the_next_gc_restores_what_is_tagged(repo: Repository, faults: FaultyStore) -> None:
+def test_the_next_gc_restores_tagged_checkpoints(repo: Repository, faults: FaultyStore) -> None:
     commit = left_forgotten(repo, faults)
     seen = collect(repo, dry_run=True)
     assert ([one.txid for one in seen.restored], seen.waiting) == ([commit.txid], ())
@@ -396,7 +398,7 @@ def test_the_next_gc_restores_what_is_tagged(repo: Repository, faults: FaultySto
     assert steps(list_commits(repo).visible()) == [0, 1]
 
 
-def test_what_is_forgotten_by_its_name_stays_so(repo: Repository) -> None:
+def test_a_checkpoint_forgotten_by_name_stays_forgotten(repo: Repository) -> None:
     tags.set_tag(repo, "best", first(repo))
     hold(repo, "eval", first(repo), HOUR)
     forgetting.forget(repo, [first(repo)])
@@ -404,7 +406,7 @@ def test_what_is_forgotten_by_its_name_stays_so(repo: Repository) -> None:
     assert (result.restored, [one.reason for one in result.waiting]) == ((), ["tagged"])
 
 
-def test_a_tag_that_is_deleted_since_the_plan_restores_nothing(repo: Repository, faults: FaultyStore) -> None:
+def test_a_tag_deleted_since_the_plan_restores_nothing(repo: Repository, faults: FaultyStore) -> None:
     left_forgotten(repo, faults)
     plan = plan_gc(repo, min_age=0.0)
     assert steps(plan.restore) == [0]
@@ -413,7 +415,7 @@ def test_a_tag_that_is_deleted_since_the_plan_restores_nothing(repo: Repository,
     assert not first(repo).visible
 
 
-def test_it_takes_the_very_next_number(repo: Repository, faults: FaultyStore) -> None:
+def test_a_restore_by_gc_takes_only_the_next_number(repo: Repository, faults: FaultyStore) -> None:
     """Restored by somebody, untagged and forgotten by name behind the gc's listing of tags: that stays forgotten."""
     left_forgotten(repo, faults)
     plan = plan_gc(repo, min_age=0.0)
@@ -447,14 +449,16 @@ def test_logs_are_read_before_tags_are_listed(repo: Repository, faults: FaultySt
     assert plan_gc(repo).restore == ()
 
 
-def test_nothing_comes_back_where_another_is_visible_in_its_place(repo: Repository, faults: FaultyStore) -> None:
+def test_nothing_is_restored_if_another_checkpoint_is_visible_at_the_step(
+    repo: Repository, faults: FaultyStore
+) -> None:
     commit = left_forgotten(repo, faults)
     in_its_place(repo)
     result = run_gc(repo)
     assert (result.restored, [one.txid for one in result.waiting]) == ((), [commit.txid])
 
 
-def test_what_was_overwritten_stays_so_when_the_other_is_forgotten(repo: Repository) -> None:
+def test_an_overwritten_checkpoint_stays_forgotten_when_its_successor_is(repo: Repository) -> None:
     """An overwrite ends no tag; and what it was to replace must not be the newest of the run one day."""
     commit = first(repo)
     tags.set_tag(repo, "best", commit)
@@ -468,7 +472,7 @@ def test_what_was_overwritten_stays_so_when_the_other_is_forgotten(repo: Reposit
     assert steps(list_commits(repo).visible()) == [1]
 
 
-def test_of_two_twins_one_comes_back(repo: Repository) -> None:
+def test_one_of_two_twins_is_restored(repo: Repository) -> None:
     commit = first(repo)
     twin = committed_again(repo, commit)
     tags.set_tag(repo, "best", commit)
@@ -478,7 +482,7 @@ def test_of_two_twins_one_comes_back(repo: Repository) -> None:
     assert [one.txid for one in list_commits(repo).visible() if one.step == 0] == [twin.txid]
 
 
-def test_a_gc_of_another_run_leaves_it(repo: Repository, faults: FaultyStore) -> None:
+def test_a_gc_of_another_run_restores_nothing(repo: Repository, faults: FaultyStore) -> None:
     left_forgotten(repo, faults)
     assert run_gc(repo, run="other").restored == ()
     assert steps(run_gc(repo, run="run").restored) == [0]
@@ -491,7 +495,7 @@ def demand(repo: Repository) -> None:
     repo.change_settings(requires=["rewrites"])
 
 
-def test_a_gc_that_does_not_know_a_demand_does_nothing(repo: Repository) -> None:
+def test_a_gc_with_an_unknown_requirement_does_nothing(repo: Repository) -> None:
     commits.forget(repo, first(repo))
     put_blob(repo, repo.new_txid("x", 1), "spare")
     demand(repo)
@@ -511,7 +515,7 @@ WHEN: dict[str, Callable[[str], tuple[str, str]]] = {
 
 
 @pytest.mark.parametrize("when", WHEN.values(), ids=WHEN.keys())
-def test_what_is_demanded_while_a_gc_runs_keeps_it_from_deleting(
+def test_a_requirement_added_during_a_gc_stops_its_deletion(
     repo: Repository, faults: FaultyStore, when: Callable[[str], tuple[str, str]]
 ) -> None:
     commit = commits.forget(repo, first(repo))
@@ -524,7 +528,7 @@ def test_what_is_demanded_while_a_gc_runs_keeps_it_from_deleting(
     assert keys(repo) == before
 
 
-def test_a_paused_gc_asks_again(repo: Repository) -> None:
+def test_a_resumed_gc_checks_requirements_again(repo: Repository) -> None:
     put_blob(repo, repo.new_txid("x", 1), "spare")
     begin_elsewhere(repo)
     assert [one.reason for one in run_gc(repo, wait=0.0).waiting] == ["transaction"]

@@ -1,4 +1,4 @@
-"""What a gc does for who follows runs: nobody keeps waiting for the dead, and every record is told of."""
+"""Work of gc for followers of runs: announcements of dead processes are completed, and all records are announced."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def die_before_the_record(repo: Repository) -> commits.Commit:
     return one
 
 
-def test_what_was_announced_and_never_came_is_taken(repo: Repository) -> None:
+def test_gc_takes_numbers_announced_long_ago(repo: Repository) -> None:
     one = die_before_the_record(repo)
     settle(repo, HOUR)
     assert list_commits(repo).commits[one.txid].number == 0  # whoever announced it may be slow
@@ -70,14 +70,14 @@ def test_what_was_announced_and_never_came_is_taken(repo: Repository) -> None:
     assert {entry.key for entry in repo.storage.list("")} == before
 
 
-def test_a_save_that_was_announced_and_died_is_revoked(repo: Repository) -> None:
+def test_an_announced_save_that_died_is_revoked(repo: Repository) -> None:
     record = committed(repo)
     announce(repo, [(record.txid, 0)])
     settle(repo, 0)
     assert list_commits(repo).commits[record.txid].last == "revoked"
 
 
-def test_a_save_that_is_open_is_left_to_those_who_wait_for_it(repo: Repository) -> None:
+def test_an_open_save_is_not_revoked_by_recovery(repo: Repository) -> None:
     transaction = begin(repo, "run", 0)
     announce(repo, [(transaction.txid, 0)])
     settle(repo, 0)
@@ -85,13 +85,13 @@ def test_a_save_that_is_open_is_left_to_those_who_wait_for_it(repo: Repository) 
     transaction.commit(committed(repo, txid=transaction.txid))
 
 
-def test_who_was_slow_announces_the_next_number(repo: Repository) -> None:
+def test_a_slow_process_announces_the_next_number(repo: Repository) -> None:
     one = die_before_the_record(repo)
     settle(repo, 0)
     assert commits.forget(repo, one).number == 2
 
 
-def test_others_may_announce_while_a_gc_settles(repo: Repository) -> None:
+def test_other_processes_may_announce_during_recovery(repo: Repository) -> None:
     """Threads of one process share what they know of a run."""
     dead = [die_before_the_record(repo) for _ in range(2)]
     clock(repo).advance(HOUR)
@@ -118,7 +118,7 @@ def test_unannounced_records_are_announced(repo: Repository, tmp_path: Path) -> 
     assert faults(host, list_commits(host), anew=True) == []
 
 
-def test_a_hole_is_filled(repo: Repository, tmp_path: Path) -> None:
+def test_a_missing_announcement_is_filled(repo: Repository, tmp_path: Path) -> None:
     """Who has read up to there goes on behind it; and what it told of is announced again."""
     made = [commit_bare(repo, step=step) for step in range(2)]
     behind = repository(tmp_path / "behind", repo.storage, seed=3)
@@ -138,7 +138,7 @@ def test_a_hole_is_filled(repo: Repository, tmp_path: Path) -> None:
     assert not verify(gc).records
 
 
-def test_what_is_damaged_is_told(repo: Repository) -> None:
+def test_damaged_announcements_are_reported(repo: Repository) -> None:
     commit_bare(repo)
     key = announcement_key(RUN, 0)
     repo.storage.delete(key)
@@ -159,7 +159,7 @@ def test_purges_of_one_gc_are_announced_together(repo: Repository, tmp_path: Pat
     assert [len(record.announced) for record in records if record is not None] == [4]
 
 
-def test_marks_of_what_gc_deleted_go(repo: Repository) -> None:
+def test_marks_of_deleted_blobs_are_deleted(repo: Repository) -> None:
     one, two = (save(repo, step=step, texts=[str(step)]) for step in range(2))
     for commit in (one, two):
         for uploader, blob, _ in manifests.blobs_of(repo, commit):
@@ -170,7 +170,7 @@ def test_marks_of_what_gc_deleted_go(repo: Repository) -> None:
     assert {entry.key.split("/")[1] for entry in repo.storage.list("damaged/")} == {two.txid}
 
 
-def test_forgetting_by_hand_is_told(repo: Repository, tmp_path: Path) -> None:
+def test_a_forgotten_record_made_by_hand_is_announced(repo: Repository, tmp_path: Path) -> None:
     one = commit_bare(repo)
     commits.append(repo, one, Forgotten)
     assert known(repo, tmp_path).announced == {one.txid: 1}
@@ -217,7 +217,7 @@ def change_all(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_whoever_dies_at_any_call_leaves_nothing_untold_and_a_gc_leaves_nobody_waiting(
+def test_a_process_killed_at_any_call_leaves_nothing_unannounced_after_gc(
     tmp_path: Path, part: int, full: bool
 ) -> None:
     whole = Deadly(memory())

@@ -1,4 +1,4 @@
-"""How a gc waits for saves that are open, gives up on the dead, and goes on where it was."""
+"""gc waits for open saves, revokes dead ones, and continues where it was."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_gc_waits_for_an_open_save_and_keeps_what_it_commits(repo: Repository) -
     assert (result.deleted_blobs, result.waiting, result.kept_blobs) == (0, (), 1)
 
 
-def test_what_an_open_save_began_with_stays_although_it_is_purged_meanwhile(repo: Repository) -> None:
+def test_blobs_known_to_an_open_save_stay_although_purged_meanwhile(repo: Repository) -> None:
     old, _ = save(repo, step=0, texts=["base"]), save(repo, step=1, texts=["b"])
     txid = begin_elsewhere(repo)  # it has listed commits, and will reuse all of step 0
     reused = list(manifests.get(repo, old).blobs)
@@ -62,7 +62,7 @@ def test_what_an_open_save_began_with_stays_although_it_is_purged_meanwhile(repo
     assert blob_key(old.txid, reused[0].hash) in keys(repo)
 
 
-def test_what_was_committed_and_purged_while_gc_waited_stays_for_this_time(repo: Repository) -> None:
+def test_blobs_committed_and_purged_during_the_wait_stay_for_this_gc(repo: Repository) -> None:
     """Somebody may have begun to reuse it in between, whom this gc does not wait for."""
     first = begin_elsewhere(repo)
     put_blob(repo, first, "shared")
@@ -77,7 +77,7 @@ def test_what_was_committed_and_purged_while_gc_waited_stays_for_this_time(repo:
     assert blob_key(first, blob_hash("shared")) in keys(repo)
 
 
-def test_gc_that_ran_out_of_time_says_so_and_the_next_one_goes_on(repo: Repository) -> None:
+def test_a_gc_that_timed_out_reports_it_and_the_next_one_continues(repo: Repository) -> None:
     txid = begin_elsewhere(repo)
     put_blob(repo, txid, "half")
     naps: list[float] = []
@@ -113,7 +113,7 @@ def test_a_paused_gc_is_not_continued_in_a_copy_of_the_store(tmp_path: Path) -> 
     assert load_resume_state(copy, list_commits(copy)) is None
 
 
-def test_a_paused_gc_is_not_continued_when_what_had_ended_lives_again(repo: Repository) -> None:
+def test_a_paused_gc_is_not_continued_if_a_purged_commit_lives_again(repo: Repository) -> None:
     old, _ = save(repo, step=0, texts=["a"]), save(repo, step=1, texts=["b"])
     txid = begin_elsewhere(repo)
     put_blob(repo, txid, "half")
@@ -134,7 +134,7 @@ def test_a_dead_process_of_this_host_is_revoked_at_once(repo: Repository) -> Non
     assert list_commits(repo).commits[txid].last == "revoked"
 
 
-def test_the_dead_are_seen_to_even_if_nothing_is_to_be_deleted(repo: Repository) -> None:
+def test_dead_transactions_are_revoked_even_if_nothing_is_deleted(repo: Repository) -> None:
     here = this_process()
     fields = {name: getattr(here, name) for name in here.__struct_fields__}
     txid = begin_elsewhere(repo, **fields | {"started": here.started + 1})
@@ -189,7 +189,7 @@ def test_a_transaction_whose_file_was_removed_by_hand_is_still_waited_for(repo: 
     assert run_gc(repo, wait=1.0, revoke_after=5.0).revoked == (txid,)
 
 
-def test_a_file_of_a_transaction_that_cannot_be_read_is_waited_for(repo: Repository) -> None:
+def test_an_unreadable_transaction_is_waited_for(repo: Repository) -> None:
     txid = repo.new_txid("run", 3)
     repo.storage.put(transaction_key(txid), b"torn")
     put_blob(repo, txid, "half")
@@ -197,7 +197,7 @@ def test_a_file_of_a_transaction_that_cannot_be_read_is_waited_for(repo: Reposit
     assert [(one.txid, one.step, one.host) for one in result.waiting] == [(txid, 3, None)]
 
 
-def test_what_was_committed_and_forgotten_while_gc_waited_stays(repo: Repository) -> None:
+def test_a_checkpoint_committed_and_forgotten_during_the_wait_stays(repo: Repository) -> None:
     """It can be restored."""
     txid = begin_elsewhere(repo)
     ref = put_blob(repo, txid, "half")

@@ -50,7 +50,7 @@ def spread(repo: Repository) -> tuple[Commit, Commit, Commit]:
 
 
 @pytest.mark.parametrize("what", KINDS_OF_BYTES)
-def test_only_what_lies_in_wrong_bytes_is_called_damaged(repo: Repository, what: str) -> None:
+def test_only_cells_in_wrong_bytes_are_reported_as_damaged(repo: Repository, what: str) -> None:
     one, two, three = spread(repo)
     position, keys = KINDS_OF_BYTES[what]
     flip(repo, only_blob(repo, one), position)
@@ -62,7 +62,7 @@ def test_only_what_lies_in_wrong_bytes_is_called_damaged(repo: Repository, what:
         assert read_arrays(repo, commit, but=keys).keys() == every - keys, "all else is loaded"
 
 
-def test_damage_names_keys_and_checkpoints_and_is_marked(repo: Repository) -> None:
+def test_damage_is_marked_and_names_keys_and_checkpoints(repo: Repository) -> None:
     one = save_arrays(repo, {"a": array(1), "b": array(2)})
     two = save_arrays(repo, {"a": array(1), "c": array(3)}, step=1, reuse=one)
     three = save_arrays(repo, {"d": array(4)}, step=2)

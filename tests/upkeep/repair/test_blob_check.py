@@ -24,7 +24,7 @@ def hash_in(key: str) -> str:
 
 
 @pytest.mark.parametrize("position", [-1, -72, PIECE - 1, PIECE, DATA_OFFSET])
-def test_every_byte_of_a_blob_of_many_pieces_counts(repo: Repository, position: int) -> None:
+def test_every_byte_of_a_large_blob_is_checked(repo: Repository, position: int) -> None:
     commit = save_arrays(repo, {"a": array(1, PIECE / CELL + 1)})
     flip(repo, only_blob(repo, commit), position)
     assert len(verify(repo).damaged) == 1
@@ -48,14 +48,14 @@ def test_missing_and_short_blobs_are_found_in_both_modes(repo: Repository, mode:
     assert found.checked_blobs == 3
 
 
-def test_exists_reads_no_blob(repo: Repository, faults: FaultyStore) -> None:
+def test_mode_exists_reads_no_blob(repo: Repository, faults: FaultyStore) -> None:
     commit = save_arrays(repo, {"a": array(1)})
     flip(repo, only_blob(repo, commit), DATA_OFFSET)
     found = verify(repo, mode="exists")
     assert (found.damaged, found.checked_bytes, faults.count("open")) == ((), 0, 0)
 
 
-def test_a_blob_that_is_no_safetensors_file_is_damaged(repo: Repository) -> None:
+def test_a_blob_that_is_not_safetensors_is_damaged(repo: Repository) -> None:
     from tests.support.repositories import save
 
     save(repo, texts=["these bytes have the right hash"])

@@ -38,7 +38,7 @@ KINDS = ["flipped", "header", "short", "gone"]
 
 
 @pytest.mark.parametrize("how", KINDS)
-def test_rebuilt_from_equal_cells(repo: Repository, other: Repository, how: str) -> None:
+def test_a_blob_is_rebuilt_from_equal_cells(repo: Repository, other: Repository, how: str) -> None:
     """No blob anywhere has the same hash, but every cell lies in some blob."""
     one = save_arrays(repo, STATE)
     save_arrays(other, {"a": STATE["a"], "more": array(8)}, step=1)
@@ -50,7 +50,7 @@ def test_rebuilt_from_equal_cells(repo: Repository, other: Repository, how: str)
     assert not verify(repo).is_damaged
 
 
-def test_one_bad_cell_comes_from_another_checkpoint_of_this_store(repo: Repository) -> None:
+def test_a_damaged_cell_is_taken_from_another_checkpoint(repo: Repository) -> None:
     one = save_arrays(repo, STATE)
     save_arrays(repo, {"z": STATE["a"]}, step=1)
     damage(repo, only_blob(repo, one), "flipped")
@@ -77,7 +77,7 @@ def flip_each(repo: Repository, commit: Commit, *positions: int) -> None:
         flip(repo, only_blob(repo, commit), position)
 
 
-def test_damaged_copies_mend_each_other(repo: Repository, other: Repository) -> None:
+def test_damaged_copies_repair_each_other(repo: Repository, other: Repository) -> None:
     """Each is wrong somewhere else: in its header, a large cell, padding, small cells, its proof."""
     one, two = (save_arrays(repo, LARGE, step=step, cell=LEAF) for step in range(2))
     three = save_arrays(other, LARGE, cell=LEAF)
@@ -92,7 +92,7 @@ def test_damaged_copies_mend_each_other(repo: Repository, other: Repository) -> 
     assert not verify(repo).is_damaged
 
 
-def test_what_is_wrong_in_all_copies_is_lost_and_nothing_else(repo: Repository, other: Repository) -> None:
+def test_only_cells_damaged_in_all_copies_are_lost(repo: Repository, other: Repository) -> None:
     one, two = save_arrays(repo, LARGE, cell=LEAF), save_arrays(other, LARGE, cell=LEAF)
     flip_each(repo, one, A1, B)
     flip_each(other, two, TAIL, B + 9)
@@ -101,7 +101,7 @@ def test_what_is_wrong_in_all_copies_is_lost_and_nothing_else(repo: Repository, 
 
 
 @pytest.mark.parametrize("position", [4, 100, PADDING, -1, -36, -35, -6 * 36, -6 * 36 + 3, -6 * 36 + 4])
-def test_what_no_checkpoint_needs_is_made_anew(repo: Repository, position: int) -> None:
+def test_unused_bytes_are_recreated(repo: Repository, position: int) -> None:
     """Header, padding and proof, from the live cells alone."""
     one = save_arrays(repo, LARGE, cell=LEAF)
     before = repo.storage.get(only_blob(repo, one), limit=1 << 20)
@@ -112,7 +112,7 @@ def test_what_no_checkpoint_needs_is_made_anew(repo: Repository, position: int) 
     assert repo.storage.get(only_blob(repo, one), limit=1 << 20) == before
 
 
-def test_header_padding_and_proof_together(repo: Repository) -> None:
+def test_header_padding_and_proof_are_recreated_together(repo: Repository) -> None:
     one = save_arrays(repo, LARGE, cell=LEAF)
     flip_each(repo, one, 100, PADDING, -1, -36, -100, -180)
     verify(repo)
@@ -121,7 +121,7 @@ def test_header_padding_and_proof_together(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("position", [4, 100, PADDING, -1, -36, -35, -72, -6 * 36, -6 * 36 + 3, -6 * 36 + 4])
-def test_so_it_is_beside_dead_cells(repo: Repository, position: int) -> None:
+def test_header_padding_and_proof_are_recreated_beside_dead_cells(repo: Repository, position: int) -> None:
     """What is between live cells is right, though nobody knows what it is."""
     older = save_arrays(repo, LARGE, cell=LEAF)
     kept = {name: LARGE[name] for name in "abd"}
@@ -138,7 +138,7 @@ def test_so_it_is_beside_dead_cells(repo: Repository, position: int) -> None:
     assert read_arrays(repo, newer) == content(kept)
 
 
-def test_a_torn_proof_beside_a_dead_cell_that_is_wrong_cannot_be_made_anew(repo: Repository) -> None:
+def test_a_torn_proof_beside_a_damaged_dead_cell_is_lost(repo: Repository) -> None:
     """And what was made of it is not taken for the blob."""
     older = save_arrays(repo, LARGE, cell=LEAF)
     kept = {name: LARGE[name] for name in "abd"}
@@ -155,7 +155,7 @@ def test_a_torn_proof_beside_a_dead_cell_that_is_wrong_cannot_be_made_anew(repo:
 
 
 @pytest.mark.parametrize("position", [100, -1])
-def test_a_blob_that_was_cut_otherwise_stays_as_it_was_cut(repo: Repository, position: int) -> None:
+def test_a_rebuilt_blob_keeps_its_leaves(repo: Repository, position: int) -> None:
     """With as many leaves as casckpt would make: two large cells in one, two small ones apart."""
     arrays: Arrays = {"a": array(1, 32), "c": array(4, 0.125), "d": array(5, 0.125)}
     one = save_arrays(repo, arrays, cell=LEAF)
@@ -178,7 +178,7 @@ def test_a_blob_that_was_cut_otherwise_stays_as_it_was_cut(repo: Repository, pos
     assert read_arrays(repo, two) == content(arrays)
 
 
-def test_a_dead_cell_comes_back_from_where_it_lives(repo: Repository, other: Repository) -> None:
+def test_a_dead_cell_is_taken_from_a_live_copy(repo: Repository, other: Repository) -> None:
     older = save_arrays(repo, LARGE, cell=LEAF)
     newer = save_arrays(repo, {"a": LARGE["a"]}, step=1, reuse=older, cell=LEAF)
     commits.forget(repo, older)

@@ -36,7 +36,7 @@ KINDS = ["flipped", "header", "short", "gone"]
 
 
 @pytest.mark.parametrize("how", KINDS)
-def test_from_the_same_blob_of_another_uploader(repo: Repository, how: str) -> None:
+def test_cells_come_from_the_same_blob_of_another_uploader(repo: Repository, how: str) -> None:
     one, _ = (save_arrays(repo, STATE, step=step) for step in range(2))
     damage(repo, only_blob(repo, one), how)
     found = repair(repo)
@@ -48,7 +48,7 @@ def test_from_the_same_blob_of_another_uploader(repo: Repository, how: str) -> N
 
 
 @pytest.mark.parametrize("how", KINDS)
-def test_from_another_store(repo: Repository, other: Repository, how: str) -> None:
+def test_cells_come_from_another_store(repo: Repository, other: Repository, how: str) -> None:
     one = save_arrays(repo, STATE)
     save_arrays(other, STATE, "somewhere", 9)
     damage(repo, only_blob(repo, one), how)
@@ -59,7 +59,7 @@ def test_from_another_store(repo: Repository, other: Repository, how: str) -> No
     assert {entry.key for entry in other.storage.list("")} == before, "a source is only read"
 
 
-def test_a_copy_that_is_damaged_itself_is_not_used(repo: Repository, other: Repository) -> None:
+def test_a_damaged_copy_is_not_used(repo: Repository, other: Repository) -> None:
     one, two = (save_arrays(repo, STATE, step=step) for step in range(2))
     copy = save_arrays(other, STATE)
     for store, commit in ((repo, one), (repo, two), (other, copy)):
@@ -72,7 +72,7 @@ def test_a_copy_that_is_damaged_itself_is_not_used(repo: Repository, other: Repo
 LEAF = 64 << 10
 
 
-def test_the_cache_of_this_host_is_a_copy(repo: Repository) -> None:
+def test_the_host_cache_is_a_source(repo: Repository) -> None:
     one = save_arrays(repo, LARGE, cell=LEAF)
     repo.blob_cache.fill(repo.storage, list(manifests.get(repo, one).blobs), 1, silent)
     damage(repo, only_blob(repo, one), "gone")
@@ -80,7 +80,7 @@ def test_the_cache_of_this_host_is_a_copy(repo: Repository) -> None:
     assert read_arrays(repo, one) == content(LARGE)
 
 
-def test_a_damaged_source_does_not_spoil_what_is_right(repo: Repository) -> None:
+def test_a_damaged_source_does_not_change_correct_bytes(repo: Repository) -> None:
     """A leaf of a live cell and a dead one that is wrong; where a cell has the same bytes, the other is."""
     a, b = array(1, 0.25), array(2, 0.25)
     older = save_arrays(repo, {"a": a, "b": b})

@@ -1,4 +1,4 @@
-"""Damage where cells are told from others: who is hit, what is decoded, and what comes back."""
+"""Damage to frames: affected keys, decoded cells, and repairs."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def misframed(at: int = 3) -> Store:
     return reopened(store)
 
 
-def test_a_frame_of_another_cell_is_reused_by_no_save_once_it_was_found() -> None:
+def test_a_wrong_frame_is_not_reused_once_found() -> None:
     store = misframed()
     store.verify(decode=True)
     for found in (store.verify(), store.verify("r@1", decode=True)):
@@ -167,7 +167,7 @@ def test_a_frame_of_another_cell_is_reused_by_no_save_once_it_was_found() -> Non
 
 @pytest.mark.parametrize("has", [(1, 2, 3), (3,), (2,), ()])
 @pytest.mark.parametrize("at", [2, 3])
-def test_a_frame_of_another_cell_is_made_anew_of_a_twin(at: int, has: tuple[int, ...]) -> None:
+def test_a_wrong_frame_is_made_again_from_an_equal_cell(at: int, has: tuple[int, ...]) -> None:
     """Or of what is told from it, by undoing that. A copy has the same frame, and does not help."""
     store, twin, copy = misframed(at), small(), small()
     store.copy_to(copy)
@@ -184,7 +184,7 @@ def test_a_frame_of_another_cell_is_made_anew_of_a_twin(at: int, has: tuple[int,
     assert store.verify(decode=True).is_damaged == (len(right) < len(STEPS))
 
 
-def test_a_mark_on_frames_that_are_right_is_taken_away() -> None:
+def test_a_mark_on_correct_frames_is_removed() -> None:
     store = misframed()
     store.verify(decode=True)
     store.forget("r@3")
@@ -211,7 +211,7 @@ def with_twin(**twin: Encode) -> tuple[Store, Store]:
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(("step", "link"), [(1, 0), (2, 0), (3, 0)])
-def test_what_a_copy_has_is_taken_as_it_lies_there(step: int, link: int, *, whole: bool) -> None:
+def test_frames_of_a_copy_are_taken_unchanged(step: int, link: int, *, whole: bool) -> None:
     store, mirror = saved(), small()
     store.copy_to(mirror)
     blob = damage(store, step, link, whole=whole)
@@ -241,7 +241,7 @@ def test_a_frame_is_made_again_from_equal_cells(step: int, twin: dict[str, Encod
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_cell_lies_bare_where_its_frame_cannot_be_made_again(*, whole: bool) -> None:
+def test_a_cell_is_stored_raw_if_its_frame_cannot_be_made_again(*, whole: bool) -> None:
     store, other = small(), small()
     for step in STEPS:
         store.save(state(step), run="r", step=step)
@@ -267,7 +267,7 @@ def test_a_cell_lies_bare_where_its_frame_cannot_be_made_again(*, whole: bool) -
 @pytest.mark.parametrize("key", ["raw", "planes"])
 @pytest.mark.parametrize("has", [(2, 3), (2,), (3,)])
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_lost_base_is_made_of_a_later_version_that_is_whole(key: str, has: tuple[int, ...], *, whole: bool) -> None:
+def test_a_lost_base_is_computed_from_a_complete_later_version(key: str, has: tuple[int, ...], *, whole: bool) -> None:
     """Its frames are undone, one after the other."""
     store, other = saved(key), small()
     for step in has:
@@ -281,7 +281,7 @@ def test_a_lost_base_is_made_of_a_later_version_that_is_whole(key: str, has: tup
     assert not reopened(store).verify(decode=True).is_damaged
 
 
-def test_a_base_that_is_undone_by_a_wrong_frame_is_not_taken() -> None:
+def test_a_base_computed_with_a_wrong_frame_is_not_used() -> None:
     store, other = misframed(2), small()
     other.save(state(2), run="twin", step=2)
     damage(store, 1, 0)
@@ -292,7 +292,7 @@ def test_a_base_that_is_undone_by_a_wrong_frame_is_not_taken() -> None:
         reopened(store).read("r@1")
 
 
-def test_versions_that_came_back_to_each_other_are_not_gone_through_for_ever() -> None:
+def test_cyclic_versions_are_not_searched_for_ever() -> None:
     store = small()
     for step, like in enumerate((1, 2, 1, 2, 3)):
         store.save(state(like), run="r", step=step, compress="auto", dedup="run")
@@ -323,7 +323,7 @@ def test_a_cell_whose_base_is_lost_is_stored_plain_if_available(has: tuple[int, 
 
 
 @pytest.mark.parametrize(("step", "hit"), [(1, STEPS), (2, (2, 3)), (3, (3,))])
-def test_what_cannot_be_had_is_named_with_all_that_need_it(step: int, hit: tuple[int, ...]) -> None:
+def test_lost_cells_are_named_with_all_their_checkpoints(step: int, hit: tuple[int, ...]) -> None:
     store = saved()
     damage(store, step, 0)
     store.verify()
@@ -333,14 +333,14 @@ def test_what_cannot_be_had_is_named_with_all_that_need_it(step: int, hit: tuple
     assert (found.blobs, found.rewritten) == ((), ())
 
 
-def test_a_copy_of_what_is_damaged_names_the_keys_that_need_the_blob() -> None:
+def test_a_copy_of_a_damaged_checkpoint_names_affected_keys() -> None:
     store = saved()
     damage(store, 1, 0)
     with pytest.raises(Damaged, match="'hit'"):
         store.copy_to(small(), "r@3")
 
 
-def test_copies_and_differences_are_those_of_the_cells() -> None:
+def test_copies_and_diffs_of_delta_checkpoints_match_their_cells() -> None:
     store, other = saved(), small()
     store.copy_to(other, tags=True)
     assert not other.verify(decode=True).is_damaged
@@ -355,7 +355,7 @@ def test_copies_and_differences_are_those_of_the_cells() -> None:
     assert [plain(forgetful, step) for step in (2, 3)] == [content(step) for step in (2, 3)]
 
 
-def test_a_mirror_mends_a_key_that_is_forgotten_there_too(tmp_path: Path) -> None:
+def test_a_mirror_repairs_a_cell_of_a_checkpoint_forgotten_there(tmp_path: Path) -> None:
     local = opened(tmp_path / "local", mirror=tmp_path / "mirror")
     local.create(cell_bytes=CELL, blob_bytes=BLOB)
     for step in STEPS:

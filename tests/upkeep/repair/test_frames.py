@@ -43,7 +43,7 @@ def ids(store: Store, *steps: int) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("key", ["raw", "planes"])
-def test_what_is_whole_is_decoded_once(key: str) -> None:
+def test_complete_frames_are_decoded_once(key: str) -> None:
     store = saved(key)
     found = store.verify(decode=True)
     assert not found.is_damaged
@@ -56,7 +56,7 @@ def test_what_is_whole_is_decoded_once(key: str) -> None:
 
 
 @pytest.mark.parametrize("at", [2, 3])
-def test_a_frame_that_makes_another_cell_is_found_by_decoding_alone(at: int) -> None:
+def test_a_wrong_frame_is_found_only_by_decoding(at: int) -> None:
     store = misframed(at)
     store.save(state(3), run="r", step=4)
     hit = [step for step in (*STEPS, 4) if step >= at]
@@ -72,7 +72,7 @@ def test_a_frame_that_makes_another_cell_is_found_by_decoding_alone(at: int) -> 
     assert (caught.value.key, caught.value.blob) == ("hit", found.blob)
 
 
-def test_few_cells_are_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_few_cells_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     store = saved()
     whole = store.verify(decode=True)
     monkeypatch.setattr(frames, "_AT_ONCE", 5)

@@ -94,7 +94,7 @@ def check_now(repo: Repository, id: ManifestId) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("what", ["blob", "manifest", "coded"])
-def test_a_repair_that_is_cut_off_anywhere(tmp_path: Path, what: str, way: str, seed: int, full: bool) -> None:
+def test_a_repair_killed_anywhere_loses_nothing(tmp_path: Path, what: str, way: str, seed: int, full: bool) -> None:
     damaged, stride = Damaged(tmp_path, what), 1 if full else 2
     at, ended = seed % stride, False
     while not ended:

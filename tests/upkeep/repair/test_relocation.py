@@ -34,7 +34,7 @@ STATE: Arrays = {"a": array(1, 3), "b": array(2, dtype="int64"), "c": array(3, 0
 
 
 @pytest.mark.parametrize("how", ["short", "gone"])
-def test_dead_cells_that_cannot_be_had_let_it_be_rewritten(repo: Repository, other: Repository, how: str) -> None:
+def test_lost_dead_cells_do_not_stop_a_rewrite(repo: Repository, other: Repository, how: str) -> None:
     older, newer = with_dead_cells(repo)
     later = save_arrays(repo, {"x": array(20)}, step=2)
     tags.set_tag(repo, "best", newer)
@@ -65,7 +65,7 @@ LEAF = 64 << 10
 A1, TAIL, PADDING, B = (DATA_OFFSET + at for at in (LEAF, 2 * LEAF, 2 * LEAF + 3000, 2 * LEAF + 4096))
 
 
-def test_dead_cells_that_cannot_be_had_do_not_keep_the_live_ones_from_a_new_blob(repo: Repository) -> None:
+def test_live_cells_beside_lost_dead_cells_go_to_a_new_blob(repo: Repository) -> None:
     older = save_arrays(repo, LARGE, cell=LEAF)
     kept = {"a": LARGE["a"], "d": LARGE["d"]}
     save_arrays(repo, kept, step=1, reuse=older, cell=LEAF)
@@ -81,9 +81,7 @@ def test_dead_cells_that_cannot_be_had_do_not_keep_the_live_ones_from_a_new_blob
     assert not verify(repo).is_damaged
 
 
-def test_a_commit_whose_answer_got_lost_is_a_rewrite_all_the_same(
-    repo: Repository, faults: FaultyStore, other: Repository
-) -> None:
+def test_a_rewrite_with_a_lost_answer_is_found(repo: Repository, faults: FaultyStore, other: Repository) -> None:
     older, newer = with_dead_cells(repo)
     tags.set_tag(repo, "best", newer)
     (ref,) = (ref for ref in manifests.get(repo, newer).blobs if ref.uploader == older.txid)
@@ -97,7 +95,7 @@ def test_a_commit_whose_answer_got_lost_is_a_rewrite_all_the_same(
     assert list(repo.storage.list("transactions/")) == []
 
 
-def test_a_checkpoint_that_is_forgotten_meanwhile_is_left_alone(
+def test_a_checkpoint_forgotten_meanwhile_is_not_rewritten(
     repo: Repository, faults: FaultyStore, other: Repository
 ) -> None:
     older, newer = with_dead_cells(repo)
@@ -116,7 +114,7 @@ def test_a_checkpoint_that_is_forgotten_meanwhile_is_left_alone(
     assert list(repo.storage.list("transactions/")) == []
 
 
-def test_several_checkpoints_that_share_a_lost_blob(repo: Repository, other: Repository) -> None:
+def test_several_checkpoints_that_share_a_lost_blob_are_rewritten(repo: Repository, other: Repository) -> None:
     older = save_arrays(repo, STATE, step=0)
     users = [
         save_arrays(repo, {"a": STATE["a"], "new": array(30 + step)}, step=step, reuse=older) for step in range(1, 4)
@@ -131,7 +129,7 @@ def test_several_checkpoints_that_share_a_lost_blob(repo: Repository, other: Rep
         assert read_arrays(repo, resolve(repo, f"run@{step}")) == content({"a": STATE["a"], "new": array(30 + step)})
 
 
-def test_what_they_share_lies_once_in_their_new_places(repo: Repository, other: Repository) -> None:
+def test_shared_cells_are_stored_once_at_their_new_places(repo: Repository, other: Repository) -> None:
     """Also where each needs other cells of it. Else a hundred checkpoints would have a hundred copies."""
     older = save_arrays(repo, STATE, step=0)
     parts = [{"a": STATE["a"], "b": STATE["b"]}, {"a": STATE["a"]}, {"a": STATE["a"], "b": STATE["b"]}]
@@ -152,7 +150,9 @@ def test_what_they_share_lies_once_in_their_new_places(repo: Repository, other: 
     assert not verify(repo).is_damaged
 
 
-def test_one_that_lacks_more_keeps_no_other_from_what_they_share(repo: Repository, other: Repository) -> None:
+def test_a_checkpoint_with_more_damage_does_not_stop_others_that_share_cells(
+    repo: Repository, other: Repository
+) -> None:
     older = save_arrays(repo, STATE, step=0)
     save_arrays(repo, {"a": STATE["a"], "b": STATE["b"]}, step=1, reuse=older)
     save_arrays(repo, {"a": STATE["a"], "c": STATE["c"]}, step=2, reuse=older)
@@ -172,7 +172,7 @@ def _blobs(repo: Repository, step: int) -> list[BlobRef]:
 
 
 @pytest.mark.parametrize("what", ["blob", "manifest"])
-def test_what_another_repair_rewrote_meanwhile_is_not_lost(
+def test_a_checkpoint_rewritten_by_another_repair_is_not_lost(
     tmp_path: Path, repo: Repository, faults: FaultyStore, other: Repository, what: str
 ) -> None:
     older, twin, state = *(save_arrays(repo, STATE, step=step) for step in range(2)), {"a": STATE["a"]}
@@ -199,7 +199,7 @@ def test_what_another_repair_rewrote_meanwhile_is_not_lost(
     assert read_arrays(first, resolve(first, newer.id)) == content(state)
 
 
-def test_nothing_is_written_for_checkpoints_whose_bytes_are_nowhere(tmp_path: Path) -> None:
+def test_nothing_is_written_for_checkpoints_with_lost_bytes(tmp_path: Path) -> None:
     """A transaction and a listing for each of the thousands that share a blob would take minutes, and bring nothing."""
     storage = FaultyStore(memory())
     repo = repository(tmp_path, storage)

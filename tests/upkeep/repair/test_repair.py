@@ -73,7 +73,7 @@ def damage(repo: Repository, key: str, how: str) -> None:
     verify(repo)
 
 
-def test_nothing_damaged_nothing_done(repo: Repository, faults: FaultyStore) -> None:
+def test_repair_does_nothing_without_damage(repo: Repository, faults: FaultyStore) -> None:
     save_arrays(repo, STATE)
     calls = len(faults.calls)
     found = repair(repo)
@@ -81,7 +81,7 @@ def test_nothing_damaged_nothing_done(repo: Repository, faults: FaultyStore) -> 
     assert {call.method for call in faults.calls[calls:]} <= {"list", "get", "size"}
 
 
-def test_in_a_folder(tmp_path: Path, other: Repository) -> None:
+def test_repair_works_in_a_folder(tmp_path: Path, other: Repository) -> None:
     repo = repository(tmp_path, LocalStore(tmp_path / "store"))
     one = save_arrays(repo, STATE)
     save_arrays(other, STATE)
@@ -99,7 +99,7 @@ def with_dead_cells(repo: Repository) -> tuple[Commit, Commit]:
     return older, newer
 
 
-def test_what_no_source_has_is_reported_as_lost(repo: Repository) -> None:
+def test_bytes_that_no_source_has_are_reported_as_lost(repo: Repository) -> None:
     one = save_arrays(repo, STATE)
     damage(repo, only_blob(repo, one), "gone")
     before = {entry.key for entry in repo.storage.list("objects/")}
@@ -122,7 +122,7 @@ LARGE: Arrays = {
 }
 
 
-def test_a_manifest_that_is_damaged_elsewhere_keeps_no_other_repair_from_being_made() -> None:
+def test_a_damaged_manifest_does_not_stop_other_repairs() -> None:
     """Its blob could be left behind, but nobody knows the objects that the new manifest would hold."""
     store = small()
     store.save({"a": cells(3, seed=1), "b": cells(1, seed=2)}, step=1)
@@ -141,7 +141,7 @@ def test_a_manifest_that_is_damaged_elsewhere_keeps_no_other_repair_from_being_m
     assert same_state(again.read("default@2", keys=["a"]), {"a": cells(3, seed=1)})
 
 
-def test_a_marked_blob_that_is_right_loses_its_mark(repo: Repository) -> None:
+def test_a_correct_marked_blob_loses_its_mark(repo: Repository) -> None:
     one = save_arrays(repo, STATE)
     (ref,) = manifests.get(repo, one).blobs
     blobs.mark_damaged(repo, ref.uploader, ref.hash, "a load saw something")
@@ -152,7 +152,7 @@ def test_a_marked_blob_that_is_right_loses_its_mark(repo: Repository) -> None:
 
 @pytest.mark.parametrize("how", ["flipped", "gone"])
 @pytest.mark.parametrize("known", [True, False], ids=["catalogue", "no catalogue"])
-def test_a_manifest_comes_back_from_another_store(
+def test_a_manifest_is_restored_from_another_store(
     tmp_path: Path, repo: Repository, other: Repository, how: str, known: bool
 ) -> None:
     base = save_arrays(repo, {"a": STATE["a"], "old": array(9)})
@@ -176,7 +176,7 @@ def test_a_manifest_comes_back_from_another_store(
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["catalogue", "no catalogue"])
-def test_blobs_that_only_the_lost_manifest_named(
+def test_blobs_named_only_by_a_lost_manifest_are_kept(
     tmp_path: Path, repo: Repository, other: Repository, known: bool
 ) -> None:
     """The catalogue knows where they lie; without it that is guessed, and the head tells that it is right."""
@@ -196,7 +196,7 @@ def test_blobs_that_only_the_lost_manifest_named(
 
 
 @pytest.mark.parametrize("kind", ["folder", "bucket"])
-def test_a_manifest_that_is_put_back_has_every_byte_of_before(tmp_path: Path, other: Repository, kind: str) -> None:
+def test_a_restored_manifest_has_its_original_bytes(tmp_path: Path, other: Repository, kind: str) -> None:
     """So what other hosts know of it still holds: where its blobs lie, and what they may reuse."""
     storage = LocalStore(tmp_path / "store") if kind == "folder" else FarStore(memory())
     repo = repository(tmp_path / "host", storage)
@@ -241,7 +241,7 @@ def test_a_gc_beside_the_repair_of_a_manifest_deletes_nothing_of_it(tmp_path: Pa
 
 
 @pytest.mark.parametrize("blob", ["there", "gone"])
-def test_where_nobody_knows_the_places_the_checkpoint_is_rewritten(
+def test_a_checkpoint_with_unknown_places_is_rewritten(
     tmp_path: Path, repo: Repository, other: Repository, blob: str
 ) -> None:
     """Two uploaders have the blob that was reused, so a guess goes wrong. Ids, tags and reads by id stay."""
@@ -272,7 +272,7 @@ def test_where_nobody_knows_the_places_the_checkpoint_is_rewritten(
     assert read_arrays(fresh, made) == content(STATE)
 
 
-def test_manifest_and_blobs_together(tmp_path: Path, repo: Repository, other: Repository) -> None:
+def test_manifest_and_blobs_are_repaired_together(tmp_path: Path, repo: Repository, other: Repository) -> None:
     one = save_arrays(repo, STATE)
     copy_into(other, repo, one)
     repo.storage.delete(only_blob(repo, one))
@@ -300,7 +300,7 @@ def test_a_failed_repair_leaves_no_checkpoint_and_no_open_transaction(
 
 
 @pytest.mark.parametrize("what", ["blob", "manifest"])
-def test_what_a_killed_repair_left_goes_with_the_next(tmp_path: Path, other: Repository, what: str) -> None:
+def test_the_next_repair_removes_leftovers_of_a_killed_one(tmp_path: Path, other: Repository, what: str) -> None:
     repo = repository(tmp_path, LocalStore(tmp_path / "store"))
     one = save_arrays(repo, STATE)
     copy_into(other, repo, one)

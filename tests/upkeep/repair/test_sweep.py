@@ -1,4 +1,4 @@
-"""A byte flipped anywhere, one after the other: named for what it is, and it hits nothing but what it is of."""
+"""One flipped byte at each place: it is reported with its kind, and affects only its own part."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def manifest_of(store: Store) -> str:
 IN_FRONT = ("head", "index", "places", "blobs")
 
 
-def test_each_part_of_a_manifest(store: Store) -> None:
+def test_damage_to_each_part_of_a_manifest_is_found_and_repaired(store: Store) -> None:
     other = copy_of(store)
     key, objects = manifest_of(store), set(blob_keys(store)) | set(manifest_keys(store))
     before = content(store, key)
@@ -117,7 +117,7 @@ def test_each_part_of_a_manifest(store: Store) -> None:
 
 
 @pytest.mark.parametrize("store", ["by range", pytest.param("whole", marks=pytest.mark.soak)], indirect=True)
-def test_each_part_of_a_blob(store: Store) -> None:
+def test_damage_to_each_part_of_a_blob_is_found_and_repaired(store: Store) -> None:
     other = copy_of(store)
     manifest = manifests.get(store.repository, store.get("a@1").commit)
     (ref,) = manifest.blobs

@@ -34,7 +34,7 @@ def hash_in(key: str) -> str:
     return Path(key).name.partition(".")[0]
 
 
-def test_a_whole_store_is_read_once(repo: Repository) -> None:
+def test_verify_reads_each_byte_once(repo: Repository) -> None:
     one = save_arrays(repo, {"a": array(1), "b": array(2, dtype="int64")})
     save_arrays(repo, {"a": array(1), "c": array(3, 600)}, step=1, reuse=one)
     seen = Told()
@@ -71,7 +71,7 @@ def test_any_flipped_byte_is_found(repo: Repository, position: int, why: str) ->
 LEAF = 64 << 10
 
 
-def test_a_row_that_names_another_cell_is_damage_of_its_manifest(repo: Repository) -> None:
+def test_a_row_of_another_cell_is_damage_of_its_manifest(repo: Repository) -> None:
     """Its hash is right, and so are all bytes of the blob."""
     one = save_arrays(repo, {"a": array(1, 16), "b": array(2, 16)}, cell=LEAF)
     known = known_cells(repo, one)
@@ -84,7 +84,7 @@ def test_a_row_that_names_another_cell_is_damage_of_its_manifest(repo: Repositor
 
 
 @pytest.mark.parametrize("is_right", [True, False])
-def test_rows_are_compared_with_a_blob_that_was_cut_otherwise(
+def test_rows_are_compared_with_blobs_of_other_leaves(
     repo: Repository, is_right: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("casckpt.format.blob_writer.LEAF_BYTES", 1 << 30)  # all cells are one leaf
@@ -97,7 +97,7 @@ def test_rows_are_compared_with_a_blob_that_was_cut_otherwise(
     assert [one.step for one in verify(repo).manifests] == ([] if is_right else [1])
 
 
-def test_a_blob_with_a_header_of_its_own_is_damaged_and_harms_nobody(repo: Repository) -> None:
+def test_a_blob_with_another_header_is_damaged_without_effect_on_loads(repo: Repository) -> None:
     """All hashes are right, but no writer makes such a header."""
     commit = save_arrays(repo, {"a": array(1)})
     (ref,) = manifests.get(repo, commit).blobs
@@ -116,7 +116,7 @@ def test_a_blob_with_a_header_of_its_own_is_damaged_and_harms_nobody(repo: Repos
     assert "header" in damaged.why
 
 
-def test_a_marked_blob_that_is_right_is_unmarked_by_a_full_check(repo: Repository) -> None:
+def test_a_full_check_unmarks_a_correct_blob(repo: Repository) -> None:
     commit = save_arrays(repo, {"a": array(1)})
     key = only_blob(repo, commit)
     flip(repo, key, DATA_OFFSET)
@@ -130,7 +130,7 @@ def test_a_marked_blob_that_is_right_is_unmarked_by_a_full_check(repo: Repositor
     assert marks(repo) == set()
 
 
-def test_only_what_is_named_is_read(repo: Repository) -> None:
+def test_only_named_checkpoints_are_read(repo: Repository) -> None:
     saved = [save_arrays(repo, {"a": array(step)}, step=step) for step in range(3)]
     for commit in saved:
         repo.storage.delete(only_blob(repo, commit))
@@ -140,7 +140,7 @@ def test_only_what_is_named_is_read(repo: Repository) -> None:
         verify(repo, refs=["run@9"])
 
 
-def test_a_sample_reads_its_part(repo: Repository) -> None:
+def test_a_sample_reads_its_fraction(repo: Repository) -> None:
     for step in range(10):
         save_arrays(repo, {"a": array(step)}, step=step)
     assert verify(repo, sample=0.3).checked_blobs == 3
@@ -148,12 +148,12 @@ def test_a_sample_reads_its_part(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("options", [{"mode": "quick"}, {"sample": 0}, {"sample": 1.5}, {"sample": float("nan")}])
-def test_nonsense_is_refused(repo: Repository, options: Any) -> None:
+def test_invalid_arguments_are_refused(repo: Repository, options: Any) -> None:
     with pytest.raises(InvalidInput):
         verify(repo, **options)
 
 
-def test_forgotten_checkpoints_are_read_purged_ones_are_not(repo: Repository) -> None:
+def test_forgotten_checkpoints_are_verified_and_purged_ones_are_not(repo: Repository) -> None:
     one, two = (save_arrays(repo, {"a": array(step)}, step=step) for step in range(2))
     commits.forget(repo, one)
     repo.storage.delete(only_blob(repo, one))
@@ -164,7 +164,7 @@ def test_forgotten_checkpoints_are_read_purged_ones_are_not(repo: Repository) ->
     assert two.live
 
 
-def test_what_is_purged_while_verify_reads_is_neither_reported_nor_marked(
+def test_a_checkpoint_purged_during_verify_is_neither_reported_nor_marked(
     repo: Repository, faults: FaultyStore
 ) -> None:
     one = save_arrays(repo, {"a": array(1)})
@@ -181,7 +181,7 @@ def test_what_is_purged_while_verify_reads_is_neither_reported_nor_marked(
     assert marks(repo) == set()
 
 
-def test_so_is_what_is_purged_while_its_damage_is_described(
+def test_a_checkpoint_purged_during_the_report_is_neither_reported_nor_marked(
     tmp_path: Path, repo: Repository, faults: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large manifest is read in parts, and goes between two of them."""
@@ -232,13 +232,13 @@ def test_extents_that_point_outside_are_reported(repo: Repository) -> None:
     assert "outside its blob" in broken.why
 
 
-def test_one_bad_read_is_tried_again(repo: Repository, faults: FaultyStore) -> None:
+def test_a_bad_read_is_retried(repo: Repository, faults: FaultyStore) -> None:
     save_arrays(repo, {"a": array(1)})
     faults.inject(fail_before("read_into"))
     assert not verify(repo).is_damaged
 
 
-def test_what_the_storage_does_not_let_read_is_reported_but_not_marked(repo: Repository, faults: FaultyStore) -> None:
+def test_unreadable_objects_are_reported_but_not_marked(repo: Repository, faults: FaultyStore) -> None:
     bad, _ = save_arrays(repo, {"a": array(1)}), save_arrays(repo, {"a": array(2)}, step=1)
     faults.inject(fail_before("read_into", times=99, key=only_blob(repo, bad)))
     found = verify(repo)
@@ -248,7 +248,7 @@ def test_what_the_storage_does_not_let_read_is_reported_but_not_marked(repo: Rep
 
 
 @pytest.mark.parametrize("error", [StorageError("the disk is full"), Unsupported("can only be read")])
-def test_damage_is_reported_where_it_cannot_be_marked(
+def test_damage_that_cannot_be_marked_is_reported(
     repo: Repository, faults: FaultyStore, caplog: pytest.LogCaptureFixture, error: CasckptError
 ) -> None:
     flip(repo, only_blob(repo, save_arrays(repo, {"a": array(1)})), DATA_OFFSET)
@@ -258,7 +258,7 @@ def test_damage_is_reported_where_it_cannot_be_marked(
     assert marks(repo) == set()
 
 
-def test_a_store_that_demands_what_is_not_known_is_verified_and_not_marked(
+def test_a_store_with_unknown_requirements_is_verified_and_not_marked(
     repo: Repository, caplog: pytest.LogCaptureFixture
 ) -> None:
     flip(repo, only_blob(repo, save_arrays(repo, {"a": array(1)})), DATA_OFFSET)
@@ -268,13 +268,13 @@ def test_a_store_that_demands_what_is_not_known_is_verified_and_not_marked(
     assert marks(repo) == set()
 
 
-def test_a_disk_that_lies_is_found_out(repo: Repository, faults: FaultyStore) -> None:
+def test_a_lying_disk_is_detected(repo: Repository, faults: FaultyStore) -> None:
     save_arrays(repo, {"a": array(1)})
     faults.inject(corrupt("read_into"))
     assert len(verify(repo).damaged) == 1
 
 
-def test_an_object_of_the_same_content_elsewhere_is_another_blob(repo: Repository) -> None:
+def test_equal_objects_of_other_uploaders_are_different_blobs(repo: Repository) -> None:
     one, two = (save_arrays(repo, {"a": array(1)}, step=step) for step in range(2))
     flip(repo, only_blob(repo, one), DATA_OFFSET)
     (damaged,) = verify(repo).damaged
@@ -287,9 +287,7 @@ def test_an_object_of_the_same_content_elsewhere_is_another_blob(repo: Repositor
 
 
 @pytest.mark.parametrize("by_frames", [False, True])
-def test_what_is_marked_is_damage_without_a_read_of_the_rest(
-    repo: Repository, faults: FaultyStore, by_frames: bool
-) -> None:
+def test_marked_blobs_are_damage_without_a_full_read(repo: Repository, faults: FaultyStore, by_frames: bool) -> None:
     commits = [save_arrays(repo, {"a": array(step)}, step=step) for step in range(3)]
     key = only_blob(repo, commits[1])
     blob = BlobHash(hash_in(key))
@@ -306,7 +304,7 @@ def test_what_is_marked_is_damage_without_a_read_of_the_rest(
     assert verify(repo, mode="exists").damaged == ()
 
 
-def test_what_is_marked_is_in_each_sample(repo: Repository) -> None:
+def test_marked_blobs_are_in_each_sample(repo: Repository) -> None:
     commits = [save_arrays(repo, {"a": array(step)}, step=step) for step in range(9)]
     key = only_blob(repo, commits[4])
     blob = BlobHash(hash_in(key))

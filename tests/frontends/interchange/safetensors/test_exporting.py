@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("temporaries")
 # folders
 
 
-def test_an_export_is_cut_into_files_with_an_index(store: casckpt.Store, tmp_path: Path, seed: int) -> None:
+def test_a_large_export_has_several_files_and_an_index(store: casckpt.Store, tmp_path: Path, seed: int) -> None:
     state = tensors(seed)
     made = store.save(state, step=0)
     found = export_safetensors(store, made, tmp_path / "out", max_shard_size="100B")
@@ -65,7 +65,7 @@ def test_small_windows_give_the_same_file(
     assert done.done == sum(tensor.nbytes for tensor in state.values()), "no cell was read twice"
 
 
-def test_nested_states_get_flat_keys_and_objects_are_named(store: casckpt.Store, tmp_path: Path) -> None:
+def test_nested_states_get_flat_keys_and_omitted_objects_are_named(store: casckpt.Store, tmp_path: Path) -> None:
     tied = torch.randn(4, 4)
     state = {"model": {"a": tied, "b": tied, "t": torch.randn(3, 2).t()}, "steps": [torch.ones(1), 7], "lr": 0.1}
     store.save(state, step=0)
@@ -76,7 +76,7 @@ def test_nested_states_get_flat_keys_and_objects_are_named(store: casckpt.Store,
     assert same(read, expected)
 
 
-def test_keys_choose(store: casckpt.Store, tmp_path: Path, seed: int) -> None:
+def test_a_pattern_chooses_the_exported_keys(store: casckpt.Store, tmp_path: Path, seed: int) -> None:
     state = tensors(seed)
     store.save(state | {"model.lr": 0.1}, step=0)
     found = export_safetensors(store, "latest", tmp_path / "m.safetensors", keys=["model.*", "nan"])
@@ -101,7 +101,9 @@ def test_a_dtype_that_safetensors_lacks_is_named_before_anything_is_written(
 
 
 @pytest.mark.parametrize("below", [".", "objects", "commits/x.pt", "new"])
-def test_nothing_is_written_into_the_store_itself(tmp_path: Path, below: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_into_the_store_itself_is_refused(
+    tmp_path: Path, below: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = casckpt.open(tmp_path / "store")
     store.save({"w": torch.ones(3)}, run="run", step=1)
     before = sorted((tmp_path / "store").rglob("*"))
@@ -114,7 +116,7 @@ def test_nothing_is_written_into_the_store_itself(tmp_path: Path, below: str, mo
     store.export("run@1", "beside")
 
 
-def test_nothing_is_written_over_without_force(store: casckpt.Store, tmp_path: Path) -> None:
+def test_an_export_overwrites_only_with_force(store: casckpt.Store, tmp_path: Path) -> None:
     store.save({"a": torch.ones(2)}, step=0, attachments={"config.json": b"new"})
     out, file = tmp_path / "out", tmp_path / "m.safetensors"
     out.mkdir()
@@ -143,7 +145,7 @@ def test_an_empty_folder_is_filled(store: casckpt.Store, tmp_path: Path) -> None
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
 
-def test_a_folder_is_not_put_where_a_file_is(store: casckpt.Store, tmp_path: Path) -> None:
+def test_a_folder_does_not_replace_a_file(store: casckpt.Store, tmp_path: Path) -> None:
     store.save({"a": torch.ones(2)}, step=0)
     (tmp_path / "file").touch()
     with pytest.raises(Conflict, match="is a file"):
@@ -153,7 +155,9 @@ def test_a_folder_is_not_put_where_a_file_is(store: casckpt.Store, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["out", "m.safetensors"])
-def test_damage_leaves_nothing_behind(store: casckpt.Store, store_path: Path, tmp_path: Path, name: str) -> None:
+def test_an_export_of_damaged_data_leaves_nothing(
+    store: casckpt.Store, store_path: Path, tmp_path: Path, name: str
+) -> None:
     store.save({"a": torch.randn(100, 100)}, step=0, attachments={"config.json": b"{}"})
     (blob,) = store_path.glob("objects/*/*.safetensors")
     data = bytearray(blob.read_bytes())

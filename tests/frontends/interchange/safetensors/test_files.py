@@ -32,7 +32,7 @@ def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
-def test_a_header_is_what_the_library_writes(tmp_path: Path) -> None:
+def test_a_header_equals_that_of_the_library(tmp_path: Path) -> None:
     state = {"b": torch.ones(3, dtype=torch.bool), "w": torch.zeros(2, 3), "é": torch.zeros(()), "n": torch.zeros(0, 4)}
     safetensors.torch.save_file(state, tmp_path / "a.safetensors", metadata={"format": "pt"})
     written = (tmp_path / "a.safetensors").read_bytes()
@@ -45,7 +45,7 @@ def test_a_header_is_what_the_library_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
-def test_every_dtype_comes_back_by_the_library(tmp_path: Path, name: str) -> None:
+def test_the_library_reads_every_dtype(tmp_path: Path, name: str) -> None:
     dtype = getattr(torch, name)
     bits = torch.arange(16, dtype=torch.uint8).view(2, 8)
     tensor = bits % 2 == 0 if name == "bool" else bits.view(dtype)
@@ -59,19 +59,19 @@ def test_every_dtype_comes_back_by_the_library(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", sorted(set(dtypes.DTYPES) - set(NAMES)))
-def test_other_dtypes_are_refused_by_key(name: str) -> None:
+def test_the_error_for_an_unsupported_dtype_names_the_key(name: str) -> None:
     with pytest.raises(InvalidInput, match=f"'layer.x' is {name}, which") as caught:
         encode_header([TensorHeader("layer.x", name, (1,), dtypes.itemsize(name))], {})
     assert caught.value.key == "layer.x"
 
 
-def test_the_name_of_the_metadata_is_no_key() -> None:
+def test_the_key_of_the_metadata_is_refused() -> None:
     with pytest.raises(InvalidInput, match="__metadata__"):
         encode_header([TensorHeader("__metadata__", "float32", (1,), 4)], {})
 
 
 @given(st.lists(st.tuples(st.text(min_size=1), st.lists(st.integers(0, 3), max_size=3)), unique_by=lambda one: one[0]))
-def test_any_keys_and_shapes_come_back(tmp_path_factory: pytest.TempPathFactory, given: list[Any]) -> None:
+def test_any_keys_and_shapes_are_read_back(tmp_path_factory: pytest.TempPathFactory, given: list[Any]) -> None:
     tensors = []
     for key, shape in given:
         count = int(torch.tensor(shape).prod()) if shape else 1
@@ -144,7 +144,7 @@ def test_errors_for_other_files_name_their_format(tmp_path: Path) -> None:
             read_header(tmp_path / name)
 
 
-def test_an_index_comes_back(tmp_path: Path) -> None:
+def test_an_index_decodes_as_encoded(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_bytes(encode_index({"b": "2.safetensors", "a": "1.safetensors", "c": "1.safetensors"}, 12))
     assert set(read_index(path).values()) == {"1.safetensors", "2.safetensors"}

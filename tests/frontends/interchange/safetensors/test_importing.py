@@ -71,7 +71,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         find_sources(folder)
 
 
-def test_a_tensor_that_only_the_index_has_is_told_of(
+def test_a_tensor_that_is_only_in_the_index_is_reported(
     store: casckpt.Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = hugging_face(tmp_path / "hf", {"a": torch.ones(2), "b": torch.ones(2)})
@@ -80,7 +80,7 @@ def test_a_tensor_that_only_the_index_has_is_told_of(
     assert "names tensors that no file holds: b" in caplog.text
 
 
-def test_links_out_of_the_folder_do_not_travel(tmp_path: Path) -> None:
+def test_links_out_of_the_folder_are_not_attached(tmp_path: Path) -> None:
     folder = hugging_face(tmp_path / "hf", {"a": torch.ones(2)})
     (tmp_path / "secret.json").write_text("secret")
     (folder / "innocent.json").symlink_to(tmp_path / "secret.json")
@@ -94,7 +94,7 @@ def test_links_out_of_the_folder_do_not_travel(tmp_path: Path) -> None:
     assert not [name for name in found.attachments if "secret" in name]
 
 
-def test_a_snapshot_in_the_cache_of_hugging_face_is_taken(store: casckpt.Store, tmp_path: Path) -> None:
+def test_a_snapshot_in_the_hugging_face_cache_is_imported(store: casckpt.Store, tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "models--x" / "blobs", tmp_path / "models--x" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     file_of(blobs, {"a": torch.ones(2)}, "0123")
@@ -105,7 +105,7 @@ def test_a_snapshot_in_the_cache_of_hugging_face_is_taken(store: casckpt.Store, 
     assert (list(made.tensors), list(store.attachments(made))) == (["a"], ["config.json"])
 
 
-def test_large_files_do_not_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_not_attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safetensors_import, "MAX_ATTACHMENT_BYTES", 1000)
     folder = hugging_face(tmp_path / "hf", {"a": torch.ones(2)})
     assert "vocab.txt" in find_sources(folder).skipped
@@ -124,7 +124,7 @@ def test_large_files_do_not_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (("a.safetensors", "b.safetensors"), InvalidInput, "several models: a.safetensors, b.safetensors"),
     ],
 )
-def test_a_folder_without_one_model_is_told_by_what_it_holds(
+def test_the_error_for_a_folder_without_one_model_lists_its_content(
     tmp_path: Path, names: tuple[str, ...], kind: type[Exception], match: str
 ) -> None:
     for name in names:
@@ -136,7 +136,7 @@ def test_a_folder_without_one_model_is_told_by_what_it_holds(
 # exports of any state
 
 
-def test_shards_of_ranks_make_one_tensor(store: casckpt.Store, tmp_path: Path) -> None:
+def test_shards_of_ranks_are_joined_to_a_tensor(store: casckpt.Store, tmp_path: Path) -> None:
     whole = torch.arange(24.0).view(4, 6)
     left = casckpt.Shard(whole[:, :2].clone(), global_shape=(4, 6), offset=(0, 0), shape=(4, 2))
     right = casckpt.Shard(whole[:, 2:].clone(), global_shape=(4, 6), offset=(0, 2), shape=(4, 4))
@@ -148,7 +148,7 @@ def test_shards_of_ranks_make_one_tensor(store: casckpt.Store, tmp_path: Path) -
 # plans
 
 
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.pt")
     writer = os.open(tmp_path / "pipe.pt", os.O_RDWR)  # one that opens it ends, and finds what is no checkpoint
     os.write(writer, b"none")

@@ -1,4 +1,4 @@
-"""Layouts: where everything will lie in files that are not there yet."""
+"""Layouts: the place of every byte in files that do not exist yet."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def layout(store: Store, most: int | None = None) -> Layout:
     return lay_out(view_of(contents, Rules()).tensors, {"format": "pt"}, most)
 
 
-def test_a_layout_tells_every_byte_before_it_is_written(store: Store, tmp_path: Path) -> None:
+def test_a_layout_knows_every_byte_before_writing(store: Store, tmp_path: Path) -> None:
     store.save(STATE, step=0)
     planned = layout(store, 1000)
     assert len(planned.files) > 2
@@ -48,7 +48,7 @@ def test_a_layout_tells_every_byte_before_it_is_written(store: Store, tmp_path: 
             assert data[start : start + one.entry.nbytes] == expected
 
 
-def test_a_file_is_the_one_that_the_library_writes_in_whatever_order_a_state_is(store: Store, tmp_path: Path) -> None:
+def test_a_file_equals_that_of_the_library_for_any_order_of_keys(store: Store, tmp_path: Path) -> None:
     safetensors.torch.save_file(STATE, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
     for step, state in enumerate((STATE, dict(reversed(STATE.items())))):
         store.save(state, step=step)
@@ -68,6 +68,6 @@ def test_files_hold_every_tensor_once_in_order(given_streams: list[ViewTensor], 
     assert len(shards) == 1 or all(shards)
 
 
-def test_files_of_no_size_are_refused() -> None:
+def test_a_file_size_of_zero_is_refused() -> None:
     with pytest.raises(InvalidInput, match="max-shard-size"):
         plan_shards([], 0)

@@ -1,4 +1,4 @@
-"""What torch's HuggingFaceStorageWriter writes from several ranks, and other files that hold parts of tensors."""
+"""Files of torch's HuggingFaceStorageWriter on several ranks, and other files with parts of tensors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def folder(written: Path, tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-def test_files_of_ranks_are_put_together(
+def test_files_of_ranks_are_joined(
     store: casckpt.Store, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [FIRST, SECOND]
@@ -83,13 +83,13 @@ def test_files_of_ranks_are_put_together(
     assert found.metadata == {"safetensors": {"format": "pt"}}  # nothing of where parts lay
 
 
-def test_what_is_exported_again_is_whole_for_its_reader(store: casckpt.Store, folder: Path, tmp_path: Path) -> None:
+def test_an_imported_and_exported_model_is_complete(store: casckpt.Store, folder: Path, tmp_path: Path) -> None:
     import_safetensors(store, folder, step=1)
     export_safetensors(store, "default@1", tmp_path / "out")
     assert identical(load(zeros(example()), HuggingFaceStorageReader(str(tmp_path / "out"))), example())
 
 
-def test_several_files_of_each_rank_are_put_together(ranks: Pool, store: casckpt.Store, tmp_path: Path) -> None:
+def test_several_files_of_each_rank_are_joined(ranks: Pool, store: casckpt.Store, tmp_path: Path) -> None:
     chosen = {key: 1 + number % 2 for number, key in enumerate(example())}
     ranks.run(2, two_ranks, tmp_path / "in", {"fqn_to_index_mapping": chosen})
     assert len(list((tmp_path / "in").iterdir())) > 2
@@ -97,7 +97,7 @@ def test_several_files_of_each_rank_are_put_together(ranks: Pool, store: casckpt
     assert whole(store, "default@1")
 
 
-def test_what_the_writer_consolidated_is_one_model(ranks: Pool, store: casckpt.Store, tmp_path: Path) -> None:
+def test_consolidated_files_are_imported_as_one_model(ranks: Pool, store: casckpt.Store, tmp_path: Path) -> None:
     ranks.run(2, two_ranks, tmp_path / "in", {"enable_consolidation": True})
     import_safetensors(store, tmp_path / "in", run="whole", step=1)
     import_safetensors(store, tmp_path / "in/sharded", run="parts", step=1)
@@ -107,7 +107,7 @@ def test_what_the_writer_consolidated_is_one_model(ranks: Pool, store: casckpt.S
         assert identical({key: found[key] for key in expected}, expected)
 
 
-def test_what_one_process_wrote_is_imported_by_its_index(store: casckpt.Store, tmp_path: Path) -> None:
+def test_files_of_one_process_are_imported_by_their_index(store: casckpt.Store, tmp_path: Path) -> None:
     save(example(), HuggingFaceStorageWriter(str(tmp_path / "in")))
     import_safetensors(store, tmp_path / "in", step=1)
     assert whole(store, "default@1")
@@ -117,7 +117,7 @@ def test_what_one_process_wrote_is_imported_by_its_index(store: casckpt.Store, t
 
 
 @pytest.mark.parametrize("name", [FIRST, SECOND])
-def test_the_file_of_one_rank_alone_is_refused(store: casckpt.Store, folder: Path, name: str) -> None:
+def test_the_file_of_a_single_rank_is_refused(store: casckpt.Store, folder: Path, name: str) -> None:
     with pytest.raises(InvalidInput, match=f"{name} holds the parts .* give the folder"):
         import_safetensors(store, folder / name, step=1)
     (folder / SECOND).rename(folder / "model.safetensors")  # it says where its parts begin, whatever its name is
@@ -169,7 +169,7 @@ def another_dtype(folder: Path) -> None:
         (deep_places, "does not say where"), (another_dtype, "another dtype"),
     ],
 )  # fmt: skip
-def test_a_folder_that_is_not_whole_is_refused(
+def test_an_incomplete_folder_is_refused(
     store: casckpt.Store, folder: Path, spoil: Callable[[Path], None], match: str
 ) -> None:
     spoil(folder)
@@ -187,7 +187,7 @@ def test_a_folder_that_is_not_whole_is_refused(
         ("model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"),  # vLLM's
     ],
 )
-def test_parts_that_only_a_name_tells_are_refused_alone(
+def test_a_part_recognised_by_its_name_is_refused_beside_others(
     store: casckpt.Store, tmp_path: Path, name: str, beside: str
 ) -> None:
     save_file({"w": torch.ones(3)}, tmp_path / name)
@@ -197,7 +197,7 @@ def test_parts_that_only_a_name_tells_are_refused_alone(
         import_safetensors(store, tmp_path / name, step=2)
 
 
-def test_a_rank_in_the_name_of_an_adapter_is_none_of_a_part(store: casckpt.Store, tmp_path: Path) -> None:
+def test_the_rank_in_the_name_of_an_adapter_does_not_mean_a_part(store: casckpt.Store, tmp_path: Path) -> None:
     for rank in (8, 16):
         save_file({"lora": torch.ones(rank)}, tmp_path / f"style_rank_{rank}.safetensors")
     found = import_safetensors(store, tmp_path / "style_rank_16.safetensors", step=1)

@@ -12,7 +12,7 @@ from casckpt.errors import Conflict
 from casckpt.store.store import Store
 
 
-def test_no_folder_becomes_one_that_loads_as_random_weights(store: Store, tmp_path: Path) -> None:
+def test_no_export_loads_as_random_weights(store: Store, tmp_path: Path) -> None:
     state = {"model": {"w": torch.ones(2)}, "optim": {"m": torch.ones(2)}}
     store.save(state, step=1, attachments={"config.json": b"{}"})
     store.export("latest", tmp_path / "out")
@@ -35,7 +35,7 @@ def test_values_of_registered_classes_are_left_out(store: Store, tmp_path: Path)
     assert list(torch.load(tmp_path / "x.pt")) == ["w"]
 
 
-def test_a_part_of_a_model_is_no_folder_that_loads_with_random_weights_beside_it(store: Store, tmp_path: Path) -> None:
+def test_an_export_of_a_part_of_a_model_has_no_config(store: Store, tmp_path: Path) -> None:
     """``--keys`` of a model with its config.json once made one, and named nothing as left out."""
     state = {"model": {"w": torch.ones(2), "v": torch.ones(1)}, "optim": {"m": torch.ones(2)}}
     store.save(state, step=1, attachments={"config.json": b"{}", "tokenizer.json": b"{}"})
@@ -51,7 +51,7 @@ def test_a_part_of_a_model_is_no_folder_that_loads_with_random_weights_beside_it
     assert (tmp_path / "whole" / "model.safetensors").read_bytes() == before
 
 
-def test_names_that_somebody_chose_as_they_are_get_their_config(store: Store, tmp_path: Path) -> None:
+def test_keys_exported_unchanged_on_request_get_their_config(store: Store, tmp_path: Path) -> None:
     flat = {"model.w": torch.ones(2), "head.w": torch.ones(1)}
     unclear = {key.replace("head", "optim.state"): value for key, value in flat.items()}
     for step, state in enumerate((flat, unclear)):

@@ -1,4 +1,4 @@
-"""Ranged reads past the S3 client: they are what the client would have read, or are left to it."""
+"""Ranged reads past the S3 client: they equal those of the client, or are left to it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_ranges_are_read_past_the_client(kind: str, request: pytest.FixtureReque
 
 @pytest.mark.usefixtures("only_direct")
 @pytest.mark.parametrize("known", [True, False])
-def test_by_https(known: bool, moto_server: Server, tmp_path: Path) -> None:
+def test_ranges_are_read_by_https(known: bool, moto_server: Server, tmp_path: Path) -> None:
     certificate = make_certificate(tmp_path)
     with Proxy(moto_server.endpoint, certificate) as proxy:
         client = {"verify": str(certificate) if known else False}
@@ -84,7 +84,7 @@ def test_by_https(known: bool, moto_server: Server, tmp_path: Path) -> None:
         assert read(storage, "a", 2, 4) == b"2345"
 
 
-def test_how_the_server_is_verified_comes_from_the_options(
+def test_options_decide_how_the_server_is_verified(
     moto_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certificate = str(make_certificate(tmp_path))
@@ -106,7 +106,7 @@ def test_how_the_server_is_verified_comes_from_the_options(
     assert verify() == "another.pem"
 
 
-def test_a_certificate_that_nobody_knows(moto_server: Server, tmp_path: Path) -> None:
+def test_an_unknown_certificate_is_refused(moto_server: Server, tmp_path: Path) -> None:
     with Proxy(moto_server.endpoint, make_certificate(tmp_path)) as proxy:
         storage = store_of(moto_server, endpoint_url=proxy.endpoint)
         with pytest.raises(StorageError, match="is its certificate known"):
@@ -124,9 +124,7 @@ def test_proxies_are_left_to_the_client(moto_server: Server, monkeypatch: pytest
     assert client_of(store_of(moto_server)).direct is None
 
 
-def test_where_botocore_no_longer_says_how_to_verify_the_client_reads(
-    moto_server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_client_reads_if_botocore_hides_how_to_verify(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("casckpt.storage.remote.s3.client.EndpointCreator", lambda _: object())
     storage = store_of(moto_server)
     storage.put("a", b"0123456789")
@@ -134,7 +132,7 @@ def test_where_botocore_no_longer_says_how_to_verify_the_client_reads(
     assert client_of(storage).direct is None
 
 
-def test_what_works_through_the_client_alone_is_not_tried_past_it_again(
+def test_requests_that_work_only_through_the_client_stay_there(
     moto_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage, calls = store_of(moto_server), []
@@ -149,7 +147,9 @@ def test_what_works_through_the_client_alone_is_not_tried_past_it_again(
     assert len(calls) == 1
 
 
-def test_what_worked_is_kept_when_the_client_had_to_help(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_reads_stay_enabled_after_help_by_the_client(
+    moto_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     storage = store_of(moto_server)
     storage.put("a", b"0123456789")
     assert read(storage, "a", 2, 3) == b"234"
@@ -161,7 +161,7 @@ def test_what_worked_is_kept_when_the_client_had_to_help(moto_server: Server, mo
     assert direct.works
 
 
-def test_credentials_that_never_come(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_time_out(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     async def waits(*_: object, **__: object) -> None:
         await asyncio.sleep(30)
 
@@ -172,7 +172,7 @@ def test_credentials_that_never_come(moto_server: Server, monkeypatch: pytest.Mo
         read(storage, "a", 2, 3)
 
 
-def test_two_first_reads_of_two_versions(moto_server: Server) -> None:
+def test_concurrent_first_reads_of_two_versions_are_separate(moto_server: Server) -> None:
     both = threading.Barrier(2)
 
     class Slow(S3Object):
@@ -201,7 +201,9 @@ def test_two_first_reads_of_two_versions(moto_server: Server) -> None:
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_an_answer_that_is_another_range(direct: bool, moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_for_another_range_is_refused(
+    direct: bool, moto_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As caches on the way give that know only the name of an object."""
     storage = store_of(moto_server)
     storage.put("a", b"0123456789")
@@ -214,7 +216,7 @@ def test_an_answer_that_is_another_range(direct: bool, moto_server: Server, monk
         read(storage, "a", 2, 3)
 
 
-def test_bodies_of_aiobotocore_2(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_of_aiobotocore_2_are_read(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entering one gave the answer inside, which has another ``read``."""
 
     async def inside(_: object) -> object:
@@ -291,19 +293,19 @@ def answer(body: bytes, *, length: int | None = None, more: str = RANGE, status:
 TEN = b"0123456789"
 
 
-def test_a_connection_is_used_again(direct: DirectReads) -> None:
+def test_a_connection_is_reused(direct: DirectReads) -> None:
     with scripted([answer(TEN)] * 3) as (request, came):
         assert [ask(direct, request) for _ in range(3)] == [TEN] * 3
         assert came == [0, 0, 0]
 
 
-def test_a_connection_that_ended_while_it_rested_is_no_failure(direct: DirectReads) -> None:
+def test_an_idle_connection_closed_by_the_server_is_replaced(direct: DirectReads) -> None:
     with scripted([answer(TEN), None, answer(TEN)]) as (request, came):
         assert [ask(direct, request) for _ in range(2)] == [TEN] * 2
         assert came == [0, 0, 1]
 
 
-def test_a_connection_that_rested_too_long_is_not_used(direct: DirectReads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_idle_for_too_long_is_not_used(direct: DirectReads, monkeypatch: pytest.MonkeyPatch) -> None:
     with scripted([answer(TEN)] * 2) as (request, came):
         assert ask(direct, request) == TEN
         monkeypatch.setattr("casckpt.storage.remote.s3.direct._REST", 0)
@@ -311,19 +313,19 @@ def test_a_connection_that_rested_too_long_is_not_used(direct: DirectReads, monk
         assert came == [0, 1]
 
 
-def test_a_body_in_chunks(direct: DirectReads) -> None:
+def test_a_chunked_body_is_read(direct: DirectReads) -> None:
     chunked = f"HTTP/1.1 206 Partial Content\r\n{RANGE}Transfer-Encoding: chunked\r\n\r\n".encode()
     with scripted([chunked + b"4\r\n0123\r\n6\r\n456789\r\n0\r\n\r\n", answer(TEN)]) as (request, _):
         assert [ask(direct, request), ask(direct, request)] == [TEN] * 2
 
 
-def test_more_than_was_asked_for_does_not_get_into_the_next_answer(direct: DirectReads) -> None:
+def test_surplus_bytes_do_not_enter_the_next_answer(direct: DirectReads) -> None:
     with scripted([answer(TEN + b"more"), answer(TEN)]) as (request, came):
         assert [ask(direct, request), ask(direct, request)] == [TEN] * 2
         assert came == [0, 1]
 
 
-def test_an_answer_that_nobody_asked_for_is_not_taken_for_the_next(direct: DirectReads) -> None:
+def test_an_unrequested_answer_is_not_used_for_the_next_request(direct: DirectReads) -> None:
     ours, theirs = socket.socketpair()
     with scripted([answer(TEN)]) as (request, came), theirs:
         place = urlsplit(request.url).netloc
@@ -346,7 +348,7 @@ def test_other_answers_are_left_to_the_client(status: str, direct: DirectReads) 
 
 
 @pytest.mark.parametrize("status", ["429 Slow", "500 Broken", "502 Bad", "503 Slow Down", "504 Late"])
-def test_a_busy_server_is_not_asked_at_once_again(status: str, direct: DirectReads) -> None:
+def test_a_busy_server_is_retried_after_a_pause(status: str, direct: DirectReads) -> None:
     with scripted([answer(b"", status=status)]) as (request, came):
         with pytest.raises(ClientError, match=status.partition(" ")[2]):
             ask(direct, request)
@@ -363,12 +365,12 @@ def test_a_busy_server_is_not_asked_at_once_again(status: str, direct: DirectRea
         (b"", TimeoutError),
     ],
 )
-def test_answers_that_are_none(said: bytes, error: type[Exception], direct: DirectReads) -> None:
+def test_malformed_answers_are_refused(said: bytes, error: type[Exception], direct: DirectReads) -> None:
     with scripted([said, b""]) as (request, _), pytest.raises(error):
         ask(direct, request)
 
 
-def test_a_connection_waits_for_what_is_left_of_a_request_and_no_longer() -> None:
+def test_a_connection_waits_only_for_the_remaining_time() -> None:
     connection, now, patience = Mock(), [0.0], Patience(request=60, call=180)
     one = PatientRequest(Call(patience), patience.request, clock=lambda: now[0])
     now[0] = 59
@@ -379,7 +381,7 @@ def test_a_connection_waits_for_what_is_left_of_a_request_and_no_longer() -> Non
         _wait_for(connection, one)
 
 
-def test_a_server_that_is_gone(direct: DirectReads) -> None:
+def test_an_unreachable_server_is_an_error(direct: DirectReads) -> None:
     with scripted([answer(TEN)]) as (request, _):
         assert ask(direct, request) == TEN
     with pytest.raises(ConnectionRefusedError):

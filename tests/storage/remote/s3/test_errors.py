@@ -1,4 +1,4 @@
-"""What servers refuse: other credentials are looked for, and errors name the setting that helps."""
+"""Refusals by servers: credentials are looked up again, and errors name the setting that helps."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Expiring:
 
 
 @pytest.mark.parametrize("code", ["ExpiredToken", "InvalidAccessKeyId"])
-def test_credentials_that_expire_are_looked_for_again(
+def test_expired_credentials_are_looked_up_again(
     code: str, moto_server: Server, refusing: Callable[[Refuses], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expiring = Expiring(monkeypatch, code)
@@ -91,7 +91,7 @@ def test_credentials_that_expire_are_looked_for_again(
     assert expiring.refused == 1
 
 
-def test_the_size_of_an_object_is_found_though_a_head_does_not_say_what_expired(
+def test_the_size_is_found_after_credentials_expire_in_a_head_request(
     moto_server: Server, refusing: Callable[[Refuses], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expiring = Expiring(monkeypatch, "ExpiredToken")
@@ -122,7 +122,7 @@ def test_threads_whose_credentials_expire_at_once_share_a_session(
     assert len(made) == 1
 
 
-def test_credentials_that_are_no_longer_valid_in_a_new_session_either_are_an_error(
+def test_credentials_invalid_in_a_new_session_too_are_an_error(
     moto_server: Server, refusing: Callable[[Refuses], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expiring = Expiring(monkeypatch, "ExpiredToken", renewed="OLDER")
@@ -133,7 +133,7 @@ def test_credentials_that_are_no_longer_valid_in_a_new_session_either_are_an_err
     assert expiring.refused == 2
 
 
-def test_credentials_that_were_given_are_not_looked_for(
+def test_given_credentials_are_not_looked_up(
     moto_server: Server, refusing: Callable[[Refuses], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expiring = Expiring(monkeypatch, "ExpiredToken")
@@ -156,7 +156,7 @@ def knows_no_checksums(request: Any) -> tuple[int, str, str] | None:
     return None
 
 
-def test_a_server_that_does_not_know_checksums_is_told_apart_and_the_settings_that_are_named_help(
+def test_settings_in_the_error_help_with_servers_without_checksums(
     moto_server: Server, refusing: Callable[[Refuses], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusing(knows_no_checksums)
@@ -197,7 +197,7 @@ def test_errors_about_checksums_name_the_settings(error: Exception, *, again: bo
     assert found.again == again
 
 
-def test_a_server_that_says_only_that_it_does_not_know_something_may_lack_either() -> None:
+def test_an_unspecific_error_names_both_possible_missing_features() -> None:
     why = explain(answer(501, "NotImplemented", "A header you provided implies functionality that is not there")).why
     assert "single_writer" in why
     assert "AWS_REQUEST_CHECKSUM_CALCULATION" in why

@@ -1,4 +1,4 @@
-"""What doctor is told of a bucket whose server refuses to answer."""
+"""Findings of doctor for a bucket whose server refuses to answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from casckpt.storage.remote.s3.facts import _PAGES, _SKEW, examine
 
 
 @pytest.mark.parametrize(("hours", "says"), [(5, "s behind the server"), (-5, "s ahead of the server")])
-def test_a_clock_that_the_server_refuses_is_told(hours: int, says: str) -> None:
+def test_a_clock_refused_by_the_server_is_reported(hours: int, says: str) -> None:
     there = format_datetime(datetime.now(UTC) + timedelta(hours=hours), usegmt=True)
 
     def refuse(operation: str, **_: Any) -> Any:
@@ -100,7 +100,7 @@ def test_old_versions_are_counted_over_all_pages() -> None:
         (locked(Years=2), None, "new objects are locked for 2 years: gc hides them, and frees nothing before"),
     ],
 )
-def test_locks_of_objects(answer: Any, ok: bool | None, says: str) -> None:
+def test_object_locks_are_reported(answer: Any, ok: bool | None, says: str) -> None:
     assert told("lock", **{LOCK: answer}) == (ok, says)
 
 
@@ -120,11 +120,11 @@ def test_locks_of_objects(answer: Any, ok: bool | None, says: str) -> None:
         (rule(Filter={}, Prefix="other/", Expiration={"Days": 3}), True),
     ],
 )  # fmt: skip
-def test_rules_that_delete_or_archive_what_is_below_the_store(rules: Any, ok: bool | None) -> None:
+def test_lifecycle_rules_over_the_store_are_reported(rules: Any, ok: bool | None) -> None:
     assert told("lifecycle", **{RULES: rules})[0] is ok
 
 
-def test_unfinished_uploads() -> None:
+def test_unfinished_uploads_are_reported() -> None:
     began = [datetime(2026, 5, day, tzinfo=UTC) for day in (7, 3)]
     found = {"Uploads": [{"Initiated": at} for at in began]}
     assert told("multipart", list_multipart_uploads=found) == (
@@ -133,7 +133,7 @@ def test_unfinished_uploads() -> None:
     assert told("multipart", list_multipart_uploads={})[0] is True
 
 
-def test_clocks_that_agree_and_one_that_is_not_told() -> None:
+def test_agreeing_and_unknown_clocks_are_not_reported() -> None:
     for seconds, ok in ((0, True), (-2 * _SKEW, False)):
         date = format_datetime(datetime.now(UTC) + timedelta(seconds=seconds), usegmt=True)
         meta = {"ResponseMetadata": {"HTTPHeaders": {"date": date}}}
