@@ -168,8 +168,8 @@ def test_content_metadata_are_of_a_checkpoint_or_of_what_was_loaded(where: str, 
     assert megatron.load_content_metadata(**given) == {"n": 1}
 
 
-@follows("frontends/megatron/strictness.py:check_unexpected", "strict='log_unexpected' leaves them out")
-@follows("frontends/megatron/strictness.py:check_missing", "strict='raise_unexpected' leaves them unread")
+@follows("frontends/megatron/loading.py:check_unexpected", "strict='log_unexpected' leaves them out")
+@follows("frontends/megatron/loading.py:check_missing", "strict='raise_unexpected' leaves them unread")
 def test_keys_of_one_side_alone_are_left(where: str, told: Told) -> None:
     save({"w": tensor(), "v": tensor("v")}, where)
     wanted = {"w": tensor(value=0), "x": tensor("x", value=0)}

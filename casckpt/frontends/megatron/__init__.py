@@ -40,7 +40,7 @@ from casckpt.frontends.megatron.kinds import (
     extract_sharded_tensors_or_nonpersistent,
     replace_prefix_for_sharding,
 )
-from casckpt.frontends.megatron.loading import load
+from casckpt.frontends.megatron.loading import StrictHandling, load, parse_strict_flag
 from casckpt.frontends.megatron.mapping import (
     FactoryBuildFn,
     FactoryMergeFn,
@@ -87,7 +87,6 @@ from casckpt.frontends.megatron.reading import (
 )
 from casckpt.frontends.megatron.removing import forget_removed, remove_sharded_tensors
 from casckpt.frontends.megatron.saving import save
-from casckpt.frontends.megatron.strictness import StrictHandling, parse_strict_flag
 
 if TYPE_CHECKING:
     from casckpt.frontends.megatron.strategies import CasLoadShardedStrategy as CasLoadShardedStrategy
