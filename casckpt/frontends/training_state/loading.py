@@ -66,6 +66,15 @@ def normal_tensors() -> Iterator[None]:
         yield
 
 
+def renamed_beside(given: LoadOptions, home: str) -> LoadOptions:
+    """Return the options of a load in which ``rename`` does not apply to the keys below ``home``."""
+
+    def saved_key(key: str) -> str:
+        return key if key.startswith(f"{home}.") else renamer(given.rename)(key)
+
+    return replace(given, rename=Renaming(saved_key, given.rename))
+
+
 @dataclass(frozen=True)
 class Unused:
     """Names in the checkpoint that a rank does not load: of its model, its optimizer, and of tensors at the top."""

@@ -223,19 +223,6 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 
-def tensor(key: str, *shape: int, **more: Any) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets(key, torch.full(shape, -1.0), **more)
-
-
-def numbered(key: str, *shape: int, **more: Any) -> ShardedTensor:
-    data = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    return ShardedTensor.from_rank_offsets(key, data, **more)
-
-
-def obj(key: str, at: int = 0, of: int = 1, data: Any = None) -> ShardedObject:
-    return ShardedObject(key, data, (of,), (at,))
-
-
 def test_strictness(where: str, caplog: pytest.LogCaptureFixture) -> None:
     def asked() -> dict[str, Any]:
         return {"w": tensor("w", 4, 3), "x": tensor("x", 1), "y": obj("y")}
