@@ -219,10 +219,6 @@ def test_a_process_group_saves_by_itself(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(3, in_a_group, f"{tmp_path}#a@1") == [None, [1, 1], [2, 2]]
 
 
-if TYPE_CHECKING:
-    from tests.support.ranks import Pool
-
-
 def test_strictness(where: str, caplog: pytest.LogCaptureFixture) -> None:
     def asked() -> dict[str, Any]:
         return {"w": tensor("w", 4, 3), "x": tensor("x", 1), "y": obj("y")}
