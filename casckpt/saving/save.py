@@ -18,9 +18,8 @@ from casckpt.format.keys import uploader_folder
 from casckpt.format.names import TxId
 from casckpt.format.records import DEFAULT_CELL_BYTES
 from casckpt.history.commits import Commit, just_committed
-from casckpt.plan.replicas import MORE_RUNS, row_digests
 from casckpt.plan.reuse import ReusableCells
-from casckpt.plan.writers import Words
+from casckpt.plan.writers import MORE_RUNS, Words, row_digests
 from casckpt.ranks.ranks import Ranks, telling
 from casckpt.repository.repository import Repository
 from casckpt.saving.encoder import Coder, coding

@@ -157,7 +157,7 @@ def test_a_strategy_is_for_the_functions_of_megatron(where: str, store_path: Pat
     assert [str(one.run) for one in casckpt.open(store_path).checkpoints()] == ["a", "b"]
 
 
-@follows("frontends/megatron/reading.py:load_content_metadata", "give a checkpoint_dir, or a preloaded_state_dict")
+@follows("frontends/megatron/stored.py:load_content_metadata", "give a checkpoint_dir, or a preloaded_state_dict")
 def test_content_metadata_are_of_a_checkpoint_or_of_what_was_loaded(where: str, told: Told) -> None:
     save({"w": tensor()}, where, content_metadata={"n": 1})
     with told.error(ValueError) as advice:

@@ -24,7 +24,7 @@ from casckpt.frontends.megatron.errors import (
     checkpointing_errors,
 )
 from casckpt.frontends.megatron.kinds import extract_nonpersistent, extract_sharded_base, is_factory, is_sharded_object
-from casckpt.frontends.megatron.mapping import apply_factory_merges
+from casckpt.frontends.megatron.mapping import ReshapedCopies, apply_factory_merges, boxes_of, copies
 from casckpt.frontends.megatron.nesting import (
     Nested,
     dict_list_map_inplace,
@@ -33,11 +33,9 @@ from casckpt.frontends.megatron.nesting import (
     merge,
     nested_values,
 )
-from casckpt.frontends.megatron.parts import ReshapedCopies, boxes_of, copies
 from casckpt.frontends.megatron.place import CheckpointDir
-from casckpt.frontends.megatron.reading import object_key, read_common
 from casckpt.frontends.megatron.saving import is_empty, located
-from casckpt.frontends.megatron.stored import MegatronCheckpoint, ReadRequest
+from casckpt.frontends.megatron.stored import MegatronCheckpoint, ReadRequest, object_key, read_common
 from casckpt.loading.options import RankArguments
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks
 from casckpt.tensors.foreign import flat_range, megatron_shard, part_shape

@@ -25,9 +25,8 @@ from casckpt.format.tree import Element, Node, children
 from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.groups import Match, check, check_unused, match
 from casckpt.frontends.training_state.holding import Holding, apart, unwrapped
-from casckpt.frontends.training_state.kinds import StateKind
 from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
-from casckpt.frontends.training_state.optimizer import install, local_optimizer, named_groups, tensors_below
+from casckpt.frontends.training_state.optimizer import StateKind, install, local_optimizer, named_groups, tensors_below
 from casckpt.frontends.training_state.stored import (
     MODEL,
     StoredGroups,
