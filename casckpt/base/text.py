@@ -1,4 +1,4 @@
-"""Text for messages: the first few of many names, an error in one line, and which texts are URLs."""
+"""Text for messages: the first few of many names, an error in one line, HTML tables, and which texts are URLs."""
 
 from __future__ import annotations
 

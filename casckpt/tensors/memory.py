@@ -1,8 +1,8 @@
 """Access to the bytes of a tensor, without a copy where possible.
 
 A `Memory` is a flat sequence of elements in row-major order. `view` returns the bytes of a contiguous CPU tensor in
-place. For other tensors `copy_out` and `copy_in` move the bytes in pieces, so that no complete copy is made. `sampled` reads
-a few runs of bytes of many tensors.
+place. For other tensors `copy_out` and `copy_in` move the bytes in pieces, so that no complete copy is made.
+`sampled` reads a few runs of bytes of many tensors.
 """
 
 from __future__ import annotations

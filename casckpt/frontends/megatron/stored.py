@@ -1,8 +1,10 @@
 """A stored checkpoint in Megatron's terms: sharded tensors, shards of objects, and the common part.
 
 In a checkpoint of any front end, each tensor is a sharded tensor under its flat key, and all other values are common.
-`Notes` lists the tensors that `save` of this front end wrote as part of the common part. The functions that read without
-a sharded state dict, such as `load_common_state_dict`, lie here too. Each process reads by itself.
+`Notes` lists the tensors that `save` of this front end wrote as part of the common part.
+
+The functions that read without a sharded state dict, such as `load_common_state_dict`, lie here too. Each process reads
+by itself.
 """
 
 from __future__ import annotations

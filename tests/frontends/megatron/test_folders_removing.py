@@ -92,7 +92,7 @@ def test_a_save_forgets_what_was_removed_before(tmp_path: Path, ranks: Pool) -> 
 
 
 def test_a_save_stays_where_forgetting_fails(tmp_path: Path) -> None:
-    with patch.object(removing, "forget_removed", side_effect=NotFound("the disk is gone")):
+    with patch.object(folders, "forget_removed", side_effect=NotFound("the disk is gone")):
         said = saved(0, 1, tmp_path, 1, forget_removed=True)
     assert said == ["what was saved from folders that are gone was not forgotten: the disk is gone"]
     assert steps(tmp_path) == [1]
