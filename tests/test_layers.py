@@ -292,7 +292,7 @@ def test_no_folder_has_more_modules_than_are_seen_at_a_glance() -> None:
         ("saving/save.py", "from blake3 import blake3"),
         ("history/commits.py", "import msgspec"),
         ("upkeep/copies/signatures.py", "from cryptography.exceptions import InvalidSignature"),
-        ("format/encodings/parts.py", "from backports import zstd"),
+        ("format/encodings/frames.py", "from backports import zstd"),
         ("storage/local/store.py", "import os\nos.environ['X']"),
         ("storage/local/store.py", "from os import getenv"),
         ("saving/save.py", "from rich import print"),
