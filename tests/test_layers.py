@@ -292,7 +292,7 @@ def test_no_folder_has_too_many_modules() -> None:
         ("saving/save.py", "from blake3 import blake3"),
         ("history/commits.py", "import msgspec"),
         ("upkeep/copies/signatures.py", "from cryptography.exceptions import InvalidSignature"),
-        ("format/encodings/planes.py", "from backports import zstd"),
+        ("format/encodings/frames.py", "from backports import zstd"),
         ("storage/local/store.py", "import os\nos.environ['X']"),
         ("storage/local/store.py", "from os import getenv"),
         ("saving/save.py", "from rich import print"),
@@ -349,32 +349,20 @@ SEEN = (
 )
 """What users of `Store` may name of the package."""
 
-FILLS, TRAIN, WORDS = (
+FILLS, WORDS = (
     "fills tensors, as training_state does",
-    "flattens train states",
     "logs unread keys in its own words",
 )
 DEBT = {
     ("frontends/lightning/io.py", "casckpt.tensors.state.OfObjects"): "saves the objects that a Fabric holds as such",
     ("frontends/trainer/checkpointer.py", "casckpt.loading.options.LoadOptions"): "hands the options to contents.py",
-    ("frontends/trainer/contents.py", "casckpt.loading.arguments.Renaming"): FILLS,
-    ("frontends/trainer/contents.py", "casckpt.loading.arguments.renamer"): FILLS,
     ("frontends/trainer/contents.py", "casckpt.loading.options.LoadOptions"): FILLS,
     ("frontends/trainer/contents.py", "casckpt.loading.unread.EVERYTHING"): WORDS,
     ("frontends/trainer/contents.py", "casckpt.loading.unread.is_generator"): WORDS,
     ("frontends/trainer/contents.py", "casckpt.loading.unread.that_hold"): WORDS,
     ("frontends/trainer/contents.py", "casckpt.loading.unread.warn_moved"): WORDS,
     ("frontends/trainer/contents.py", "casckpt.loading.unread.warn_unread"): WORDS,
-    (
-        "frontends/trainer/run_checkpoints.py",
-        "casckpt.format.keys.MARKER",
-    ): "looks for stores beside this one",
     ("frontends/trainer/throttle.py", "casckpt.storage.base.ObjectStore"): "wraps the storage of an open store",
-    ("frontends/trainer/train_state.py", "casckpt.format.tree.Node"): TRAIN,
-    ("frontends/trainer/train_state.py", "casckpt.format.tree.TENSOR"): TRAIN,
-    ("frontends/trainer/train_state.py", "casckpt.tensors.state.GENERATORS"): TRAIN,
-    ("frontends/trainer/train_state.py", "casckpt.tensors.state.holds_object"): TRAIN,
-    ("frontends/trainer/train_state.py", "casckpt.tensors.state.is_object"): TRAIN,
     ("frontends/transformers.py", "casckpt.tensors.dtypes.torch_dtype"): "restores files of tensors, as exports do",
 }
 """(module, name) -> why a user of `Store` still names it. Names may leave this list; none may join it."""

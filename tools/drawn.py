@@ -354,7 +354,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "diff",
         "len(x1) - 1, len",
         "len(x1), len",
-        "tests/frontends/megatron/test_reading.py",
+        "tests/frontends/megatron/test_stored.py",
     ),
     (
         "a text that just fits is cut",
@@ -375,7 +375,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "narrowed",
         "length) * row)\n    if lo >= hi:",
         "length) * row)\n    if lo > hi:",
-        "tests/frontends/megatron/test_parts.py",
+        "tests/frontends/megatron/test_mapping_parts.py",
     ),
     (
         "what was read for a reshaped part is not copied into it",
@@ -389,7 +389,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "narrowed",
         "flattened_range=slice(lo - ",
         "flattened_range=slice(hi - ",
-        "tests/frontends/megatron/test_parts.py",
+        "tests/frontends/megatron/test_mapping_parts.py",
     ),
     (
         "what is not sharded has no place where tensors are removed",

@@ -2247,7 +2247,7 @@ PLANTED = (
     ),
     Planted(
         "an object is checked against an object's tree alone",
-        "_check_kind",
+        "check_kind",
         "if read is not None and isinstance(saved, int):",
         "if read is not None and saved is TENSOR:",
         "tests/frontends/training_state/test_plain_state.py",

@@ -1,10 +1,11 @@
-"""Text for messages: the first few of many names, an error in one line, and which texts are URLs."""
+"""Text for messages: the first few of many names, an error in one line, HTML tables, and which texts are URLs."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from html import escape
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -37,3 +38,10 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     if not text:
         raise InvalidInput("'' names no file or folder; give a path or a URL")
     return Path(unquote(text.removeprefix("file://")) if text.startswith("file://") else text).expanduser()
+
+
+def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Render a title above a table; all cells are escaped."""
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<div><b>{escape(title)}</b><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"

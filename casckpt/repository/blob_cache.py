@@ -21,7 +21,7 @@ from casckpt.base.parallel import in_parallel
 from casckpt.base.progress import Progress
 from casckpt.errors import CasckptError, InvalidInput, StorageError
 from casckpt.repository.fetching import fetch
-from casckpt.repository.host_lock import alone_on_this_host
+from casckpt.repository.processes import alone_on_this_host
 from casckpt.storage.base import AlreadyExists, ObjectStore
 from casckpt.storage.buffers import AlignedBuffer
 from casckpt.storage.forking import PerProcess

@@ -20,16 +20,14 @@ from casckpt.format.columns import Ints
 from casckpt.format.digest import Hasher, cell_digest
 from casckpt.format.extents import ExtentTable
 from casckpt.format.sections.index import PART
-from casckpt.plan.replicas import RUNS, places, row_digests, to_read_again
-from casckpt.plan.writers import Holders, Words, WriteRanges
+from casckpt.plan.writers import RUNS, Holders, Words, WriteRanges, places, row_digests, to_read_again
 from casckpt.saving.layout import RankLayout, WritePlan, layout_of, region_hash
 from casckpt.saving.local_entries import LocalEntry
 from casckpt.saving.prepare import Prepared, tensors_of
 from casckpt.saving.shares import Share
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.gpu import wait_for_gpus
-from casckpt.tensors.memory import TensorMemory
-from casckpt.tensors.sampling import RUN, sampled
+from casckpt.tensors.memory import RUN, TensorMemory, sampled
 
 REFUSED: Final = 0.1
 """The smallest relative difference at which a save refuses a parameter that the process has not saved before."""

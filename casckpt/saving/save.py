@@ -15,8 +15,7 @@ from casckpt.errors import Revoked
 from casckpt.format.columns import Ints
 from casckpt.format.records import DEFAULT_CELL_BYTES
 from casckpt.history.commits import Commit, just_committed
-from casckpt.plan.replicas import MORE_RUNS, row_digests
-from casckpt.plan.writers import Words
+from casckpt.plan.writers import MORE_RUNS, Words, row_digests
 from casckpt.ranks.ranks import Ranks, telling
 from casckpt.repository.repository import Repository
 from casckpt.saving.layout import RankLayout, assigned, layout_of

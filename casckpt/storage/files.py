@@ -1,12 +1,16 @@
-"""The protocol for files of other programs in a folder, local or remote."""
+"""Files of other programs in a folder: the protocol for local and remote ones, and the local ones."""
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Sequence
-from pathlib import PurePosixPath
-from typing import BinaryIO, Protocol
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, Protocol
 
-from casckpt.errors import Refused
+from typing_extensions import override
+
+from casckpt.errors import NotFound, Refused
 
 MAX_WHOLE_BYTES = 1 << 30
 
@@ -49,3 +53,80 @@ def check_size(name: str, nbytes: int) -> None:
     """Raise Refused for a file that is too large to be read as a whole."""
     if nbytes > MAX_WHOLE_BYTES:
         raise Refused(f"{name} has more than {MAX_WHOLE_BYTES} bytes; no file of this kind is that large")
+
+
+class LocalFiles(Files):
+    """`Files` of a local folder."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).expanduser()
+
+    @property
+    def url(self) -> str:
+        """The path."""
+        return str(self.path)
+
+    @override
+    def names(self) -> Sequence[str]:
+        paths = (Path(folder, name) for folder, _, names in os.walk(self.path) for name in names)
+        return sorted(path.relative_to(self.path).as_posix() for path in paths)
+
+    def _open(self, name: str) -> BinaryIO:
+        path = self.path / checked(name)
+        try:
+            if not path.is_file():  # opening a pipe would wait for a writer
+                raise FileNotFoundError
+            return path.open("rb")
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NotFound(f"there is no file {name} in {self.url}; get the whole folder") from error
+
+    @override
+    def size(self, name: str) -> int:
+        with self._open(name) as file:
+            return os.fstat(file.fileno()).st_size
+
+    @override
+    def read(self, name: str) -> bytes:
+        check_size(name, self.size(name))
+        with self._open(name) as file:
+            return file.read()
+
+    @override
+    def part(self, name: str, offset: int, nbytes: int) -> BinaryIO:
+        file: Any = _Part(self._open(name), offset, nbytes)
+        return file  # type: ignore[no-any-return] # it acts as a binary file
+
+    @override
+    def below(self, folder: str) -> LocalFiles:
+        return LocalFiles(self.path / checked(folder))
+
+
+class _Part(io.RawIOBase):
+    """The bytes [offset, offset + nbytes) of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, offset: int, nbytes: int) -> None:
+        self._file, self._offset, self._nbytes, self._at = file, offset, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self._at = offset + (0, self._at, self._nbytes)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        wanted = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._at)]
+        self._file.seek(self._offset + self._at)
+        count: int = self._file.readinto(wanted)  # type: ignore[attr-defined] # binary files have it
+        self._at += count
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 
 from casckpt.base.text import is_url, local_path
-from casckpt.storage.files import Files
-from casckpt.storage.local.files import LocalFiles
+from casckpt.storage.files import Files, LocalFiles
 
 
 def open_files(path: str | os.PathLike[str]) -> Files:

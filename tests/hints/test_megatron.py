@@ -157,7 +157,7 @@ def test_a_strategy_is_for_the_functions_of_megatron(where: str, store_path: Pat
     assert [str(one.run) for one in casckpt.open(store_path).checkpoints()] == ["a", "b"]
 
 
-@follows("frontends/megatron/reading.py:load_content_metadata", "give a checkpoint_dir, or a preloaded_state_dict")
+@follows("frontends/megatron/stored.py:load_content_metadata", "give a checkpoint_dir, or a preloaded_state_dict")
 def test_content_metadata_belong_to_a_checkpoint_or_a_loaded_state(where: str, told: Told) -> None:
     save({"w": tensor()}, where, content_metadata={"n": 1})
     with told.error(ValueError) as advice:
@@ -168,8 +168,8 @@ def test_content_metadata_belong_to_a_checkpoint_or_a_loaded_state(where: str, t
     assert megatron.load_content_metadata(**given) == {"n": 1}
 
 
-@follows("frontends/megatron/strictness.py:check_unexpected", "strict='log_unexpected' leaves them out")
-@follows("frontends/megatron/strictness.py:check_missing", "strict='raise_unexpected' leaves them unread")
+@follows("frontends/megatron/loading.py:check_unexpected", "strict='log_unexpected' leaves them out")
+@follows("frontends/megatron/loading.py:check_missing", "strict='raise_unexpected' leaves them unread")
 def test_keys_of_one_side_are_left(where: str, told: Told) -> None:
     save({"w": tensor(), "v": tensor("v")}, where)
     wanted = {"w": tensor(value=0), "x": tensor("x", value=0)}

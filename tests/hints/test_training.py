@@ -117,7 +117,7 @@ def test_state_that_both_optimizers_have_is_loaded(trained: Store, told: Told) -
     assert len(new.state) == 2
 
 
-@follows("frontends/training_state/kinds.py:StateKind.check", "or load the model alone (optim=None; from a dict")
+@follows("frontends/training_state/optimizer.py:StateKind.check", "or load the model alone (optim=None; from a dict")
 def test_state_of_another_kind_is_not_loaded(store: Store, model: Two, told: Told) -> None:
     save_model_and_optim_state(store, model, stepped(model, optim.Adagrad), run="a", step=1)
     state = store.read("a@1")

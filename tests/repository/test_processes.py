@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import pytest
 
 from casckpt.format.records import Process
 from casckpt.repository import processes
-from casckpt.repository.processes import is_dead, this_process
+from casckpt.repository.processes import alone_on_this_host, is_dead, this_process
+from tests.support.forks import forked
 
 
 def changed(process: Process, **fields: object) -> Process:
@@ -126,3 +128,35 @@ def test_process_names_hold_any_text_and_leaders_may_end_before_threads(
     (tmp_path / str(me.pid) / "stat").write_text(f"{me.pid} (a) Z 1 ) 2) {' '.join(fields)}\n")
     monkeypatch.setattr(processes, "PROC", tmp_path)
     assert is_dead(me) is dead
+
+
+def is_free(path: Path) -> bool:
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def test_a_lock_is_held_and_released(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "lock"
+    with alone_on_this_host(path):
+        assert not is_free(path)
+    assert is_free(path)
+    with pytest.raises(KeyError), alone_on_this_host(path):
+        raise KeyError
+    assert is_free(path)
+
+
+def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """As a worker of a data loader does, which lives as long as the training: a mirror would wait for its end."""
+    path = tmp_path / "lock"
+    held = alone_on_this_host(path)
+    with held:
+        child = forked(lambda: None)
+        child.__enter__()
+    try:
+        assert is_free(path)
+    finally:
+        child.__exit__(None, None, None)

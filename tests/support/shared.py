@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from casckpt.repository.host_lock import alone_on_this_host
+from casckpt.repository.processes import alone_on_this_host
 
 _DONE = "done"
 

@@ -23,8 +23,18 @@ import numpy.typing as npt
 
 from casckpt.base.digest import Buffer
 from casckpt.errors import InvalidInput, Refused
-from casckpt.format.encodings.parts import Part, PartReader, encode_part
-from casckpt.format.encodings.planes import BLOCK, encode_parts, foresee, join, read_parts, sample, some_of
+from casckpt.format.encodings.parts import (
+    BLOCK,
+    Part,
+    PartReader,
+    encode_part,
+    encode_parts,
+    foresee,
+    join,
+    read_parts,
+    sample,
+    some_of,
+)
 from casckpt.format.encodings.scratch import Bytes, Unsigned, scratch
 
 Indices: TypeAlias = npt.NDArray[np.int64]

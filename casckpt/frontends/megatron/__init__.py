@@ -20,7 +20,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from casckpt.frontends.megatron.background import AsyncRequest
 from casckpt.frontends.megatron.claims import validate_sharding_integrity
 from casckpt.frontends.megatron.config import (
     CheckpointingConfig,
@@ -29,7 +28,7 @@ from casckpt.frontends.megatron.config import (
     save_config,
 )
 from casckpt.frontends.megatron.errors import CheckpointingException
-from casckpt.frontends.megatron.folders import write_folder
+from casckpt.frontends.megatron.folders import forget_removed, remove_sharded_tensors, write_folder
 from casckpt.frontends.megatron.kinds import (
     add_prefix_for_sharding,
     apply_prefix_mapping,
@@ -40,7 +39,7 @@ from casckpt.frontends.megatron.kinds import (
     extract_sharded_tensors_or_nonpersistent,
     replace_prefix_for_sharding,
 )
-from casckpt.frontends.megatron.loading import load
+from casckpt.frontends.megatron.loading import StrictHandling, load, parse_strict_flag
 from casckpt.frontends.megatron.mapping import (
     FactoryBuildFn,
     FactoryMergeFn,
@@ -77,7 +76,8 @@ from casckpt.frontends.megatron.optimizer import (
     make_sharded_optimizer_tensor,
     optim_state_to_sharding_state,
 )
-from casckpt.frontends.megatron.reading import (
+from casckpt.frontends.megatron.saving import AsyncRequest, save
+from casckpt.frontends.megatron.stored import (
     load_common_state_dict,
     load_content_metadata,
     load_plain_tensors,
@@ -85,9 +85,6 @@ from casckpt.frontends.megatron.reading import (
     load_sharded_objects,
     load_tensors_metadata,
 )
-from casckpt.frontends.megatron.removing import forget_removed, remove_sharded_tensors
-from casckpt.frontends.megatron.saving import save
-from casckpt.frontends.megatron.strictness import StrictHandling, parse_strict_flag
 
 if TYPE_CHECKING:
     from casckpt.frontends.megatron.strategies import CasLoadShardedStrategy as CasLoadShardedStrategy

@@ -1,7 +1,11 @@
-"""Saves a sharded state dict: all ranks check it together, then the store saves the shards of its tensors."""
+"""Saves a sharded state dict: all ranks check it together, then the store saves the shards of its tensors.
+
+The save may run in the background, as the training loop of Megatron schedules it.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import logging
 import pickle
@@ -9,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias, Unpack
+from tempfile import NamedTemporaryFile
+from typing import Any, NamedTuple, TypeAlias, Unpack
 
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.format.regions import normalise
-from casckpt.frontends.megatron.background import AsyncRequest
 from casckpt.frontends.megatron.claims import Claim, Claims, ObjectClaim, check_claims, claims_of, main_regions
 from casckpt.frontends.megatron.common import NOTES_NAME, set_apart
 from casckpt.frontends.megatron.config import BACKEND, CONFIG_NAME, OURS, VERSION, encoded, is_only_config
@@ -28,8 +32,7 @@ from casckpt.frontends.megatron.kinds import (
 from casckpt.frontends.megatron.mapping import apply_factories
 from casckpt.frontends.megatron.nesting import Nested, Path, diff, nested_values
 from casckpt.frontends.megatron.place import CheckpointDir, StoreRef, place_of
-from casckpt.frontends.megatron.reading import CONTENT_METADATA
-from casckpt.frontends.megatron.stored import is_object_key
+from casckpt.frontends.megatron.stored import CONTENT_METADATA, is_object_key
 from casckpt.ranks.ranks import Ranks, exchange_keeping, open_ranks
 from casckpt.saving.options import CheckReplicas, SaveArguments, usable_check
 from casckpt.saving.prepare import tensor_source
@@ -37,6 +40,70 @@ from casckpt.saving.replicas import Samples, compared, memory_of, samples_of
 from casckpt.tensors.foreign import flat_range, megatron_shard
 from casckpt.tensors.state import OfObjects, check_nesting
 from casckpt.tensors.values import Shard
+
+
+class AsyncRequest(NamedTuple):
+    """A request with the fields and methods of Megatron-core's. The save runs already; the caller only waits for it.
+
+    ``async_fn``: a function to run in another process, or None. ``finalize_fns``: functions to call on every rank once
+    ``async_fn`` has returned on all ranks. They return when the checkpoint is committed, and raise the error of the
+    save.
+    """
+
+    async_fn: Callable[..., Any] | None
+    async_fn_args: tuple[Any, ...]
+    finalize_fns: list[Callable[[], Any]]
+    async_fn_kwargs: Mapping[str, Any] = {}
+    preload_fn: Callable[[], Any] | None = None
+    is_frozen: bool = False
+    call_idx: int = 0
+
+    def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
+        """Add a function to call after the others. Raises RuntimeError if the request is frozen."""
+        if self.is_frozen:
+            raise RuntimeError("the request is frozen; add functions before it is scheduled")
+        self.finalize_fns.append(fn)
+
+    def execute_sync(self) -> None:
+        """Run ``async_fn`` and the finalize functions now."""
+        if self.async_fn is not None:
+            self.async_fn(*self.async_fn_args, **self.async_fn_kwargs)
+        for fn in self.finalize_fns:
+            fn()
+
+    def freeze(self) -> AsyncRequest:
+        """Return a copy that accepts no more functions."""
+        return self._replace(is_frozen=True)
+
+
+class Ending:
+    """The end of a save, for other processes to wait for: a file that this process locks until `reached`.
+
+    The system releases the lock if the process dies. A forked child does not inherit a lock of this kind.
+    """
+
+    def __init__(self) -> None:
+        self._file = NamedTemporaryFile(prefix="casckpt-save-")  # noqa: SIM115 (it lives until `reached`)
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+
+    @property
+    def path(self) -> str:
+        """The argument of `wait_for_end`, for any process."""
+        return self._file.name
+
+    def reached(self) -> None:
+        """Release the processes that wait."""
+        self._file.close()
+
+
+def wait_for_end(path: str) -> None:
+    """Return when the save has ended; at once in the process that runs it, which cannot wait for itself here."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.lockf(file, fcntl.LOCK_SH)
+    except FileNotFoundError:
+        return
+
 
 log = logging.getLogger(__name__)
 Preprocess = Callable[[dict[Any, Any]], Any]

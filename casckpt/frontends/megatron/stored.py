@@ -2,6 +2,9 @@
 
 In a checkpoint of any front end, each tensor is a sharded tensor under its flat key, and all other values are common.
 `Notes` lists the tensors that `save` of this front end wrote as part of the common part.
+
+The functions that read without a sharded state dict, such as `load_common_state_dict`, lie here too. Each process reads
+by itself.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias, Unpack
 
+import torch
+
 from casckpt.base.lazy import cached_property
 from casckpt.contents.checkpoint import Checkpoint, warn_if_forgotten
 from casckpt.contents.contents import Contents
@@ -19,14 +24,17 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.sections.index import Entry
 from casckpt.format.tree import Node, children, container, find, join, leaves
 from casckpt.frontends.megatron.common import COMMON_NAME, NOTES_NAME, Notes, read
-from casckpt.frontends.megatron.mapping import ShardedObject
-from casckpt.frontends.megatron.nesting import merge
-from casckpt.frontends.megatron.place import StoreRef
+from casckpt.frontends.megatron.errors import ShardedKeyMissing, checkpointing_errors
+from casckpt.frontends.megatron.kinds import is_sharded_object
+from casckpt.frontends.megatron.mapping import ShardedObject, ShardedTensor
+from casckpt.frontends.megatron.nesting import Nested, dict_list_map_inplace, merge, nested_values
+from casckpt.frontends.megatron.place import CheckpointDir, StoreRef, place_of
 from casckpt.loading.options import RankArguments
 from casckpt.ranks.agreement import check_same
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.store.store import Store
 from casckpt.store.types import Commit
+from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.state import inflate
 from casckpt.tensors.values import Shard
@@ -211,3 +219,99 @@ def read_values(stored: MegatronCheckpoint, keys: Iterable[str], *, allow_pickle
 def is_object_key(key: str) -> bool:
     """Whether the key has the form of the unique key of a shard of an object."""
     return _OBJECT.fullmatch(key) is not None
+
+
+CONTENT_METADATA = "content_metadata"
+
+
+def load_common_state_dict(checkpoint_dir: CheckpointDir, *, allow_pickle: bool = False) -> dict[Any, Any]:
+    """Load the common part: all values that are not sharded, nested as they were saved.
+
+    Raises CheckpointingException (also a NotFound) if there is no checkpoint, or for a pickle without ``allow_pickle``.
+    """
+    with checkpointing_errors():
+        return read_common(MegatronCheckpoint.read(place_of(checkpoint_dir), common=True), allow_pickle)
+
+
+def read_common(stored: MegatronCheckpoint, allow_pickle: bool) -> dict[Any, Any]:
+    """See `load_common_state_dict`."""
+    return stored.common(read_values(stored, stored.common_keys, allow_pickle=allow_pickle), allow_pickle)
+
+
+def load_content_metadata(
+    checkpoint_dir: CheckpointDir | None = None,
+    *,
+    preloaded_state_dict: dict[str, Any] | None = None,
+    allow_pickle: bool = False,
+) -> dict[str, Any] | None:
+    """The ``content_metadata`` given to `save`, or None; read from a checkpoint or from a loaded state dict.
+
+    Raises as `load_common_state_dict`.
+    """
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise ValueError("give a checkpoint_dir, or a preloaded_state_dict")
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir, allow_pickle=allow_pickle)
+    return preloaded_state_dict.get(CONTENT_METADATA)
+
+
+def load_plain_tensors(checkpoint_dir: CheckpointDir) -> dict[str, torch.Tensor]:
+    """Load all sharded tensors whole into new memory, by key, without the common part."""
+    with checkpointing_errors():
+        stored = MegatronCheckpoint.read(place_of(checkpoint_dir))
+        return read_values(stored, stored.tensors)
+
+
+def load_tensors_metadata(checkpoint_dir: CheckpointDir, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
+    """A whole ShardedTensor without data for each sharded tensor, by key, for its shape and dtype."""
+    with checkpointing_errors():
+        return tensors_metadata(MegatronCheckpoint.read(place_of(checkpoint_dir)))
+
+
+def tensors_metadata(stored: MegatronCheckpoint, kind: Any = ShardedTensor) -> dict[str, Any]:
+    """See `load_tensors_metadata`. ``kind``: the class of the result."""
+    metadata = {}
+    for key, entry in stored.tensors.items():
+        whole = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="meta")
+        metadata[key] = kind.from_rank_offsets(key, whole).without_data()
+    return metadata
+
+
+def load_sharded_metadata(
+    checkpoint_dir: CheckpointDir, sharded_strategy: Any = None, common_strategy: Any = None
+) -> dict[str, ShardedTensor | ShardedObject]:
+    """As `load_tensors_metadata`, with a ShardedObject without data for each shard of an object, by unique key."""
+    with checkpointing_errors():
+        stored = MegatronCheckpoint.read(place_of(checkpoint_dir))
+        return {**tensors_metadata(stored), **stored.objects}
+
+
+def load_sharded_objects(
+    sharded_state_dict: Nested, checkpoint_dir: CheckpointDir, *, allow_pickle: bool = False
+) -> None:
+    """Replace every ShardedObject of a state dict by its value, in place. Other values stay.
+
+    Raises CheckpointingException (also a MissingKey) that names key and shard, before anything changes.
+    """
+    with checkpointing_errors():
+        stored = MegatronCheckpoint.read(place_of(checkpoint_dir))
+        request = ReadRequest()
+        wanted = [value for value in nested_values(sharded_state_dict) if is_sharded_object(value)]
+        values = {id(value): stored.ask_for(request, object_key(stored, value)) for value in wanted}
+        request.run(stored, no_dist=True, allow_pickle=allow_pickle)
+    dict_list_map_inplace(lambda x: values[id(x)]() if id(x) in values else x, sharded_state_dict)
+
+
+def object_key(stored: MegatronCheckpoint, wanted: Any) -> str:
+    """The flat key of the value for a ShardedObject. Raises ShardedKeyMissing that names key and shard."""
+    key = stored.object_key(wanted)
+    if key is None:
+        shards = [shard for shard in stored.objects.values() if shard.key == wanted.key]
+        have = [f"{shard.global_offset} of {shard.global_shape}" for shard in shards]
+        raise ShardedKeyMissing(
+            f"{stored.where} lacks the object {wanted.key!r} at {wanted.global_offset} of {wanted.global_shape}; "
+            + (f"it has it at {', '.join(have[:5])}" if have else "it has no object of that key"),
+            key=wanted.key,
+            keys=(wanted.unique_key,),
+        )
+    return key

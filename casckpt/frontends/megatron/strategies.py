@@ -25,19 +25,16 @@ from megatron.core.dist_checkpointing.strategies import async_utils
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from casckpt.frontends.megatron import mapping as ours
-from casckpt.frontends.megatron.background import Ending, wait_for_end
 from casckpt.frontends.megatron.claims import Claim, Sharing, plan_sharing
 from casckpt.frontends.megatron.common import COMMON_NAME, classes_to_register, places_of
 from casckpt.frontends.megatron.config import BACKEND, VERSION
 from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors
-from casckpt.frontends.megatron.folders import Folder, check_common, point, pointed_at
+from casckpt.frontends.megatron.folders import Folder, check_common, drop, folder_noted, follow, point, pointed_at
 from casckpt.frontends.megatron.loading import RankLoad
 from casckpt.frontends.megatron.nesting import Nested
 from casckpt.frontends.megatron.place import StoreRef
-from casckpt.frontends.megatron.reading import tensors_metadata
-from casckpt.frontends.megatron.removing import drop, folder_noted, follow
-from casckpt.frontends.megatron.saving import Saving
-from casckpt.frontends.megatron.stored import MegatronCheckpoint
+from casckpt.frontends.megatron.saving import Ending, Saving, wait_for_end
+from casckpt.frontends.megatron.stored import MegatronCheckpoint, tensors_metadata
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.loading.options import ReadArguments
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks

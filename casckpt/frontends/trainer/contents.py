@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, NotFound
 from casckpt.frontends.trainer.train_state import check_parts
-from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors
+from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors, renamed_beside
 from casckpt.frontends.training_state.objects import Objects, is_optimizer, load_objects
 from casckpt.frontends.training_state.optimizer import tensors_below
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
@@ -28,7 +28,6 @@ from casckpt.frontends.training_state.plain_state import plain_state
 from casckpt.frontends.training_state.save_load import state_of
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.frontends.training_state.together import Groups, Made, find, is_sharded, made_by_name, make_state
-from casckpt.loading.arguments import Renaming, renamer
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.unread import EVERYTHING, is_generator, that_hold, warn_moved, warn_unread
 from casckpt.ranks.ranks import Ranks, on_each
@@ -269,14 +268,10 @@ class Restoring:
                 absent.append(f"{key}.param_groups")
 
         loaded = load_objects(
-            self._store, self._ranks, whole | train, stored.checkpoint, given=self._given_for_all,
+            self._store, self._ranks, whole | train, stored.checkpoint, given=renamed_beside(self._given, TRAIN),
             load=lambda template, _, given: self._fill(stored, template, given), **self._keeps,
         )  # fmt: skip
         return replace(loaded, missing_keys=(*loaded.missing_keys, *absent))
-
-    def _saved_key(self, key: str) -> str:
-        """Return the key of the checkpoint for a key here. ``rename`` does not apply to the train state."""
-        return key if key.startswith(f"{TRAIN}.") else renamer(self._given.rename)(key)
 
     def _load_module(self, stored: StoredTraining, model: TrainModule, train: dict[str, Any]) -> Checkpoint:
         optim = self._wanted.optim
@@ -288,13 +283,9 @@ class Restoring:
             return dict(_template_of(model, StoredKeys(stored.contents.tensors), optim=optim))
 
         state = on_each(self._ranks, make) | train
-        loaded = self._fill(stored, state, self._given_for_all)
+        loaded = self._fill(stored, state, renamed_beside(self._given, TRAIN))
         on_each(self._ranks, lambda: model.load_state_dict({k: v for k, v in state.items() if k != TRAIN}))
         return loaded
-
-    @property
-    def _given_for_all(self) -> LoadOptions:
-        return replace(self._given, rename=Renaming(self._saved_key, self._given.rename))
 
     def _fill(self, stored: StoredTraining, state: dict[str, Any], given: LoadOptions) -> Checkpoint:
         match: MatchArguments = {

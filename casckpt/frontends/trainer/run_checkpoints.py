@@ -12,7 +12,7 @@ from pathlib import Path
 from casckpt.base.names import similar_runs
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import NotFound
-from casckpt.format.keys import MARKER
+from casckpt.frontends.stores import as_store
 from casckpt.ranks.agreement import check_same
 from casckpt.ranks.ranks import Ranks, everyone
 from casckpt.store.store import Store
@@ -92,7 +92,7 @@ def _similar_folders(path: Path) -> list[str]:
         close = difflib.get_close_matches(first.name, os.listdir(first.parent), cutoff=0.85)
         names = [name for name in close if name != first.name and _digits(name) == _digits(first.name)]
         named = [first.parent / name / path.relative_to(first) for name in names]
-        return [str(one) for one in named if (one / MARKER).is_file()]
+        return [str(one) for one in named if as_store(one).exists()]
     return []
 
 

@@ -12,11 +12,9 @@ import numpy as np
 import torch
 
 from casckpt.base.digest import hex_digest
-from casckpt.errors import InvalidInput, Mismatch, MissingKey
-from casckpt.format.tree import TENSOR, Node
-from casckpt.frontends.training_state.plain_state import check_part, draws, fill, objects_within, plain_state
+from casckpt.errors import InvalidInput, MissingKey
+from casckpt.frontends.training_state.plain_state import check_kind, check_part, draws, fill, plain_state
 from casckpt.ranks.ranks import this_rank
-from casckpt.tensors.state import GENERATORS, holds_object, is_object
 
 log = logging.getLogger("casckpt")
 
@@ -128,7 +126,7 @@ def as_parts(train_state: Any) -> TrainState | None:
 
 
 def check_parts(
-    train_state: Any, saved: Mapping[Any, Node], at: str, *, strict: bool, read: Callable[[str], Any]
+    train_state: Any, saved: Mapping[Any, Any], at: str, *, strict: bool, read: Callable[[str], Any]
 ) -> None:
     """Raise the errors that setting ``train_state`` would raise for missing parts and for parts of another kind.
 
@@ -137,30 +135,4 @@ def check_parts(
     parts = as_parts(train_state)
     if parts is not None:
         for name in sorted(parts.keys() - parts._missing(saved, strict=strict)):
-            _check_kind(parts[name], saved[name], f"{at}.{name}", read)
-
-
-def _check_kind(value: Any, saved: Any, key: str, read: Callable[[str], Any] | None) -> None:
-    """Raise Mismatch or MissingKey if ``value`` is an object, or holds one, and something else is ``saved`` there.
-
-    ``saved``: a node of the checkpoint's tree; without ``read`` the value itself.
-    """
-    if not holds_object([value]):
-        return
-    if read is not None and isinstance(saved, int):
-        saved, read = torch.empty(0, device="cpu") if saved == TENSOR else read(key), None
-    if not is_object(value):
-        for name, child in objects_within(value, saved, key).items():
-            _check_kind(child, saved[name], f"{key}.{name}", read)
-        return
-    is_dict = isinstance(saved, Mapping) and not isinstance(value, GENERATORS)
-    if not is_dict and _shape(saved) != _shape(plain_state(value, key)):
-        raise Mismatch(
-            f"{key!r} is a {type(value).__name__} here, but the checkpoint has a {type(saved).__name__} there; give "
-            "what was saved, or leave that part out of the TrainState",
-            key=key,
-        )
-
-
-def _shape(value: Any) -> list[bool]:
-    return [isinstance(value, kind) for kind in (Mapping, list | tuple, torch.Tensor)]
+            check_kind(parts[name], saved[name], f"{at}.{name}", read)

@@ -25,9 +25,8 @@ from casckpt.format.tree import Element, Node, children
 from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.groups import Match, check, check_unused, match
 from casckpt.frontends.training_state.holding import Holding, apart, unwrapped
-from casckpt.frontends.training_state.kinds import StateKind
 from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
-from casckpt.frontends.training_state.optimizer import install, local_optimizer, named_groups, tensors_below
+from casckpt.frontends.training_state.optimizer import StateKind, install, local_optimizer, named_groups, tensors_below
 from casckpt.frontends.training_state.stored import (
     MODEL,
     StoredGroups,
@@ -64,6 +63,15 @@ def normal_tensors() -> Iterator[None]:
     grad = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         yield
+
+
+def renamed_beside(given: LoadOptions, home: str) -> LoadOptions:
+    """Return the options of a load in which ``rename`` does not apply to the keys below ``home``."""
+
+    def saved_key(key: str) -> str:
+        return key if key.startswith(f"{home}.") else renamer(given.rename)(key)
+
+    return replace(given, rename=Renaming(saved_key, given.rename))
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,13 @@
-"""The state of an optimizer by the names of its parameters, and its way back into an optimizer, without a step."""
+"""The state of an optimizer by the names of its parameters, and its way back into an optimizer, without a step.
+
+The names of the state that torch's own optimizers keep for a parameter are listed here.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from casckpt.errors import InvalidInput
+from casckpt.errors import InvalidInput, Mismatch
 from casckpt.format import tree
 from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.holding import Holding
@@ -242,3 +245,76 @@ def _unconverted(saved: Any, loaded: Any) -> Any:
     if type(saved) is type(loaded) and isinstance(saved, list | tuple) and len(saved) == len(loaded):
         return type(saved)([_unconverted(one, other) for one, other in zip(saved, loaded, strict=True)])
     return saved if type(saved) is type(loaded) else loaded
+
+
+_ALWAYS = {
+    "Adadelta": "step square_avg acc_delta",
+    "Adafactor": "step",
+    "Adagrad": "step sum",
+    "Adam": "step exp_avg exp_avg_sq",
+    "AdamW": "step exp_avg exp_avg_sq",
+    "Adamax": "step exp_avg exp_inf",
+    "ASGD": "step eta mu ax",
+    "LBFGS": "func_evals n_iter",
+    "Muon": "momentum_buffer",
+    "NAdam": "step mu_product exp_avg exp_avg_sq",
+    "RAdam": "step exp_avg exp_avg_sq",
+    "RMSprop": "step square_avg",
+    "Rprop": "step prev step_size",
+    "SGD": "",
+    "SparseAdam": "step exp_avg exp_avg_sq",
+}
+_AT_TIMES = {
+    "Adafactor": "row_var col_var variance",
+    "LBFGS": "al d t old_dirs old_stps ro H_diag prev_flat_grad prev_loss",
+    "SGD": "momentum_buffer",
+}
+_WITH = {  # by option: the state that it needs
+    "Adam": {"amsgrad": "max_exp_avg_sq"},
+    "AdamW": {"amsgrad": "max_exp_avg_sq"},
+    "RMSprop": {"centered": "grad_avg", "momentum": "momentum_buffer"},
+}
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """A kind of optimizer. ``name``: the class of torch.optim whose step it takes."""
+
+    name: str
+
+    @classmethod
+    def of(cls, optim: Optimizer) -> StateKind | None:
+        """Return the kind of ``optim``; None if it has a step of its own."""
+        step = type(optim).step
+        name = step.__qualname__.partition(".")[0]
+        is_torchs = f"{step.__module__}.".startswith("torch.optim.")
+        return cls(name) if is_torchs and name in _ALWAYS else None
+
+    def needs(self, options: Mapping[str, Any]) -> set[str]:
+        """Return the names without which a step fails, with these options of the group."""
+        optional = _WITH.get(self.name, {})
+        return {*_ALWAYS[self.name].split(), *(name for option, name in optional.items() if options.get(option))}
+
+    def keeps(self) -> set[str]:
+        """Return all names that the optimizer may keep."""
+        optional = _WITH.get(self.name, {})
+        return {*_ALWAYS[self.name].split(), *_AT_TIMES.get(self.name, "").split(), *optional.values()}
+
+    def check(self, saved: Collection[str], options: Mapping[str, Any], key: str, where: str) -> None:
+        """Raise Mismatch if the names ``saved`` are not enough for a step, or are those of another kind.
+
+        ``key``: the parameter of the state.
+        """
+        names = set(saved)
+        lacking = sorted(self.needs(options) - names)
+        others = () if names <= self.keeps() else map(StateKind, _ALWAYS)
+        kinds = [kind.name for kind in others if kind.needs({}) <= names <= kind.keeps()]
+        is_other = bool(kinds) and names != {"step"}  # a user may count steps, too
+        if lacking or is_other:
+            found = f"it lacks {', '.join(map(repr, lacking))}" if lacking else f"it is that of {' or '.join(kinds)}"
+            raise Mismatch(
+                f"the optimizer's state of {key!r} in {where} is not what {self.name} keeps: {found}. Make the same "
+                "optimizer as was saved, with the same options, or load the model alone (optim=None; from a dict, "
+                "leave the optimizer out)",
+                key=key,
+            )

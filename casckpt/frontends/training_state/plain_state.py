@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
+from casckpt.format.tree import TENSOR
 from casckpt.tensors.state import GENERATORS, holds_object, is_object
 
 log = logging.getLogger("casckpt")
@@ -124,6 +125,32 @@ def objects_within(value: Any, state: Any, key: str) -> dict[Any, Any]:
     if lacking:
         raise MissingKey(f"{key!r} was saved without {lacking[0]!r}; leave it out", keys=(f"{key}.{lacking[0]}",))
     return objects
+
+
+def check_kind(value: Any, saved: Any, key: str, read: Callable[[str], Any] | None) -> None:
+    """Raise Mismatch or MissingKey if ``value`` is an object, or holds one, and something else is ``saved`` there.
+
+    ``saved``: a node of the checkpoint's tree; without ``read`` the value itself.
+    """
+    if not holds_object([value]):
+        return
+    if read is not None and isinstance(saved, int):
+        saved, read = torch.empty(0, device="cpu") if saved == TENSOR else read(key), None
+    if not is_object(value):
+        for name, child in objects_within(value, saved, key).items():
+            check_kind(child, saved[name], f"{key}.{name}", read)
+        return
+    is_dict = isinstance(saved, Mapping) and not isinstance(value, GENERATORS)
+    if not is_dict and _shape(saved) != _shape(plain_state(value, key)):
+        raise Mismatch(
+            f"{key!r} is a {type(value).__name__} here, but the checkpoint has a {type(saved).__name__} there; give "
+            "what was saved, or leave that part out of the TrainState",
+            key=key,
+        )
+
+
+def _shape(value: Any) -> list[bool]:
+    return [isinstance(value, kind) for kind in (Mapping, list | tuple, torch.Tensor)]
 
 
 def _load_into(value: Any, state: Any, key: str) -> None:

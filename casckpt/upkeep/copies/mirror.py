@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from casckpt.errors import CasckptError, Conflict, Damaged, Gone, Refused, StorageError
 from casckpt.history.commits import Commit, CommitList, forget, list_commits
 from casckpt.history.folding import Holdings
-from casckpt.repository.host_lock import alone_on_this_host
+from casckpt.repository.processes import alone_on_this_host
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
 from casckpt.storage.forking import PerProcess

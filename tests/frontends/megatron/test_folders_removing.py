@@ -15,7 +15,7 @@ import torch
 import casckpt
 from casckpt.errors import NotFound
 from casckpt.frontends import megatron
-from casckpt.frontends.megatron import removing
+from casckpt.frontends.megatron import folders
 from tests.support.megatron_core import core
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def saved(rank: int, size: int, path: Path, *steps: int, forget_removed: bool = 
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a handler for this test
-    log = logging.getLogger("casckpt.frontends.megatron.removing")
+    log = logging.getLogger("casckpt.frontends.megatron.folders")
     core()
     strategy = megatron.CasSaveShardedStrategy(
         path / "store", run="a", forget_removed=forget_removed, metadata={"mine": 1}
@@ -92,7 +92,7 @@ def test_a_save_forgets_checkpoints_of_removed_folders(tmp_path: Path, ranks: Po
 
 
 def test_a_save_succeeds_though_forgetting_fails(tmp_path: Path) -> None:
-    with patch.object(removing, "forget_removed", side_effect=NotFound("the disk is gone")):
+    with patch.object(folders, "forget_removed", side_effect=NotFound("the disk is gone")):
         said = saved(0, 1, tmp_path, 1, forget_removed=True)
     assert said == ["what was saved from folders that are gone was not forgotten: the disk is gone"]
     assert steps(tmp_path) == [1]

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casckpt.plan.replicas import RUNS, SLICES, places, row_digests, to_read_again
-from casckpt.plan.writers import HeldRegions, Holders, plan_writers
+from casckpt.plan.writers import RUNS, SLICES, HeldRegions, Holders, places, plan_writers, row_digests, to_read_again
 
 
 def held(names: list[int], *, length: int = 100, cell: int = 10, shared: bool = True) -> HeldRegions:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from casckpt.tensors.sampling import RUN, sampled
+from casckpt.tensors.memory import RUN, sampled
 
 
 def bytes_of(data: torch.Tensor) -> bytes:
