@@ -407,7 +407,7 @@ elif end == "kill":
 """
 
 
-@pytest.mark.parametrize("end", ["kill", "exit", pytest.param("wait", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("end", ["exit", *(pytest.param(end, marks=pytest.mark.soak) for end in ("kill", "wait"))])
 def test_copies_finish_when_programs_end_at_once(store_path: Path, away: Path, end: str) -> None:
     """Two of them; killed, or at their end without waiting, or in good order."""
     started = [
