@@ -87,7 +87,7 @@ def test_any_topology_loads_checkpoints_of_any_other(store_path: Path, ranks: Po
 def pairs_of(seed: int, *, full: bool) -> dict[str, list[str]]:
     """For each topology those whose checkpoints it loads: one, so that each is loaded once; all with --full."""
     if full:
-        return dict.fromkeys(TOPOLOGIES, list(TOPOLOGIES))
+        return {name: list(TOPOLOGIES) for name in TOPOLOGIES}
     names = [name for name in TOPOLOGIES if name not in WITH_FULL]
     random.Random(seed).shuffle(names)
     return {name: [other] for name, other in zip(names, names[1:] + names[:1], strict=True)}
