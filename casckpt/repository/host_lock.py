@@ -1,4 +1,4 @@
-"""A lock among the processes of one host. It saves work; nothing depends on it."""
+"""A lock among the processes of one host. It avoids double work; correctness does not depend on it."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def test_a_commit_record_that_cannot_be_read_is_named_by_verify(
 # tags
 
 
-@follows("history/tags.py:no_tag", "there are none; `casckpt tag STORE NAME REF` makes one")
+@follows("history/tags.py:no_tag", "there are none; `casckpt tag STORE NAME REF` creates one")
 def test_a_missing_tag_is_set(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     with told.error(NotFound) as advice:
         saved.get("tag:best")
