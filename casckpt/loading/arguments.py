@@ -55,7 +55,7 @@ def usable_patterns(keys: Any, name: str = "keys") -> Sequence[str] | None:
 
 
 def matches(key: str, patterns: Sequence[str] | None) -> bool:
-    """Whether a key matches one of the patterns. None matches every key."""
+    """Return whether a key matches one of the patterns. None matches every key."""
     return patterns is None or any(fnmatchcase(key, pattern) for pattern in patterns)
 
 

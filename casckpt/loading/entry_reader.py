@@ -191,7 +191,7 @@ class EntryReader:
 
     @cached_property
     def _cores(self) -> int:
-        """Return the number of threads that may compute at a time."""
+        """The number of threads that may compute at a time."""
         return min(self.threads, usable_cores(self.ranks_here))
 
     def blobs(self, wants: Sequence[RegionRequest]) -> list[BlobRef]:

@@ -276,7 +276,7 @@ def test_a_state_left_undefined_by_an_update_is_loaded(store: casckpt.Store, sto
     before.put_back()
     store.update(state, "a@2", held=held, **advice.argument("check"))
     assert torch.equal(state["w"], torch.arange(40000.0) + 1)
-    advice.says("a load of all of it")
+    advice.says("load all of them")
     state["w"].zero_()
     store.load(state, "a@2")
     assert torch.equal(state["w"], torch.arange(40000.0) + 1)
