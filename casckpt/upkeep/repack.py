@@ -122,10 +122,10 @@ class Recoding:
         return self._placed(places)
 
     def _is_usable(self, cell: StoredCell) -> bool:
-        """Can the copy use a cell of the target as it is stored there?"""
+        """Return whether the copy can use a cell of the target as it is stored there."""
         return cell.frame is None or (self.compress and cell.frame.base is None)
 
-    # what the target has
+    # cells of the target
 
     def _known(self) -> ReusableCells:
         """Return cells of related checkpoints of the target, except those in damaged, worn or moving blobs."""
@@ -146,7 +146,7 @@ class Recoding:
         related = [commit for commit in reversed(self.listed.visible()) if shared.get(commit.id)]
         return sorted(related, key=lambda commit: shared[commit.id], reverse=True)[:_MAX_BASES]
 
-    # what is stored
+    # new blobs
 
     def _store(self, cells: Sequence[_Cell], places: dict[CellDigest, CellPlace]) -> None:
         """Put cells into new blobs, and add their places to ``places``."""

@@ -382,12 +382,12 @@ class _Recoded(_Copy):
 
 
 def twin(listed: CommitList, commit: Commit) -> Commit | None:
-    """Find the visible commit in ``listed``, of another store, that has all that ``commit`` has."""
+    """Return the visible commit in ``listed``, of another store, that has all entries of ``commit``."""
     return next((other for other in listed.visible() if commit in Holdings([other])), None)
 
 
 def occupant(listed: CommitList, commit: Commit) -> Commit | None:
-    """Find the visible commit of another checkpoint with the same run and step."""
+    """Return the visible commit of another checkpoint with the same run and step."""
     place = (commit.run, commit.step)
     same = (other for other in listed.visible() if (other.run, other.step) == place)
     return next((other for other in same if other.id != commit.id), None)
