@@ -1773,7 +1773,7 @@ PLANTED = (
         "python_value",
         "    return value.item()\n",
         "    return value\n",
-        "tests/format/test_scalars.py tests/saving/test_saver.py",
+        "tests/format/test_metrics.py tests/saving/test_saver.py",
     ),
     Planted(
         "a rank checks alone what it is to save in the background",

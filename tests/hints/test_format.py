@@ -89,7 +89,7 @@ def zone_file() -> Path:
     return Path(tzdata.__file__).with_name("UTC")
 
 
-@follows("format/scalars.py:python_value", "give its full_tensor()")
+@follows("format/metrics.py:python_value", "give its full_tensor()")
 def test_the_full_tensor_of_a_dtensor_is_a_metric(store: Store, told: Told) -> None:
     with pretending((1,)) as ranks:
         for mesh in ranks:

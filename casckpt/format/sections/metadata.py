@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from casckpt.errors import InvalidInput
+from casckpt.format.metrics import python_value
 from casckpt.format.records import MAX_METADATA_BYTES
-from casckpt.format.scalars import python_value
 
 MAX_METADATA_DEPTH = 32
 
