@@ -18,12 +18,11 @@ from casckpt.contents.signatures import sign_save
 from casckpt.errors import CasckptError, Damaged, InvalidInput, Refused
 from casckpt.format import plain
 from casckpt.format.draft import Draft, Encoded, ObjectEntry
-from casckpt.format.metrics import stored_metrics
+from casckpt.format.metrics import encode_metadata, stored_metrics
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Committed, Health
 from casckpt.format.sections.health import Rows
 from casckpt.format.sections.index import REPLICAS_NOTE, TENSOR
-from casckpt.format.sections.metadata import encode_metadata
 from casckpt.history.commits import Commit, forget, read_log
 from casckpt.history.transactions import Transaction, begin_save
 from casckpt.plan.reuse import bytes_in, coded_bytes, mark_worn

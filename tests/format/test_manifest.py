@@ -18,13 +18,13 @@ from casckpt.format.columns import pack
 from casckpt.format.digest import cell_digest
 from casckpt.format.draft import Attachment, Draft, Encoded, ObjectEntry, encode
 from casckpt.format.manifest import FRONT, Manifest, decode
+from casckpt.format.metrics import encode_metadata
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.regions import Region, full_box
 from casckpt.format.sections.blobs import MAX_BLOB_BYTES, BlobRef
 from casckpt.format.sections.head import HEAD_BYTES, INDEX, KNOWN, NEEDED, Section, assemble, decode_head
 from casckpt.format.sections.head import _encode as encode_head
 from casckpt.format.sections.index import MAX_KEY_CHARACTERS, PART, TENSOR
-from casckpt.format.sections.metadata import encode_metadata
 from casckpt.format.sections.pieces import cut
 from casckpt.format.sections.tables import encode_cells
 from casckpt.format.tree import decode_tree, encode_tree

@@ -64,10 +64,10 @@ def _draft(refs: list[BlobRef], step: int, draw: random.Random) -> Draft:
     from casckpt._version import __version__
     from casckpt.format.draft import Draft
     from casckpt.format.extents import StoredCell, build
+    from casckpt.format.metrics import encode_metadata
     from casckpt.format.names import CellDigest
     from casckpt.format.regions import full_box
     from casckpt.format.sections.index import TENSOR
-    from casckpt.format.sections.metadata import encode_metadata
 
     shape = (_BLOB // 4,)
     streams: dict[Name, tuple[str, ExtentTable]] = {}

@@ -68,8 +68,8 @@ def encode(here: Here) -> Measured:
     """The bytes of the manifest, from the tables."""
     from casckpt._version import __version__
     from casckpt.format import draft
+    from casckpt.format.metrics import encode_metadata
     from casckpt.format.sections.index import TENSOR
-    from casckpt.format.sections.metadata import encode_metadata
 
     metadata = encode_metadata({})[0]
     meter = Meter()
