@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from casckpt.errors import InvalidInput, Refused
-from casckpt.storage.counts import IoCounts
+from casckpt.storage.base import IoCounts
 from casckpt.storage.local import syscalls
 from casckpt.storage.names import split_folder
 

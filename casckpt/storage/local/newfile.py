@@ -21,9 +21,8 @@ from enum import IntEnum
 from functools import partial
 
 from casckpt.errors import Unsupported
-from casckpt.storage.base import BLOCK
+from casckpt.storage.base import BLOCK, IoCounts
 from casckpt.storage.buffers import address
-from casckpt.storage.counts import IoCounts
 from casckpt.storage.local import syscalls
 
 PIECE = 8 << 20  # bytes of one write: large enough for speed, small enough to notice errors early

@@ -17,9 +17,8 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from casckpt.storage.base import BLOCK, Reader, ShortObject
+from casckpt.storage.base import BLOCK, IoCounts, Reader, ShortObject
 from casckpt.storage.buffers import AlignedBuffer
-from casckpt.storage.counts import IoCounts
 from casckpt.storage.failures import reporting
 from casckpt.storage.local.syscalls import Lacking, cached_pages
 

@@ -21,9 +21,8 @@ from typing_extensions import override
 
 from casckpt.base.lazy import cached_property
 from casckpt.errors import NotFound, Refused, StorageError
-from casckpt.storage.base import AlreadyExists, Finding, Known, ListedObject, ObjectStore, Traits
+from casckpt.storage.base import AlreadyExists, Finding, IoCounts, Known, ListedObject, ObjectStore, Traits
 from casckpt.storage.buffers import plain_bytes
-from casckpt.storage.counts import IoCounts
 from casckpt.storage.failures import reporting
 from casckpt.storage.local.folders import Folders, misplaced
 from casckpt.storage.local.newfile import FileMaker, is_temporary

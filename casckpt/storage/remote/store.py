@@ -19,9 +19,18 @@ from typing import Any, Protocol, TypeVar
 from typing_extensions import override
 
 from casckpt.errors import CasckptError, StorageError
-from casckpt.storage.base import AlreadyExists, Finding, Known, ListedObject, ObjectStore, Reader, ShortObject, Traits
+from casckpt.storage.base import (
+    AlreadyExists,
+    Finding,
+    IoCounts,
+    Known,
+    ListedObject,
+    ObjectStore,
+    Reader,
+    ShortObject,
+    Traits,
+)
 from casckpt.storage.buffers import plain_bytes
-from casckpt.storage.counts import IoCounts
 from casckpt.storage.forking import PerProcess
 from casckpt.storage.names import split_folder, split_key
 from casckpt.storage.remote.client import Client, Page, Ranged
