@@ -883,7 +883,7 @@ PLANTED = (
         "_seconds",
         'return 0.0 if duration.strip() == "0" else None',
         "return float(duration) if duration.strip().isdecimal() else None",
-        "tests/base/test_durations.py",
+        "tests/base/test_units.py",
     ),
     Planted(
         "lost records are no reason to refuse",

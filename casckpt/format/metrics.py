@@ -1,4 +1,7 @@
-"""Metrics of a checkpoint in its commit record, where a listing finds them without the manifest."""
+"""Metrics and metadata of a checkpoint in the form in which its commit record and manifest hold them.
+
+A listing finds metrics in the record, without the manifest.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +16,10 @@ import msgspec
 
 from casckpt.base.names import MAX_METRIC_NAME, MAX_METRICS
 from casckpt.errors import InvalidInput, Refused
-from casckpt.format.records import MAX_METADATA_BYTES
 
-
-def python_value(value: Any, name: str) -> Any:
-    """Return the Python value of a numpy scalar, or of a 0-d tensor or array; other values unchanged.
-
-    A tensor may be on any device; its graph is not kept. ``name``: for the error. Raises InvalidInput for a tensor
-    that has no value here.
-    """
-    if getattr(value, "shape", None) != ():
-        return value
-    if getattr(value, "is_meta", False):
-        raise InvalidInput(f"{name} is a tensor on the meta device, which has no value; give a number")
-    if hasattr(value, "full_tensor"):
-        raise InvalidInput(f"{name} is a DTensor, of which each rank may have a part; give its full_tensor()")
-    return value.item()
-
-
+MAX_METADATA_BYTES = 64 << 10
+"""The commit record also holds the metadata of the user, up to this many bytes of JSON, so that listings show it."""
+MAX_METADATA_DEPTH = 32
 _TEXTS = ("nan", "inf", "-inf")  # JSON has no numbers for these
 _UNFIT_RE = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
 
@@ -91,7 +80,19 @@ def _stored(name: str, given: Any) -> Stored:
     return number if isfinite(number) else str(number)
 
 
-MAX_METADATA_DEPTH = 32
+def python_value(value: Any, name: str) -> Any:
+    """Return the Python value of a numpy scalar, or of a 0-d tensor or array; other values unchanged.
+
+    A tensor may be on any device; its graph is not kept. ``name``: for the error. Raises InvalidInput for a tensor
+    that has no value here.
+    """
+    if getattr(value, "shape", None) != ():
+        return value
+    if getattr(value, "is_meta", False):
+        raise InvalidInput(f"{name} is a tensor on the meta device, which has no value; give a number")
+    if hasattr(value, "full_tensor"):
+        raise InvalidInput(f"{name} is a DTensor, of which each rank may have a part; give its full_tensor()")
+    return value.item()
 
 
 def encode_metadata(metadata: Mapping[str, Any]) -> tuple[msgspec.Raw, dict[str, Any] | None]:

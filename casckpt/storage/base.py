@@ -13,9 +13,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, runtime_checkable
 
+from casckpt.errors import Refused
+
 BLOCK = 4096  # bytes; buffers and blob data that are aligned to it can be read and written around the page cache
 Known: TypeAlias = Callable[[str], object]
-"""Returns something else than None for the keys of objects, as the parsers of `casckpt.format.keys` do."""
+"""Returns None for a text that is not the key of an object, as the parsers of `casckpt.format.keys` do."""
 _REQUESTS = 16
 
 
@@ -105,7 +107,7 @@ class ObjectStore(Protocol):
       raise `AlreadyExists`. (Only repair uses `replace`.)
     - **Durable**: when `put` returns, the bytes survive a power failure. With ``settle=False`` their name may not,
       until `settle` has returned for its folder.
-    - **Read after write, list after write**: every later read and listing sees what anyone has put.
+    - **Read after write, list after write**: every later read and listing sees all completed puts.
     - **Safe to repeat**: every call may be repeated after a `StorageError`. A put whose answer was lost may have
       succeeded: a caller that needs to know reads the object back.
     - **Thread-safe**. Instances can be pickled. The copy opens its own connections and files.
@@ -209,3 +211,19 @@ class IoCounts:
         with _LOCK:
             for name, number in more.items():
                 setattr(self, name, getattr(self, name) + number)
+
+
+def split_folder(folder: str) -> list[str]:
+    """Return the parts of a folder ("" is the store itself). Raises `Refused` for an unusable name."""
+    parts = folder.split("/") if folder else []
+    if any(not part or part.startswith(".") or "\0" in part for part in parts):
+        raise Refused(f"not a key of a store: {folder[:300]!r}; only names without a leading dot are used")
+    return parts
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """Return (folder, name) of an object. Raises `Refused` for an unusable key."""
+    parts = split_folder(key)
+    if not parts:
+        raise Refused("the empty string is not a key of a store")
+    return "/".join(parts[:-1]), parts[-1]

@@ -10,9 +10,9 @@ import pytest
 from casckpt.contents import manifests
 from casckpt.errors import Damaged, Gone, InvalidInput, Refused, StorageError
 from casckpt.format.digest import cell_digest
-from casckpt.format.draft import ObjectEntry
 from casckpt.format.extents import StoredCell, build
 from casckpt.format.keys import manifest_key
+from casckpt.format.manifest import ObjectEntry
 from casckpt.format.names import CellDigest
 from casckpt.format.records import changed
 from casckpt.format.regions import full_box

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from casckpt.base.names import MAX_METRIC_NAME, MAX_METRICS
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import records
-from casckpt.format.draft import encode
-from casckpt.format.manifest import decode
+from casckpt.format.manifest import decode, encode
 from casckpt.format.metrics import check_metrics, encode_metadata, metric_values, python_value, stored_metrics
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import Committed

@@ -185,7 +185,7 @@ class Form(IntEnum):
 
 
 def needs_base(form: Form) -> bool:
-    """Tell whether a frame of this form is decoded against a base."""
+    """Return whether a frame of this form is decoded against a base."""
     return form in {Form.SPARSE, Form.DIFF}
 
 
@@ -252,7 +252,7 @@ def _elements(data: memoryview, width: int) -> Unsigned:
 
 
 def _signs_vary(elements: Unsigned) -> bool:
-    """Tell whether a sample of the elements has both signs. Single bytes are never rotated."""
+    """Return whether a sample of the elements has both signs. Single bytes are never rotated."""
     signs = elements[:: max(1, elements.size >> 12)] >> (8 * elements.itemsize - 1)
     return bool(elements.itemsize > 1 and signs.min() != signs.max())
 

@@ -47,7 +47,7 @@ def temporary_name(name: str) -> str:
 
 
 def is_temporary(name: str) -> bool:
-    """Tell whether a file of this name is a leftover of a crashed put."""
+    """Return whether a file of this name is a leftover of a crashed put."""
     return name.startswith(".") and name.endswith(".tmp")
 
 

@@ -181,7 +181,7 @@ class LocalReader(Reader):
 
 
 def is_cached(fd: int, offset: int, nbytes: int) -> bool:
-    """Tell whether the page cache holds most of these bytes of a file. True if the system does not report it."""
+    """Return whether the page cache holds most of these bytes of a file. True if the system does not report it."""
     if nbytes == 0:
         return True
     start = offset - offset % mmap.ALLOCATIONGRANULARITY

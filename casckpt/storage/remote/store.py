@@ -29,10 +29,11 @@ from casckpt.storage.base import (
     Reader,
     ShortObject,
     Traits,
+    split_folder,
+    split_key,
 )
 from casckpt.storage.buffers import plain_bytes
 from casckpt.storage.forking import PerProcess
-from casckpt.storage.names import split_folder, split_key
 from casckpt.storage.remote.client import Client, Page, Ranged
 from casckpt.storage.remote.patience import Backoff, Call
 
@@ -58,7 +59,7 @@ class Connect(Protocol):
 class RemoteStore(ObjectStore):
     """`casckpt.storage.base.ObjectStore` over a network.
 
-    ``single_writer``: the caller promises that nobody else writes. Then a put checks whether the key is taken, and
+    ``single_writer``: the caller promises to be the only writer. Then a put checks whether the key is taken, and
     storages that do not refuse a second create can be used.
     """
 
