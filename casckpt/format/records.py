@@ -257,7 +257,7 @@ class Kept(Record, tag="kept", frozen=True, kw_only=True):
 class Announced(Record, tag="announced", frozen=True, kw_only=True):
     """runs/<run hash>/..: a writer is about to create these records in commits/: (txid, number) of each.
 
-    ``seen``: of a save. Its txid is later than all txids announced up to this number; -1: none were.
+    ``seen``: of a save. Its txid is later than all txids announced up to this number; -1 for none.
     """
 
     time: int
