@@ -266,7 +266,7 @@ class Announced(Record, tag="announced", frozen=True, kw_only=True):
 
 
 class Mirrored(Record, tag="mirrored", frozen=True, kw_only=True):
-    """mirrored/<txid>[.N]: since record N of its log, the checkpoint was also seen in the store at ``mirror`` (a URL)."""
+    """mirrored/<txid>[.N]: since record N of its log, the store at ``mirror`` (a URL) also had it."""
 
     txid: TxId
     time: int
