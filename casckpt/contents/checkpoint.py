@@ -10,11 +10,10 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from casckpt.base.durations import time_of
 from casckpt.base.groups import grouped
 from casckpt.base.lazy import cached_property
-from casckpt.base.sizes import format_size
 from casckpt.base.text import html_table
+from casckpt.base.units import format_size, time_of
 from casckpt.errors import ForgottenWarning
 from casckpt.format.metrics import metric_values
 from casckpt.format.records import Committed, Dropped

@@ -16,13 +16,12 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from casckpt.base.durations import time_of
 from casckpt.base.parallel import in_parallel
+from casckpt.base.units import time_of
 from casckpt.contents import blobs
 from casckpt.errors import Damaged, Gone, InvalidInput, NotFound, Refused, StorageError
-from casckpt.format.draft import Draft, Encoded, encode
 from casckpt.format.keys import manifest_key
-from casckpt.format.manifest import FRONT, Manifest, decode, decode_front
+from casckpt.format.manifest import FRONT, Draft, Encoded, Manifest, decode, decode_front, encode
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import Committed
 from casckpt.format.sections.blobs import BlobList, BlobRef

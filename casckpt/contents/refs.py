@@ -18,8 +18,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from casckpt.base.durations import time_of
 from casckpt.base.names import LATEST, MAX_STEP, TAG, check_run, run_hash, similar_runs
+from casckpt.base.units import time_of
 from casckpt.errors import Damaged, Gone, InvalidInput, NotFound, Refused
 from casckpt.format.keys import parse_txid
 from casckpt.format.names import ManifestId, TxId

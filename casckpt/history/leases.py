@@ -15,7 +15,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from casckpt.base.durations import time_of
+from casckpt.base.units import time_of
 from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound
 from casckpt.format.keys import check_tag
 from casckpt.history.commits import Commit, list_commits, refresh

@@ -8,8 +8,7 @@ from contextlib import closing
 from threading import Condition
 
 from casckpt.errors import NotFound, Refused, StorageError
-from casckpt.format.encodings.chains import decoded
-from casckpt.format.encodings.frames import decode
+from casckpt.format.encodings.frames import decode, decoded
 from casckpt.format.extents import StoredCell
 from casckpt.format.manifest import Manifest
 from casckpt.loading.blob_readers import BlobReader

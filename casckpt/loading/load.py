@@ -35,7 +35,7 @@ from casckpt.loading.unread import also_unread, on_all, that_hold, warn_moved, w
 from casckpt.ranks.agreement import StoreIdentity, check_same, named
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.repository.repository import Repository
-from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
+from casckpt.tensors.objects import TORCH_EXTENSIONS
 from casckpt.tensors.state import LeafValue, inflate
 
 _QUICK_BYTES = 256 << 20  # a smaller checkpoint loads in well under a second

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from casckpt.base.sizes import parse_size
+from casckpt.base.units import parse_size
 from casckpt.repository.repository import Repository
 from casckpt.repository.signing_keys import KeyFile, KeyFiles, private_key, public_keys
 from casckpt.storage import open_storage

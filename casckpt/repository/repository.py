@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import platformdirs
 
 from casckpt.base.digest import hex_digest
-from casckpt.base.durations import time_of
 from casckpt.base.names import check_run, check_step
+from casckpt.base.units import time_of
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
 from casckpt.format import keys, records
 from casckpt.format.names import BlobHash, ManifestId, TxId

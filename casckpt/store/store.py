@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
-from casckpt.base.durations import Duration, seconds_of
-from casckpt.base.keywords import check_keywords
+from casckpt.base.names import check_keywords
 from casckpt.base.progress import Progress, Shown
+from casckpt.base.units import Duration, seconds_of
 from casckpt.contents import refs
 from casckpt.contents.checkpoint import Arrival, Checkpoint, html_of
 from casckpt.errors import InvalidInput, NotFound

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from casckpt.base.groups import grouped
-from casckpt.base.sizes import format_size
+from casckpt.base.units import format_size
 from casckpt.contents import blobs, manifests
 from casckpt.errors import CasckptError
 from casckpt.format.manifest import Manifest

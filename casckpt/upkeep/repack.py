@@ -24,18 +24,17 @@ from casckpt.errors import NotFound, Refused
 from casckpt.format.blob import DATA_OFFSET, order
 from casckpt.format.blob_writer import LEAF_BYTES, BlobWriter, buffer_bytes, padded, place_behind
 from casckpt.format.digest import cell_digest
-from casckpt.format.draft import Encoded, placed
 from casckpt.format.dtypes import FLOATS, coded_width
 from casckpt.format.encodings.frames import decode, encode_planes
 from casckpt.format.encodings.scratch import scratch
 from casckpt.format.extents import ExtentTable, Frame, StoredCell, build, moved
 from casckpt.format.keys import blob_key, uploader_folder
-from casckpt.format.manifest import Manifest
+from casckpt.format.manifest import Encoded, Manifest, placed
 from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.sections.blobs import BlobList, BlobRef, encode_blobs
 from casckpt.format.sections.index import Entry
 from casckpt.history.commits import Commit, CommitList, list_commits
-from casckpt.plan.packing import Queue, branch_of, branches_of, by_branch
+from casckpt.plan.cells import Queue, branch_of, branches_of, by_branch
 from casckpt.plan.reuse import ManifestCells, ReusableCells, mark_worn
 from casckpt.repository.fetching import BlobDamaged, explain
 from casckpt.repository.repository import Repository

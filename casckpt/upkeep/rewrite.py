@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from casckpt.contents import manifests
 from casckpt.errors import CasckptError, Conflict, StorageError
-from casckpt.format.draft import Encoded
 from casckpt.format.keys import commit_key
+from casckpt.format.manifest import Encoded
 from casckpt.format.names import TxId
 from casckpt.format.records import Committed, Replaced, changed
 from casckpt.history.commits import Commit, CommitList, forget, keep, list_commits, refresh

@@ -20,13 +20,12 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from functools import partial
 
-from casckpt.base.durations import time_of
 from casckpt.base.parallel import in_parallel
+from casckpt.base.units import time_of
 from casckpt.contents import manifests
 from casckpt.contents.refs import resolve_many
 from casckpt.errors import CasckptError, Conflict, Damaged, Gone, InvalidInput, MissingKey, NotFound
-from casckpt.format.draft import thinned
-from casckpt.format.manifest import Manifest
+from casckpt.format.manifest import Manifest, thinned
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Committed, Dropped, changed
 from casckpt.format.sections.index import ATTACHMENT, Entry

@@ -17,9 +17,8 @@ from casckpt.contents.refs import resolve
 from casckpt.errors import Refused, Revoked, StorageError
 from casckpt.format.blob import order
 from casckpt.format.blob_writer import buffer_bytes
-from casckpt.format.draft import Encoded, placed
 from casckpt.format.keys import blob_key
-from casckpt.format.manifest import Manifest
+from casckpt.format.manifest import Encoded, Manifest, placed
 from casckpt.format.sections.blobs import encode_blobs
 from casckpt.format.sections.tables import ROW
 from casckpt.history import transactions

@@ -16,17 +16,16 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 
-from casckpt.base.durations import time_of
 from casckpt.base.names import run_hash
 from casckpt.base.parallel import in_parallel
 from casckpt.base.progress import Progress, silent
 from casckpt.base.text import listed
+from casckpt.base.units import time_of
 from casckpt.contents import blobs, manifests
 from casckpt.errors import CasckptError, Conflict, Damaged, Gone, NotFound, Refused, Revoked
 from casckpt.format import manifest as format_manifest
-from casckpt.format.draft import Encoded, placed
 from casckpt.format.keys import blob_key, commit_key, copied_txid, manifest_key, parse_txid, uploader_folder
-from casckpt.format.manifest import Manifest
+from casckpt.format.manifest import Encoded, Manifest, placed
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Began, Committed, changed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 
-from casckpt.base.durations import time_of
 from casckpt.base.groups import grouped
 from casckpt.base.parallel import in_parallel
+from casckpt.base.units import time_of
 from casckpt.contents import manifests
 from casckpt.errors import Conflict, Damaged, Gone, Refused
 from casckpt.format import records

@@ -24,9 +24,8 @@ from casckpt.base.groups import grouped
 from casckpt.base.progress import Progress, silent
 from casckpt.contents import blobs, manifests
 from casckpt.errors import CasckptError, Conflict, Damaged, Gone, Refused
-from casckpt.format.draft import placed
 from casckpt.format.keys import blob_key, manifest_key, parse_object, uploader_folder
-from casckpt.format.manifest import Manifest
+from casckpt.format.manifest import Manifest, placed
 from casckpt.format.names import CellDigest, ManifestId, TxId
 from casckpt.format.records import Committed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
