@@ -42,7 +42,6 @@ from casckpt.frontends.training_state.optimizer import state_to_save
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.ranks.ranks import this_rank
 from casckpt.store.store import Store
-from casckpt.tensors.dtypes import torch_dtype
 
 log = logging.getLogger(__name__)
 
@@ -240,8 +239,7 @@ def _is_its_folder(store: Store, checkpoint: Checkpoint, folder: Path) -> bool:
 def _read(store: Store, stored: StoredTraining, name: str, names: list[str]) -> dict[str, torch.Tensor]:
     """Read the tensors of one file in their order."""
     prefix = "model" if _MODEL.fullmatch(name) else f"{HOME}.tensors.{name}"
-    found = {key: stored.contents.tensors[f"{prefix}.{key}"] for key in names}
-    tensors = {key: torch.empty(one.shape, dtype=torch_dtype(one.dtype), device="cpu") for key, one in found.items()}
+    tensors = dict(zip(names, stored.empty_tensors(f"{prefix}.{key}" for key in names), strict=True))
     whole = {"model": tensors} if prefix == "model" else {HOME: {"tensors": {name: tensors}}}
     store.load(whole, stored.checkpoint, no_dist=True, unread="ignore")
     return tensors

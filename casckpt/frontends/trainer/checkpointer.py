@@ -39,9 +39,16 @@ from casckpt.frontends.trainer.train_state import restore_rng, rng_state
 from casckpt.frontends.training_state.hub_config import with_config
 from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
 from casckpt.frontends.training_state.stored import MODEL
-from casckpt.loading.options import LoadOptions
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks, this_rank
-from casckpt.store.types import CheckReplicas, FillArguments, MatchArguments, Rename, SaveArguments, Unread
+from casckpt.store.types import (
+    CheckReplicas,
+    FillArguments,
+    LoadArguments,
+    MatchArguments,
+    Rename,
+    SaveArguments,
+    Unread,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -324,7 +331,7 @@ class Checkpointer(RunCheckpoints):
         check_keywords("Checkpointer.load", match, MatchArguments)
         wanted = LoadRequest(
             optim=load_optim_state, train=load_trainer_state, pre_download=self.config.pre_download, options=options,
-            given=self._load_options(unread=unread, cast=cast, **match),
+            given=self._load_arguments(unread=unread, cast=cast, **match),
         )  # fmt: skip
         return self._restore(ref, model, optim, wanted)[1]
 
@@ -368,7 +375,7 @@ class Checkpointer(RunCheckpoints):
             strict = missing == "raise" if strict is None else strict
             wanted = LoadRequest(
                 optim=demand if OPTIM in given else None, train=demand if TRAIN in given else None,
-                given=self._load_options(unread=unread, cast=cast, strict=strict, rename=rename),
+                given=self._load_arguments(unread=unread, cast=cast, strict=strict, rename=rename),
                 pre_download=self.config.pre_download, options=options, missing=missing, train_state=train_state,
             )  # fmt: skip
             checkpoint, state = self._restore(checkpoint, model, optim, wanted)
@@ -409,11 +416,11 @@ class Checkpointer(RunCheckpoints):
         self._reached = None
         return loaded, train
 
-    def _load_options(self, **given: Unpack[FillArguments]) -> LoadOptions:
-        return LoadOptions(
-            allow_pickle=self.config.allow_pickle, process_group=self.process_group, threads=self.config.load_threads,
-            **given,
-        )  # fmt: skip
+    def _load_arguments(self, **given: Unpack[FillArguments]) -> LoadArguments:
+        return {
+            "allow_pickle": self.config.allow_pickle, "process_group": self.process_group,
+            "threads": self.config.load_threads, **given,
+        }  # fmt: skip
 
     def _save_arguments(self, model: TrainModel, **given: Unpack[StepArguments]) -> SaveArguments:
         """Return the arguments of `Store.save`, which checks them and raises errors on all ranks."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
+import torch
 from torch.optim import ASGD, Optimizer
 
 from casckpt.base.lazy import cached_property
@@ -18,6 +19,7 @@ from casckpt.loading.arguments import Rename, renamer
 from casckpt.loading.fit import saved_shapes
 from casckpt.store.store import Store
 from casckpt.store.types import Commit
+from casckpt.tensors.memory import new_empty
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.state import inflate
 
@@ -87,6 +89,10 @@ class StoredTraining:
         """Return the shapes of the tensors that may be those of a model, by key."""
         shapes = saved_shapes(self.contents.manifest)
         return {key: shapes[key] for key in self.bare_keys() if key in shapes}
+
+    def empty_tensors(self, keys: Iterable[str]) -> list[torch.Tensor]:
+        """Return a tensor to fill on the CPU, in the stored dtype and shape, for each of the keys."""
+        return [new_empty(self.contents.tensors[key], torch.device("cpu")) for key in keys]
 
     def at_the_top(self) -> str:
         """Return the names at the top, for a message."""
