@@ -354,7 +354,7 @@ FILLS, WORDS = (
     "logs unread keys in its own words",
 )
 DEBT = {
-    ("frontends/lightning/io.py", "casckpt.tensors.state.OfObjects"): "saves the objects that a Fabric holds as such",
+    ("frontends/lightning/io.py", "casckpt.tensors.values.OfObjects"): "saves the objects that a Fabric holds as such",
     ("frontends/trainer/checkpointer.py", "casckpt.loading.options.LoadOptions"): "hands the options to contents.py",
     ("frontends/trainer/contents.py", "casckpt.loading.options.LoadOptions"): FILLS,
     ("frontends/trainer/contents.py", "casckpt.loading.unread.EVERYTHING"): WORDS,

@@ -1,4 +1,4 @@
-"""`Shard` and `PerRank`: wrappers by which a user describes how ranks hold a value."""
+"""`Shard`, `PerRank` and `OfObjects`: wrappers that say how ranks hold a value, and how a save reads a state."""
 
 from __future__ import annotations
 
@@ -137,3 +137,7 @@ def _check_ranges(ranges: tuple[Range, ...], box: Box, numel: int) -> None:
         raise InvalidInput(
             f"flat ranges of {total} elements in all do not fit data of {numel} elements (box of {box.numel})"
         )
+
+
+class OfObjects(dict[Any, Any]):
+    """A state that objects returned. An object inside it is a plain value: a save does not call its state_dict."""

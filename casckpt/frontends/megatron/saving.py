@@ -38,8 +38,8 @@ from casckpt.saving.options import CheckReplicas, SaveArguments, usable_check
 from casckpt.saving.prepare import tensor_source
 from casckpt.saving.replicas import Samples, compared, memory_of, samples_of
 from casckpt.tensors.foreign import flat_range, megatron_shard
-from casckpt.tensors.state import OfObjects, check_nesting
-from casckpt.tensors.values import Shard
+from casckpt.tensors.state import check_nesting
+from casckpt.tensors.values import OfObjects, Shard
 
 
 class AsyncRequest(NamedTuple):

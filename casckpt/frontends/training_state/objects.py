@@ -31,8 +31,8 @@ from casckpt.ranks.messages import WithObjects
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping, on_each
 from casckpt.saving.options import SaveOptions
 from casckpt.store.store import Store
-from casckpt.tensors.state import OfObjects, check_replaceable, flatten, inflate, is_object, replace_leaves
-from casckpt.tensors.values import PerRank
+from casckpt.tensors.state import check_replaceable, flatten, inflate, is_object, replace_leaves
+from casckpt.tensors.values import OfObjects, PerRank
 
 AnyRef: TypeAlias = str | Checkpoint
 Load: TypeAlias = Callable[[Any, Checkpoint, LoadOptions], Checkpoint]

@@ -28,8 +28,7 @@ from casckpt.store.types import Commit
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.shards import check_storable
-from casckpt.tensors.state import OfObjects
-from casckpt.tensors.values import Shard
+from casckpt.tensors.values import OfObjects, Shard
 
 
 @dataclass(frozen=True)
