@@ -1941,14 +1941,14 @@ PLANTED = (
         "TrainState.__setitem__",
         "        check_part(value, name)\n",
         "",
-        "tests/frontends/trainer/test_train_state.py",
+        "tests/frontends/training_state/test_train_state.py",
     ),
     Planted(
         "a train state leaves without a word what only the checkpoint has",
         "TrainState.load_state_dict",
         "        if beside:\n",
         "        if False:\n",
-        "tests/frontends/trainer/test_train_state.py",
+        "tests/frontends/training_state/test_train_state.py",
     ),
     Planted(
         "the averaged model of Lightning is not loaded",
@@ -2243,7 +2243,7 @@ PLANTED = (
         "Restoring._check_there",
         "for rank in self._train.get(TRAIN, ())]",
         "for rank in ()]",
-        "tests/frontends/trainer/test_train_state.py",
+        "tests/frontends/training_state/test_train_state.py",
     ),
     Planted(
         "an object is checked against an object's tree alone",

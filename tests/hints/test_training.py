@@ -586,7 +586,7 @@ def test_throttling_uses_a_folder_that_supports_locks(store: Store, tmp_path: Pa
     assert store.get("sft@1").step == 1
 
 
-@follows("frontends/trainer/train_state.py:restore_rng", "give what rng_state made")
+@follows("frontends/training_state/train_state.py:restore_rng", "give what rng_state made")
 def test_generators_are_restored_from_created_ones(told: Told) -> None:
     with told.error(MissingKey) as advice:
         restore_rng({"torch": torch.get_rng_state()})
@@ -597,7 +597,7 @@ def test_generators_are_restored_from_created_ones(told: Told) -> None:
     assert torch.equal(torch.rand(3), first)
 
 
-@follows("frontends/trainer/train_state.py:TrainState._missing", "rng=False: without the random generators")
+@follows("frontends/training_state/train_state.py:TrainState._missing", "rng=False: without the random generators")
 def test_unsaved_parts_are_left_out(told: Told) -> None:
     with told.error(MissingKey) as advice:
         TrainState(epoch=0, place=1).load_state_dict({"epoch": 3})

@@ -20,7 +20,7 @@ from casckpt.frontends.trainer.checkpointer import Checkpointer, CheckpointerCon
 from casckpt.frontends.trainer.last_save import SaveOnSignal
 from casckpt.frontends.trainer.resumed import Resumed
 from casckpt.frontends.trainer.summary import SaveSummary
-from casckpt.frontends.trainer.train_state import TrainState, restore_rng, rng_state
+from casckpt.frontends.training_state.train_state import TrainState, restore_rng, rng_state
 
 __all__ = [
     "Checkpointer",

@@ -35,10 +35,10 @@ from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest_tog
 from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
 from casckpt.frontends.trainer.summary import SaveSummary
 from casckpt.frontends.trainer.throttle import throttled
-from casckpt.frontends.trainer.train_state import restore_rng, rng_state
 from casckpt.frontends.training_state.hub_config import with_config
 from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
 from casckpt.frontends.training_state.stored import MODEL
+from casckpt.frontends.training_state.train_state import restore_rng, rng_state
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks, this_rank
 from casckpt.store.types import (
     CheckReplicas,

@@ -12,10 +12,10 @@ from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput
 from casckpt.frontends.trainer.contents import OPTIM, TRAIN, LoadRequest, Missing, TrainModel
-from casckpt.frontends.trainer.train_state import RNG, as_parts
 from casckpt.frontends.training_state.objects import is_optimizer
 from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
 from casckpt.frontends.training_state.stored import GROUPS
+from casckpt.frontends.training_state.train_state import RNG, as_parts
 from casckpt.ranks.ranks import everyone
 
 log = logging.getLogger("casckpt")
