@@ -356,12 +356,12 @@ FILLS, WORDS = (
 DEBT = {
     ("frontends/lightning/io.py", "casckpt.tensors.values.OfObjects"): "saves the objects that a Fabric holds as such",
     ("frontends/trainer/checkpointer.py", "casckpt.loading.options.LoadOptions"): "hands the options to contents.py",
-    ("frontends/trainer/contents.py", "casckpt.loading.options.LoadOptions"): FILLS,
-    ("frontends/trainer/contents.py", "casckpt.loading.unread.EVERYTHING"): WORDS,
-    ("frontends/trainer/contents.py", "casckpt.loading.unread.is_generator"): WORDS,
-    ("frontends/trainer/contents.py", "casckpt.loading.unread.that_hold"): WORDS,
-    ("frontends/trainer/contents.py", "casckpt.loading.unread.warn_moved"): WORDS,
-    ("frontends/trainer/contents.py", "casckpt.loading.unread.warn_unread"): WORDS,
+    ("frontends/training_state/contents.py", "casckpt.loading.options.LoadOptions"): FILLS,
+    ("frontends/training_state/contents.py", "casckpt.loading.unread.EVERYTHING"): WORDS,
+    ("frontends/training_state/contents.py", "casckpt.loading.unread.is_generator"): WORDS,
+    ("frontends/training_state/contents.py", "casckpt.loading.unread.that_hold"): WORDS,
+    ("frontends/training_state/contents.py", "casckpt.loading.unread.warn_moved"): WORDS,
+    ("frontends/training_state/contents.py", "casckpt.loading.unread.warn_unread"): WORDS,
     ("frontends/trainer/throttle.py", "casckpt.storage.base.ObjectStore"): "wraps the storage of an open store",
     ("frontends/transformers.py", "casckpt.tensors.dtypes.torch_dtype"): "restores files of tensors, as exports do",
 }

@@ -85,6 +85,10 @@ class PerRank:
         return f"PerRank({self.value!r})"
 
 
+class OfObjects(dict[Any, Any]):
+    """A state that objects returned. An object inside it is a plain value: a save does not call its state_dict."""
+
+
 def _numbers(name: str, numbers: Sequence[int]) -> Shape:
     try:
         return tuple(index(number) for number in numbers)
@@ -137,7 +141,3 @@ def _check_ranges(ranges: tuple[Range, ...], box: Box, numel: int) -> None:
         raise InvalidInput(
             f"flat ranges of {total} elements in all do not fit data of {numel} elements (box of {box.numel})"
         )
-
-
-class OfObjects(dict[Any, Any]):
-    """A state that objects returned. An object inside it is a plain value: a save does not call its state_dict."""

@@ -48,7 +48,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("loading/template.py:Template._check_packed", "Params4bit.from_prequantized"): (
         "tests/frontends/training_state/test_model.py::test_a_copy_in_a_state_dict_is_filled_only_with_equal_values"
     ),
-    Case("frontends/trainer/contents.py:_with", "is the state_dict of an optimizer"): (
+    Case("frontends/training_state/contents.py:_with", "is the state_dict of an optimizer"): (
         "tests/frontends/trainer/test_resumed.py::test_the_state_dict_of_an_optimizer_is_refused_before_it_is_saved"
     ),
     Case("frontends/training_state/model.py:_live_state", "remove_hook_from_submodules(model) brings back"): (

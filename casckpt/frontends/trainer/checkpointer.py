@@ -16,7 +16,14 @@ from casckpt.base.names import check_attachment_name, check_step
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.frontends.trainer.contents import (
+from casckpt.frontends.trainer.failures import Failures, HeardFuture, will_repeat
+from casckpt.frontends.trainer.janitor import Janitor
+from casckpt.frontends.trainer.resumed import Resumed, check_given, of_all_ranks, outcome_of
+from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest_together
+from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
+from casckpt.frontends.trainer.summary import SaveSummary
+from casckpt.frontends.trainer.throttle import throttled
+from casckpt.frontends.training_state.contents import (
     OPTIM,
     TRAIN,
     AnyTrainState,
@@ -28,13 +35,6 @@ from casckpt.frontends.trainer.contents import (
     TrainModel,
     state_to_save,
 )
-from casckpt.frontends.trainer.failures import Failures, HeardFuture, will_repeat
-from casckpt.frontends.trainer.janitor import Janitor
-from casckpt.frontends.trainer.resumed import Resumed, check_given, of_all_ranks, outcome_of
-from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest_together
-from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
-from casckpt.frontends.trainer.summary import SaveSummary
-from casckpt.frontends.trainer.throttle import throttled
 from casckpt.frontends.training_state.hub_config import with_config
 from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
 from casckpt.frontends.training_state.stored import MODEL

@@ -11,7 +11,7 @@ from casckpt.base.groups import grouped
 from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput
-from casckpt.frontends.trainer.contents import OPTIM, TRAIN, LoadRequest, Missing, TrainModel
+from casckpt.frontends.training_state.contents import OPTIM, TRAIN, LoadRequest, Missing, TrainModel
 from casckpt.frontends.training_state.objects import is_optimizer
 from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
 from casckpt.frontends.training_state.stored import GROUPS
