@@ -22,7 +22,6 @@ from casckpt.frontends.trainer.resumed import Resumed, check_given, of_all_ranks
 from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest_together
 from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
 from casckpt.frontends.trainer.summary import SaveSummary
-from casckpt.frontends.trainer.throttle import throttled
 from casckpt.frontends.training_state.contents import (
     OPTIM,
     TRAIN,
@@ -40,6 +39,7 @@ from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
 from casckpt.frontends.training_state.stored import MODEL
 from casckpt.frontends.training_state.train_state import restore_rng, rng_state
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks, this_rank
+from casckpt.store.opening import throttled
 from casckpt.store.types import (
     CheckReplicas,
     FillArguments,
@@ -417,10 +417,12 @@ class Checkpointer(RunCheckpoints):
         return loaded, train
 
     def _load_arguments(self, **given: Unpack[FillArguments]) -> LoadArguments:
-        return {
+        arguments: LoadArguments = {
             "allow_pickle": self.config.allow_pickle, "process_group": self.process_group,
-            "threads": self.config.load_threads, **given,
+            "threads": self.config.load_threads,
         }  # fmt: skip
+        arguments.update(given)
+        return arguments
 
     def _save_arguments(self, model: TrainModel, **given: Unpack[StepArguments]) -> SaveArguments:
         """Return the arguments of `Store.save`, which checks them and raises errors on all ranks."""
