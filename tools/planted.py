@@ -1787,7 +1787,7 @@ PLANTED = (
         "Checkpointer._settle",
         "        if to_save and will_repeat(error) and not heard:\n",
         "        if to_save and isinstance(error, Conflict) and not heard:\n",
-        "tests/frontends/trainer/test_failures.py",
+        "tests/frontends/trainer/test_saves.py",
     ),
     Planted(
         "each rank counts its failures for itself",
@@ -1801,14 +1801,14 @@ PLANTED = (
         "Failures.too_many",
         "        return self._clock() - self._first >= PATIENCE\n",
         "        return True\n",
-        "tests/frontends/trainer/test_failures.py",
+        "tests/frontends/trainer/test_saves.py",
     ),
     Planted(
         "a save that succeeds leaves the failures before it in the count",
         "Failures.note",
         "            self.count = 0\n            return\n",
         "            return\n",
-        "tests/frontends/trainer/test_failures.py",
+        "tests/frontends/trainer/test_saves.py",
     ),
     Planted(
         "the last step of a training is not due",
