@@ -718,7 +718,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "Checkpointer.save",
         "seconds = time.monotonic() - begun",
         "seconds = time.monotonic()",
-        "tests/frontends/trainer/test_summary.py",
+        "tests/frontends/trainer/test_saves.py",
     ),
     (
         "training stops a step too early",

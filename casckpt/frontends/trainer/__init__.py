@@ -19,7 +19,7 @@ from __future__ import annotations
 from casckpt.frontends.trainer.checkpointer import Checkpointer, CheckpointerConfig
 from casckpt.frontends.trainer.last_save import SaveOnSignal
 from casckpt.frontends.trainer.resumed import Resumed
-from casckpt.frontends.trainer.summary import SaveSummary
+from casckpt.frontends.trainer.saves import SaveSummary
 from casckpt.frontends.training_state.train_state import TrainState, restore_rng, rng_state
 
 __all__ = [

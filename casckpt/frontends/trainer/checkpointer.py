@@ -19,9 +19,8 @@ from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.frontends.trainer.resumed import Resumed, check_given, of_all_ranks, outcome_of
 from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest_together
-from casckpt.frontends.trainer.saves import Failures, HeardFuture, will_repeat
+from casckpt.frontends.trainer.saves import Failures, HeardFuture, SaveSummary, will_repeat
 from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
-from casckpt.frontends.trainer.summary import SaveSummary
 from casckpt.frontends.training_state.contents import (
     OPTIM,
     TRAIN,
