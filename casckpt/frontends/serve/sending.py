@@ -19,9 +19,8 @@ from casckpt.base.sizes import format_size
 from casckpt.errors import CasckptError, Damaged, Gone
 from casckpt.format.extents import ExtentTable
 from casckpt.frontends.serve.answers import refusal_of
-from casckpt.frontends.serve.folders import File, ServedFolder, ServedFolders
+from casckpt.frontends.serve.folders import File, FileSpan, RequestedRange, ServedFolder, ServedFolders
 from casckpt.frontends.serve.leases import Leases
-from casckpt.frontends.serve.ranges import FileSpan, RequestedRange
 from casckpt.loading.entry_reader import EntryReader
 from casckpt.loading.regions import EntrySlice, plan_windows, requests, views
 from casckpt.repository.repository import Repository
