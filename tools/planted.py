@@ -1899,7 +1899,7 @@ PLANTED = (
         "objects_within",
         "    alike = isinstance(state, list | tuple) and len(value) == len(state)\n",
         "    alike = True\n",
-        "tests/frontends/training_state/test_plain_state.py",
+        "tests/frontends/training_state/test_train_state.py",
     ),
     Planted(
         "equal models mix in the rename that an error shows",
@@ -1934,7 +1934,7 @@ PLANTED = (
         "fill",
         "        value.clear()\n        value.update(new)",
         "        return new\n        value.update(new)",
-        "tests/frontends/training_state/test_plain_state.py",
+        "tests/frontends/training_state/test_train_state.py",
     ),
     Planted(
         "a DataLoader is taken into a train state",
@@ -2250,7 +2250,7 @@ PLANTED = (
         "check_kind",
         "if read is not None and isinstance(saved, int):",
         "if read is not None and saved is TENSOR:",
-        "tests/frontends/training_state/test_plain_state.py",
+        "tests/frontends/training_state/test_train_state.py",
     ),
     Planted(
         "optimizers of two kinds under one key are saved",

@@ -23,11 +23,10 @@ from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, n
 from casckpt.frontends.training_state.objects import Objects, is_optimizer, load_objects
 from casckpt.frontends.training_state.optimizer import tensors_below
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
-from casckpt.frontends.training_state.plain_state import plain_state
 from casckpt.frontends.training_state.save_load import state_of
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.frontends.training_state.together import Groups, Made, find, is_sharded, made_by_name, make_state
-from casckpt.frontends.training_state.train_state import check_parts
+from casckpt.frontends.training_state.train_state import check_parts, plain_state
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.unread import EVERYTHING, is_generator, that_hold, warn_moved, warn_unread
 from casckpt.ranks.ranks import Ranks, on_each

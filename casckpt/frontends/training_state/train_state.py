@@ -4,17 +4,176 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import UserDict
-from collections.abc import Callable, Collection, Mapping
+from collections import UserDict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from casckpt.base.digest import hex_digest
-from casckpt.errors import InvalidInput, MissingKey
-from casckpt.frontends.training_state.plain_state import check_kind, check_part, draws, fill, plain_state
+from casckpt.errors import InvalidInput, Mismatch, MissingKey
+from casckpt.format.tree import TENSOR
 from casckpt.ranks.ranks import this_rank
+from casckpt.tensors.state import GENERATORS, holds_object, is_object
+
+_NUMPYS = (np.random.Generator, np.random.RandomState)
+"""Random generators that are plain data, so that they are stored as they are."""
+
+
+def plain_state(value: Any, key: str) -> Any:
+    """Return ``value`` with the state of each object in place of the object; ``value`` itself if it holds none.
+
+    Nothing is copied. Raises InvalidInput, naming the key, for a DataLoader that cannot save its position.
+    """
+    if is_object(value):
+        check_part(value, key)
+        name = _methods(value)[0]
+        with _noted(f"raised in {name} of {key!r}"):
+            return getattr(value, name)()
+    if not holds_object(value):
+        return value
+    if isinstance(value, Mapping):
+        return {name: plain_state(child, f"{key}.{name}") for name, child in value.items()}
+    return type(value)([plain_state(child, f"{key}.{number}") for number, child in enumerate(value)])
+
+
+def check_part(value: Any, key: str) -> None:
+    """Raise InvalidInput for a DataLoader that cannot save its position."""
+    if isinstance(value, DataLoader) and not hasattr(value, "state_dict"):
+        raise InvalidInput(
+            f"{key!r} is a DataLoader of torch, which cannot say which batches are done. Give a StatefulDataLoader of "
+            "torchdata, which takes the same arguments, or leave it out",
+            key=key,
+        )
+
+
+@contextmanager
+def _noted(note: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note)
+        raise
+
+
+def _methods(value: Any) -> tuple[str, str]:
+    """Return the names of the methods that return and set the state of ``value``."""
+    if isinstance(value, random.Random):
+        return "getstate", "setstate"
+    return ("get_state", "set_state") if isinstance(value, torch.Generator) else ("state_dict", "load_state_dict")
+
+
+def draws(value: Any) -> bool:
+    """Tell whether ``value`` is or holds random generators, which are loaded last, after all that may draw."""
+    return isinstance(value, GENERATORS + _NUMPYS) or getattr(value, "holds_rng", False)
+
+
+def fill(value: Any, state: Any, key: str) -> Any:
+    """Fill ``value`` in place with ``state``. Return ``value``, or ``state`` if it cannot be filled in place.
+
+    Objects, generators, tensors, arrays, dicts and lists keep their identity. Raises InvalidInput for an object without
+    load_state_dict, MissingKey for an object in a container that was saved without it, Mismatch for a list with objects
+    of another length. An error of an object has a note with its key.
+    """
+    if is_object(value):
+        _load_into(value, state, key)
+        return value
+    if holds_object(value):
+        objects_within(value, state, key)
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return _copied(value, state, key)
+    if isinstance(value, MutableMapping) and isinstance(state, Mapping):
+        new = {name: fill(value.get(name), child, f"{key}.{name}") for name, child in state.items()}
+        value.clear()
+        value.update(new)  # a Counter adds, so it must be empty
+    elif isinstance(value, list | deque | tuple) and isinstance(state, list | deque | tuple):
+        kept = [*value, *[None] * len(state)]
+        items = [fill(kept[number], child, f"{key}.{number}") for number, child in enumerate(state)]
+        if isinstance(value, tuple):
+            return type(state)(items)
+        value.clear()
+        value.extend(items)
+    elif isinstance(value, np.random.RandomState) and isinstance(state, np.random.RandomState):
+        value.set_state(state.get_state(legacy=False))
+    elif isinstance(value, np.random.Generator) and type(value.bit_generator) is type(
+        getattr(state, "bit_generator", None)
+    ):
+        value.bit_generator.state = state.bit_generator.state
+    else:
+        return state
+    return value
+
+
+def objects_within(value: Any, state: Any, key: str) -> dict[Any, Any]:
+    """Return the entries of a container that are objects or hold objects. ``state``: the saved container.
+
+    Raises Mismatch if ``state`` is no such container, or a list of another length, and MissingKey if it lacks an entry.
+    """
+    within = dict(value) if isinstance(value, Mapping) else dict(enumerate(value))
+    alike = isinstance(state, list | tuple) and len(value) == len(state)
+    if not (isinstance(state, Mapping) if isinstance(value, Mapping) else alike):
+        raise Mismatch(
+            f"{key!r} is a {type(value).__name__} of {len(value)} with objects in it, which is not what the checkpoint "
+            "has there; give as many as were saved, or leave it out",
+            key=key,
+        )
+    objects = {name: child for name, child in within.items() if holds_object([child])}
+    lacking = [name for name in objects if isinstance(state, Mapping) and name not in state]
+    if lacking:
+        raise MissingKey(f"{key!r} was saved without {lacking[0]!r}; leave it out", keys=(f"{key}.{lacking[0]}",))
+    return objects
+
+
+def check_kind(value: Any, saved: Any, key: str, read: Callable[[str], Any] | None) -> None:
+    """Raise Mismatch or MissingKey if ``value`` is an object, or holds one, and something else is ``saved`` there.
+
+    ``saved``: a node of the checkpoint's tree; without ``read`` the value itself.
+    """
+    if not holds_object([value]):
+        return
+    if read is not None and isinstance(saved, int):
+        saved, read = torch.empty(0, device="cpu") if saved == TENSOR else read(key), None
+    if not is_object(value):
+        for name, child in objects_within(value, saved, key).items():
+            check_kind(child, saved[name], f"{key}.{name}", read)
+        return
+    is_dict = isinstance(saved, Mapping) and not isinstance(value, GENERATORS)
+    if not is_dict and _shape(saved) != _shape(plain_state(value, key)):
+        raise Mismatch(
+            f"{key!r} is a {type(value).__name__} here, but the checkpoint has a {type(saved).__name__} there; give "
+            "what was saved, or leave that part out of the TrainState",
+            key=key,
+        )
+
+
+def _shape(value: Any) -> list[bool]:
+    return [isinstance(value, kind) for kind in (Mapping, list | tuple, torch.Tensor)]
+
+
+def _load_into(value: Any, state: Any, key: str) -> None:
+    load = getattr(value, _methods(value)[1], None)
+    if load is None:
+        kind = type(value).__name__
+        raise InvalidInput(
+            f"{key!r}: a {kind} has a state_dict, but no load_state_dict: it cannot be set again", key=key
+        )
+    with _noted(f"raised in {_methods(value)[1]} of {key!r}; what was loaded before it stays loaded, so load again"):
+        load(state)
+
+
+def _copied(value: Any, state: Any, key: str) -> Any:
+    """Copy ``state`` into a tensor or array, and return it; return ``state`` if shape, dtype or type differ."""
+    alike = isinstance(state, torch.Tensor if isinstance(value, torch.Tensor) else np.ndarray)
+    if not alike or value.shape != state.shape or value.dtype != state.dtype:
+        log.warning("%r has another shape or dtype in the checkpoint: it is replaced, and not filled in place", key)
+        return state
+    with torch.no_grad():
+        value[...] = state
+    return value
+
 
 log = logging.getLogger("casckpt")
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter, defaultdict, deque
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -99,3 +101,127 @@ def test_a_data_loader_without_a_position_is_refused_at_once() -> None:
         TrainState()["loader"] = loader
     with pytest.raises(InvalidInput, match="StatefulDataLoader"):
         Checkpointer(small(), run="a").save(1, nn.Linear(1, 1), None, {"nested": [loader]})
+
+
+def schedule(step_size: int) -> optim.lr_scheduler.StepLR:
+    return optim.lr_scheduler.StepLR(optim.SGD([nn.Parameter(torch.zeros(1))]), step_size)
+
+
+def filled() -> dict[str, Any]:
+    return {
+        "seen": {"a": 1, "inner": {"b": [1, 2]}, "t": torch.arange(3.0)},
+        "losses": [1.0, 2.0],
+        "recent": deque([1, 2], maxlen=2),
+        "tally": Counter(a=1, b=2),
+        "table": defaultdict(list, a=[1]),
+        "array": np.arange(4),
+        "tensor": torch.ones(2),
+        "scheds": [schedule(3), {"one": schedule(5)}],
+        "epoch": 3,
+    }
+
+
+def empty() -> dict[str, Any]:
+    return {
+        "seen": {"gone": 0, "inner": {"b": []}, "t": torch.zeros(3)},
+        "losses": [0.0],
+        "recent": deque([0], maxlen=2),
+        "tally": Counter(c=5),
+        "table": defaultdict(list),
+        "array": np.zeros(4, np.int64),
+        "tensor": torch.zeros(2, requires_grad=True),
+        "scheds": [schedule(1), {"one": schedule(1)}],
+        "epoch": 0,
+    }
+
+
+def resumed(store: Store, run: str, into: Any) -> None:
+    assert Checkpointer(store, run=run).resume(nn.Linear(1, 1), None, into) is not None
+
+
+@pytest.mark.parametrize("kind", [dict, TrainState])
+def test_a_resume_fills_existing_tensors_in_place(kind: type) -> None:
+    store = small()
+    Checkpointer(store, run="a").save(1, nn.Linear(1, 1), None, kind(**filled()))
+    parts, want = empty(), filled()
+    inner, loose = parts["seen"]["inner"], parts["seen"]["t"]
+    state = kind(**parts)
+    resumed(store, "a", state)
+    for name in set(parts) - {"epoch"}:
+        assert state[name] is parts[name], name
+    assert (parts["seen"]["inner"], parts["seen"]["t"]) == (inner, loose)
+    assert list(parts["seen"]) == ["a", "inner", "t"]
+    assert inner == {"b": [1, 2]}
+    assert torch.equal(loose, torch.arange(3.0))
+    for name in ("losses", "recent", "tally", "table"):
+        assert parts[name] == want[name]
+    assert parts["array"].tolist() == [0, 1, 2, 3]
+    assert parts["tensor"].tolist() == [1.0, 1.0]
+    assert (parts["scheds"][0].step_size, parts["scheds"][1]["one"].step_size) == (3, 5)
+    assert state["epoch"] == 3
+
+
+def test_an_unsaved_object_inside_a_dict_is_not_lost() -> None:
+    with pytest.raises(MissingKey, match="'one'"):
+        TrainState(rng=False, scheds={"one": schedule(1)}).load_state_dict({"scheds": {}})
+
+
+@pytest.mark.parametrize("saved", [[], [{}] * 3, 3, {"0": {}}])
+def test_a_list_with_another_saved_length_is_not_lost(saved: Any) -> None:
+    schedules = [schedule(1), schedule(2)]
+    with pytest.raises(Mismatch, match="'scheds' is a list of 2"):
+        TrainState(rng=False, scheds=schedules).load_state_dict({"scheds": saved})
+    assert [one.step_size for one in schedules] == [1, 2]
+
+
+def test_an_error_of_an_object_has_a_note_with_its_key() -> None:
+    class Odd:
+        def state_dict(self) -> dict[str, int]:
+            raise KeyError(1)
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise KeyError(2)
+
+    state = TrainState(rng=False, parts={"odd": Odd()})
+    with pytest.raises(KeyError) as saved:
+        state.state_dict()
+    assert saved.value.__notes__ == ["raised in state_dict of 'parts.odd'"]
+    with pytest.raises(KeyError) as loaded:
+        state.load_state_dict({"parts": {"odd": 1}})
+    assert "load_state_dict of 'parts.odd'" in loaded.value.__notes__[0]
+
+
+def test_a_value_that_cannot_be_filled_in_place_is_replaced_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    state = TrainState(rng=False, buffer=torch.zeros(2), ids=np.zeros(2))
+    state.load_state_dict({"buffer": torch.ones(3), "ids": np.ones(2, np.int64)})
+    assert state["buffer"].tolist() == [1, 1, 1]
+    assert state["ids"].dtype == np.int64
+    assert "'buffer' has another shape or dtype" in caplog.text
+    assert "'ids' has another shape or dtype" in caplog.text
+
+
+def test_generators_are_restored_after_parts_that_draw_numbers() -> None:
+    generators: dict[str, Any] = {
+        "numpy": np.random.default_rng(3),
+        "old": np.random.RandomState(2),
+        "torch": torch.Generator().manual_seed(4),
+        "plain": random.Random(5),
+    }
+
+    class Drawing:
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            drawn(generators)
+
+    store = small()
+    Checkpointer(store, run="a").save(1, nn.Linear(1, 1), None, TrainState(**generators, zz=Drawing()))
+    want = [random.random(), *drawn(generators)]
+    resumed(store, "a", TrainState(**generators, zz=Drawing()))
+    assert [random.random(), *drawn(generators)] == want
+
+
+def drawn(generators: dict[str, Any]) -> list[float]:
+    there = torch.rand(1, generator=generators["torch"])
+    return [generators["numpy"].random(), generators["old"].normal(), float(there), generators["plain"].random()]
