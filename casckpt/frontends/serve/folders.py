@@ -1,4 +1,4 @@
-"""The files of a checkpoint on a hub, planned from the manifest alone, and their ETags.
+"""The files of a checkpoint on a hub, planned from the manifest alone, their ETags, and the ranges of a request.
 
 An ETag is a hash of the first bytes of a file and of the digests of its cells. So it needs no read of data, and stays
 the same as long as the tensors of the file stay the same.

@@ -415,13 +415,11 @@ class Checkpointer(RunCheckpoints):
         self._reached = None
         return loaded, train
 
-    def _load_arguments(self, **given: Unpack[FillArguments]) -> LoadArguments:
-        arguments: LoadArguments = {
-            "allow_pickle": self.config.allow_pickle, "process_group": self.process_group,
+    def _load_arguments(self, **given: Unpack[LoadArguments]) -> LoadArguments:
+        return {
+            **given, "allow_pickle": self.config.allow_pickle, "process_group": self.process_group,
             "threads": self.config.load_threads,
         }  # fmt: skip
-        arguments.update(given)
-        return arguments
 
     def _save_arguments(self, model: TrainModel, **given: Unpack[StepArguments]) -> SaveArguments:
         """Return the arguments of `Store.save`, which checks them and raises errors on all ranks."""

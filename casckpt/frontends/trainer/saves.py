@@ -1,4 +1,4 @@
-"""Failed saves in the background: which errors the next save raises, and when there are too many failures."""
+"""The results of saves: the summary of a save, and which failures in the background the next save raises."""
 
 from __future__ import annotations
 

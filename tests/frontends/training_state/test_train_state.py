@@ -135,10 +135,6 @@ def empty() -> dict[str, Any]:
     }
 
 
-def resumed(store: Store, run: str, into: Any) -> None:
-    assert Checkpointer(store, run=run).resume(nn.Linear(1, 1), None, into) is not None
-
-
 @pytest.mark.parametrize("kind", [dict, TrainState])
 def test_a_resume_fills_existing_tensors_in_place(kind: type) -> None:
     store = small()
