@@ -124,7 +124,7 @@ class AcceleratorCheckpointer:
 
 
 def _share_names(models: Sequence[Any]) -> bool:
-    """Tell whether two parameters have the same name."""
+    """Return whether two parameters have the same name."""
     owners: dict[str, int] = {}
     names = ((name, one) for model in models for one, several in parameter_names(model).items() for name in several)
     return any(owners.setdefault(name, one) != one for name, one in names)

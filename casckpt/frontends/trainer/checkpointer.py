@@ -41,7 +41,6 @@ from casckpt.ranks.ranks import Ranks, everyone, open_ranks, this_rank
 from casckpt.store.opening import throttled
 from casckpt.store.types import (
     CheckReplicas,
-    FillArguments,
     LoadArguments,
     MatchArguments,
     Rename,
@@ -155,7 +154,7 @@ class Checkpointer(RunCheckpoints):
         the setting of the checkpointer. ``ephemeral``, ``attachments``, ``metadata``, ``metrics``, ``healthy``: as for
         `Store.save`.
 
-        Raises the errors of `Store.save`, on every rank alike. After an error nothing of the save is visible, and you
+        Raises the errors of `Store.save`, on every rank. After an error nothing of the save is visible, and you
         can save the same step again.
         """
         check_keywords("Checkpointer.save", options, StepArguments)
@@ -214,7 +213,7 @@ class Checkpointer(RunCheckpoints):
 
         Every rank makes the call. It compares names, shapes and samples of what several ranks hold. `resume` makes the
         same check without the samples, and `check_first_steps` makes it in the first steps. It takes about 20 ms for
-        1,000 tensors. Raises InvalidInput and Unsupported, on every rank alike.
+        1,000 tensors. Raises InvalidInput and Unsupported, on every rank.
         """
         self._check(model, optim, train_state, self.config.check_replicas)
 
@@ -360,7 +359,7 @@ class Checkpointer(RunCheckpoints):
 
         At the end `resume` calls `check`, so that you learn before the training what cannot be saved. If there is no
         checkpoint but a run with a similar name, the log warns. Raises the errors of `load` and `check`, and
-        InvalidInput for a train state that is no dict and has no load_state_dict.
+        InvalidInput for a train state that is not a dict and has no load_state_dict.
         """
         self.resumed, before = None, cache(partial(check_given, train_state, missing, model, optim))
         self._settle()

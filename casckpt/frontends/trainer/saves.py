@@ -14,7 +14,7 @@ PATIENCE = 15 * 60 * 1_000_000
 
 
 def will_repeat(error: BaseException) -> bool:
-    """Tell whether the next save would raise the same error, about the state, an argument or a step that exists."""
+    """Return whether the next save would raise the same error, about the state, an argument or a step that exists."""
     return isinstance(error, InvalidInput) or (isinstance(error, Conflict) and not isinstance(error, Revoked))
 
 

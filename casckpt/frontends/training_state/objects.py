@@ -58,7 +58,7 @@ def save_objects(ranks: Ranks, state: Any, options: SaveOptions) -> tuple[dict[s
 
 
 def is_optimizer(value: Any) -> bool:
-    """Tell whether ``value`` is an optimizer of torch, or a wrapper of one."""
+    """Return whether ``value`` is an optimizer of torch, or a wrapper of one."""
     return hasattr(value, "param_groups") and not isinstance(value, nn.Module)
 
 

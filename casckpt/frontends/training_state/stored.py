@@ -100,7 +100,7 @@ class StoredTraining:
         return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
     def has_optimizer(self, at: str = OPTIM) -> bool:
-        """Tell whether it has an optimizer at the key ``at``."""
+        """Return whether it has an optimizer at the key ``at``."""
         return find(self._tree, f"{at}.param_groups") is not None
 
     def optimizer_at(self, key: str, rename: Rename) -> str:
@@ -192,16 +192,16 @@ def _owner(key: str, names: Mapping[str, Any]) -> str:
 
 
 def steps_on_cpu(optim: Optimizer | None, options: Mapping[str, Any]) -> bool:
-    """Tell whether an optimizer counts steps on the CPU, given the options of a group, by the rules of torch."""
+    """Return whether an optimizer counts steps on the CPU, given the options of a group, by the rules of torch."""
     return not (options.get("capturable") or options.get("fused") or isinstance(optim, ASGD))
 
 
 def is_step(entry: Entry, key: str) -> bool:
-    """Tell whether it is a count of steps, or a product over them, which optimizers keep on the CPU by default."""
+    """Return whether it is a count of steps, or a product over them, which optimizers keep on the CPU by default."""
     return entry.shape == () and key.rpartition(".")[2] in _STEP_NAMES
 
 
 def keeps_dtype(entry: Entry, key: str) -> bool:
-    """Tell whether its dtype does not depend on the dtype of the parameter: a count, or the rates of ASGD."""
+    """Return whether its dtype does not depend on the dtype of the parameter: a count, or the rates of ASGD."""
     name = key.rpartition(".")[2]
     return name == "step" or (entry.shape == () and name in {*_STEP_NAMES, "eta", "mu"})

@@ -106,7 +106,7 @@ def _beside_shards(named: Sequence[NamedState], size: int) -> dict[str, bytes]:
 
 
 def is_sharded(parameter: Any) -> bool:
-    """Tell whether this rank has only a part of ``parameter``."""
+    """Return whether this rank has only a part of ``parameter``."""
     if isinstance(parameter, Shard):
         return parameter.data.numel() != prod(parameter.global_shape)
     return is_dtensor(parameter) and parameter.to_local().numel() != parameter.numel()

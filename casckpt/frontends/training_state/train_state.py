@@ -67,7 +67,7 @@ def _methods(value: Any) -> tuple[str, str]:
 
 
 def draws(value: Any) -> bool:
-    """Tell whether ``value`` is or holds random generators, which are loaded last, after all that may draw."""
+    """Return whether ``value`` is or holds random generators, which are loaded last, after all that may draw."""
     return isinstance(value, GENERATORS + _NUMPYS) or getattr(value, "holds_rng", False)
 
 
