@@ -6,8 +6,8 @@
     000007-<step>-<id>/      a generation: a folder as `casckpt.export` makes it, which never changes
     .told                    a link to the generation for which the command returned 0 last
 
-A new generation is a copy of the current one, with shared blocks if the file system supports it, or reuses the
-files of an old generation. Only the differences are read from the store.
+A new generation is a copy of the current one, with shared blocks if the file system supports it, or reuses the files
+of an old generation. Only the differences are read from the store.
 
 If the process dies, the next one removes temporary folders and generations without a link, and calls the command again
 if it may not have ended.

@@ -1,4 +1,4 @@
-"""Claims: the parts of sharded values that each rank holds. They decide which rank writes and which rank reads each element.
+"""Claims: the parts of sharded values that each rank holds. They decide which rank writes or reads each element.
 
 A save is refused unless exactly one main replica holds each element. In a fully parallel load, one rank reads what
 several ranks need, and sends it to the others.
