@@ -518,9 +518,10 @@ def _settle_records(repo: Repository) -> None:
 
 
 def _delete(repo: Repository, sizes: Iterable[str], progress: Progress) -> None:
-    """Delete the objects, blobs first: while the manifest of a purged checkpoint exists, another gc can continue.
+    """Delete the objects. No other code deletes blobs and manifests of a store.
 
-    Live checkpoints are safe in any order, and a later gc deletes what is left.
+    Blobs go first: while the manifest of a purged checkpoint exists, another gc can continue. Live checkpoints are safe
+    in any order, and a later gc deletes what is left.
     """
     keys = sorted(sizes, key=lambda key: not key.endswith(BLOB))
     progress.expect(len(keys))
