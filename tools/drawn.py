@@ -718,7 +718,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "Checkpointer.save",
         "seconds = time.monotonic() - begun",
         "seconds = time.monotonic()",
-        "tests/frontends/trainer/test_summary.py",
+        "tests/frontends/trainer/test_saves.py",
     ),
     (
         "training stops a step too early",
@@ -739,7 +739,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "Restoring.load",
         "self._ranks.rank == 0 and lacks_optimizer",
         "self._ranks.rank >= 0 and lacks_optimizer",
-        "tests/frontends/trainer/test_contents.py",
+        "tests/frontends/training_state/test_contents.py",
     ),
     (
         "a metric that no save has is not reported",

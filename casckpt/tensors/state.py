@@ -25,7 +25,7 @@ from casckpt.format.tree import OBJECT, TENSOR, Element, Node, Path, container, 
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.foreign import is_megatron_tensor
 from casckpt.tensors.objects import TORCH_EXTENSIONS
-from casckpt.tensors.values import PerRank, Shard
+from casckpt.tensors.values import OfObjects, PerRank, Shard
 
 IsWhole: TypeAlias = Callable[[str, Mapping[Any, Any]], bool]
 
@@ -74,10 +74,6 @@ def is_object(value: Any) -> bool:
     return isinstance(value, (*GENERATORS, DataLoader)) or (
         hasattr(value, "state_dict") and not isinstance(value, torch.Tensor | type)
     )
-
-
-class OfObjects(dict[Any, Any]):
-    """A state that objects have given already: an object in it is a value, and no whole object to be taken apart."""
 
 
 def holds_object(state: Any) -> bool:

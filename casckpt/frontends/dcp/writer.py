@@ -134,7 +134,7 @@ class StorageWriter(Protocol):
 
 @dataclass
 class _Target:
-    """Where to save. ``used``: a save has gone there."""
+    """Where to save. ``used``: a save already went there."""
 
     run: str
     step: int | None

@@ -47,8 +47,9 @@ from casckpt.store.exports import Exported, FileOptions
 from casckpt.store.store import Store
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.objects import TORCH_EXTENSIONS, is_archive, read_archive, refused_name, write_archive
-from casckpt.tensors.state import OfObjects, inflate
+from casckpt.tensors.state import inflate
 from casckpt.tensors.untrusted import check_expansion, misread
+from casckpt.tensors.values import OfObjects
 
 log = logging.getLogger(__name__)
 
