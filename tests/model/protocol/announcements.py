@@ -30,7 +30,7 @@ from tests.model.protocol.explorer import (
 from tests.model.protocol.logs import FORGOTTEN, KEPT, PURGED, RESTORED, REVOKED, append
 
 MUTANTS = {
-    "announced_after": "a record is announced when it is there",
+    "announced_after": "a record is announced after it exists",
     "txid_cursor": "a host lists commits behind the greatest txid that it has seen",
     "not_numbered": "a kind is announced and no number, and a record of that kind decides it",
     "reads_once": "what was announced is read once, and counts as decided then",

@@ -37,14 +37,14 @@ from tests.model.protocol.logs import (
 
 MUTANTS = {
     "committed_is_visible": "a rewrite is visible as soon as it is committed",
-    "any_number": "a rewriter who finds its number taken takes the next one",
-    "own_link_only": "a rewrite of a rewrite stands although the first one does not",
+    "any_number": "a rewriter whose number is taken uses the next one",
+    "own_link_only": "a rewrite stands on a rewrite that does not stand",
     "restored_does_not_undo": "a rewrite stands although its base was restored",
     "forgets_unsettled": "a gc forgets a rewrite whose number nobody has taken yet",
     "gives_up_unsettled": "a rewriter without an answer finds nothing under its number, and forgets what it made",
     "rewrites_forgotten": "a rewriter takes up a checkpoint that is forgotten",
     "follows_only_replaced": "a load whose bytes are gone follows `replaced`, and looks nowhere else",
-    "looks_once": "a load whose bytes are gone fails",
+    "looks_once": "a load fails if gc deleted its blobs",
     "believes_listings": "what a listing shows as gone is gone, though a `restored` was put while it ran",
     "collects_once": "who finds nothing visible in a listing reads the logs once more, and believes that",
     "trusts_the_listing": "what replaced a checkpoint is not looked for where the listing lacks it",

@@ -18,7 +18,7 @@ from tests.model.protocol.logs import FORGOTTEN, RESTORED, Committed, Logs, Repl
 
 MUTANTS = {
     "looks_once": "a gc that has forgotten by a rule does not list tags again",
-    "thins_and_goes": "who has thinned does not list tags again",
+    "thins_and_goes": "thin does not list tags again",
     "believes_its_tag": "who sets a tag does not read the log behind that",
     "takes_what_is_thin": "who sets a tag takes what was thinned meanwhile for what he wanted",
     "leaves_forgotten": "a gc leaves what is forgotten and tagged as it is",
