@@ -11,7 +11,7 @@ from casckpt.storage.remote.patience import Call, Patience, PatientRequest
 
 
 class Held(Future[None]):
-    """A call that its client does not let go of; the seconds that it was waited for."""
+    """A call that its client does not release, and the seconds of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
