@@ -1,4 +1,4 @@
-"""Bugs to be planted, one at a time: each is a promise of casckpt broken at one place, and the tests that notice."""
+"""Bugs to plant one at a time. Each breaks a promise of casckpt at one place, and names the tests that detect it."""
 
 from __future__ import annotations
 

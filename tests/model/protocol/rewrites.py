@@ -40,17 +40,17 @@ MUTANTS = {
     "any_number": "a rewriter whose number is taken uses the next one",
     "own_link_only": "a rewrite stands on a rewrite that does not stand",
     "restored_does_not_undo": "a rewrite stands although its base was restored",
-    "forgets_unsettled": "a gc forgets a rewrite whose number nobody has taken yet",
-    "gives_up_unsettled": "a rewriter without an answer finds nothing under its number, and forgets what it made",
-    "rewrites_forgotten": "a rewriter takes up a checkpoint that is forgotten",
-    "follows_only_replaced": "a load whose bytes are gone follows `replaced`, and looks nowhere else",
+    "forgets_unsettled": "a gc forgets a rewrite whose number is still free",
+    "gives_up_unsettled": "a rewriter without an answer finds its number free and forgets its rewrite",
+    "rewrites_forgotten": "a rewriter rewrites a forgotten checkpoint",
+    "follows_only_replaced": "a load whose bytes are gone only follows `replaced`",
     "looks_once": "a load fails if gc deleted its blobs",
-    "believes_listings": "what a listing shows as gone is gone, though a `restored` was put while it ran",
-    "collects_once": "who finds nothing visible in a listing reads the logs once more, and believes that",
-    "trusts_the_listing": "what replaced a checkpoint is not looked for where the listing lacks it",
-    "leaves_holes": "a record that the listing lacks below the highest number of its log is not looked for",
-    "latest_by_txid": "the latest is that of the greatest txid, and not of the latest origin",
-    "no_kept": "nobody but the rewriter ever takes the number that it wants",
+    "believes_listings": "a listing is trusted although a `restored` was put while it ran",
+    "collects_once": "a reader that finds nothing visible trusts one more read of the logs",
+    "trusts_the_listing": "a replacement that the listing lacks is not read",
+    "leaves_holes": "a gap in a listed log is not read",
+    "latest_by_txid": "latest is the greatest txid, not the latest origin",
+    "no_kept": "only the rewriter ever takes the number that it announced",
     "purges_visible_base": "a gc purges the base of every committed rewrite",
 }
 
@@ -249,7 +249,7 @@ def says_gone() -> Program:
 
 ONE = "Of all commits of an id at most one is visible."
 THERE = "What nobody forgets is visible at every instant."
-LISTED = "No listing says that something is gone which nobody forgets."
+LISTED = "No listing reports a checkpoint as gone that was never forgotten."
 LOADED = "A load by id ends well where nobody forgets it."
 SETTLED = "Only users make an id visible or invisible."
 LATEST = "Only users change what the latest of a run is."
