@@ -1,4 +1,4 @@
-"""What a checkpoint holds, by key, as one rank sees it."""
+"""The content of a checkpoint by key, as one rank sees it."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tests.support.repositories import blob_hash, committed_draft, draft, reposi
 
 
 def fresh(tmp_path: Path, repo: Repository) -> Repository:
-    """Another process: nothing in memory."""
+    """A new process without memory."""
     return repository(tmp_path, repo.storage)
 
 
@@ -97,7 +97,7 @@ def test_damage_names_the_checkpoint_and_the_object(
 
 
 def test_an_error_for_an_unusable_manifest_names_the_checkpoint(tmp_path: Path, repo: Repository) -> None:
-    """The head is that of a later version, and the record says so."""
+    """The head is that of a later version, and the record confirms it."""
     commit = save(repo, "sft", 7)
     data = bytearray(repo.storage.get(key_of(commit), limit=1 << 30))
     data[7] = 200
@@ -175,7 +175,7 @@ def test_places_differ_between_transactions_of_one_manifest(tmp_path: Path, repo
             assert manifests.blobs_of(where, commit) == [(record.txid, blob_hash("x"), 1)]
 
 
-# large ones
+# large manifests
 
 
 def save_large(repo: Repository, count: int = 30_000) -> Commit:

@@ -24,7 +24,7 @@ SECONDS = 120  # a hung child fails the test
 
 
 def told(code: str, *args: object, status: int = 0) -> str:
-    """What a program that ends with ``status`` has written on stderr."""
+    """Return the stderr of a program that ends with ``status``."""
     command = [sys.executable, "-c", code, *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
     assert done.returncode == status, done.stderr
@@ -146,7 +146,7 @@ exec(ending)
 
 
 def endings(path: Path, *codes: str) -> list[tuple[str, int]]:
-    """(what was written, status) of programs that end in these ways; forks of one, for imports take a while."""
+    """Return (output, status) of programs that end in these ways. They are forks of one, since imports are slow."""
     command = [sys.executable, "-W", "ignore", "-c", ENDINGS, str(path), json.dumps(codes)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS)
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
@@ -170,7 +170,7 @@ FAILED = {
 
 
 def test_an_unreported_failed_last_save_sets_the_exit_status(store_path: Path) -> None:
-    """Whatever else runs at its end runs. One whose saves did well is as ever, and `sys.exit` is Python's own."""
+    """All other exit handlers run. Successful saves change nothing, and `sys.exit` keeps its meaning."""
     wanted = FAILED | {HEARD: 0, SAVE + "sys.exit(0)": 0, SAVE + "sys.exit(3)": 3, SAVE + OWN: 0}
     found = dict(zip(wanted, endings(store_path, *wanted), strict=True))
     assert {ending: status for ending, (_, status) in found.items()} == wanted
@@ -199,7 +199,8 @@ def test_an_unreported_failed_last_save_is_logged_at_exit(store_path: Path) -> N
 
 
 def test_a_deleted_store_is_recreated_by_the_next_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As in a notebook, where the folder is removed and the object stays; else nobody could open the new save."""
+    """As in a notebook whose folder was removed while the object stays. Otherwise no process could open the new
+    save."""
     store = casckpt.open(tmp_path / "store")
     store.create(cell_bytes=8192, blob_bytes=1 << 16)
     store.save({"w": torch.ones(5000)}, step=1)
@@ -231,7 +232,7 @@ def test_a_relative_or_home_cache_folder_is_made_absolute(tmp_path: Path, monkey
 
 
 def test_the_cache_folder_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a program as for the command line; what it says itself counts more, and an empty one says nothing."""
+    """For a program and for the command line. An explicit argument wins, and an empty variable has no effect."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CASCKPT_CACHE_DIR", "there")
     store = casckpt.open(tmp_path / "store")

@@ -20,7 +20,7 @@ _BLOBS = count(1)
 
 
 def flat_cells(shape: Shape, ends: Sequence[int]) -> list[Region]:
-    """Cells of a whole tensor that end at ``ends``."""
+    """The cells of a whole tensor that end at ``ends``."""
     starts = [0, *ends[:-1]]
     return [Region(full_box(shape), lo, hi) for lo, hi in zip(starts, ends, strict=True)]
 
@@ -28,7 +28,8 @@ def flat_cells(shape: Shape, ends: Sequence[int]) -> list[Region]:
 def manifest(
     tensors: Mapping[str, tuple[str, int, Shape, Sequence[tuple[Region, bytes]]]], *, worn: bool = False
 ) -> Manifest:
-    """Of each key: dtype, bytes of an element, shape, cells with their digests. All of it in one new blob."""
+    """Make a manifest from each key's dtype, element size, shape and cells with digests. All cells are in one new
+    blob."""
     streams, end = {}, CELL
     for key, (dtype, itemsize, shape, cells) in tensors.items():
         places = []

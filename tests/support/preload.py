@@ -30,4 +30,4 @@ import tests.support.worlds
 
 __all__ = ["casckpt", "hypothesis", "pytest", "s3fs", "tests", "torch"]
 
-gc.freeze()  # or the first collection in each rank would copy all of it
+gc.freeze()  # otherwise the first collection in each rank would copy all of it

@@ -1,4 +1,4 @@
-"""How long servers are waited for: silence and drops count, bytes that come fast enough do not."""
+"""Timeouts: silence and trickles count, bytes that arrive fast enough do not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Clock:
 
 
 def lasts(piece: int, every: float, *, most: float = 1000, nbytes: int = 0) -> float:
-    """How many seconds a request is waited for that gets so many bytes every so many seconds."""
+    """Return the seconds until a request times out that gets this many bytes at this interval."""
     clock = Clock()
     one = PatientRequest(Call(PATIENCE), PATIENCE.request, nbytes, clock)
     begun = clock.now
@@ -44,7 +44,7 @@ def test_silence_and_dropped_connections_end_a_request() -> None:
 
 @given(st.floats(1, 50), st.floats(1, 1000))
 def test_a_slow_server_that_makes_progress_is_waited_for(every: float, faster: float) -> None:
-    """Whatever the size of its pieces: those of a slow link come in bursts."""
+    """The size of its pieces does not matter: a slow link sends bursts."""
     assert lasts(int(faster * every * SLOWEST) + 1, every) == 1000
 
 
@@ -73,7 +73,7 @@ def test_attempts_and_pauses_share_the_time_of_a_call() -> None:
 
 
 def test_immediate_answers_do_not_use_the_time_of_a_call() -> None:
-    """A listing of a web server is thousands of requests."""
+    """A listing of a web server takes thousands of requests."""
     whole = Call(Patience(request=1, call=1e-9))
     with whole.running():
         for _ in range(100):
