@@ -103,10 +103,6 @@ def test_a_data_loader_without_a_position_is_refused_at_once() -> None:
         Checkpointer(small(), run="a").save(1, nn.Linear(1, 1), None, {"nested": [loader]})
 
 
-def schedule(step_size: int) -> optim.lr_scheduler.StepLR:
-    return optim.lr_scheduler.StepLR(optim.SGD([nn.Parameter(torch.zeros(1))]), step_size)
-
-
 def filled() -> dict[str, Any]:
     return {
         "seen": {"a": 1, "inner": {"b": [1, 2]}, "t": torch.arange(3.0)},
