@@ -23,6 +23,7 @@ from casckpt.format import (
     blob,
     dtypes,
     manifest,
+    metrics,
     plain,
     plain_codecs,
     plain_numpy,
@@ -120,7 +121,7 @@ def test_every_container_of_a_tree_is_documented() -> None:
 
 def test_documented_limits_match_the_code() -> None:
     assert records.MAX_RECORD_BYTES == 2**20
-    assert records.MAX_METADATA_BYTES == 65536
+    assert metrics.MAX_METADATA_BYTES == 65536
     assert f"at most {names.MAX_METRICS} names (1 to {names.MAX_METRIC_NAME} characters" in FORMAT
     assert head.MAX_MANIFEST_BYTES == 2**32
     assert names.MAX_STEP == 2**63 - 1

@@ -307,7 +307,7 @@ def test_a_wrong_import_is_found(path: str, source: str) -> None:
     [
         ("format/keys.py", "from casckpt import errors\nfrom casckpt.format.names import TxId\nimport msgspec, blake3"),
         ("format/manifest.py", "from casckpt import __version__"),
-        ("plan/reads.py", "from casckpt.format import extents\nfrom casckpt.base.sizes import parse"),
+        ("plan/reads.py", "from casckpt.format import extents\nfrom casckpt.base.units import parse"),
         ("repository/catalogue.py", "import sqlite3, sqlite_utils"),
         ("storage/remote/store.py", "import fsspec"),
         ("storage/local/store.py", "import os\nos.open('x', os.O_RDONLY)"),

@@ -97,6 +97,8 @@ class Move:
         self.project.replace(name, start, end, text)
 
     def _rename_uses(self, uses: Sequence[tuple[str, int]], last: str, new_last: str) -> None:
+        if not uses:
+            return
         ty = Ty(self.project)
         try:
             found = ty.definitions(uses)

@@ -872,7 +872,7 @@ DRAWN: tuple[tuple[str, str, str, str, str], ...] = (
         "_result",
         "result(max(request",
         "result(min(request",
-        "tests/storage/remote/test_loop.py",
+        "tests/storage/remote/test_patience.py",
     ),
     (
         "a delete in a versioned bucket hides the bytes",

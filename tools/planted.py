@@ -883,7 +883,7 @@ PLANTED = (
         "_seconds",
         'return 0.0 if duration.strip() == "0" else None',
         "return float(duration) if duration.strip().isdecimal() else None",
-        "tests/base/test_durations.py",
+        "tests/base/test_units.py",
     ),
     Planted(
         "gc runs although records are lost",
@@ -1773,7 +1773,7 @@ PLANTED = (
         "python_value",
         "    return value.item()\n",
         "    return value\n",
-        "tests/format/test_scalars.py tests/saving/test_saver.py",
+        "tests/format/test_metrics.py tests/saving/test_saver.py",
     ),
     Planted(
         "a rank alone checks the input of a background save",

@@ -10,9 +10,9 @@ import pytest
 from casckpt.contents import manifests
 from casckpt.errors import Damaged, Gone, InvalidInput, Refused, StorageError
 from casckpt.format.digest import cell_digest
-from casckpt.format.draft import ObjectEntry
 from casckpt.format.extents import StoredCell, build
 from casckpt.format.keys import manifest_key
+from casckpt.format.manifest import ObjectEntry
 from casckpt.format.names import CellDigest
 from casckpt.format.records import changed
 from casckpt.format.regions import full_box
@@ -21,7 +21,7 @@ from casckpt.format.sections.head import HEAD_BYTES, decode_head
 from casckpt.history import commits
 from casckpt.history.commits import Commit, forget, just_committed, list_commits, purge
 from casckpt.repository.repository import Repository
-from casckpt.storage.counts import IoCounts
+from casckpt.storage.base import IoCounts
 from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before, truncate
 from tests.support.repositories import blob_hash, committed_draft, draft, repository, save
 

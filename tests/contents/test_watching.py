@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from casckpt.base.durations import time_of
 from casckpt.base.names import run_hash
+from casckpt.base.units import time_of
 from casckpt.contents.watching import LONGEST_PAUSE, Expected, Notice, Watcher, watch
 from casckpt.contents.watching import START as WHOLE
 from casckpt.errors import InvalidInput, NotFound, StorageError

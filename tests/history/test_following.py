@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from casckpt.base.durations import time_of
 from casckpt.base.names import run_hash
+from casckpt.base.units import time_of
 from casckpt.contents.refs import resolve
 from casckpt.errors import Damaged, NotFound
 from casckpt.format.keys import announcement_key, commit_key, make_txid

@@ -331,7 +331,7 @@ def test_an_error_suspects_another_writer_if_a_second_read_is_right(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "cell_digest", lambda data: bytes(32))
-    with pytest.raises(Damaged, match=r"second look.*m\.odd"):
+    with pytest.raises(Damaged, match=r"second read.*m\.odd"):
         store.read("latest", keys=["m.odd"])
 
 

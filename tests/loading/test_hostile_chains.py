@@ -8,8 +8,8 @@ from contextlib import suppress
 import pytest
 
 from casckpt.errors import Damaged, Refused
-from casckpt.format.draft import placed
 from casckpt.format.extents import Frame, StoredCell, build
+from casckpt.format.manifest import placed
 from casckpt.format.sections.blobs import encode_blobs
 from casckpt.saving.encoder import forget_run
 from casckpt.store.store import Store

@@ -10,10 +10,10 @@ from casckpt.base.groups import in_batches
 from casckpt.contents import blobs, manifests
 from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
 from casckpt.format.digest import cell_digest
-from casckpt.format.draft import placed
 from casckpt.format.encodings.frames import decode, encode
 from casckpt.format.extents import ExtentTable, Frame, StoredCell, build
 from casckpt.format.keys import blob_key
+from casckpt.format.manifest import placed
 from casckpt.format.names import CellDigest, TxId
 from casckpt.format.records import Committed
 from casckpt.format.regions import Region

@@ -12,10 +12,9 @@ import numpy as np
 
 from casckpt.format import records
 from casckpt.format.columns import unpack
-from casckpt.format.draft import Encoded
 from casckpt.format.extents import DIGEST_BYTES, ExtentTable
 from casckpt.format.keys import commit_key, manifest_key
-from casckpt.format.manifest import Manifest
+from casckpt.format.manifest import Encoded, Manifest
 from casckpt.format.names import ManifestId
 from casckpt.format.regions import Shape
 from casckpt.format.sections.head import KNOWN, assemble

@@ -7,7 +7,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-from casckpt.base.durations import time_of
+from casckpt.base.units import time_of
 from casckpt.errors import Conflict
 from casckpt.format.keys import make_txid
 from casckpt.format.names import TxId

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import count
 
-from casckpt.format.draft import encode
 from casckpt.format.extents import build
-from casckpt.format.manifest import Manifest, decode
+from casckpt.format.manifest import Manifest, decode, encode
 from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.regions import Region, Shape, full_box
 from casckpt.format.sections.blobs import BlobRef

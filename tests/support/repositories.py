@@ -15,8 +15,8 @@ import msgspec
 from casckpt.base.digest import hex_digest
 from casckpt.contents import blobs, manifests
 from casckpt.errors import NotFound
-from casckpt.format.draft import Draft, Encoded
 from casckpt.format.keys import manifest_key
+from casckpt.format.manifest import Draft, Encoded
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import Committed, changed
 from casckpt.format.sections.blobs import BlobRef

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from casckpt.contents import blobs, manifests
-from casckpt.format.draft import placed
 from casckpt.format.extents import ExtentTable, build
 from casckpt.format.keys import blob_key
+from casckpt.format.manifest import placed
 from casckpt.format.names import TxId
 from casckpt.format.records import Committed, changed
 from casckpt.format.sections.blobs import encode_blobs

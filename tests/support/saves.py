@@ -16,8 +16,7 @@ from casckpt.format.blob import decode_header
 from casckpt.format.keys import parse_object
 from casckpt.repository.repository import Repository
 from casckpt.saving import encoder as kept
-from casckpt.storage.base import ObjectStore
-from casckpt.storage.counts import IoCounts
+from casckpt.storage.base import IoCounts, ObjectStore
 from casckpt.storage.forking import PerProcess
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store

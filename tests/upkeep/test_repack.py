@@ -17,9 +17,8 @@ from casckpt.contents.refs import resolve
 from casckpt.errors import Refused, Revoked, StorageError
 from casckpt.format.blob import order
 from casckpt.format.blob_writer import buffer_bytes
-from casckpt.format.draft import Encoded, placed
 from casckpt.format.keys import blob_key
-from casckpt.format.manifest import Manifest
+from casckpt.format.manifest import Encoded, Manifest, placed
 from casckpt.format.sections.blobs import encode_blobs
 from casckpt.format.sections.tables import ROW
 from casckpt.history import transactions
@@ -191,7 +190,7 @@ def test_a_reused_blob_missing_after_a_revocation_is_an_error(source: Repository
     (ref,) = manifests.get(target, resolve(target, "run@1")).blobs
     target.storage.delete(blob_key(ref.uploader, ref.hash))
     transactions.revoke(target, made.uploader, "test")
-    with pytest.raises(Revoked, match="took this for dead"):
+    with pytest.raises(Revoked, match="considered this save dead"):
         made.run()
     assert not blobs.damaged_marks(target)
 

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from casckpt.base.keywords import check_keywords
-from casckpt.base.names import check_run, check_step
+from casckpt.base.names import check_keywords, check_run, check_step
 from casckpt.errors import InvalidInput
 from casckpt.frontends.dcp.hooks import hook
 from casckpt.frontends.dcp.ids import is_usable, place_of, stamp

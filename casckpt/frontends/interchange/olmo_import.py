@@ -15,7 +15,7 @@ from typing import Any, Final, Unpack
 
 import torch
 
-from casckpt.base.keywords import check_keywords
+from casckpt.base.names import check_keywords
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, NotFound, Refused
 from casckpt.frontends.interchange.safetensors.files import read_header

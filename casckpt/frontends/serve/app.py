@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from casckpt._version import __version__
-from casckpt.base.sizes import format_size
+from casckpt.base.units import format_size
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError
 from casckpt.frontends.serve.access import Guard

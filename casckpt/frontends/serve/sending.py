@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from casckpt.base.parallel import usable_threads
-from casckpt.base.sizes import format_size
+from casckpt.base.units import format_size
 from casckpt.errors import CasckptError, Damaged, Gone
 from casckpt.format.extents import ExtentTable
 from casckpt.frontends.serve.answers import refusal_of

@@ -11,8 +11,7 @@ from functools import cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from casckpt.base.keywords import check_keywords
-from casckpt.base.names import check_attachment_name, check_step
+from casckpt.base.names import check_attachment_name, check_keywords, check_step
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput
 from casckpt.frontends.stores import AnyStore, as_store

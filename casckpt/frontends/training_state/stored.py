@@ -18,7 +18,7 @@ from casckpt.loading.arguments import Rename, renamer
 from casckpt.loading.fit import saved_shapes
 from casckpt.store.store import Store
 from casckpt.store.types import Commit
-from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
+from casckpt.tensors.objects import TORCH_EXTENSIONS
 from casckpt.tensors.state import inflate
 
 MODEL, OPTIM = "model", "optim"

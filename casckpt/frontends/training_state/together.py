@@ -26,7 +26,7 @@ from casckpt.saving.replicas import digest_of
 from casckpt.store.store import Store
 from casckpt.store.types import Commit
 from casckpt.tensors.dtensors import is_dtensor
-from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
+from casckpt.tensors.objects import TORCH_EXTENSIONS
 from casckpt.tensors.shards import check_storable
 from casckpt.tensors.state import OfObjects
 from casckpt.tensors.values import Shard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.errors import InvalidInput
-from casckpt.storage.remote.patience import SLOWEST, Call, Patience, PatientRequest, begin_request
+from casckpt.storage.remote.patience import SLOWEST, Call, Patience, PatientRequest, _result, begin_request
 
 PATIENCE = Patience(request=60, call=180)
 
@@ -104,3 +105,34 @@ def test_options_that_are_not_seconds_are_refused(value: object) -> None:
 
 def test_options_of_casckpt_and_of_the_client_are_separated() -> None:
     assert Patience.of({"call_timeout": 5, "key": "k"}) == (Patience(call=5.0), {"key": "k"})
+
+
+class Held(Future[None]):
+    """A call that its client does not let go of; the seconds that it was waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.waited = 1000.0, list[float]()
+
+    def result(self, timeout: float | None = None) -> None:
+        assert timeout is not None
+        assert len(self.waited) < 9, "it is waited for for ever"
+        self.waited.append(timeout)
+        self.now += timeout
+        raise TimeoutError
+
+
+def test_a_client_gets_a_second_more_than_its_call() -> None:
+    held, patience = Held(), Patience(request=60, call=180)
+    one = PatientRequest(Call(patience), patience.request, clock=lambda: held.now)
+    with pytest.raises(TimeoutError, match=r"did not end a request in time: the server was silent.* for 60 s"):
+        _result(held, one)
+    assert held.waited == [61, 1]
+
+
+def test_a_late_result_that_is_done_is_used() -> None:
+    done, patience = Future[int](), Patience(request=60, call=180)
+    done.set_result(3)
+    one = PatientRequest(Call(patience), patience.request)
+    one.moved(0)
+    assert _result(done, one) == 3

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from casckpt.contents import manifests
 from casckpt.errors import Conflict, Gone, NotFound, Revoked
-from casckpt.format.draft import Encoded, placed
 from casckpt.format.keys import blob_key, manifest_key
+from casckpt.format.manifest import Encoded, placed
 from casckpt.format.names import TxId
 from casckpt.format.records import Committed
 from casckpt.format.sections.blobs import BlobRef

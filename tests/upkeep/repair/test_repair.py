@@ -13,8 +13,8 @@ from casckpt.contents import blobs, manifests
 from casckpt.contents.refs import resolve
 from casckpt.errors import StorageError
 from casckpt.format.blob import DATA_OFFSET
-from casckpt.format.draft import placed
 from casckpt.format.keys import blob_key, commit_key, manifest_key
+from casckpt.format.manifest import placed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.format.sections.head import decode_head
 from casckpt.history import commits, tags

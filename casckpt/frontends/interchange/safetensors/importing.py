@@ -13,8 +13,7 @@ from typing import Any, Final, Unpack
 
 import torch
 
-from casckpt.base.keywords import check_keywords
-from casckpt.base.names import is_attachment_name
+from casckpt.base.names import check_keywords, is_attachment_name
 from casckpt.base.progress import Shown
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, NotFound, Unsupported
