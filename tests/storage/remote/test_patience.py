@@ -108,7 +108,7 @@ def test_options_of_casckpt_and_of_the_client_are_separated() -> None:
 
 
 class Held(Future[None]):
-    """A call that its client does not let go of; the seconds that it was waited for."""
+    """A call that its client does not release, and the seconds of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
