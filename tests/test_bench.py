@@ -33,13 +33,14 @@ def bench(*arguments: str | Path) -> Done:
 
 
 @pytest.fixture(scope="module")
-def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of a smoke run; its folder holds nothing else afterwards."""
+def smoke(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """The results of a smoke run; its folder holds nothing else afterwards. With --full beside an earlier tree."""
+    before = ("--before", ROOT) if request.config.getoption("--full") else ()
 
     def run(folder: Path) -> None:
         place = folder / "place"
         place.mkdir()
-        asked = ("frozen", "partial", "--quick", "--peers", "safetensors", "--before", ROOT)
+        asked = ("frozen", "partial", "--quick", "--peers", "safetensors", *before)
         done = bench(*asked, "--dir", place, "--json", folder / "smoke.json")
         assert done.status == 0, done.told
         assert "Save with 96 % unchanged" in done.printed
@@ -55,20 +56,21 @@ def rows_of(results: Path, scenario: str) -> dict[tuple[str, str, str], dict[str
     return {(row["group"], row["who"], row["what"]): row for row in found["rows"]}
 
 
-def test_a_smoke_run_fills_the_whole_table(smoke: Path) -> None:
+def test_a_smoke_run_fills_the_whole_table(smoke: Path, full: bool) -> None:
     saves, loads = rows_of(smoke, "frozen"), rows_of(smoke, "partial")
+    before = {"before"} if full else set[str]()
     assert set(saves) == {
         ("", "casckpt", ""),
         ("", "casckpt", "frozen= declared"),
         ("", "safetensors", "way=file"),
-        ("", "before", ""),
+        *(("", who, "") for who in before),
         ("", "raw BLAKE3", "all cores"),
         ("", "raw direct write of what changed", "2 writers"),
         ("", "raw direct write of what changed", "4 writers"),
     }
     assert {who for group, who, _ in loads if group == "warm"} == {
         "casckpt",
-        "before",
+        *before,
         "safetensors",
         "raw read",
         "read and BLAKE3",

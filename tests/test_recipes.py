@@ -66,7 +66,11 @@ def test_each_restartable_example_survives_a_kill() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda one: str(one.name))
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(one, marks=[pytest.mark.soak] if one.name == "fsdp2" else []) for one in RECIPES],
+    ids=lambda one: str(one.name),
+)
 def test_a_training_resumes_bit_for_bit_after_a_kill(recipe: Recipe, tmp_path: Path) -> None:
     missing = [name for name in recipe.needs if find_spec(name.partition(".")[0]) is None]
     if missing:

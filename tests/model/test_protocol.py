@@ -60,7 +60,13 @@ def check(setup: Setup, **options: bool) -> Verdict:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("setup", SAFE.values(), ids=SAFE.keys())
+@pytest.mark.parametrize(
+    "setup",
+    [
+        pytest.param(setup, id=name, marks=[pytest.mark.soak] * (name == "unreadable roots"))
+        for name, setup in SAFE.items()
+    ],
+)
 def test_no_committed_data_is_lost(setup: Setup) -> None:
     verdict = check(setup)
     assert verdict.outcome == "SAFE", "\n".join(verdict.trace)

@@ -39,7 +39,7 @@ from tests.support.servers import Server
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-RACERS, SAVERS, SAVES = 5, 4, 2
+RACERS, SAVERS, SAVES = 4, 3, 2
 NEW = 150  # cells of each save: its first blobs wait long for the commit, so a gc that takes them is found out
 MIB = 1 << 20
 
@@ -157,7 +157,7 @@ def save_or_collect(rank: int, size: int, place: RemoteLocation, folder: Path) -
             return deleted
 
 
-def test_four_processes_save_beside_repeated_gcs(ranks: Pool, place: RemoteLocation, tmp_path: Path) -> None:
+def test_processes_save_beside_repeated_gcs(ranks: Pool, place: RemoteLocation, tmp_path: Path) -> None:
     *_, deleted = ranks.run(SAVERS + 1, save_or_collect, place, tmp_path)
     store = opened(place, tmp_path / "mine")
     assert sorted(steps(store)) == [(f"run-{rank}", SAVES - 1) for rank in range(SAVERS)]
@@ -235,14 +235,14 @@ def mortal(tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-def test_a_server_killed_during_a_save_leaves_nothing_half_visible(mortal: Server, tmp_path: Path) -> None:
+def test_a_server_killed_during_a_save_leaves_nothing_half_visible(mortal: Server, tmp_path: Path, full: bool) -> None:
     bucket, seen = mortal.new_bucket(), set()
     with Proxy(mortal.endpoint) as proxy:
         store = impatient(mortal, proxy, bucket, tmp_path / "cache", Backoff(attempts=3, first=0.01))
         store.save(state(0), step=0)
         # the server lists before it reads again, so a check after a restart must retry for some seconds
         patient = impatient(mortal, proxy, bucket, tmp_path / "cache", Backoff())
-        for step, number in enumerate((2, 9, 12, 15), start=1):
+        for step, number in enumerate((2, 9, 12, 15) if full else (9, 15), start=1):
             proxy.at(number, mortal.kill)
             saved = outcome_of(lambda step=step: store.save(state(step), step=step))  # type: ignore[misc]  # bound now
             seen.add(type(saved))
@@ -264,7 +264,7 @@ def test_a_server_killed_during_a_save_leaves_nothing_half_visible(mortal: Serve
     assert result.kept_blobs > 0
 
 
-def test_a_save_survives_a_restart_of_the_server(mortal: Server, tmp_path: Path) -> None:
+def test_a_save_survives_a_restart_of_the_server(mortal: Server, tmp_path: Path, full: bool) -> None:
     bucket = mortal.new_bucket()
 
     def die_and_rise() -> None:
@@ -275,7 +275,7 @@ def test_a_save_survives_a_restart_of_the_server(mortal: Server, tmp_path: Path)
     with ThreadPoolExecutor(1) as keeper, Proxy(mortal.endpoint) as proxy:
         store = impatient(mortal, proxy, bucket, tmp_path / "cache", Backoff(attempts=12))
         store.save(state(0), step=0)
-        for step, number in ((1, 8), (2, 14)):
+        for step, number in enumerate((8, 14) if full else (8,), start=1):
             proxy.at(number, die_and_rise)
             store.save(state(step), step=step)
             assert same_state(store.read(f"default@{step}"), state(step))

@@ -17,21 +17,24 @@ from tests.support.ranks import outcome_of
 from tests.support.saves import same_state, steps
 from tests.support.servers import Server
 
+CODES = ["ExpiredToken", "InvalidAccessKeyId", "AccessDenied"]
 
-@pytest.mark.parametrize("code", ["ExpiredToken", "InvalidAccessKeyId", "AccessDenied"])
+
+@pytest.mark.parametrize("code", CODES)
 def test_a_save_survives_expiring_credentials(code: str, moto_server: Server, tmp_path: Path, full: bool) -> None:
     """After any of its requests: nothing is half visible, the error says it, and a save with new ones works.
 
-    By default after each third one for all codes but the first.
+    By default each code comes after every third request, and together after every one.
     """
-    bucket, stride = moto_server.new_bucket(), 1 if full or code == "ExpiredToken" else 3
+    bucket = moto_server.new_bucket()
+    first, stride = (0, 1) if full else (CODES.index(code), len(CODES))
     says = {"ExpiredToken": "have expired", "AccessDenied": "s3:PutObject"}
     with Proxy(moto_server.endpoint) as proxy:
         store = impatient(moto_server, proxy, bucket, tmp_path, Backoff())
         store.save(state(0), step=0)
         failed = 0
         for step in range(1, 40):
-            proxy.refuse(code, after=(step - 1) * stride)
+            proxy.refuse(code, after=first + (step - 1) * stride)
             saved = outcome_of(lambda step=step: store.save(state(step), step=step))  # type: ignore[misc]  # bound now
             proxy.calm()
             if not isinstance(saved, StorageError):

@@ -16,7 +16,7 @@ from tests.support.shared import made_once
 ROOT = Path(__file__).parents[2]
 SAVES, THINS = "tests.support.killed_saves", "tests.support.killed_thins"
 PATIENCE = 4 * 3600.0  # seconds, for a sweep of all points
-POINTS = 6  # of each way
+POINTS = 4  # of each way
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_a_save_killed_at_many_instants_loses_nothing(killed: Path, way: str) ->
 def thinned(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A folder with a store for each point at which thin was killed."""
     full = bool(request.config.getoption("--full"))
-    numbers = [str(100 if full else 10), str(int(request.config.getoption("--hypothesis-seed") or 0))]
+    numbers = [str(100 if full else 8), str(int(request.config.getoption("--hypothesis-seed") or 0))]
     return made_once(tmp_path_factory, "thinned", lambda folder: done(THINS, folder, *numbers))
 
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ import torch
 import casckpt
 from casckpt.errors import InvalidInput
 from tests.support.forks import forked
+from tests.support.shared import made_once
 
 if TYPE_CHECKING:
     from tests.support.servers import Server
@@ -47,19 +48,6 @@ def test_a_forked_child_may_save_in_the_background(store: casckpt.Store) -> None
     assert [one.step for one in store.checkpoints()] == [1, 2]
 
 
-def test_saves_in_the_background_are_finished_when_the_interpreter_ends(store_path: Path) -> None:
-    code = (
-        "import sys, casckpt, torch\n"
-        "store = casckpt.open(sys.argv[1])\n"
-        "for step in range(4):\n"
-        "    store.save_async({'w': torch.full((2_000_000,), float(step))}, step=step)\n"
-    )
-    assert told(code, store_path) == ""
-    store = casckpt.open(store_path)
-    assert [one.step for one in store.checkpoints()] == [0, 1, 2, 3]
-    assert not store.verify().is_damaged
-
-
 def test_a_save_to_a_bucket_is_finished_when_the_interpreter_ends(moto_server: Server, tmp_path: Path) -> None:
     """Also one that has hardly begun, of a store that nobody holds: S3's client works with pools of threads, which
     Python forbids to work on before it waits for ours.
@@ -83,31 +71,6 @@ def test_a_save_to_a_bucket_is_finished_when_the_interpreter_ends(moto_server: S
     assert [one.step for one in store.checkpoints()] == [1]
 
 
-def test_a_forked_child_may_exit_during_a_save_of_its_parent(store_path: Path) -> None:
-    """It does not wait for that save, which never ends in it."""
-    code = (
-        "import os, sys, threading, warnings, casckpt, torch\n"
-        "from casckpt.history import transactions\n"
-        "begun, go, real = threading.Event(), threading.Event(), transactions.look_at_all\n"
-        "def late(*args):\n"
-        "    begun.set()\n"
-        "    go.wait()\n"
-        "    return real(*args)\n"
-        "transactions.look_at_all = late\n"
-        "store = casckpt.open(sys.argv[1])\n"
-        "store.save_async({'w': torch.ones(3)}, step=1)\n"
-        "begun.wait()\n"
-        "warnings.simplefilter('ignore', DeprecationWarning)\n"
-        "child = os.fork()\n"
-        "if child:\n"
-        "    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
-        "    go.set()\n"
-        "    sys.exit(status)\n"
-    )
-    assert told(code, store_path) == ""
-    assert [one.step for one in casckpt.open(store_path).checkpoints()] == [1]
-
-
 ENDINGS = """
 import atexit, gc, json, os, sys, threading
 atexit.register(os.write, 1, b"first ")  # runs last
@@ -118,7 +81,7 @@ from casckpt.saving import exit_status as end
 from casckpt.frontends.dcp import StorageWriter
 
 gc.freeze()  # what is imported costs each end a second else
-for ending in json.loads(sys.argv[2]):
+for path, ending in json.loads(sys.argv[1]).items():
     read, write = os.pipe()
     sys.stdout.flush()
     if not os.fork():
@@ -140,16 +103,9 @@ def late(*args):
     raise casckpt.errors.StorageError("no space left")
 def gone(*args):
     raise casckpt.errors.StorageError("long ago")
-store = casckpt.open(sys.argv[1])
+store = casckpt.open(path)
 exec(ending)
 """
-
-
-def endings(path: Path, *codes: str) -> list[tuple[str, int]]:
-    """Return (output, status) of programs that end in these ways. They are forks of one, since imports are slow."""
-    command = [sys.executable, "-W", "ignore", "-c", ENDINGS, str(path), json.dumps(codes)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS)
-    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
 
 SAVE = "one = store.save_async({'w': torch.ones(3)}, step=1, overwrite=True); "
@@ -167,33 +123,94 @@ FAILED = {
     LAST + "import logging; logging.basicConfig(stream=open(os.devnull, 'w'))": 120,
     LAST + "sys.stderr = None": 120, LATE: 120, LATE + "sys.exit(3)": 120,
 }  # fmt: skip
+FINE = {HEARD: 0, SAVE + "sys.exit(0)": 0, SAVE + "sys.exit(3)": 3, SAVE + OWN: 0}
+IN_BACKGROUND = """
+for step in range(4):
+    store.save_async({'w': torch.full((2_000_000,), float(step))}, step=step)
+"""
+BESIDE_A_CHILD = """
+begun, go, real = threading.Event(), threading.Event(), transactions.look_at_all
+def late(*args):
+    begun.set()
+    go.wait()
+    return real(*args)
+transactions.look_at_all = late
+store.save_async({'w': torch.ones(3)}, step=1)
+begun.wait()
+child = os.fork()
+if child:
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    go.set()
+    sys.exit(status)
+"""
+COLLECTED = """
+def main():
+    store = casckpt.open(path)
+    store.save({'w': 1}, step=1), store.save({'w': 1}, step=2)
+    heard = store.save_async({'w': 1}, step=1).exception()
+    other = casckpt.open(path)
+    other.save_async({'w': 1}, step=2)
+main()
+gc.collect()
+"""
+PROGRAMS = (IN_BACKGROUND, BESIDE_A_CHILD, COLLECTED, *FAILED, *FINE)
 
 
-def test_an_unreported_failed_last_save_sets_the_exit_status(store_path: Path) -> None:
-    """All other exit handlers run. Successful saves change nothing, and `sys.exit` keeps its meaning."""
-    wanted = FAILED | {HEARD: 0, SAVE + "sys.exit(0)": 0, SAVE + "sys.exit(3)": 3, SAVE + OWN: 0}
-    found = dict(zip(wanted, endings(store_path, *wanted), strict=True))
-    assert {ending: status for ending, (_, status) in found.items()} == wanted
-    for ending, (said, _) in found.items():
+class Ended(NamedTuple):
+    """How a program ended. ``said``: what it has written, on stdout and stderr."""
+
+    said: str
+    status: int
+    store: casckpt.Store
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """Ends of all programs, each with a store of its own: forks of one, for imports take a while."""
+
+    def run(folder: Path) -> None:
+        programs = {str(folder / str(number)): program for number, program in enumerate(PROGRAMS)}
+        command = [sys.executable, "-W", "ignore", "-c", ENDINGS, json.dumps(programs)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS)
+        (folder / "ends").write_text(done.stdout)
+
+    folder = made_once(tmp_path_factory, "lives", run)
+    ends = map(json.loads, (folder / "ends").read_text().splitlines())
+    return {
+        program: Ended(said, status, casckpt.open(folder / str(number)))
+        for number, (program, (said, status)) in enumerate(zip(PROGRAMS, ends, strict=True))
+    }
+
+
+def test_saves_in_the_background_are_finished_when_the_interpreter_ends(ended: dict[str, Ended]) -> None:
+    said, status, store = ended[IN_BACKGROUND]
+    assert (said, status) == ("second\nfirst ", 0)
+    assert [one.step for one in store.checkpoints()] == [0, 1, 2, 3]
+    assert not store.verify().is_damaged
+
+
+def test_a_forked_child_may_exit_during_a_save_of_its_parent(ended: dict[str, Ended]) -> None:
+    """It does not wait for that save, which never ends in it."""
+    said, status, store = ended[BESIDE_A_CHILD]
+    assert (said, status) == ("second\nfirst " * 2, 0)
+    assert [one.step for one in store.checkpoints()] == [1]
+
+
+def test_an_unreported_failed_last_save_sets_the_exit_status(ended: dict[str, Ended]) -> None:
+    """Whatever else runs at its end runs. One whose saves did well is as ever, and `sys.exit` is Python's own."""
+    wanted = FAILED | FINE
+    assert {program: ended[program].status for program in wanted} == wanted
+    for program in wanted:
+        said = ended[program].said
         assert "second\n" in said, said
         assert said.endswith("first "), said
         told = "the last save in the background failed, and no caller asked its future"
-        assert said.count(told) == (ending in FAILED and "stderr = None" not in ending), said
+        assert said.count(told) == (program in FAILED and "stderr = None" not in program), said
 
 
-def test_an_unreported_failed_last_save_is_logged_at_exit(store_path: Path) -> None:
-    code = (
-        "import gc, sys, casckpt\n"
-        "def main():\n"
-        "    store = casckpt.open(sys.argv[1])\n"
-        "    store.save({'w': 1}, step=1), store.save({'w': 1}, step=2)\n"
-        "    heard = store.save_async({'w': 1}, step=1).exception()\n"
-        "    other = casckpt.open(sys.argv[1])\n"
-        "    other.save_async({'w': 1}, step=2)\n"
-        "main()\n"
-        "gc.collect()\n"
-    )
-    said = told(code, store_path, status=120)
+def test_an_unreported_failed_last_save_is_logged_at_exit(ended: dict[str, Ended]) -> None:
+    said, status, _ = ended[COLLECTED]
+    assert status == 120
     assert said.count("failed, and no caller asked its future") == 1
     assert "default@2 exists already" in said
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 STEPS = 10
+MEASURED = (2, 7, 8)  # and the last one: a look at all tensors takes half a second
 SIZE = 1 << 20
 
 
@@ -45,7 +46,7 @@ def state_at(step: int, size: int) -> dict[str, Any]:
 
 
 def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> list[int]:
-    """Save over weights that change as soon as they may; the bytes of all tensors once each step is saved."""
+    """Save over weights that change as soon as they may; the bytes of all tensors after some steps."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # else it may start none
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # where DCP's processes meet
     forget_plans()
@@ -58,7 +59,8 @@ def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> 
         state["step"] = step
         if before is not None:
             before.result()  # DCP wants them one after the other
-            memory.append(held())  # while none runs: what another thread is making must not be looked at
+            if step - 1 in MEASURED:
+                memory.append(held())  # while none runs: what another thread is making must not be looked at
         before = async_save(
             dict(state),
             storage_writer=StorageWriter(store, run=kind, step=step),
@@ -113,7 +115,7 @@ def _end_process() -> None:
 def test_each_step_has_the_state_at_its_save(ranks: Pool, store_path: Path, kind: str, cached: bool) -> None:
     for memory in ranks.run(2, in_background, store_path, kind, cached):
         # one copy of its half that each step left behind would be five of them by then
-        assert min(memory[-3:]) - memory[2] < SIZE, memory
+        assert min(memory[1:]) - memory[0] < SIZE, memory
     store = casckpt.open(store_path)
     for step in range(STEPS):
         found = store.read(f"{kind}@{step}")

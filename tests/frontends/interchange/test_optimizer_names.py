@@ -15,7 +15,6 @@ from casckpt.errors import Mismatch
 from casckpt.frontends.convert import import_any, look_at, torch_save_to_casckpt
 from casckpt.frontends.interchange.optimizer_names import by_name
 from casckpt.frontends.interchange.torch_files import laid_out
-from casckpt.frontends.lightning.io import from_state
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from tests.support.saves import small
 from tests.support.training import Network, identical, train
@@ -102,7 +101,11 @@ def test_optimizer_state_is_named_for_ddp_tied_and_frozen_weights(tmp_path: Path
     assert identical(optim_again.state_dict(), optimizer.state_dict())
 
 
+@pytest.mark.process  # Lightning imports matplotlib, which asks for the fonts of the system
 def test_a_lightning_file_with_several_optimizers_is_imported(tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="needs casckpt[lightning]")
+    from casckpt.frontends.lightning.io import from_state
+
     model = Network(1)
     both = [optim.AdamW(model.norm.parameters()), optim.SGD(model.head.parameters(), lr=0.1, momentum=0.5)]
     for optimizer in both:

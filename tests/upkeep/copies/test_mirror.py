@@ -408,7 +408,7 @@ elif end == "kill":
 """
 
 
-@pytest.mark.parametrize("end", ["kill", "exit", pytest.param("wait", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("end", ["exit", *(pytest.param(end, marks=pytest.mark.soak) for end in ("kill", "wait"))])
 def test_copies_finish_when_programs_end_at_once(store_path: Path, away: Path, end: str) -> None:
     """Two programs are killed, exit without waiting, or end normally."""
     started = [
