@@ -5,7 +5,7 @@
     CasckptError                        kind            exit status
     |-- NotFound       FileNotFoundError  not-found       3   store, checkpoint, tag, attachment or object is absent
     |   `-- Gone                          gone            3   the checkpoint was purged, perhaps while it was read
-    |-- Conflict       FileExistsError    conflict        5   it exists already, or somebody else changed it
+    |-- Conflict       FileExistsError    conflict        5   it already exists, or another writer changed it
     |   `-- Revoked                       revoked         5   a gc revoked this save
     |-- MissingKey     KeyError           missing-key     3   the checkpoint lacks a key that was asked for
     |-- Mismatch       ValueError         mismatch        1   shape, dtype or kind differs
@@ -67,7 +67,7 @@ class Gone(NotFound):
 
 
 class Conflict(CasckptError, FileExistsError):
-    """The thing to create exists already, or somebody else changed it first."""
+    """The thing to create already exists, or another writer changed it first."""
 
     kind = "conflict"
     exit_status = 5

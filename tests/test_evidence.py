@@ -48,16 +48,16 @@ def test_a_figure_stays_until_a_new_one_exists(tmp_path: Path) -> None:
     page = with_table(first, figures(added("7 states of models\n")), "tools/evidence tests/model", "later, def")
     rows = [line.split(" | ") for line in page.partition(BEGIN)[2].partition(END)[0].splitlines()[2:]]
     told = {row[0].removeprefix("| "): (row[1], row[2], row[3]) for row in rows}
-    assert told["states of the protocol's models, each looked at"] == (
+    assert told["checked states of the protocol models"] == (
         "7",
         "`tools/evidence tests/model`",
         "later, def |",
     )
     assert told["soak in a bucket: saves"] == ("1,234", "`tools/soak`", "2025-12-31, 123 to 456 |")
     assert told["soak in a bucket: hours"][0] == "1.50"
-    assert told["planted bugs that the default run kills"][2] == "2026-01-01, abc |"  # nobody has planted them again
+    assert told["planted bugs that the default run detects"][2] == "2026-01-01, abc |"  # nobody has planted them again
     (tmp_path / "store").mkdir()
-    assert soaked(tmp_path)["soak in a folder: loads, each compared"] == "5"
+    assert soaked(tmp_path)["soak in a folder: loads, all compared"] == "5"
     (tmp_path / "failures").write_text("{}")
     with pytest.raises(SystemExit, match="nothing was written"):
         soaked(tmp_path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
 from pathlib import Path
 
 import page_tables
@@ -10,14 +12,19 @@ import pytest
 
 import _draw
 import _mutants
-from _places import NoPlace, Planted, around
+from _places import NoPlace, Planted, around, scopes
 from planted import PLANTED
 from tests.test_packaging import ROOT
 
 
-def test_each_planted_bug_has_its_code() -> None:
+def test_each_planted_bug_has_its_code_and_compiles() -> None:
     for planted in PLANTED:
-        assert planted.place()[0].startswith("casckpt/")
+        file, start, end = planted.place()
+        assert file.startswith("casckpt/")
+        text = (ROOT / file).read_text()
+        around_it = [(first, last) for _, first, last in scopes(text) if first <= start and end <= last]
+        first, last = around_it[-1] if around_it else (0, len(text))
+        ast.parse(textwrap.dedent(text[first:start] + planted.after + text[end:last]), planted.name)
     assert {name for one in PLANTED for name in one.tests.split() if not (ROOT / name).is_file()} == set()
 
 

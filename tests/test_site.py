@@ -18,7 +18,7 @@ import pytest
 import reference
 
 from casckpt import errors
-from casckpt.base.sizes import parse_size
+from casckpt.base.units import parse_size
 from casckpt.cli.commands.settings import _DEFAULTS
 from casckpt.cli.completion import ENV_STORE
 from casckpt.format.records import Marker

@@ -25,7 +25,7 @@ def test_a_name_may_mean_several_functions_or_none() -> None:
 
 
 def test_which_test_names_tests_that_kill_bugs_and_that_call_a_function() -> None:
-    bug = next(one for one in PLANTED if one.name == "a save reuses what only a purged checkpoint names")
+    bug = next(one for one in PLANTED if one.name == "a save reuses blobs that only a purged checkpoint names")
     file, _, _ = bug.place()
     assert any(bug.name in one and "::test_" in one for one in _which_test.planted_in(file, bug.function))
     function = "newest_reusable"

@@ -1,4 +1,4 @@
-"""See tools/evidence. Tests count what they do (tests/support/tally.py); here it is added up, and written down."""
+"""See tools/evidence. It adds up the counts that tests write (tests/support/tally.py)."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE, KILLERS = ROOT / "docs" / "reliability.md", ROOT / "tools" / "killers.json"
 BEGIN, END = "<!-- evidence -->\n", "<!-- end -->"
 ROWS = {
-    "states of the protocol's models, each looked at": "states of models",
-    "models walked to their end, in which nothing is lost": "models that are SAFE",
-    "models with a mistake in them, in which it is seen": "models that are UNSAFE",
-    "SIGKILL right before or behind a call of the storage": "SIGKILL at a call of the storage",
-    "SIGKILL right before or behind a call of a bucket": "SIGKILL at a call of a bucket",
-    "SIGKILL right before or behind a system call": "SIGKILL at a system call",
-    "processes stopped (SIGSTOP) at a call of the storage, and continued": "SIGSTOP at a call of the",
-    "processes stopped (SIGSTOP) at a call of a bucket, and continued": "SIGSTOP at a call of a",
-    "losses of power, of names that are not durable any, none or all left": "power lost",
-    "a process that ends before or behind a change of the storage": "change of a storage: killed",
-    "a change of the storage whose answer is lost": "change of a storage: no answer",
-    "calls that failed before they did anything": "fault: fail before",
-    "calls that failed after they were done": "fault: fail after",
-    "calls held up while somebody else goes on": "fault: call something",
-    "reads cut short": "fault: the object ends",
+    "checked states of the protocol models": "states of models",
+    "completely explored models without a loss": "models that are SAFE",
+    "models with a planted mistake that is detected": "models that are UNSAFE",
+    "SIGKILL right before or after a storage call": "SIGKILL at a call of the storage",
+    "SIGKILL right before or after a call to a bucket": "SIGKILL at a call of a bucket",
+    "SIGKILL right before or after a system call": "SIGKILL at a system call",
+    "processes stopped (SIGSTOP) at a storage call, then continued": "SIGSTOP at a call of the",
+    "processes stopped (SIGSTOP) at a call to a bucket, then continued": "SIGSTOP at a call of a",
+    "power losses that keep none, some or all names not yet durable": "power lost",
+    "processes that die right before or after a change of the storage": "change of a storage: killed",
+    "changes of the storage without an answer": "change of a storage: no answer",
+    "calls that failed without an effect": "fault: fail before",
+    "calls that failed after their effect": "fault: fail after",
+    "calls delayed while another process continues": "fault: call something",
+    "truncated reads": "fault: the object ends",
     "reads with a wrong byte": "fault: one byte",
-    "requests done, whose answer was lost": "network: done, but the connection",
-    "requests done, answered 500": "network: done, but the answer",
-    "requests throttled, 503": "network: not done: 503",
-    "requests reset half-way": "network: the connection is reset",
-    "answers cut in the middle": "network: done, and reset",
-    "requests that came late": "network: done a little later",
-    "requests refused, 403": "network: refused",
-    "bent inputs of importers": "bent input",
-    "bent bytes for decoders": "bent bytes",
-    "planted bugs that the default run kills": "planted",
+    "executed requests without an answer": "network: done, but the connection",
+    "executed requests answered with 500": "network: done, but the answer",
+    "requests throttled with 503": "network: not done: 503",
+    "requests reset in transit": "network: the connection is reset",
+    "truncated answers": "network: done, and reset",
+    "delayed requests": "network: done a little later",
+    "requests refused with 403": "network: refused",
+    "randomly changed inputs of importers": "bent input",
+    "randomly changed bytes for decoders": "bent bytes",
+    "planted bugs that the default run detects": "planted",
 }
-"""What a line of the table says, and how what it counts begins in the tally."""
-SOAKED = ("hours", "saves", "saves given up on by a gc", "loads, each compared", "of these under a lease",
-          "updates, each compared", "gcs", "blobs deleted by them", "processes killed",
-          "processes stopped, and continued")  # fmt: skip
+"""Name of each row of the table, and the beginning of its lines in the tally."""
+SOAKED = ("hours", "saves", "saves revoked by a gc", "loads, all compared", "loads under a lease",
+          "updates, all compared", "gcs", "blobs deleted by gcs", "processes killed",
+          "processes stopped, then continued")  # fmt: skip
 _SOAKS = [f"soak in {where}: {what}" for where in ("a folder", "a bucket") for what in SOAKED]
 ROWS |= dict(zip(_SOAKS, _SOAKS, strict=True))
 
 
 def tests(arguments: Sequence[str]) -> Counter[str]:
-    """Run them; what they counted. Ends the program where one fails."""
+    """Run the tests and return their counts. Exit if one fails."""
     with tempfile.TemporaryDirectory() as folder:
         tally = Path(folder) / "tally"
         told = os.environ | {"CASCKPT_TALLY": str(tally)}
@@ -65,7 +65,7 @@ def tests(arguments: Sequence[str]) -> Counter[str]:
 
 
 def added(text: str) -> Counter[str]:
-    """What the lines of a tally say together."""
+    """Add up the lines of a tally."""
     found: Counter[str] = Counter()
     for line in text.splitlines():
         count, _, what = line.partition(" ")
@@ -74,9 +74,9 @@ def added(text: str) -> Counter[str]:
 
 
 def soaked(folder: Path) -> dict[str, str]:
-    """What tools/soak has counted, all runs together. Ends the program where one of them has failed."""
+    """Return the counts of tools/soak over all runs. Exit if one of them has failed."""
     if (folder / "failures").exists():
-        sys.exit(f"{folder / 'failures'} tells of invariants that did not hold: nothing was written")
+        sys.exit(f"{folder / 'failures'} lists broken invariants: nothing was written")
     counts = Counter(json.loads((folder / "counts.json").read_text()))
     loads = counts["load"] + counts["load under a lease"]
     told = [
@@ -88,7 +88,7 @@ def soaked(folder: Path) -> dict[str, str]:
 
 
 def soaked_on(folder: Path) -> str:
-    """Of which commits its runs were, the first to the last; nobody knows of those before there was a book of them."""
+    """Return the first and last commit of its runs. Runs from before the file existed have none."""
     runs = [json.loads(line) for line in (folder / "runs").read_text().splitlines()]
     first, last = (one["commit"] or "earlier ones" for one in (runs[0], runs[-1]))
     return (
@@ -101,12 +101,12 @@ def _soak_in(folder: Path) -> str:
 
 
 def planted() -> str:
-    """How many bugs the default run kills, as tools/killers.json says."""
+    """Return the number of bugs that the default run detects, from tools/killers.json."""
     return str(sum(default != "" for _, default, _ in json.loads(KILLERS.read_text()).values()))
 
 
 def figures(counted: Mapping[str, int], soaks: Sequence[Path] = ()) -> dict[str, str]:
-    """The figures that there are now, by what they count."""
+    """Return the present figures by name."""
     sums = {counts: sum(n for what, n in counted.items() if what.startswith(counts)) for counts in ROWS.values()}
     found = {counts: f"{count:,}" for counts, count in sums.items() if count} | {"planted": planted()}
     for folder in soaks:
@@ -117,14 +117,14 @@ def figures(counted: Mapping[str, int], soaks: Sequence[Path] = ()) -> dict[str,
 def with_table(
     page: str, new: Mapping[str, str], command: str, when: str, soaks: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """The page with these figures instead of those it had; others stay. ``soaks``: of which commits each of them is."""
+    """Return the page with new figures. Rows without a new figure stay. ``soaks``: the commits of each soak."""
     before, _, rest = page.partition(BEGIN)
     old, _, after = rest.partition(END)
     held = {line.split(" | ")[0].removeprefix("| "): line for line in old.splitlines()[2:]}
     for what, counts in ROWS.items():
         by = {"planted": "tools/mutants --table", "soak": "tools/soak"}.get(counts.split(" ")[0], command)
         had = held.get(what, "").split(" | ")[1:2]
-        stands = counts == "planted" and had == [new.get(counts)]  # nobody has counted again
+        stands = counts == "planted" and had == [new.get(counts)]  # it was not counted again
         if counts in new and not stands:
             on = soaks.get(counts.partition(":")[0], when)
             held[what] = f"| {what} | {new[counts]} | `{by}` | {on} |"
@@ -134,7 +134,7 @@ def with_table(
 
 
 def main() -> None:
-    """Run, and write."""
+    """Run the tests and write the table."""
     parser = argparse.ArgumentParser(prog="tools/evidence", description="See tools/evidence.", allow_abbrev=False)
     parser.add_argument("--soak", type=Path, action="append", default=[])
     parser.add_argument("--no-tests", action="store_true")

@@ -97,6 +97,8 @@ class Move:
         self.project.replace(name, start, end, text)
 
     def _rename_uses(self, uses: Sequence[tuple[str, int]], last: str, new_last: str) -> None:
+        if not uses:
+            return
         ty = Ty(self.project)
         try:
             found = ty.definitions(uses)
@@ -300,7 +302,7 @@ def move_one(project: Project, old: str, new: str) -> tuple[list[str], list[str]
     imports = [
         source.text[slice(*source.span(one))]
         for one in source.tree.body
-        if isinstance(one, ast.Import | ast.ImportFrom)
+        if isinstance(one, ast.Import | ast.ImportFrom) and getattr(one, "module", None) != new
     ]
     lines = [*imports, *(f"from {module} import {one}" for one in back)]
     project.write()

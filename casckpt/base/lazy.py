@@ -12,7 +12,7 @@ class cached_property(Generic[T]):  # noqa: N801 - named as in functools
     """`functools.cached_property` as in Python 3.12 and later: without a lock.
 
     In Python 3.11 all instances of a class share a lock: threads wait for each other, and a child that is forked
-    meanwhile waits for ever. If several threads compute at once, the value of the first one stays.
+    meanwhile waits forever. If several threads compute at once, the value of the first one stays.
     """
 
     def __init__(self, compute: Callable[[Any], T]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -27,7 +27,7 @@ _UNFIT_RE = re.compile("[\0-\x1f\\\\\ud800-\udfff]")  # no UTF-8 has a lone surr
 
 
 def is_txid(text: str) -> bool:
-    """Tell whether ``text`` has the form of a txid."""
+    """Return whether ``text`` has the form of a txid."""
     return _TXID_RE.fullmatch(text) is not None
 
 
@@ -60,7 +60,7 @@ def check_attachment_name(name: str) -> str:
 
 
 def is_attachment_name(name: Any) -> bool:
-    """Tell whether ``name`` is a relative path without "..", with characters that files and manifests allow."""
+    """Return whether ``name`` is a relative path without "..", with characters that files and manifests allow."""
     if type(name) is not str or len(name) > _MAX_ATTACHMENT_NAME or _UNFIT_RE.search(name):
         return False
     return not any(part in ("", ".", "..") for part in name.split("/"))
@@ -72,3 +72,10 @@ def similar_runs(run: str, runs: Sequence[str]) -> list[str]:
     close = difflib.get_close_matches(name, names, _SIMILAR)
     near = [a in close or a.startswith(name) or name.startswith(a) for a in names]
     return [other for other, is_near in zip(runs, near, strict=True) if is_near and other != run][:_SIMILAR]
+
+
+def check_keywords(call: str, given: Mapping[str, object], known: type) -> None:
+    """Raise TypeError, as Python does for ``call``, for a keyword that the TypedDict ``known`` does not have."""
+    for name in given:
+        if name not in known.__annotations__:
+            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")

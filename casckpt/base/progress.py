@@ -50,4 +50,4 @@ class Progress:
 
 
 silent: Final = Progress()
-"""Reports to nobody."""
+"""Progress that is not reported."""

@@ -27,7 +27,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Tell whether ``path`` is a URL other than file://."""
+    """Return whether ``path`` is a URL other than file://."""
     match = _SCHEME.match(path) if isinstance(path, str) else None
     return match is not None and match[1].lower() != "file"
 

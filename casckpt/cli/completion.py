@@ -1,4 +1,4 @@
-"""Shell completion: folders for STORE, and the runs and references that a store has."""
+"""Shell completion: folders for STORE, and the runs and references of a store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from casckpt.store.listing import Listing
 
 ENV_STORE: Final = "CASCKPT_STORE"
-_AT_MOST: Final = 200  # of the newest checkpoints: nobody reads more
+_AT_MOST: Final = 200  # newest checkpoints that are offered
 
 
 class StoreType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
@@ -27,20 +27,20 @@ class StoreType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes n
     name = "store"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Folders, by the shell itself."""
+        """Let the shell complete folders."""
         return [CompletionItem(incomplete, type="dir")]
 
 
 class OfStoreType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
-    """Something that the store of the same line has. ``offered``: all that may stand there."""
+    """A name from the store of the same command line. ``offered``: returns all candidates."""
 
     def __init__(self, name: str, offered: Callable[[Listing], Iterator[str]]) -> None:
         self.name, self._offered = name, offered
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Those that begin so. None at all if the store cannot be read: a prompt is no place for errors."""
+        """Return the candidates with this prefix. None if the store cannot be read: a prompt shows no errors."""
         url = ctx.params.get("named_store") or os.environ.get(ENV_STORE) or ctx.params.get("store")
-        url = url or next(iter(ctx.args), None)  # click stops before the arguments where an option has no value yet
+        url = url or next(iter(ctx.args), None)  # click parses no arguments if an option still lacks its value
         if not url:
             return []
         logging.disable(logging.CRITICAL)
@@ -58,7 +58,7 @@ def _runs(listing: Listing) -> Iterator[str]:
 
 
 def _refs(listing: Listing) -> Iterator[str]:
-    """Tags, the newest of all, and the newest of each run."""
+    """Return the tags, `latest`, and the newest checkpoint of each run."""
     checkpoints = listing.visible
     yield from (f"{TAG}{name}" for name in [*listing.tags, *listing.lost_tags])
     yield from [LATEST] * bool(checkpoints)

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def plain(value: Any) -> Any:
-    """Convert a result: its fields by name, checkpoints to their names, times to ISO 8601, durations to seconds, ..."""
+    """Convert a result to plain data: fields by name, times in ISO 8601, durations in seconds, checkpoints by name."""
     from casckpt.contents.checkpoint import Checkpoint
     from casckpt.store.types import Commit
 
@@ -36,7 +36,7 @@ def plain(value: Any) -> Any:
 
 
 def brief(checkpoint: Checkpoint | Commit) -> dict[str, Any]:
-    """Name a checkpoint, and say so if it is but the places that one had before it was rewritten."""
+    """Return the name of a checkpoint, and whether the commit is the old one of a rewritten checkpoint."""
     from casckpt.store.types import Commit
 
     name = {"id": checkpoint.id, "run": checkpoint.run, "step": checkpoint.step}
@@ -45,7 +45,7 @@ def brief(checkpoint: Checkpoint | Commit) -> dict[str, Any]:
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Say what its commit says, and what its save did. Reads no manifest."""
+    """Describe a checkpoint by its commit, with the statistics of its save. Reads no manifest."""
     return brief(checkpoint) | {
         "created_at": checkpoint.created_at.isoformat(),
         "ephemeral": checkpoint.ephemeral,
@@ -64,6 +64,6 @@ def _fields(record: Any) -> dict[str, Any] | None:
 
 
 def doubt(store: Store, run: str) -> None:
-    """Say so, if nothing of ``run`` is there, not even forgotten: it may be a slip of the pen."""
+    """Warn if ``run`` has no checkpoint, not even a forgotten one: its name may be mistyped."""
     if not store.checkpoints(run, forgotten=True):
         log.warning("%s", store.listing().about_run(run))

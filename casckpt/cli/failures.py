@@ -19,12 +19,12 @@ from casckpt.errors import CasckptError
 FAILED: Final = 1
 INTERRUPTED: Final = 130
 _BESIDE: Final = "_beside"  # the attribute of an error
-_HELP = getattr(click.exceptions, "NoArgsIsHelpError", ())  # its message is the help
+_HELP = getattr(click.exceptions, "NoArgsIsHelpError", ())  # its message is the help text
 
 
 @dataclass
 class Reported:
-    """A context in which errors are reported. ``status`` is the exit status then. SystemExit passes."""
+    """A context manager that reports errors and sets ``status``, the exit status. SystemExit passes through."""
 
     as_json: bool
     debug: bool
@@ -39,7 +39,7 @@ class Reported:
         if error is None or not isinstance(error, Exception | KeyboardInterrupt):
             return False
         if isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError | KeyboardInterrupt):
-            error = error.__cause__  # click takes the first for the end of what a person types
+            error = error.__cause__  # click treats EOFError as the end of the user's input
         if self.debug:
             traceback.print_exception(error)
         self.status = self._report(error)
@@ -71,13 +71,13 @@ class Reported:
 
     def _as_json(self, kind: str, message: str, status: int, more: dict[str, Any]) -> int:
         if self.as_json:
-            with suppress(OSError):  # stdout may be what failed
+            with suppress(OSError):  # stdout may have failed
                 click.echo(json.dumps({"error": {"kind": kind, "message": message}} | more, indent=2))
         return status
 
 
 def beside(error: BaseException, found: dict[str, Any]) -> None:
-    """Have the JSON of an error say ``found``, too, beside "error"."""
+    """Add ``found`` to the JSON of an error, beside "error"."""
     vars(error)[_BESIDE] = found
 
 
@@ -93,12 +93,12 @@ def _show_usage(error: click.ClickException) -> None:
 
 
 def _reader_is_gone() -> int:
-    """Nobody reads what is printed (``casckpt list | head``): that is no error to talk about."""
+    """Handle a closed pipe (``casckpt list | head``), which is no error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nowhere, sys.stdout.fileno())  # Python flushes stdout once more at its end
+        os.dup2(nowhere, sys.stdout.fileno())  # Python flushes stdout again when it exits
     except OSError:
-        pass  # not a file: a test's
+        pass  # not a file, as in tests
     finally:
         os.close(nowhere)
     return FAILED

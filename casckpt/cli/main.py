@@ -19,37 +19,43 @@ from casckpt.cli.failures import Reported
 NAME: Final = "casckpt"
 _ALIASES: Final = {"ls": "list"}
 _BESIDE: Final = {
+    "diff": "show",
+    "doctor": "verify",
     "follow": "watch",
     "init": "settings",
+    "reindex": "settings",
+    "repair": "verify",
     "restore": "forget",
     "serve": "export",
     "sign": "verify",
     "stats": "report",
     "tags": "tag",
+    "thin": "gc",
+    "transactions": "list",
 }
-"""Commands that lie in the module of another one, under their own names."""
+"""Commands that lie in the module of another command, under their own names."""
 
 
 _FOREIGN = {"delete": ["forget"], "remove": ["forget"], "rm": ["forget"], "prune": ["gc"], "info": ["show"]}
-"""What other programs call it, for the hint at an unknown command."""
+"""Names of other programs for our commands, for the hint about an unknown command."""
 
 
 @cache
 def command_modules() -> dict[str, str]:
-    """Names of the commands, and of the modules that hold them."""
+    """Return the names of the commands, each with the name of its module."""
     found = (module.name for module in pkgutil.iter_modules(commands.__path__))
     return {name.rstrip("_"): name for name in found} | _BESIDE
 
 
 class Commands(click.Group):
-    """The modules of `casckpt.cli.commands`, imported one by one: what needs no torch does not wait for it."""
+    """All commands. It imports the module of a command on use, so that most commands start without torch."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names, sorted."""
+        """Return the names, sorted."""
         return sorted(command_modules())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """One command; None if there is none of that name."""
+        """Return a command; None if there is none of that name."""
         name = _ALIASES.get(cmd_name, cmd_name)
         module = command_modules().get(name)
         if module is None:
@@ -61,7 +67,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that ``args`` begin with. Raises UsageError, which names what may be meant."""
+        """Return the command that ``args`` begin with. Raises UsageError, which suggests similar names."""
         if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
             near = _FOREIGN.get(args[0]) or difflib.get_close_matches(args[0], command_modules())
             meant = f"; did you mean {' or '.join(near)}?" if near else ""
@@ -76,7 +82,7 @@ class Commands(click.Group):
         standalone_mode: bool = True,
         **extra: Any,  # click's
     ) -> Any:
-        """Run, and leave with the exit status; without ``standalone_mode``, give what the command gives, or raise."""
+        """Run, and exit with the status. Without ``standalone_mode``, return the result or raise the error."""
         given = list(sys.argv[1:] if args is None else args)
         run = super().main
         if not standalone_mode:
@@ -84,15 +90,15 @@ class Commands(click.Group):
         with Reported(as_json="--json" in given, debug="--debug" in given) as outcome:
             result = run(given, NAME, complete_var, standalone_mode=False, **extra)
             outcome.status = result if isinstance(result, int) else 0
-            if sys.stdout is not None:  # it was closed
-                sys.stdout.flush()  # a reader that is gone shows here, not at the end of the process
+            if sys.stdout is not None:  # closed
+                sys.stdout.flush()  # so a closed pipe fails here, not when the process exits
         sys.exit(outcome.status)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def cli() -> None:
-    """Store PyTorch checkpoints, and equal bytes only once.
+    """Store PyTorch checkpoints, and store equal bytes only once.
 
     STORE is a folder or a URL. Omit it if you pass -s or set CASCKPT_STORE. REF names a checkpoint: an id (or its first
     6 or more hex digits), RUN@STEP, RUN@latest, latest, or tag:NAME. Where a command takes several, RUN@100..500,

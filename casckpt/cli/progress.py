@@ -18,7 +18,7 @@ _NARROW: Final = 60  # columns of a terminal
 
 
 class Lines:
-    """For logs: nothing at all for what is done within half a minute. Called as `Shown` says."""
+    """Prints progress to a log, at most once every half minute. Called as `Shown`."""
 
     def __init__(self, what: str, *, of_bytes: bool) -> None:
         self._what, self._of_bytes = what, of_bytes
@@ -26,7 +26,7 @@ class Lines:
         self._next = self._began + EACH
 
     def __call__(self, done: int, total: int | None) -> None:
-        """So much is done by now."""
+        """Print a line if half a minute has passed."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + EACH
@@ -40,10 +40,10 @@ class Lines:
 
 
 class progress_bar:  # noqa: N801 - it is called as a function
-    """Shows how far something is, on stderr: ``store.save(..., progress=casckpt.progress_bar("saving"))``.
+    """Shows progress on stderr: ``store.save(..., progress=casckpt.progress_bar("saving"))``.
 
-    A bar on a terminal, which goes when all is done, or at the end of a ``with``; a line each half minute where there
-    is none. ``what``: is done. ``of_bytes``: False where things are counted. One for each call.
+    On a terminal it is a bar, which disappears when the work is done or the ``with`` ends. Elsewhere it prints a line
+    every half minute. ``what``: the name of the work. ``of_bytes``: False to count objects. Make one for each call.
     """
 
     def __init__(self, what: str = "working", *, of_bytes: bool = True) -> None:
@@ -52,7 +52,7 @@ class progress_bar:  # noqa: N801 - it is called as a function
         self._lines = None if sys.stderr is not None and sys.stderr.isatty() else Lines(what, of_bytes=of_bytes)
 
     def __call__(self, done: int, total: int | None) -> None:
-        """So much is done by now, of so much."""
+        """Report the amount that is done, and the total."""
         if self._lines is not None:
             self._lines(done, total)
             return
@@ -71,7 +71,7 @@ class progress_bar:  # noqa: N801 - it is called as a function
         self.close()
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
@@ -85,7 +85,7 @@ def _bars(of_bytes: bool) -> Progress:
 
 
 def _columns(of_bytes: bool) -> list[ProgressColumn]:
-    """What fits: 40 columns have room for the name, a bar and the amount; wider ones for the rate and the time too."""
+    """Return the columns that fit: name, bar and amount; on wide terminals also rate and time."""
     from rich import progress as rich
 
     columns: list[ProgressColumn] = [

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from casckpt.store.store import Store
 
 Function: TypeAlias = Callable[..., int | None]
-"""The body of a command; it gives an exit status, or None for 0."""
+"""The body of a command. It returns an exit status, or None for 0."""
 
 
 @dataclass
 class Output:
-    """Where a command's result goes. ``as_json``: the result itself, else the text that is made of it."""
+    """Prints the result of a command: as JSON if ``as_json``, else as text."""
 
     as_json: bool = False
 
@@ -54,7 +54,7 @@ class Session(Output):
 
     @cached_property
     def store(self) -> Store:
-        """The store. Opening it reads and makes nothing."""
+        """The store. Opening it reads and creates nothing."""
         from casckpt.store.opening import open as open_store
 
         return open_store(
@@ -64,7 +64,7 @@ class Session(Output):
 
 
 def finite(value: Any) -> Any:
-    """``value`` with null for NaN and infinities, which JSON lacks: a loss may well be one."""
+    """Replace NaN and infinities in ``value`` by null, because JSON lacks them."""
     if isinstance(value, float):
         return value if isfinite(value) else None
     if isinstance(value, dict):
@@ -117,10 +117,10 @@ REQUIRE_SIGNATURE = click.Option(
 
 
 class StoreCommand(click.Command):
-    """A command whose first argument is STORE, unless an option or the environment names the store."""
+    """A command whose first argument is STORE, unless an option or the environment sets the store."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse, without STORE where that is named elsewhere."""
+        """Parse the arguments, without STORE if an option or the environment sets it."""
         options = args[: args.index("--")] if "--" in args else args
         if os.environ.get(ENV_STORE) or any(re.fullmatch(r"-s|--store(=.*)?", one) for one in options):
             ctx.meta[ENV_STORE] = True
@@ -133,13 +133,13 @@ class StoreCommand(click.Command):
             raise
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """All that can be given here."""
+        """Return the parameters, without STORE if the environment sets it."""
         params = super().get_params(ctx)
         return [one for one in params if one is not STORE_ARGUMENT] if ENV_STORE in ctx.meta else params
 
 
 def _about_store(error: click.UsageError) -> str:
-    """Give what somebody should know of STORE whose line is wrong, if anything."""
+    """Return a hint about STORE for a wrong command line; empty if there is none."""
     if os.environ.get(ENV_STORE):
         return f"{ENV_STORE} names the store, so STORE is left out here; -s names another one"
     is_missing = isinstance(error, click.MissingParameter) and error.param is STORE_ARGUMENT
@@ -147,9 +147,9 @@ def _about_store(error: click.UsageError) -> str:
 
 
 def store_command(name: str, *, loads: bool = False) -> Callable[[Function], click.Command]:
-    """A command of a store: STORE first. The function gets a `Session` and its own options.
+    """Define a command on a store. STORE comes first. The function gets a `Session` and its own options.
 
-    ``loads``: it hands checkpoints out, and can be told whose signature they need.
+    ``loads``: the command loads checkpoints, so it has an option for required signatures.
     """
 
     def decorate(function: Function) -> click.Command:
@@ -162,7 +162,7 @@ def store_command(name: str, *, loads: bool = False) -> Callable[[Function], cli
             named_store: str | None,
             store: str = "",
             require_signature: tuple[str, ...] = (),
-            **options: Any,  # of the one command, by the names that click gives them
+            **options: Any,  # the command's own, by click's names
         ) -> int | None:
             as_json, url = _take_common(options), named_store or store
             return function(
@@ -178,7 +178,7 @@ def store_command(name: str, *, loads: bool = False) -> Callable[[Function], cli
 
 
 def plain_command(name: str) -> Callable[[Function], click.Command]:
-    """A command of no store. The function gets an `Output` and its own options."""
+    """Define a command without a store. The function gets an `Output` and its own options."""
 
     def decorate(function: Function) -> click.Command:
         @wraps(function)
@@ -193,14 +193,14 @@ def plain_command(name: str) -> Callable[[Function], click.Command]:
 
 
 def _take_common(options: dict[str, Any]) -> bool:
-    """Take the common options out, and heed them: the answer is whether JSON is wanted."""
-    del options["debug"]  # `casckpt.cli.main` has seen to it
+    """Remove the common options and apply them. Returns whether the output is JSON."""
+    del options["debug"]  # `casckpt.cli.main` handles it
     click.get_current_context().with_resource(_log_to_stderr(options.pop("verbose")))
     return bool(options.pop("as_json"))
 
 
 class _Handler(logging.Handler):
-    """Log records on stderr, as it is at that moment."""
+    """Writes log records to the current stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(f"casckpt: {record.levelname.lower()}: {printable(record.getMessage(), lines=True)}", err=True)

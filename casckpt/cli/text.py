@@ -14,19 +14,19 @@ from typing import Any, Final, Literal
 
 import click
 
-from casckpt.base.sizes import format_size
+from casckpt.base.units import format_size
 
 SHORT_ID: Final = 12
 _MANY: Final = 20
 _GAP: Final = 2
-_LEAST: Final = 12  # columns of a terminal, of what is cut
+_LEAST: Final = 12  # columns that a cut cell keeps at least
 
 say = partial(click.echo)
 size = format_size
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """``text`` with whatever a terminal might obey shown as an escape; line ends only if they are wanted."""
+    """Escape the control characters in ``text``; keep line ends only if ``lines``."""
 
     def shown(character: str) -> str:
         if character.isprintable() or (lines and character == "\n"):
@@ -37,33 +37,33 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def bold(text: str) -> str:
-    """``text`` as a title, where the terminal knows how and nobody minds."""
+    """Return ``text`` in bold, if the terminal can show it and NO_COLOR is not set."""
     plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
     return text if plain else click.style(text, bold=True)
 
 
 def freed(now: int, later: int) -> str:
-    """Bytes that a gc deletes now, and later: once what is forgotten cannot be restored any more."""
+    """Format the bytes that a gc deletes now, and those that it deletes once forgotten checkpoints are purged."""
     return f"{size(now)} now, {size(later)} later" if later else size(now)
 
 
 def count(number: int, what: str) -> str:
-    """``1 blob``, ``3 blobs``."""
+    """Format a count: ``1 blob``, ``3 blobs``."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def moment(iso: str) -> str:
-    """A time of the JSON output to the minute, in UTC."""
+    """Format a time of the JSON output to the minute, in UTC."""
     return datetime.fromisoformat(iso).astimezone(UTC).strftime("%Y-%m-%d %H:%M")
 
 
 def name(one: dict[str, Any]) -> str:
-    """RUN@STEP and the short id of a checkpoint in the JSON output."""
+    """Format RUN@STEP and the short id of a checkpoint in the JSON output."""
     return f"{printable(one['run'])}@{one['step']} ({one['id'][:SHORT_ID]})"
 
 
 def shortened(items: Sequence[str], most: int = _MANY) -> list[str]:
-    """The first ``most`` items, and how many more there are."""
+    """Return the first ``most`` items, and how many more there are."""
     if len(items) <= most:
         return list(items)
     return [*items[:most], f"... and {len(items) - most} more (--json lists all)"]
@@ -81,7 +81,7 @@ def say_some(items: Sequence[str], most: int = _MANY) -> None:
 
 
 def summed(keys: Sequence[str]) -> Iterator[str]:
-    """Keys by the first part of them, where several have it in common."""
+    """Group keys by their first part, if several share it."""
     for head, number in Counter(key.partition(".")[0] for key in keys).items():
         same = (key for key in keys if key.partition(".")[0] == head)
         yield next(same) if number == 1 else f"{head}.* ({number} keys)"
@@ -89,9 +89,9 @@ def summed(keys: Sequence[str]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Column:
-    """``side``: numbers stand right. Where a table is wider than a terminal, what is not ``fixed`` is cut.
+    """A column of a table. ``side``: its alignment. A column that is not ``fixed`` is cut to fit the terminal.
 
-    ``spare``: a column that goes where even that is not enough, those with the lowest number first; 0 stays.
+    ``spare``: a column that is dropped if that is not enough, lowest number first; 0: never.
     """
 
     title: str
@@ -101,9 +101,9 @@ class Column:
 
 
 def table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table, a line for each row. On a terminal no line is longer than that is wide: ellipses say what is cut.
+    """Print a table, one line for each row. On a terminal, lines are cut to its width, with an ellipsis.
 
-    By hand, as rich takes half a second for a thousand rows.
+    This does not use rich, which takes half a second for a thousand rows.
     """
     cells = [tuple(map(printable, row)) for row in rows]
     room = terminal_width()
@@ -119,12 +119,12 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
 
 
 def terminal_width() -> int:
-    """Columns of the terminal that stdout is, and more than any line has where it is none: a pipe gets all."""
+    """Return the columns of the terminal at stdout; if it is no terminal, more than any line has."""
     return shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else sys.maxsize
 
 
 def _kept(columns: Sequence[Column], widths: Sequence[int], room: int) -> list[int]:
-    """Tell which columns are shown: as many as have room when what may be cut is."""
+    """Return which columns are shown: as many as fit after cutting."""
     kept = list(range(len(columns)))
     least = [width if c.fixed else min(width, _LEAST) for c, width in zip(columns, widths, strict=True)]
     for i in sorted((i for i in kept if columns[i].spare), key=lambda i: columns[i].spare):
@@ -135,7 +135,7 @@ def _kept(columns: Sequence[Column], widths: Sequence[int], room: int) -> list[i
 
 
 def _cut_widths(columns: Sequence[Column], wanted: Sequence[int], room: int) -> list[int]:
-    """The widths that are wanted; where that is too much, the widest that may be cut gives way first."""
+    """Return the widths of the columns. If they are too wide, the widest column that may be cut shrinks first."""
     widths = list(wanted)
     excess = sum(widths) + _GAP * (len(widths) - 1) - room
     while excess > 0:
@@ -156,7 +156,7 @@ def _line(columns: Sequence[Column], widths: Sequence[int], cells: Iterable[str]
 
 
 def _cut(text: str, width: int) -> str:
-    """``text``, with an ellipsis for its end where it is too long."""
+    """Return ``text``, cut with an ellipsis if it is too long."""
     if cell_width(text) <= width:
         return text
     from rich.cells import set_cell_size
@@ -165,7 +165,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def cell_width(text: str) -> int:
-    """Tell how many places of a terminal's line ``text`` takes."""
+    """Return how many terminal columns ``text`` takes."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len
@@ -182,7 +182,7 @@ def facts(rows: Iterable[tuple[str, str]]) -> None:
 
 
 def unusual(health: Mapping[str, Any] | None) -> list[str]:
-    """Say how many elements are NaN, and how many infinite; nothing of none."""
+    """Format the counts of NaN and infinite elements; empty if there are none."""
     found = {} if health is None else {"NaN": health["nan"], "infinite": health["inf"]}
     return [f"{number} {what}" for what, number in found.items() if number]
 

@@ -1,17 +1,17 @@
-"""Kinds of values that options take."""
+"""Types of option values, and the options for keep rules, which several commands share."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import click
 
-from casckpt.base.durations import seconds_of
-from casckpt.base.sizes import parse_size
+from casckpt.base.units import parse_size, seconds_of
 from casckpt.errors import InvalidInput
+from casckpt.plan.retention import Best
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
@@ -58,3 +58,37 @@ DURATION = Parsed("duration", lambda text: timedelta(seconds=seconds_of(text)))
 SETTING = Parsed("key=value", _setting)
 TEXT_SETTING = Parsed("name=value", _text_setting)
 RENAMING = Parsed("regex=name", _renaming)
+
+
+AT_LEAST_ONE: Final = click.IntRange(min=1)
+
+
+def _best(text: str) -> str:
+    Best.parse(text)
+    return text
+
+
+_OPTIONS: Final = (
+    click.option("--keep-last", type=click.IntRange(min=0), metavar="N", help="Keep the N newest of each run."),
+    click.option("--keep-every", type=AT_LEAST_ONE, metavar="N", help="Keep steps that are a multiple of N."),
+    click.option("--keep-within", type=DURATION, help="Keep what was saved within this time (12h, 7d)."),
+    click.option(
+        "--keep-daily", type=AT_LEAST_ONE, metavar="N", help="Keep the newest of each of the last N days that have one."
+    ),
+    click.option("--keep-weekly", type=AT_LEAST_ONE, metavar="N", help="The same for N weeks."),
+    click.option("--keep-monthly", type=AT_LEAST_ONE, metavar="N", help="The same for N months."),
+    click.option(
+        "--keep-best",
+        type=Parsed("best", _best),
+        multiple=True,
+        metavar="METRIC:[max:]N",
+        help="Keep the N with the lowest value, or the highest (max). May be repeated.",
+    ),
+)
+
+
+def keep_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the rules as options; the function gets them by the names of the fields of `Policy`."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function

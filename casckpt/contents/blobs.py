@@ -20,7 +20,7 @@ from casckpt.storage.base import AlreadyExists, ListedObject
 PREFIX = "damaged/"
 DAMAGED, REPAIRED = "damaged", "repaired"
 FRAMES = "frames"
-"""Damaged, although all bytes are as they were written: a frame decodes to another cell than was saved."""
+"""The mark of a blob whose bytes are as they were written, but a frame in it decodes to a wrong cell."""
 MAX_WHY_CHARACTERS = 500
 _SAMPLE = 16
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DamageMark:
-    """The latest mark of a blob. ``number``: of its record. ``why``: the reason, as text."""
+    """The latest mark of a blob. ``number``: the number of its record. ``why``: the reason, as text."""
 
     uploader: TxId
     blob: BlobHash
@@ -41,7 +41,7 @@ class DamageMark:
 def put(repo: Repository, uploader: TxId, blob_hash: BlobHash, data: memoryview | bytes) -> None:
     """Write a blob under ``uploader``. A blob that exists there already is success. Durable after ``settle``.
 
-    Raises `StorageError`, also if a blob of another size exists (a put that went wrong on the server).
+    Raises `StorageError`, also if a blob of another size exists (a failed put on the server).
     """
     key, size = blob_key(uploader, blob_hash), memoryview(data).nbytes
     try:
@@ -55,7 +55,7 @@ def put(repo: Repository, uploader: TxId, blob_hash: BlobHash, data: memoryview 
 
 
 def check(repo: Repository, refs: Iterable[BlobRef]) -> list[BlobRef]:
-    """Return those of ``refs`` that are missing or have another size. One small request for each blob.
+    """Return those of ``refs`` that are missing or have another size. Takes one small request for each blob.
 
     Over a network a process checks each blob once, and later only a sample. Raises `StorageError`.
     """
@@ -71,16 +71,18 @@ def check(repo: Repository, refs: Iterable[BlobRef]) -> list[BlobRef]:
 
 
 def check_reused(repo: Repository, txid: TxId, refs: Iterable[BlobRef]) -> list[BlobRef]:
-    """Return those of ``refs``, which transaction ``txid`` reuses, that are missing or cut short, and mark them.
+    """Return those of ``refs`` that are missing or cut short, and mark them. Transaction ``txid`` reuses all of them.
 
     Raises `Revoked` if a gc has revoked the transaction and may have deleted the blobs; `StorageError`.
     """
     lost = check(repo, refs)
     if lost and repo.storage.size(commit_key(txid)) is not None:
-        raise Revoked("a gc took this for dead, and deleted what it reused; start again", key=commit_key(txid))
+        raise Revoked(
+            "gc considered this save dead, and deleted blobs that it reused; start again", key=commit_key(txid)
+        )
     for ref in lost:
         log.warning("blob %s is gone or cut short; its cells are stored again", ref.hash)
-        mark_damaged(repo, ref.uploader, ref.hash, "missing or of another size when it was to be reused")
+        mark_damaged(repo, ref.uploader, ref.hash, "missing or of another size when a save tried to reuse it")
     return lost
 
 
@@ -128,7 +130,7 @@ def mark_damaged(repo: Repository, uploader: TxId, blob: BlobHash, why: str, *, 
 
 
 def mark_repaired(repo: Repository, uploader: TxId, blob: BlobHash, why: str) -> None:
-    """Mark a damaged blob as repaired. Does nothing if it is not marked as damaged. Raises `StorageError`."""
+    """Mark a damaged blob as repaired. Has no effect if it is not marked as damaged. Raises `StorageError`."""
     _mark_as(repo, uploader, blob, REPAIRED, why)
 
 
@@ -158,7 +160,7 @@ def _mark_as(repo: Repository, uploader: TxId, blob: BlobHash, state: str, why: 
         try:
             repo.put_record(damaged_key(uploader, blob, number + 1), record)
         except Conflict:
-            continue  # another process added a mark just now: read it, and add ours behind it if it still differs
+            continue  # another process added a mark just now: read it, and add this mark after it if they still differ
         return
 
 

@@ -1,4 +1,4 @@
-"""`Checkpoint`, the value that users receive, and the figures in it. Needs no torch."""
+"""`Checkpoint`, the value that users receive, and the figures in it. It does not need torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from casckpt.base.durations import time_of
 from casckpt.base.groups import grouped
 from casckpt.base.lazy import cached_property
-from casckpt.base.sizes import format_size
 from casckpt.base.text import html_table
+from casckpt.base.units import format_size, time_of
 from casckpt.errors import ForgottenWarning
 from casckpt.format.metrics import metric_values
 from casckpt.format.records import Committed, Dropped
@@ -23,7 +22,7 @@ from casckpt.history.commits import Commit
 from casckpt.repository.repository import Repository
 
 if TYPE_CHECKING:
-    from casckpt.format.manifest import Manifest  # needs numpy, and a listing needs no manifest
+    from casckpt.format.manifest import Manifest  # it needs numpy, but a listing needs no manifest
     from casckpt.plan.routes import Link
 
 Frames: TypeAlias = "dict[str, dict[Link, bytes]]"
@@ -34,7 +33,7 @@ _SHOWN = 20  # checkpoints in a notebook
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor: dtype as torch names it, global shape, size in bytes."""
+    """One tensor: dtype with its name in torch, global shape, size in bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -55,7 +54,7 @@ class TensorHealth:
 
 @dataclass(frozen=True, slots=True)
 class SaveStats:
-    """What a save did, over all ranks. ``bytes_written``: of blob files. ``seconds``: until it was durable.
+    """The result of a save, over all ranks. ``bytes_written``: of blob files. ``seconds``: until it was durable.
 
     ``bytes_reused``: of tensors, as held in memory, that were stored already. ``bytes_coded``: of encoded cells, as
     held in memory. ``bytes_frames``: of their frames. ``bytes_deltas``: of the frames that have a base.
@@ -74,10 +73,11 @@ class SaveStats:
 
 @dataclass(frozen=True, slots=True)
 class SaveDetails:
-    """How a checkpoint was saved. ``parent``: id of the one before it in its run. ``world_size``: number of ranks.
+    """How a checkpoint was saved. ``parent``: id of the previous checkpoint of its run.
 
-    ``casckpt``, ``torch``: versions. ``objects``: keys of values that are no tensors; ``pickled``: those stored as a
-    pickle. ``differing``: keys that differed between ranks that should hold the same.
+    ``world_size``: number of ranks. ``casckpt``, ``torch``: versions. ``objects``: keys of values that are not
+    tensors; ``pickled``: those stored as a pickle. ``differing``: keys that differed between ranks that should hold
+    the same values.
     """
 
     parent: str | None
@@ -91,13 +91,13 @@ class SaveDetails:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint of a store, from its commit. What stands in the manifest is read on first use.
+    """One checkpoint of a store, from its commit. It reads the manifest when a property first needs it.
 
     ``missing_keys``: keys of the template that the checkpoint lacks (after a load with ``strict=False``).
-    ``unread_keys``: keys of the checkpoint that the template did not name. ``unread_subtrees``: whole containers among
-    these that no rank read. ``mismatched_keys``: keys of the template that ``ignore_mismatched`` left unchanged.
-    ``notes``: what an import did not take over exactly, as text. ``frames``: frames that updates decoded, which the
-    next update applies to what is in memory; they are never pickled.
+    ``unread_keys``: keys of the checkpoint that the template did not name. ``unread_subtrees``: whole containers
+    among these that no rank read. ``mismatched_keys``: keys of the template that ``ignore_mismatched`` left
+    unchanged. ``notes``: parts that an import did not take over exactly, as text. ``frames``: frames that updates
+    decoded. The next update applies them to the state in memory; they are never pickled.
     """
 
     repo: Repository = field(repr=False)
@@ -124,22 +124,22 @@ class Checkpoint:
 
     @property
     def id(self) -> str:
-        """BLAKE3 of what was saved, independent of where it is stored: 64 hex digits."""
+        """The BLAKE3 hash of everything that was saved, independent of its place in the store: 64 hex digits."""
         return self.commit.id
 
     @property
     def run(self) -> str:
-        """The run it belongs to."""
+        """The run of the checkpoint."""
         return self.commit.run
 
     @property
     def step(self) -> int:
-        """The step it was saved at."""
+        """The step at which it was saved."""
         return self.commit.step
 
     @property
     def created_at(self) -> datetime:
-        """When it was saved, UTC."""
+        """The time of the save, in UTC."""
         return time_of(self._record.created_at)
 
     @property
@@ -159,22 +159,22 @@ class Checkpoint:
 
     @property
     def dropped(self) -> Dropped | None:
-        """What thinning left out: the number of tensors, their bytes, and the rule. None if it is whole."""
+        """The entries that thinning left out: the number of tensors, their bytes, and the rule. None if it is whole."""
         return self.commit.dropped
 
     @property
     def healthy(self) -> bool | None:
-        """What the save declared; also False if the save found NaN. None if nothing was declared."""
+        """The value that the save declared; also False if the save found NaN. None if the save declared nothing."""
         return self._record.healthy
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics that it was saved with."""
+        """The metrics that were saved with it."""
         return metric_values(self._record.metrics)
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
-        """The user's metadata. Raises Unsigned if the store requires a signature and this has none."""
+        """The user's metadata. Raises Unsigned if the store requires a signature and the checkpoint has none."""
         if self.repo.trusted is not None:  # a signature does not cover the record
             from casckpt.contents.signatures import get_trusted
 
@@ -183,19 +183,19 @@ class Checkpoint:
 
     @property
     def tags(self) -> list[str]:
-        """The tags that name it now, sorted, without tags whose records are damaged."""
+        """The tags that currently name it, sorted, without tags whose records are damaged."""
         return tags.tags_of(tags.list_tags(self.repo).tags, self.commit.id)
 
     @property
     def signers(self) -> list[str]:
-        """The names of the keys that claim to have signed it, sorted. Nobody has compared the signatures."""
+        """The names of the keys that claim to have signed it, sorted. The signatures are not verified."""
         from casckpt.contents.signatures import signers
 
         return signers(self.repo, self.commit.id)
 
     @property
     def details(self) -> SaveDetails:
-        """How it was saved, as its manifest has it."""
+        """The details of its save, from its manifest."""
         from casckpt.format.plain import decode
         from casckpt.format.sections.index import REPLICAS_NOTE
 
@@ -216,9 +216,10 @@ class Checkpoint:
 
     @cached_property
     def health(self) -> Mapping[str, TensorHealth] | None:
-        """What its save found in its tensors, by key, over all ranks; None if the save was not asked to check them.
+        """The findings of its save about each tensor, by key, over all ranks; None if the save did not check tensors.
 
-        Leaves out tensors without such figures: those that were declared frozen, and those that hold no numbers.
+        Leaves out tensors without such figures: those that were declared frozen, and those that hold no
+        numbers.
         """
         from casckpt.format.sections.health import joined, sum_of
 
@@ -231,7 +232,7 @@ class Checkpoint:
 
     @property
     def stats(self) -> SaveStats:
-        """What its save did."""
+        """The figures of its save."""
         return SaveStats(**{figure.name: getattr(self._record, figure.name) for figure in fields(SaveStats)})
 
     def __repr__(self) -> str:
@@ -255,14 +256,14 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A new checkpoint of a watched run. ``late``: a later save was reported or visible before."""
+    """A new checkpoint of a watched run. ``late``: whether a later save was already reported or visible."""
 
     checkpoint: Checkpoint
     late: bool
 
 
 def html_of(url: str, checkpoints: Sequence[Checkpoint]) -> str:
-    """Return what a notebook shows of the store at ``url``: a table of its last ``checkpoints``."""
+    """Return the HTML that a notebook shows for the store at ``url``: a table of its last ``checkpoints``."""
     rows = [
         (
             shown.run, shown.step, f"{shown.created_at:%Y-%m-%d %H:%M} UTC", format_size(shown.stats.bytes_total),
@@ -283,7 +284,7 @@ def warn_if_forgotten(commit: Commit) -> None:
 
 
 def _level_outside() -> int:
-    """Return the stack level of the user's code, so that a warning names a line of the user."""
+    """Return the stack level of the user's code, so that a warning names a line in it."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("casckpt."):
         level, frame = level + 1, frame.f_back

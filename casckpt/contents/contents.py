@@ -1,4 +1,4 @@
-"""What a checkpoint holds, by key: tensors, objects, attachments, and the tree that nests them. Needs no torch."""
+"""The contents of a checkpoint by key: tensors, objects, attachments, and the tree that nests them. Needs no torch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from casckpt.repository.repository import Repository
 
 
 class Contents:
-    """What a checkpoint holds for one rank. Of values that each rank saved, it is the rank's own, else rank 0's.
+    """The contents of a checkpoint for one rank.
 
-    ``extensions``: types that the tree may hold beside plain data, such as those of torch.
+    Where each rank saved a value, it is that of this rank, or else of rank 0. ``extensions``: types that the tree
+    may hold in addition to plain data, such as those of torch.
     """
 
     def __init__(self, manifest: Manifest, rank: int = 0, extensions: Sequence[Extension] = ()) -> None:
@@ -60,7 +61,7 @@ class Contents:
         return cls(get_trusted(repo, commit), rank, extensions)
 
     def adopt(self, repo: Repository, commit: Commit) -> None:
-        """Cache the manifest, which came from another rank. Its missing pieces are read from ``repo``."""
+        """Cache the manifest, which another rank has sent. Its missing parts are read from ``repo``."""
         manifests.adopt(repo, commit, self.manifest)
 
     @property
@@ -73,14 +74,14 @@ class Contents:
         return [*self.tensors, *self.objects]
 
     def tensor(self, key: str) -> Entry:
-        """Return the entry of a tensor that the tree names. Raises Refused if there is none."""
+        """Return the entry of a tensor that the tree names. Raises Refused if it does not exist."""
         if key not in self.tensors:
             raise self.lacks(key)
         return self.tensors[key]
 
     def lacks(self, key: str) -> Refused:
         """Return the error for a leaf of the tree that is not stored."""
-        return Refused(f"manifest {self.manifest.id} names {key!r} in its tree but holds nothing for it", key=key)
+        return Refused(f"manifest {self.manifest.id} names {key!r} in its tree, but has no entry for it", key=key)
 
     def parts(self, stored: StoredObject) -> list[Entry]:
         """Return the entries that hold the large buffers of an object."""
@@ -95,7 +96,7 @@ class Contents:
         return decode_tree(self.manifest.body.tree, self._extensions)
 
     def whole_tree(self) -> Node:
-        """Return the tree. Raises Refused if it names a leaf that the manifest does not hold."""
+        """Return the tree. Raises Refused if it names a leaf that the manifest does not have."""
         for path, leaf in leaves(self.tree):
             key = join(path)
             if key not in (self.tensors if leaf == TENSOR_LEAF else self.objects):
@@ -103,7 +104,7 @@ class Contents:
         return self.tree
 
     def ready(self, keys: Iterable[str]) -> None:
-        """Fetch the parts of the manifest for these keys in few reads, before they are used."""
+        """Fetch the parts of the manifest for these keys, in few reads, before they are used."""
         entries, objects = list[Entry](), list[int]()
         for key in keys:
             if key in self.tensors:
@@ -114,9 +115,10 @@ class Contents:
         self.manifest.ready([entry.number for entry in entries], objects)
 
     def extents(self, entry: Entry) -> ExtentTable:
-        """Return the extents of an entry that is stored as a whole. Call it before you make memory for the entry.
+        """Return the extents of an entry that is stored as a whole. Call it before you allocate memory for the entry.
 
-        Raises Damaged for an entry with holes, since its shape may be hostile, and what `Manifest.extents` raises.
+        Raises Damaged for an entry with holes, because its shape may be hostile, and the errors of
+        `Manifest.extents`.
         """
         table = self.manifest.extents(entry)
         if not covers(table, whole(entry.shape)):

@@ -1,7 +1,7 @@
 """Manifests as objects of a store.
 
-A small manifest is read at once. Of a large one the front sections are read, and the pieces that a load needs are read
-by range on first use. A reader that only needs the blobs reads nothing but their list.
+A small manifest is read at once. For a large manifest, casckpt reads the front sections, and later, by range, each part
+that a load needs. A reader that only needs the blobs reads only the list of blobs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from casckpt.base.durations import time_of
 from casckpt.base.parallel import in_parallel
+from casckpt.base.units import time_of
 from casckpt.contents import blobs
 from casckpt.errors import Damaged, Gone, InvalidInput, NotFound, Refused, StorageError
-from casckpt.format.draft import Draft, Encoded, encode
 from casckpt.format.keys import manifest_key
-from casckpt.format.manifest import FRONT, Manifest, decode, decode_front
+from casckpt.format.manifest import FRONT, Draft, Encoded, Manifest, decode, decode_front, encode
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import Committed
 from casckpt.format.sections.blobs import BlobList, BlobRef
@@ -33,7 +32,7 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.base import AlreadyExists, Reader, ShortObject
 
 WHOLE_BYTES = 1 << 20
-"""A manifest of at most so many bytes is read whole, because several requests would take longer."""
+"""The maximum size of a manifest that is read whole. For a small one, several requests would take longer."""
 
 T = TypeVar("T")
 
@@ -41,13 +40,13 @@ T = TypeVar("T")
 def put(repo: Repository, txid: TxId, draft: Draft) -> Encoded:
     """Write a manifest, durably, under ``txid``, the transaction that will commit it.
 
-    Raises `StorageError`, `InvalidInput` if it is too large or breaks the limits of the format.
+    Raises `StorageError`, `InvalidInput` if it is too large or exceeds the limits of the format.
     """
     return put_encoded(repo, txid, encode(draft))
 
 
 def put_encoded(repo: Repository, txid: TxId, made: Encoded) -> Encoded:
-    """Write an encoded manifest. One that exists already is success. Raises as `put`."""
+    """Write an encoded manifest. An existing one is success. Raises as `put`."""
     key = manifest_key(txid, made.id)
     if len(made.data) > MAX_MANIFEST_BYTES:
         raise InvalidInput(f"a manifest of {len(made.data)} bytes is larger than {MAX_MANIFEST_BYTES} bytes")
@@ -61,10 +60,10 @@ def put_encoded(repo: Repository, txid: TxId, made: Encoded) -> Encoded:
 
 
 def get(repo: Repository, commit: Commit) -> Manifest:
-    """Return the verified manifest of a checkpoint, from memory if it was used just now.
+    """Return the verified manifest of a checkpoint, from memory if it was used recently.
 
-    Raises `Damaged` if it is gone or not what was written, `Refused` if it is not usable, `Gone` if the checkpoint
-    was purged since ``commit`` was read; `StorageError`. Later reads of its pieces raise the same.
+    Raises `Damaged` if it is gone or differs from the written one, `Refused` if it is not usable, `Gone` if the
+    checkpoint was purged since ``commit`` was read; `StorageError`. Later reads of its parts raise the same errors.
     """
     manifest = _unless_purged(repo, commit, lambda: _read(repo, commit))
     manifest.left_out = left_out(commit)
@@ -79,7 +78,7 @@ def get_with_extents(repo: Repository, commit: Commit) -> Manifest:
 
 
 def left_out(commit: Commit) -> str | None:
-    """Return a message about what thinning left out, with rule, time and advice; None if the checkpoint is whole.
+    """Describe the entries that thinning left out, with rule, time and advice; None if the checkpoint is whole.
 
     For a copy or a repaired checkpoint, the time is that of the copy or repair.
     """
@@ -90,7 +89,7 @@ def left_out(commit: Commit) -> str | None:
 
 
 def others(repo: Repository, id: ManifestId, tried: Container[str]) -> list[Commit]:
-    """Return the live commits of an id, best first, without those in ``tried``: heads or transactions.
+    """Return the live commits of an id, best first, except those whose head or transaction is in ``tried``.
 
     Takes a new listing, because a rewrite may have been undone. Raises `StorageError`.
     """
@@ -100,10 +99,10 @@ def others(repo: Repository, id: ManifestId, tried: Container[str]) -> list[Comm
 
 
 def use(repo: Repository, commit: Commit, act: Callable[[Commit, Manifest], T]) -> T:
-    """Call ``act`` with a manifest; if that is gone or damaged, with the manifest of another commit of the id.
+    """Call ``act`` with a manifest; if it is gone or damaged, with the manifest of another commit of the id.
 
-    The other commit's record must agree with this one, because a hostile record may name a foreign id. ``act`` may be
-    called several times. Raises what `get` and ``act`` raise.
+    The record of the other commit must agree with that of ``commit``, because a hostile record may name a foreign
+    id. ``act`` may be called several times. Raises the errors of `get` and ``act``.
     """
     tried, shared = set[str](), _shared_fields(commit.committed)
     while True:
@@ -118,7 +117,7 @@ def use(repo: Repository, commit: Commit, act: Callable[[Commit, Manifest], T]) 
 
 
 def adopt(repo: Repository, commit: Commit, manifest: Manifest) -> None:
-    """Cache a manifest that came from another rank. Its missing pieces are read from ``repo``."""
+    """Cache a manifest that another rank has sent. Its missing parts are read from ``repo``."""
     manifest.attach(partial(_read_later, repo, commit))
     manifest.left_out = left_out(commit)
     repo.manifests.add(commit.txid, manifest)
@@ -194,7 +193,7 @@ def _naming(commit: Commit) -> Iterator[None]:
         more = f" ({reason})" if isinstance(error, Damaged) else ""
         message = (
             f"the manifest of checkpoint {commit.run}@{commit.step} ({commit.id}) {why}: {key}{more}. "
-            "Put it back with `casckpt repair`, or give it up with `casckpt forget`: a gc goes on without it a day "
+            "Restore it with `casckpt repair`, or give it up with `casckpt forget`: gc continues without it a day "
             f"later, or at once with `--run {shlex.quote(commit.run)} --min-age 0`, which also purges everything else "
             "of that run that is forgotten"
         )
@@ -212,7 +211,8 @@ def _shared_fields(of: Committed | ManifestBody) -> tuple[str, int | None, int, 
 def blob_list(repo: Repository, commit: Commit) -> BlobList:
     """Return the blobs of a checkpoint, from the catalogue or the store.
 
-    Raises `Damaged` if the manifest is not the one that the record names, `Refused`, `StorageError`; never `Gone`.
+    Raises `Damaged` if the manifest differs from the one that the record names, `Refused`, `StorageError`; never
+    `Gone`.
     """
     head = commit.committed.head
     known = repo.catalogue.blobs(commit.txid, head)
@@ -269,10 +269,10 @@ def learn(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
 
 
 def locate(repo: Repository, commits: Iterable[Commit], wanted: Mapping[BlobHash, BlobRef]) -> dict[BlobHash, BlobRef]:
-    """Return where ``repo`` has the ``wanted`` blobs, by hash, as far as one of the live ``commits`` names them.
+    """Return the locations in ``repo`` of the ``wanted`` blobs, by hash, if one of the live ``commits`` names them.
 
-    A blob without a live commit does not count, because a gc may delete it. Neither does a marked blob. Raises
-    `StorageError`.
+    A blob without a live commit does not count, because gc may delete it. A marked blob does not count either.
+    Raises `StorageError`.
     """
     marked = blobs.damaged_marks(repo)
     heads = np.array([int.from_bytes(bytes.fromhex(name[:16]), "little") for name in wanted], dtype="<u8")

@@ -18,8 +18,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from casckpt.base.durations import time_of
 from casckpt.base.names import LATEST, MAX_STEP, TAG, check_run, run_hash, similar_runs
+from casckpt.base.units import time_of
 from casckpt.errors import Damaged, Gone, InvalidInput, NotFound, Refused
 from casckpt.format.keys import parse_txid
 from casckpt.format.names import ManifestId, TxId
@@ -42,10 +42,10 @@ _SHOWN = 5
 
 
 def resolve(repo: Repository, ref: str | Commit, commits: CommitList | None = None) -> Commit:
-    """Return the commit that ``ref`` names. A commit names itself, as it is now.
+    """Return the commit that ``ref`` names. If ``ref`` is a commit, return its current state.
 
     ``commits``: the listing to search, None for a new one. Raises `InvalidInput` if ``ref`` is no reference or is
-    ambiguous, `NotFound` with what there is instead, `Gone` for a purged checkpoint, `StorageError`.
+    ambiguous, `NotFound` with similar names that exist, `Gone` for a purged checkpoint, `StorageError`.
     """
     if isinstance(ref, Commit):
         now = _by_its_log(repo, ref) if commits is None else None
@@ -68,12 +68,12 @@ def resolve(repo: Repository, ref: str | Commit, commits: CommitList | None = No
 
 
 def is_reference(text: str) -> bool:
-    """Tell whether a text has the form of a reference."""
+    """Return whether a text has the form of a reference."""
     return "@" in text or text == LATEST or text.startswith(TAG) or _ID.fullmatch(text.lower()) is not None
 
 
 def is_range(ref: object) -> bool:
-    """Tell whether a reference is a range of steps."""
+    """Return whether a reference is a range of steps."""
     return isinstance(ref, str) and _RANGE.fullmatch(ref.rpartition("@")[2]) is not None
 
 
@@ -90,7 +90,7 @@ def resolve_many(repo: Repository, refs: Iterable[str | Commit], commits: Commit
 def unread_within(listed: CommitList, refs: Iterable[str | Commit], run: str | None = None) -> list[TxId]:
     """Return the transactions with an unreadable record that ranges among ``refs`` may name.
 
-    Without ``refs`` all of them. ``run``: only those of this run.
+    Without ``refs``, return all of them. ``run``: return only those of this run.
     """
     named = list(refs)
     texts = [ref for ref in named if not isinstance(ref, Commit)]
@@ -130,7 +130,7 @@ def _forgotten(commits: CommitList, run: str, steps: range) -> list[Commit]:
     at: dict[int, dict[ManifestId, Commit]] = defaultdict(dict)
     for commit in commits.live():
         if commit.is_forgotten and commit.run == run and commit.step in steps and commits.at(run, commit.step) is None:
-            at[commit.step][commit.id] = commit  # of one id the commit that answers comes last
+            at[commit.step][commit.id] = commit  # the last of several commits of one id is the one that answers
     for step, ids in at.items():
         if len(ids) > 1:
             dated = ((commit.id[:16], time_of(commit.committed.created_at)) for commit in ids.values())
@@ -142,7 +142,7 @@ def _forgotten(commits: CommitList, run: str, steps: range) -> list[Commit]:
 def _followed(repo: Repository, run: str | None, where: str) -> Commit | None:
     """Return the newest visible commit of all runs (None), or the newest or one of a step of a run, by announcements.
 
-    None if the announcements show none. Then a listing says what there is instead.
+    None if the announcements show none. Then the caller makes a listing, and reports what exists instead.
     """
     try:
         if run is None:
@@ -157,7 +157,7 @@ def _followed(repo: Repository, run: str | None, where: str) -> Commit | None:
 
 
 def _by_its_log(repo: Repository, commit: Commit) -> Commit | None:
-    """Return a commit as it is now, with two parallel requests; None if its own log is not enough."""
+    """Return the current state of a commit, with two parallel requests; None if its own log is not enough."""
     try:
         now = read_log(repo, commit.txid)
     except (Damaged, Refused):
@@ -174,7 +174,7 @@ def _as_it_is(repo: Repository, listed: CommitList, commit: Commit) -> Commit:
     now = same or _by_id(repo, listed, commit.id)
     if now.live and now.answers:
         return now
-    other = listed.of_id(now.id)  # it was rewritten, or that was undone
+    other = listed.of_id(now.id)  # it was rewritten, or a rewrite was undone
     if other is not None and (other.run, other.step) != (now.run, now.step):
         raise Refused(
             f"the commit records of {other} and {now} name the same id: one of them is false", checkpoints=(now.id,)
@@ -248,7 +248,7 @@ def _commits_of_run(repo: Repository, listed: CommitList, run: str) -> list[Comm
 
 
 def about_run(repo: Repository, listed: CommitList, run: str) -> str:
-    """Return a message for a run without a visible checkpoint: whether it had one, and which runs there are."""
+    """Return a message for a run without a visible checkpoint: whether it had one, and which runs exist."""
     forgotten = sum(commit.run == run for commit in listed.live())
     runs = listed.runs()
     near = similar_runs(run, runs)
@@ -294,7 +294,7 @@ def _by_id(repo: Repository, listed: CommitList, prefix: str) -> Commit:
 def _meant(repo: Repository, hits: Sequence[Commit]) -> Commit:
     """Return the first of the commits of an id; if their records differ, the first with a matching manifest."""
     if len({(commit.run, commit.step) for commit in hits}) > 1:  # an id belongs to one run and step
-        from casckpt.contents import manifests  # it imports numpy, which hardly any reference needs
+        from casckpt.contents import manifests  # imported here because it needs numpy, and few references need it
 
         for commit in hits:
             with suppress(Damaged, Refused, Gone):

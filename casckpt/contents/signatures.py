@@ -1,7 +1,7 @@
-"""Signatures of checkpoints: detached signatures of a domain string and the id, which covers all that was saved.
+"""Signatures of checkpoints: detached signatures of a domain string and the id, which covers everything that was saved.
 
-docs/integrity.md says what they do not cover: where the bytes lie, other records of the store about a checkpoint, and
-which checkpoint a name or "latest" means.
+docs/integrity.md lists what a signature does not cover: the location of the bytes, other records about a checkpoint,
+and which checkpoint a name or "latest" means.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ DOMAIN = b"casckpt 2026-11-23 the signature of a checkpoint\n"
 
 
 def message(id: ManifestId) -> bytes:
-    """Return the signed message of a checkpoint."""
+    """Return the message that signers of a checkpoint sign."""
     return DOMAIN + id.encode() + b"\n"
 
 
 def sign(repo: Repository, commit: Commit, key: Ed25519PrivateKey) -> str:
     """Verify the manifest of a checkpoint and put a signature of the checkpoint. Return the name of the key.
 
-    A valid signature that exists stays; an invalid one is replaced. Raises as `manifests.get`, `Unsupported`.
+    A valid existing signature stays; an invalid one is replaced. Raises as `manifests.get`, `Unsupported`.
     """
     check_requirements(repo)
     manifests.get(repo, commit)
@@ -44,7 +44,7 @@ def sign(repo: Repository, commit: Commit, key: Ed25519PrivateKey) -> str:
 
 
 def sign_save(repo: Repository, id: ManifestId) -> None:
-    """Sign a checkpoint before its commit if ``repo`` signs its saves. Whoever sees the commit can then verify it."""
+    """Sign a checkpoint before its commit if ``repo`` signs its saves. A reader of the commit can then verify it."""
     if repo.signer is not None:
         _put(repo, id, private_key_of(repo.signer))
 
@@ -61,9 +61,9 @@ def _put(repo: Repository, id: ManifestId, key: Ed25519PrivateKey) -> str:
 
 
 def check_trusted(repo: Repository, id: ManifestId, named: str) -> None:
-    """Raise `Unsigned` if ``repo`` requires a signature and this checkpoint has none. Checked once for each id.
+    """Raise `Unsigned` if ``repo`` requires a signature and this checkpoint has none. Checks each id only once.
 
-    ``named``: the checkpoint in the message. Raises `StorageError`, `Unsupported`.
+    ``named``: the name of the checkpoint in the message. Raises `StorageError`, `Unsupported`.
     """
     if repo.trusted is None or id in repo.found_signed:
         return
@@ -77,7 +77,7 @@ def check_trusted(repo: Repository, id: ManifestId, named: str) -> None:
 
 
 def is_trusted(repo: Repository, id: ManifestId) -> bool:
-    """Tell whether the signatures in the store allow to load a checkpoint. Raises `StorageError`, `Unsupported`."""
+    """Return whether the signatures in the store allow a load of a checkpoint. Raises `StorageError`, `Unsupported`."""
     return repo.trusted is None or any(_is_signed(repo, id, key) for key in repo.trusted)
 
 
@@ -90,7 +90,7 @@ def get_trusted(repo: Repository, commit: Commit) -> Manifest:
 def check_verified(repo: Repository, *, verify: bool) -> None:
     """Raise `InvalidInput` if a signature is required but the bytes are not verified."""
     if repo.trusted is not None and not verify:
-        raise InvalidInput("verify=False reads what nobody signed, and this store was opened with require_signature")
+        raise InvalidInput("verify=False reads unsigned bytes, but this store was opened with require_signature")
 
 
 def _is_signed(repo: Repository, id: ManifestId, key: PublicKey) -> bool:
@@ -108,23 +108,20 @@ def list_signatures(repo: Repository) -> dict[str, ManifestId]:
 
 
 def signers(repo: Repository, id: ManifestId) -> list[str]:
-    """Return the names of the keys that have a signature of a checkpoint, unverified. Raises `StorageError`."""
+    """Return the names of the keys that have signed a checkpoint, without verifying. Raises `StorageError`."""
     prefix = f"{PREFIX}{id}/"
     keys = (entry.key for entry in repo.storage.list(prefix))
     return sorted(key.removeprefix(prefix) for key in keys if parse_signature(key) == id)
 
 
 def remove_signatures(repo: Repository) -> None:
-    """Remove the signatures of purged checkpoints without a live commit, unless one is being copied into this store.
-
-    A copy that begins meanwhile may lose a signature; the next copy brings it again. Raises `StorageError`.
-    """
+    """Remove signatures of purged checkpoints without a live commit, unless a copy into this store is in progress."""
     listed = list_signatures(repo)
     if not listed:
         return
     opened = [transaction.began for transaction in open_transactions(repo, ())]
     commits = list_commits(repo)
-    if commits.damaged or None in opened:  # what is live or being copied is unknown
+    if commits.damaged or None in opened:  # the live and copied checkpoints are unknown
         return
     copied = {began.manifest for began in opened if began is not None}
     purged = {commit.id for commit in commits.commits.values() if commit.last == "purged"}

@@ -1,7 +1,8 @@
-"""Watching of a run: yields each new checkpoint once, in the order of announcements.
+"""Watches a run: yields each new checkpoint once, in the order of announcements.
 
-An announcement comes before its record, so the record may be missing for any time. Then it is read again, at longer and
-longer intervals. A checkpoint is yielded only if its log, read just then, shows it visible.
+An announcement comes before its record, so the record may be missing for an unlimited time. The watcher then reads it
+again, at longer and longer intervals. It yields a checkpoint only if the log of the checkpoint, read at that time,
+shows it visible.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
 
 START = "start"
-LONGEST_PAUSE = 60.0  # seconds until a failed storage is tried again
-_CHECK = 16  # polls until a check whether the store is still the same
+LONGEST_PAUSE = 60.0  # seconds between two attempts with a failed storage
+_CHECK = 16  # polls between two checks whether the store is still the same
 _MOST = 32  # polls until a missing record is read again
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A commit that is new and visible. ``late``: a later save was yielded, or visible, before it."""
+    """A new and visible commit. ``late``: whether a later save was yielded, or visible, before it."""
 
     commit: Commit
     late: bool
@@ -41,7 +42,7 @@ class Notice:
 
 @dataclass(slots=True)
 class _Awaited:
-    """An announced record that is not there yet. ``number``: in its log. ``due``: the poll at which it is read."""
+    """An announced record that does not exist yet. ``number``: in its log. ``due``: the poll that reads it."""
 
     number: int
     due: int
@@ -51,7 +52,8 @@ class _Awaited:
 class Expected:
     """Decides which announced commits are yielded, and when their logs are read. Does no I/O.
 
-    ``newest``: origin of the latest save that was yielded, or visible at the start. ``polls``: the clock.
+    ``newest``: origin of the latest save that was yielded, or visible at the start. ``polls``: the number of polls,
+    which serves as a clock.
     """
 
     def __init__(self) -> None:
@@ -68,7 +70,7 @@ class Expected:
         self._yielded.add(commit.id)
 
     def begin_anew(self) -> None:
-        """From now on, only announced transactions that began after ``newest`` are new."""
+        """Treat only announced transactions that began after ``newest`` as new from now on."""
         self._floor = self.newest
 
     def note(self, txid: TxId, number: int = 0) -> None:
@@ -80,7 +82,7 @@ class Expected:
             self._awaited[txid] = _Awaited(max(number, held.number if held else 0), self.polls)
 
     def due(self) -> list[TxId]:
-        """Return the transactions whose logs are to be read now, in order of announcement."""
+        """Return the transactions whose logs must be read now, in the order of announcements."""
         return [txid for txid, awaited in self._awaited.items() if awaited.due <= self.polls]
 
     def latest(self) -> list[TxId]:
@@ -90,7 +92,10 @@ class Expected:
         return sorted(self.due(), reverse=True)
 
     def judge(self, txid: TxId, seen: Commit | None, stands: Commit | None) -> Commit | None:
-        """Return the commit to yield, if any. ``seen``: from the log of ``txid``. ``stands``: what has replaced it."""
+        """Return the commit to yield, or None. ``seen``: from the log of ``txid``.
+
+        ``stands``: the commit that has replaced it.
+        """
         if seen is None or stands is None:
             self._wait(txid)
         elif self._is_over(seen) or stands.id in self._yielded:
@@ -104,11 +109,11 @@ class Expected:
         return None
 
     def is_late(self, commit: Commit) -> bool:
-        """Tell whether a later save is known."""
+        """Return whether a later save is known."""
         return self.newest is not None and commit.origin < self.newest
 
     def take(self, txid: TxId, commit: Commit) -> Notice:
-        """Return the notice of a commit, and note that it was yielded."""
+        """Return the notice of a commit, and record that it was yielded."""
         notice = Notice(commit, self.is_late(commit))
         self.newest = max(self.newest or commit.origin, commit.origin)
         self._yielded.add(commit.id)
@@ -116,12 +121,12 @@ class Expected:
         return notice
 
     def drop(self, txid: TxId) -> None:
-        """Stop to expect a transaction."""
+        """Stop expecting a transaction."""
         self._new.discard(txid)
         self._awaited.pop(txid, None)
 
     def _is_over(self, seen: Commit) -> bool:
-        """Tell whether it was revoked, or is a rewrite of a commit that is not new."""
+        """Return whether the commit was revoked, or is a rewrite of a commit that is not new."""
         return seen.last == "revoked" or (seen.replaces is not None and seen.replaces[0] not in self._new)
 
     def _wait(self, txid: TxId) -> None:
@@ -130,11 +135,11 @@ class Expected:
 
 
 class Watcher:
-    """Reads the announcements of a run, and the logs of new transactions. A failed call may be repeated at any time.
+    """Reads the announcements of a run, and the logs of new transactions. You may repeat a failed call at any time.
 
     ``after``: None for commits from now on, `START`, or a checkpoint or reference, which may be purged.
-    ``latest_only``: only the latest save at each call. The store need not exist yet. Raises `InvalidInput`, `NotFound`
-    for a reference to nothing, `StorageError`.
+    ``latest_only``: only the latest save at each call. The store need not exist yet. Raises `InvalidInput`,
+    `NotFound` for a reference to a missing checkpoint, `StorageError`.
     """
 
     def __init__(self, repo: Repository, run: str, after: str | Commit | None = None, *, latest_only: bool) -> None:
@@ -147,7 +152,7 @@ class Watcher:
         try:
             self._known = look(repo, self._hash)
         except NotFound:
-            return  # everything is new
+            return  # every checkpoint is new
         if behind is not None:
             self._expected.begin_behind(behind)
         if after is None or latest_only:
@@ -156,7 +161,10 @@ class Watcher:
             self._begin_behind(behind)
 
     def _begin_at_head(self, *, with_newest: bool) -> None:
-        """Begin behind the announcements. ``with_newest``: also yield the newest visible checkpoint, if it is new."""
+        """Begin after the current announcements.
+
+        ``with_newest``: also yield the newest visible checkpoint, if it is new.
+        """
         self._next = self._head + 1
         self._note_open()
         last = newest(self._repo, self._run, is_visible, skip_doubtful=True)
@@ -182,7 +190,7 @@ class Watcher:
                 self._expected.note(txid)
 
     def _number_of(self, txid: TxId) -> int:
-        """Return the number under which the first record of a log was announced, -1 for none."""
+        """Return the number of the announcement of a log's first record, -1 if there is none."""
         low, count = self._head + 1, 1
         while low > 0:
             low, count = max(0, low - count), 2 * count
@@ -197,7 +205,10 @@ class Watcher:
         return -1 if self._known is None else self._known.head
 
     def next(self) -> Notice | None:
-        """Return the next notice, None if there is none now. Raises `StorageError`, and as reading the marker."""
+        """Return the next notice, None if there is none now.
+
+        Raises `StorageError`, and the errors of reading the marker.
+        """
         if self._latest_only:
             self._poll()
             return self._take_latest()
@@ -208,7 +219,7 @@ class Watcher:
         return notice
 
     def _poll(self) -> None:
-        """Look for new announcements: one small request if there are none."""
+        """Check for new announcements. Takes one small request if there are none."""
         self._expected.polls += 1
         is_time = self._known is None or self._next <= self._head or self._expected.polls % _CHECK == 0
         if is_time or self._repo.storage.size(announcement_key(self._hash, self._head + 1)) is not None:
@@ -273,8 +284,8 @@ def watch(
 ) -> Iterator[Notice]:
     """Yield new commits, and poll every ``poll`` seconds. End after ``timeout`` seconds without a new one.
 
-    A failed storage is tried again, at longer and longer intervals. Raises `StorageError` if it still fails at the end,
-    and as reading the store's marker.
+    Retries a failed storage, at longer and longer intervals. Raises `StorageError` if it still fails at the end,
+    and the errors of reading the store's marker.
     """
     since, pause = now(), poll
     while True:
@@ -283,7 +294,7 @@ def watch(
             notice = watcher.next()
         except StorageError as error:
             notice, failure = None, error
-            log.warning("the run cannot be watched now; it is tried again: %s", error)
+            log.warning("the run cannot be watched now; a retry follows: %s", error)
         if notice is not None:
             yield notice
             since, pause = now(), poll
@@ -305,7 +316,7 @@ def _referred(repo: Repository, run: str, after: str | Commit) -> Commit:
 
 
 def _resolved(repo: Repository, ref: str) -> Commit:
-    """Return what a reference names, or named before it was forgotten or purged."""
+    """Return the commit that a reference names, or named before it was forgotten or purged."""
     try:
         return resolve(repo, ref)
     except NotFound:

@@ -1,7 +1,7 @@
 """The stored format, as pure functions of values. docs/format.md is the specification.
 
 - A **manifest** (`manifest`) maps the entries of a checkpoint to **extents** (`extents`): consecutive cells in one
-  blob. `draft` builds manifests, and `sections` holds their parts.
+  blob. A `Draft` builds one, and `sections` holds its parts.
 - A **blob** (`blob`, `blob_writer`) is a safetensors file of cells. Its **proof** (`proof`) verifies any range of it.
 - A **record** (`records`) is a small JSON file. `keys` makes and parses the key of every object in a store.
 

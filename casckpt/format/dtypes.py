@@ -1,7 +1,7 @@
 """The dtypes that can be stored: torch's name, size, and name in safetensors files.
 
-To add one, add a line. A dtype that safetensors lacks, or does not keep exactly, is stored as U8; the manifest has the
-true dtype.
+The row "a dtype" in docs/design.md says what to change for a new one. A dtype that safetensors lacks, or does not keep
+exactly, is stored as U8; the manifest has the true dtype.
 """
 
 from __future__ import annotations

@@ -267,7 +267,7 @@ def _follows(stored: StoredCell, last: StoredCell, cell: int) -> bool:
 
 
 def _is_next(stored: StoredCell | None, last: StoredCell | None) -> bool:
-    """Tell whether two cells are adjacent in a blob, both coded or not, and their bases are too."""
+    """Return whether two cells are adjacent in a blob, both coded or not, and their bases are too."""
     if stored is None or last is None:
         return stored is last
     if last.blob != stored.blob or last.offset + last.stored != stored.offset:

@@ -59,7 +59,7 @@ class TxName:
 def parse_txid(txid: TxId) -> TxName:
     """Parse a txid. Raises `Refused`."""
     time, _, run, step = check_txid(txid).split("-")
-    try:  # `strptime` has a lock, for which a child forked meanwhile would wait for ever
+    try:  # `strptime` has a lock, for which a child forked meanwhile would wait forever
         return TxName(datetime.fromisoformat(f"{time[:15]}.{time[15:]}"), run, int(step))
     except ValueError as error:
         raise Refused(f"not a transaction id: {txid!r} holds no date") from error
@@ -186,7 +186,7 @@ def parse_settings(key: str) -> int | None:
 
 
 def announcement_key(run: str, number: int) -> str:
-    """Return the key of an announcement; ``run``: its hash. The highest number sorts first, a folder holds 1,000."""
+    """Return the key of an announcement; ``run``: its hash. The highest number sorts first. A folder holds 1,000."""
     digits = f"{MAX_NUMBER - number:09}"
     return f"{run_folder(run)}/{digits[:6]}/{digits[6:]}"
 

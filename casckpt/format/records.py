@@ -27,8 +27,6 @@ HASH = "blake3"
 MAX_RECORD_BYTES = 1 << 20
 DEFAULT_CELL_BYTES = 1 << 20
 DEFAULT_BLOB_BYTES = 32 << 20
-MAX_METADATA_BYTES = 64 << 10
-"""Metadata of the user up to this many bytes of JSON stands in the commit record too, so that listings show it."""
 _YEAR_10000 = 253_402_300_800 * 10**6
 
 
@@ -93,21 +91,23 @@ class Marker(Record, omit_defaults=False, frozen=True, kw_only=True):
 
 
 class Settings(Record, frozen=True, kw_only=True):
-    """settings/<N>: what may change. A field that is None is not set. ``requires``: what whoever writes must know."""
+    """settings/<N>: the settings. A field that is None is not set. ``requires``: features that a writer must know."""
 
     created_at: int
     min_age_seconds: float | None = None
     min_age_ephemeral_seconds: float | None = None
     revoke_after_seconds: float | None = None
     exclusive_create: bool | None = None
-    mirror: str | None = None  # URL: gc neither forgets nor purges what is not noted as safe there
-    mirror_thinned: bool | None = None  # what is thinned here is thinned there, too; else it stays whole there
+    mirror: str | None = None  # URL: gc neither forgets nor purges a checkpoint that is not noted as safe there
+    mirror_thinned: bool | None = (
+        None  # whether the mirror thins what this store thins; else it keeps such checkpoints whole
+    )
     requires: list[str] = []
-    compress: str | None = None  # for saves that do not say
+    compress: str | None = None  # for saves that do not choose
 
 
 class Process(Record, frozen=True, kw_only=True):
-    """Who runs a transaction: enough to tell on the same host that it is dead."""
+    """The process that runs a transaction: enough to find out on the same host that it is dead."""
 
     host: str
     boot_id: str
@@ -128,7 +128,7 @@ class Began(Record, tag="began", frozen=True, kw_only=True):
 
 
 class SignOfLife(Record, tag="alive", frozen=True, kw_only=True):
-    """transactions/<txid>.<N>. ``process``: who gives it, where that is one that joined the transaction."""
+    """transactions/<txid>.<N>. ``process``: the process that gives it, if it joined the transaction."""
 
     txid: TxId
     time: int
@@ -136,7 +136,7 @@ class SignOfLife(Record, tag="alive", frozen=True, kw_only=True):
 
 
 class Dropped(Record, frozen=True, kw_only=True):
-    """What a rewrite left out, with all rewrites before it: how many entries, their bytes in memory, and why."""
+    """What a rewrite and all earlier ones left out: the number of entries, their bytes in memory, and the rule."""
 
     entries: int
     bytes: int
@@ -155,15 +155,14 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     """commits/<txid>: the checkpoint ``manifest`` is visible under ``run`` and ``step``.
 
     The manifest lies in the folder of ``txid``. It has ``manifest_bytes``, and begins with a head that has the hash
-    ``head``: all else in it is proved by that. ``bytes_total``: of all tensors, as held in memory; ``bytes_coded``: of
+    ``head``, which proves the rest of it. ``bytes_total``: of all tensors, as held in memory; ``bytes_coded``: of
     their cells that lie as frames; ``bytes_frames``, ``bytes_deltas``: of these frames, and of those with bases.
-    ``metadata`` is None where it is too large for the record (it stands in the manifest). ``healthy``: the user's word;
-    False, too, where the save has found NaN and he gave none; None for none. ``health``: what it found, None if it was
-    not asked to look.
+    ``metadata`` is None if it is too large for the record; then the manifest holds it. ``healthy``: the user's word;
+    without it, False if the save found NaN, else None. ``health``: what the save found; None if it did not scan.
 
-    ``replaces``: of a rewrite, the transaction that it replaces and the number of the `replaced` record that will say
-    so. ``origin``: the transaction of the first save, None for its own; order goes by that. ``dropped``: what it lacks
-    of the first save.
+    ``replaces``: of a rewrite, the transaction that it replaces, and the number of its `replaced` record.
+    ``origin``: the transaction of the first save, which defines the order; None for its own. ``dropped``: what it
+    lacks of the first save.
     """
 
     txid: TxId
@@ -208,7 +207,7 @@ def _check_older(older: TxId, txid: TxId) -> None:
 
 
 class RevokedRecord(Record, tag="revoked", frozen=True, kw_only=True):
-    """commits/<txid>: the transaction was aborted by itself or given up on by a gc."""
+    """commits/<txid>: the transaction aborted itself, or a gc revoked it."""
 
     txid: TxId
     time: int
@@ -237,7 +236,7 @@ class Purged(Record, tag="purged", frozen=True, kw_only=True):
 
 
 class Replaced(Record, tag="replaced", frozen=True, kw_only=True):
-    """commits/<txid>.<N>: from this instant on the checkpoint is the commit ``by``, which names just this record."""
+    """commits/<txid>.<N>: from now on the checkpoint is the commit ``by``, which names this record."""
 
     txid: TxId
     time: int
@@ -256,9 +255,9 @@ class Kept(Record, tag="kept", frozen=True, kw_only=True):
 
 
 class Announced(Record, tag="announced", frozen=True, kw_only=True):
-    """runs/<run hash>/..: somebody is about to create these records in commits/: (txid, number) of each.
+    """runs/<run hash>/..: a writer is about to create these records in commits/: (txid, number) of each.
 
-    ``seen``: of a save, whose txid is later than all that were announced up to this number; -1 if there were none.
+    ``seen``: of a save. Its txid is later than all txids announced up to this number; -1 for none.
     """
 
     time: int
@@ -267,7 +266,7 @@ class Announced(Record, tag="announced", frozen=True, kw_only=True):
 
 
 class Mirrored(Record, tag="mirrored", frozen=True, kw_only=True):
-    """mirrored/<txid>[.N]: since record N of its log the checkpoint was seen in the store at ``mirror`` (a URL) too."""
+    """mirrored/<txid>[.N]: since record N of its log, the store at ``mirror`` (a URL) also had it."""
 
     txid: TxId
     time: int
@@ -281,7 +280,7 @@ LaterRecord = Forgotten | Restored | Purged | Kept | Replaced
 class TagRecord(Record, tag="tag", frozen=True, kw_only=True):
     """tags/<name>/<N>: the tag names the checkpoint ``manifest``, set on the commit ``txid``; None deletes the tag.
 
-    ``unique`` tells writers apart. ``expires``: when it ends, None for never. ``holder``: whose it is, for people.
+    ``unique`` distinguishes writers. ``expires``: when it ends; None for never. ``holder``: its owner, for people.
     """
 
     name: str
@@ -341,7 +340,7 @@ def decode(data: bytes, kind: type[R] | Any, key: str) -> R:
 
 
 def check_requirements(settings: Settings, url: str) -> None:
-    """Raise `Unsupported` if whoever writes to the store at ``url`` must know what this version does not."""
+    """Raise `Unsupported` if a writer to the store at ``url`` needs a feature that this version lacks."""
     unknown = sorted(set(settings.requires) - KNOWN_REQUIREMENTS)
     if unknown:
         raise Unsupported(
@@ -359,7 +358,7 @@ def decode_marker(data: bytes) -> Marker:
     """Decode the marker. Raises `Refused` for a store of another format, `Damaged` for anything that is no marker."""
     try:
         marker: Marker = DECODERS[Marker].decode(data)
-        named = msgspec.json.decode(data)  # of all fields, also of those that a struct passes by
+        named = msgspec.json.decode(data)  # of all fields, also of unknown ones
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Damaged(f"casckpt.json is damaged: {error}") from error
     if marker.format > FORMAT_VERSION or set(marker.features) - KNOWN_FEATURES:

@@ -58,7 +58,7 @@ class Box:
         return tuple(start + extent for start, extent in zip(self.offset, self.shape, strict=True))
 
     def inside(self, outer: Box) -> bool:
-        """Tell whether ``outer`` holds every element of this box."""
+        """Return whether ``outer`` holds every element of this box."""
         pairs = zip(self.offset, self.end, outer.offset, outer.end, strict=True)
         return all(lo >= outer_lo and hi <= outer_hi for lo, hi, outer_lo, outer_hi in pairs)
 
@@ -146,7 +146,7 @@ def strides(shape: Shape) -> Shape:
 
 
 def is_contiguous(box: Box, shape: Shape) -> bool:
-    """Tell whether the elements of ``box`` are contiguous in the row-major order of a tensor of ``shape``."""
+    """Return whether the elements of ``box`` are contiguous in the row-major order of a tensor of ``shape``."""
     if not box.numel:
         return True
     dim = next((d for d, extent in enumerate(box.shape) if extent > 1), len(shape))

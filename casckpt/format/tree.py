@@ -93,12 +93,12 @@ def find(node: Node, key: str) -> Node | None:
 
 
 def encode_tree(node: Node, extensions: Sequence[plain.Extension] = ()) -> bytes:
-    """Encode a tree. Raises InvalidInput for a ``_metadata`` that is no plain data, and what is nested too deep."""
+    """Encode a tree. Raises InvalidInput for a ``_metadata`` that is not plain data, and for too deep nesting."""
     return plain.encode(node, extensions=extensions, where="state")
 
 
 def decode_tree(data: bytes | memoryview, extensions: Sequence[plain.Extension] = ()) -> Node:
-    """Decode what `encode_tree` made. Raises Refused for any other bytes."""
+    """Decode the bytes of `encode_tree`. Raises Refused for any other bytes."""
     try:
         node: Node = plain.decode(data, extensions=extensions)
     except Refused as error:

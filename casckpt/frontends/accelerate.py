@@ -29,8 +29,8 @@ from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, Unsupported
 from casckpt.frontends.stores import AnyStore
 from casckpt.frontends.trainer import Checkpointer, TrainState
-from casckpt.frontends.trainer.contents import GroupOptions, Missing
 from casckpt.frontends.trainer.settings import DueArguments, StepArguments, TrainerArguments
+from casckpt.frontends.training_state.contents import GroupOptions, Missing
 from casckpt.frontends.training_state.names import parameter_names
 from casckpt.store.types import Rename, Unread
 
@@ -124,7 +124,7 @@ class AcceleratorCheckpointer:
 
 
 def _share_names(models: Sequence[Any]) -> bool:
-    """Tell whether two parameters have the same name."""
+    """Return whether two parameters have the same name."""
     owners: dict[str, int] = {}
     names = ((name, one) for model in models for one, several in parameter_names(model).items() for name in several)
     return any(owners.setdefault(name, one) != one for name, one in names)

@@ -6,8 +6,8 @@
     000007-<step>-<id>/      a generation: a folder as `casckpt.export` makes it, which never changes
     .told                    a link to the generation for which the command returned 0 last
 
-A new generation is a copy of the current one, with shared blocks if the file system supports it, or it takes over the
-files of an old generation. Only what differs is read from the store.
+A new generation is a copy of the current one, with shared blocks if the file system supports it, or reuses the files
+of an old generation. Only the differences are read from the store.
 
 If the process dies, the next one removes temporary folders and generations without a link, and calls the command again
 if it may not have ended.
@@ -28,7 +28,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from casckpt.base.durations import Duration
+from casckpt.base.units import Duration
 from casckpt.contents.checkpoint import Arrival, Checkpoint
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, StorageError, Unsigned
 from casckpt.frontends.interchange.new_files import locked, sync_folder
@@ -108,7 +108,7 @@ class Follower:
                 log.warning("%s. The first one is waited for", absence)
 
     def _absence(self) -> str | None:
-        """Why there is nothing to follow yet; None if there is."""
+        """Return why there is nothing to follow yet; None if there is a checkpoint."""
         try:
             self.store.get(f"{self.run}@latest")
         except NotFound as error:

@@ -42,7 +42,6 @@ from casckpt.frontends.training_state.optimizer import state_to_save
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.ranks.ranks import this_rank
 from casckpt.store.store import Store
-from casckpt.tensors.dtypes import torch_dtype
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +110,7 @@ class CasCheckpointCallback(TrainerCallback):
             self._check(args, kwargs)
 
     def _check(self, args: Any, given: Mapping[str, Any]) -> None:
-        """Check what is known before there is a folder. Every rank makes the call."""
+        """Check the optimizer before the trainer writes a folder. Every rank makes the call."""
         if not args.save_only_model:
             self.checkpointer.check(_Folder(None, given.get("model"), given.get("optimizer")))
 
@@ -147,7 +146,7 @@ def _metrics(state: Any, step: int) -> dict[str, float]:
 
 
 class _Folder:
-    """A folder as a `Checkpointer` saves it. Without a ``folder``, what is known before there is one: the optimizer.
+    """A folder as a `Checkpointer` saves it. Without a ``folder``, it holds only the optimizer.
 
     ``attachments``: known when `state_dict_to_save` was called, whose errors reach all ranks.
     """
@@ -190,12 +189,12 @@ def restore_checkpoint(
     force: bool = False,
     allow_pickle: bool = False,
 ) -> str | None:
-    """Write the folder ``output_dir/checkpoint-STEP`` as the trainer had written it, and return its path.
+    """Write the folder ``output_dir/checkpoint-STEP`` as the trainer wrote it, and return its path.
 
     Return None if ``ref`` is ``RUN@latest`` of a run without a checkpoint: then a trainer starts from the beginning.
     ``trainer.train(resume_from_checkpoint=...)`` takes the result. If the name of ``output_dir`` is
     ``checkpoint-<number>``, it is the folder itself. One process for each file system makes the call. A folder with the
-    same ``trainer_state.json``, which an earlier start of the job has left, is replaced. ``force``: replace any folder.
+    same ``trainer_state.json``, which an earlier start of the job left, is replaced. ``force``: replace any folder.
     ``allow_pickle``: as for `Store.read`; a checkpoint that was saved with it may need it. Raises Refused for a pickle
     without it, NotFound, Conflict if the folder has other contents, Mismatch for a checkpoint that no
     `CasCheckpointCallback` made, Damaged. After an error there is no folder with the final name.
@@ -231,7 +230,7 @@ def restore_checkpoint(
 
 
 def _is_its_folder(store: Store, checkpoint: Checkpoint, folder: Path) -> bool:
-    """Tell whether the checkpoint was saved from this folder, because the job starts again on the same disk."""
+    """Return whether the checkpoint was saved from this folder, because the job starts again on the same disk."""
     path = folder / STATE
     saved = STATE in store.attachments(checkpoint)
     return saved and path.is_file() and path.read_bytes() == store.read_attachment(checkpoint, STATE)
@@ -240,8 +239,7 @@ def _is_its_folder(store: Store, checkpoint: Checkpoint, folder: Path) -> bool:
 def _read(store: Store, stored: StoredTraining, name: str, names: list[str]) -> dict[str, torch.Tensor]:
     """Read the tensors of one file in their order."""
     prefix = "model" if _MODEL.fullmatch(name) else f"{HOME}.tensors.{name}"
-    found = {key: stored.contents.tensors[f"{prefix}.{key}"] for key in names}
-    tensors = {key: torch.empty(one.shape, dtype=torch_dtype(one.dtype), device="cpu") for key, one in found.items()}
+    tensors = dict(zip(names, stored.empty_tensors(f"{prefix}.{key}" for key in names), strict=True))
     whole = {"model": tensors} if prefix == "model" else {HOME: {"tensors": {name: tensors}}}
     store.load(whole, stored.checkpoint, no_dist=True, unread="ignore")
     return tensors
@@ -254,7 +252,7 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _is_of(name: str, rank: int) -> bool:
-    """Tell whether it is the file of this rank. Other ranks may still be writing, or be on other machines."""
+    """Return whether it is the file of this rank. Other ranks may still be writing, or be on other machines."""
     found = RNG.fullmatch(name)
     return found is not None and int((found[1] or "_0")[1:]) == rank
 

@@ -1,6 +1,6 @@
 """Which checkpoints exist: records, logs, and the commits that follow from them.
 
-- A **transaction** (`transactions`) is a save in progress. Its end is one record in commits/.
+- A **transaction** (`transactions`) is a save in progress. It ends with one record in commits/.
 - A **log** is the numbered records of one transaction. `commits` reads and appends to logs.
 - A **commit** is the state that follows from a log: visible, forgotten or purged. `folding` computes it.
 

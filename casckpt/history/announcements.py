@@ -1,13 +1,13 @@
-"""Announcements: the log of each run in runs/, which shows what changed without a listing of commits/.
+"""Announcements: the log of each run in runs/, which shows changes without a listing of commits/.
 
 A writer announces a record at the next free number of its run before it creates the record in commits/. A reader that
-knows the run up to N asks for N + 1 until there is none. Then it knows every transaction that had a record when it
-began. The state of each transaction stands in its own log in commits/, which is read by its keys. An announcement whose
-record is missing is kept like any other, and its log is read again. An announcement alone never causes a delete or a
-reuse.
+knows the run up to N requests N + 1, and so on, until a number is free. Then it knows every transaction that had a
+record when the read began. The state of each transaction is in its own log in commits/, which the reader reads by key.
+If the record of an announcement is missing, the announcement is kept, and the log is read again later. An announcement
+alone never causes a delete or a reuse.
 
-The catalogue of the host keeps the announcements that were read, and nothing derived from them. So what a host has read
-and what it waits for cannot differ. tests/model/protocol/announcements.py explores the interleavings.
+The catalogue of the host keeps the announcements that were read, and no state derived from them, so the two cannot
+differ. tests/model/protocol/announcements.py explores the interleavings.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _CHANGED = (
 log = logging.getLogger(__name__)
 
 Fetched: TypeAlias = Announced | CasckptError | None
-"""An announcement, the reason why it cannot be read, or None if there is none."""
+"""An announcement, the reason why it cannot be read, or None if it does not exist."""
 Announcement: TypeAlias = tuple[TxId, int]
 """A transaction, and the number of a record in its log that a writer is about to create."""
 
 
 def look(repo: Repository, run: str, *, anew: bool = False) -> RunCache:
-    """Return the announcements of a run (by its hash). ``head`` is at least the highest number when this call began.
+    """Return the announcements of a run (by its hash), at least up to the highest number at the start of this call.
 
-    ``anew``: ignore what the host has read, except what this process knows. Takes two small requests and one for each
-    new announcement if the run is known, otherwise two listings of a folder. Raises `NotFound` where there is no store,
-    `StorageError`.
+    ``anew``: ignore the announcements in the catalogue of the host, but use those in memory. For a known run, the
+    call takes two small requests and one for each new announcement, otherwise two listings of a folder. Raises
+    `NotFound` if there is no store, `StorageError`.
     """
     repo.check_exists()
     known = repo.runs[run]
@@ -61,7 +61,7 @@ def look(repo: Repository, run: str, *, anew: bool = False) -> RunCache:
             return known
         if _read_on(repo, run, known):
             return known
-    is_gone = repo.storage.size(MARKER) is None  # then a save creates a new store, and logs it
+    is_gone = repo.storage.size(MARKER) is None  # then the save creates a new store, and logs that
     level = logging.INFO if is_gone else logging.WARNING
     log.log(level, _CHANGED, repo.storage.url, announcement_key(run, known.head))
     repo.forget_all(keep_marker=is_gone)
@@ -81,8 +81,8 @@ def read_back(repo: Repository, run: str, low: int = 0) -> RunCache:
 def announce(repo: Repository, announced: Iterable[Announcement], *, seen: int | None = None) -> None:
     """Announce records before they are created, unless this process knows that they are announced.
 
-    ``seen``: the highest number that the save had read when it began; its txid is later than all that it read. Raises
-    `StorageError`.
+    ``seen``: the highest number that the save had read when it began; its txid is later than all that it read.
+    Raises `StorageError`.
     """
     for run, of_run in grouped(announced, lambda one: parse_txid(one[0]).run_hash).items():
         for first in range(0, len(of_run), _AT_ONCE):
@@ -94,7 +94,7 @@ def _announce(repo: Repository, run: str, wanted: Sequence[Announcement], seen: 
     with known.lock.get():
         left = _unannounced(known, wanted)
         if left and seen is None:
-            known = look(repo, run)  # never put a number behind a gap: another store may be at the URL
+            known = look(repo, run)  # never put a number after a gap: another store may be at the URL
             left = _unannounced(known, wanted)
         while left:
             number = known.head + 1
@@ -111,7 +111,7 @@ def _announce(repo: Repository, run: str, wanted: Sequence[Announcement], seen: 
 
 
 def fill(repo: Repository, run: str, number: int) -> None:
-    """Put an empty announcement where one is missing, so that readers do not stop there. Raises `StorageError`."""
+    """Put an empty announcement in place of a missing one, so that readers do not stop there. Raises `StorageError`."""
     with suppress(Conflict):  # it exists, and cannot be read
         repo.put_record(announcement_key(run, number), Announced(time=repo.clock(), announced=[]))
 
@@ -125,7 +125,7 @@ def runs(repo: Repository) -> list[str]:
 
 
 def are_there_any(repo: Repository) -> bool:
-    """Tell whether any run has an announcement. Empty folders do not count. Raises `StorageError`."""
+    """Return whether any run has an announcement. Empty folders do not count. Raises `StorageError`."""
     return any(parse_announcement(entry.key) for entry in repo.storage.list(PREFIX))
 
 
@@ -134,7 +134,7 @@ def _unannounced(known: RunCache, wanted: Iterable[Announcement]) -> list[Announ
 
 
 def _load(repo: Repository, run: str, known: RunCache) -> None:
-    """Load what this host has read, once for each process."""
+    """Load the announcements that this host has read, once for each process."""
     if known.is_loaded:
         return
     known.is_loaded = True
@@ -155,7 +155,7 @@ def _head(repo: Repository, run: str) -> int:
 
 
 def _read_on(repo: Repository, run: str, known: RunCache) -> bool:
-    """Read the announcements behind the head. Return False if the head differs from what was read before."""
+    """Read the announcements after the head. Return False if the head differs from the one that was read before."""
     before = known.records.get(known.head)
     head, *behind = _fetch(repo, run, (known.head, known.head + 1))
     if head is None or (isinstance(head, Announced) and before not in (None, head)):

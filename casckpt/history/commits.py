@@ -1,4 +1,4 @@
-"""Commits: reads the logs in commits/, and appends to them. No other module does."""
+"""Commits: the only module that reads the logs in commits/ and appends to them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PREFIX = "commits/"
 LaterKind: TypeAlias = type[Forgotten] | type[Restored] | type[Purged]
 
 Folded: TypeAlias = tuple[Mapping[str, Shown], "CommitList"]
-"""What a listing showed of each key, and the commits that follow from its records."""
+"""The properties of each key that a listing showed, and the commits that follow from the records."""
 
 _CHANGED = (
     "the store at %s was put back from a copy, or lost records: %s is gone. The host forgets what it knew of the store"
@@ -65,9 +65,9 @@ log = logging.getLogger(__name__)
 
 
 def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:
-    """Return all transactions that have ended: one LIST, and a read of each record that the catalogue lacks.
+    """Return all transactions that have ended. Takes one LIST, and a read of each record that the catalogue lacks.
 
-    ``anew``: read every record, also those that the catalogue has. Raises `NotFound` where there is no store,
+    ``anew``: read every record, also those in the catalogue. Raises `NotFound` if there is no store,
     `StorageError`.
     """
     last: Folded | None = None if anew else repo.records.folded
@@ -85,7 +85,7 @@ def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:
     _add_linked(repo, listed, logs)
     listed = _look_again(repo, with_logs(listed, logs), logs)
     if not listed.damaged and all(commit_key(txid) in now and is_whole(log) for txid, log in logs.items()):
-        repo.records.folded = (now, listed)  # otherwise the next listing reads again what this one could not
+        repo.records.folded = (now, listed)  # otherwise the next listing reads the missing records again
     return listed
 
 
@@ -106,9 +106,10 @@ def list_names(repo: Repository) -> set[TxId]:
 
 
 def read_log(repo: Repository, txid: TxId) -> Commit | None:
-    """Return the commit of a transaction, from its log as it is now; None if it has no record.
+    """Return the current commit of a transaction, read from its log; None if it has no record.
 
-    The answer is that of a listing that begins now. Raises `Damaged` or `Refused` as `refresh`, `StorageError`.
+    The answer is the same as that of a listing that begins now. Raises `Damaged` or `Refused` as `refresh`,
+    `StorageError`.
     """
     keys = [(commit_key(txid), FirstRecord), (commit_key(txid, 1), LaterRecord)]
     first, second = in_parallel(repo.storage.traits.requests, lambda key: _record(repo, txid, *key), keys)
@@ -129,10 +130,10 @@ def _record(repo: Repository, txid: TxId, key: str, kind: Any) -> Read:
 
 
 def refresh(repo: Repository, commit: Commit) -> Commit:
-    """Return the commit as its log is now. Reads the records behind the last one that ``commit`` knows.
+    """Return the current state of the commit. Reads the records after the last one that ``commit`` knows.
 
-    For a rewrite it also reads the log of the base. Raises `Damaged` or `Refused` if the last record cannot be read,
-    `StorageError`.
+    For a rewrite it also reads the log of the base. Raises `Damaged` or `Refused` if the last record cannot be
+    read, `StorageError`.
     """
     commit = _refreshed(repo, commit)
     if commit.replaces is None or commit.standing == VOID:
@@ -160,8 +161,8 @@ def _refreshed(repo: Repository, commit: Commit) -> Commit:
 def follow(repo: Repository, commit: Commit) -> Commit:
     """Return the commit that has finally replaced ``commit``, from logs read now; ``commit`` itself if none has.
 
-    If the result is not visible, all logs were unchanged at one instant. Otherwise a checkpoint that was always visible
-    could seem to be gone. Raises as `refresh`.
+    If the result is not visible, all logs were unchanged at one instant. Without this check, a checkpoint that was
+    always visible could seem to be gone. Raises as `refresh`.
     """
     chain = [commit]
     while (link := chain[-1].replaced) is not None and (other := read_log(repo, link[1])) is not None:
@@ -172,13 +173,13 @@ def follow(repo: Repository, commit: Commit) -> Commit:
 
 
 def commit(repo: Repository, record: Committed, *, seen: int | None = None) -> None:
-    """Make a checkpoint visible: announce it, and create commits/<txid>. The same record put before is success.
+    """Make a checkpoint visible: announce it, and create commits/<txid>. An existing equal record is success.
 
-    A rewrite does not become visible by this, but the record that makes it visible is announced as well.
+    A rewrite does not become visible by this call. The record that makes it visible is announced as well.
 
     ``seen``: see `casckpt.history.announcements.announce`. Raises `Revoked` if the transaction was revoked,
-    `Conflict` if another record has its name, `StorageError` without an answer of the storage: then the commit may
-    still happen, unless `casckpt.history.transactions.revoke` wins.
+    `Conflict` if another record has its name, and `StorageError` if the storage does not answer: then the commit
+    may still happen, unless `casckpt.history.transactions.revoke` wins.
     """
     key = commit_key(record.txid)
     replaced = [] if record.replaces is None else [record.replaces]
@@ -210,10 +211,10 @@ def gone(named: object, id: ManifestId, when: str, **attributes: object) -> Gone
 
 
 def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
-    """Announce and append a record of ``kind``, unless the commit is in that state. Return the commit as it is then.
+    """Announce and append a record of ``kind``, unless the commit is in that state already. Return the new commit.
 
-    If several processes append at once, exactly one wins. Raises `Conflict` if the log does not allow the record, or
-    if another process was first with another record; `StorageError`.
+    If several processes append at once, exactly one wins. Raises `Conflict` if the log does not allow the record,
+    or if another process appended another record first; `StorageError`.
     """
     wanted = STATES[kind]
     _check_standing(commit, wanted)
@@ -232,14 +233,14 @@ def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
             return now
         if (now.last, now.restored) == (commit.last, commit.restored):  # only the number was taken
             return append(repo, now, kind)
-        message = f"{commit} was not {wanted}: another process has just {now.last} it; look again"
+        message = f"{commit} was not {wanted}: another process has just {now.last} it; check its state again"
         raise Conflict(message, checkpoints=(commit.id,)) from None
     commit = replace(commit, last=wanted, number=number, changed_at=record.time)
     return replace(commit, restored=number, replaced=None) if kind is Restored else commit
 
 
 def forget(repo: Repository, commit: Commit) -> Commit:
-    """Hide a checkpoint until it is restored or purged. A forgotten one is returned as it is.
+    """Hide a checkpoint until it is restored or purged. Returns a forgotten checkpoint unchanged.
 
     Raises `Conflict` if it was purged, `StorageError`.
     """
@@ -247,12 +248,12 @@ def forget(repo: Repository, commit: Commit) -> Commit:
 
 
 def restore(repo: Repository, commit: Commit, *, as_read: bool = False, listed: CommitList | None = None) -> Commit:
-    """Make a forgotten or replaced checkpoint visible again. A visible one is returned as it is.
+    """Make a forgotten or replaced checkpoint visible again. Returns a visible checkpoint unchanged.
 
-    ``as_read``: only undo the last record that ``commit`` knows; for callers that undo their own change. ``listed``: a
-    listing, for callers that restore many and have checked the requirements; None for a new one. Raises `Conflict` if
-    it was purged, or if another checkpoint of its run and step is visible; with ``as_read`` also if another process has
-    hidden it since; `StorageError`.
+    ``as_read``: only undo the last record that ``commit`` knows; for callers that undo their own change.
+    ``listed``: a listing, for callers that restore many checkpoints and have checked the requirements; None for a
+    new one. Raises `Conflict` if the checkpoint was purged, or if another checkpoint of its run and step is
+    visible; with ``as_read`` also if another process has hidden it since; `StorageError`.
     """
     if listed is None:
         check_requirements(repo)
@@ -275,7 +276,7 @@ def check_restore(listed: CommitList, commit: Commit) -> None:
 
 
 def purge(repo: Repository, commit: Commit) -> Commit:
-    """Purge a forgotten or replaced checkpoint, so that gc may delete its bytes. A purged one is returned as it is.
+    """Purge a forgotten or replaced checkpoint, so that gc may delete its bytes. Returns a purged checkpoint unchanged.
 
     Raises `Conflict` if it is neither forgotten nor replaced, `StorageError`.
     """
@@ -283,12 +284,12 @@ def purge(repo: Repository, commit: Commit) -> Commit:
 
 
 def announce_all(repo: Repository, commits: Iterable[Commit]) -> None:
-    """Announce together what `append` is about to add to each log. Raises `StorageError`."""
+    """Announce the next record of each log together, before `append` adds them. Raises `StorageError`."""
     announce(repo, [(commit.txid, commit.number + 1) for commit in commits])
 
 
 def keep(repo: Repository, txid: TxId, number: int) -> bool:
-    """Take a number that was announced and has no record, so that a late writer finds it taken. False if it is taken.
+    """Create a `kept` record at an announced number without a record, which blocks late writers. False if one exists.
 
     Safe at any time. Raises `StorageError`.
     """
@@ -342,7 +343,7 @@ def _read_logs(
 
 
 def _add_linked(repo: Repository, listed: CommitList, logs: dict[TxId, dict[int, Read]]) -> None:
-    """Add the logs that records in ``logs`` refer to and that the listing lacks: put during the listing, or gone."""
+    """Add the logs that records in ``logs`` refer to and that the listing lacks: put during the listing, or deleted."""
     while True:
         records = [record for log in logs.values() for record in log.values()]
         wanted = {record.by for record in records if isinstance(record, Replaced)}
@@ -356,7 +357,7 @@ def _add_linked(repo: Repository, listed: CommitList, logs: dict[TxId, dict[int,
 
 
 def _records_behind(repo: Repository, txid: TxId, number: int) -> dict[int, Read]:
-    """Read the records of a log behind ``number``, by their keys."""
+    """Read the records of a log after ``number``, by their keys."""
     records = dict[int, Read]()
     while True:
         number += 1
@@ -367,14 +368,14 @@ def _records_behind(repo: Repository, txid: TxId, number: int) -> dict[int, Read
 
 
 def _look_again(repo: Repository, listed: CommitList, logs: Collection[TxId]) -> CommitList:
-    """Read the logs of rewritten checkpoints that the listing shows as hidden, until nothing is new.
+    """Read the logs of rewritten checkpoints that the listing shows as hidden, until a read finds no new record.
 
-    A listing is not atomic: it may show that a rewrite was forgotten, and miss that its base was restored before. Only
-    checkpoints with a log in ``logs`` are read, because the others were checked before and have not changed.
+    A listing is not atomic: it may show that a rewrite was forgotten, and miss that its base was restored before.
+    Only checkpoints with a log in ``logs`` are read, because the others were checked before and have not changed.
     """
     while True:
         now = {commit.txid: _again(repo, commit) for commit in _hidden(listed, logs)}
-        # compare numbers: if a record is lost, a log that is read by its keys ends there, and differs
+        # compare numbers: if a record is lost, a log that is read by its keys ends early, and differs
         changed = {txid: commit for txid, commit in now.items() if commit.number > listed.commits[txid].number}
         if not changed:
             return listed
@@ -423,7 +424,7 @@ def _holds(commit: Commit, wanted: str) -> bool:
 
 
 def _check_standing(commit: Commit, wanted: str) -> None:
-    """Raise `Conflict` for a rewrite that does not stand, except to forget a void one, or to purge it."""
+    """Raise `Conflict` for a rewrite that does not stand, unless the record purges it, or forgets a void rewrite."""
     if commit.standing != STANDS and wanted != "purged" and (commit.standing, wanted) != (VOID, "forgotten"):
         raise Conflict(f"{commit} was not {wanted}: it is a rewrite that does not stand", checkpoints=(commit.id,))
 
@@ -436,5 +437,5 @@ def _check_allowed(commit: Commit, wanted: str) -> None:
     if commit.last == "revoked":
         raise Conflict(f"transaction {commit.txid} was revoked: there is no checkpoint to change")
     if commit.last == "replaced":
-        raise Conflict(f"{commit} was not {wanted}: it has been rewritten; look again", checkpoints=(commit.id,))
+        raise Conflict(f"{commit} was not {wanted}: it has been rewritten; resolve it again", checkpoints=(commit.id,))
     raise Conflict(f"{commit} is {commit.last}, so it cannot be {wanted}; forget it first", checkpoints=(commit.id,))

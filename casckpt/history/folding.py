@@ -1,10 +1,10 @@
-"""Folding of logs into commits: each log on its own, and the log of a rewrite together with that of its base.
+"""Folding of logs into commits: each log separately, and the log of a rewrite together with that of its base.
 
 A rewrite is a commit with the checkpoint of another commit, its base, in other blobs. It names a number in the log of
-its base. It stands from the instant at which that record says that the rewrite replaces the base, until a later
-`restored` record undoes this; for ever, if the base is purged. If that record says something else, or was undone, or
-the base is void, the rewrite is void for ever. So the state of a rewrite depends on the log of its base, and on the log
-of the base of that.
+its base. It stands from the instant at which the record with that number says that the rewrite replaces the base. It
+stands until a later `restored` record undoes this, or for ever if the base is purged. If the record says something
+else, or was undone, or the base is void, the rewrite is void for ever. The state of a rewrite therefore depends on the
+log of its base, and on the log of the base of that.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Commit:
 
     @property
     def live(self) -> bool:
-        """Committed and not purged."""
+        """Whether it is committed and not purged."""
         return self.last not in ("revoked", "purged")
 
     @property
@@ -67,12 +67,12 @@ class Commit:
 
     @property
     def visible(self) -> bool:
-        """Live, not forgotten, and the commit that its id means."""
+        """Whether it is live, not forgotten, and the commit that its id means."""
         return self.last in ("committed", "restored") and self.standing == STANDS
 
     @property
     def is_forgotten(self) -> bool:
-        """Hidden by a `forgotten` record."""
+        """Whether a `forgotten` record hides it."""
         return self.last == "forgotten" and self.standing == STANDS
 
     @property
@@ -82,17 +82,17 @@ class Commit:
 
     @property
     def is_old_places(self) -> bool:
-        """It is what a rewrite replaced, or a rewrite that does not stand: not what its id means."""
+        """Whether it is a replaced commit, or a rewrite that does not stand. Its id then means another commit."""
         return self.replaced is not None or self.standing != STANDS
 
     @property
     def dropped(self) -> Dropped | None:
-        """What thinning dropped; None if it is whole."""
+        """The entries that thinning dropped; None if it is whole."""
         return self.first.dropped if isinstance(self.first, Committed) else None
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of its tensors in memory, without what was dropped."""
+        """The bytes of its tensors in memory, without dropped ones."""
         return max(0, self.committed.bytes_total - (self.dropped.bytes if self.dropped is not None else 0))
 
     @property
@@ -119,17 +119,17 @@ class Commit:
 
     @property
     def id(self) -> ManifestId:
-        """The checkpoint's id."""
+        """The id of the checkpoint."""
         return self.committed.manifest
 
     @property
     def run(self) -> str:
-        """Name of the run."""
+        """The name of the run."""
         return self.committed.run
 
     @property
     def step(self) -> int:
-        """Step of the run."""
+        """The step of the run."""
         return self.committed.step
 
     def __str__(self) -> str:
@@ -150,8 +150,8 @@ class CommitList:
     """The listing: a snapshot made by one LIST of commits/.
 
     ``commits``: committed and revoked transactions. ``damaged``: transactions whose first or last record cannot be
-    read, and why. If the first record can be read, the transaction is in ``commits`` as well, in its last readable
-    state. gc deletes nothing while there are damaged ones.
+    read, with the error. If the first record can be read, the transaction is in ``commits`` as well, in its last
+    readable state. gc deletes nothing while there are damaged ones.
     """
 
     commits: Mapping[TxId, Commit]
@@ -170,7 +170,7 @@ class CommitList:
         return [commit for commit in self._sorted if commit.visible]
 
     def current(self) -> list[Commit]:
-        """Return the visible commits, oldest first; of several with one run and step only the one saved last."""
+        """Return the visible commits, oldest first. Of several with the same run and step, only the one saved last."""
         return list(self._current)
 
     def at(self, run: str, step: int) -> Commit | None:
@@ -187,13 +187,13 @@ class CommitList:
         return sorted({commit.run for commit in self._current})
 
     def of_id(self, id: ManifestId) -> Commit | None:
-        """Return the commit that an id means: the visible one, otherwise the live one that answers; None for none."""
+        """Return the commit that an id means: the visible one, else the live one that answers, else None."""
         return max((commit for commit in self.live() if commit.id == id), key=lambda commit: commit.rank, default=None)
 
     def standin(self, commit: Commit, *, loses: bool = False) -> Commit:
         """Return the commit that has finally replaced ``commit`` without a loss; ``commit`` itself if none has.
 
-        ``loses``: a thinned commit counts as well.
+        ``loses``: accept a thinned commit as well.
         """
         while commit.replaced is not None:
             other = self.commits.get(commit.replaced[1])
@@ -205,12 +205,12 @@ class CommitList:
     def needed(self, *, loses: bool = False) -> list[Commit]:
         """Return the live commits that no other commit replaces without a loss, oldest first.
 
-        ``loses``: a thinned commit replaces a whole one.
+        ``loses``: let a thinned commit replace a whole one.
         """
         return [commit for commit in self.standing() if self.standin(commit, loses=loses) is commit]
 
     def is_rewrite_of(self, commit: Commit | None, txid: TxId) -> bool:
-        """Tell whether ``commit`` is a rewrite of the transaction, or of one of its rewrites."""
+        """Return whether ``commit`` is a rewrite of the transaction, or of one of its rewrites."""
         while commit is not None and commit.replaces is not None:
             if commit.replaces[0] == txid:
                 return True
@@ -233,7 +233,10 @@ class CommitList:
 
 
 class Holdings:
-    """A container for commits: it contains a commit if one of its commits has the same id, and everything it has."""
+    """A container of commits.
+
+    It contains a commit if one of its own commits has the same id and at least the same entries.
+    """
 
     def __init__(self, commits: Iterable[Commit]) -> None:
         self._held = {(commit.id, commit.dropped) for commit in commits}
@@ -243,7 +246,7 @@ class Holdings:
 
 
 def with_logs(listed: CommitList, logs: Mapping[TxId, Mapping[int, Read]]) -> CommitList:
-    """Return the listing with the transactions of ``logs`` replaced by what their logs say."""
+    """Return the listing with the state of the transactions in ``logs`` updated from these logs."""
     commits = {txid: commit for txid, commit in listed.commits.items() if txid not in logs}
     commits |= {txid: commit for txid, log in logs.items() if (commit := fold(txid, log))}
     doubts = {txid: error for txid, log in logs.items() if (error := doubt_of(log))}
@@ -251,7 +254,7 @@ def with_logs(listed: CommitList, logs: Mapping[TxId, Mapping[int, Read]]) -> Co
 
 
 def all_judged(commits: dict[TxId, Commit], doubts: Mapping[TxId, CasckptError]) -> CommitList:
-    """Return the listing of ``commits``, with the standing of each rewrite."""
+    """Return a listing of ``commits``, with the standing of each rewrite."""
     damaged = dict(doubts)
     for txid, (base, _) in sorted((txid, commit.replaces) for txid, commit in commits.items() if commit.replaces):
         commits[txid], doubt = judged(commits[txid], commits.get(base))  # the base is older, so it was judged before
@@ -261,7 +264,7 @@ def all_judged(commits: dict[TxId, Commit], doubts: Mapping[TxId, CasckptError])
 
 
 def judged(commit: Commit, base: Commit | None) -> tuple[Commit, CasckptError | None]:
-    """Return a rewrite with its standing, from its base, and the error that leaves it in doubt, None for no doubt."""
+    """Return a rewrite with its standing, which follows from its base, and the error that leaves it in doubt."""
     standing, doubt = _standing(commit, base)
     return (commit if standing == commit.standing else replace(commit, standing=standing)), doubt
 
@@ -287,7 +290,7 @@ def _standing(commit: Commit, base: Commit | None) -> tuple[str, CasckptError | 
 
 
 def fold(txid: TxId, log: Mapping[int, Read], before: Commit | None = None) -> Commit | None:
-    """Return the commit of the readable records of a log; None without the first. ``before``: the commit so far."""
+    """Return the commit of the readable records of a log; None without the first. ``before``: the previous state."""
     first = log[0]
     if isinstance(first, CasckptError):
         return None
@@ -314,7 +317,7 @@ def fold(txid: TxId, log: Mapping[int, Read], before: Commit | None = None) -> C
 
 
 def is_whole(log: Mapping[int, Read]) -> bool:
-    """Tell whether all records of a log could be read. Otherwise the next listing reads the log again."""
+    """Return whether all records of a log could be read. Otherwise the next listing reads the log again."""
     return not any(isinstance(record, CasckptError) for record in log.values())
 
 
@@ -331,5 +334,5 @@ def doubt_of(log: Mapping[int, Read]) -> CasckptError | None:
     while isinstance(log.get(last), Kept):
         last -= 1
     key = commit_key(first.txid, last)
-    record = log.get(last, NotFound(f"{key} is missing, and there are records behind it", key=key))
+    record = log.get(last, NotFound(f"{key} is missing, and there are records after it", key=key))
     return record if isinstance(record, CasckptError) else None

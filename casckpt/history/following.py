@@ -1,7 +1,7 @@
-"""Newest checkpoints of runs, and checkpoints of a step, from announcements and logs instead of a listing of commits/.
+"""The newest checkpoints of runs, and the checkpoints of a step, from announcements and logs instead of a listing.
 
-An announcement only says which transactions may exist. The state of a transaction is read from its own log at each
-call. So the results are those of a listing of commits/ that begins with the call.
+An announcement only says which transactions may exist. Each call reads the state of a transaction from its own log. The
+results are therefore the same as those of a listing of commits/ that begins with the call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
 
 MANY_RUNS = 100
-"""With more runs, one listing of commits/ costs less than a few requests for each run."""
+"""The number of runs above which one listing of commits/ costs less than a few requests for each run."""
 
 log = logging.getLogger(__name__)
 
@@ -28,24 +28,24 @@ Wanted = Callable[[Commit], bool]
 
 
 def is_live(commit: Commit) -> bool:
-    """Committed and not purged."""
+    """Return whether a commit is committed and not purged."""
     return commit.live
 
 
 def is_visible(commit: Commit) -> bool:
-    """Live and not forgotten."""
+    """Return whether a commit is live and not forgotten."""
     return commit.visible
 
 
 def look_at_all(repo: Repository, run: str) -> RunCache:
-    """Call `look`, and read all announcements of the run; each host reads each once. Raises as `look`."""
+    """Call `look`, and read all announcements of the run; each host reads each of them once. Raises as `look`."""
     hashed = run_hash(run)
     look(repo, hashed)
     return read_back(repo, hashed)
 
 
 def announce_lost(repo: Repository) -> bool:
-    """Announce everything in commits/ if there is no announcement at all: runs/ was lost, or left out of a copy.
+    """Announce all records in commits/ if no announcement exists: runs/ was lost, or left out of a copy.
 
     gc does the same for single records. Returns False if nothing was announced. Raises `StorageError`.
     """
@@ -59,9 +59,9 @@ def announce_lost(repo: Repository) -> bool:
 def newest(repo: Repository, run: str, wanted: Wanted, *, skip_doubtful: bool = False) -> Commit | None:
     """Return the latest save of ``run`` among the ``wanted`` ones; None if there is none.
 
-    Takes a handful of requests for a run of any length, if saves were announced in order. ``skip_doubtful``: leave out
-    commits whose log cannot be read; otherwise that raises `Damaged` or `Refused`. Raises `NotFound` where there is no
-    store, `StorageError`.
+    Takes a few requests for a run of any length, if saves were announced in order. ``skip_doubtful``: leave out
+    commits whose log cannot be read; otherwise such a log raises `Damaged` or `Refused`. Raises `NotFound` if there
+    is no store, `StorageError`.
     """
     hashed = run_hash(run)
     return _newest(repo, hashed, look(repo, hashed), wanted, skip_doubtful=skip_doubtful)
@@ -70,8 +70,8 @@ def newest(repo: Repository, run: str, wanted: Wanted, *, skip_doubtful: bool = 
 def newest_reusable(repo: Repository, run: str, *, anew: bool = False) -> Commit | None:
     """Return the latest live save of ``run`` whose state is not in doubt. Raises `StorageError`.
 
-    The state of the commit is read now, but a commit that was announced since `look_at_all` may be missing, unless
-    ``anew``.
+    The call reads the state of the commit now. It may miss a commit that was announced after `look_at_all`, unless
+    ``anew`` is set.
     """
     hashed = run_hash(run)
     known = look(repo, hashed) if anew else repo.runs[hashed]
@@ -155,7 +155,10 @@ def announced_by(known: RunCache, number: int) -> Sequence[Announcement]:
 
 
 def _bound(known: RunCache, low: int) -> TxId | None:
-    """Return a transaction that is later than all announced below ``low``, from saves that had read these; or None."""
+    """Return a transaction that is later than all announced below ``low``, or None.
+
+    Saves that had read those show it.
+    """
     read = (known.records.get(number) for number in range(low, known.head + 1))
     saves = (one for one in read if one is not None and one.seen is not None and one.seen >= low - 1)
     return max((txid for save in saves for txid, _ in save.announced), default=None)
@@ -172,10 +175,10 @@ def hidden_from(repo: Repository, run: str, known: RunCache, low: int) -> set[Tx
 
 
 def _logs_of(repo: Repository, known: RunCache, txid: TxId, *, skip_doubtful: bool) -> list[Commit]:
-    """Read a log, and the log of what has replaced it. Logs that ended are not read again.
+    """Read a log, and the log of the commit that has replaced it. Logs that ended are not read again.
 
-    The logs of a base and its rewrite are read one after the other, so a rewrite may be unsettled when it is read, and
-    its base be replaced by then.
+    The logs of a base and its rewrite are read one after the other. A rewrite may therefore be unsettled when it is
+    read, and its base replaced by then.
     """
     if txid in known.ended:
         return []

@@ -1,8 +1,8 @@
-"""Tags that expire, and leases: expiring tags under names of their own, which their holder renews.
+"""Tags that expire, and leases: expiring tags with unique names, which their holder renews.
 
 A holder puts the tag first, then reads the log of the checkpoint and finds it visible. A gc reads `forgotten`, then its
-clock, then lists tags, then takes the next number of the log. So one of the two sees the other. Clocks only decide when
-a tag ends. If it ends too early, a reader gets a NotFound, and nothing else happens.
+clock, then lists tags, then takes the next number of the log. So at least one of them sees the record of the other.
+Clocks only decide when a tag ends. If a tag ends too early, a reader gets a NotFound, and nothing else happens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from casckpt.base.durations import time_of
+from casckpt.base.units import time_of
 from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound
 from casckpt.format.keys import check_tag
 from casckpt.history.commits import Commit, list_commits, refresh
@@ -26,29 +26,29 @@ from casckpt.storage.forking import PerProcess
 
 STOP_SECONDS = 30.0
 _KEPT = 256  # names for each store
-_GENERATIONS = 256  # of a name, before a new one is used: each lease lists them
-_RENEWALS, _ATTEMPTS = 3, 30  # in the time of a lease: how often it is renewed, and tried again after a failure
+_GENERATIONS = 256  # of a name, before a new name is used, because each lease lists them
+_RENEWALS, _ATTEMPTS = 3, 30  # renewals in the time of a lease, and attempts after a failure
 
 log = logging.getLogger(__name__)
 _ended = PerProcess[dict[str, deque[tuple[str, int]]]](dict)
 """Names of leases that this process has ended, and their last generation, by the URL of the store.
 
-Names are used again, because each name leaves a record in the store for ever.
+Leases use these names again, because each name leaves a record in the store for ever.
 """
 
 
 def hold(
     repo: Repository, name: str, commit: Commit, seconds: float, *, behind: int | None = None
 ) -> tuple[Tag, Commit]:
-    """Set tag ``name`` on ``commit`` for ``seconds``. Return the tag, and the commit that is visible.
+    """Set tag ``name`` on ``commit`` for ``seconds``. Return the tag, and the visible commit of the checkpoint.
 
-    Raises `NotFound` if the checkpoint is not visible once the tag is set; then the tag is as before. Raises
-    `InvalidInput`; `Conflict` if another process moved the tag at this instant, or since generation ``behind``;
-    `StorageError`.
+    Raises `NotFound` if the checkpoint is not visible after the tag is set; then the tag gets its previous state
+    back. Raises `InvalidInput`; `Conflict` if another process moved the tag at this instant, or since generation
+    ``behind``; `StorageError`.
     """
     check_tag(name)
     if not seconds > 0:
-        raise InvalidInput("a tag that expires at once names nothing: give a longer time")
+        raise InvalidInput("a tag cannot expire at once: give a longer time")
     check_requirements(repo)
     if not commit.visible and not (now := _visible(repo, commit)).visible:  # each tag leaves a record
         raise _not_visible(now)
@@ -60,7 +60,7 @@ def hold(
 
 
 def renew(repo: Repository, tag: Tag, commit: Commit, seconds: float) -> tuple[Tag, Commit]:
-    """Renew the lease ``tag``, as it was last granted, for ``seconds``. A lease that was over is granted again.
+    """Renew the lease ``tag``, as it was last granted, for ``seconds``. A lease that has expired is granted again.
 
     Raises `Conflict` if another process has ended or moved it, and as `hold`.
     """
@@ -70,7 +70,7 @@ def renew(repo: Repository, tag: Tag, commit: Commit, seconds: float) -> tuple[T
         raise Conflict(f"{tag.name!r} was ended or moved by another process; take another lease")
     end = _end(repo, seconds)
     made = write_generation(repo, tag.name, number + 1, commit, expires=end, unique=tag.unique)
-    if tag.expires is not None and repo.clock() <= tag.expires:  # the old tag counted until the new one was there
+    if tag.expires is not None and repo.clock() <= tag.expires:  # the old tag was valid until the new one was set
         return made, commit
     return made, _granted(repo, made, commit, None)
 
@@ -80,7 +80,7 @@ def _end(repo: Repository, seconds: float) -> int:
 
 
 def _granted(repo: Repository, tag: Tag, commit: Commit, before: Tag | None) -> Commit:
-    """Return the visible commit of the checkpoint, now that the tag is there. Raises `NotFound` if none is visible."""
+    """Return the visible commit of the checkpoint, now that the tag is set. Raises `NotFound` if none is visible."""
     now = _visible(repo, commit)
     if not now.visible:
         take_back(repo, tag, before)
@@ -89,7 +89,7 @@ def _granted(repo: Repository, tag: Tag, commit: Commit, before: Tag | None) -> 
 
 
 def _visible(repo: Repository, commit: Commit) -> Commit:
-    """Return this commit as it is now, or another commit of its checkpoint if only that is visible."""
+    """Return the current state of this commit, or another commit of its checkpoint if only that is visible."""
     now = refresh(repo, commit)
     other = None if now.visible else list_commits(repo).of_id(commit.id)
     return other if other is not None and other.visible else now
@@ -101,7 +101,10 @@ def _not_visible(now: Commit) -> NotFound:
 
 
 def _held(repo: Repository, commit: Commit, seconds: float) -> tuple[Tag, Commit]:
-    """Hold a checkpoint by a name that this process has ended and no other has used since, otherwise by a new name."""
+    """Hold a checkpoint.
+
+    Reuse a name that this process has ended and no other process has used since, if there is one.
+    """
     with suppress(KeyError, IndexError, Conflict):
         name, end = _ended.get()[repo.storage.url].pop()
         return hold(repo, name, commit, seconds, behind=end)
@@ -111,8 +114,8 @@ def _held(repo: Repository, commit: Commit, seconds: float) -> tuple[Tag, Commit
 class Lease:
     """Holds a checkpoint: gc keeps its bytes, even if it is forgotten, until the block ends or this process dies.
 
-    ``seconds``: how long it holds without a renewal. A thread renews it three times as often, and logs errors. A forked
-    child neither renews nor ends it.
+    ``seconds``: the time until the lease expires without a renewal. A thread renews it three times in that time,
+    and logs errors. A forked child neither renews nor ends it.
     """
 
     def __init__(self, repo: Repository, commit: Commit, seconds: float) -> None:
@@ -159,7 +162,7 @@ class Lease:
             self._over.set()
             return False
         except CasckptError as error:
-            log.warning("%s, which ends at %s, was not renewed; it is tried again: %s", self._what, self._until, error)
+            log.warning("%s, which ends at %s, was not renewed; a retry follows: %s", self._what, self._until, error)
             return False
         return True
 

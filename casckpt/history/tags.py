@@ -1,7 +1,7 @@
 """Tags: movable names for checkpoints, stored as numbered generations. A generation without a target deletes the tag.
 
-A tag names an id, and protects all commits of that id from gc. A tag may expire (`casckpt.history.leases`). It counts
-for a gc an hour longer, because clocks of other hosts may be behind.
+A tag names an id, and protects all commits of that id from gc. A tag may expire (`casckpt.history.leases`). For gc an
+expired tag counts for one more hour, because clocks of other hosts may be behind.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ FOREIGN_CLOCKS = 3600 * 10**6
 class Tag:
     """A movable name. ``generation``: its number in tags/<name>/. ``txid``, ``manifest``: of the commit it was set on.
 
-    ``expires``: its last microsecond, None for a tag without an end. ``holder``: host:pid of the process that set it.
-    ``unique``: the same text in all generations of one lease.
+    ``expires``: its last microsecond, None for a tag that never expires. ``holder``: host:pid of the process that
+    set it. ``unique``: the same text in all generations of one lease.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Tag:
 
 @dataclass(frozen=True)
 class TagList:
-    """All tags, and the names with an unreadable newest record, with the error."""
+    """All tags, and the error for each tag whose newest record cannot be read."""
 
     tags: Mapping[str, Tag]
     damaged: Mapping[str, CasckptError]
@@ -63,10 +63,9 @@ class TagList:
 def list_tags(repo: Repository, *, anew: bool = False, slack: int = 0) -> TagList:
     """Return all tags from one LIST. A damaged record affects only its own tag. Raises `StorageError`.
 
-    ``anew``: read every record, also those that the catalogue has. ``slack``: microseconds that tags count beyond their
-    end.
+    ``anew``: read every record, also those in the catalogue. ``slack``: microseconds that expired tags still count.
     """
-    since = repo.clock() - slack  # before the listing, which may miss what is set or renewed while it runs
+    since = repo.clock() - slack  # before the listing, which may miss tags that are set or renewed while it runs
     return _read(repo, PREFIX, since, anew=anew)
 
 
@@ -82,19 +81,20 @@ def tags(repo: Repository, *, anew: bool = False, slack: int = 0) -> dict[str, T
 
 
 def get_tag(repo: Repository, name: str) -> Tag | None:
-    """Read a tag; None if there is none. Raises `InvalidInput`, `Damaged`, `Refused`, `StorageError`."""
+    """Read a tag; None if it does not exist. Raises `InvalidInput`, `Damaged`, `Refused`, `StorageError`."""
     listed = _read(repo, f"{PREFIX}{check_tag(name)}/", repo.clock())
     listed.raise_damage()
     return listed.tags.get(name)
 
 
 def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
-    """Set tag ``name`` on ``commit``, without an end. This restores a forgotten checkpoint.
+    """Set tag ``name`` on ``commit``; the tag never expires. This restores a forgotten checkpoint.
 
-    It also restores a checkpoint that is thinned at this instant, because the tag protects all that ``commit`` has.
+    It also restores a checkpoint that is thinned at this instant, because the tag protects all entries of
+    ``commit``.
 
-    Raises `InvalidInput` for a bad name; `Conflict` if the checkpoint was purged, if it is forgotten and cannot be
-    restored, or if another process moved the tag at this instant; `StorageError`.
+    Raises `InvalidInput` for an invalid name; `Conflict` if the checkpoint was purged, if it is forgotten and
+    cannot be restored, or if another process moved the tag at this instant; `StorageError`.
     """
     check_tag(name)
     if not commit.live:
@@ -126,7 +126,7 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
 def delete_tag(repo: Repository, name: str) -> None:
     """Delete a tag, also an unreadable one.
 
-    Raises `NotFound` if there is none, `Conflict` if another process moved it at this instant.
+    Raises `NotFound` if it does not exist, `Conflict` if another process moved it at this instant.
     """
     check_tag(name)
     check_requirements(repo)
@@ -148,9 +148,9 @@ def tagged_txids(found: Mapping[str, Tag], commits: Iterable[Commit]) -> set[TxI
 
 
 def named_by(tag: Tag, listed: CommitList) -> Commit | None:
-    """Return the commit of its id that a tag names: a visible one first, then a forgotten, then a purged one.
+    """Return the commit that a tag names, by its id: a visible commit first, then a forgotten, then a purged one.
 
-    Among equals it is the commit that the tag was set on.
+    If several commits rank equally, it returns the commit on which the tag was set.
     """
     same = [commit for commit in listed.live() if commit.id == tag.manifest]
     target = listed.commits.get(tag.txid)
@@ -161,7 +161,7 @@ def no_tag(repo: Repository, name: str) -> NotFound:
     """Return the error for a missing tag, with the tags that exist."""
     names = sorted(list_tags(repo).tags)
     near = difflib.get_close_matches(name, names, 5) or names[:5]
-    there = f"there are: {', '.join(near)}" if near else "there are none; `casckpt tag STORE NAME REF` makes one"
+    there = f"there are: {', '.join(near)}" if near else "there are none; `casckpt tag STORE NAME REF` creates one"
     return NotFound(f"there is no tag {name!r} in {repo.storage.url}; {there}")
 
 
@@ -172,7 +172,7 @@ def _read(repo: Repository, prefix: str, since: int, *, anew: bool = False) -> T
 def _read_newest(
     repo: Repository, prefix: str, newest: Mapping[str, tuple[int, ListedObject]], since: int, *, anew: bool = False
 ) -> TagList:
-    """Read the newest records. ``since``: tags that end before this are left out."""
+    """Read the newest records. ``since``: leave out tags that end before this time."""
     fetched = read_records(repo, prefix, [entry for _, entry in newest.values()], lambda _: TagRecord, anew=anew)
     tags: dict[str, Tag] = {}
     damaged: dict[str, CasckptError] = {}
@@ -189,7 +189,7 @@ def _read_newest(
 
 
 def _is_gone(repo: Repository, entry: ListedObject) -> bool:
-    """Tell whether a listed record has been deleted since. Otherwise an unreadable record is damage."""
+    """Return whether a listed record has been deleted since the listing. Otherwise an unreadable record is damage."""
     return entry.size >= 0 and not any(one.key == entry.key for one in repo.storage.list(entry.key, known=parse_tag))
 
 
@@ -209,7 +209,7 @@ def _generations(repo: Repository, prefix: str) -> dict[str, dict[int, ListedObj
         else:
             generations[key[0]][key[1]] = entry
     if _lost(seen, generations):
-        list_commits(repo)  # if commits are missing too, the store was put back from a copy, and the caches are dropped
+        list_commits(repo)  # if commits are missing too, this drops the caches: the store was put back
         for name, number in _lost(_seen(repo, prefix), generations).items():
             generations[name][number] = ListedObject(tag_key(name, number), -1)
     return generations
@@ -218,8 +218,8 @@ def _generations(repo: Repository, prefix: str) -> dict[str, dict[int, ListedObj
 def _seen(repo: Repository, prefix: str) -> dict[str, int]:
     """Return the highest generation of each tag that this host has read. Call it before a listing, not after.
 
-    The newest generation of a name is never deleted. If it is missing, tags/ was moved or put back from a copy, and it
-    is unknown what the tag protects.
+    The newest generation of a name is never deleted. If it is missing, tags/ was moved or put back from a copy, and
+    the checkpoint that the tag protects is unknown.
     """
     keys = filter(None, (parse_tag(key_of(row)) for row in repo.catalogue.keys(prefix)))
     return dict(sorted(keys, key=lambda key: key[1]))
@@ -253,7 +253,7 @@ def end_generation(repo: Repository, name: str, number: int) -> None:
 
 
 def take_back(repo: Repository, tag: Tag, before: Tag | None) -> None:
-    """Undo a generation: set the tag to what it was ``before``, unless another process has moved it since."""
+    """Undo a generation: set the tag to its state ``before``, unless another process has moved it since."""
     number = tag.generation + 1
     with suppress(Conflict):
         if before is None:
@@ -263,10 +263,11 @@ def take_back(repo: Repository, tag: Tag, before: Tag | None) -> None:
 
 
 def remove_old_generations(repo: Repository) -> None:
-    """Delete all generations but the newest of each tag that is deleted or has expired. The newest stays for ever.
+    """Delete all but the newest generation of each tag that is deleted or has expired. The newest stays for ever.
 
-    Otherwise its number would be used again, and a gc that paused meanwhile would delete the new one. A tag that counts
-    keeps its old generations, because a listing may miss a generation that is put while it runs. Raises `StorageError`.
+    Otherwise its number would be used again, and a gc that paused meanwhile would delete the new one. A tag that
+    counts keeps its old generations, because a listing may miss a generation that is put while it runs. Raises
+    `StorageError`.
     """
     since = repo.clock() - FOREIGN_CLOCKS
     several = {name: numbers for name, numbers in _generations(repo, PREFIX).items() if len(numbers) > 1}
@@ -288,7 +289,7 @@ def _create(repo: Repository, number: int, record: TagRecord) -> None:
     try:
         repo.put_record(tag_key(record.name, number), record)
     except Conflict as error:
-        message = f"tag {record.name!r} was moved by another process at this instant; look at it, and try again"
+        message = f"tag {record.name!r} was moved by another process at this instant; check it, and try again"
         raise Conflict(message, key=error.key) from error
 
 

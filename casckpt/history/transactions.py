@@ -1,8 +1,8 @@
-"""Transactions: saves in progress, their signs of life, and how dead ones are revoked.
+"""Transactions: saves in progress, their signs of life, and the revoking of dead ones.
 
 A transaction begins before its save reads which commits are live, and before it uploads anything. Its files are removed
-only after a record stands in commits/. gc relies on both (see "How objects are deleted" in docs/format.md). Saves call
-`begin_save`, which keeps to this order. Copies and rewrites call `join` or `begin`, and then list all commits, because
+only after its record is in commits/. gc relies on both (see "How objects are deleted" in docs/format.md). Saves call
+`begin_save`, which keeps this order. Copies and rewrites call `join` or `begin`, and then list all commits, because
 they may reuse the blobs of all runs.
 """
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class _Pulse:
-    """Gives signs of life from a thread, which a fork does not copy: a child never gives them for its parent."""
+    """Gives signs of life from a thread. A fork does not copy the thread, so a child gives none for its parent."""
 
     def __init__(self, repo: Repository, txid: TxId, seconds: float, joined: int | None) -> None:
         self.signs = joined or 0
@@ -49,11 +49,11 @@ class _Pulse:
         self._process = None if joined is None else this_process()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"casckpt-alive-{txid}", daemon=True)
-        with suppress(RuntimeError):  # no thread can start while the interpreter ends; the process itself is a sign
+        with suppress(RuntimeError):  # no thread can start while the interpreter ends
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after its current sign of life. A thread that hangs is left behind."""
+        """End the thread after its current sign of life. A thread that hangs keeps running."""
         self._end.set()
         if self._thread.ident is not None:
             self._thread.join(STOP_SECONDS)
@@ -68,12 +68,12 @@ class _Pulse:
 
     def beat(self) -> None:
         """Give a sign of life."""
-        self.signs += 1  # never try a number twice: a put that failed may have happened
+        self.signs += 1  # never use a number twice: a put that failed may have taken effect
         try:
             record = SignOfLife(txid=self._txid, time=self._repo.clock(), process=self._process)
             self._repo.put_record(transaction_key(self._txid, self.signs), record)
         except Conflict:
-            log.debug("sign of life %d of transaction %s was given by another process", self.signs, self._txid)
+            log.debug("another process gave sign of life %d of transaction %s", self.signs, self._txid)
         except CasckptError as error:
             log.warning("sign of life %d of transaction %s was not written: %s", self.signs, self._txid, error)
 
@@ -81,8 +81,8 @@ class _Pulse:
 class Transaction:
     """A save in progress of this process. It gives signs of life until it ends or is garbage-collected.
 
-    ``began``: the record under transactions/<txid>. ``joined``: for a transaction that another process has begun, the
-    number of its last sign of life; None for an own one. ``seen``: see `casckpt.history.announcements.announce`.
+    ``began``: the record under transactions/<txid>. ``joined``: the number of the last sign of life if another
+    process has begun the transaction, otherwise None. ``seen``: see `casckpt.history.announcements.announce`.
     """
 
     def __init__(
@@ -113,9 +113,9 @@ class Transaction:
     def commit(self, record: Committed) -> Commit:
         """Make the checkpoint visible after its manifest was put, and end the transaction.
 
-        Returns the commit that stands. If several processes copy one checkpoint in this transaction, another one may
-        have made it. Files that cannot be removed are left to gc. Raises `Revoked` if the transaction has ended
-        otherwise, `StorageError`.
+        Returns the commit that stands. If several processes copy one checkpoint in this transaction, another
+        one may have made it. gc removes files that this call cannot remove. Raises `Revoked` if the transaction
+        has ended otherwise, `StorageError`.
         """
         try:
             commit(self._repo, record, seen=self._seen)
@@ -124,7 +124,7 @@ class Transaction:
         except Conflict:
             record = self._committed(record)
         except StorageError as error:
-            # the answer may be lost, not the record: revoking competes for the same name, so that one of them stands
+            # the answer may be lost, not the record: a revoke competes for the same name, so exactly one of them stands
             self.abort(error)
             try:
                 record = self._committed(record)
@@ -141,12 +141,13 @@ class Transaction:
         if isinstance(record, Committed) and record.manifest == wanted.manifest:
             self._repo.settle(commit_key(self.txid))
             return record
-        raise Revoked(f"transaction {self.txid} has ended otherwise; begin another one", key=commit_key(self.txid))
+        raise Revoked(f"transaction {self.txid} has ended otherwise; begin a new one", key=commit_key(self.txid))
 
     def close(self) -> None:
-        """End the transaction after its record stands in commits/: remove its files, or leave them to gc on an error.
+        """End the transaction after its record is in commits/: remove its files, or leave them to gc on an error.
 
-        Raises `Conflict` if there is no such record, because without its file a gc would not wait for this save.
+        Raises `Conflict` if the record is missing, because without the file of the transaction a gc would not
+        wait for this save.
         """
         key = commit_key(self.txid)
         try:
@@ -163,8 +164,8 @@ class Transaction:
     def abort(self, reason: str | BaseException) -> bool:
         """Create the `revoked` record. Return True if the transaction is revoked now, by this call or by a gc.
 
-        Returns False if it was committed (its answer may have been lost), or if the storage fails; then a later gc ends
-        it. Raises no error of the storage, because it is called while another error is handled.
+        Returns False if it was committed (the answer may have been lost), or if the storage fails; then a later
+        gc ends it. Raises no error of the storage, because callers run it while they handle another error.
         """
         if self._has_committed:
             return False
@@ -180,7 +181,7 @@ class Transaction:
         return isinstance(found, records.RevokedRecord)
 
     def leave(self) -> None:
-        """Leave it open, so that another process can join it. Its uploads stay until a gc revokes it."""
+        """Leave the transaction open, so that another process can join it. Its uploads stay until a gc revokes it."""
         self._pulse.stop()
 
     def _remove_files(self) -> None:
@@ -215,9 +216,9 @@ def begin(
 ) -> Transaction:
     """Begin a transaction. Call it before the listing of live commits, and before any upload; see `begin_save`.
 
-    ``after``: ids that the new one sorts behind. ``seen``: the number of an announcement of the run; ``after`` covers
-    all that were announced up to it. ``seconds``: between signs of life. Raises `InvalidInput`, `StorageError`,
-    `Unsupported`, also if the store requires of writers what this version does not know.
+    ``after``: ids that must sort before the new one. ``seen``: the number of an announcement of the run; ``after``
+    covers all that were announced up to it. ``seconds``: between signs of life. Raises `InvalidInput`,
+    `StorageError`, and `Unsupported`, also if this version does not know a requirement of the store on writers.
     """
     repo.declare_mirror()
     txid = repo.new_txid(run, step, after)
@@ -231,14 +232,15 @@ def begin_save(
 ) -> tuple[Transaction, Commit | None, list[Commit]]:
     """Begin a save. Return its transaction, the parent that it may reuse, and the visible commits that it replaces.
 
-    The order of the steps is what makes gc safe:
+    The order of the steps makes gc safe:
 
     1. Read the announcements of the run, and check that the step is free.
     2. Note the number of the last announcement. The transaction claims to be later than all up to that one. Another
        thread may read on meanwhile; a number that is too low is safe, one that is too high is not.
     3. Begin the transaction.
-    4. Find the newest live commit. A gc that begins later waits for the transaction, so it does not delete what is live
-       now. A commit that was found before the transaction began may be purged, and its blobs deleted.
+    4. Find the newest live commit. A gc that begins later waits for the transaction, so it does not delete the
+       objects of a commit that is live now. A commit that was found before the transaction began may be purged, and
+       its blobs deleted.
 
     Creates the store if there is none. Raises `Conflict` if the step exists, unless ``overwrite`` is set; and as
     `begin`.
@@ -267,7 +269,7 @@ def begin_save(
 def _restored_announcements(repo: Repository, run: str) -> RunCache | None:
     """Create or complete a store that shows no announcement of ``run``. Return the announcements if any were added.
 
-    An emptied folder has no marker either, and no reader would find a save in it.
+    An emptied folder has no marker either, so no reader would find a save in it.
     """
     known = repo.marker
     if repo.create(cell_bytes=known.cell_bytes, blob_bytes=known.blob_bytes):
@@ -282,8 +284,8 @@ def join(repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECOND
     """Begin the transaction ``began``, or join it if another process has begun the copy of the same checkpoint.
 
     Any number of processes may work in one transaction: they upload the same blobs under the same names, and one of
-    them commits. Returns None if the transaction has ended, or is another one. Raises `StorageError`, `Unsupported` as
-    `begin`.
+    them commits. Returns None if the transaction has ended, or is another one. Raises `StorageError`, `Unsupported`
+    as `begin`.
     """
     repo.declare_mirror()
     key = transaction_key(began.txid)
@@ -304,7 +306,7 @@ def join(repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECOND
 
 
 def _allowed(repo: Repository, transaction: Transaction) -> Transaction:
-    """Check that this version may write. A process that sets a requirement waits for the end of open transactions."""
+    """Check that this version may write. A process that sets a requirement waits until open transactions end."""
     try:
         transaction.settings = check_requirements(repo)
     except CasckptError as error:
@@ -324,7 +326,7 @@ def _last_sign(repo: Repository, txid: TxId) -> int:
 def open_transactions(repo: Repository, closed: Container[TxId]) -> list[OpenTransaction]:
     """List the transactions that are not ``closed`` (have no record in commits/), oldest first.
 
-    A transaction that ended after ``closed`` was listed may be among them. Raises `StorageError`.
+    The result may include a transaction that ended after ``closed`` was listed. Raises `StorageError`.
     """
     signs: dict[TxId, int] = {}
     for entry in repo.storage.list(PREFIX, known=parse_log):
@@ -343,7 +345,7 @@ def _began(repo: Repository, txid: TxId) -> Began | None:
 
 
 def has_died(repo: Repository, transaction: OpenTransaction) -> bool:
-    """Tell whether the process that began an open transaction and the last one that joined it are provably dead.
+    """Return whether the process that began an open transaction and the last one that joined it are provably dead.
 
     False in case of doubt. Raises `StorageError`.
     """
@@ -359,7 +361,7 @@ def has_died(repo: Repository, transaction: OpenTransaction) -> bool:
 
 
 def revoke(repo: Repository, txid: TxId, reason: str) -> bool:
-    """Revoke a transaction: create commits/<txid> as `revoked`. False if a record stood there first.
+    """Revoke a transaction: create commits/<txid> as `revoked`. False if it already has a record.
 
     Safe at any time: at worst a live save fails and is repeated. Raises `StorageError`.
     """

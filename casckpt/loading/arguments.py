@@ -21,13 +21,16 @@ FullMatch: TypeAlias = "Callable[[re.Pattern[str], str], re.Match[str] | None]"
 
 @dataclass(frozen=True)
 class Renaming:
-    """A function of a key that a front end passes as ``rename``. ``given``: what it was given itself, for messages."""
+    """A function of a key that a front end passes as ``rename``.
+
+    ``given``: the argument that the user gave it, for messages.
+    """
 
     function: Callable[[str], str]
     given: Rename
 
     def __call__(self, key: str) -> str:
-        """Give the key of the checkpoint."""
+        """Return the key of the checkpoint."""
         return self.function(key)
 
 
@@ -52,7 +55,7 @@ def usable_patterns(keys: Any, name: str = "keys") -> Sequence[str] | None:
 
 
 def matches(key: str, patterns: Sequence[str] | None) -> bool:
-    """Whether a key matches one of the patterns. None matches every key."""
+    """Return whether a key matches one of the patterns. None matches every key."""
     return patterns is None or any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
@@ -91,7 +94,7 @@ def _called(rename: Callable[[str], Any], key: str) -> str:
 
 
 def compiled(rules: Mapping[str, T], where: str = "") -> list[tuple[re.Pattern[str], T]]:
-    """Compile the regular expressions of ``rules``. Raises InvalidInput that begins with ``where``."""
+    """Compile the regular expressions of ``rules``. The message of an InvalidInput begins with ``where``."""
     return [(_compiled(pattern, where), value) for pattern, value in rules.items()]
 
 
@@ -114,7 +117,7 @@ def first_match(
 
 
 def expanded(match: re.Match[str], replacement: str, where: str = "") -> str:
-    """Return the replacement for a match. Raises InvalidInput that begins with ``where``."""
+    """Return the replacement for a match. The message of an InvalidInput begins with ``where``."""
     try:
         return match.expand(replacement)
     except (re.error, IndexError, TypeError) as error:

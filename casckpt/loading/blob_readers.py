@@ -1,4 +1,4 @@
-"""The blobs of a load. Each is opened once, in the cache of this host or in the store."""
+"""The blobs of a load. Each blob is opened once, in the cache of this host or in the store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class BlobReader:
-    """One blob of a load. The first thread that reads it opens it, in this host's cache or in the store."""
+    """One blob of a load. The first thread that reads it opens it, in the cache of this host or in the store."""
 
     def __init__(self, repo: Repository, ref: BlobRef, *, shared: bool, keep: bool, cached: bool = True) -> None:
         """``keep``: copy it into the cache of this host. ``cached``: it may be there."""
@@ -35,7 +35,7 @@ class BlobReader:
         self._opened = ExitStack()
 
     def reader(self) -> Reader:
-        """Open it, unless it is open. Raises NotFound, StorageError."""
+        """Return the open reader; open it first if needed. Raises NotFound, StorageError."""
         with self._lock:
             if self._current is None:
                 self._current = self._open()
@@ -59,7 +59,7 @@ class BlobReader:
         return repo.blob_cache.open(self.ref) if here else None
 
     def distrust(self, reader: Reader | None) -> bool:
-        """Whether there is another reader to try, after ``reader`` gave wrong bytes."""
+        """Return whether there is another reader to try, after ``reader`` gave wrong bytes."""
         with self._lock:
             if reader is not None and reader is not self._current:
                 return True  # another thread has replaced it already
@@ -82,10 +82,10 @@ class BlobReader:
 
 
 class BlobReaders:
-    """The blobs of a load. ``blob_at``: the blob with a number. ``shared``: other processes here read the same.
+    """The blobs of a load. ``blob_at``: returns the blob with a number.
 
-    ``stays``: whether what is read stays in the page cache. A blob of which less than half is read is not kept there,
-    because skipping the gaps costs more.
+    ``shared``: other processes here read the same blobs. ``stays``: whether the bytes that are read stay in the
+    page cache. A blob of which less than half is read does not stay there, because skipping the gaps costs more.
     """
 
     def __init__(
@@ -113,7 +113,10 @@ class BlobReaders:
             self._slots[batch.blob].left += 1
 
     def is_in_memory(self, blob: int) -> bool:
-        """Whether this host's page cache holds a blob. False if that is unknown or the blob cannot be opened."""
+        """Return whether the page cache of this host holds a blob.
+
+        False if that is unknown or the blob cannot be opened.
+        """
         try:
             reader = self._slots[blob].reader()
         except (NotFound, StorageError):  # the read will raise it
@@ -121,12 +124,12 @@ class BlobReaders:
         return isinstance(reader, LocalReader) and reader.is_cached
 
     def is_shared(self, blob: int) -> bool:
-        """Whether a blob is always read through the page cache of this host."""
+        """Return whether a blob is always read through the page cache of this host."""
         return self._slots[blob].shared
 
     @contextmanager
     def use(self, blob: int) -> Iterator[BlobReader]:
-        """The reader of a blob, for one batch."""
+        """Yield the reader of a blob, for one batch."""
         try:
             yield self._slots[blob]
         finally:

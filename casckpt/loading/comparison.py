@@ -1,7 +1,7 @@
 """Compares a state in memory with a checkpoint: which tensors differ, on which ranks, and where.
 
-Each rank cuts what it holds along the cells of the checkpoint and hashes them. It reads stored bytes only if a digest
-differs or it holds only part of a cell. So corrupted memory is found without a second copy of the state.
+Each rank cuts its tensors along the cells of the checkpoint and hashes them. It reads stored bytes only if a digest
+differs or it holds only part of a cell. So a comparison finds corrupted memory without a second copy of the state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from casckpt.tensors.gpu import wait_for_gpus
 from casckpt.tensors.state import flatten
 
 _LOT_BYTES = 8 << 20
-_PLACES = 8  # places that are reported of a tensor and rank
+_PLACES = 8  # reported places for each tensor and rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Differs:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What differs, by rank. ``bytes``: the bytes that were compared, on all ranks together."""
+    """The differences, by rank. ``bytes``: the bytes that were compared, on all ranks together."""
 
     differs: tuple[Differs, ...]
     bytes: int
@@ -72,7 +72,7 @@ def compare_together(
 ) -> Comparison:
     """Compare the tensors that each rank holds. Every rank of ``ranks`` calls it, and all get the same answer.
 
-    Raises what a load raises, and InvalidInput for a state that is not a mapping, on all ranks.
+    Raises the errors of a load, and InvalidInput for a state that is not a mapping, on all ranks.
     """
 
     def find(given: Sequence[str]) -> list[tuple[Commit, StoreIdentity]]:
@@ -118,7 +118,7 @@ def _compare(
 
 
 class _Unequal(NamedTuple):
-    """A range of which the first and the last element differ. ``elements``: how many differ in all."""
+    """A range whose first and last elements differ. ``elements``: the number of elements in it that differ."""
 
     source: int
     region: Region
@@ -126,7 +126,7 @@ class _Unequal(NamedTuple):
 
 
 def _doubtful(cells: Sequence[Cell], progress: Progress) -> list[Cell]:
-    """The cells with another digest in the checkpoint, or with none because it is cut otherwise."""
+    """Return the cells with another digest in the checkpoint, or without one because it is cut otherwise."""
     doubtful: set[int] = set()
 
     def hash_all(lot: Sequence[tuple[int, Cell]]) -> None:
@@ -160,7 +160,7 @@ def _unequal(
 
 
 def _places(here: memoryview, stored: memoryview, itemsize: int) -> npt.NDArray[np.intp]:
-    """The numbers of the elements that differ in any bit."""
+    """Return the numbers of the elements that differ in any bit."""
     one, other = (np.frombuffer(data, np.uint8).reshape(-1, itemsize) for data in (here, stored))
     return np.flatnonzero((one != other).any(axis=1))
 

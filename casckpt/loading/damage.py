@@ -13,7 +13,7 @@ from casckpt.repository.repository import Repository
 
 
 class Lost(Exception):
-    """Bytes of a blob are missing or wrong. The tensor ``key`` needs them."""
+    """Bytes of a blob are missing or wrong, and the tensor ``key`` needs them."""
 
     def __init__(self, ref: BlobRef, key: str, why: str) -> None:
         super().__init__(why)
@@ -21,7 +21,7 @@ class Lost(Exception):
 
 
 def damaged_error(repo: Repository, manifest: Manifest, ref: BlobRef, key: str, why: str) -> CasckptError:
-    """The error for missing or wrong bytes: Damaged, or Gone if the checkpoint was purged meanwhile."""
+    """Return the error for missing or wrong bytes: Damaged, or Gone if the checkpoint was purged meanwhile."""
     commits = list_commits(repo)
     head = manifest.head.digest  # other commits with the same id may use other blobs
     same = [c for c in commits.commits.values() if c.last != "revoked" and c.committed.head == head]
@@ -32,7 +32,7 @@ def damaged_error(repo: Repository, manifest: Manifest, ref: BlobRef, key: str, 
     listed = ", ".join(map(str, users[:8])) + (", ..." if len(users) > 8 else "")
     return Damaged(
         f"blob {ref.hash} is damaged: {why}. Tensor {key!r} of {name} needs it, and so do the checkpoints {listed}. "
-        "What was being loaded is undefined now. Run `casckpt verify`, then `casckpt repair`, on the store",
+        "The target of the load is undefined now. Run `casckpt verify`, then `casckpt repair`, on the store",
         key=key,
         blob=ref.hash,
         checkpoints=tuple(commit.id for commit in users),

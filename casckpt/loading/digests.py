@@ -18,7 +18,7 @@ from casckpt.repository.repository import Repository
 
 
 def digests_of(repo: Repository, commit: Commit, keys: Sequence[str] | None, progress: Progress) -> dict[str, str]:
-    """Return the digests of a checkpoint's tensors by key. Raises MissingKey, and what `tensor_digests` does."""
+    """Return the digests of a checkpoint's tensors by key. Raises MissingKey, and the errors of `tensor_digests`."""
     patterns = usable_patterns(keys)
 
     def compute(_: Commit, manifest: Manifest) -> dict[str, str]:

@@ -16,7 +16,7 @@ _ATOMS: Final = frozenset((NoneType, bool, int, float, str, bytes))
 
 @dataclass(frozen=True)
 class Entries:
-    """A mapping of a template, ``target``, and the saved one, which ``decode`` returns.
+    """A mapping of a template, ``target``, and the saved mapping, which ``decode`` returns.
 
     ``key``: in the template; ``name``: in the checkpoint. ``rename``: that of the load. ``lacking``: flat keys that
     only the template has. ``unread``: flat keys that only the checkpoint has.
@@ -51,7 +51,7 @@ class Entries:
 
 
 def no_entry(key: str, renamed: str, mapping: str, name: str) -> InvalidInput:
-    """The error if ``rename`` maps a key of ``mapping`` to an entry of the single object ``name``."""
+    """Return the error for a ``rename`` that maps a key of ``mapping`` to an entry of the single object ``name``."""
     return InvalidInput(
         f"rename gives {renamed!r} for {key!r}, but {name!r} is one object in the checkpoint, whose entries keep their "
         f"names. Give the key of the mapping, as rename={{{re.escape(mapping)!r}: {name!r}}}, or get "
@@ -69,6 +69,6 @@ def fill_entries(target: Any, saved: Any) -> None:
 
 
 def _is_filled(value: Any) -> bool:
-    if type(value) in _ATOMS:  # most are
+    if type(value) in _ATOMS:  # the usual case
         return False
     return isinstance(value, Mapping) and len(value) > 0 and not isinstance(value, Counter | defaultdict)

@@ -50,7 +50,7 @@ from casckpt.tensors import gpu
 from casckpt.tensors.memory import Destination, note_writes
 
 _BATCH_BYTES = 8 << 20
-_SCRATCH_BYTES = 2 << 20  # for data that is copied again: it is read, hashed and copied within a core's cache
+_SCRATCH_BYTES = 2 << 20  # for data that is copied again, so that it is read, hashed and copied within a core's cache
 _WORTH_PINNING = 16 << 20  # bytes that go to a GPU
 _AHEAD = 4  # more threads than compute, where reads wait for a disk, so that the next reads are in flight
 _ALWAYS = 64 << 20  # below this, the free memory is not queried, which takes longer than a tiny load
@@ -75,8 +75,8 @@ class RegionRequest(NamedTuple):
 class EntryReader:
     """The reads of one load, on one of ``ranks`` ranks, of which ``ranks_here`` share this host.
 
-    ``shared``: others will read the same soon, so always read through the page cache. ``decoded``: keeps the frames
-    that were decoded with a base, if given.
+    ``shared``: other processes will read the same bytes soon, so always read through the page cache. ``decoded``:
+    if given, keeps the frames that were decoded with a base.
     """
 
     repo: Repository
@@ -102,7 +102,7 @@ class EntryReader:
         self._run(wants, done, frozenset())
 
     def _run(self, wants: Sequence[RegionRequest], done: Set[FilledRange], tried: Set[str]) -> None:
-        """``done``: ranges that are filled already, from manifests with the heads ``tried``."""
+        """Read all except ``done``: the ranges that are filled already, from manifests with the heads ``tried``."""
         finished: list[Batch[PlannedRead]] = []
         tried |= {self.manifest.head.digest}
         try:
@@ -114,13 +114,13 @@ class EntryReader:
                 raise damaged_error(self.repo, self.manifest, error.ref, error.key, str(error)) from error.__cause__
             if other is None:
                 raise
-            log.info("%s; the load goes on from another commit of %s", error, self.manifest.id)
+            log.info("%s; the load continues from another commit of %s", error, self.manifest.id)
         takers = (taker for batch in finished for _, _, item in batch.items for taker in item.takers)
         left = [want._replace(table=None) for want in wants]
         replace(self, manifest=other)._run(left, done | {part(taker.sink, taker.unit) for taker in takers}, tried)
 
     def _other(self, tried: Set[str]) -> Manifest | None:
-        """The manifest of another commit of the checkpoint, whose cells lie elsewhere."""
+        """Return the manifest of another commit of the checkpoint, whose cells are in other blobs."""
         for commit in others(self.repo, self.manifest.id, tried):
             with suppress(Gone, Damaged, Refused):
                 return get(self.repo, commit)
@@ -141,7 +141,7 @@ class EntryReader:
         if is_first:
             self.progress.expect(reads.plain)
         total = sum(batch.nbytes for batch in reads.every)
-        # ranks that want more than their part want the same bytes, which the page cache of a host serves to all of them
+        # ranks that want more than their part want the same bytes, and the page cache of a host serves all of them
         together = self.ranks > 1 and 2 * total * self.ranks > 3 * sum(self.manifest.blob_sizes)
         stays, blob_at = cache(partial(self._stays_in_memory, total)), self.manifest.blob
         slots = BlobReaders(self.repo, blob_at, reads.every, shared=self.shared or together, stays=stays)
@@ -158,11 +158,11 @@ class EntryReader:
             try:
                 with collector_paused() if threads == 1 else nullcontext():
                     run_all(transfer.run_all, tasks, threads)
-            finally:  # also after a failure: no copy may end after what the caller does next
+            finally:  # also after a failure: no copy may still run when this call returns
                 gpu.wait_for_copies(tensor for want in wants for tensor in want.sink.written)
 
     def _in_order(self, tasks: Sequence[Task], slots: BlobReaders) -> tuple[Sequence[Sequence[Task]], int]:
-        """The tasks that one thread does in order, and the number of threads."""
+        """Return the tasks that one thread does in order, and the number of threads."""
         traits, each = self.repo.storage.traits, [[task] for task in tasks]
         if traits.remote:
             return each, traits.parallel
@@ -180,33 +180,33 @@ class EntryReader:
         return [list(group) for _, group in by_blob], threads + _AHEAD // 2
 
     def _stays_in_memory(self, nbytes: int) -> bool:
-        """Whether these bytes, and those of other ranks here, stay in the page cache for the next load."""
+        """Return whether these bytes, and those of other ranks here, stay in the page cache for the next load."""
         wanted, most = self.repo.storage.traits.page_cache, _PLENTY * nbytes * self.ranks_here
         return (most <= _ALWAYS or most <= headroom()) if wanted is None else wanted
 
     @cached_property
     def turns(self) -> BoundedSemaphore:
-        """Held by each thread while it computes, but not while it waits for a disk."""
+        """The semaphore that each thread holds while it computes, but not while it waits for a disk."""
         return BoundedSemaphore(self._cores)
 
     @cached_property
     def _cores(self) -> int:
-        """How many threads may compute at a time."""
+        """The number of threads that may compute at a time."""
         return min(self.threads, usable_cores(self.ranks_here))
 
     def blobs(self, wants: Sequence[RegionRequest]) -> list[BlobRef]:
-        """The blobs that `fill` would read."""
+        """Return the blobs that `fill` would read."""
         return [self.manifest.blob(number) for number in sorted({batch.blob for batch in self._reads(wants).every})]
 
     @collector_paused()
     def _reads(self, wants: Sequence[RegionRequest], done: Set[FilledRange] = frozenset()) -> Reads:
-        """All reads."""
+        """Plan all reads."""
         items = list(self._items(wants, done))
         scratch = _BATCH_BYTES if any(want.sink.on_gpu for want in wants) else _SCRATCH_BYTES
         return plan_lots(items, self.repo.storage.traits, most=_BATCH_BYTES, scratch=scratch)
 
     def _items(self, wants: Sequence[RegionRequest], done: Set[FilledRange]) -> Iterable[PlannedRead]:
-        """One read for each distinct range of bytes that is not ``done``."""
+        """Yield one read for each distinct range of bytes that is not ``done``."""
         items: dict[Hashable, PlannedRead] = {}
         entries = self.manifest.entries
         for number, sink, given, _ in wants:

@@ -1,6 +1,6 @@
-"""Compares the names of a model's tensors with those of a checkpoint: what a load fills, and which names differ.
+"""Compares the names of a model's tensors with those of a checkpoint, and finds which tensors a load fills.
 
-Front ends that fill tensors by name call these functions of names and shapes before they change anything.
+Front ends that fill tensors by name call these functions before they change anything.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ Shapes: TypeAlias = Mapping[str, Shape]
 """Global shapes, by key."""
 
 PACKED = ".quant_state.bitsandbytes__"
-"""Part of the keys of values that a Linear4bit of bitsandbytes makes anew for each state_dict."""
+"""Part of the keys of values that a Linear4bit of bitsandbytes creates again for each state_dict."""
 _CONTAINERS = frozenset(("model", "module", "state_dict", "model_state_dict", "base_model"))
-"""First parts of names of models in a container or wrapper."""
+"""The first parts of model names in a container or wrapper."""
 _WRAPPERS = frozenset((
     "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer", "original_module",
     "modules_to_save",
 ))  # fmt: skip
-_REPLACED = frozenset(("base_layer", "original_module", "modules_to_save"))  # of these, what PEFT adds
+_REPLACED = frozenset(("base_layer", "original_module", "modules_to_save"))  # the names that PEFT adds
 _SHARE = 10
-"""A load raises if more than 1/10 of its tensors have other names in the checkpoint."""
+"""The share of tensors with other names in the checkpoint above which a load raises."""
 _SHOWN = 3
 _LOGGED: set[tuple[str, str, int]] = set()
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Which tensors of a template a checkpoint fills, by key.
+    """The tensors of a template that a checkpoint fills, by key.
 
     ``filled``: the key in the checkpoint for each filled tensor, which includes tensors that share memory with one.
-    ``unfilled``: tensors that stay as they are. ``misfits``: tensors with another shape in the checkpoint, for which
-    the load raises.
+    ``unfilled``: tensors that stay as they are. ``misfits``: tensors with another shape in the checkpoint, for
+    which the load raises.
     """
 
     filled: Mapping[str, str] = field(default_factory=dict)
@@ -62,22 +62,23 @@ class Fit:
 
     @property
     def count(self) -> int:
-        """How many tensors there are."""
+        """The number of tensors."""
         return len(self.filled) + len(self.unfilled) + len(self.misfits)
 
 
 def merged(fits: Sequence[Fit]) -> Fit:
-    """The fit of all ranks: what any of them fills is filled."""
+    """Return the fit of all ranks: a tensor is filled if any rank fills it."""
     filled = {key: name for fit in fits for key, name in fit.filled.items()}
     unfilled = {key: shape for fit in fits for key, shape in fit.unfilled.items() if key not in filled}
     return Fit(filled, unfilled, frozenset[str]().union(*(fit.misfits for fit in fits)))
 
 
 def check_fit(fit: Fit, saved: Shapes, where: str, rename: Rename = None, way: str = "give") -> str | None:
-    """Return a message for the log about what stays unfilled; None if nothing does. ``saved``: tensors to read from.
+    """Return a log message about the tensors that stay unfilled; None if there are none.
 
-    ``way``: how the caller passes a ``rename``. Raises MissingKey if nothing would be filled, or if more than a tenth
-    of the tensors have other names in the checkpoint; Mismatch for adapters in a checkpoint if the model has none.
+    ``saved``: the tensors to read from. ``way``: how the caller passes a ``rename``. Raises MissingKey if nothing
+    would be filled, or if more than a tenth of the tensors have other names in the checkpoint; Mismatch for
+    adapters in a checkpoint if the model has none.
     """
     if not fit.unfilled:
         return None
@@ -118,7 +119,7 @@ def check_no_adapters(names: Sequence[str], where: str) -> None:
 
 
 def log_once(checkpoint: str, said: str | None, keys: Collection[str], level: int = logging.WARNING) -> None:
-    """Log ``said``, if there is something, once for each ``checkpoint`` (an id) and model, known by some ``keys``."""
+    """Log the message ``said``, if any, once for each ``checkpoint`` (an id) and model, identified by some ``keys``."""
     if said is not None and (told := (checkpoint, said, hash(tuple(keys)))) not in _LOGGED:
         _LOGGED.add(told)
         log.log(level, "%s", said)
@@ -128,18 +129,18 @@ def log_once(checkpoint: str, said: str | None, keys: Collection[str], level: in
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a name is that of a tensor of a PEFT adapter."""
+    """Return whether a name is that of a tensor of a PEFT adapter."""
     return any(part.startswith("lora_") or part == "modules_to_save" for part in name.split("."))
 
 
 def name_without_adapters(name: str) -> str:
-    """The name of a tensor before PEFT added adapters to the model."""
+    """Return the name of a tensor before PEFT added adapters to the model."""
     parts = name.removeprefix("base_model.model.").split(".")
     return ".".join(_without(parts, _REPLACED))
 
 
 def plain(name: str) -> str:
-    """``name`` without the parts that containers, wrappers and adapters add."""
+    """Return ``name`` without the parts that containers, wrappers and adapters add."""
     parts = name.split(".")
     kept = [part for at, part in enumerate(parts) if not (at and _names_adapter(parts, at, "lora_"))]
     kept = _without(kept, _WRAPPERS)
@@ -149,12 +150,12 @@ def plain(name: str) -> str:
 
 
 def _names_adapter(parts: Sequence[str], at: int, start: str) -> bool:
-    """Whether a part is the user's name of an adapter, which PEFT puts after a part of its own."""
+    """Return whether a part is the user's name of an adapter, which PEFT puts after a part of its own."""
     return parts[at - 1].startswith(start) and at < len(parts) - 1
 
 
 def _without(parts: Sequence[str], dropped: frozenset[str]) -> list[str]:
-    """The parts that are not ``dropped``. The last one stays. The name of an adapter is dropped too."""
+    """Return the parts that are not ``dropped``. Keeps the last one. Drops the name of an adapter too."""
     return [
         part
         for at, part in enumerate(parts)
@@ -163,19 +164,19 @@ def _without(parts: Sequence[str], dropped: frozenset[str]) -> list[str]:
 
 
 def missed_pairs(unfilled: Shapes, unread: Shapes) -> dict[str, str]:
-    """Pairs of an unfilled key and an unread key of the same shape, if one name ends with the other at a dot.
+    """Return pairs of an unfilled key and an unread key of the same shape, if one name ends with the other at a dot.
 
     Names are compared without the parts that `plain` removes. Each key is in at most one pair.
     """
     pairs = _ending(unfilled, unread)
     taken = set(pairs.values())
     left = {key: shape for key, shape in unfilled.items() if key not in pairs}
-    others = {name: unread[name] for name in sorted(unread) if name not in taken}  # equal models do not mix
+    others = {name: unread[name] for name in sorted(unread) if name not in taken}  # this keeps equal models apart
     return pairs | {key: name for name, key in _ending(others, left).items()}
 
 
 def _ending(longer: Shapes, shorter: Shapes) -> dict[str, str]:
-    """Pairs of a key of ``longer`` and the key of ``shorter`` with which its name ends, by the longest end."""
+    """Return pairs of a key of ``longer`` and the key of ``shorter`` with which its name ends, by the longest end."""
     by_name = grouped(shorter, lambda key: (plain(key), tuple(shorter[key])))
     pairs: dict[str, str] = {}
     for key, shape in longer.items():
@@ -190,7 +191,7 @@ def _ending(longer: Shapes, shorter: Shapes) -> dict[str, str]:
 
 
 def _common_parts(one: str, other: str) -> int:
-    """The number of equal parts at the ends of two names."""
+    """Return the number of equal parts at the ends of two names."""
     pairs = zip(reversed(one.split(".")), reversed(other.split(".")), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -199,7 +200,7 @@ def _common_parts(one: str, other: str) -> int:
 
 
 def rename_hint(pairs: Mapping[str, str], filled: Mapping[str, str], rename: Rename = None, way: str = "give") -> str:
-    """Name the ``rename`` that fills ``pairs``; "" if there are none."""
+    """Describe the ``rename`` that fills ``pairs``; "" if there are none."""
     if not pairs:
         return ""
     while isinstance(rename, Renaming):
@@ -211,10 +212,10 @@ def rename_hint(pairs: Mapping[str, str], filled: Mapping[str, str], rename: Ren
 
 
 def rename_for(pairs: Mapping[str, str], filled: Mapping[str, str]) -> dict[str, str]:
-    """Regular expressions and replacements that map each key of ``pairs`` to its partner.
+    """Return regular expressions and replacements that map each key of ``pairs`` to its partner.
 
-    A rule replaces the start of names, and keeps numbers in it. Rules that would change names in ``filled`` are left
-    out. Keys without a rule are mapped one by one.
+    A rule replaces the start of names, and keeps numbers in it. Rules that would change names in ``filled`` are
+    left out. Keys without a rule are mapped one by one.
     """
     found = sorted(dict.fromkeys(_rule(*pair) for pair in pairs.items()), key=lambda rule: -rule[0].count(r"\."))
     rules = {pattern: new for pattern, new in dict(found).items() if _spares(pattern, new, filled)}
@@ -224,13 +225,13 @@ def rename_for(pairs: Mapping[str, str], filled: Mapping[str, str]) -> dict[str,
 
 
 def _spares(pattern: str, new: str, filled: Mapping[str, str]) -> bool:
-    """Whether a rule does not change the names in ``filled``."""
+    """Return whether a rule leaves the names in ``filled`` unchanged."""
     matches = ((match, name) for key, name in filled.items() if (match := re.fullmatch(pattern, key)))
     return all(match.expand(new) == name for match, name in matches)
 
 
 def _rule(key: str, name: str) -> tuple[str, str]:
-    """The rule that replaces what precedes the longest common end of two names."""
+    """Return the rule that replaces the part before the longest common end of two names."""
     same = _common_parts(key, name)
     head, new = key.split(".")[: -same or None], name.split(".")[: -same or None]
     keeps = [part for part in head if part.isdecimal()] == [part for part in new if part.isdecimal()]
@@ -241,23 +242,23 @@ def _rule(key: str, name: str) -> tuple[str, str]:
     return f"{pattern}(.*)", rf"{replacement}\{next(groups)}"
 
 
-# what a template and a checkpoint hold
+# contents of templates and checkpoints
 
 
 def saved_shapes(manifest: Manifest) -> dict[str, Shape]:
-    """The shapes of the tensors of a checkpoint, without thinned ones."""
+    """Return the shapes of the tensors of a checkpoint, without thinned ones."""
     return {key: entry.shape for key, entry in manifest.tensors.items() if not manifest.lacks(entry)}
 
 
 def shape_of(value: Any) -> Shape | None:
-    """The global shape of a tensor, a shard, or a list of shards; None for other values."""
+    """Return the global shape of a tensor, a shard, or a list of shards; None for other values."""
     one = value[0] if isinstance(value, list) and value else value
     shape = getattr(one, "global_shape", getattr(one, "shape", None))
     return None if shape is None else tuple(shape)
 
 
 def memory_of(value: Any) -> tuple[int, int]:
-    """A key for the memory of a tensor or shard on this rank; for a value without memory, a key for the value."""
+    """Return a key for the memory of a tensor or shard on this rank; without memory, a key for the value."""
     tensor = value.data if isinstance(value, Shard) else value
     try:
         local = local_of(tensor)
@@ -268,7 +269,7 @@ def memory_of(value: Any) -> tuple[int, int]:
 
 
 def chosen(where: str, nested: Fit, bare: Fit) -> bool:
-    """Whether the names at the top of a checkpoint (``bare``) fill more than those below "model" (``nested``).
+    """Return whether the names at the top of a checkpoint (``bare``) fill more than those below "model" (``nested``).
 
     Raises InvalidInput if both fill equally many, from different keys.
     """

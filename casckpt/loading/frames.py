@@ -1,4 +1,4 @@
-"""Frames in a load: how they are read together and decoded, and decoded again if a cell is wrong."""
+"""Frames in a load: they are read together and decoded. If a cell is wrong, its frames are decoded again."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from contextlib import closing
 from threading import Condition
 
 from casckpt.errors import NotFound, Refused, StorageError
-from casckpt.format.encodings.chains import decoded
-from casckpt.format.encodings.frames import decode
+from casckpt.format.encodings.frames import decode, decoded
 from casckpt.format.extents import StoredCell
 from casckpt.format.manifest import Manifest
 from casckpt.loading.blob_readers import BlobReader
@@ -24,10 +23,11 @@ from casckpt.tensors.memory import copy_bytes
 
 
 class Lot:
-    """The frames of cells that are decoded together. They are in memory until the last of these cells is decoded.
+    """The frames of cells that are decoded together. They stay in memory until the last of these cells is decoded.
 
-    The first threads that come read them, so no thread waits for a read that has not begun. ``frames``: the reads of
-    them. ``users``: the number of batches that need them. ``decoded``: keeps the frames that were used, if given.
+    The first threads that need the frames read them, so no thread waits for a read that has not begun. ``frames``:
+    the reads of them. ``users``: the number of batches that need them. ``decoded``: if given, keeps the frames that
+    were used.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Lot:
         self._changed = Condition()
 
     def fetch(self, read: Callable[[Batch[PlannedRead]], memoryview]) -> bool:
-        """Read all frames. False if another thread failed to read one. Raises what ``read`` raises."""
+        """Read all frames. Return False if another thread failed to read one. Raises the errors of ``read``."""
         if not self._has_frames:
             return True
         while (batch := self._next()) is not None:
@@ -94,7 +94,7 @@ def decode_again(
 ) -> bytearray:
     """Read and decode a cell and all its bases again, and compare each with its digest.
 
-    This corrects what was wrong in a cache only. Raises `Lost` for the first cell that is wrong, StorageError.
+    This corrects errors that are only in a cache. Raises `Lost` for the first cell that is wrong, StorageError.
     """
     base, below = None, cell.base
     if below is not None:

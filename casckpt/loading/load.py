@@ -35,15 +35,15 @@ from casckpt.loading.unread import also_unread, on_all, that_hold, warn_moved, w
 from casckpt.ranks.agreement import StoreIdentity, check_same, named
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.repository.repository import Repository
-from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
+from casckpt.tensors.objects import TORCH_EXTENSIONS
 from casckpt.tensors.state import LeafValue, inflate
 
-_QUICK_BYTES = 256 << 20  # of a checkpoint that is loaded in well under a second
+_QUICK_BYTES = 256 << 20  # a smaller checkpoint loads in well under a second
 
 
 @dataclass(frozen=True)
 class _ResolveRequest:
-    """What every rank sends first. ``names``: the manifests that it holds."""
+    """The message that every rank sends first. ``names``: the manifests that it holds."""
 
     ref: str
     host: str
@@ -52,7 +52,10 @@ class _ResolveRequest:
 
 @dataclass(frozen=True)
 class _ResolveAnswer:
-    """What rank 0 answers. ``manifest``: None if the rank holds it. ``ranks_here``: the ranks that share its host."""
+    """The answer of rank 0. ``manifest``: None if the rank holds it.
+
+    ``ranks_here``: the number of ranks on its host.
+    """
 
     commit: Commit
     manifest: Manifest | None
@@ -62,9 +65,9 @@ class _ResolveAnswer:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded. ``subtrees``: what no rank read, the same on all ranks. The rest is of this rank.
+    """The result of a load. ``subtrees``: containers that no rank read, the same on all ranks.
 
-    ``frames``: the frames that an update decoded.
+    The rest is of this rank. ``frames``: the frames that an update decoded.
     """
 
     commit: Commit
@@ -147,7 +150,7 @@ def _load(repo: Repository, ranks: Ranks, state: Any, answer: _ResolveAnswer, op
 def _resolved(
     repo: Repository, ranks: Ranks, ref: str | Checkpoint, options: LoadOptions, resolve: Callable[[], Commit]
 ) -> tuple[_ResolveAnswer, LoadOptions]:
-    """Exchange what ``ref`` names. Also returns the options of this rank."""
+    """Resolve ``ref`` on rank 0, and send the answer to all ranks. Also returns the options of this rank."""
 
     def hello() -> tuple[LoadOptions, _ResolveRequest]:
         checked = options.checked()
@@ -174,7 +177,10 @@ def _resolved(
 
 
 def wanted_blobs(repo: Repository, manifest: Manifest, state: Any, options: LoadOptions) -> list[BlobRef]:
-    """The blobs that a load into ``state`` reads. Raises MissingKey, Mismatch or InvalidInput as the load does."""
+    """Return the blobs that a load into ``state`` reads.
+
+    Raises MissingKey, Mismatch or InvalidInput as the load does.
+    """
     template = Template(manifest, options)
     template.plan(repo, state)
     return template.blobs(repo)
@@ -205,7 +211,7 @@ def _plan_to_read(
 
 
 def values_at(repo: Repository, contents: Contents, keys: Sequence[str], options: LoadOptions) -> dict[str, Any]:
-    """The values at flat keys, of leaves or of whole containers, in new tensors on the CPU. Raises MissingKey."""
+    """Return the values at flat keys, of leaves or whole containers, in new tensors on the CPU. Raises MissingKey."""
     plan = LoadPlan(contents, options)
     contents.ready(keys)
     for key in keys:
@@ -215,7 +221,7 @@ def values_at(repo: Repository, contents: Contents, keys: Sequence[str], options
 
 
 def _names(node: Node, path: Path) -> Iterator[str]:
-    """The flat keys of all leaves, and of the containers that are empty."""
+    """Yield the flat keys of all leaves, and of the containers that are empty."""
     if isinstance(node, int) or not node:
         yield join(path)
     else:
@@ -224,7 +230,7 @@ def _names(node: Node, path: Path) -> Iterator[str]:
 
 
 def read_attachment(repo: Repository, manifest: Manifest, name: str, options: LoadOptions) -> bytes:
-    """The contents of one attachment. Raises NotFound."""
+    """Return the contents of one attachment. Raises NotFound."""
     contents = Contents(manifest)
     attached = contents.attachments.get(name)
     if attached is None:

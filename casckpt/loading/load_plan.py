@@ -1,4 +1,7 @@
-"""The plan of a load: what it reads, and for which leaf. Every leaf is checked when it is added, before any read."""
+"""The plan of a load: which bytes it reads, and for which leaf.
+
+Every leaf is checked when it is added, before any read.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,10 @@ from casckpt.tensors.state import LeafValue, inflate
 
 
 class LoadPlan:
-    """What is to be read, leaf by leaf. Leaves are added and checked, then read, then built.
+    """The reads of a load, leaf by leaf. Leaves are added and checked, then read, then built.
 
-    ``named``: the keys of the checkpoint that it reads. ``frames``: the frames that an update decoded, once it has run.
+    ``named``: the keys of the checkpoint that it reads. ``frames``: the frames that an update decoded, once it has
+    run.
     """
 
     def __init__(self, contents: Contents, options: LoadOptions) -> None:
@@ -59,7 +63,7 @@ class LoadPlan:
         return [*self._values, *self._objects, *self._below, *self._entries]
 
     def add(self, key: str, name: str, leaf: LeafValue) -> bool:
-        """Add a leaf of the template, ``key``, to be filled from ``name``. False if the checkpoint lacks it."""
+        """Add a leaf of the template, ``key``, to be filled from ``name``. Return False if the checkpoint lacks it."""
         entry = self.contents.tensors.get(name)
         stored = self.contents.objects.get(name)
         if entry is None and stored is None:
@@ -82,7 +86,7 @@ class LoadPlan:
         return True
 
     def fills(self, leaf: LeafValue) -> bool:
-        """Whether the memory of a tensor is filled under another key, as with tied weights."""
+        """Return whether the memory of a tensor is filled under another key, as with tied weights."""
         if not leaf.is_tensor:
             return False
         try:
@@ -92,7 +96,10 @@ class LoadPlan:
         return prod(local.shape) > 0 and all(self._tied.has(piece.data) for piece in local.pieces if piece.region.numel)
 
     def _add_container(self, key: str, name: str, leaf: LeafValue) -> bool:
-        """Add a leaf where the checkpoint has a container. All of it is made, in place of None or of a list."""
+        """Add a leaf for a container of the checkpoint.
+
+        The load creates the whole container in place of None or a list.
+        """
         node = find(self.contents.tree, name)
         if node is None or isinstance(node, int):
             return False
@@ -143,7 +150,7 @@ class LoadPlan:
         self._objects[key] = (stored, parts)
 
     def new(self, key: str, device: torch.device) -> None:
-        """Add a leaf that is made anew: a tensor on ``device``, or an object."""
+        """Add a leaf that is created: a tensor on ``device``, or an object."""
         entry = self.contents.tensors.get(key)
         self.named.add(key)
         if entry is not None:
@@ -162,11 +169,11 @@ class LoadPlan:
         self._add_object(key, stored)
         decode = partial(self._decoded, key, *self._objects.pop(key))
         entries = self._entries[key] = Entries(key, name, target, decode, rename)
-        entries.compare(key, name, target, entries.decode())  # its keys are known before its buffers are read
+        entries.compare(key, name, target, entries.decode())  # the keys are known before the buffers are read
         return entries
 
     def first_entry(self, name: str) -> str | None:
-        """The key of the first entry of a mapping that was saved as one object; None for anything else."""
+        """Return the key of the first entry of a mapping that was saved as one object; None for other values."""
         stored = self.contents.objects.get(name)
         if stored is None or stored.pickled:
             return None
@@ -179,7 +186,7 @@ class LoadPlan:
         self._tied.check(replace(self.reader(repo), progress=Progress(None, self.options.alive)))
 
     def run(self, repo: Repository) -> dict[str, Any]:
-        """Read everything. Returns the new leaves by key of the template."""
+        """Read everything. Return the new leaves by key of the template."""
         reader, options = self.reader(repo), self.options
         together, alone = self._tied.in_turns(self.wants())
         if options.updates:
@@ -191,11 +198,11 @@ class LoadPlan:
         return self._built()
 
     def wants(self) -> list[RegionRequest]:
-        """All requests."""
+        """Return all requests."""
         return [*self._wants, *(want for _, _, below in self._below.values() for want in below.wants())]
 
     def reader(self, repo: Repository) -> EntryReader:
-        """The reader for the requests."""
+        """Return the reader for the requests."""
         options, manifest = self.options, self.contents.manifest
         threads, progress = usable_threads(options.threads), Progress(options.progress, options.alive)
         return EntryReader(repo, manifest, options.verify, threads, progress, options.ranks, options.ranks_here)
@@ -213,7 +220,7 @@ class LoadPlan:
         return values
 
     def _inflated(self, node: Node, name: str) -> Any:
-        """The container at ``name``. This plan has all its leaves."""
+        """Return the container at ``name``. This plan has all its leaves."""
         values = self._built()
         return inflate(node, lambda path, _: values[f"{name}.{path}"], lambda _: True)
 

@@ -20,7 +20,7 @@ Unread: TypeAlias = Literal["warn", "ignore"]
 
 
 class ReadArguments(TypedDict, total=False):
-    """The keyword arguments of `Store.read`, which describes them, that `Store.load` has too."""
+    """The keyword arguments that `Store.read`, which describes them, shares with `Store.load`."""
 
     verify: bool
     allow_pickle: bool
@@ -29,7 +29,7 @@ class ReadArguments(TypedDict, total=False):
 
 
 class MatchArguments(TypedDict, total=False):
-    """The keyword arguments of `Store.load` that say what is read for a key."""
+    """The keyword arguments of `Store.load` that map keys of the template to keys of the checkpoint."""
 
     strict: bool
     ignore_mismatched: Sequence[str] | None
@@ -97,7 +97,7 @@ class LoadOptions:
     alive: Callable[[], None] | None = None
 
     def checked(self) -> Self:
-        """The options in usable form. Raises InvalidInput; called inside an exchange, so all ranks raise it."""
+        """Return the options in usable form. Raises InvalidInput; called inside an exchange, so all ranks raise it."""
         patterns = usable_patterns(self.ignore_mismatched, "ignore_mismatched") or ()
         if self.unread not in get_args(Unread):
             raise InvalidInput(f'unread={self.unread!r:.80} is not usable; give "warn" or "ignore"')

@@ -13,7 +13,7 @@ from casckpt.plan.reads import Batch, Unit, affordable_gap, plan_batches
 from casckpt.storage.base import BLOCK, Traits
 from casckpt.tensors.memory import Destination, copy_bytes
 
-_FRAME_BYTES = 8 << 20  # frames of a lot, which each thread holds in memory
+_FRAME_BYTES = 8 << 20  # of the frames of a lot, which each thread holds in memory
 _FEW = 8  # if at most 1/8 of the bytes must be copied, reads are as large as if everything were read into place
 _SPARE_BYTES, _SPARE_SHARE = 4 << 20, 25  # unneeded bytes that a network read may include: this many, or 1/25
 
@@ -39,7 +39,7 @@ class Consumer(NamedTuple):
 class Runs:
     """Collects copies out of one buffer, so that neighbours of one tensor are copied together at the end.
 
-    For GPUs: starting a copy takes as long as copying 1 MiB.
+    This is for GPUs, where starting a copy takes as long as copying 1 MiB.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -99,7 +99,7 @@ class PlannedRead(NamedTuple):
 
     @property
     def row(self) -> tuple[int, int, int, PlannedRead]:
-        """The blob of the root, its bytes there, and this."""
+        """The blob of the root, its bytes there, and this read."""
         return (*_range(self.root), self)
 
 
@@ -140,7 +140,7 @@ def new_item(unit: Unit, key: str) -> PlannedRead:
 
 
 def place_of(unit: Unit) -> Hashable:
-    """A key that is equal for units that are made of the same bytes."""
+    """Return a key that is equal for units that are made of the same bytes."""
     return unit[:3] if unit.frame is None else tuple(map(_range, unit.chain))
 
 
@@ -165,7 +165,7 @@ def plan_lots(items: Sequence[PlannedRead], traits: Traits, *, most: int, scratc
 
 
 def _frames(items: Iterable[PlannedRead]) -> Iterator[tuple[int, int, int, PlannedRead]]:
-    """The frames of a lot, each once."""
+    """Yield the frames of a lot, each once."""
     frames = {_range(cell): item for item in items for cell in item.frames}
     return ((*place, item) for place, item in frames.items())
 
@@ -175,7 +175,7 @@ def _range(unit: Unit) -> tuple[int, int, int]:
 
 
 def _gap(traits: Traits, items: Sequence[PlannedRead]) -> int:
-    """The largest gap between reads that are merged. Over a network the gaps together stay small."""
+    """Return the largest gap between reads that are merged. Over a network, all gaps together stay small."""
     if not traits.remote:
         return traits.read_gap
     rows = [item.row[:3] for item in items] + [row[:3] for row in _frames(items)]
@@ -184,12 +184,12 @@ def _gap(traits: Traits, items: Sequence[PlannedRead]) -> int:
 
 
 def part(sink: Destination, unit: Unit) -> FilledRange:
-    """The name of a unit in a destination."""
+    """Return the name of a unit in a destination."""
     return id(sink), unit.box, unit.lo, unit.hi
 
 
 def place(sink: Destination, region: Region, unit: Unit) -> memoryview | None:
-    """The memory of a unit in a destination of ``region`` (normalised), if the unit is whole and contiguous there."""
+    """Return the memory of a unit in a destination of ``region`` (normalised), if it is whole and contiguous there."""
     if unit.box != region.box or unit.lo < region.lo or unit.hi > region.hi:
         return None
     return sink.view(unit.lo - region.lo, unit.hi - region.lo)

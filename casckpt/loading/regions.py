@@ -24,7 +24,7 @@ from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import BITS, Destination
 
 WINDOW_BYTES: Final = 64 << 20
-_ALIGN: Final = 16  # bytes: torch's copies of larger elements need no more
+_ALIGN: Final = 16  # bytes: enough for torch's copies of the largest elements
 _BLOCK = 1 << 20  # bytes of a file that are written together if one of them differs
 SliceBytes: TypeAlias = "tuple[EntrySlice, memoryview]"
 
@@ -39,7 +39,7 @@ class EntrySlice(NamedTuple):
 
     @property
     def region(self) -> Region:
-        """The region that these elements are."""
+        """The region of these elements."""
         return Region(full_box(self.entry.shape) if self.box is None else self.box, self.lo, self.hi)
 
     @property
@@ -78,7 +78,7 @@ def plan_windows(
 
 
 def views(window: Iterable[EntrySlice], buffer: memoryview, align: int = 1) -> Iterator[SliceBytes]:
-    """Each slice of a window with its bytes, which lie in order in ``buffer`` and begin at multiples of ``align``."""
+    """Yield each slice of a window with its bytes, which follow in ``buffer`` in order, at multiples of ``align``."""
     start = 0
     for part in window:
         yield part, buffer[start : start + part.nbytes]
@@ -86,7 +86,7 @@ def views(window: Iterable[EntrySlice], buffer: memoryview, align: int = 1) -> I
 
 
 def requests(parts: Iterable[SliceBytes], tables: Mapping[int, ExtentTable]) -> list[RegionRequest]:
-    """The requests that read slices. ``tables``: extents of entries, by number, if known."""
+    """Return the requests that read slices. ``tables``: extents of entries, by number, if known."""
     return [_request(part, view, tables) for part, view in parts if view.nbytes]
 
 
@@ -120,15 +120,19 @@ class RegionReader:
             yield from views(window, data, _ALIGN)
 
     def read_joined(self, slices: Iterable[EntrySlice]) -> Iterator[memoryview]:
-        """Yield the bytes of slices as they follow each other in a file, window by window, valid until the next."""
+        """Yield the bytes of slices in the order of a file, window by window.
+
+        The bytes are valid until the next window.
+        """
         for wants, data, _ in self._planned(self.windows(slices)):
             self._reader.fill(wants)
             yield data
 
     def revise(self, slices: Iterable[EntrySlice], file: BufferedRandom, held: Checkpoint) -> None:
-        """Change the bytes of ``slices`` in a file, from its position on, from those of ``held`` to what they are now.
+        """Change the bytes of ``slices`` in a file, from its position on, from those of ``held`` to the present ones.
 
-        Everything is hashed, so the file may hold anything. Only what differs is read from the store, and written.
+        All bytes are hashed, so the file may hold anything. Only bytes that differ are read from the store, and
+        written.
         """
         for wants, window, _ in self._planned(self.windows(slices)):
             start = file.tell()

@@ -1,4 +1,4 @@
-"""Compares a template with a checkpoint before any read: what is filled, what does not fit, what stays unread."""
+"""Compares a template with a checkpoint before any read: which keys are filled, which do not fit, which stay unread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from casckpt.loading.load_plan import LoadPlan
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.unread import EVERYTHING, is_generator, left_unread, prefixes
 from casckpt.repository.repository import Repository
-from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
+from casckpt.tensors.objects import TORCH_EXTENSIONS
 from casckpt.tensors.state import FlatState, LeafValue, check_replaceable, flatten, is_part, replace_leaves
 
 _SHOWN = 10
@@ -105,7 +105,7 @@ class Template:
         return matches(key, self._plan.options.ignore_mismatched or ())
 
     def _add(self) -> tuple[list[Mismatch], list[LeafValue]]:
-        """Add all leaves. Returns the errors of those that do not fit, and the leaves that the checkpoint lacks."""
+        """Add all leaves. Return the errors of those that do not fit, and the leaves that the checkpoint lacks."""
         errors, lacking, left, whole = [], [], [], set(self._flat.whole)
         for key, leaf in self._flat.leaves.items():
             if key in whole:
@@ -128,7 +128,7 @@ class Template:
             raise no_entry(key, name, key.rpartition(".")[0], above)
 
     def _add_entries(self, lacking: list[LeafValue], name_of: Callable[[str], str]) -> tuple[str, ...]:
-        """Add mappings that the checkpoint has as one object. Returns the entries that only the checkpoint has."""
+        """Add mappings that the checkpoint has as one object. Return the entries that only the checkpoint has."""
         unread: list[str] = []
         for key in self._flat.whole:
             entries = self._plan.add_entries(key, self._names[key], self._flat.leaves[key].value, name_of)
@@ -144,20 +144,20 @@ class Template:
 
     @cached_property
     def fit(self) -> Fit:
-        """Which tensors of the template are filled."""
+        """The tensors of the template that are filled."""
         left = frozenset((*self.missing, *self.mismatched))
         tensors = {key: leaf.value for key, leaf in self._flat.leaves.items() if leaf.is_tensor}
         unfilled = {key: shape_of(value) or () for key, value in tensors.items() if key in left}
         return Fit({key: self._names[key] for key in tensors if key not in left}, unfilled)
 
     def check_fit(self, fits: Sequence[Fit]) -> str | None:
-        """On rank 0: the result of `casckpt.loading.fit.check_fit` for all ranks."""
+        """Return, on rank 0, the result of `casckpt.loading.fit.check_fit` for all ranks."""
         saved = saved_shapes(self._plan.contents.manifest)
         return check_fit(merged(fits), saved, self._where, self._plan.options.rename)
 
     @property
     def per_rank(self) -> dict[str, list[int]]:
-        """The ranks that saved a value of their own, by key, except for random generators, which are seeded anew."""
+        """The ranks that saved a value of their own, by key, except for random generators, which are seeded again."""
         return {key: ranks for key, ranks in self._plan.contents.per_rank.items() if not is_generator(key)}
 
     def _look_below(self, key: str, name: str, *, of_optimizer: bool) -> None:
@@ -195,7 +195,7 @@ class Template:
         plural = "key does" if len(errors) == 1 else "keys do"
         return Mismatch(
             f"{len(errors)} {plural} not fit {self._where}:\n  " + "\n  ".join(lines) + "\n"
-            "ignore_mismatched= takes patterns of keys that are to be left as they are",
+            "ignore_mismatched= takes patterns of keys to leave as they are",
             keys=tuple(error.key for error in errors),
             missing=self.missing,
             unexpected=self.unread,
@@ -217,13 +217,13 @@ class Template:
         )
 
     def check_empty(self, empties: Sequence[Mapping[str, str]]) -> None:
-        """On rank 0: raise Mismatch for a mapping that is empty on all ranks but not in the checkpoint."""
+        """Raise Mismatch, on rank 0, for a mapping that is empty on all ranks but not in the checkpoint."""
         first, *others = empties
         for key, below in first.items() if self._plan.options.strict else ():
             if all(key in other for other in others):
                 raise Mismatch(
                     f"{key!r} is an empty mapping here, but {self._where} has {below!r} and perhaps more below it. "
-                    "Put None in its place to have all of that made, or pass strict=False to leave it empty",
+                    "Put None in its place to load all of it, or pass strict=False to leave it empty",
                     key=key,
                 )
 
@@ -233,7 +233,7 @@ class Template:
         return self._plan.frames
 
     def blobs(self, repo: Repository) -> list[BlobRef]:
-        """The blobs that a load reads."""
+        """Return the blobs that a load reads."""
         return self._plan.reader(repo).blobs(self._plan.wants())
 
     def run(self, repo: Repository, state: Any) -> None:
@@ -242,7 +242,7 @@ class Template:
 
 
 def _empty_mappings(node: Node, path: Path) -> Iterator[tuple[str, bool]]:
-    """The flat keys of empty containers, and whether each is the state of an optimizer."""
+    """Yield the flat keys of empty containers, and whether each is the state of an optimizer."""
     has_groups = any(element == "param_groups" for element, _ in children(node))
     for element, child in children(node):
         if isinstance(child, int):

@@ -27,13 +27,13 @@ _MOST_WORK = 10_000  # for numpy, to find out whether two layouts share an eleme
 _ALIGNMENT = 16  # bytes: of the largest element
 
 Form: TypeAlias = tuple[object, ...]
-"""Equal for tensors with the same elements of memory in the same order."""
+"""A key that is equal for tensors with the same elements of memory in the same order."""
 
 
 class Content(NamedTuple):
-    """What is read into the memory of a tensor: a ``region`` of an entry (by number), stored as ``dtype``.
+    """The data that is read into a tensor's memory: a ``region`` of an entry (by number), stored as ``dtype``.
 
-    A tuple, because a load makes one for each tensor.
+    It is a tuple, because a load makes one for each tensor.
     """
 
     key: str
@@ -51,13 +51,13 @@ class TiedTensors:
     _held: dict[int, Content] = field(default_factory=dict)  # the first at each address
     _forms: dict[Form, Content] = field(default_factory=dict)  # the first of each other form there
     _undecided: list[tuple[Content, Content]] = field(default_factory=list)  # digests do not say if they differ
-    _second: set[Form] = field(default_factory=set)  # of contents that overlap with another one
+    _second: set[Form] = field(default_factory=set)  # forms of contents that overlap with another content
 
     def add(self, content: Content) -> None:
         """Add memory that will be filled.
 
-        Raises Mismatch if digests show that another key fills the same memory with other values. If both were read, it
-        would be random which one stays, and the other would look damaged.
+        Raises Mismatch if digests show that another key fills the same memory with other values. If both were
+        read, the order of the threads would decide which one stays, and the other would look damaged.
         """
         other = self._held.setdefault(content.data.data_ptr(), content)
         if other is not content and _form(other.data) != _form(content.data):
@@ -71,14 +71,14 @@ class TiedTensors:
             self._undecided.append((other, content))
 
     def has(self, data: torch.Tensor) -> bool:
-        """Whether this memory is filled."""
+        """Return whether this memory is filled."""
         first = self._held.get(data.data_ptr())
         return first is not None and (_form(first.data) == _form(data) or _form(data) in self._forms)
 
     def check(self, reader: EntryReader) -> None:
         """Raise Mismatch if any memory would be filled with different values, before any of it is filled.
 
-        ``reader`` reads tensors whose digests do not decide it. Raises what it raises.
+        If digests do not show whether tensors differ, ``reader`` reads them. Raises the errors of the reader.
         """
         for one, other in (*self._undecided, *self._overlapping()):
             if _read_differently(reader, one, other):
@@ -88,7 +88,8 @@ class TiedTensors:
     def in_turns(self, wants: Sequence[RegionRequest]) -> tuple[list[RegionRequest], list[RegionRequest]]:
         """Split into requests that may run together, and requests that must run after them, one by one.
 
-        The memory of the latter overlaps with other memory, so a cell that is decoded in place could meet another cell.
+        The memory of the latter overlaps with other memory. If they ran in parallel, a cell that is decoded in
+        place could be overwritten.
         """
         turns: tuple[list[RegionRequest], list[RegionRequest]] = ([], [])
         for want in wants:
@@ -110,7 +111,7 @@ class TiedTensors:
             before.append((hi, number))
 
     def _are_apart(self) -> bool:
-        """Whether no ranges of bytes overlap, as in most states."""
+        """Return whether no ranges of bytes overlap, as in most states."""
         end = 0
         for address in sorted(self._held):
             if address < end:
@@ -125,13 +126,13 @@ def _form(data: torch.Tensor) -> Form:
 
 
 def _bytes_of(data: torch.Tensor) -> tuple[int, int]:
-    """The range of addresses of the elements."""
+    """Return the range of addresses of the elements."""
     last = sum((extent - 1) * stride for extent, stride in zip(data.shape, data.stride(), strict=True))
     return data.data_ptr(), data.data_ptr() + (1 + last) * data.element_size()
 
 
 def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors share an element. True if that takes too long to find out."""
+    """Return whether two tensors share an element. True if that takes too long to find out."""
     arrays = [np.asarray(SimpleNamespace(__array_interface__=_interface(data))) for data in (one, other)]
     try:
         return one.device == other.device and np.shares_memory(arrays[0], arrays[1], max_work=_MOST_WORK)  # type: ignore[arg-type] # numpy takes any bound
@@ -147,7 +148,7 @@ def _interface(data: torch.Tensor) -> dict[str, Any]:
 
 
 def _differ(one: Content, other: Content) -> bool | None:
-    """Whether two contents of the same memory differ in a cell. None if digests do not decide it."""
+    """Return whether two contents of the same memory differ in a cell. None if digests do not show it."""
     first, second = (normalise(content.region, content.table.shape) for content in (one, other))
     if (first, one.dtype) != (second, other.dtype):
         return None
@@ -160,7 +161,7 @@ def _differ(one: Content, other: Content) -> bool | None:
 
 
 def _read_differently(reader: EntryReader, one: Content, other: Content) -> bool:
-    """Read two contents into memory of the same layout, and tell whether they differ where they overlap."""
+    """Read two contents into memory of the same layout, and return whether they differ where they overlap."""
     if any(content.data.data_ptr() % content.data.element_size() for content in (one, other)):
         return True  # unaligned tensors, such as torch.frombuffer makes, have no counterpart in aligned memory
     ranges = [_bytes_of(content.data) for content in (one, other)]

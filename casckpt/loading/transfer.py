@@ -1,7 +1,7 @@
 """Parallel reads into the destinations. Each cell is decoded and verified.
 
 A unit (usually one cell) is read in place if its elements are contiguous in host memory in a destination. Otherwise it
-is read into a buffer and copied. A frame with a base is decoded where the base was read.
+is read into a buffer and copied. A frame with a base is decoded in the memory that holds the base.
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ class Task(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of scratch."""
+        """The bytes of scratch memory."""
         return self.room + self.batch.nbytes
 
 
 class _Target(NamedTuple):
-    """A buffer of a read. ``items``: its content, with offsets. ``direct``: it is the memory of its first consumer."""
+    """A buffer of a read. ``items``: its content, with offsets.
+
+    ``direct``: whether it is the memory of its first consumer.
+    """
 
     view: memoryview
     items: Sequence[tuple[int, PlannedRead]]
@@ -58,7 +61,7 @@ class _Target(NamedTuple):
 class Transfer:
     """Does the tasks of a load, in any number of threads. ``finished``: the reads that were delivered.
 
-    ``turns``: held by a thread while it computes, and not while it waits for a disk.
+    ``turns``: the semaphore that a thread holds while it computes, and not while it waits for a disk.
     """
 
     repo: Repository
@@ -77,7 +80,7 @@ class Transfer:
             self.run(task)
 
     def run(self, task: Task) -> None:
-        """Read and deliver. Raises Lost, StorageError; tasks that have not begun then are skipped."""
+        """Read and deliver. Raises Lost, StorageError; tasks that have not begun are then skipped."""
         try:
             if self._stop.is_set() or not task.lot.fetch(self._frames):  # another thread failed
                 self.slots.skip(task.batch.blob)
@@ -104,7 +107,10 @@ class Transfer:
                 pass
 
     def _has_read(self, slot: BlobReader, task: Task, targets: Sequence[_Target], room: memoryview) -> bool:
-        """Read and deliver. False if the copy in this host's cache is damaged, so that the store must be read."""
+        """Read and deliver.
+
+        Return False if the copy in this host's cache is damaged, so that the store must be read.
+        """
         reader: Reader | None = None
         try:
             reader = slot.reader()
@@ -167,7 +173,7 @@ class Transfer:
             raise Lost(self.manifest.blob(cell.blob), item.key, why)
 
 
-_SECOND_LOOK = ", but at a second look they are: does something else write where {!r} is loaded to?"
+_SECOND_LOOK = ", but a second read finds them right: does something else write to the memory of {!r}?"
 
 
 class _WrongCell(Exception):
@@ -185,12 +191,12 @@ def _at_once(reader: Reader, offset: int, views: Sequence[memoryview]) -> Genera
 
 
 def _is_right(reader: Reader, unit: Unit) -> bool:
-    """Whether the cell of ``unit`` is right if it is read again, into memory that nothing else writes to."""
+    """Return whether the cell of ``unit`` is right if it is read again, into memory that nothing else writes to."""
     return holds_cell(reader, unit.offset, memoryview(bytearray(unit.nbytes)), unit.digest)
 
 
 def _targets(batch: Batch[PlannedRead], scratch: memoryview) -> list[_Target]:
-    """Consecutive buffers that make up the batch. Data without a place of its own goes into ``scratch``.
+    """Return consecutive buffers that make up the batch. Data without a destination in memory goes into ``scratch``.
 
     It is packed at the start of ``scratch``, because memory that was never touched is slow.
     """

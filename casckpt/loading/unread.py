@@ -1,4 +1,4 @@
-"""Finds what a load did not read, such as a whole optimizer, and logs it."""
+"""Finds the parts of a checkpoint that a load did not read, such as a whole optimizer, and logs them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from casckpt.format.tree import Node, Path, children, join
 log = logging.getLogger("casckpt")
 
 EVERYTHING = ""
-"""Among subtrees: the whole checkpoint, of which nothing was read."""
+"""The whole checkpoint as a subtree, if nothing of it was read."""
 
 _GENERATOR = re.compile(r"(^|[._])(rng|random|generator)")
 _LOGGED: set[tuple[str, tuple[str, ...]]] = set()
-"""What was logged for which run, so that a loop of evaluations logs it once."""
+"""The messages that were logged for each run, so that a loop of evaluations logs each once."""
 
 
 def left_unread(tree: Node, unread: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The largest containers of which nothing was read, and single leaves of other containers, by flat key.
+    """Return the largest containers of which nothing was read, and single leaves of other containers, by flat key.
 
-    If nothing was read at all, the first container is `EVERYTHING`. Leaves at the top count only if another leaf there
-    was read, since a load of a model need not read an epoch.
+    If nothing was read at all, the first container is `EVERYTHING`. Leaves at the top count only if another leaf
+    there was read, because a load of a model need not read an epoch.
     """
     dropped: list[str] = []
     leaves, left, containers = _unread_below(tree, (), frozenset(unread), dropped)
@@ -32,7 +32,7 @@ def left_unread(tree: Node, unread: Collection[str]) -> tuple[tuple[str, ...], t
 
 
 def _unread_below(node: Node, path: Path, unread: frozenset[str], dropped: list[str]) -> tuple[int, int, list[str]]:
-    """The leaves, the unread leaves, and the largest unread containers at or below ``path``."""
+    """Return the leaves, the unread leaves, and the largest unread containers at or below ``path``."""
     if isinstance(node, int):
         return 1, int(join(path) in unread), []
     leaves, left, single = 0, 0, 0
@@ -52,24 +52,27 @@ def _unread_below(node: Node, path: Path, unread: frozenset[str], dropped: list[
 
 
 def is_within(key: str, subtree: str) -> bool:
-    """Whether a key is a subtree, or below it."""
+    """Return whether a key is a subtree, or below it."""
     return key == subtree or key.startswith(f"{subtree}.")
 
 
 def that_hold(subtrees: Collection[str], keys: Collection[str]) -> tuple[str, ...]:
-    """The subtrees that contain at least one of the flat keys."""
+    """Return the subtrees that contain at least one of the flat keys."""
     homes = {home for key in keys for home in prefixes(key)}
     return tuple(subtree for subtree in subtrees if subtree in homes)
 
 
 def also_unread(asked: Sequence[str], subtrees: Collection[str]) -> list[bool]:
-    """Whether this rank, with these ``subtrees`` unread, also left each subtree in ``asked`` unread."""
+    """Return, for each subtree in ``asked``, whether this rank left it unread.
+
+    ``subtrees``: those that it left unread.
+    """
     own = frozenset(subtrees)
     return [not own.isdisjoint(prefixes(key)) for key in asked]
 
 
 def prefixes(key: str) -> list[str]:
-    """A flat key, and all keys of containers that may hold it."""
+    """Return a flat key, and all keys of containers that may hold it."""
     if key == EVERYTHING:
         return [EVERYTHING]
     parts = key.split(".")
@@ -77,12 +80,12 @@ def prefixes(key: str) -> list[str]:
 
 
 def on_all(asked: Sequence[str], answers: Sequence[Sequence[bool]]) -> tuple[str, ...]:
-    """The subtrees that all ranks left unread. ``answers``: the result of `also_unread` on each rank."""
+    """Return the subtrees that all ranks left unread. ``answers``: the result of `also_unread` on each rank."""
     return tuple(key for key, *left in zip(asked, *answers, strict=True) if all(left))
 
 
 def is_generator(key: str) -> bool:
-    """Whether the name of a key is that of a random generator."""
+    """Return whether the name of a key is that of a random generator."""
     return _GENERATOR.search(key) is not None
 
 
@@ -102,7 +105,7 @@ def warn_moved(run: str, step: int, holders: Mapping[str, Collection[int]], size
 
 
 def warn_unread(run: str, step: int, subtrees: Sequence[str], what_to_say: str) -> None:
-    """Log what was left unread, once for each run. ``what_to_say``: how to switch the message off."""
+    """Log the subtrees that were left unread, once for each run. ``what_to_say``: how to switch the message off."""
     if subtrees and _is_news(run, tuple(subtrees)):
         named = listed([key for key in subtrees if key != EVERYTHING])
         what = (
@@ -112,7 +115,7 @@ def warn_unread(run: str, step: int, subtrees: Sequence[str], what_to_say: str) 
 
 
 def _is_news(run: str, what: tuple[str, ...]) -> bool:
-    """Whether this was not logged for the run before. Notes it as logged."""
+    """Return whether this is the first such message for the run. Records it as logged."""
     is_new = (run, what) not in _LOGGED
     _LOGGED.add((run, what))
     return is_new

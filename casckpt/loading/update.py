@@ -1,10 +1,10 @@
-"""Updates: loads into memory that holds another version, which read only what differs.
+"""Updates: loads into memory that holds another version, which read only the differences.
 
 A tensor that is equal in both manifests stays. A cell that changed is computed from the held cell with frames, if that
 reads less. Each such cell is hashed, and a cell that is wrong is loaded as usual.
 
-The decoded frames are kept with the held version. If the next version has an older base, they are undone first, and
-need not be read again.
+The decoded frames are kept with the held version. If the next version has an older base, the update undoes these frames
+first, and need not read them again.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One cell that is computed from a held cell, and its consumers, which all hold that cell."""
+    """One cell that is computed from a held cell, and its consumers, all of which hold that cell."""
 
     cell: StoredCell
     moves: Sequence[Move]
@@ -77,12 +77,12 @@ class Step:
 
     @property
     def ranges(self) -> list[Range]:
-        """The ranges that are read for it."""
+        """The ranges of bytes that are read for it."""
         return [move.where for move in self.moves if move.kept is None]
 
     @property
     def work(self) -> int:
-        """Its cost, in bytes read."""
+        """The cost of the step, in bytes read."""
         return sum(nbytes for _, _, nbytes in self.ranges) + self.cell.nbytes // _WORK
 
 
@@ -102,14 +102,14 @@ Lot: TypeAlias = "tuple[Sequence[Step], Sequence[Batch[None]]]"
 def update(
     reader: EntryReader, wants: Sequence[RegionRequest], held: Checkpoint | None, rank: int, *, check: bool
 ) -> Frames:
-    """Fill destinations. Those that are not new hold ``held``, as it was loaded. Raises what a load raises.
+    """Fill destinations. Those that are not new hold ``held``, as it was loaded. Raises the errors of a load.
 
     Returns the frames of the cells that they hold afterwards, and clears the frames of ``held``.
     """
     try:
         return change(reader, wants, held, rank, check=check)
     except CasckptError as error:
-        more = "What was updated is undefined now, and a load of all of it, or an update with check=True, mends it"
+        more = "The updated tensors are undefined now; load all of them, or update with check=True, to repair them"
         raise type(error)(f"{error}. {more}", **error.__dict__) from error
 
 
@@ -130,7 +130,7 @@ def change(
 
 
 def _contents(held: Checkpoint, rank: int, keys: Iterable[str]) -> Contents | None:
-    """The held version of these keys; None if its manifest is gone or unusable."""
+    """Return the held version of these keys; None if its manifest is gone or unusable."""
 
     def read(_: object, manifest: Manifest) -> Contents:
         contents = Contents(manifest, rank)
@@ -146,7 +146,10 @@ def _contents(held: Checkpoint, rank: int, keys: Iterable[str]) -> Contents | No
 
 @dataclass
 class _Update:
-    """``known``: the frames of the held cells. ``decoded``: frames that were decoded since. ``done``: what is right."""
+    """One update. ``known``: the frames of the held cells. ``decoded``: frames that were decoded since.
+
+    ``done``: right ranges.
+    """
 
     reader: EntryReader
     held: Contents | None
@@ -160,7 +163,7 @@ class _Update:
     _cells: Counter[int] = field(default_factory=Counter)  # of each sink, by its id
 
     def run(self, wants: Sequence[RegionRequest]) -> list[RegionRequest]:
-        """Compute what the held version allows. Returns the requests that may not be ``done`` completely."""
+        """Compute as many cells as the held version allows. Return the requests that may not be ``done`` completely."""
         left = list[RegionRequest]()
         note_writes(tensor for want in wants for tensor in want.sink.written)
         for want in wants:
@@ -180,7 +183,7 @@ class _Update:
         return [want for want in left if made[id(want.sink)] < self._cells[id(want.sink)]]
 
     def _held_table(self, entry: Entry) -> ExtentTable | None:
-        """The extents of the held version of a tensor; None if it is unknown or has another shape or dtype."""
+        """Return the extents of the held version of a tensor; None if it is unknown or has another shape or dtype."""
         if self.held is None:
             return None
         before = self.held.tensors.get(entry.key)
@@ -192,7 +195,7 @@ class _Update:
             return None
 
     def frames(self) -> Frames:
-        """The frames in memory of the wanted cells, by key."""
+        """Return the frames in memory of the wanted cells, by key."""
         frames = {key: self.known.get(key, {}) for key in self._equal}
         for key, wanted in self._links.items():
             known = self.known.get(key, {})
@@ -252,13 +255,13 @@ class _Update:
             step.takers.append(Consumer(at.sink, cell, place(at.sink, at.region, cell)))
 
     def _moves_of(self, extent: Extent, span: Span, kept: Mapping[Link, bytes], *, is_undone: bool) -> list[Move]:
-        """The moves for the frames of an extent, one for each cell of a span."""
+        """Return the moves for the frames of an extent, one for each cell of a span."""
         first = len(self.reader.manifest.blob_sizes) if is_undone else 0
         pairs = zip(span.links(extent), span.places(extent), strict=True)
         return [Move(link, (first + blob, at, size), is_undone, kept.get(link)) for link, (blob, at, size) in pairs]
 
     def _moves(self, route: Route, kept: Mapping[Link, bytes]) -> list[Move]:
-        """The moves of a route. The blobs of the held version are numbered after those of the wanted one."""
+        """Return the moves of a route. The blobs of the held version are numbered after those of the wanted one."""
         behind = len(self.reader.manifest.blob_sizes)
 
         def move(cell: StoredCell, first: int, *, is_undone: bool) -> Move:
@@ -313,14 +316,14 @@ class _Update:
 
 
 def _are_cut_alike(region: Region, before: ExtentTable | None, table: ExtentTable) -> bool:
-    """Whether both tables have one box, that of the region, and are cut in the same way."""
+    """Return whether both tables have one box, that of the region, and are cut in the same way."""
     if table.boxes != (region.box,):
         return False
     return before is None or (before.boxes, before.cell) == (table.boxes, table.cell)
 
 
 def _are_equal(one: ExtentTable, other: ExtentTable) -> bool:
-    """Whether two tables have the same cells in the same extents, in whatever blobs."""
+    """Return whether two tables have the same cells in the same extents, in any blobs."""
     first, second = ([(at.box, at.lo, at.hi, at.digests) for at in table.extents] for table in (one, other))
     return one.cell == other.cell and one.boxes == other.boxes and first == second
 
@@ -339,7 +342,10 @@ def _read(slots: BlobReaders, batch: Batch[None]) -> Iterator[tuple[Range, memor
 
 
 def _is_made(step: Step, frames: Mapping[Range, memoryview]) -> bool:
-    """Compute a cell from the held one, and compare it. If it is wrong, the held cell may be overwritten."""
+    """Compute a cell from the held one, and return whether it is right.
+
+    If it is wrong, the held cell may be overwritten.
+    """
     first, *others = step.takers
     plain = scratch("updated", step.cell.nbytes).data if first.place is None else first.place
     if first.place is None:

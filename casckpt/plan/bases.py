@@ -2,7 +2,7 @@
 
 A delta is a frame with a base. A key is a version of the cells that has no base. The cells are those of one row of a
 manifest: they lie together and share their bases. The choice depends only on that manifest, which has the bytes of each
-delta between the key and the parent's version. So all ranks choose alike, and a killed run chooses alike when it
+delta between the key and the parent's version. So all ranks make the same choice, and so does a killed run when it
 resumes.
 """
 
@@ -15,7 +15,7 @@ MAX_DELTAS = 4
 """Most deltas between a key and a version. The format allows more, but each costs a load a pass over the cell."""
 
 _SHARE = 1 / 6  # most bytes of all deltas, as a part of the plain bytes
-_SPREAD = 1 / 4  # variation of that limit, so that rows which change alike get new keys in different saves
+_SPREAD = 1 / 4  # variation of that limit, so that rows with similar changes get new keys in different saves
 
 
 def choose_base(deltas: Sequence[int], nbytes: int, place: str) -> int | None:
@@ -33,7 +33,7 @@ def choose_base(deltas: Sequence[int], nbytes: int, place: str) -> int | None:
 
     Returns:
         0 for the parent's version; 1 for its base, which results from undoing its delta; and so on, up to
-        ``len(deltas)`` for the key. None if the next version is to be a new key.
+        ``len(deltas)`` for the key. None to make the next version a key.
     """
     if sum(deltas) > _limit(nbytes, place):
         return None

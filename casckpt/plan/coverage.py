@@ -11,7 +11,7 @@ from casckpt.format.regions import Box, Region, Shape, flat_boxes, full_box, hol
 
 
 def holes_and_overlaps(shape: Shape, regions: Sequence[Region]) -> tuple[list[Region], list[tuple[int, int]]]:
-    """Find (regions that nobody holds, index pairs of regions that overlap): the first few of each, for a message."""
+    """Find (regions that no rank holds, index pairs of regions that overlap): the first few of each, for a message."""
     regions = [normalise(region, shape) for region in regions]
     flat = [i for i, region in enumerate(regions) if region.box == full_box(shape) and region.numel]
     overlaps = _flat_overlaps(regions, flat)

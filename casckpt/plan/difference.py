@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from casckpt.base.sizes import format_size
 from casckpt.base.text import html_table
+from casckpt.base.units import format_size
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.index import Entry
 from casckpt.format.sections.tables import encode_cells

@@ -30,7 +30,7 @@ def group(keys: Iterable[str], most: int = MOST) -> dict[str, str]:
     """Return the group of each key, at most ``most`` groups in all, in the order of the keys.
 
     If there are more layers, neighbours share a group. If there are still too many groups, keys with the same first two
-    elements share one, then those with the same first element. At last the last groups become "...".
+    elements share one, then those with the same first element. Finally the last groups become "...".
     """
     keys, groups = list(keys), dict[str, str]()
     for width in (1, 2, 4, 8, 16, 32, 64):

@@ -176,7 +176,7 @@ def affordable_gap(items: Iterable[tuple[int, int, int]], *, most: int, spare: i
 
 
 def covers(table: ExtentTable, wanted: Region) -> bool:
-    """Tell whether the extents hold every element of ``wanted``. False if they overlap, which no save allows."""
+    """Return whether the extents hold every element of ``wanted``. False if they overlap, which no save allows."""
     if table.is_whole:
         return True
     region = normalise(wanted, table.shape)

@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from math import isnan, nan
 from typing import Any, Self, TypedDict
 
-from casckpt.base.durations import Duration, seconds_of
 from casckpt.base.groups import grouped
+from casckpt.base.units import Duration, seconds_of
 from casckpt.errors import InvalidInput
 from casckpt.format.names import TxId
 
@@ -51,7 +51,7 @@ class Best:
         return sorted(known, key=lambda saved: saved.metrics[self.metric] * (-1 if self.is_max else 1))[: self.count]
 
     def is_known_of(self, checkpoint: SavedCheckpoint) -> bool:
-        """Tell whether a checkpoint has a number for the metric."""
+        """Return whether a checkpoint has a number for the metric."""
         return not isnan(checkpoint.metrics.get(self.metric, nan))
 
 
@@ -143,7 +143,7 @@ class Rotation:
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether all checkpoints stay."""
+        """Return whether all checkpoints stay."""
         return self.keep is None and self.max_checkpoints is None
 
 

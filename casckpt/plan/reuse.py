@@ -97,7 +97,7 @@ class ReusableCells:
         return bool(self._usable.any())
 
     def usable(self, blob: int) -> bool:
-        """Tell whether cells of this blob may be reused."""
+        """Return whether cells of this blob may be reused."""
         return bool(self._usable[blob])
 
     def exclude(self, blob: int) -> None:
@@ -109,7 +109,7 @@ class ReusableCells:
         return None if self._parent is None else self._parent.table(name, dtype, shape)
 
     def usable_cell(self, cell: StoredCell) -> bool:
-        """Tell whether a cell may be reused: all of its bases must be."""
+        """Return whether a cell may be reused: all of its bases must be."""
         return bool(self._usable[cell.blob]) and (cell.frame is None or all(self._usable[c.blob] for c in cell.chain))
 
     def find(self, digest: CellDigest) -> StoredCell | None:

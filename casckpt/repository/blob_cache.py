@@ -1,9 +1,9 @@
 """A cache of blobs on this host, by their hash, for all stores, all users of its folder, and any number of processes.
 
-The cache holds only whole blobs, which are verified when they are fetched. A file gets its name once it is whole and
-durable. Ranged reads of blobs that are not in the cache go to the store, and are not cached. A load verifies cells from
-the cache as always; a damaged blob is dropped and read from the store. If room is needed, the least recently used blobs
-are removed first. An open file stays readable.
+The cache holds only whole blobs, which are verified when they are fetched. A file gets its name only after it is
+complete and durable. Ranged reads of blobs that are not in the cache go to the store, and are not cached. A load also
+verifies the cells that it reads from the cache. It drops a damaged blob, and reads it from the store. When the cache
+needs room, it removes the least recently used blobs first. An open file stays readable.
 """
 
 from __future__ import annotations
@@ -47,11 +47,14 @@ class _Held:
 
 
 class BlobCache:
-    """The blobs in the folder ``root``. ``limit``: their maximum bytes; None: half of what is free on the disk."""
+    """The blobs in the folder ``root``.
+
+    ``limit``: maximum size in bytes, None for half of the free space of the disk.
+    """
 
     def __init__(self, root: Path, limit: int | None = None) -> None:
         if limit is not None and (type(limit) is not int or limit < 0):
-            raise InvalidInput(f"a cache of {limit!r} bytes cannot be kept: give a number, 0 for none")
+            raise InvalidInput(f"a cache of {limit!r} bytes is not possible: give a number of bytes, or 0 for no cache")
         self.root = root
         self._limit = limit
         self._files = LocalStore(root)
@@ -60,7 +63,7 @@ class BlobCache:
 
     @property
     def is_there(self) -> bool:
-        """Whether anything was ever put into it. Asking once is cheaper than looking for each blob."""
+        """Whether this cache has ever held a blob. This check is cheaper than a lookup of each blob."""
         try:
             return (self.root / FOLDER).exists()
         except OSError:  # the folder cannot be used; the store has all blobs
@@ -70,7 +73,7 @@ class BlobCache:
         """Open a blob for ranged reads; None if it is not in the cache."""
         try:
             reader = self._files.open(_key(ref))
-        except CasckptError:  # it is not here, or the folder cannot be used; the store has it
+        except CasckptError:  # the blob is missing, or the folder cannot be used; the store has the blob
             return None
         if reader.size == ref.size:
             self._touch(ref)
@@ -86,7 +89,7 @@ class BlobCache:
             self._files.delete(_key(ref))
 
     def keep(self, storage: ObjectStore, ref: BlobRef) -> bool:
-        """Fetch the blob if it is not here and there is room. Return whether it is here.
+        """Fetch the blob if it is not in the cache and there is room. Return whether the cache has it.
 
         Raises `casckpt.repository.fetching.BlobDamaged`, or `StorageError` of the store.
         """
@@ -106,10 +109,10 @@ class BlobCache:
         return True
 
     def fill(self, storage: ObjectStore, refs: Sequence[BlobRef], threads: int, progress: Progress) -> int:
-        """Fetch those of ``refs`` that are not here. Return the bytes fetched. ``progress``: gets the bytes of each.
+        """Fetch those of ``refs`` that are missing. Return the bytes fetched.
 
-        Raises `InvalidInput` if they need more than the limit, `StorageError` if the cache cannot be written,
-        `casckpt.repository.fetching.BlobDamaged`.
+        ``progress``: called with the bytes of each blob. Raises `InvalidInput` if they need more than the
+        limit, `StorageError` if the cache cannot be written, `casckpt.repository.fetching.BlobDamaged`.
         """
         wanted = list({ref.hash: ref for ref in refs}.values())
         need = sum(ref.size for ref in wanted)
@@ -131,7 +134,7 @@ class BlobCache:
         )
 
     def _fetch(self, storage: ObjectStore, ref: BlobRef) -> int:
-        """Fetch a blob. Return the bytes fetched: 0 if it was here, or another process has just fetched it."""
+        """Fetch a blob. Return the bytes fetched: 0 if the cache had it, or another process has just fetched it."""
         if self._touch(ref):
             return 0
         with self._turns.get(), alone_on_this_host(self.root / LOCKS / ref.hash[:3]):
@@ -146,17 +149,17 @@ class BlobCache:
             self._make_room(ref.size)
             self._files.put(_key(ref), data, settle=False)
         except AlreadyExists:
-            return  # on a file system without locks another process was first
+            return  # without file locks, another process may have fetched the blob first
         except CasckptError as error:
             raise _Unusable(str(error)) from error
 
     def _touch(self, ref: BlobRef) -> bool:
-        """Note that a blob was used just now. Return whether it is here."""
+        """Note that a blob was used just now. Return whether it is in the cache."""
         path = self.root / _key(ref)
         try:
             if path.stat().st_size != ref.size:
                 return False
-            with suppress(PermissionError):  # the file of another user, whose uses count
+            with suppress(PermissionError):  # the file belongs to another user, and only that user can update its time
                 os.utime(path)
         except OSError:
             return False
@@ -165,7 +168,7 @@ class BlobCache:
     # room
 
     def _make_room(self, size: int) -> None:
-        """Remove the least recently used blobs until ``size`` bytes more fit. All processes choose the same."""
+        """Remove the least recently used blobs until ``size`` more bytes fit. All processes choose the same blobs."""
         held = sorted(self._scan(), key=lambda file: (file.used, file.path))
         total = sum(file.nbytes for file in held)
         most = self._most(total)
@@ -177,11 +180,11 @@ class BlobCache:
             total -= file.nbytes
 
     def _room(self) -> int:
-        """Return the bytes that the cache may hold in all."""
+        """Return the maximum size of the cache in bytes."""
         return self._most(sum(file.nbytes for file in self._scan()))
 
     def _most(self, held: int) -> int:
-        """Return the bytes that the cache may hold in all, if it holds ``held`` now."""
+        """Return the maximum size of the cache in bytes, given that it holds ``held`` bytes now."""
         if self._limit is not None:
             return self._limit
         place = next(path for path in (self.root, *self.root.parents) if path.exists())
@@ -199,7 +202,7 @@ class BlobCache:
 
 
 class _Unusable(Exception):
-    """The cache cannot be written: its disk is full, or it is read-only, or it belongs to another user."""
+    """The cache cannot be written: its disk is full, it is read-only, or it belongs to another user."""
 
 
 @contextmanager

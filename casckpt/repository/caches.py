@@ -1,7 +1,7 @@
 """Caches of a process: decoded records, announcements of runs, and the last few manifests.
 
-Of ten thousand listed records one is new. A save compares with the manifest of its parent, which was just written, and
-a load often follows a call that has read the manifest.
+A listing of ten thousand records usually has only one new record. A save compares the state with the manifest of its
+parent, which was just written. A load often follows a call that has read the manifest.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     from casckpt.format.manifest import Manifest
 
 Shown: TypeAlias = tuple[int, str]
-"""What a listing shows of an object's content: its size in bytes, and its version."""
+"""The properties of an object's content that a listing shows: its size in bytes, and its version."""
 
 MAX_RECORDS = 100_000
-"""With more records all are dropped; the catalogue still has them."""
+"""The maximum number of records. At this limit the cache drops all of them; the catalogue still has them."""
 
 MAX_MANIFESTS = 8
 MAX_BYTES = 256 << 20
 
 
 def shown(entry: ListedObject) -> Shown:
-    """Return what a listing shows of an entry."""
+    """Return the size and version that a listing shows of an entry."""
     return entry.size, entry.version
 
 
 class RecordCache:
-    """Records by what a listing shows of them: key, size in bytes, version. Thread-safe.
+    """Records by the properties that a listing shows of them: key, size in bytes, version. Thread-safe.
 
-    Like a row of the catalogue, a record is trusted while the listing shows the same. ``folded``: see
-    `casckpt.history.commits.Folded`.
+    The cache trusts a record, like a row of the catalogue, while the listing shows the same properties. ``folded``:
+    see `casckpt.history.commits.Folded`.
     """
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ class RecordCache:
         self.folded: tuple[Mapping[str, Shown], Any] | None = None
 
     def get(self, entry: ListedObject) -> Any | None:
-        """Return the record of a listed entry, if it is held."""
+        """Return the record of a listed entry, if the cache has it."""
         held, record = self._entries.get(entry.key, (None, None))
         return record if held == shown(entry) else None
 
     def add(self, entry: ListedObject, record: Any) -> None:
-        """Hold a record. It is frozen, and what it refers to must not change."""
+        """Add a record. It is frozen, and the objects that it refers to must not change."""
         if len(self._entries) >= MAX_RECORDS:
             self._entries.clear()
         self._entries[entry.key] = (shown(entry), record)
@@ -62,8 +62,9 @@ class RunCache:
     """The announcements of one run that this process has read: see `casckpt.history.announcements`.
 
     ``head``: the highest taken number, -1 for none. ``records``: by number, None for ``unreadable`` ones.
-    ``announced``: the highest announced record number of each transaction. ``at``: transactions by step. ``newest``:
-    the greatest transaction. ``ended``: transactions that are never live again. Hold ``lock`` to read on from ``head``.
+    ``announced``: the highest announced record number of each transaction. ``at``: transactions by step.
+    ``newest``: the greatest transaction. ``ended``: transactions that are never live again. Hold ``lock`` to
+    continue reading from ``head``.
     """
 
     def __init__(self) -> None:
@@ -99,21 +100,24 @@ class RunCache:
 
 
 class RunCaches(dict[str, RunCache]):
-    """Run caches by the hash of the run. Threads that ask at once get the same one."""
+    """Run caches by the hash of the run. Concurrent threads get the same cache."""
 
     def __missing__(self, run: str) -> RunCache:
         return self.setdefault(run, RunCache())
 
 
 class ManifestCache:
-    """Manifests by transaction and head, limited in number and bytes. Drops the least recently used. Thread-safe."""
+    """Manifests by transaction and head, limited in number and bytes. It drops the least recently used first.
+
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = PerProcess(threading.Lock)
         self._entries: OrderedDict[tuple[TxId, str], tuple[Manifest, int]] = OrderedDict()
 
     def get(self, txid: TxId, head: str) -> Manifest | None:
-        """Return the manifest, if it is held."""
+        """Return the manifest, if the cache has it."""
         with self._lock.get():
             entry = self._entries.get((txid, head))
             if entry is not None:
@@ -121,7 +125,7 @@ class ManifestCache:
         return entry[0] if entry else None
 
     def add(self, txid: TxId, manifest: Manifest) -> None:
-        """Hold a manifest. The newest one is held whatever its size."""
+        """Add a manifest. The cache keeps the newest one whatever its size."""
         name = txid, manifest.head.digest
         with self._lock.get():
             self._entries[name] = (manifest, manifest.nbytes)
@@ -130,7 +134,7 @@ class ManifestCache:
                 self._entries.popitem(last=False)
 
     def names(self) -> set[tuple[TxId, str]]:
-        """Return the transaction and head of each held manifest."""
+        """Return the transaction and head of each cached manifest."""
         with self._lock.get():
             return set(self._entries)
 

@@ -1,7 +1,7 @@
-"""The catalogue: a local SQLite file with the content of immutable objects of a store. It can always be rebuilt.
+"""The catalogue: a local SQLite file that caches the content of a store's immutable objects. It can always be rebuilt.
 
-Every row has a digest of its key and content. A row that the disk or a network file system has damaged is read from the
-store again. Any error of SQLite turns the catalogue off for this process.
+Every row has a digest of its key and content. If the disk or a network file system has damaged a row, casckpt reads the
+object from the store again. Any error of SQLite turns the catalogue off for this process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from casckpt.format.digest import cell_digest
 from casckpt.format.names import TxId
 
 SCHEMA = 2
-"""The user_version of the file. A file with another one is dropped and rebuilt."""
+"""The user_version of the file. casckpt drops and rebuilds a file with another one."""
 BUSY_SECONDS = 10.0
 
 _TABLES = ("records", "blobs", "notes")
@@ -53,7 +53,7 @@ _files: WeakSet[_File] = WeakSet()
 
 
 def _before_fork() -> None:
-    """Close all files: SQLite keeps locks and counts for the process, and a child would never release them."""
+    """Close all files. SQLite keeps locks and counts per process, and a child would never release them."""
     _sqlite.acquire()
     for file in list(_files):
         file.close()
@@ -64,9 +64,9 @@ if hasattr(os, "register_at_fork"):
 
 
 class Catalogue:
-    """See the module. Safe for several threads and processes, and in forked children. No method raises.
+    """The catalogue of one store. Safe for several threads and processes, and in forked children. No method raises.
 
-    ``is_off``: whether an error has turned the file off for this process. Then memory takes over.
+    ``is_off``: whether an error has turned the file off for this process. Then the catalogue is kept in memory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -100,15 +100,15 @@ class Catalogue:
         return self._do(select, lambda: [key for key in self._memory["records"] if key.startswith(prefix)])
 
     def add_records(self, records: Mapping[str, bytes]) -> None:
-        """Keep the bytes of records of the store, by key."""
+        """Store the bytes of records, by key."""
         self._insert("records", records)
 
     def blobs(self, txid: TxId, head: str) -> bytes | None:
-        """Return the stored section of blobs of the manifest that a commit names by its head."""
+        """Return the stored blob section of the manifest that a commit names by its head."""
         return self._value("blobs", f"{txid}/{head}")
 
     def add_blobs(self, txid: TxId, head: str, data: bytes) -> None:
-        """Keep a section of blobs."""
+        """Store a blob section."""
         self._insert("blobs", {f"{txid}/{head}": data})
 
     def note(self, name: str) -> bytes | None:
@@ -123,7 +123,7 @@ class Catalogue:
         return self._do(select, lambda: self._memory[table].get(key))
 
     def set_note(self, name: str, data: bytes | None) -> None:
-        """Keep a note; None removes it."""
+        """Store a note; None removes it."""
         if data is not None:
             self._insert("notes", {name: data})
             return
@@ -134,7 +134,7 @@ class Catalogue:
         self._do(remove, lambda: self._memory["notes"].pop(name, None))
 
     def reindex(self) -> None:
-        """Forget everything, and try the file again if it was turned off."""
+        """Remove all content, and use the file again if an error had turned it off."""
         with _sqlite:
             self.is_off, self._memory = False, _tables()
             try:
@@ -222,7 +222,7 @@ def _version(connection: sqlite3.Connection) -> int:
 
 
 def _rebuild(connection: sqlite3.Connection, *, anyway: bool = False) -> None:
-    """Drop all tables and create ours, unless another process has done so since."""
+    """Drop all tables and create them again, unless another process has done so since."""
     import sqlite_utils  # takes 50 ms, and is not needed if the tables exist
 
     connection.execute("BEGIN IMMEDIATE")

@@ -1,7 +1,7 @@
-"""Probes whether a storage refuses to create a key twice. The safety of a store depends on that.
+"""Checks that a storage refuses to create a key twice. The safety of a store depends on that.
 
 Some servers of the S3 protocol, and some old clients, silently ignore the condition of a put. Then two jobs can both
-create one name, and a gc can delete what a save has just committed.
+create the same name, and gc can delete objects that a save has just committed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _PAYLOAD = 64  # bytes
 def require_exclusive(
     storage: ObjectStore, entropy: Callable[[int], bytes], known: bool | None, *, single_writer: bool
 ) -> None:
-    """Raise `Unsupported` for a storage in which two writers could both create one name.
+    """Raise `Unsupported` for a storage in which two writers could both create the same name.
 
-    ``known``: the result of an earlier probe. ``single_writer``: the caller says that there is only one writer.
+    ``known``: the result of an earlier probe. ``single_writer``: the caller promises that there is only one writer.
     """
     traits = storage.traits
     if traits.read_only:
@@ -35,16 +35,16 @@ def require_exclusive(
         why = probe(storage, entropy) if known is None else "so its settings say"
     if why:
         raise Unsupported(
-            f"{storage.url} does not refuse to create a name twice: {why}. So two jobs could both commit one "
+            f"{storage.url} does not refuse to create a name twice: {why}. So two jobs could both commit the same "
             "checkpoint, and a gc could delete what a save has just stored. Use another storage, or say with "
             "single_writer (--single-writer) that nobody else writes at the same time"
         )
 
 
 def probe(storage: ObjectStore, entropy: Callable[[int], bytes], racers: int = RACERS) -> str:
-    """Return what is wrong with the creates of ``storage``; "" if nothing is.
+    """Return a description of what is wrong with exclusive creates in ``storage``; "" if nothing is.
 
-    Puts two small objects under probes/, several times each, and deletes them if that is allowed. Raises
+    Puts two small objects under probes/, several times each, and deletes them if the storage allows it. Raises
     `StorageError`, `casckpt.errors.Unsupported`.
     """
     name = entropy(16).hex()
@@ -58,7 +58,7 @@ def probe(storage: ObjectStore, entropy: Callable[[int], bytes], racers: int = R
 
 
 def _twice(storage: ObjectStore, key: str, entropy: Callable[[int], bytes]) -> str:
-    _wins(storage, key, entropy(_PAYLOAD))  # the name is ours, so a refusal means that the answer to our put was lost
+    _wins(storage, key, entropy(_PAYLOAD))  # a refusal means that the answer to this put was lost
     if _wins(storage, key, entropy(_PAYLOAD)):
         return "it let a second create replace the first one, without an error"
     return ""

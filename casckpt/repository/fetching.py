@@ -1,4 +1,4 @@
-"""Fetches and verifies whole blobs, and describes what is wrong with one."""
+"""Fetches and verifies whole blobs, and describes their damage."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from casckpt.format.sections.blobs import BlobRef
 
 Range: TypeAlias = tuple[int, int]
-"""Bytes of a blob's file, from the first up to the second."""
+"""Bytes of a blob's file: start and end."""
 
 _ATTEMPTS = 2  # the network may have damaged the first
 _SHOWN = 3
 
 
 class BlobDamaged(Exception):
-    """The blob ``ref`` is missing or not what was written. The message says why.
+    """The blob ``ref`` is missing or differs from the written data. The message gives the reason.
 
-    Callers that know what needs the blob catch this.
+    Callers catch this if they know which checkpoint needs the blob.
     """
 
     def __init__(self, ref: BlobRef, why: str) -> None:
@@ -38,7 +38,7 @@ class BlobDamaged(Exception):
 
 @dataclass(frozen=True)
 class Proved:
-    """The result of verifying a blob. ``why``: what is wrong, "" if nothing.
+    """The result of verifying a blob. ``why``: a description of the damage, "" if there is none.
 
     ``ranges``: the bytes that are wrong, or cannot be verified. ``proof``: empty if the proof itself is wrong.
     """
@@ -49,7 +49,10 @@ class Proved:
 
 
 def fetch(storage: ObjectStore, ref: BlobRef, buffer: memoryview) -> memoryview:
-    """Read and verify a blob in the start of ``buffer``, and return that part. Raises `BlobDamaged`, `StorageError`."""
+    """Read a blob into the start of ``buffer``, verify it, and return that part.
+
+    Raises `BlobDamaged`, `StorageError`.
+    """
     view, why = buffer[: ref.size], ""
     for _ in range(_ATTEMPTS):
         try:
@@ -63,10 +66,11 @@ def fetch(storage: ObjectStore, ref: BlobRef, buffer: memoryview) -> memoryview:
 
 
 def prove(reader: Reader, ref: BlobRef, buffer: memoryview, progress: Callable[[int], None] = silent) -> Proved:
-    """Read a whole blob and verify it by its name: first its proof, then the rest in pieces of the size of ``buffer``.
+    """Read and verify a whole blob.
 
-    A ``buffer`` that is large enough takes the whole blob in one read. ``progress``: called with the bytes just read.
-    Raises as reading does.
+    It verifies the proof first, by the name of the blob, then the rest in pieces of the size of ``buffer``. A
+    ``buffer`` that is large enough takes the whole blob in one read. ``progress``: called with the number of bytes
+    just read. Raises the errors of the reader.
     """
     view = buffer[: ref.size]
     at_once = len(view) == ref.size
@@ -109,7 +113,7 @@ def _proved(ref: BlobRef, wrong: Sequence[Leaf], header: bytes, proof: bytes) ->
 
 
 def _merged(leaves: Sequence[Leaf]) -> list[Range]:
-    """Return the ranges of ``leaves``, which are in order, with adjacent ones merged."""
+    """Return the byte ranges of ``leaves``, which are sorted, with adjacent ranges merged."""
     ranges: list[Range] = []
     for leaf in leaves:
         follows = bool(ranges) and ranges[-1][1] == leaf.offset
@@ -127,21 +131,21 @@ def _words(ranges: Sequence[Range]) -> str:
 
 
 def compare_size(ref: BlobRef, size: int | None) -> str:
-    """Return what is wrong with a blob of ``size`` bytes (None: it is missing); "" if nothing."""
+    """Describe the damage of a blob with ``size`` bytes (None: it is missing); "" if the size is right."""
     if size is None:
         return "it is gone"
     return "" if size == ref.size else f"it has {size} bytes instead of {ref.size}"
 
 
 def explain(ref: BlobRef, error: Exception) -> str:
-    """Return what an error of reading a blob says about it."""
+    """Describe an error of reading a blob."""
     if isinstance(error, ShortObject):
         return f"it ends after {error.size} of {ref.size} bytes"
     return "it is gone" if isinstance(error, NotFound) else str(error)
 
 
 def holds_cell(reader: Reader, offset: int, buffer: memoryview, digest: CellDigest | None) -> bool:
-    """Read a cell into ``buffer``, and return whether it is what was written."""
+    """Read a cell into ``buffer``, and return whether it matches its digest."""
     try:
         reader.read_into(offset, [buffer])
     except (CasckptError, ShortObject):

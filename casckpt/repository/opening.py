@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from casckpt.base.sizes import parse_size
+from casckpt.base.units import parse_size
 from casckpt.repository.repository import Repository
 from casckpt.repository.signing_keys import KeyFile, KeyFiles, private_key, public_keys
 from casckpt.storage import open_storage
@@ -28,8 +28,8 @@ def open_repository(
 ) -> Repository:
     """Open a store with the arguments of `casckpt.open`. Creates and reads nothing.
 
-    Without ``cache_dir`` the environment (`CACHE_VARIABLE`) says where the caches lie, for programs and the command
-    line.
+    Without ``cache_dir``, the environment variable `CACHE_VARIABLE` names the folder of the caches, for programs
+    and the command line.
 
     Raises `InvalidInput` or `Unsupported` for a URL or key that cannot be used, `NotFound` for a missing key file.
     """

@@ -1,6 +1,6 @@
-"""The identity of a process, and the proof that a process of this host is dead. A lock among the processes of a host.
+"""The identity of a process, the check whether a process of this host is dead, and a lock among these processes.
 
-The identity is read from /proc. Without /proc no process counts as dead.
+The identity comes from /proc. Without /proc, no process counts as dead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def this_process() -> Process:
 
 
 def is_dead(process: Process) -> bool:
-    """Tell whether ``process`` provably ran on this host, in this boot and pid namespace, and has ended.
+    """Return whether ``process`` provably ran on this host, in this boot and pid namespace, and has ended.
 
     False in case of doubt.
     """
@@ -61,7 +61,10 @@ def _exists(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/<pid>/stat from the third on. The second, the name, may hold anything, also a ")"."""
+    """Return the fields of /proc/<pid>/stat from the third on.
+
+    The second field, the name, may contain any text, even ")".
+    """
     try:
         text = (PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
@@ -78,7 +81,7 @@ def _boot_id() -> str:
 
 
 def _pid_namespace() -> str:
-    """Return the namespaces of pids and clocks, because start times of processes depend on the clock of the reader."""
+    """Return the namespaces of pids and clocks. The reader's clock namespace affects the start times that it sees."""
     try:
         pids = os.readlink(PROC / "self/ns/pid")
     except OSError:

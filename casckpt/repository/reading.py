@@ -24,11 +24,11 @@ def read_records(
 ) -> dict[str, Read]:
     """Return the record, or the error, of each listed key under ``prefix`` ("commits/").
 
-    A record that this process or the catalogue has is not read again, unless the listing shows another size or version:
-    then the store was put back from a copy, and has changed since. ``anew``: read all of them, to check that they are
-    whole.
+    It reads a record only once, unless the listing shows another size or version than this process or the catalogue
+    has. Then the store was put back from a copy, and has changed since. ``anew``: read all records again, to check
+    that they are whole.
 
-    Raises `StorageError`, and `NotFound` where there is no store.
+    Raises `StorageError`, and `NotFound` if there is no store.
     """
     repo.check_exists()
     entries = list(entries)
@@ -65,10 +65,10 @@ def key_of(row: str) -> str:
 
 
 def check_no_file(url: str, entry: ListedObject, known: Known) -> None:
-    """Raise `Refused` if ``entry``, which is no record, is in the place of a folder of records."""
+    """Raise `Refused` if ``entry``, which is no record, is where a folder of records should be."""
     if any(known(entry.key + below) is not None for below in _BELOW):
         raise Refused(
-            f"{url}/{entry.key} is an object in the place of a folder of records: put the folder back from a copy of "
+            f"{url}/{entry.key} is an object where a folder of records should be: put the folder back from a copy of "
             "the store, or move the object out of the store",
             key=entry.key,
         )

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import platformdirs
 
 from casckpt.base.digest import hex_digest
-from casckpt.base.durations import time_of
 from casckpt.base.names import check_run, check_step
+from casckpt.base.units import time_of
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
 from casckpt.format import keys, records
 from casckpt.format.names import BlobHash, ManifestId, TxId
@@ -31,7 +31,7 @@ from casckpt.storage.base import AlreadyExists, ObjectStore
 Clock: TypeAlias = Callable[[], int]
 """Microseconds since the epoch, UTC."""
 Entropy: TypeAlias = Callable[[int], bytes]
-"""That many random bytes."""
+"""A function that returns the given number of random bytes."""
 
 _STORE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")  # because it names a folder of the cache
 
@@ -46,12 +46,13 @@ class Repository:
     """An open store without tensors. Opening creates nothing; the marker is read on first use.
 
     ``cache_dir``: None for the user's cache folder. ``cache_bytes``: see `casckpt.repository.blob_cache`.
-    ``single_writer``: the caller says that nobody else writes, for storages that do not refuse a second create.
-    ``mirror``: the storage of the mirror; the settings get its URL before anything is saved. ``trusted``: public keys;
-    only checkpoints with a signature of one of them are loaded (None: all). ``found_signed``: ids that were found
-    signed. ``signer``: the private key that signs each save. ``listeners``: called after each commit of this process.
-    ``seen_blobs``: blobs that this process has seen in the store. ``last_commit``: key of the last commit of this
-    process. ``runs``: announcements by the hash of the run. Thread-safe, usable in forked children, and picklable.
+    ``single_writer``: the caller promises that there is no other writer, for storages that do not refuse a second
+    create. ``mirror``: the storage of the mirror; its URL is written to the settings before the first save.
+    ``trusted``: public keys; only checkpoints with a signature of one of them are loaded (None: all).
+    ``found_signed``: ids whose signatures were verified. ``signer``: the private key that signs each save.
+    ``listeners``: called after each commit of this process. ``seen_blobs``: blobs that this process has seen in the
+    store. ``last_commit``: key of the last commit of this process. ``runs``: announcements by the hash of the run.
+    Thread-safe, usable in forked children, and picklable.
     """
 
     storage: ObjectStore
@@ -111,7 +112,10 @@ class Repository:
         return marker
 
     def _check_lost(self) -> None:
-        """Raise `Damaged` if a store has lost its marker, which is put before the first record of commits/."""
+        """Raise `Damaged` if a store has lost its marker.
+
+        The marker is always put before the first record in commits/.
+        """
         is_store = any(keys.parse_log(entry.key) for entry in self.storage.list("commits/"))
         if is_store and self.storage.size(keys.MARKER) is None:  # again: it may have been made meanwhile
             message = (
@@ -121,7 +125,7 @@ class Repository:
             raise Damaged(message, key=keys.MARKER)
 
     def exists(self) -> bool:
-        """Tell whether there is a store. Raises `StorageError`."""
+        """Return whether there is a store. Raises `StorageError`."""
         return self._marker is not None or self.storage.size(keys.MARKER) is not None
 
     def check_exists(self) -> None:
@@ -133,11 +137,12 @@ class Repository:
         return replace(self)
 
     def create(self, *, cell_bytes: int = 1 << 20, blob_bytes: int = 32 << 20) -> bool:
-        """Create the store if there is none. Return whether this call did. ``cell_bytes``, ``blob_bytes``: as `Marker`.
+        """Create the store if there is none. Return whether this call created it.
 
-        Always asks the storage, because the store that this process knows may have been deleted. An existing store
-        keeps its sizes. Raises `Damaged` for a store without its marker, `InvalidInput`, `StorageError`, as `marker`,
-        and `Unsupported` for a storage that cannot create exclusively.
+        ``cell_bytes``, ``blob_bytes``: as in `Marker`. Always queries the storage, because the store that this
+        process knows may have been deleted. An existing store keeps its sizes. Raises `Damaged` for a store
+        without its marker, `InvalidInput`, `StorageError`, the errors of `marker`, and `Unsupported` for a
+        storage that cannot create exclusively.
         """
         marker = Marker(
             format=records.FORMAT_VERSION,
@@ -165,7 +170,7 @@ class Repository:
         self._marker = marker
 
     def forget_all(self, *, keep_marker: bool) -> None:
-        """Forget all that this process and its host know of the store, because it was put back or replaced."""
+        """Drop all caches of the store, of this process and this host, because the store was put back or replaced."""
         marker = self.marker
         self.catalogue.reindex()
         self.records, self.manifests = RecordCache(), ManifestCache()
@@ -175,14 +180,14 @@ class Repository:
             self._marker = marker
 
     def look_again(self) -> None:
-        """Forget what this process knows of the store, because another store was at the URL before."""
+        """Drop all caches of this process, because another store was at the URL before."""
         self._marker, self._declared, self._catalogue, self.last_commit = None, False, None, None
         self.runs = RunCaches()
 
     def _check_creates(self, *, new: bool) -> bool:
         """Refuse a storage that cannot create exclusively, once in each process. Return whether this call probed it.
 
-        ``new``: there are no settings yet with the result of an earlier probe.
+        ``new``: the settings do not contain the result of an earlier probe yet.
         """
         in_doubt = self.storage.traits.exclusive is None and not self.single_writer
         known = self.settings.exclusive_create if in_doubt and not new else None
@@ -205,7 +210,7 @@ class Repository:
 
     @property
     def settings(self) -> Settings:
-        """The highest generation of settings/, or unset fields if there is none. Read each time."""
+        """The newest generation of settings/, or unset fields if there is none. Reads the storage at each access."""
         return self.newest_settings()[1]
 
     def change_settings(self, **fields: Any) -> Settings:  # of `Settings`, which is decoded to check them
@@ -248,21 +253,21 @@ class Repository:
         """The local database with the content of this store's immutable objects."""
         catalogue = self._catalogue
         if catalogue is None:
-            # a copy of the store has the same id, but changes on its own
+            # the URL is part of the name because a copy of the store has the same id, and diverges from it
             name = f"{self.marker.store_id}-{hex_digest(os.fsencode(self.storage.url))[:16]}"
             catalogue = self._catalogue = Catalogue(self._cache_folder / name / "catalogue.sqlite")
         return catalogue
 
     @property
     def blob_cache(self) -> BlobCache:
-        """The cache of whole blobs on this host. Raises `InvalidInput` for an unusable size."""
+        """The cache of whole blobs on this host. Raises `InvalidInput` for an invalid size."""
         if self._blob_cache is None:
             self._blob_cache = BlobCache(self._cache_folder, self.cache_bytes)
         return self._blob_cache
 
     @property
     def fills_cache(self) -> bool:
-        """Whether loads put blobs into the cache: if its folder was given, and the store is remote."""
+        """Whether loads put blobs into the cache: true if its folder was given and the store is remote."""
         return self.cache_dir is not None and self.storage.traits.remote
 
     @property
@@ -270,9 +275,9 @@ class Repository:
         return self.cache_dir or platformdirs.user_cache_path("casckpt")
 
     def new_txid(self, run: str, step: int, after: Iterable[TxId] = ()) -> TxId:
-        """Make a transaction id that sorts behind all of ``after``, whatever the clocks of their hosts were.
+        """Make a transaction id that sorts after all of ``after``, regardless of the clocks of their hosts.
 
-        Raises `InvalidInput` for a bad run or step.
+        Raises `InvalidInput` for an invalid run or step.
         """
         check_run(run)
         check_step(step)
@@ -284,10 +289,10 @@ class Repository:
         return keys.make_txid(begun, self.entropy(8), run, step)
 
     def put_record(self, key: str, record: Record) -> None:
-        """Create ``key``. A record there with the same bytes is success: the answer to an earlier put was lost.
+        """Create ``key``. An existing record with the same bytes is success: the answer to an earlier put was lost.
 
-        Raises `Conflict` if it holds another record, `InvalidInput` if this one is too large, `StorageError`;
-        `Unsupported` for a storage that cannot create exclusively.
+        Raises `Conflict` if ``key`` has another record, `InvalidInput` if the new record is too large,
+        `StorageError`; `Unsupported` for a storage that cannot create exclusively.
         """
         if not self._creates_checked and self._check_creates(new=False):
             self.change_settings(exclusive_create=True)
@@ -298,7 +303,7 @@ class Repository:
             raise Conflict(f"{key} exists already: another process was first", key=key)
 
     def _put_once(self, key: str, data: bytes) -> bool:
-        """Put ``data``, and return whether ``key`` holds it then. False: it holds something else."""
+        """Put ``data``, and return whether ``key`` has it now. False if ``key`` has other data."""
         try:
             self.storage.put(key, data)
         except AlreadyExists:
@@ -315,7 +320,7 @@ class Repository:
     def settle(self, key: str) -> None:
         """Make the name of an existing record durable, because the put of another process may not have finished.
 
-        Raises `StorageError`: then the record may be gone after a power failure.
+        Raises `StorageError`. After this error, a power failure may remove the record.
         """
         self.storage.settle(key.rpartition("/")[0])
 

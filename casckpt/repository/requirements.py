@@ -1,7 +1,7 @@
-"""Requirements of the settings on writers. A version that does not know one does not write, but it can read.
+"""Requirements of the settings on writers. A version that does not know a requirement can read, but does not write.
 
-A writer checks them after its transaction has begun, so whoever sets a requirement only waits for the transactions that
-are open then. The check costs a LIST; each host reads the record once.
+A writer checks the requirements after its transaction has begun. A process that sets a requirement therefore waits only
+for the transactions that are open then. The check costs a LIST; each host reads the record once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PREFIX = "settings/"
 
 
 def check_requirements(repo: Repository) -> Settings:
-    """Return the settings. Raise `Unsupported` if they require of writers what this version does not know.
+    """Return the settings. Raise `Unsupported` if they have a requirement that this version does not know.
 
     Raises `Damaged` or `Refused` if the settings cannot be read, `StorageError`.
     """

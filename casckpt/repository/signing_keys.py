@@ -1,4 +1,4 @@
-"""Ed25519 keys (RFC 8032) of signers, from files as OpenSSL and ssh-keygen write them."""
+"""Ed25519 keys (RFC 8032) of signers, read from files in the formats of OpenSSL and ssh-keygen."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 PublicKey = NewType("PublicKey", bytes)
-"""Its 32 bytes."""
+"""The 32 bytes of the key."""
 KeyFile: TypeAlias = str | os.PathLike[str]
-"""A file, or for a public key also its 64 hex digits."""
+"""The path of a key file. A public key may also be given as 64 hex digits."""
 KeyFiles: TypeAlias = KeyFile | Sequence[KeyFile]
 
 _HEX = re.compile("[0-9a-f]{64}")
@@ -27,7 +27,7 @@ _MAKE = "`openssl genpkey -algorithm ed25519` and `ssh-keygen -t ed25519` make o
 
 
 def public_keys(given: KeyFiles) -> frozenset[PublicKey]:
-    """Read the public keys that ``given`` names, at least one. Raises `NotFound`, `InvalidInput`, `Unsupported`."""
+    """Read the public keys in ``given``, at least one. Raises `NotFound`, `InvalidInput`, `Unsupported`."""
     named = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     if not named:
         raise InvalidInput("no key is given to verify signatures; give the file of a public key")
@@ -65,7 +65,7 @@ def public_key_of(key: Ed25519PrivateKey) -> PublicKey:
 
 
 def is_right(key: PublicKey, signature: bytes, message: bytes) -> bool:
-    """Tell whether ``signature`` is that of ``key`` for ``message``. Raises `Unsupported`."""
+    """Return whether ``signature`` is a signature of ``message`` by ``key``. Raises `Unsupported`."""
     with _key_errors("this key cannot be used"):
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -107,7 +107,10 @@ def _read(file: KeyFile) -> bytes:
 
 @contextmanager
 def _key_errors(what: str) -> Iterator[None]:
-    """Turn errors of cryptography into ours, with ``what`` in the message. Raises `InvalidInput`, `Unsupported`."""
+    """Convert errors of cryptography to errors of casckpt, with ``what`` in the message.
+
+    Raises `InvalidInput`, `Unsupported`.
+    """
     try:
         from cryptography.exceptions import UnsupportedAlgorithm
     except ImportError as error:

@@ -17,13 +17,12 @@ from casckpt.contents import manifests
 from casckpt.contents.signatures import sign_save
 from casckpt.errors import CasckptError, Damaged, InvalidInput, Refused
 from casckpt.format import plain
-from casckpt.format.draft import Draft, Encoded, ObjectEntry
-from casckpt.format.metrics import stored_metrics
+from casckpt.format.manifest import Draft, Encoded, ObjectEntry
+from casckpt.format.metrics import encode_metadata, stored_metrics
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Committed, Health
 from casckpt.format.sections.health import Rows
 from casckpt.format.sections.index import REPLICAS_NOTE, TENSOR
-from casckpt.format.sections.metadata import encode_metadata
 from casckpt.history.commits import Commit, forget, read_log
 from casckpt.history.transactions import Transaction, begin_save
 from casckpt.plan.reuse import bytes_in, coded_bytes, mark_worn
@@ -207,7 +206,7 @@ class Leader:
     ) -> tuple[Committed, WornBlobs]:
         """Check that every tensor is whole, put the manifest, and commit. Return the record, and the worn blobs.
 
-        ``notes``: see `casckpt.format.draft.Draft`.
+        ``notes``: see `casckpt.format.manifest.Draft`.
         """
         if self._transaction is None:
             raise InvalidInput("a save was finished that had not begun; this is a bug of casckpt")

@@ -15,8 +15,7 @@ from casckpt.format.blob_writer import LEAF_BYTES
 from casckpt.format.extents import StoredCell
 from casckpt.format.regions import Region, Shape, normalise, whole
 from casckpt.format.sections.index import Name
-from casckpt.plan.cells import Cut, Group, plan_cells
-from casckpt.plan.packing import branch_of
+from casckpt.plan.cells import Cut, Group, branch_of, plan_cells
 from casckpt.plan.reuse import ReusableCells
 from casckpt.tensors.gpu import on_gpu
 from casckpt.tensors.memory import BufferMemory, Memory, TensorMemory, narrow

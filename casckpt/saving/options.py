@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, TypeAlias, 
 from casckpt.base.names import check_run, check_step
 from casckpt.base.parallel import usable_threads
 from casckpt.errors import InvalidInput
-from casckpt.format.metrics import stored_metrics
-from casckpt.format.sections.metadata import plain_metadata
+from casckpt.format.metrics import plain_metadata, stored_metrics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

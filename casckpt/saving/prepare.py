@@ -14,7 +14,7 @@ import torch
 
 from casckpt.base.names import check_attachment_name
 from casckpt.errors import InvalidInput
-from casckpt.format.draft import Attachment, ObjectEntry
+from casckpt.format.manifest import Attachment, ObjectEntry
 from casckpt.format.plain import Spill
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR
 from casckpt.format.tree import show

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from casckpt.base.parallel import usable_threads
 from casckpt.base.progress import Progress
 from casckpt.contents import blobs
-from casckpt.format.draft import Attachment, ObjectEntry
 from casckpt.format.keys import uploader_folder
+from casckpt.format.manifest import Attachment, ObjectEntry
 from casckpt.format.names import TxId
 from casckpt.plan.writers import Words
 from casckpt.repository.repository import Repository

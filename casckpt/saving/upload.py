@@ -34,7 +34,7 @@ from casckpt.format.digest import cell_digest
 from casckpt.format.extents import Frame, StoredCell
 from casckpt.format.names import CellDigest, TxId
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.plan.packing import Queue, branches_of, by_branch
+from casckpt.plan.cells import Queue, branches_of, by_branch
 from casckpt.plan.reuse import ReusableCells
 from casckpt.repository.repository import Repository
 from casckpt.saving.encoder import Coder

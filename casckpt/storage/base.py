@@ -6,14 +6,18 @@ Keys are slash-separated paths that `casckpt.format.keys` made or checked. A sto
 from __future__ import annotations
 
 import builtins
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, runtime_checkable
 
+from casckpt.errors import Refused
+
 BLOCK = 4096  # bytes; buffers and blob data that are aligned to it can be read and written around the page cache
 Known: TypeAlias = Callable[[str], object]
-"""Returns something else than None for the keys of objects, as the parsers of `casckpt.format.keys` do."""
+"""Returns None for a text that is not the key of an object, as the parsers of `casckpt.format.keys` do."""
 _REQUESTS = 16
 
 
@@ -103,7 +107,7 @@ class ObjectStore(Protocol):
       raise `AlreadyExists`. (Only repair uses `replace`.)
     - **Durable**: when `put` returns, the bytes survive a power failure. With ``settle=False`` their name may not,
       until `settle` has returned for its folder.
-    - **Read after write, list after write**: every later read and listing sees what anyone has put.
+    - **Read after write, list after write**: every later read and listing sees all completed puts.
     - **Safe to repeat**: every call may be repeated after a `StorageError`. A put whose answer was lost may have
       succeeded: a caller that needs to know reads the object back.
     - **Thread-safe**. Instances can be pickled. The copy opens its own connections and files.
@@ -179,3 +183,47 @@ class ShortObject(Exception):
         super().__init__(key, size)
         self.key = key
         self.size = size
+
+
+_LOCK = threading.Lock()
+if hasattr(os, "register_at_fork"):  # else a child that is forked while another thread counts would have a locked lock
+    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
+
+
+@dataclass(slots=True)
+class IoCounts:
+    """Counters of one storage instance; a pickled copy of the instance starts at zero.
+
+    ``puts``: objects created or replaced. ``bytes_written``: bytes of objects that were written, even if the object did
+    not get its name. ``fsyncs``: of files and folders. ``reads``: calls of ``get`` and ``read_into``. ``bytes_read``:
+    bytes they returned. ``requests``: calls of the storage's methods and of ``read_into``.
+    """
+
+    puts: int = 0
+    bytes_written: int = 0
+    fsyncs: int = 0
+    reads: int = 0
+    bytes_read: int = 0
+    requests: int = 0
+
+    def add(self, **more: int) -> None:
+        """Add to counters, by name. Safe for use by several threads."""
+        with _LOCK:
+            for name, number in more.items():
+                setattr(self, name, getattr(self, name) + number)
+
+
+def split_folder(folder: str) -> list[str]:
+    """Return the parts of a folder ("" is the store itself). Raises `Refused` for an unusable name."""
+    parts = folder.split("/") if folder else []
+    if any(not part or part.startswith(".") or "\0" in part for part in parts):
+        raise Refused(f"not a key of a store: {folder[:300]!r}; only names without a leading dot are used")
+    return parts
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """Return (folder, name) of an object. Raises `Refused` for an unusable key."""
+    parts = split_folder(key)
+    if not parts:
+        raise Refused("the empty string is not a key of a store")
+    return "/".join(parts[:-1]), parts[-1]

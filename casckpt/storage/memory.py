@@ -10,10 +10,19 @@ from collections.abc import Iterator, Sequence
 from typing_extensions import override
 
 from casckpt.errors import NotFound, Refused, Unsupported
-from casckpt.storage.base import AlreadyExists, Known, ListedObject, ObjectStore, Reader, ShortObject, Traits
+from casckpt.storage.base import (
+    AlreadyExists,
+    IoCounts,
+    Known,
+    ListedObject,
+    ObjectStore,
+    Reader,
+    ShortObject,
+    Traits,
+    split_folder,
+    split_key,
+)
 from casckpt.storage.buffers import plain_bytes
-from casckpt.storage.counts import IoCounts
-from casckpt.storage.names import split_folder, split_key
 
 _SPACES: dict[str, dict[str, bytes]] = {}  # name -> objects; one per name, so that every opener sees the same
 _HOME = os.urandom(16)  # of this process and its forked children, which have a copy

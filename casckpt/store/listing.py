@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from casckpt.base.durations import time_of
 from casckpt.base.lazy import cached_property
+from casckpt.base.units import time_of
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.history import commits as commit_log
 from casckpt.history import tags as tag_log

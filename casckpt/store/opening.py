@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from casckpt.base.names import check_run, check_step
 from casckpt.errors import InvalidInput
 from casckpt.repository.opening import open_repository
 from casckpt.repository.signing_keys import KeyFile, KeyFiles
+from casckpt.storage.throttle import ThrottledStore, Turn
 from casckpt.store.store import Store, repository_of
 
 
@@ -59,6 +60,20 @@ def open(
     for wake in here.listeners:  # copies that an earlier process left go on
         wake()
     return store
+
+
+def throttled(store: Store, count: int | None, folder: str | os.PathLike[str] | None) -> Store:
+    """Return ``store`` with a limit of ``count`` ranks of a node that upload at the same time. None: no limit.
+
+    ``folder``: for the lock files; default: in the folder for temporary files.
+    """
+    if count is None:
+        return store
+    turn = Turn(count, None if folder is None else Path(folder))
+    storage: Any = ThrottledStore(store.repository.storage, turn)  # the protocol by __getattr__, which mypy cannot see
+    repository = replace(store.repository, storage=storage)
+    repository.listeners = store.repository.listeners  # a mirror learns of these saves, too
+    return Store(repository)
 
 
 @dataclass(frozen=True, slots=True)

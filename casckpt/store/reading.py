@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from casckpt.base.durations import Duration, seconds_of
 from casckpt.base.progress import Progress
+from casckpt.base.units import Duration, seconds_of
 from casckpt.contents import refs
 from casckpt.contents.checkpoint import Arrival, Checkpoint, warn_if_forgotten
 from casckpt.errors import InvalidInput, NotFound, StorageError, Unsupported

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, TypedDict
 
-from casckpt.base.durations import Duration, seconds_of
+from casckpt.base.units import Duration, seconds_of
 from casckpt.errors import InvalidInput
 from casckpt.format.records import Settings
 from casckpt.repository.repository import Repository

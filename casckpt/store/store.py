@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
-from casckpt.base.durations import Duration, seconds_of
-from casckpt.base.keywords import check_keywords
+from casckpt.base.names import check_keywords
 from casckpt.base.progress import Progress, Shown
+from casckpt.base.units import Duration, seconds_of
 from casckpt.contents import refs
 from casckpt.contents.checkpoint import Arrival, Checkpoint, html_of
 from casckpt.errors import InvalidInput, NotFound
@@ -189,7 +189,7 @@ class Store:
         If no tensor would be filled, or if more than a tenth of the tensors have other names in the checkpoint, the
         load raises MissingKey with the ``rename`` that fills them, even without ``strict``. If fewer do, the log has
         their number. ``unread_subtrees`` has the whole containers that no rank read. The log names them once for each
-        run, with single unread keys, and values of other ranks that no rank took; ``unread="ignore"`` turns this off.
+        run, with single unread keys, and values of other ranks that no rank took. ``unread``: "ignore" turns this off.
         ``rename``: from a key of ``state`` to a key of the checkpoint, as a function, or as a dict from regular
         expression (on the whole key) to replacement. The state of an optimizer object follows the names of its module.
         ``cast``: convert dtypes. ``verify`` (default): compare every cell with its digest. ``allow_pickle``: unpickle

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from casckpt.history.folding import Commit
 from casckpt.loading.arguments import Rename
-from casckpt.loading.options import FillArguments, MatchArguments, Unread
+from casckpt.loading.options import FillArguments, LoadArguments, MatchArguments, Unread
 from casckpt.saving.options import (
     CheckReplicas,
     Compress,
@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # results of gc, copies and reports, whose modules take a whi
 
 __all__ = [
     "Added", "CheckReplicas", "Commit", "Compress", "CopyResult", "Deferred", "FillArguments", "Freed", "Frozen",
-    "GcResult", "Heat", "History", "ImportArguments", "MatchArguments", "Metrics", "Mode", "Owners", "Rename",
-    "RuleUsage", "RunUsage", "SaveArguments", "StoreUsage", "Unread", "check_save_arguments",
+    "GcResult", "Heat", "History", "ImportArguments", "LoadArguments", "MatchArguments", "Metrics", "Mode", "Owners",
+    "Rename", "RuleUsage", "RunUsage", "SaveArguments", "StoreUsage", "Unread", "check_save_arguments",
 ]  # fmt: skip
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
-    """Tell whether ``value`` is a DTensor, without an import of torch.distributed."""
+    """Return whether ``value`` is a DTensor, without an import of torch.distributed."""
     module = _dtensors()
     return module is not None and isinstance(value, module.DTensor)
 

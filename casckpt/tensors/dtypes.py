@@ -34,7 +34,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @cache
 def converts(source: torch.dtype, target: torch.dtype) -> bool:
-    """Tell whether torch can convert one dtype to the other without dropping imaginary parts."""
+    """Return whether torch can convert one dtype to the other without dropping imaginary parts."""
     if source.is_complex and not target.is_complex:
         return False
     try:

@@ -26,7 +26,7 @@ _MEGATRON = ("key", "data", "replica_id", "local_shape", "global_shape", "global
 
 
 def is_megatron_tensor(value: Any) -> bool:
-    """Tell whether ``value`` is a Megatron-style ShardedTensor: Megatron-core's own, or one of casckpt."""
+    """Return whether ``value`` is a Megatron-style ShardedTensor: Megatron-core's own, or one of casckpt."""
     return not isinstance(value, torch.Tensor | type) and all(hasattr(value, name) for name in _MEGATRON)
 
 

@@ -19,7 +19,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs of this process
 
 
 def on_gpu(tensors: Iterable[torch.Tensor]) -> bool:
-    """Tell whether one of them is in a GPU's memory."""
+    """Return whether one of them is in a GPU's memory."""
     return any(data.is_cuda for data in tensors)
 
 

@@ -133,7 +133,7 @@ def tensor_over(data: memoryview, dtype: torch.dtype, shape: Shape) -> torch.Ten
 
 
 def has_memory(data: torch.Tensor) -> bool:
-    """Tell whether a tensor has memory of its own. A wrapper of other tensors has none, nor one with a freed storage.
+    """Return whether a tensor has memory of its own. A wrapper of other tensors has none, nor one with a freed storage.
 
     Only with memory of its own does its address identify it.
     """
@@ -145,7 +145,7 @@ def has_memory(data: torch.Tensor) -> bool:
 
 
 def _is_aligned(raw: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Tell whether ``raw`` begins at a multiple of the size of ``dtype``.
+    """Return whether ``raw`` begins at a multiple of the size of ``dtype``.
 
     Elements stored as bytes may begin at any byte of a blob, and torch's vectorized copies crash at unaligned
     addresses.
@@ -213,7 +213,7 @@ class Destination:
         return None if self._bytes is None else self._bytes[lo * self.itemsize : hi * self.itemsize]
 
     def holds(self, region: Region) -> bool:
-        """Tell whether the whole region is here in its stored dtype, so that it can be copied out."""
+        """Return whether the whole region is here in its stored dtype, so that it can be copied out."""
         if self.data.dtype != self._stored:
             return False
         here = region.box == self.region.box and self.region.lo <= region.lo and region.hi <= self.region.hi

@@ -6,16 +6,71 @@ import io
 import pickle
 import re
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 from zipfile import BadZipFile, ZipFile
 
 import torch
 
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import plain
-from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
+from casckpt.format.plain import Extension
+from casckpt.format.plain_codecs import Unfit
 from casckpt.tensors.shards import inner_names
 from casckpt.tensors.untrusted import MISREAD
+
+_DTYPES: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+
+
+def _dtype(name: Any) -> torch.dtype:
+    if type(name) is not str or name not in _DTYPES:
+        raise Refused(f"this torch ({torch.__version__}) has no dtype {name!r:.40}")
+    return _DTYPES[name]
+
+
+def _size(numbers: Any) -> torch.Size:
+    if type(numbers) is not tuple or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+        raise Refused("a torch.Size is not made of sizes")
+    return torch.Size(numbers)
+
+
+def _device(payload: Any) -> torch.device:
+    if type(payload) is not tuple or len(payload) != 2 or type(payload[0]) is not str:
+        raise Refused("a torch.device is not one")
+    kind, number = payload
+    if number is not None and (type(number) is not int or not 0 <= number < 128):
+        raise Refused("a torch.device has a number that none has")
+    try:
+        return torch.device(kind if number is None else f"{kind}:{number}")
+    except RuntimeError as error:
+        raise Refused(f"this torch ({torch.__version__}) has no device {kind[:40]!r}") from error
+
+
+def _refusing(kind: type, what: str, hint: str) -> Extension:
+    """Make an extension that refuses a type, with a hint."""
+
+    def to_plain(value: Any) -> NoReturn:
+        raise Unfit(what, hint)
+
+    def from_plain(payload: Any) -> NoReturn:
+        raise Refused(f"{what} is never stored as plain data")
+
+    return Extension(f"torch.{kind.__name__}", kind, to_plain, from_plain)
+
+
+_HOLDERS = "tensors may stand in dicts, lists and tuples only: move it into one"
+
+TORCH_EXTENSIONS: tuple[Extension, ...] = (
+    Extension("torch.dtype", torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), _dtype),
+    Extension("torch.Size", torch.Size, lambda size: tuple(int(n) for n in size), _size),
+    Extension("torch.device", torch.device, lambda device: (device.type, device.index), _device),
+    _refusing(torch.Generator, "a torch.Generator", "store its get_state()"),
+    _refusing(torch.Tensor, "a tensor", _HOLDERS),
+    _refusing(torch.nn.Parameter, "a parameter", _HOLDERS),
+)
+"""For `casckpt.format.plain.encode` and `decode`."""
+
 
 _PICKLE_ERRORS = (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError)
 _NO_ARCHIVE: Final[tuple[type[Exception], ...]] = (BadZipFile, *MISREAD)
@@ -56,7 +111,7 @@ def encode_object(key: str, value: Any, allow_pickle: bool, spill: plain.Spill |
 
 
 def _is_plain(key: str, value: Any) -> bool:
-    """Tell whether a value is plain data, before any part of it is spilled."""
+    """Return whether a value is plain data, before any part of it is spilled."""
     try:
         plain.encode(value, extensions=TORCH_EXTENSIONS, spill=lambda _: 0, where=key)
     except InvalidInput:
@@ -77,7 +132,7 @@ def decode_object(key: str, data: bytes, pickled: bool, allow_pickle: bool, load
 
 
 def is_archive(data: bytes | memoryview) -> bool:
-    """Tell whether ``data`` is an archive as torch.save writes it."""
+    """Return whether ``data`` is an archive as torch.save writes it."""
     return bytes(data[:4]) == b"PK\x03\x04"
 
 
@@ -97,7 +152,7 @@ def write_archive(value: Any) -> bytes:
 
 
 def is_only_torchs(archive: bytes) -> bool:
-    """Tell whether all records are those of torch.save, of any version, and no byte follows them."""
+    """Return whether all records are those of torch.save, of any version, and no byte follows them."""
     try:
         with ZipFile(io.BytesIO(archive)) as opened:
             names = opened.namelist()
@@ -144,4 +199,4 @@ def _not_allowed(key: str) -> InvalidInput:
 def _run_pickle(data: bytes) -> Any:
     if is_archive(data):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-    return pickle.loads(data)  # noqa: S301 - the caller said that the store is trusted
+    return pickle.loads(data)  # noqa: S301 - the caller trusts the store

@@ -24,8 +24,8 @@ from casckpt.format.sections.index import MAX_KEY_CHARACTERS
 from casckpt.format.tree import OBJECT, TENSOR, Element, Node, Path, container, join, show
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.foreign import is_megatron_tensor
-from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
-from casckpt.tensors.values import PerRank, Shard
+from casckpt.tensors.objects import TORCH_EXTENSIONS
+from casckpt.tensors.values import OfObjects, PerRank, Shard
 
 IsWhole: TypeAlias = Callable[[str, Mapping[Any, Any]], bool]
 
@@ -67,7 +67,7 @@ def flatten(state: Any, *, objects: bool = False, is_whole: IsWhole = lambda key
 
 
 def is_object(value: Any) -> bool:
-    """Tell whether ``value`` is a whole object, whose state is saved in its place: with a state_dict, or a generator.
+    """Return whether ``value`` is a whole object, whose state is saved in its place: with a state_dict, or a generator.
 
     A DataLoader without a state_dict counts too. It is refused when its state is needed.
     """
@@ -76,18 +76,14 @@ def is_object(value: Any) -> bool:
     )
 
 
-class OfObjects(dict[Any, Any]):
-    """A state that objects have given already: an object in it is a value, and no whole object to be taken apart."""
-
-
 def holds_object(state: Any) -> bool:
-    """Tell whether there is a whole object anywhere in the containers of ``state``."""
+    """Return whether there is a whole object anywhere in the containers of ``state``."""
     is_container = isinstance(state, _CONTAINERS) and not isinstance(state, OfObjects)
     return is_container and any(is_object(item) for item in _within(state) if item is not state)
 
 
 def is_part(value: Any) -> bool:
-    """Tell whether a tensor leaf may be a part of a global tensor."""
+    """Return whether a tensor leaf may be a part of a global tensor."""
     return is_dtensor(value) or not isinstance(value, torch.Tensor)
 
 
@@ -167,7 +163,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _holds_tensor(value: Any) -> bool:
-    """Tell whether a value is or contains a tensor, a whole object or a PerRank."""
+    """Return whether a value is or contains a tensor, a whole object or a PerRank."""
     return any(isinstance(item, PerRank) or _is_tensor(item) or is_object(item) for item in _within(value))
 
 

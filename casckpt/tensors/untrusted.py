@@ -20,7 +20,7 @@ MISREAD: Final[tuple[type[Exception], ...]] = (
     pickle.PickleError, struct.error, ArithmeticError, AssertionError, AttributeError, BufferError, EOFError,
     ImportError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError, Warning,
 )  # fmt: skip
-"""What an unpickler, also torch's restricted one, raises for unusable bytes.
+"""The errors of unpicklers, including torch's restricted one, for unusable bytes.
 
 Warning is included: torch warns about an unexpected protocol, and some users turn warnings into errors.
 """
@@ -99,7 +99,7 @@ class BoundedUnpickler(pickle._Unpickler):
         _AS_PYTHON[pickle.BYTEARRAY8[0]](self)
 
     def check_keys(self, keys: Sequence[Any]) -> None:
-        """Refuse keys with many parts: nested tuples may take for ever to hash, or overflow the stack."""
+        """Refuse keys with many parts: nested tuples may take forever to hash, or overflow the stack."""
         for key in keys:
             waiting, seen = ([] if type(key) is str else [key]), 0
             while waiting:

@@ -1,4 +1,4 @@
-"""`Shard` and `PerRank`: wrappers by which a user describes how ranks hold a value."""
+"""`Shard`, `PerRank` and `OfObjects`: wrappers that say how ranks hold a value, and how a save reads a state."""
 
 from __future__ import annotations
 
@@ -83,6 +83,10 @@ class PerRank:
 
     def __repr__(self) -> str:
         return f"PerRank({self.value!r})"
+
+
+class OfObjects(dict[Any, Any]):
+    """A state that objects returned. An object inside it is a plain value: a save does not call its state_dict."""
 
 
 def _numbers(name: str, numbers: Sequence[int]) -> Shape:

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from casckpt.base.durations import time_of
 from casckpt.base.parallel import in_parallel
+from casckpt.base.units import time_of
 from casckpt.contents import manifests
 from casckpt.errors import CasckptError
 from casckpt.format.notes import BLOB_NAMES, BLOB_SHARES, BlobShares, decode, encode
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.history.commits import Commit, CommitList, list_commits
 from casckpt.history.tags import Tag, tags, tags_of
-from casckpt.plan.packing import branch_of
+from casckpt.plan.cells import branch_of
 from casckpt.plan.retention import Policy
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.blob_use import BlobUse

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from casckpt.base.groups import grouped
-from casckpt.base.sizes import format_size
+from casckpt.base.units import format_size
 from casckpt.contents import blobs, manifests
 from casckpt.errors import CasckptError
 from casckpt.format.manifest import Manifest
@@ -58,9 +58,10 @@ class Heat:
 
 
 def history(repo: Repository, runs: Collection[str], looked_at: int = 48) -> History:
-    """Return what each visible checkpoint added. Compares the newest ``looked_at`` checkpoints of each of ``runs``.
+    """Return the bytes that each visible checkpoint added.
 
-    Checkpoints that cannot be read are not compared. Raises `StorageError`.
+    Compares the newest ``looked_at`` checkpoints of each of ``runs``. Checkpoints that cannot be read are not
+    compared. Raises `StorageError`.
     """
     commits = list_commits(repo)
     before: dict[str, Manifest] = {}

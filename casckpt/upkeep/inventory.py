@@ -64,7 +64,7 @@ class Inventory:
         return sum(self.guarded.values(), sums_of(loose))
 
     def has_manifest(self, key: str) -> bool:
-        """Tell whether this manifest exists. In a guarded folder any manifest counts."""
+        """Return whether this manifest exists. In a guarded folder any manifest counts."""
         name = parse_object(key)
         guarded = None if name is None else self.guarded.get(name.uploader)
         return key in self.sizes or (guarded is not None and guarded.manifests > 0)
@@ -146,7 +146,7 @@ class _Guards:
         return next((commit.txid for commit in users if self._names_exactly(commit, uploader, contents)), None)
 
     def _names_exactly(self, commit: Commit, uploader: TxId, contents: Mapping[str, int]) -> bool:
-        """Tell whether a commit names all of ``contents``, and nothing else in the folder of ``uploader``."""
+        """Return whether a commit names all of ``contents``, and nothing else in the folder of ``uploader``."""
         blobs = manifests.blobs_of(self._repo, commit)
         named = {blob_key(owner, name): size for owner, name, size in blobs if owner == uploader}
         if commit.txid == uploader:

@@ -39,7 +39,10 @@ def lost_records(repo: Repository, keys: Iterable[str], ended: Container[TxId] =
 
 
 def check_recorded(repo: Repository, keys: Iterable[str], ended: Container[TxId]) -> None:
-    """Raise `Damaged` if a gc would delete a manifest whose record is lost. Arguments as in `lost_records`."""
+    """Raise `Damaged` if a gc would delete a manifest whose record is lost.
+
+    The arguments are those of `lost_records`.
+    """
     lost = lost_records(repo, keys, ended)
     if lost:
         shown = ", ".join(commit_key(txid) for txid in lost[:_NAMED_AT_MOST])

@@ -24,18 +24,17 @@ from casckpt.errors import NotFound, Refused
 from casckpt.format.blob import DATA_OFFSET, order
 from casckpt.format.blob_writer import LEAF_BYTES, BlobWriter, buffer_bytes, padded, place_behind
 from casckpt.format.digest import cell_digest
-from casckpt.format.draft import Encoded, placed
 from casckpt.format.dtypes import FLOATS, coded_width
 from casckpt.format.encodings.frames import decode, encode_planes
 from casckpt.format.encodings.scratch import scratch
 from casckpt.format.extents import ExtentTable, Frame, StoredCell, build, moved
 from casckpt.format.keys import blob_key, uploader_folder
-from casckpt.format.manifest import Manifest
+from casckpt.format.manifest import Encoded, Manifest, placed
 from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.sections.blobs import BlobList, BlobRef, encode_blobs
 from casckpt.format.sections.index import Entry
 from casckpt.history.commits import Commit, CommitList, list_commits
-from casckpt.plan.packing import Queue, branch_of, branches_of, by_branch
+from casckpt.plan.cells import Queue, branch_of, branches_of, by_branch
 from casckpt.plan.reuse import ManifestCells, ReusableCells, mark_worn
 from casckpt.repository.fetching import BlobDamaged, explain
 from casckpt.repository.repository import Repository
@@ -122,10 +121,10 @@ class Recoding:
         return self._placed(places)
 
     def _is_usable(self, cell: StoredCell) -> bool:
-        """Can the copy use a cell of the target as it is stored there?"""
+        """Return whether the copy can use a cell of the target as it is stored there."""
         return cell.frame is None or (self.compress and cell.frame.base is None)
 
-    # what the target has
+    # cells of the target
 
     def _known(self) -> ReusableCells:
         """Return cells of related checkpoints of the target, except those in damaged, worn or moving blobs."""
@@ -146,7 +145,7 @@ class Recoding:
         related = [commit for commit in reversed(self.listed.visible()) if shared.get(commit.id)]
         return sorted(related, key=lambda commit: shared[commit.id], reverse=True)[:_MAX_BASES]
 
-    # what is stored
+    # new blobs
 
     def _store(self, cells: Sequence[_Cell], places: dict[CellDigest, CellPlace]) -> None:
         """Put cells into new blobs, and add their places to ``places``."""

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from casckpt.contents import manifests
 from casckpt.errors import CasckptError, Conflict, StorageError
-from casckpt.format.draft import Encoded
 from casckpt.format.keys import commit_key
+from casckpt.format.manifest import Encoded
 from casckpt.format.names import TxId
 from casckpt.format.records import Committed, Replaced, changed
 from casckpt.history.commits import Commit, CommitList, forget, keep, list_commits, refresh
@@ -26,14 +26,14 @@ log = logging.getLogger(__name__)
 
 
 def rewrite(repo: Repository, base: Commit, save: Callable[[TxId, CommitList], Committed | None]) -> Commit | None:
-    """Commit what ``save`` stores in place of ``base``. Returns None, and changes nothing, if ``save`` returns None.
+    """Commit the result of ``save`` in place of ``base``. Return None, and change nothing, if ``save`` returns None.
 
-    The transaction begins before the commits are listed that ``save`` receives, so ``save`` may reuse what they name.
-    It returns the record of the new blobs. The new manifest must hold all entries of ``base``, except those that the
-    record names as dropped.
+    The transaction begins before the commits are listed that ``save`` receives, so ``save`` may reuse the blobs
+    that they name. It returns the record of the new blobs. The new manifest must hold all entries of ``base``,
+    except those that the record names as dropped.
 
-    Raises `Conflict` if ``base`` is no longer visible, or if another process changed it first; `StorageError`, after
-    which the rewrite may still stand.
+    Raises `Conflict` if ``base`` is no longer visible, or if another process changed it first; `StorageError`,
+    after which the rewrite may still stand.
     """
     transaction = begin(repo, base.run, base.step, after=[base.txid])
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
-from casckpt.base.durations import time_of
+from casckpt.base.units import time_of
 from casckpt.errors import Conflict, NotFound
 from casckpt.format.keys import parse_txid
 from casckpt.format.names import TxId

@@ -3,9 +3,10 @@
 A thinned checkpoint is a rewrite without the dropped entries and the blobs that only they use. No byte of a tensor is
 read or written. A gc purges the old commit like a forgotten one. Until then `restore` brings everything back.
 
-A tag that is set meanwhile protects the whole checkpoint. So thinning lists the tags again when it is done, and
-restores what a tag names that the plan did not know. Whoever sets a tag reads the log afterwards, so one of the two
-sees the other. If thinning is killed before that, the tag keeps the old commit, and a gc restores it later.
+A tag that is set meanwhile protects the whole checkpoint. Thinning therefore lists the tags again at its end, and
+restores checkpoints with a tag that the plan did not know. A process that sets a tag reads the log afterwards, so at
+least one of the two sees the other. If thinning is killed before that, the tag keeps the old commit, and a gc restores
+it later.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from functools import partial
 
-from casckpt.base.durations import time_of
 from casckpt.base.parallel import in_parallel
+from casckpt.base.units import time_of
 from casckpt.contents import manifests
 from casckpt.contents.refs import resolve_many
 from casckpt.errors import CasckptError, Conflict, Damaged, Gone, InvalidInput, MissingKey, NotFound
-from casckpt.format.draft import thinned
-from casckpt.format.manifest import Manifest
+from casckpt.format.manifest import Manifest, thinned
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Committed, Dropped, changed
 from casckpt.format.sections.index import ATTACHMENT, Entry
@@ -60,7 +60,7 @@ class Thin:
 
 @dataclass(frozen=True)
 class ThinPlan:
-    """What to thin, oldest first. ``done``: chosen, but already thinned. ``failed``: errors of what cannot be thinned.
+    """The checkpoints to thin, oldest first. ``done``: chosen, but already thinned. ``failed``: errors of the others.
 
     ``tagged``: whether tags move to the new commits. ``chosen``: how many were named, or are kept whole by no rule.
     """
@@ -75,11 +75,11 @@ class ThinPlan:
 
 @dataclass(frozen=True)
 class ThinResult:
-    """What was thinned, as the new commits; with ``dry_run``, what would be, as the present commits.
+    """The thinned checkpoints as new commits, or with ``dry_run`` the checkpoints to thin as present commits.
 
-    ``entries``, ``nbytes``: number and bytes of the tensors that this drops. ``freed_bytes``: of the blobs that a gc
-    deletes once it purges the old commits, which it may do after ``until`` (None: at the next gc). ``shared_bytes``: of
-    the blobs that the thinned checkpoints no longer use, but other checkpoints need.
+    ``entries``, ``nbytes``: number and bytes of the tensors that this drops. ``freed_bytes``: of the blobs that a
+    gc deletes once it purges the old commits, which it may do after ``until`` (None: at the next gc).
+    ``shared_bytes``: of the blobs that the thinned checkpoints no longer use, but other checkpoints need.
     """
 
     thinned: tuple[Commit, ...] = ()
@@ -187,7 +187,7 @@ def _sizes(manifest: Manifest, entries: Iterable[Entry]) -> _Sizes:
 
 
 def preview(repo: Repository, plan: ThinPlan) -> ThinResult:
-    """Return what `execute` would do. Writes nothing. Raises `StorageError`."""
+    """Return the result that `execute` would have. Writes nothing. Raises `StorageError`."""
     chosen = [one.commit for one in plan.thin]
     freed, shared = _space(repo, plan)
     return ThinResult(
@@ -240,9 +240,10 @@ def thin(repo: Repository, plan: ThinPlan, *, dry_run: bool = False) -> ThinResu
 def thin_by(
     repo: Repository, rule: Thinning, run: str | None, *, spare: Iterable[Commit] = (), dry_run: bool = False
 ) -> ThinResult:
-    """Thin by a rule, or return what would be thinned. Logs a warning for each checkpoint that cannot be thinned.
+    """Thin by a rule, or return the result that this would have.
 
-    Raises as `execute`, and before that MissingKey if the rule chooses nothing that matches, InvalidInput.
+    Logs a warning for each checkpoint that cannot be thinned. Raises as `execute`, and before that MissingKey if
+    the rule chooses nothing that matches, InvalidInput.
     """
     check_metrics(repo, rule.keep, run)
     plan = plan_thin(repo, drop=rule.drop, keep=rule.keep, run=run, spare=spare)
@@ -304,7 +305,7 @@ def _move_tags(repo: Repository, thin: Sequence[Commit]) -> None:
 
 
 def thin_alike(repo: Repository, others: Iterable[Commit]) -> list[Commit]:
-    """Thin the checkpoints of ``repo`` like ``others``, those of another store. Return what was thinned.
+    """Thin the checkpoints of ``repo`` like ``others``, those of another store. Return the thinned checkpoints.
 
     Checkpoints that a tag names in ``repo``, or that cannot be read, stay whole. Raises `StorageError`.
     """
@@ -321,7 +322,7 @@ def thin_alike(repo: Repository, others: Iterable[Commit]) -> list[Commit]:
 
 
 def whole_of(repo: Repository, commit: Commit, listed: CommitList | None = None) -> Commit:
-    """Return the old commit of a thinned checkpoint that lacks least, to be restored. ``listed``: None for a new LIST.
+    """Return the old commit of a thinned checkpoint that lacks least, for a restore. ``listed``: None for a new LIST.
 
     Raises `NotFound` if the old commits were purged, or if it was never thinned; `StorageError`.
     """

@@ -1,4 +1,4 @@
-"""Bytes of a store: the total, the use of each run, and what no checkpoint uses."""
+"""Bytes of a store: the total, the use of each run, and the bytes that no checkpoint uses."""
 
 from __future__ import annotations
 

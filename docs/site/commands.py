@@ -7,8 +7,8 @@ from copy import copy
 import click
 
 from casckpt.cli.main import NAME, cli
-from casckpt.cli.rules import keep_options
 from casckpt.cli.session import COMMON, ON_STORES, REQUIRE_SIGNATURE
+from casckpt.cli.types import keep_options
 
 WIDTH = 88
 GROUPS = {

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+import casckpt
 from casckpt.cli.types import SETTING
-from tests.cli.conftest import Run
+from tests.cli.conftest import AsJson, Run
 
 
 def test_the_error_for_a_storage_option_names_it(run: Run, saved: Path) -> None:
@@ -28,3 +29,45 @@ def test_the_error_for_a_storage_option_names_it(run: Run, saved: Path) -> None:
 )
 def test_values_of_storage_options_are_json_or_text(text: str, value: Any) -> None:
     assert SETTING.convert(text, None, None) == ("a", value)
+
+
+def named(rows: list[dict[str, Any]]) -> list[str]:
+    return [f"{row['run']}@{row['step']}" for row in rows]
+
+
+def test_gc_thins_by_a_rule(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    key = next(iter(store.get("a@1").tensors))
+    rules = ("--thin", key, "--thin-keep-last", 1, "--keep-last", 2)
+    planned = as_json("gc", saved, *rules, "--dry-run")
+    assert (named(planned["forgotten"]), named(planned["thin"]["thinned"])) == (["a@1"], ["a@2"])
+    assert "thinned a@2" in run("gc", saved, *rules, "--min-age", 0).stdout
+    assert [(row["step"], bool(row["dropped"])) for row in as_json("list", saved, "--run", "a")] == [
+        (2, True),
+        (3, False),
+    ]
+    assert as_json("gc", saved, *rules)["thin"]["thinned"] == []
+
+
+def test_a_pattern_that_matches_nothing_stops_a_gc_before_it_forgets(saved: Path, as_json: AsJson, run: Run) -> None:
+    for more in ((), ("--dry-run",)):
+        told = run("gc", saved, "--keep-last", 2, "--thin", "nix.*", *more, status=3)
+        assert "no tensor of the chosen checkpoints matches 'nix.*'" in told.stderr
+    assert named(as_json("list", saved)) == ["a@1", "a@2", "a@3", "b@1"]
+    assert as_json("gc", saved, "--thin", "nix.*", "--thin-keep-last", 3)["thin"]["thinned"] == [], "all stay whole"
+
+
+def test_a_metric_that_no_checkpoint_has_forgets_and_thins_nothing(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
+) -> None:
+    key = next(iter(store.get("a@1").tensors))
+    for command in (("gc",), ("gc", "--dry-run"), ("thin", "--drop", key), ("stats",)):
+        told = run(command[0], saved, *command[1:], "--keep-best", "los:3", status=1).stderr
+        assert "no checkpoint here has a metric 'los'; none of them has any" in told
+    store.save({"w": 1}, run="c", step=1, metrics={"loss": 1.0})
+    told = run("gc", saved, "--keep-best", "los:3", "--run", "c", status=1).stderr
+    assert "no checkpoint of run c has a metric 'los'; there are loss" in told
+    for command in (("gc",), ("thin", "--drop", key), ("stats",)):
+        told = run(*command, saved, "--keep-best", "loss:3").stderr
+        assert told.count("no checkpoint of run a, b has a number for 'loss', so all of them stay") == 1
+    assert named(as_json("list", saved)) == ["a@1", "a@2", "a@3", "b@1", "c@1"]
+    assert not any(row["dropped"] for row in as_json("list", saved))

@@ -146,7 +146,7 @@ def test_long_reasons_are_cut(repo: Repository, txid: TxId) -> None:
 
 
 class Far(MemoryStore):
-    """A storage that says it is remote."""
+    """A storage that reports itself as remote."""
 
     @property
     def traits(self) -> Traits:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, by key, as one rank sees it."""
+"""The content of a checkpoint by key, as one rank sees it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_leaf_that_is_not_stored_is_refused(store: casckpt.Store) -> None:
     assert contents.whole_tree() == {"w": 0, "lr": 1}
     del contents.objects["lr"]
     for look in (contents.whole_tree, lambda: contents.tensor("lr")):
-        with pytest.raises(Refused, match="names 'lr' in its tree but holds nothing for it"):
+        with pytest.raises(Refused, match="names 'lr' in its tree, but has no entry for it"):
             look()
 
 

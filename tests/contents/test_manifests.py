@@ -10,9 +10,9 @@ import pytest
 from casckpt.contents import manifests
 from casckpt.errors import Damaged, Gone, InvalidInput, Refused, StorageError
 from casckpt.format.digest import cell_digest
-from casckpt.format.draft import ObjectEntry
 from casckpt.format.extents import StoredCell, build
 from casckpt.format.keys import manifest_key
+from casckpt.format.manifest import ObjectEntry
 from casckpt.format.names import CellDigest
 from casckpt.format.records import changed
 from casckpt.format.regions import full_box
@@ -21,13 +21,13 @@ from casckpt.format.sections.head import HEAD_BYTES, decode_head
 from casckpt.history import commits
 from casckpt.history.commits import Commit, forget, just_committed, list_commits, purge
 from casckpt.repository.repository import Repository
-from casckpt.storage.counts import IoCounts
+from casckpt.storage.base import IoCounts
 from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before, truncate
 from tests.support.repositories import blob_hash, committed_draft, draft, repository, save
 
 
 def fresh(tmp_path: Path, repo: Repository) -> Repository:
-    """Another process: nothing in memory."""
+    """A new process without memory."""
     return repository(tmp_path, repo.storage)
 
 
@@ -97,7 +97,7 @@ def test_damage_names_the_checkpoint_and_the_object(
 
 
 def test_an_error_for_an_unusable_manifest_names_the_checkpoint(tmp_path: Path, repo: Repository) -> None:
-    """The head is that of a later version, and the record says so."""
+    """The head is that of a later version, and the record confirms it."""
     commit = save(repo, "sft", 7)
     data = bytearray(repo.storage.get(key_of(commit), limit=1 << 30))
     data[7] = 200
@@ -175,7 +175,7 @@ def test_places_differ_between_transactions_of_one_manifest(tmp_path: Path, repo
             assert manifests.blobs_of(where, commit) == [(record.txid, blob_hash("x"), 1)]
 
 
-# large ones
+# large manifests
 
 
 def save_large(repo: Repository, count: int = 30_000) -> Commit:

@@ -113,7 +113,7 @@ def test_a_purged_checkpoint_is_reported_as_gone(repo: Repository) -> None:
 
 
 def test_a_purged_commit_leads_to_another_commit_of_the_checkpoint(repo: Repository) -> None:
-    """Who holds it goes on though it was repaired, by a commit of its own, and purged then."""
+    """A repair rewrote the checkpoint, and the old commit was purged. The holder continues with the new one."""
     commit = commit_bare(repo, "a", 1)
     purge(repo, forget(repo, commit))
     with pytest.raises(Gone, match="purged"):
@@ -204,7 +204,7 @@ def test_the_error_not_found_mentions_unreadable_records(repo: Repository) -> No
 
 
 def test_the_error_for_records_of_another_version_suggests_an_upgrade(repo: Repository) -> None:
-    """As of a store of before the format was settled, whose records name no head: that is no damage."""
+    """A store from before the format was settled has records without heads. This is not damage."""
     key = commit_key(commit_bare(repo, "a", 1).txid)
     line = repo.storage.get(key, limit=1 << 20).partition(b"\n")[0].replace(b'"head"', b'"foot"')
     repo.storage.replace(key, line + b"\n" + hex_digest(line).encode() + b"\n")

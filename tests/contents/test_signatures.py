@@ -1,4 +1,4 @@
-"""Signatures in a store: which a gc removes, and which it must leave."""
+"""Signatures in a store: which ones gc deletes, and which ones it keeps."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_gc_keeps_a_signature_without_known_commits(repo: Repository, first: Com
 
 
 def test_gc_keeps_signatures_of_an_open_copy(tmp_path: Path, repo: Repository, first: Commit) -> None:
-    """The destination has purged it, and it comes again, named."""
+    """The destination has purged it, and the copy commits it again."""
     target = elsewhere(tmp_path)
     copy(repo, target, first)
     forget(target, list_commits(target).live()[0])

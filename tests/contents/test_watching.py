@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from casckpt.base.durations import time_of
 from casckpt.base.names import run_hash
+from casckpt.base.units import time_of
 from casckpt.contents.watching import LONGEST_PAUSE, Expected, Notice, Watcher, watch
 from casckpt.contents.watching import START as WHOLE
 from casckpt.errors import InvalidInput, NotFound, StorageError
@@ -46,7 +46,7 @@ RUN = run_hash("run")
 
 
 class Seen:
-    """A watch, whose polls take no time. ``pauses``: those between its polls, in seconds."""
+    """A watch whose polls take no time. ``pauses``: the seconds between its polls."""
 
     def __init__(self, repo: Repository, after: str | Commit | None = None, *, latest_only: bool = False) -> None:
         self.watcher = Watcher(repo, "run", after, latest_only=latest_only)
@@ -54,7 +54,7 @@ class Seen:
         self.now = 0.0
 
     def __call__(self, polls: int = 0, meanwhile: Callable[[], object] = lambda: None) -> list[tuple[int, bool]]:
-        """Steps of what is new, and whether it is late, by the end of so many polls more, a second each."""
+        """Return the steps of new checkpoints after this many polls, a second each, and whether each is late."""
         return [(told.commit.step, told.late) for told in self.told(polls, meanwhile)]
 
     def told(self, polls: int = 0, meanwhile: Callable[[], object] = lambda: None) -> list[Notice]:
@@ -71,13 +71,13 @@ def on_time(*steps: int) -> list[tuple[int, bool]]:
 
 
 def begun(repo: Repository, step: int) -> Any:
-    """A save that is announced, and whose record is not there yet."""
+    """An announced save without a record."""
     save = saved(repo, "run", step)
     announce(repo, [(save.txid, 0)])
     return save
 
 
-# what is new
+# new checkpoints
 
 
 def test_a_new_commit_is_yielded_once(repo: Repository) -> None:
@@ -130,7 +130,7 @@ def test_the_checkpoint_to_start_after_must_be_of_the_run(repo: Repository) -> N
 
 
 def test_nothing_is_yielded_before_its_record_exists(repo: Repository) -> None:
-    """It was announced. What comes behind it does not wait, and it is late then."""
+    """It is announced but late. Later checkpoints do not wait for it."""
     seen = Seen(repo)
     slow = begun(repo, 1)
     assert seen() == []
@@ -263,7 +263,7 @@ def test_latest_yields_only_the_newest_at_each_poll(repo: Repository) -> None:
 
 
 def test_latest_is_decided_by_the_first_save_of_a_copy(repo: Repository) -> None:
-    """That of the copy of a rewrite is later."""
+    """The copy of a rewrite is later."""
     seen, latest = Seen(repo), Seen(repo, latest_only=True)
     old = make_txid(time_of(START), bytes(8), "run", 1)
     commit_bare(repo, step=2)
@@ -285,7 +285,7 @@ def test_the_present_latest_is_yielded_if_it_follows_the_given_checkpoint(repo: 
     assert seen() == on_time(1)
 
 
-# stores that are not there, that fail, and that are others
+# missing, failing and replaced stores
 
 
 @pytest.mark.parametrize("after", [None, WHOLE])
@@ -418,7 +418,7 @@ def test_an_unreadable_record_is_left_out(repo: Repository, caplog: pytest.LogCa
     assert caplog.text.count("is left out") == 1
 
 
-# what it costs
+# requests
 
 
 def requests(faults: FaultyStore) -> list[str]:
@@ -464,12 +464,12 @@ def test_a_watch_starts_with_few_requests_and_then_reads_only_news(tmp_path: Pat
     assert len(requests(storage)) <= 20 + 12, "of each an announcement, and of the last its log"
 
 
-# whatever happens
+# any order of events
 
 
 @dataclass
 class Watched:
-    """A watch among others. ``before``: ids of what there was, unless that is new to it; ``told``: all so far."""
+    """A watch among others. ``before``: ids that existed before it. ``told``: all ids that it yielded."""
 
     run: str
     latest_only: bool
@@ -512,7 +512,7 @@ CHANGE = [*CHANGES, "end", "announce", "announce", "look", "watch"]
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from(CHANGE), max_size=30), st.integers(0, 1 << 30))
 def test_every_checkpoint_is_yielded_exactly_once(changes: list[str], seed: int) -> None:
-    """Others act between and during the looks of the watchers."""
+    """Other processes act between and during the polls."""
     with tempfile.TemporaryDirectory() as folder:
         storage = MemoryStore(f"watching-{seed}-{folder}")
         hosts = Hosts(Path(folder), storage, random.Random(seed))

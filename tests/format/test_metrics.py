@@ -7,17 +7,22 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.base.names import MAX_METRIC_NAME, MAX_METRICS
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import records
-from casckpt.format.metrics import check_metrics, metric_values, stored_metrics
+from casckpt.format.manifest import decode, encode
+from casckpt.format.metrics import check_metrics, encode_metadata, metric_values, python_value, stored_metrics
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import Committed
+from tests.support.ids import named
+from tests.support.repositories import draft
 
 TXID = TxId("20260102T030405000000Z-00000000000000ab-00000000000000cd-7")
 NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=MAX_METRIC_NAME)
@@ -78,3 +83,91 @@ def test_too_many_metrics_and_other_types_are_refused() -> None:
 def test_a_record_with_invalid_metrics_is_refused(stored: dict[str, Any]) -> None:
     with pytest.raises(Refused):
         check_metrics(stored)
+
+
+@pytest.mark.parametrize(
+    ("value", "want"),
+    [
+        (torch.tensor(0.5, requires_grad=True), 0.5), (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
+        (torch.tensor(3), 3), (torch.tensor(True), True), (np.float32(0.5), 0.5), (np.array(2), 2), (np.str_("a"), "a"),
+        ("a", "a"), ([1], [1]), (None, None),
+    ],
+)  # fmt: skip
+def test_a_value_without_dimensions_becomes_a_python_number(value: Any, want: Any) -> None:
+    found = python_value(value, "x")
+    assert found == want
+    assert type(found) is type(want)
+
+
+def test_a_tensor_with_dimensions_is_returned_unchanged() -> None:
+    tensor = torch.ones(1)
+    assert python_value(tensor, "x") is tensor
+
+
+class Distributed:
+    """What the class of torch's DTensor shows."""
+
+    shape = ()
+
+    def full_tensor(self) -> None:
+        """A collective."""
+
+
+@pytest.mark.parametrize(
+    ("value", "advice"), [(torch.ones((), device="meta"), "give a number"), (Distributed(), "its full_tensor()")]
+)
+def test_the_error_for_a_tensor_without_a_value_names_it(value: Any, advice: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        python_value(value, "metric 'loss'")
+    assert str(caught.value).startswith("metric 'loss' is a ")
+    assert advice in str(caught.value)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.text(max_size=5), json_values, max_size=4))
+def test_metadata_decodes_as_encoded(metadata: dict[str, Any]) -> None:
+    raw, short = encode_metadata(metadata)
+    made = encode(draft([], metadata=raw))
+    assert decode(made.data, made.id).metadata == metadata
+    assert short is None or short == metadata
+
+
+def test_metadata_beyond_json_is_only_in_the_manifest() -> None:
+    for value in (math.nan, math.inf, "x" * (64 << 10)):
+        raw, short = encode_metadata({"v": value})
+        assert short is None
+        assert repr(msgspec.msgpack.decode(raw)["v"]) == repr(value)
+    assert encode_metadata({"t": (1, 2)})[1] == {"t": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "names"),
+    [
+        ({"a": b"x"}, "metadata['a'] is a bytes"),
+        ({"a": [1, {"b": object()}]}, "metadata['a'][1]['b'] is a object"),
+        ({"a": 2**63}, "metadata['a'] is a int"),
+        ({1: 2}, "metadata has the key 1;"),
+        ({"a": {None: 2}}, "metadata['a'] has the key None;"),
+        ([1], "not a list"),
+        ("text", "not a str"),
+        ({"a": "\ud800"}, "surrogate"),
+    ],
+    ids=named,
+)
+def test_metadata_that_json_cannot_hold_is_refused(metadata: Any, names: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        encode_metadata(metadata)
+    assert names in str(caught.value)
+
+
+def test_metadata_that_contains_itself_is_refused() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(InvalidInput, match="levels deep"):
+        encode_metadata({"a": loop})

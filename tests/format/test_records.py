@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from casckpt.base.digest import hex_digest
 from casckpt.errors import CasckptError, Damaged, Refused
 from casckpt.format import records
+from casckpt.format.metrics import MAX_METADATA_BYTES
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import (
     Announced,
@@ -215,4 +216,4 @@ def test_other_bytes_are_refused_as_a_marker(data: bytes) -> None:
 
 
 def test_metadata_in_a_record_is_bounded() -> None:
-    assert records.MAX_METADATA_BYTES < records.MAX_RECORD_BYTES
+    assert MAX_METADATA_BYTES < records.MAX_RECORD_BYTES

@@ -25,7 +25,7 @@ NOT_HERE = {
 NO_HINTS = {
     Case("saving/save.py:_Attempt._request", "(dedup=…, check_replicas=…)"): "names what a rank gave",
     Case("frontends/serve/access.py:Guard._refusal", 'Basic realm="casckpt"'): "is a header",
-    Case("frontends/serve/ranges.py:", "bytes="): "is a regular expression",
+    Case("frontends/serve/folders.py:", "bytes="): "is a regular expression",
     Case("cli/commands/demo.py:Tour.run", "compared with the weights"): "tells what the demo did",
     Case("cli/commands/demo.py:Tour.run", "gc --keep-last 1"): "tells what the demo does",
     Case("frontends/trainer/resumed.py:", "all other options stay as they are"): "tells what was asked for",
@@ -48,7 +48,7 @@ FOLLOWED_ELSEWHERE: dict[Case, str] = {
     Case("loading/template.py:Template._check_packed", "Params4bit.from_prequantized"): (
         "tests/frontends/training_state/test_model.py::test_a_copy_in_a_state_dict_is_filled_only_with_equal_values"
     ),
-    Case("frontends/trainer/contents.py:_with", "is the state_dict of an optimizer"): (
+    Case("frontends/training_state/contents.py:_with", "is the state_dict of an optimizer"): (
         "tests/frontends/trainer/test_resumed.py::test_the_state_dict_of_an_optimizer_is_refused_before_it_is_saved"
     ),
     Case("frontends/training_state/model.py:_live_state", "remove_hook_from_submodules(model) brings back"): (

@@ -255,7 +255,7 @@ def test_an_empty_mapping_is_filled_or_left(store: casckpt.Store, weights: Weigh
     store.save({"w": weights, "n": 1}, run="a", step=1)
     with told.error(Mismatch) as advice:
         store.load({"w": {}, "n": 0}, "a@1")
-    advice.says("Put None in its place to have all of that made")
+    advice.says("Put None in its place to load all of it")
     state: Any = {"w": None, "n": 0}
     store.load(state, "a@1")
     assert equal(state["w"], weights)
@@ -264,7 +264,7 @@ def test_an_empty_mapping_is_filled_or_left(store: casckpt.Store, weights: Weigh
     assert state == {"w": {}, "n": 1}
 
 
-@follows("loading/update.py:update", "a load of all of it, or an update with check=True, mends it")
+@follows("loading/update.py:update", "load all of them, or update with check=True, to repair them")
 def test_a_state_left_undefined_by_an_update_is_loaded(store: casckpt.Store, store_path: Path, told: Told) -> None:
     store.save({"w": torch.arange(40000.0)}, run="a", step=1)
     state = {"w": torch.zeros(40000)}
@@ -276,7 +276,7 @@ def test_a_state_left_undefined_by_an_update_is_loaded(store: casckpt.Store, sto
     before.put_back()
     store.update(state, "a@2", held=held, **advice.argument("check"))
     assert torch.equal(state["w"], torch.arange(40000.0) + 1)
-    advice.says("a load of all of it")
+    advice.says("load all of them")
     state["w"].zero_()
     store.load(state, "a@2")
     assert torch.equal(state["w"], torch.arange(40000.0) + 1)

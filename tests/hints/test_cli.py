@@ -155,8 +155,8 @@ def test_a_missing_tag_is_set_with_the_suggested_command(saved: Store, store_pat
     assert saved.get("tag:best").step == 1
 
 
-@follows("cli/commands/transactions.py:command", "--revoke is for a save in progress, --give-up for a damaged one")
-@follows("cli/commands/transactions.py:_txid", "`casckpt transactions STORE` lists them")
+@follows("cli/commands/list.py:transactions", "--revoke is for a save in progress, --give-up for a damaged one")
+@follows("cli/commands/list.py:_txid", "`casckpt transactions STORE` lists them")
 def test_a_save_in_progress_is_revoked_by_its_name(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     from casckpt.history.transactions import begin
 
@@ -210,7 +210,9 @@ def test_forgotten_checkpoints_are_listed_and_counted(
     assert "a gc frees" in run(*advice.command("stats"), where, *options).output
 
 
-@follows("cli/commands/repair.py:text", "or give those up with `casckpt forget`: a gc deletes them a day later")
+@follows(
+    "cli/commands/verify.py:repaired_text", "or give those up with `casckpt forget`: a gc deletes them a day later"
+)
 @pytest.mark.parametrize("way", ["--from", "forget"])
 def test_unrepairable_damage_is_repaired_from_a_copy_or_forgotten(
     saved: Store, tmp_path: Path, told: Told, run: Run, way: str
@@ -276,7 +278,7 @@ def test_signatures_are_checked_and_made(saved: Store, store_path: Path, tmp_pat
     run(*command[:2], bob.public, store_path)
 
 
-@follows("cli/commands/thin.py:text", "--min-age 0 does it now, and purges all that is forgotten")
+@follows("cli/commands/gc.py:thinned_text", "--min-age 0 does it now, and purges all that is forgotten")
 def test_thinned_bytes_are_freed_at_once_with_the_option(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     advice = told.text(run("thin", store_path, "a@1", "--drop", "b").output)
     run("gc", store_path, *advice.says("--min-age 0").split())

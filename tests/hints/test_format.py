@@ -89,7 +89,7 @@ def zone_file() -> Path:
     return Path(tzdata.__file__).with_name("UTC")
 
 
-@follows("format/scalars.py:python_value", "give its full_tensor()")
+@follows("format/metrics.py:python_value", "give its full_tensor()")
 def test_the_full_tensor_of_a_dtensor_is_a_metric(store: Store, told: Told) -> None:
     with pretending((1,)) as ranks:
         for mesh in ranks:
@@ -101,7 +101,7 @@ def test_the_full_tensor_of_a_dtensor_is_a_metric(store: Store, told: Told) -> N
     assert store.get("a@1").metrics == {"loss": 0.5}
 
 
-@follows("format/sections/metadata.py:_items", "give str() of it")
+@follows("format/metrics.py:_items", "give str() of it")
 def test_keys_of_metadata_are_converted_to_text(store: Store, told: Told) -> None:
     with told.error(InvalidInput) as advice:
         store.save({"x": 1}, run="a", step=1, metadata={3: "three"})  # type: ignore[dict-item]

@@ -225,7 +225,7 @@ def test_a_commit_record_that_cannot_be_read_is_named_by_verify(
 # tags
 
 
-@follows("history/tags.py:no_tag", "there are none; `casckpt tag STORE NAME REF` makes one")
+@follows("history/tags.py:no_tag", "there are none; `casckpt tag STORE NAME REF` creates one")
 def test_a_missing_tag_is_set(saved: Store, store_path: Path, told: Told, run: Run) -> None:
     with told.error(NotFound) as advice:
         saved.get("tag:best")
@@ -270,7 +270,7 @@ def test_a_checkpoint_without_a_lease_is_loaded_without_hold(
 # manifests, blobs, signatures
 
 
-@follows("contents/manifests.py:_naming", "Put it back with `casckpt repair`, or give it up with `casckpt forget`")
+@follows("contents/manifests.py:_naming", "Restore it with `casckpt repair`, or give it up with `casckpt forget`")
 def test_a_lost_manifest_is_repaired_or_its_checkpoint_purged(
     saved: Store, tmp_path: Path, told: Told, run: Run, weights: dict[str, torch.Tensor]
 ) -> None:

@@ -78,7 +78,7 @@ def test_a_pickled_object_is_loaded_with_allow_pickle(store: Store, told: Told) 
     assert store.read("a@1", **advice.argument("allow_pickle")) == {"kind": Kind.ONE}
 
 
-@follows("tensors/plain_torch.py:", "store its get_state()")
+@follows("tensors/objects.py:", "store its get_state()")
 def test_the_state_of_a_generator_is_stored(store: Store, told: Told) -> None:
     generator = torch.Generator().manual_seed(3)
     with told.error(InvalidInput) as advice:

@@ -369,7 +369,7 @@ def state_of_shards(rank: int, size: int, path: str) -> list[str]:
 
 @follows("frontends/training_state/holding.py:Holding._tensor_as_saved", "Save it with store.save, as casckpt.Shard or")
 @follows("frontends/training_state/together.py:_check_alike", "Save it with Store.save, as casckpt.Shard or")
-@follows("frontends/trainer/contents.py:_of_one_rank", "Give it beside the model, as in")
+@follows("frontends/training_state/contents.py:_of_one_rank", "Give it beside the model, as in")
 @follows("frontends/training_state/unshard.py:_unshard", "only rank 0 may call it so; leave no_dist out")
 def test_state_that_may_belong_to_shards_is_saved_as_such(ranks: Pool, store_path: Path, told: Told) -> None:
     _, (buffer, scales, ema, alone) = ranks.run(2, state_of_shards, str(store_path))
@@ -429,7 +429,10 @@ def test_the_last_step_of_a_training_is_saved(store: Store, model: Two, told: To
     assert [one.step for one in store.checkpoints("again")] == [2, 4, 5]
 
 
-@follows("frontends/trainer/contents.py:", 'pass unread="ignore" (or load_optim_state=False, load_trainer_state=False)')
+@follows(
+    "frontends/training_state/contents.py:",
+    'pass unread="ignore" (or load_optim_state=False, load_trainer_state=False)',
+)
 @pytest.mark.parametrize("way", ["unread", "load_optim_state"])
 def test_parts_left_by_a_resume_are_not_logged_on_request(store: Store, model: Two, told: Told, way: str) -> None:
     made = Checkpointer(store, run=(name := f"leaving-{way}"))
@@ -458,7 +461,7 @@ class Whole(nn.Module):
         return self.state_dict_to_save()
 
 
-@follows("frontends/trainer/contents.py:_contents", "give no optimizer beside it")
+@follows("frontends/training_state/contents.py:_contents", "give no optimizer beside it")
 def test_a_train_module_is_saved_without_an_optimizer(store: Store, told: Told) -> None:
     whole: Any = Whole()
     with told.error(InvalidInput) as advice:
@@ -469,7 +472,8 @@ def test_a_train_module_is_saved_without_an_optimizer(store: Store, told: Told) 
 
 
 @follows(
-    "frontends/trainer/contents.py:Restoring.load.wanted_optimizers", "needs an optimizer to load into; give optim"
+    "frontends/training_state/contents.py:Restoring.load.wanted_optimizers",
+    "needs an optimizer to load into; give optim",
 )
 def test_optimizer_state_is_loaded_into_an_optimizer(store: Store, model: Two, told: Told) -> None:
     made = checkpointer(store)
@@ -482,7 +486,9 @@ def test_optimizer_state_is_loaded_into_an_optimizer(store: Store, model: Two, t
     assert len(new["optim"].state) == 2
 
 
-@follows("frontends/trainer/contents.py:Restoring._check_there", '=None (to resume: missing="warn") to go on without')
+@follows(
+    "frontends/training_state/contents.py:Restoring._check_there", '=None (to resume: missing="warn") to go on without'
+)
 @pytest.mark.parametrize("way", ["load_optim_state", "missing", "another"])
 def test_a_training_resumes_without_unsaved_parts(store: Store, model: Two, told: Told, way: str) -> None:
     made = checkpointer(store)
@@ -510,7 +516,7 @@ class Loading(Whole):
             self.weight.copy_(state["model"]["weight"])
 
 
-@follows("frontends/trainer/contents.py:Restoring.load.wanted_optimizers", 'leave out options="keep"')
+@follows("frontends/training_state/contents.py:Restoring.load.wanted_optimizers", 'leave out options="keep"')
 def test_a_model_that_loads_by_itself_has_no_options_to_keep(store: Store, told: Told) -> None:
     whole: Any = Loading()
     checkpointer(store).save(1, whole)
@@ -576,7 +582,7 @@ def test_an_interval_limits_the_steps_at_risk(told: Told, way: str) -> None:
     assert CheckpointerConfig(max_steps_at_risk=5, **({"save_interval": None} | interval)).longest_gap == 5
 
 
-@follows("frontends/trainer/throttle.py:Turn._wait", "give work_dir=, a folder on a local disk")
+@follows("storage/throttle.py:Turn._wait", "give work_dir=, a folder on a local disk")
 def test_throttling_uses_a_folder_that_supports_locks(store: Store, tmp_path: Path, model: Two, told: Told) -> None:
     (tmp_path / "file").touch()
     with told.error(StorageError) as advice:
@@ -586,7 +592,7 @@ def test_throttling_uses_a_folder_that_supports_locks(store: Store, tmp_path: Pa
     assert store.get("sft@1").step == 1
 
 
-@follows("frontends/trainer/train_state.py:restore_rng", "give what rng_state made")
+@follows("frontends/training_state/train_state.py:restore_rng", "give what rng_state made")
 def test_generators_are_restored_from_created_ones(told: Told) -> None:
     with told.error(MissingKey) as advice:
         restore_rng({"torch": torch.get_rng_state()})
@@ -597,7 +603,7 @@ def test_generators_are_restored_from_created_ones(told: Told) -> None:
     assert torch.equal(torch.rand(3), first)
 
 
-@follows("frontends/trainer/train_state.py:TrainState._missing", "rng=False: without the random generators")
+@follows("frontends/training_state/train_state.py:TrainState._missing", "rng=False: without the random generators")
 def test_unsaved_parts_are_left_out(told: Told) -> None:
     with told.error(MissingKey) as advice:
         TrainState(epoch=0, place=1).load_state_dict({"epoch": 3})

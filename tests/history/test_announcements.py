@@ -27,7 +27,7 @@ RUN = run_hash("run")
 
 
 def told(repo: Repository, run: str = RUN) -> list[tuple[int, list[tuple[str, int]]]]:
-    """(number, what it tells of) of each announcement of a run that is in the store."""
+    """Return (number, announced records) of each announcement of a run."""
     return announcements(repo, run)
 
 
@@ -91,7 +91,7 @@ def test_a_put_with_a_lost_answer_is_found_again(tmp_path: Path) -> None:
 
 
 def test_a_late_put_and_its_second_attempt_have_different_numbers(tmp_path: Path) -> None:
-    """The put that had no answer arrives when its writer has read that the number is free."""
+    """The delayed put arrives after its writer has read that the number is free."""
     repo, storage = faulty(tmp_path)
     other = repository(tmp_path / "other", storage.inner, seed=2)
     storage.inject(call_first("put", meanwhile(lambda: commit_bare(other, step=7)), key="runs/*"))
@@ -103,7 +103,7 @@ def test_a_late_put_and_its_second_attempt_have_different_numbers(tmp_path: Path
 @pytest.mark.parametrize("folder", ["runs", f"runs/{RUN}", announcement_key(RUN, 0).rpartition("/")[0]])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_file_in_place_of_a_folder_of_announcements_is_an_error(tmp_path: Path, folder: str, is_known: bool) -> None:
-    """Each number behind the head seems to be taken then, without end, and none can be read."""
+    """Otherwise each number after the head seems taken, without end, and none is readable."""
     storage = LocalStore(tmp_path / "store")
     repo = repository(tmp_path / "host", storage)
     commit_bare(repo)
@@ -134,7 +134,7 @@ def test_several_processes_share_one_announcement_of_a_record(tmp_path: Path) ->
 
 
 def test_a_process_that_finds_a_log_number_taken_announces_the_next(tmp_path: Path) -> None:
-    """Where a gc has taken it, for one that it believed dead."""
+    """A gc has taken the number because it believed the process dead."""
     repo, storage = faulty(tmp_path)
     one = commit_bare(repo)
     storage.inject(
@@ -160,7 +160,7 @@ def test_a_kept_number_announces_nothing(tmp_path: Path) -> None:
 
 
 def test_partly_cached_announcements_are_read_again(tmp_path: Path) -> None:
-    """A fork, or an interrupt, may come in the middle of it."""
+    """A fork or an interrupt may happen in the middle of a read."""
     repo, _ = faulty(tmp_path)
     one = commit_bare(repo)
 
@@ -244,7 +244,7 @@ def test_processes_of_a_host_share_read_announcements(tmp_path: Path) -> None:
 
 
 def test_announced_records_that_do_not_exist_yet_are_read_later(tmp_path: Path) -> None:
-    """Neither by a process, nor over its end."""
+    """This holds within a process and after its end."""
     from casckpt.history.following import is_visible, newest
 
     repo, storage = faulty(tmp_path)
@@ -264,7 +264,7 @@ def test_announced_records_that_do_not_exist_yet_are_read_later(tmp_path: Path) 
 
 
 def test_a_restored_backup_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """So no number is put behind a hole."""
+    """So no number is put after a gap."""
     repo, storage = faulty(tmp_path)
     for step in range(3):
         commit_bare(repo, step=step)

@@ -104,7 +104,8 @@ def test_an_old_listing_never_overrules_a_later_change(repo: Repository) -> None
 
 
 def test_a_purge_by_an_old_listing_fails_for_any_clocks(tmp_path: Path) -> None:
-    """Restored, tagged and forgotten again in one tick: it is not the `forgotten` that the gc read."""
+    """It was restored, tagged and forgotten again in one tick. So this is not the `forgotten` record that the gc
+    read."""
     repo = repository(tmp_path, clock=Ticks(step=0))
     old = forget(repo, commit_bare(repo))
     now = forget(repo, restore(repo, old))
@@ -208,7 +209,7 @@ def test_commit_and_revoke_compete_for_a_key(tmp_path: Path) -> None:
 
 
 def at_once(storage: ObjectStore, tmp_path: Path, actions: Sequence[Callable[[Repository], object]]) -> list[object]:
-    """What each action returned or raised; their first put of a record waits for that of all others."""
+    """Return the result or error of each action. The first put of a record in each waits for the puts of all others."""
     barrier = threading.Barrier(len(actions), timeout=60)
     results: list[object] = [None] * len(actions)
 
@@ -239,7 +240,7 @@ def test_one_of_eight_simultaneous_appends_wins(tmp_path: Path, where: str) -> N
     assert now.number == 2
     for kind, result in zip(kinds, results, strict=True):
         if kind.__name__.lower() == now.last:
-            assert result == now  # the winner, and those who wanted the same
+            assert result == now  # the winner, and those that wanted the same
         else:
             assert isinstance(result, Conflict)
 

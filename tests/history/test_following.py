@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from casckpt.base.durations import time_of
 from casckpt.base.names import run_hash
+from casckpt.base.units import time_of
 from casckpt.contents.refs import resolve
 from casckpt.errors import Damaged, NotFound
 from casckpt.format.keys import announcement_key, commit_key, make_txid
@@ -38,7 +38,7 @@ from tests.support.repositories import START, Ticks, commit_bare, memory, reposi
 
 
 def check(repo: Repository, run: str) -> None:
-    """What following shows is what a listing shows."""
+    """Check that following shows the same as a listing."""
     listed = list_commits(repo)
     visible = [one for one in listed.visible() if one.run == run]
     live = [one for one in listed.live() if one.run == run]
@@ -102,7 +102,7 @@ def requests(storage: FaultyStore) -> list[str]:
 
 @pytest.mark.parametrize("length", [3, 1100])
 def test_a_first_look_needs_few_requests(tmp_path: Path, length: int) -> None:
-    """However long the run is, and whatever others did since."""
+    """The number depends neither on the length of the run nor on other changes."""
     storage = FaultyStore(memory())
     repo = repository(tmp_path / "writer", storage)
     for step in range(length):
@@ -139,7 +139,7 @@ def test_latest_reads_each_run_or_lists_if_there_are_many(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("count", [2, MANY_RUNS + 1])
 def test_nothing_is_reused_from_runs_in_doubt(tmp_path: Path, count: int) -> None:
-    """It may be purged: the record that says so cannot be read."""
+    """Its checkpoint may be purged: the record that would say so is not readable."""
     storage = memory()
     repo = repository(tmp_path, storage)
     one, *others = (commit_bare(repo, f"run-{number}") for number in range(count))
@@ -152,7 +152,7 @@ def test_nothing_is_reused_from_runs_in_doubt(tmp_path: Path, count: int) -> Non
 
 
 def test_a_run_without_announcements_is_listed(tmp_path: Path) -> None:
-    """And the error names what there is."""
+    """The error names the available runs."""
     storage = memory()
     repo = repository(tmp_path, storage)
     one = commit_bare(repo, "a", 1)
@@ -165,7 +165,7 @@ def test_a_run_without_announcements_is_listed(tmp_path: Path) -> None:
 
 
 def test_a_save_that_was_announced_with_a_later_clock_hides_nothing(tmp_path: Path) -> None:
-    """Its writer had looked, so what it says of all before it is true; who had not looked says nothing."""
+    """A writer that has followed the run knows all earlier checkpoints. A writer that has not claims nothing."""
     storage = memory()
     ahead = repository(tmp_path / "ahead", storage, clock=Ticks(START + AHEAD * 10**6))
     repo = repository(tmp_path / "behind", storage, seed=2)

@@ -1,4 +1,4 @@
-"""Expiring tags: granted only on checkpoints visible afterwards, renewed in time or granted anew, and ended."""
+"""Expiring tags: they are granted only on checkpoints that are visible afterwards, renewed in time, and ended."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def test_an_expired_tag_can_be_set_moved_and_deleted(repo: Repository) -> None:
 
 @pytest.mark.parametrize("seconds", [0, -1.0])
 def test_a_tag_without_a_time_is_refused(repo: Repository, seconds: float) -> None:
-    with pytest.raises(InvalidInput, match="expires at once"):
+    with pytest.raises(InvalidInput, match="cannot expire at once"):
         hold(repo, "eval", commit_bare(repo), seconds)
     with pytest.raises(InvalidInput, match="not a usable name"):
         hold(repo, "Eval", commit_bare(repo), HOUR)
 
 
-# whether it is granted
+# grants
 
 
 def forgets(repo: Repository, commit: Commit) -> Callable[[], object]:
@@ -87,7 +87,7 @@ def purges(repo: Repository, commit: Commit) -> Callable[[], object]:
 def test_a_tag_is_not_granted_if_its_checkpoint_goes_meanwhile(
     repo: Repository, faults: FaultyStore, ends: Callable[..., Callable[[], object]], had_one: bool
 ) -> None:
-    """The look at the log comes after the put: before it, everything may have been well."""
+    """The log is read after the put. Before the put, the checkpoint may still have been visible."""
     commit, other = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     if had_one:
         set_tag(repo, "eval", other)
@@ -128,7 +128,7 @@ def test_a_tag_moved_meanwhile_stays_moved(repo: Repository, faults: FaultyStore
     assert tags(repo)["eval"].txid == other.txid
 
 
-# renewed
+# renewals
 
 
 def test_a_renewal_in_time_does_not_read_the_log(repo: Repository) -> None:
@@ -145,7 +145,7 @@ def test_a_renewal_in_time_does_not_read_the_log(repo: Repository) -> None:
 
 @pytest.mark.parametrize("visible", [False, True])
 def test_a_late_renewal_is_granted_anew(repo: Repository, faults: FaultyStore, visible: bool) -> None:
-    """Late by a clock that is read once the renewal is there: it may have hung in the network."""
+    """The clock is read after the renewal is stored, since the network may have delayed the put."""
     tag, commit = hold(repo, "eval", commit_bare(repo), HOUR)
     if not visible:
         forget(repo, commit)
@@ -291,7 +291,7 @@ def test_a_failed_renewal_is_logged_and_tried_again(
         with caplog.at_level(logging.WARNING):
             assert not lease.renew()
         assert "a@1" in caplog.text
-        assert "was not renewed; it is tried again" in caplog.text
+        assert "was not renewed; a retry follows" in caplog.text
         assert lease.renew()
     assert tags(repo) == {}
 

@@ -281,7 +281,8 @@ def test_old_generations_are_deleted_once_the_newest_expired_and_that_stays(repo
 def test_a_number_is_never_reused_despite_a_delayed_cleanup(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
-    """It has chosen what to delete, sleeps, and what was over is set anew and cleaned by another one."""
+    """The cleanup has chosen what to delete and sleeps. Meanwhile the tag is set again, and another process cleans
+    up."""
     commit = commit_bare(repo)
     hold(repo, "eval", commit, 1)
     hold(repo, "eval", commit, 1)

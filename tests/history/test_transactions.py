@@ -1,4 +1,4 @@
-"""Saves in progress: their files and their signs of life."""
+"""Saves in progress: their files and their heartbeats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from casckpt.repository.repository import Repository
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
 from tests.support.repositories import commit_bare, committed, meanwhile
 
-NEVER = 1e6  # seconds between signs of life, for tests that want none
+NEVER = 1e6  # seconds between heartbeats, for tests without heartbeats
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def threads() -> list[str]:
 
 
 def test_no_signs_of_life_are_given_without_a_thread(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As while the interpreter ends, from Python 3.12 on."""
+    """As during the shutdown of the interpreter, from Python 3.12 on."""
 
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -212,7 +212,7 @@ def test_close_leaves_the_files_if_the_storage_fails(repo: Repository, faults: F
     one = begin(repo, "a", 1, seconds=NEVER)
     commit(repo, committed(repo, "a", 1, txid=one.txid))
     faults.inject(fail_before("size"))
-    one.close()  # the save is done; nothing is raised
+    one.close()  # the save is done; this does not raise
     assert (files(repo), threads()) == ([transaction_key(one.txid)], [])
 
 
@@ -265,7 +265,7 @@ def test_a_forked_child_gives_no_signs_of_life(repo: Repository) -> None:
 
     def child() -> None:
         theirs.send(threads())
-        one.close()  # with its record it could; it must not hang on a thread that is not there
+        one.close()  # it must not wait for a thread that does not exist
         theirs.send("closed")
 
     commit(repo, committed(repo, "a", 1, txid=one.txid))

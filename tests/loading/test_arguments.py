@@ -79,7 +79,7 @@ def test_unusable_attachments_are_refused(saved: casckpt.Store, given: Any) -> N
 @pytest.mark.parametrize("duration", [-1, 7, "1", float("nan")])
 @pytest.mark.parametrize("name", ["wait", "revoke_after", "min_age", "keep_within"])
 def test_unusable_durations_of_a_gc_are_refused(saved: casckpt.Store, name: str, duration: Any) -> None:
-    """A negative revoke_after would give up on every save in progress, and 7 may have been meant as days."""
+    """A negative revoke_after would revoke every save in progress, and a bare 7 may mean days."""
     with pytest.raises(InvalidInput, match=f"{name.replace('_', '-')}: .* is not a duration with its unit"):
         saved.gc(keep_last=1, **{name: duration})
     with pytest.raises(InvalidInput, match=name.replace("_", "-")):

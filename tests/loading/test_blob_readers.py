@@ -1,4 +1,4 @@
-"""Where a load reads a blob: from the cache of this host, and from the storage once that was wrong."""
+"""The source of a blob in a load: this host's cache, or the storage once the cached copy was damaged."""
 
 from __future__ import annotations
 

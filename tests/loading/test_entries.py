@@ -1,4 +1,4 @@
-"""A mapping of many plain values is one object of a checkpoint, and templates name its entries as ever."""
+"""A mapping of many plain values is one object of a checkpoint. Templates still name its entries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SEEN: dict[Any, Any] = {
 
 @pytest.fixture(params=[3, 1000], ids=["one object", "entry by entry"])
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """A store with `SEEN` in it, stored in either way: a load does the same."""
+    """A store with `SEEN` in it, stored in either form. Loads are the same."""
     monkeypatch.setattr(prepare, "LARGE", request.param)
     found = small()
     found.save({"w": torch.ones(2), "train": {"seen": SEEN}}, step=1)

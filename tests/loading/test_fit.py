@@ -1,4 +1,4 @@
-"""Names that miss each other: which pairs are found, and that the rename which is shown loads them."""
+"""Names that do not match: the pairs that are found, and a suggested rename that loads them."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_every_pair_is_found(unfilled: dict[str, tuple[int, ...]], unread: dict[
 
 
 def part_of(count: int, total: int) -> tuple[Fit, dict[str, tuple[int, ...]]]:
-    """A model of which ``count`` tensors are filled, and the others stand in the checkpoint below "net"."""
+    """A model with ``count`` filled tensors. The checkpoint has the others below "net"."""
     keys = [f"model.layers.{n}.w" for n in range(total)]
     filled = {key: key for key in keys[:count]}
     others = {f"model.net.{key.removeprefix('model.')}": W for key in keys[count:]}

@@ -59,7 +59,7 @@ def key_of(store: Store, ref: str, cell: StoredCell) -> str:
     return blob_key(blob.uploader, blob.hash)
 
 
-# what is loaded
+# results
 
 
 @pytest.mark.parametrize(("planes", "threads", "verify"), half_of([False, True], [1, 4], [False, True]))
@@ -144,7 +144,7 @@ def test_a_cell_of_two_keys_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_base_that_is_also_wanted_loads_beside_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tensors that were equal and are not any more have one base; a third is still what that is."""
+    """Two tensors that were equal but no longer are share a base. A third still equals it."""
     before = smooth((32, 256))
     states = [{"a": before, "b": before.clone(), "c": before.clone()}]
     states.append({"a": changed(before, 1), "b": changed(before, 2), "c": before})
@@ -161,11 +161,11 @@ def test_a_template_with_tied_memory_loads_from_frames() -> None:
     assert torch.equal(shared, states()[-1]["m"]["w"])
 
 
-# what is read
+# reads
 
 
 def test_a_remote_load_of_frames_needs_few_requests() -> None:
-    """One for each run of cells, frames or bases that lie together, and no byte twice."""
+    """One for each run of adjacent cells, frames or bases, and no byte twice."""
     storage = far()
     store = saved(small(storage), states())
     cells = [cell for (name, _), cell in Stored(store, "latest").cells().items() if name[1].startswith("m.")]
@@ -231,7 +231,7 @@ def test_only_a_verified_load_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(hashed) == 90 * 1024
 
 
-# what is damaged
+# damage
 
 
 @pytest.fixture(params=[1, 4])
@@ -247,14 +247,14 @@ def faults() -> FaultyStore:
 
 @pytest.fixture
 def store(faults: FaultyStore, objects: dict[str, bytes]) -> Store:
-    """Each version of ``m`` is told from the one before, and the first from nothing; ``same`` lies as it is."""
+    """Each version of ``m`` is coded against the previous one, and the first without a base. ``same`` is raw."""
     faults.inner = again(objects, near=False)
     return Store(Repository(faults))
 
 
 @pytest.fixture(scope="module")
 def objects() -> dict[str, bytes]:
-    """Those of the store above."""
+    """Return the keys of the objects in that store."""
     found = states()
     store = small()
     for step, state in enumerate(found):
@@ -266,7 +266,7 @@ def objects() -> dict[str, bytes]:
 
 
 def hit(store: Store, ref: str, link: int, harm: Callable[[Store, str, int], None]) -> str:
-    """Harm one link of the first cell of ``m.odd``; the blob that it lies in."""
+    """Damage one link of the first cell of ``m.odd``. Return the blob that holds it."""
     cell = links(store, ref, "m.odd")[link]
     key = key_of(store, ref, cell)
     harm(store, key, cell.offset + cell.stored // 2)
@@ -331,7 +331,7 @@ def test_an_error_suspects_another_writer_if_a_second_read_is_right(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "cell_digest", lambda data: bytes(32))
-    with pytest.raises(Damaged, match=r"second look.*m\.odd"):
+    with pytest.raises(Damaged, match=r"second read.*m\.odd"):
         store.read("latest", keys=["m.odd"])
 
 
@@ -367,7 +367,7 @@ def test_a_load_continues_at_the_new_place_of_a_rewritten_checkpoint(
     assert same_state(store.read("latest", verify=verify, threads=threads), states()[-1])
 
 
-# who else reads
+# other readers
 
 
 @pytest.fixture(scope="module")

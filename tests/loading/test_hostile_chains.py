@@ -1,4 +1,4 @@
-"""Manifests with correct hashes and wrong bases: they are refused, and never give wrong bytes."""
+"""Manifests with correct hashes and wrong bases: loads refuse them and never return wrong bytes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import suppress
 import pytest
 
 from casckpt.errors import Damaged, Refused
-from casckpt.format.draft import placed
 from casckpt.format.extents import Frame, StoredCell, build
+from casckpt.format.manifest import placed
 from casckpt.format.sections.blobs import encode_blobs
 from casckpt.saving.encoder import forget_run
 from casckpt.store.store import Store
@@ -66,7 +66,7 @@ def digest_of_another(cell: StoredCell, other: StoredCell) -> StoredCell:
 
 
 def another(cell: StoredCell, other: StoredCell) -> StoredCell:
-    """With its place, its digest and its own bases, all of it right."""
+    """A link with the correct location, digest and bases of another cell."""
     return other._replace(box=cell.box, lo=cell.lo, hi=cell.hi)
 
 
@@ -89,7 +89,7 @@ CHANGES = [place_of_another, digest_of_another, another, without_its_base, as_it
 @pytest.mark.parametrize("link", range(STEPS))
 @pytest.mark.parametrize("change", CHANGES)
 def test_reads_of_hostile_chains_are_right_or_refused(change: Change, link: int) -> None:
-    """But a cell itself is what its digest in the cell table says: that is of the id."""
+    """The digest of a cell itself is in the cell table, which the id covers."""
     store, wanted = saved(), {"w": trained(8, STEPS - 1)}
     if change is digest_of_another and not link:
         return
@@ -110,7 +110,7 @@ def test_reads_of_hostile_chains_are_right_or_refused(change: Change, link: int)
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_process_with_the_bytes_in_memory_trusts_a_live_manifest(change: Change) -> None:
-    """As it does where a cell is the same. What comes of it may be damaged; it is not wrong."""
+    """As it does where a cell is unchanged. The result may be damaged but never wrong."""
     store, later = saved(), {"w": trained(8, STEPS)}
     changed(store, 1, change)
     store.save(later, step=STEPS, compress="auto")

@@ -45,7 +45,7 @@ def store() -> Store:
 
 
 def zeros(value: Any) -> Any:
-    """A template: the same tensors with nothing in them, other plain data."""
+    """A template: the same tensors with zeros, and other plain data."""
     if isinstance(value, dict):
         return {key: zeros(inner) for key, inner in value.items()}
     if isinstance(value, torch.Tensor):
@@ -195,7 +195,7 @@ def test_every_pair_of_dtypes_is_cast_as_torch_does_or_refused() -> None:
 
 
 def _numbers(name: str) -> torch.Tensor:
-    """1 and the like, so that no conversion depends on what a processor does with numbers out of range."""
+    """Small numbers, so that no conversion depends on how a processor treats numbers out of range."""
     try:
         return torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0]).to(dtype_of(name))
     except RuntimeError:  # NotImplementedError is one, too

@@ -31,7 +31,7 @@ TENSORS = 3000  # so that groups of pieces are a small part of them
 
 @contextmanager
 def all_large() -> Iterator[None]:
-    """Every manifest is one of those that are read by range."""
+    """Let every manifest count as large, so that it is read by range."""
     before, manifests.WHOLE_BYTES = manifests.WHOLE_BYTES, 0
     try:
         yield

@@ -27,7 +27,7 @@ BOX, DATA = full_box((10, 10)), bytes(range(100))
 
 
 def delivered(*parts: tuple[Sink, int, int, int, Box]) -> None:
-    """(sink, first element, the one behind the last, first byte, box); elements have one byte."""
+    """Return (sink, first element, end, first byte, box). Elements have one byte."""
     runs = Runs(memoryview(DATA))
     for sink, lo, hi, start, box in parts:
         taker: Any = Consumer

@@ -22,7 +22,7 @@ PER = CELL // 4  # float32 of a cell
 
 
 def warmed(state: Any) -> Store:
-    """A store that knows its commit and its manifest already: what is read from now on are tensors."""
+    """A store that has read its commit and manifest, so that it reads only tensors from now on."""
     store = small()
     store.save(state, step=1)
     store.read("default@1", keys=[])
@@ -30,7 +30,7 @@ def warmed(state: Any) -> Store:
 
 
 def bytes_read(store: Store, call: Callable[[], Any]) -> int:
-    """Without those of the small records by which the checkpoint is found, each time anew."""
+    """Return the bytes read without the small records that locate the checkpoint, which are read each time."""
     with counted(store) as found:
         store.get("default@1")
     with counted(store) as io:

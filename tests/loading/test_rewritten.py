@@ -1,4 +1,4 @@
-"""Running loads continue at the new places of a checkpoint that is rewritten meanwhile."""
+"""Running loads continue at the new locations of a checkpoint that is rewritten meanwhile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEYS = 6
 
 
 def state() -> dict[str, Any]:
-    """Several blobs, two equal tensors, one that wants no whole cells, an object with a large buffer."""
+    """Several blobs, two equal tensors, one without whole cells, an object with a large buffer."""
     many = {f"w{n}": cells(15, seed=n) for n in range(KEYS)}
     return many | {"same": cells(15, seed=0), "odd": cells(2.5, seed=99), "plain": b"x" * 70_000}
 
@@ -56,13 +56,13 @@ def elsewhere(store: Store) -> Repository:
 
 
 def rewritten(repo: Repository) -> None:
-    """The checkpoint moves, and what it had before is deleted."""
+    """The checkpoint is rewritten, and its old blobs are deleted."""
     move(repo, list_commits(repo).visible()[0])
     collect(repo)
 
 
 def rewritten_twice(repo: Repository) -> None:
-    """So is what it had then."""
+    """It is rewritten again, and the blobs of the first rewrite are deleted."""
     rewritten(repo)
     rewritten(repo)
 
@@ -145,7 +145,7 @@ def test_a_load_follows_a_large_manifest_deleted_during_its_read(
 
 
 def load_while_it_moves(rank: int, size: int, path: Path) -> bool:
-    """On rank 1, before its first read, the checkpoint moves and its old places go."""
+    """On rank 1, the checkpoint is rewritten and its old blobs are deleted before the first read."""
     storage = FaultyStore(small_folder(path).repository.storage)
     store = Store(Repository(storage))
     if rank == 1:

@@ -27,7 +27,7 @@ _RUNS = itertools.count()
 
 
 def new_run() -> str:
-    """A run of its own: what is told of a run is told once."""
+    """A new run, since a warning about a run appears once."""
     return f"run{next(_RUNS)}"
 
 
@@ -149,7 +149,7 @@ def test_all_ranks_load_alike(tmp_path: Path, ranks: Pool) -> None:
     assert ranks.run(2, load_on_ranks, tmp_path) == [[], []]
 
 
-# what is left unread
+# unread keys
 
 
 def test_a_load_that_would_fill_nothing_raises_unless_allowed(caplog: pytest.LogCaptureFixture) -> None:
@@ -176,7 +176,7 @@ def test_an_error_for_missing_keys_shows_the_rename_that_loads_them() -> None:
     assert all(value.eq(1).all() for value in state["model"].values())
 
 
-# what does not fit
+# mismatches
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -1,4 +1,4 @@
-"""Keys of a template that share memory: they load where the checkpoint holds one content for them, and only there."""
+"""Keys of a template that share memory load only if the checkpoint holds one content for them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_tied_or_equal_tensors_load_into_tied_memory(same: bool) -> None:
 
 @pytest.mark.parametrize("count", [1, 5])
 def test_tied_memory_with_different_values_is_refused_before_any_change(count: int) -> None:
-    """Else one would be written over the other while both are compared with their digests."""
+    """Otherwise one would overwrite the other while both are verified."""
     store = small()
     store.save({EMBED: cells(count, seed=1), HEAD: cells(count, seed=2)}, step=1)
     template = tied((cells(count, seed=1).numel(),))
@@ -71,7 +71,7 @@ def test_adjacent_views_share_no_memory() -> None:
     assert both[0].tolist() == [1, 1, 1, 2, 2, 2]
 
 
-# memory in common that is not the same tensor
+# shared memory of different tensors
 
 View = Callable[[torch.Tensor], torch.Tensor]
 VIEWS: dict[str, View] = {
@@ -100,7 +100,7 @@ def of_two(view: View, whole: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("view", "dtype"), CASES, ids=NAMES)
 @pytest.mark.parametrize("extent", [120, 300], ids=["one cell", "several"])
 def test_views_of_shared_memory_load_their_saved_values(view: View, dtype: torch.dtype, extent: int) -> None:
-    """And an update takes them from one version to the next, however often it is told one from the other."""
+    """An update also takes them from one version to the next, whether stored raw or coded."""
     store = small()
     held = store.save(of_two(view, torch.randn(extent, extent, dtype=dtype)), step=1)
     second = torch.randn(extent, extent, dtype=dtype)
@@ -117,7 +117,7 @@ def test_views_of_shared_memory_load_their_saved_values(view: View, dtype: torch
 def test_views_of_shared_memory_with_different_stored_values_are_refused(
     view: View, dtype: torch.dtype, extent: int
 ) -> None:
-    """By load and by update, before anything changes, though it is one element that differs."""
+    """load and update refuse it before any change, even for a single element."""
     store, whole = small(), torch.randn(extent, extent, dtype=dtype)
     held = store.save(of_two(view, whole), step=1)
     other = view(whole).clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
@@ -167,7 +167,7 @@ def test_tied_tensors_that_are_stored_in_other_cells_or_dtypes_are_read_to_compa
 
 
 def test_overlapping_views_are_not_filled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cell that is made of an older one is that for a while, and what overlaps with it too."""
+    """A cell that is decoded in place holds its base for a while, and so does every view of it."""
     filled: list[int] = []
     run = EntryReader.fill
 
@@ -201,7 +201,8 @@ def test_empty_tensors_share_nothing() -> None:
 
 
 def test_each_of_many_tied_tensors_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with each would take minutes for an optimizer with one count of steps for its ten thousand parameters."""
+    """A comparison of all pairs would take minutes for an optimizer whose ten thousand parameters share one step
+    count."""
     compared: list[str] = []
     differ = tied_module._differ
 

@@ -36,7 +36,7 @@ _RUNS = itertools.count()
 
 
 def new_run() -> str:
-    """A run of its own: what is told of a run is told once."""
+    """A new run, since a warning about a run appears once."""
     return f"run{next(_RUNS)}"
 
 

@@ -50,7 +50,7 @@ def frames(store: Store, one: int, other: int, key: str | None = None) -> int:
     return sum(route.cost() for route in routes if route is not None)
 
 
-# what is there afterwards
+# results
 
 
 @pytest.mark.parametrize(("threads", "check", "planes"), half_of([1, 4], [False, True], [False, True]))
@@ -84,7 +84,7 @@ def test_an_update_follows_a_run_during_saves(compress: Any) -> None:
 
 @st.composite
 def destinations(draw: st.DrawFn) -> tuple[tuple[int, int], list[tuple[slice, slice]]]:
-    """A shape, and parts of it that have nothing in common."""
+    """A shape, and disjoint parts of it."""
     rows, columns = draw(st.integers(1, 60)), draw(st.integers(1, 300))
     cuts = sorted({0, rows, *draw(st.lists(st.integers(1, max(1, rows - 1)), max_size=2))})
     left = draw(st.integers(0, columns - 1))
@@ -163,7 +163,7 @@ def test_a_graph_with_values_from_before_is_refused() -> None:
     assert is_noticed(tensor, lambda: store.update(state, ref(12), held=store.get(ref(12))))
 
 
-# what is read
+# reads
 
 
 @pytest.mark.parametrize("place", ["memory", "folder", "far"])
@@ -195,12 +195,12 @@ def test_an_update_reads_nothing_of_equal_tensors() -> None:
     assert not read
 
 
-# what is wrong
+# damage and failures
 
 
 @pytest.mark.parametrize("step", [0, 1, 3])
 def test_an_update_with_check_repairs_changed_memory(step: int) -> None:
-    """Without a check what changed is right all the same; with one all is."""
+    """Without verification, changed cells are correct. With it, all cells are."""
     found = states()
     store = saved(small(), found)
     for check in (False, True):
@@ -227,7 +227,7 @@ def test_an_update_with_check_hashes_held_memory_and_reads_none_of_it() -> None:
 
 
 def test_an_update_avoids_missing_blobs(tmp_path: Path) -> None:
-    """Each of them by itself: cells are read whole then, or the error is that of a load."""
+    """Missing blobs one by one: the update reads whole cells, or raises the error of a load."""
     found = states()
     store = saved(small_folder(tmp_path), found)
     later, earlier = (set(map(_name, Stored(store, ref(step)).refs)) for step in (3, 1))

@@ -30,7 +30,7 @@ ROWS = 48  # of 512 elements, of which a step changes about 5
 
 
 def state(step: int) -> dict[str, Any]:
-    """All cells of one change each step, of another some, of the third none."""
+    """One tensor changes in all cells each step, another in some, the third in none."""
     part = trained(12, 0, seed=1)
     part[: 2048 * (step % 3)] += step
     return {"all": trained(12, step).reshape(ROWS, 512), "part": part, "still": trained(4, 0, seed=2)}
@@ -38,7 +38,7 @@ def state(step: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of all steps, which tests read."""
+    """A shared store of all steps, which tests only read."""
     path = tmp_path_factory.mktemp("along") / "store"
     run(small_folder(path))
     return path
@@ -51,7 +51,7 @@ def run(store: Store, steps: int = STEPS) -> Store:
 
 
 def deltas(store: Store, steps: int) -> list[int]:
-    """Bytes that each save but the first wrote of cells that changed."""
+    """Return the bytes of changed cells that each save but the first wrote."""
     cells = [Stored(store, ref(step)).cells() for step in range(steps)]
     return [
         sum(cell.stored for place, cell in now.items() if cell.digest != before[place].digest)
@@ -79,7 +79,7 @@ def test_an_update_by_one_step_reads_what_its_save_wrote(folder: Path) -> None:
 
 @pytest.mark.parametrize("check", [False, True])
 def test_the_first_update_keeps_all_tables(folder: Path, check: bool) -> None:
-    """And where cells are read whole on the way, as those of which nothing is held."""
+    """Even if it reads some cells whole, since nothing of them is held."""
     store = casckpt.open(folder)
     for step, delta in enumerate(deltas(store, STEPS)):
         found = emptied(state(0))
@@ -94,7 +94,7 @@ def test_the_first_update_keeps_all_tables(folder: Path, check: bool) -> None:
 
 
 def test_an_update_without_kept_tables_reads_undone_frames_too(folder: Path) -> None:
-    """As after a full load, or in another process; and all is right."""
+    """As after a full load or in another process. The result is correct."""
     store = casckpt.open(folder)
     found, more = emptied(state(0)), []
     held = store.load(found, ref(0))
@@ -136,7 +136,7 @@ def test_wrong_kept_tables_do_no_harm(check: bool) -> None:
 
 
 def follow(rank: int, size: int, path: str, steps: Sequence[int]) -> list[bool]:
-    """Is this rank's part after each step what a load of all of it gives?"""
+    """Report whether this rank's part equals a full load after each step."""
     store, rows = casckpt.open(path), ROWS // size
     part = torch.zeros(rows, 512, dtype=torch.bfloat16)
     mine = {
@@ -162,7 +162,7 @@ def test_64_updates_equal_loads_on_any_number_of_ranks(ranks: Pool, tmp_path: Pa
 
 @pytest.mark.parametrize(("first", "then"), [(5, 10), (10, 0), (15, 20), (24, 14), (14, 19)])
 def test_an_update_over_several_steps_reads_no_full_cell(folder: Path, first: int, then: int) -> None:
-    """5 forward, 10 back: where no cell has had a new key on the way."""
+    """Five steps forward and ten back, where no cell got a new key frame between."""
     store = casckpt.open(folder)
     mine, theirs = (Stored(store, ref(step)).cells() for step in (first, then))
     roots = [(list(mine[place].chain)[-1].digest, list(theirs[place].chain)[-1].digest) for place in theirs]
@@ -176,7 +176,7 @@ def test_an_update_over_several_steps_reads_no_full_cell(folder: Path, first: in
 
 
 def test_an_update_after_a_watch_requests_only_news() -> None:
-    """However long the run is: no listing, and no record of another checkpoint."""
+    """The number does not depend on the length of the run: no listing, and no record of another checkpoint."""
     faulty = FaultyStore(small().repository.storage)
     run(Store(Repository(faulty.inner)), 12)
     store, found = Store(Repository(faulty)), emptied(state(0))

@@ -52,7 +52,7 @@ def test_a_state_that_does_not_fit_is_left_as_it_is(wrong: str) -> None:
 
 
 def test_the_held_version_may_be_of_another_store() -> None:
-    """With the same versions, with others under the same names, with other cells, and gone."""
+    """With the same versions, with others of the same names, with other cells, and deleted."""
     store, twin, other, coarse = small(), small(), small(), small(cell_bytes=2 * CELL)
     found = run(store)
     run(twin)
@@ -69,7 +69,7 @@ def test_the_held_version_may_be_of_another_store() -> None:
 
 
 def test_a_copy_of_the_store_shares_kept_tables() -> None:
-    """Frames are known by what they do, and not by where they lie."""
+    """Frames are identified by their content, not by their location."""
     store, twin = small(), small()
     found = run(store, 12)
     run(twin, 12)
@@ -148,11 +148,11 @@ def test_an_update_from_a_missing_store_is_an_error(tmp_path: Path) -> None:
     assert same_state(state, states()[2])
 
 
-# what a load has left out
+# keys that the load left out
 
 
 def test_keys_that_the_load_did_not_fill_are_read() -> None:
-    """Those that the template lacked then, that the checkpoint lacked, and that did not fit."""
+    """Keys that the template lacked, that the checkpoint lacked, and that did not fit."""
     store = small()
     still = {"model": cells(3, seed=1), "optim": cells(4, seed=2), "head": cells(1, seed=3)}
     store.save(still | {"n": 1}, step=1)
@@ -173,7 +173,7 @@ DROP = ["optim*"]
 
 
 def trained_store() -> tuple[Store, list[dict[str, torch.Tensor]]]:
-    """Of which a cell of the optimizer never changes."""
+    """A store in which one cell of the optimizer never changes."""
     store = small()
     found = [
         {"model": trained(6, step), "optim.m": cells(3, seed=8), "optim.v": cells(3, seed=step)} for step in (0, 1)
@@ -202,7 +202,7 @@ def test_an_update_from_a_since_thinned_version_reads_dropped_entries() -> None:
 
 
 def test_an_update_from_a_thinned_version_reads_missing_entries() -> None:
-    """The manifest names the optimizer once more, but it was never read."""
+    """The new manifest names the optimizer again, but the load never read it."""
     store, found = trained_store()
     store.thin(ref(0), drop=DROP)
     mine = emptied(found[0])
@@ -216,7 +216,7 @@ def test_an_update_from_a_thinned_version_reads_missing_entries() -> None:
 
 
 def test_a_checkpoint_deleted_during_an_update_is_not_found(tmp_path: Path) -> None:
-    """Two readers follow a run of which a gc leaves the newest alone."""
+    """Two readers follow a run in which a gc keeps only the newest checkpoint."""
     store = small_folder(tmp_path / "store")
     tensor = torch.randn(48, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
     found = [{"w": one} for one in versions(tensor, 25)]

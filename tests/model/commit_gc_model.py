@@ -1,14 +1,14 @@
 """An explicit-state model of the commit and gc protocol: every interleaving of a few writers, gcs and a user.
 
 A checkpoint has two contents, "a" and "b". Each lies in a blob, and a manifest object names the blobs. Objects are
-called ``<uploader>/a``, ``<uploader>/b`` and ``<uploader>/manifest``; the store begins with one commit, M0. Each
-storage call is one transition; a process that pauses or dies is one that is not scheduled. A listing of two pages is
-two transitions, and so is every manifest that is read. `Model.check` walks all states that can be reached.
+called ``<uploader>/a``, ``<uploader>/b`` and ``<uploader>/manifest``. The store begins with one commit, M0. Each
+storage call is one transition. A process that pauses or dies is one that is not scheduled. A listing of two pages is
+two transitions, and so is every manifest that is read. `Model.check` explores all reachable states.
 
-What must hold in every state: the manifest and the blobs of every live commit exist. A model in which no gc ever
-deletes anything proves nothing, so it does not pass either.
+In every state the manifest and the blobs of every live commit must exist. A model in which no gc ever deletes anything
+proves nothing, so it does not pass either.
 
-The switches of `Setup` make the model larger; `MUTANTS` are the small changes of the protocol that must lose data.
+The switches of `Setup` make the model larger. `MUTANTS` are small changes of the protocol that must lose data.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ OWN_MUTANTS = {
 
 
 class Model:
-    """All steps that can follow a state."""
+    """Returns all steps that can follow a state."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -78,7 +78,7 @@ class Model:
         return State(names, ((tx, Log("live", names)),), NOTHING, writers, gcs)
 
     def loss(self, state: State) -> str:
-        """What a live commit misses, or "" """
+        """Return a missing object of a live commit, or ""."""
         for tx, log in state.logs:
             if log.live and not log.names <= state.objects:
                 return f"{tx} lacks {sorted(log.names - state.objects)}"
@@ -163,7 +163,7 @@ class Model:
             yield from self.commit(state, tx, writer, after)
 
     def choices(self, state: State, after: Writer, seen: Logs) -> Iterator[tuple[str, Writer, State]]:
-        """Each content may come from any live commit; a manifest that is not used need not be read."""
+        """Each content may come from any live commit. A manifest that is not used need not be read."""
         named = {name for _, log in seen if log.live for name in log.names}
         if self.mutant == "reuse_orphans":
             named = set(state.objects)
@@ -178,7 +178,7 @@ class Model:
         yield "learns what there is", after._replace(listed=state.logs), state
 
     def writer_pick(self, state: State, writer: Writer, after: Writer) -> Iterator[tuple[str, Writer, State]]:
-        """Each content may come from one checkpoint, which lived when the writer learned of it."""
+        """Each content may come from one checkpoint that was live when the writer read its log."""
         yield "will reuse nothing", after._replace(listed=()), state
         for tx, log in writer.listed:
             for picks in product(*[("", of(tx, what)) for what in self.contents]) if log.live else ():
@@ -217,7 +217,8 @@ class Model:
         yield f"uploads {name}", new, state._replace(objects=state.objects | {name})
 
     def put_shared_manifest(self, state: State, tx: str, after: Writer) -> Iterator[tuple[str, Writer, State]]:
-        """The first one stands; who comes later names what it names, if that is all there, else gives up on ``tx``."""
+        """The first manifest stands. A later writer uses its names if all objects exist, and otherwise gives up
+        ``tx``."""
         name, stored = of(tx, "manifest"), dict(state.manifests)
         if name not in state.objects:
             refs = after.refs | {name}
@@ -298,7 +299,7 @@ class Model:
         yield from self.list_commits(state, gc, "", "mark")
 
     def list_commits(self, state: State, gc: Gc, second: str, follow: str) -> Iterator[tuple[str, Gc, State]]:
-        """``second``: the step of page 2, or "" if this is it. ``follow``: what comes when all is listed."""
+        """``second``: the step of page 2, or "" on page 2. ``follow``: the step after the listing."""
         if self.setup.pages and second:
             yield "lists commits, page 1", gc._replace(pc=second, seen=self.page(state.logs, 1)), state
             return
@@ -317,7 +318,7 @@ class Model:
         return [tx for tx, log in seen if log.committed and tx not in gc.purged]
 
     def unread(self, state: State, gc: Gc) -> tuple[str, Gc | None]:
-        """Read one manifest; no gc if it cannot be read. Only called while something is unread."""
+        """Read one manifest. The gc ends if it is unreadable. Call this only while some manifest is unread."""
         name = min(gc.unread)
         if name in state.objects or self.mutant == "unreadable_root_ignored":
             return f"reads {name}", gc._replace(unread=gc.unread - {name})
@@ -338,7 +339,7 @@ class Model:
         yield f"has candidates {sorted(candidates)}", new if candidates else Gc("idle", gc.runs), state
 
     def gc_files(self, state: State, gc: Gc) -> Iterator[tuple[str, Gc, State]]:
-        closed = dict(gc.seen)  # what was closed when commits were listed; the rest shows while waiting
+        closed = dict(gc.seen)  # what was closed when commits were listed; the rest is seen while waiting
         waits = frozenset(tx for tx in state.files if tx not in closed)
         follow = {"no_wait": "roots", "roots_early": "early", "open_before_commits": "commits"}.get(self.mutant, "wait")
         seen = gc.seen if follow == "early" else ()
@@ -391,10 +392,10 @@ class Model:
         if not doomed:
             yield "ends", Gc("idle", gc.runs), state
 
-    # -- the walk
+    # -- exploration
 
     def check(self, limit: int = 3_000_000, *, deep: bool = False) -> Verdict:
-        """Walk all states until a live commit lacks something, breadth first unless ``deep``."""
+        """Explore all states until a live commit lacks something, breadth first unless ``deep``."""
         first = self.first()
         came_from: dict[State, tuple[str, State | None]] = {first: ("", None)}
         todo, deleted = deque([first]), set[str]()
@@ -416,7 +417,7 @@ class Model:
 
 
 def _in_order(state: State) -> State:
-    """The same for all states that differ in which gc is which: they all do the same."""
+    """Normalize states that differ only in the order of the gcs, which all act the same."""
     return state._replace(gcs=tuple(sorted(state.gcs, key=hash))) if len(state.gcs) > 1 else state
 
 
@@ -430,7 +431,7 @@ def _path(came_from: dict[State, tuple[str, State | None]], state: State) -> lis
 
 
 def _programs(setup: Setup) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What a writer does, in its first attempt and in its retry."""
+    """Return the programs of a writer: its first attempt and its retry."""
     pages = ("list1", "list2") if setup.pages else ("list0",)
     lists = (*pages, "read") if setup.reads else pages
     if setup.logs:

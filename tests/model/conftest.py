@@ -1,4 +1,4 @@
-"""Models are walked without looking for garbage: millions of states live to the end, and none refers to itself."""
+"""Models are explored without garbage collection: millions of states live to the end and have no cycles."""
 
 from __future__ import annotations
 

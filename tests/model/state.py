@@ -1,4 +1,4 @@
-"""The values of the model: how large it is, and what a state holds."""
+"""The values of the model: its size, and the content of a state."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Setup:
-    """How large a model is. ``toggles``: times that the user forgets or restores something.
+    """The size of a model. ``toggles``: the number of times that the user forgets or restores something.
 
     ``contents``: 1 or 2. ``retry``: a refused writer tries once more. ``runs``: of each gc. ``resume``: a gc that ran
-    out of time leaves its state for the next run. ``pages``: listings take two steps. ``reads``: manifests are read
-    one by one, else with the listing. ``duplicates``: PUTs may arrive a second time, late. ``purger``: somebody else
-    purges, at any time, what is forgotten: all that one gc sees of the first step of another. ``late_start``: the
-    store is empty but for the uploads of the first writer, who is about to commit. ``shared``: the writers copy one
-    checkpoint, in one transaction; of their manifests, the first one that is put stands. ``logs``: a writer learns at
-    any time, before it has begun too, what there is, and reads the log of the one that it reuses after that.
+    out of time leaves its state for the next run. ``pages``: listings take two steps. ``reads``: manifests are read one
+    by one, otherwise with the listing. ``duplicates``: PUTs may arrive a second time, late. ``purger``: another process
+    purges forgotten commits at any time, as the first step of another gc does. ``late_start``: the store is empty
+    except for the uploads of the first writer, which is about to commit. ``shared``: the writers copy one checkpoint in
+    one transaction, and the first of their manifests stands. ``logs``: a writer reads the list of commits at any time,
+    even before it begins, and later the log of the commit that it reuses.
     """
 
     writers: int = 1
@@ -72,7 +72,7 @@ class Writer(NamedTuple):
 
 
 class Gc(NamedTuple):
-    """``seen``: what its listing of commits has brought so far."""
+    """``seen``: the commits that its listing has shown so far."""
 
     pc: str = "idle"
     runs: int = 0
@@ -85,7 +85,7 @@ class Gc(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a gc that ran out of time leaves in its cache."""
+    """The state that a gc leaves in its cache when it runs out of time."""
 
     candidates: Names
     purged: Names
@@ -100,7 +100,7 @@ class State(NamedTuple):
     gcs: tuple[Gc, ...]
     toggles: int = 0
     kept: Kept | None = None
-    manifests: tuple[tuple[str, Names], ...] = ()  # what those of shared transactions name
+    manifests: tuple[tuple[str, Names], ...] = ()  # the manifests of shared transactions
 
 
 class Step(NamedTuple):

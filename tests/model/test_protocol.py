@@ -95,7 +95,7 @@ def test_every_change_of_the_protocol_loses_data(mutant: str) -> None:
     "setup", {NEEDS.get(mutant, PLAIN) for mutant in (*MUTANTS, *OWN_MUTANTS)} - set(SAFE.values())
 )
 def test_the_model_without_the_changes_loses_no_data(setup: Setup) -> None:
-    """The very models that catch the mutants pass without them."""
+    """The models that catch the mutants pass without them."""
     assert check(setup).outcome == "SAFE"
 
 
@@ -103,7 +103,7 @@ def test_the_model_without_the_changes_loses_no_data(setup: Setup) -> None:
     "mutant", ["resume_without_waiting", "resume_with_new_purged", "trusts_announcements", "reads_logs_early"]
 )
 def test_every_change_loses_data_with_saves_beside_a_resumed_gc(mutant: str) -> None:
-    """A small model that stands in for the one of the soaks."""
+    """A small model that stands in for the larger soak model."""
     assert check(replace(SAFE["two that read logs, a gc that resumes"], mutant=mutant)).outcome == "UNSAFE"
 
 

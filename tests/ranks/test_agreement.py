@@ -37,7 +37,7 @@ def test_the_error_lists_all_ranks_and_their_stores() -> None:
 
 
 def loads(rank: int, size: int, path: Path) -> list[Any]:
-    """Another text, a text and a checkpoint, two checkpoints, another store; then the same."""
+    """Different texts, a text and a checkpoint, two checkpoints, another store; then equal arguments."""
     store, other = casckpt.open(path / "one"), casckpt.open(path / "two")
     one, two = store.get("r@1"), store.get("r@2")
     first = rank == 0
@@ -90,7 +90,7 @@ def test_a_save_into_different_stores_is_refused_and_invisible(tmp_path: Path, r
 
 
 def test_copies_of_one_store_are_different_stores(tmp_path: Path, ranks: Pool) -> None:
-    """They have one id, on disks of two hosts for instance."""
+    """They have one id but lie on the disks of two hosts, for example."""
     stored(tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     for text in ranks.run(2, saves, tmp_path):
@@ -116,7 +116,7 @@ def test_all_ranks_agree_on_a_recreated_store(tmp_path: Path, ranks: Pool) -> No
 
 
 class Late(LocalStore):
-    """A mount that remembers for a while which names there were not."""
+    """A mount that caches missing names for a while."""
 
     traits = replace(LocalStore("/").traits, stale="it is said to lag behind")
     asked = 0

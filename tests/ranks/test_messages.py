@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def total(ranks: Ranks) -> int:
-    """An exchange in which nothing goes wrong."""
+    """An exchange without a failure."""
     return ranks.exchange(lambda: ranks.rank, lambda values: everyone(sum(values), ranks.size))
 
 
 class OfTwoArguments(Exception):
-    """Pickles, but does not come back."""
+    """An object that pickles but does not unpickle."""
 
     def __init__(self, one: str, two: str) -> None:
         super().__init__(f"{one} {two}")
@@ -165,7 +165,7 @@ def saving_or_loading(rank: int, size: int, where: str) -> Any:
 
 
 def test_a_save_on_one_rank_and_a_load_on_another_fail_on_both(ranks: Pool, tmp_path: Path) -> None:
-    """The error names the calls that the user has made, not what runs inside them."""
+    """The error names the calls of the user, not the inner calls."""
     for kind, text, steps in ranks.run(2, saving_or_loading, str(tmp_path / "store")):
         assert (kind, steps) == (InvalidInput, [0, 2])
         assert "rank 1 is in Store.load, rank 0 in Store.save: all ranks must make the same calls" in text

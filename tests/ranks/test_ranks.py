@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def total(ranks: Ranks) -> int:
-    """An exchange in which nothing goes wrong."""
+    """An exchange without a failure."""
     return ranks.exchange(lambda: ranks.rank, lambda values: everyone(sum(values), ranks.size))
 
 
@@ -50,7 +50,7 @@ def test_a_single_process_is_rank_0() -> None:
 
 @pytest.fixture
 def unwarned() -> Iterator[None]:
-    """As in a process that has not said it yet."""
+    """Reset a warning that a process issues once."""
     module._warn_of_others.cache_clear()
     yield
     module._warn_of_others.cache_clear()
@@ -98,7 +98,7 @@ def keeping(rank: int, size: int) -> Any:
 
 
 def test_a_value_stays_on_its_rank_and_rank_0_decides_with_its_own(ranks: Pool) -> None:
-    """It need not be one that can be sent."""
+    """The value need not be picklable."""
     assert ranks.run(3, keeping) == [(False, rank, (0, 30), 1) for rank in range(3)]
 
 
@@ -109,7 +109,7 @@ def test_one_process_keeps_its_value() -> None:
 
 
 def keeping_apart(rank: int, size: int) -> Any:
-    """Rank 2 keeps a value at another point than the others; then rank 1 raises."""
+    """Rank 2 keeps a value at another point than the others. Then rank 1 raises."""
     ranks = open_ranks()
 
     def call() -> tuple[int, int]:
@@ -178,7 +178,7 @@ def test_a_group_needs_torch_distributed() -> None:
 
 
 def several_groups(rank: int, size: int) -> Any:
-    """Two halves at the same time, all of them in between, and another purpose in a thread."""
+    """Two halves at the same time, then all ranks, and another purpose in a thread."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine, every = open_ranks(halves[rank // 2]), open_ranks()
     behind = open_ranks(purpose="async")
@@ -196,7 +196,7 @@ def test_groups_do_not_disturb_each_other(ranks: Pool) -> None:
 
 
 def lopsided(rank: int, size: int) -> Any:
-    """Rank 0 is in more groups than the others, as the first stage of a pipeline may be."""
+    """Rank 0 is in more groups than the others, like the first stage of a pipeline."""
     groups = [dist.new_group(members) for members in ([0, 3], [0, 1], [0, 1, 2])]
     inner = total(open_ranks(groups[2])) if rank < 3 else None
     return inner, total(open_ranks())
@@ -207,7 +207,7 @@ def test_ranks_may_be_in_different_numbers_of_groups(ranks: Pool) -> None:
 
 
 def test_the_default_group_needs_no_backend_for_messages(ranks: Pool) -> None:
-    """As NCCL, which has no way for objects of the host."""
+    """As with NCCL, which cannot send objects of the host."""
     assert ranks.run(4, answers, backend="fake") == ranks.run(4, answers)
 
 

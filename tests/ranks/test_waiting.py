@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class _Telling(logging.Handler):
-    """Keeps warnings, and tells the other ranks of each."""
+    """Collects warnings, and reports each to the other ranks."""
 
     def __init__(self, name: str, rank: int) -> None:
         super().__init__(logging.WARNING)
@@ -46,7 +46,7 @@ class _Telling(logging.Handler):
 
 @contextmanager
 def impatient(rank: int, name: str = "") -> Iterator[list[str]]:
-    """Ranks warn almost at once, every time. Gives the warnings of this one."""
+    """Let ranks warn after a short time and every time. Return the warnings of this one."""
     handler, logger = _Telling(name, rank), logging.getLogger("casckpt.ranks")
     before = waiting.FIRST, waiting.NEXT, wire.AFTER_RANK_0
     logger.addHandler(handler)
@@ -66,7 +66,7 @@ def total(ranks: Ranks) -> int:
 
 
 def waited_for(rank: int, size: int, who: int, times: int, *, connected: bool) -> Any:
-    """``who`` comes only when all others have warned so often."""
+    """``who`` arrives only when all others have issued this many warnings."""
     if connected:
         total(open_ranks())
     with impatient(rank) as warnings:
@@ -91,7 +91,7 @@ def test_every_waiting_rank_names_the_absent_rank(ranks: Pool, who: int, *, conn
 
 
 def working(rank: int, size: int) -> Any:
-    """Rank 1 is silent until it is named; then it gives a sign of life, and works until rank 0 has looked again."""
+    """Rank 1 is silent until it is named. Then it sends a heartbeat, and works until rank 0 has polled again."""
     ranks = open_ranks()
     total(ranks)
     with impatient(rank) as warnings:
@@ -124,7 +124,7 @@ def test_a_rank_that_works_on_its_part_is_not_named(ranks: Pool) -> None:
 
 
 def loading_alone(rank: int, size: int, where: str) -> Any:
-    """Rank 0 loads, then unshards; the other one comes only because it is named."""
+    """Rank 0 loads, then unshards. The other one arrives only because it is named."""
     torch.manual_seed(0)
     store, model = casckpt.open(where), nn.Linear(2, 2)
     casckpt.save_model_and_optim_state(store, model, run="r", step=1)
@@ -185,7 +185,7 @@ def test_a_sign_of_life_carries_a_warning_and_is_not_a_message() -> None:
 
 
 def met(store: Any, size: int, *, here: range | list[int], seconds: float = 60, **problems: str) -> list[Any]:
-    """How it ends for each rank of ``here``, which come at the same time."""
+    """Return the outcome for each rank of ``here``, which arrive at the same time."""
 
     def come(rank: int) -> Any:
         return outcome_of(lambda: Meeting(store, rank, size).come("start", seconds, problems.get(f"of_{rank}", "")))
@@ -221,7 +221,7 @@ def test_an_absent_rank_is_reported_before_an_error_of_another() -> None:
 
 
 class _Counting:
-    """A store that lacks some keys, and counts questions."""
+    """A store that lacks some keys, and counts requests."""
 
     def __init__(self, lacks: set[str]) -> None:
         self.lacks, self.asked = lacks, 0
@@ -238,7 +238,7 @@ def test_few_absent_ranks_of_many_are_found_with_few_requests() -> None:
 
 
 def test_a_failed_rank_stays_until_the_others_know_the_error() -> None:
-    """The store may be gone with it."""
+    """The store may end with the rank."""
     store = HashStore()
     failed = met(store, 3, here=[0, 1], seconds=0.05)
     assert [error.rank for error in failed] == [2, 2]
@@ -260,7 +260,7 @@ def test_rank_0_is_named_without_the_rendezvous_store() -> None:
 
 
 def dying_early(rank: int, size: int, *, connecting: bool) -> Any:
-    """The last rank dies before its first call, or in it: when it is about to connect."""
+    """The last rank dies before its first call, or in it when it connects."""
     waiting.HEARD_SECONDS = 1
     if rank == size - 1 and not connecting:
         die()
@@ -285,7 +285,7 @@ def test_a_rank_that_dies_before_or_while_it_connects_is_named(ranks: Pool, *, c
 
 
 def without_interface(rank: int, size: int) -> Any:
-    """Rank 1 has none of that name; then it does as the error says."""
+    """Rank 1 has no interface of that name. Then it follows the error's advice."""
     before = os.environ.pop("GLOO_SOCKET_IFNAME", None)
     if rank == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "nonexistent0"
@@ -309,7 +309,7 @@ def test_a_gloo_that_cannot_start_is_reported_on_all_ranks(ranks: Pool) -> None:
 
 
 def coming_late(rank: int, size: int) -> Any:
-    """Rank 1 comes when the others have given up."""
+    """Rank 1 arrives when the others have given up."""
     waiting.HEARD_SECONDS = 1
     if rank == 1:
         wait_for("given up")
@@ -326,7 +326,7 @@ def test_a_late_rank_takes_part_in_the_next_call(ranks: Pool) -> None:
 
 
 class _Forwarding:
-    """A group that reconnects, as programs that move models between GPUs have it."""
+    """A group that reconnects, as in programs that move models between GPUs."""
 
     def __init__(self, group: Any) -> None:
         self._group = group

@@ -1,4 +1,4 @@
-"""Ranks that die or stall are named."""
+"""Errors name the ranks that died or hang."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHORT = 5.0  # seconds until a stalled rank is given up on
 
 
 def total(ranks: Ranks) -> int:
-    """An exchange in which nothing goes wrong."""
+    """An exchange without a failure."""
     return ranks.exchange(lambda: ranks.rank, lambda values: everyone(sum(values), ranks.size))
 
 
@@ -95,7 +95,7 @@ def _die_when_told() -> None:
 
 
 def survivors(outcomes: Sequence[Outcome], who: int) -> list[Any]:
-    """What the others returned, after a look at who died."""
+    """Return the results of the other ranks, after a check that ``who`` died."""
     assert [outcome.died for outcome in outcomes] == [-9 if rank == who else None for rank in range(len(outcomes))]
     assert all(outcome.ok for rank, outcome in enumerate(outcomes) if rank != who), outcomes
     return [outcome.value for rank, outcome in enumerate(outcomes) if rank != who]
@@ -155,7 +155,7 @@ def test_the_first_of_two_dead_ranks_is_named(ranks: Pool) -> None:
 
 
 def stalling(rank: int, size: int, who: int, phase: str = "call") -> Any:
-    """``who`` does not answer until the others have given up; then all of them try again."""
+    """``who`` does not answer until the others have given up. Then all of them try again."""
     module.MARGIN = timedelta(0)
     wire.WORD_SECONDS = 1
     ranks = open_ranks()

@@ -1,4 +1,4 @@
-"""What several tests of saves and loads begin with."""
+"""Fixtures of several tests of saves and loads."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def unheard(rank: int, size: int, path: Path) -> Any:
-    """Rank 0 hears of the failure, rank 1 does not."""
+    """Rank 0 learns of the failure, rank 1 does not."""
     store, faults = watched(path)
     state = spread({"w": numbers("w", 64, 100)}, line(size), [Shard(0)])
     store.warm_up(state)
@@ -49,7 +49,7 @@ def test_a_failure_unknown_to_a_rank_stops_the_next_save_on_all(ranks: Pool, pat
 
 
 def wrong_on_one(rank: int, size: int, path: Path) -> Any:
-    """Rank 1 gives what no save takes: as a metric, then in the state."""
+    """Rank 1 passes an unusable value: as a metric, then in the state."""
     store = casckpt.open(path)
     state = spread({"w": numbers("w", 64, 100)}, line(size), [Shard(0)])
     metrics: Any = {"loss": "low"} if rank == 1 else None

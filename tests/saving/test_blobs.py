@@ -72,7 +72,7 @@ def large(folder: Path) -> Store:
 
 
 def branches_of_blobs(store: Store, ref: str) -> dict[str, set[str]]:
-    """The branches of the state that each blob of a checkpoint has cells of."""
+    """Return the branches of the state with cells in each blob."""
     manifest = manifests.get(store.repository, store.get(ref).commit)
     found: dict[str, set[str]] = {}
     for entry in manifest.entries:
@@ -86,7 +86,7 @@ MIB = 256  # cells
 
 
 def test_branches_of_a_state_have_their_own_blobs(tmp_path: Path) -> None:
-    """But for small ones, which share one of at most 1 MiB."""
+    """Small branches share one blob of at most 1 MiB."""
     store, step = large(tmp_path / "store"), torch.arange(10)
     state = {
         "model": {f"w{i}": cells(3.3 * MIB) for i in range(4)},
@@ -117,7 +117,7 @@ def test_a_small_state_is_one_blob(tmp_path: Path) -> None:
 
 
 def test_padding_has_room_in_a_blob(tmp_path: Path) -> None:
-    """Fifteen such cells have, without it, just less than a blob may hold."""
+    """Without padding, fifteen such cells have just less than the maximum size of a blob."""
     store = Store(Repository(LocalStore(tmp_path / "store")))
     store.create(cell_bytes=128 << 10, blob_bytes=1 << 20)
     state = {f"m.{i}": torch.full((69_633,), i, dtype=torch.uint8) for i in range(40)}
@@ -188,7 +188,7 @@ def test_equal_cells_make_equal_blobs(store: Store, tmp_path: Path) -> None:
 
 
 def test_blobs_are_filled(store: Store) -> None:
-    """But for the last one of each worker they are at least three quarters full."""
+    """All blobs but the last one of each worker are at least three quarters full."""
     state = {f"w{i}": cells(3.3) for i in range(60)}
     store.save(state, step=1, threads=1)
     sizes = sorted(data_of(store, key) for key in blob_keys(store))

@@ -40,7 +40,7 @@ def weights(seed: int = 0, numel: int = NUMEL, dtype: torch.dtype = torch.bfloat
 
 
 def stepped(tensor: torch.Tensor, step: int, share: float = 0.01) -> torch.Tensor:
-    """What a step of a training makes of it: some elements are another number, next to the one before."""
+    """Return the state after a training step: some elements change to an adjacent number."""
     bits = tensor.clone().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
     generator = torch.Generator().manual_seed(step)
     at = torch.randperm(bits.numel(), generator=generator)[: max(1, int(share * bits.numel()))]
@@ -49,7 +49,7 @@ def stepped(tensor: torch.Tensor, step: int, share: float = 0.01) -> torch.Tenso
 
 
 def versions(count: int, **more: Any) -> list[dict[str, Any]]:
-    """Of a state of which only "w" changes, and "n" a little."""
+    """Versions of a state in which only "w" changes, and "n" a little."""
     state: dict[str, Any] = {"w": weights(), "still": weights(1), "n": torch.arange(5), **more}
     found = [state]
     for step in range(1, count):
@@ -59,14 +59,14 @@ def versions(count: int, **more: Any) -> list[dict[str, Any]]:
 
 
 def links(store: Store, ref: str, key: str = "w") -> list[int]:
-    """How many bases the cells of a tensor have."""
+    """Return the number of bases of each cell of a tensor."""
     manifest = manifests.get(store.repository, store.get(ref).commit)
     entry = next(entry for entry in manifest.entries if entry.key == key)
     return [len(list(cell.chain)) - 1 for cell in manifest.extents(entry).stored_cells()]
 
 
 def check(store: Store, states: list[dict[str, Any]]) -> None:
-    """Each version is what was saved, for who opens the store anew."""
+    """Check that each version loads unchanged from a newly opened store."""
     for step, state in enumerate(states):
         assert same_state(reopened(store).read(f"default@{step}"), state), step
 
@@ -87,7 +87,7 @@ def test_versions_store_changes_and_load_exactly(store: Store) -> None:
 
 
 def test_bytes_reused_are_those_not_stored_again(store: Store) -> None:
-    """Not what was saved by telling only what changed."""
+    """It excludes cells that were saved as deltas."""
     states = versions(3, tied=weights(1))
     stats = [store.save(state, step=step, compress="auto").stats for step, state in enumerate(states)]
     still, n = states[0]["still"].nbytes, states[0]["n"].nbytes
@@ -135,7 +135,7 @@ def test_over_a_network_only_cells_in_memory_are_bases() -> None:
 
 
 def test_cells_in_memory_are_bases_only_if_the_parent_has_them(store: Store) -> None:
-    """After a run that was rolled back, a save that failed, one of another process, and one of another run."""
+    """After a rollback, a failed save, a save of another process, and a save of another run."""
     states = versions(9)
     for step in (0, 1, 2):
         store.save(states[step], step=step, compress="auto")
@@ -181,7 +181,7 @@ def test_a_frame_that_decodes_to_something_else_is_not_stored(
 
 @pytest.mark.parametrize("lost", [0, -1])
 def test_a_missing_cell_is_not_a_base(store: Store, lost: int) -> None:
-    """``lost``: the blob of the newest version's frames, or of the key."""
+    """``lost``: the blob of the newest version's frames, or of the first frame."""
     states = versions(4)
     for step in range(3):
         store.save(states[step], step=step, compress="auto")
@@ -256,7 +256,7 @@ def test_noise_of_few_cells_is_stored_raw_without_extra_memory(store: Store) -> 
 
 
 def test_frozen_tensors_are_bases_only_by_their_bytes(store: Store) -> None:
-    """What was declared frozen, and changed where nobody looked, is not what the manifest says."""
+    """A tensor that was declared frozen but changed between samples differs from the manifest."""
     states = versions(3)
     store.save(states[0], step=0, compress="auto")
     store.save(states[1], step=1, compress="auto", frozen=["w"])
@@ -281,7 +281,7 @@ def test_a_missing_cell_is_not_a_base_though_its_bytes_are_in_memory(store: Stor
 
 
 def test_blobs_of_frames_are_never_worn(store: Store) -> None:
-    """To leave one would take all of its cells whole."""
+    """A new blob would need all of its cells raw."""
     states = versions(4)
     for step, state in enumerate(states):
         more = {f"x{n}": stepped(weights(50 + n, CELL), step) for n in range(30)} if step < 2 else {}
@@ -295,7 +295,7 @@ def test_blobs_of_frames_are_never_worn(store: Store) -> None:
 
 
 def first(call: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, but the first time ``then``."""
+    """``call``, but ``then`` runs at the first call."""
     calls = iter([then])
 
     def called(*given: Any) -> Any:
@@ -338,7 +338,7 @@ def save_version(rank: int, size: int, url: str, step: int, spread_by: Callable[
 
 
 def test_deltas_continue_with_other_ranks_and_columns(ranks: Pool, tmp_path: Path) -> None:
-    """By rows on 2 ranks, then 4, by columns on 2, and 1: whatever has the cells of before goes on, all is right."""
+    """By rows on 2 ranks, then 4, by columns on 2, and 1. The result is always correct."""
     url = small_folder(tmp_path / "s").url
     written = [
         ranks.run(size, save_version, url, step, by)[0]
@@ -351,7 +351,7 @@ def test_deltas_continue_with_other_ranks_and_columns(ranks: Pool, tmp_path: Pat
 
 
 def test_repacking_copies_keep_frames_unchanged(store: Store, tmp_path: Path) -> None:
-    """Into another store, and in place: nothing grows, every version is what it was."""
+    """Into another store, and in place: nothing grows, and every version is unchanged."""
     states = versions(6, big=weights(4))
     for step, state in enumerate(states):
         store.save(state, step=step, compress="auto")

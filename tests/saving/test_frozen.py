@@ -1,4 +1,4 @@
-"""Frozen tensors are reused on the word of the user, after a sample was compared."""
+"""A save reuses frozen tensors without a full comparison, after it compares a sample."""
 
 from __future__ import annotations
 

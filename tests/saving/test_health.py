@@ -1,4 +1,4 @@
-"""Health that a save finds: NaN, infinities, largest values; of changed cells, and on all ranks."""
+"""Health in a save: NaN, infinities and largest values of changed cells on all ranks."""
 
 from __future__ import annotations
 
@@ -209,5 +209,5 @@ def test_health_is_the_same_across_topologies(ranks: Pool, path: Path, seed: int
 
 
 def in_parts(tensor: torch.Tensor) -> TensorHealth:
-    """Of complex numbers each part is an element."""
+    """Each part of a complex number counts as an element."""
     return expected([torch.view_as_real(tensor) if tensor.is_complex() else tensor])

@@ -56,7 +56,7 @@ def wanted(tensors: dict[str, torch.Tensor]) -> dict[str, TensorHealth]:
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of each cell that is looked at."""
+    """Return the bytes of each scanned cell."""
     found: list[int] = []
 
     def counting(dtype: str, data: memoryview) -> CellHealth:

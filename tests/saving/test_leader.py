@@ -13,7 +13,7 @@ from tests.support.saves import cells, same_state, small
 
 
 def test_the_log_of_the_parent_is_read_after_begin_and_before_the_first_upload() -> None:
-    """What is live then, and the transaction is seen by every gc that might think otherwise."""
+    """The parent is live at that time, and every gc that could purge it sees the transaction."""
     storage = FaultyStore(memory(near=False))
     store = small(storage)
     parent = store.save({"w": cells(3)}, step=1)
@@ -43,7 +43,7 @@ def test_a_save_never_lists_all_commits() -> None:
 def test_written_bytes_are_the_hashed_bytes_though_the_tensor_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever goes on training too early gets numbers of two steps, but no cell that never can be read again."""
+    """A program that trains on too early mixes two steps, but every cell stays readable."""
     copy_out = TensorMemory.copy_out
 
     def then_train(self: TensorMemory, lo: int, hi: int, buffer: memoryview) -> None:
@@ -62,7 +62,7 @@ def test_written_bytes_are_the_hashed_bytes_though_the_tensor_changes(
 
 @pytest.mark.parametrize("newest", [False, True])
 def test_cells_of_a_purged_checkpoint_are_not_reused(newest: bool) -> None:
-    """Its blobs may be gone by the time of the commit."""
+    """Its blobs may be deleted before the commit."""
     store = small(memory(near=False))
     state = {"w": cells(3)}
     if newest:

@@ -44,7 +44,7 @@ def test_a_save_without_pickles_logs_nothing(store: casckpt.Store, caplog: pytes
 
 
 class Settings(dict[str, int]):
-    """A dict of its own kind."""
+    """A subclass of dict."""
 
 
 def test_the_lost_class_of_a_mapping_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

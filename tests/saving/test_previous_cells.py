@@ -30,7 +30,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 def test_an_older_version_matches_its_manifest_or_is_not_used() -> None:
-    """A run that was rolled back may come to the same version by another way, in another process."""
+    """A run that was rolled back may reach the same version in another way, in another process."""
     first, second = (bytearray(bytes_of(one)) for one in (weights(numel=CELL), stepped(weights(numel=CELL), 1)))
     frame = encode_delta(memoryview(second), 2, memoryview(first))
     assert frame is not None
@@ -45,7 +45,7 @@ def test_an_older_version_matches_its_manifest_or_is_not_used() -> None:
 
 
 def test_simultaneous_saves_of_a_run_do_not_share_kept_cells(store: Store) -> None:
-    """The second one begins, with the same parent, and ends while the first one encodes a cell."""
+    """The second one has the same parent. It begins and ends while the first one encodes a cell."""
     states, encode = versions(4), encode_delta
     store.save(states[0], step=0, compress="auto")
     other = states[0] | {"w": stepped(states[0]["w"], 77)}

@@ -1,4 +1,4 @@
-"""Values that several ranks hold whole: each save compares them, and never joins different ones."""
+"""Values that several ranks hold whole: each save compares them, and never mixes different ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def path(tmp_path: Path) -> Path:
 
 
 class Heard(logging.Handler):
-    """The warnings of a job."""
+    """Collects the warnings of a job."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -50,13 +50,13 @@ class Heard(logging.Handler):
         self.texts.append(record.getMessage())
 
     def taken(self) -> list[str]:
-        """What was heard since the last call."""
+        """Return the warnings since the last call."""
         found, self.texts = self.texts, []
         return found
 
 
 def noted(store: Store, ref: str) -> list[str]:
-    """The keys that a checkpoint names as differing."""
+    """Return the keys that a checkpoint marks as differing."""
     note = manifests.get(store.repository, store.get(ref).commit).body.notes.get(REPLICAS_NOTE)
     return [] if note is None else list(plain.decode(note))
 
@@ -65,7 +65,7 @@ def noted(store: Store, ref: str) -> list[str]:
 
 
 class Experts(nn.Module):
-    """A layer that all ranks hold alike, and one that each has for itself."""
+    """A layer that is equal on all ranks, and one that each rank has for itself."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def save_experts(rank: int, size: int, path: Path, way: str) -> Any:
 
 
 def text_of(call: Callable[[], Any]) -> str:
-    """What the call raises, and why: DCP's error is no Exception."""
+    """Return the error of the call and its causes. DCP's error is not an Exception."""
     try:
         call()
     except BaseException as error:  # noqa: BLE001
@@ -190,7 +190,7 @@ def test_a_run_with_drifting_replicas_continues_with_one_warning(ranks: Pool, pa
 
 
 def diverging(rank: int, size: int, path: Path) -> Any:
-    """Alike in the first save, and something else altogether in the second, by another handle and group."""
+    """Equal in the first save and different in the second, with another handle and group."""
     state = {"w": nn.Parameter(numbers("w", 3000))}
     casckpt.open(path).save(state, run="a", step=1)
     if rank:
@@ -227,7 +227,7 @@ def test_a_difference_is_reported_with_the_first_save_of_it(ranks: Pool, path: P
 
 
 def drifted_elsewhere(rank: int, size: int, path: Path) -> list[tuple[list[str], int]]:
-    """The same, then drifted, twice: through DCP and Megatron's way, by writers that are made anew for each save."""
+    """Equal, then drifted twice, through DCP and Megatron, with new writers for each save."""
     found, heard = [], Heard()
     for run in ("dcp", "megatron"):
         for step in range(3):
@@ -252,7 +252,7 @@ def test_dcp_and_megatron_name_drifted_keys(ranks: Pool, path: Path) -> None:
 
 
 def counted(rank: int, size: int, path: Path) -> tuple[int, int]:
-    """How many tensors a save samples, where there are parameters, single numbers and what one rank has alone."""
+    """Return the number of tensors that a save samples among parameters, numbers and values of one rank."""
     store = casckpt.open(path)
     state: dict[str, Any] = {f"w{i}": nn.Parameter(torch.ones(20)) for i in range(10)} | {f"only {rank}": torch.ones(5)}
     state |= {f"step{i}": torch.tensor(3.0) for i in range(10)}
@@ -298,7 +298,7 @@ def test_one_changed_element_is_found_within_64_saves_per_holder(
 
 
 def small(rank: int, size: int, path: Path) -> list[str]:
-    """Vectors of few elements, of which the last one differs: the difference is that of all of their elements."""
+    """Short vectors whose last element differs. The reported difference is over all their elements."""
     found = []
     for count in (2, 5, 15, 16):
         data = torch.ones(count)

@@ -41,7 +41,7 @@ def manifest_of(store: Store, ref: str) -> Manifest:
 
 
 def saved(store: Store, state: Any, step: int, **options: Any) -> int:
-    """Bytes of the blobs that a save wrote: as it says, and as the storage says."""
+    """Check that a save and the storage agree on the bytes of written blobs, and return them."""
     before = {key: store.repository.storage.size(key) or 0 for key in blob_keys(store)}
     with counted(store) as io:
         stats = store.save(state, step=step, **options).stats
@@ -206,7 +206,7 @@ def test_overlapping_flat_parts_do_not_confuse_the_next_save() -> None:
 
 
 def test_a_store_with_other_cell_sizes_is_not_followed() -> None:
-    """As after a copy into a store with other sizes: its cells do not fit the table, so they are cut anew."""
+    """After a copy into a store with other cell sizes, the cells are cut again."""
     store, state = small(cell_bytes=16 << 10), {"w": cells(64)}
     store.save(state, step=1)
     store.repository._marker = None
@@ -219,11 +219,11 @@ def test_a_store_with_other_cell_sizes_is_not_followed() -> None:
 
 
 class TestWorn:
-    """Blobs of which little is used are left behind, so that space stays bounded without any repacking."""
+    """A save leaves blobs of which little is used, so that space stays bounded without repacking."""
 
     @staticmethod
     def live(store: Store, step: int) -> tuple[int, int]:
-        """(bytes of data in the blobs that a checkpoint names, bytes that it uses)."""
+        """Return (bytes of data in the blobs that a checkpoint names, bytes that it uses)."""
         manifest = manifest_of(store, f"default@{step}")
         held = sum(most_data(size) for size in manifest.blob_sizes)
         return held, sum(entry.nbytes for entry in manifest.entries)
@@ -246,7 +246,7 @@ class TestWorn:
         assert same_state(store.read("default@24"), state)
 
     def test_the_worst_pattern_of_changes_needs_bounded_space(self) -> None:
-        """Keep half of each blob; then change all but one cell of each, all at once."""
+        """Keep half of each blob. Then change all but one cell of each at once."""
         store, per = small(), BLOB // CELL
         state = {f"w{i}": cells(per) for i in range(6)}
         store.save(state, step=0)
@@ -302,7 +302,7 @@ class TestWorn:
 
 
 class TestDamage:
-    """What is damaged is not built upon; the save goes on without it."""
+    """A save does not reuse damaged data. It continues without it."""
 
     def test_a_damaged_parent_manifest_only_prevents_reuse(
         self, store: Store, caplog: pytest.LogCaptureFixture
@@ -333,7 +333,7 @@ class TestDamage:
     def test_cells_of_a_missing_or_short_blob_are_stored_again(
         self, store: Store, damage: str, first_changed: bool, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Also where the first cell of a tensor changed, so that the others are found while they are packed."""
+        """Even if the first cell of a tensor changed, so that the others are found while they are packed."""
         state = {"w": cells(40), "t": cells(20).view(64, -1).t()}
         store.save(state, step=1)
         lost = _ref(store, blob_keys(store)[0])
@@ -392,7 +392,7 @@ def _damage(store: Store, ref: BlobRef, how: str) -> None:
 
 
 def test_digests_decide_about_reuse_and_times_do_not(tmp_path: Path) -> None:
-    """A tensor that was changed and changed back is what it was."""
+    """A tensor that changed and changed back is reused."""
     store, weight = small_folder(tmp_path / "s"), cells(4)
     store.save({"w": weight}, step=1)
     kept = weight.clone()

@@ -35,19 +35,19 @@ def nbytes(tensors: dict[str, Any]) -> int:
 
 @pytest.fixture
 def storage() -> FarStore:
-    """Over a network, from where nothing is read to save."""
+    """A remote storage, from which a save reads nothing."""
     found = far()
     small(found).change_settings(compress="auto")
     return found
 
 
 def here(storage: FarStore) -> Store:
-    """The store, opened anew."""
+    """The store, opened again."""
     return Store(Repository(storage))
 
 
 def check(storage: FarStore, run: str = "default", first: int = 0) -> None:
-    """Each version is what was saved, and all but the ``first`` were told from others."""
+    """Check that each version loads unchanged, and that all but the ``first`` are coded."""
     store = here(storage)
     for step in range(STEPS):
         assert same_state(store.read(f"{run}@{step}"), state(step)), step
@@ -60,7 +60,7 @@ def by_save(storage: FarStore, step: int) -> None:
 
 
 def by_turns(storage: FarStore, step: int) -> None:
-    """At once, and in the background."""
+    """In the foreground and in the background."""
     if step % 2:
         here(storage).save_async(state(step), step=step).result()
     else:
@@ -96,7 +96,7 @@ def test_a_trainer_over_a_network_encodes_deltas(storage: FarStore) -> None:
 
 
 def test_a_pickled_writer_continues(tmp_path: Any) -> None:
-    """As each save of DCP in a process of its own has one."""
+    """Each DCP save in a separate process has one."""
     store = small()
     for step in range(STEPS):
         writer = StorageWriter(store, step=step, compress="auto")

@@ -1,4 +1,4 @@
-"""What tests of a storage in a folder begin with."""
+"""Fixtures of tests of a storage in a folder."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 
 from casckpt.storage.local.store import LocalStore
 
-# Looked at when gcsfs is imported, so before any test: it would ask an interface that the imitation lacks, what kind of
-# bucket this is, for minutes.
+# gcsfs reads this when it is imported, so it must be set before any test. Otherwise gcsfs would spend minutes asking
+# for the kind of bucket, which the imitation does not support.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
-    """A folder that is not there yet."""
+    """A folder that does not exist yet."""
     return LocalStore(tmp_path / "new" / "store")

@@ -1,7 +1,7 @@
-"""What every storage must keep: one suite that each of them runs, looking behind its back.
+"""The contract of every storage: one suite that each of them runs, with direct access to the objects.
 
-A subclass gives two fixtures: ``storage``, an empty one, and ``peek``, which reads an object (None: there is none)
-without the storage. `SharedContract` is for those that other processes can reach.
+A subclass gives two fixtures: ``storage``, an empty one, and ``peek``, which reads an object (None: missing) without
+the storage. `SharedContract` is for storages that other processes can reach.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OBJECT = "objects/x/a.safetensors"
 
 
 def of_each_size(choices: list[Any]) -> list[Any]:
-    """Each size, with one of both by turns; with the other one, too, with --full."""
+    """Each size, with the two options in turn. With --full, with both."""
     return [
         pytest.param(size, choices[which], marks=[pytest.mark.soak] * ((number + which) % 2))
         for number, size in enumerate(SIZES)
@@ -40,7 +40,7 @@ def of_each_size(choices: list[Any]) -> list[Any]:
 
 
 def noise(size: int, seed: int = 0) -> bytes:
-    """Bytes that no other seed gives."""
+    """Return bytes that depend on the seed."""
     return np.random.default_rng(seed).bytes(size)
 
 
@@ -271,7 +271,7 @@ class StorageContract:
         storage.delete("never/was")
 
     def test_an_open_reader_does_not_mix_objects(self, storage: ObjectStore) -> None:
-        """After a delete it reads what it read before, or fails; never what came later."""
+        """After a delete it reads the old bytes or fails. It never reads a later object."""
         storage.put("a", b"old")
         buffer = bytearray(3)
         with storage.open("a") as reader:

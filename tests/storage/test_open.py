@@ -1,4 +1,4 @@
-"""Places that name a storage."""
+"""Paths and URLs that name a storage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_paths_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("url", ["s3://bucket/x", "gs://bucket", "memory://x", "file:///x"])
 def test_a_path_made_of_a_url_is_refused(url: str) -> None:
-    """pathlib takes a slash away; a job that meant a bucket would save into the folder ``s3:`` and not know."""
+    """pathlib removes a slash. A job would silently save into the folder ``s3:`` instead of a bucket."""
     for path in (Path(url), str(Path(url))):
         with pytest.raises(InvalidInput, match="lost a slash"):
             open_storage(path)

@@ -108,7 +108,7 @@ def test_exactly_one_of_several_creators_of_a_record_wins(ranks: Pool, place: Re
 
 
 def save_one_step(rank: int, size: int, place: RemoteLocation, cache: Path) -> Any:
-    """Save the same run and step as all others, and say what there is then."""
+    """Save the same run and step as all others, and return the visible checkpoints."""
     store = opened(place, cache / str(rank))
     dist.barrier()
     mine = outcome_of(lambda: store.save({"w": cells(2, seed=rank)}, run="r", step=1, no_dist=True).id)
@@ -215,7 +215,7 @@ def test_a_gc_waits_for_a_save_that_has_uploaded(place: RemoteLocation, tmp_path
 
 
 def test_a_gc_keeps_checkpoints_committed_meanwhile(place: RemoteLocation, tmp_path: Path) -> None:
-    """The save commits between the gc's look at commits and its look at transactions."""
+    """The save commits between the gc's listing of commits and its listing of transactions."""
     with_garbage(place, tmp_path / "gc")
     held = Held(place, tmp_path / "save")
     storage = FaultyStore(RemoteStore(place), [call_first("list", lambda _: held.go(), key="transactions/")])
@@ -240,7 +240,7 @@ def test_a_server_killed_during_a_save_leaves_nothing_half_visible(mortal: Serve
     with Proxy(mortal.endpoint) as proxy:
         store = impatient(mortal, proxy, bucket, tmp_path / "cache", Backoff(attempts=3, first=0.01))
         store.save(state(0), step=0)
-        # the server lists before it reads again: whoever looks after a restart has to ask for some seconds
+        # the server lists before it reads again, so a check after a restart must retry for some seconds
         patient = impatient(mortal, proxy, bucket, tmp_path / "cache", Backoff())
         for step, number in enumerate((2, 9, 12, 15) if full else (9, 15), start=1):
             proxy.at(number, mortal.kill)
@@ -283,7 +283,7 @@ def test_a_save_survives_a_restart_of_the_server(mortal: Server, tmp_path: Path,
         assert not store.verify().is_damaged
 
 
-# what a load costs
+# the requests of a load
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -326,7 +326,7 @@ def test_loading_an_eighth_of_a_checkpoint_reads_an_eighth(
     assert len({one.path for one in gets}) == len({batch.blob for batch in planned})
     moved = sum(batch.nbytes for batch in planned)
     assert moved <= 1.05 * nbytes + (2 * MIB * count if verify else 0)
-    # as few as can be: pieces of 8 MiB, and one more where a range goes on in another blob
+    # the minimum: pieces of 8 MiB, and one more where a range continues in another blob
     assert len(gets) <= count * (-(-part * 65536 // (8 * MIB)) + 1) + len({batch.blob for batch in planned})
 
 

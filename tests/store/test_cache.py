@@ -172,7 +172,7 @@ def test_prefetch_reports_damage_before_the_load(store: Store) -> None:
 def test_damage_outside_the_wanted_part_does_not_stop_a_load(
     store: Store, storage: FarStore, state: dict[str, Any]
 ) -> None:
-    """The header of a blob is read by nobody who loads."""
+    """A load does not read the header of a blob."""
     for key in blob_keys(store):
         flip(store, key, 3000)
     assert same_state(store.read("latest"), state)

@@ -37,7 +37,7 @@ def saved(store: Store, *, more: int = STEPS) -> Store:
 
 
 def check(store: Store, wanted: list[int]) -> None:
-    """Just these are visible, whole and proved."""
+    """Check that exactly these are visible, whole and verified."""
     found = reopened(store)
     assert [step for _, step in steps(found)] == wanted
     assert all(same_state(found.read(f"default@{step}"), state(step)) for step in wanted)
@@ -80,7 +80,7 @@ def test_a_gc_of_delta_checkpoints_may_be_killed_anywhere(
 def test_a_copy_of_a_delta_checkpoint_includes_its_bases(
     objects: dict[str, bytes], way: str, seed: int, full: bool
 ) -> None:
-    """It alone, into an empty store, cut off anywhere: whole or not there, and the next copy ends it."""
+    """Alone, into an empty store, interrupted at any call: it is whole or absent, and the next copy completes it."""
     stride = 1 if full else 3
     source, at, ended = Store(Repository(again(objects))), seed % stride, False
     while not ended:
@@ -114,7 +114,7 @@ def test_a_prefetch_fetches_everything_that_a_load_needs(objects: dict[str, byte
 
 
 def test_thinned_checkpoints_keep_bases_of_their_weights() -> None:
-    """And nothing of what was left out."""
+    """And no other bases."""
     store = small(memory())
     for step in range(STEPS):
         store.save({"model": state(step), "optim": {"w": trained(30, step, seed=9)}}, step=step, compress="auto")
@@ -135,7 +135,7 @@ def test_thinned_checkpoints_keep_bases_of_their_weights() -> None:
 
 @pytest.mark.parametrize("at", [1, 3, 6, 10])
 def test_a_mirror_follows_saves_of_deltas(tmp_path: Path, at: int) -> None:
-    """What it shows is whole, though it failed in between; what is not safe there is not purged here."""
+    """Its visible checkpoints are whole even after failures. The store purges only checkpoints that are safe there."""
     link = FaultyStore(LocalStore(tmp_path / "away"))
     small_folder(tmp_path / "store")
     store = casckpt.open(tmp_path / "store", mirror=Store(Repository(link)))
@@ -193,7 +193,7 @@ def caught_up(storage: ObjectStore, away: ObjectStore) -> None:
 
 
 def steps_of(storage: ObjectStore) -> list[int]:
-    """What is visible, all of it whole and proved."""
+    """Return the steps of the visible checkpoints, each whole and verified."""
     store = Store(Repository(storage))
     found = [step for _, step in steps(store)] if store.repository.exists() else []
     if found:

@@ -23,7 +23,7 @@ W, B = CELL * CELLS, 40  # bytes of the two tensors
 
 
 class Meter:
-    """A small store, and what passed through the hash and through copies on the way to it and from it."""
+    """A small store that counts the bytes that were hashed and copied."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.storage = LocalStore(folder)
@@ -48,7 +48,7 @@ class Meter:
         return copy
 
     def of(self, call: Callable[[], Any]) -> dict[str, int]:
-        """What one call costs."""
+        """Return the cost of one call."""
         before = asdict(self.storage.counts)
         self.hashed = self.copied = 0
         call()
@@ -139,7 +139,7 @@ def test_a_second_look_costs_one_listing(meter: Meter) -> None:
 
 @pytest.mark.parametrize("ref", ["default@latest", "default@0"])
 def test_finding_a_checkpoint_costs_four_small_reads(meter: Meter, ref: str) -> None:
-    """What was announced last, and what may be next; the record of the commit, and what may be next."""
+    """The last announcement and the next free number; the commit record and the next free number."""
     meter.store.save(state(), step=0)
     cost = meter.of(lambda: meter.store.get(ref))
     assert part(cost, "requests", "reads") == (4, 4)

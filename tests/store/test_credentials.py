@@ -53,7 +53,7 @@ def test_a_save_survives_expiring_credentials(code: str, moto_server: Server, tm
 
 
 def test_readers_need_only_read_rights(moto_server: Server, tmp_path: Path) -> None:
-    """Reads write nothing at all; a save says what is not allowed."""
+    """Reads write nothing, and a save names the missing right."""
     bucket = moto_server.new_bucket()
     with Proxy(moto_server.endpoint) as proxy:
         mine = impatient(moto_server, proxy, bucket, tmp_path / "mine", Backoff())

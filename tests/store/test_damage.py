@@ -223,7 +223,7 @@ SECTIONS = ("index", "places", "blobs", "cells", "rows")
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_flipped_byte_in_a_section_of_a_manifest_is_noticed(store: Store, section: str) -> None:
-    """It is named for what it is, what it does not hit is loaded, and a gc stops only where it cannot know."""
+    """The error names the damage, unaffected entries load, and gc stops only where it cannot decide."""
     ckpt = store.get("a@2")
     key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
     found = decode_head(content(store, key))[section]
@@ -394,7 +394,7 @@ def _overlapping(table: Table) -> None:
 
 
 def test_extents_that_overlap_across_boxes_do_not_show_foreign_memory() -> None:
-    """Holes that overlaps make up for in number: what would be left of a new tensor is whatever was in memory."""
+    """Overlaps that match holes in number would leave foreign memory in a new tensor."""
     from casckpt.tensors.values import Shard
 
     store, w = small(), torch.ones(4, 4)
@@ -407,7 +407,7 @@ def test_extents_that_overlap_across_boxes_do_not_show_foreign_memory() -> None:
 
 @pytest.mark.in_memory
 def test_random_damage_to_any_object_is_noticed_or_harmless(seed: int) -> None:
-    """Whatever is flipped or cut: a load gives the right bytes or one of our errors, and listing goes on."""
+    """After any flip or truncation a load gives correct bytes or one of our errors, and listings work."""
     rng = random.Random(seed)
     state = {"w": cells(20, seed=1), "x": {"y": torch.arange(300)}, "o": b"z" * 6000}
     made = small()
@@ -439,7 +439,7 @@ def test_the_unchanged_base_of_a_forgery_is_read(long: bool) -> None:
 
 
 def test_a_cell_is_compared_as_a_whole_though_a_load_wants_a_part_of_it(store: Store) -> None:
-    """And what is wrong may lie where nobody looks."""
+    """The damage may lie outside the wanted part."""
     key = key_of(store, "b@1", "own")
     data = bytearray(store.repository.storage.get(key, limit=1 << 20))
     data[DATA_OFFSET + 4000] ^= 1  # of the first cell, of which the first 100 numbers are wanted

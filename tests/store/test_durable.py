@@ -1,4 +1,4 @@
-"""A folder whose names do not become durable: nothing is reported as saved that a power loss may remove."""
+"""A folder whose names do not become durable: no save succeeds that a power loss may remove."""
 
 from __future__ import annotations
 

@@ -53,13 +53,13 @@ class Training:
     after: float = 0.0
 
     def store(self) -> Store:
-        """As a process opens it: what loads read of a bucket is kept on this host."""
+        """The store as a process opens it. This host caches what loads read from a bucket."""
         found = casckpt.open(self.url, storage_options=dict(self.options) or None, cache_dir=self.folder / "host")
         found.create(cell_bytes=CELL, blob_bytes=BLOB)
         return found
 
     def diary(self) -> list[dict[str, Any]]:
-        """Each version that was saved, in whatever attempt."""
+        """Each saved version, in any attempt."""
         return [json.loads(line) for line in (self.folder / "diary").read_text().splitlines()]
 
 
@@ -80,7 +80,7 @@ def network(size: int) -> nn.Module:
 
 
 def weights(net: nn.Module) -> dict[str, DTensor]:
-    """What is saved of a training in float32: as it is used."""
+    """The weights of a float32 training in the dtype of use."""
     return {key: value.detach().to(torch.bfloat16) for key, value in net.state_dict().items()}
 
 
@@ -90,7 +90,7 @@ def digest(state: Mapping[str, DTensor]) -> str:
 
 
 def train(rank: int, size: int, plan: Training) -> None:
-    """Save each version that is not there yet; a training that goes on first makes all steps up to there again."""
+    """Save each missing version. A training that resumes repeats all steps up to there."""
     store, net = plan.store(), network(size)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-6)
     done = max((ckpt.step for ckpt in store.checkpoints()), default=0)
@@ -128,7 +128,7 @@ def save(rank: int, store: Store, plan: Training, step: int, state: dict[str, DT
 
 
 def whole_and_unasked(store: Store, step: int) -> int:
-    """Bytes of cells that a save wrote by themselves, though the version before says that there need be no new key."""
+    """Return the bytes of raw cells for which the previous version required no new key."""
     repo, now = store.repository, store.get(f"default@{step}").commit
     before, after = (manifests.get(repo, one) for one in (store.get(f"default@{step - 1}").commit, now))
     old = {entry.name: before.extents(entry) for entry in before.entries if entry.dtype == "bfloat16"}
@@ -150,7 +150,7 @@ def whole_and_unasked(store: Store, step: int) -> int:
 
 
 def load(rank: int, size: int, plan: Training, steps: list[int]) -> list[dict[int, str]]:
-    """What any number of ranks read, each its rows, and then each its columns."""
+    """Return the reads of any number of ranks, first of rows and then of columns."""
     store, mesh, read = plan.store(), line(size), list[dict[int, str]]()
     for dim in (0, 1):
         read.append({})

@@ -116,7 +116,7 @@ def test_a_commit_with_a_lost_answer_and_a_failed_check_is_found() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_storage_that_fails_from_the_commit_on_is_an_error(kind: str) -> None:
-    """Nobody can say then whether it is visible: an error, and who looks later sees all of it or nothing."""
+    """Its visibility is unknown, so it is an error. Later readers see all of it or nothing."""
     faulty, store = prepared(memory())
     gone = [fail_before(method, times=1000) for method in ("put", "get", "list", "size", "delete")]
     faulty.inject(
@@ -187,7 +187,7 @@ def test_a_storage_error_during_a_lookup_is_raised(method: str) -> None:
 
 
 def revoker(store: Store, faulty: FaultyStore, *, purge: bool = False) -> Callable[[Call], None]:
-    """What a gc does that takes the save for dead: revoke it, and delete all that it uploaded."""
+    """Act as a gc that believes the save dead: revoke it, and delete all its uploads."""
 
     def revoke(_: Call) -> None:
         names = [parse_log(key) for key in faulty.keys("put") if key.startswith("transactions/")]
@@ -221,7 +221,7 @@ def test_a_revoked_save_is_retried_without_reuse(method: str, key: str, caplog: 
 
 
 def test_a_save_revoked_while_its_reused_blobs_are_deleted_is_retried() -> None:
-    """Then what is missing is no damage, and nothing is marked."""
+    """Then missing blobs are not damage, and nothing is marked."""
     faulty, store = prepared(memory())
     faulty.inject(call_first("size", revoker(store, faulty, purge=True), key="objects/*"))
     ckpt = store.save(states()[1], step=2)

@@ -40,7 +40,7 @@ def flat(data: torch.Tensor, shape: tuple[int, ...], *offsets: tuple[int, int], 
 
 
 def rows(rank: int, size: int, data: torch.Tensor) -> ShardedTensor:
-    """Rows of ``WHOLE``, on this rank; the last rank has none."""
+    """Return this rank's rows of ``WHOLE``. The last rank has none."""
     shards = []
     if rank < size - 1:
         height = len(data)

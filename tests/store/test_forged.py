@@ -31,7 +31,7 @@ EVIL = {"model": {"w": torch.full((64, 64), 666.0)}, "optim": {"m": torch.ones(6
 
 
 class Called:
-    """What stands for code that a pickle runs."""
+    """Stands for code that a pickle runs."""
 
     ran = False
 
@@ -61,7 +61,7 @@ def store(tmp_path: Path, alice: Pair) -> Store:
 def open_trusting(
     tmp_path: Path, store: Store, alice: Pair, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[], Store]:
-    """Open the store anew, for what Alice has signed, by somebody who has not seen it yet."""
+    """Open the store again with trust in Alice's signatures and an empty cache."""
     if request.param == "read in parts":
         monkeypatch.setattr(manifests, "WHOLE_BYTES", 0)
     return lambda: casckpt.open(
@@ -91,7 +91,7 @@ def put_instead(store: Store, ref: str, changed: Mapping[str, bytes]) -> None:
 
 
 def forge(store: Store, elsewhere: Path, evil: Mapping[str, Any]) -> None:
-    """Have run@1 consist of what ``evil`` is made of, under the index that it had."""
+    """Give run@1 the content of ``evil`` under its own index."""
     other = small_folder(elsewhere)
     made = other.save(evil, run="run", step=1, allow_pickle=True, health=True)
     for ref in manifests.get(other.repository, made.commit).blobs:

@@ -89,7 +89,7 @@ def faults() -> FaultyStore:
 
 @pytest.fixture
 def store(faults: FaultyStore, tmp_path: Path) -> Store:
-    """run@0, and run@1 told from it, for a host that has read nothing yet."""
+    """run@0, and run@1 coded against it, on a host without a cache."""
     made = small(faults)
     made.save(first(), run="run", step=0)
     made.save(second(), run="run", step=1, compress="always")
@@ -98,7 +98,7 @@ def store(faults: FaultyStore, tmp_path: Path) -> Store:
 
 
 def purge(faults: FaultyStore) -> None:
-    """What a gc on another host does that keeps the newest alone."""
+    """Act as a gc on another host that keeps only the newest."""
     Store(Repository(faults.inner)).gc(keep_last=1, min_age=0, wait=0)
 
 

@@ -1,4 +1,5 @@
-"""A save that is killed at any instant leaves the whole checkpoint or none of it, and nothing that stays in the way."""
+"""A save that is killed at any instant leaves the whole checkpoint or none of it, and nothing that blocks later
+saves."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def test_a_save_killed_at_many_instants_loses_nothing(killed: Path, way: str) ->
 
 @pytest.fixture(scope="module")
 def thinned(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """A folder with a store for each point at which who thinned was killed."""
+    """A folder with a store for each point at which thin was killed."""
     full = bool(request.config.getoption("--full"))
     numbers = [str(100 if full else 8), str(int(request.config.getoption("--hypothesis-seed") or 0))]
     return made_once(tmp_path_factory, "thinned", lambda folder: done(THINS, folder, *numbers))

@@ -122,7 +122,7 @@ def test_leases_leave_one_small_record_behind(store: Store) -> None:
     assert len(list(store.repository.storage.list("tags/"))) == 1
 
 
-# loads that hold what they read
+# loads that hold their checkpoint
 
 
 def empty() -> dict[str, Any]:
@@ -172,7 +172,7 @@ def test_a_load_that_cannot_take_a_lease_fails_before_it_changes_anything(error:
 
 
 def test_a_lease_on_latest_holds_the_latest_at_that_time(store: Store) -> None:
-    """It was forgotten between the look and the lease."""
+    """The checkpoint was forgotten between the listing and the lease."""
     storage = FaultyStore(store.repository.storage)
     reader = small(storage)
 

@@ -28,7 +28,7 @@ Role = Callable[[str], Store]
 
 
 def folder(tmp_path: Path) -> Role:
-    """A folder of whose files a writer removes and replaces none, and a reader makes none."""
+    """A folder in which writers cannot remove or replace files, and readers cannot create any."""
 
     def call(role: str) -> Store:
         refused = {"keeper": (), "writer": ("delete", "replace"), "reader": ("delete", "replace", "put")}[role]
@@ -123,7 +123,7 @@ def test_a_reader_loads_and_changes_nothing(role: Role, tmp_path: Path) -> None:
 
 
 def test_deleted_objects_in_a_versioned_bucket_can_be_recovered(moto_server: Server, tmp_path: Path) -> None:
-    """Somebody with the keeper's rights empties the store; without its markers of deletion it is as it was."""
+    """A keeper deletes everything in the store. Without the delete markers it is unchanged."""
     client, bucket = moto_server.client, "locked"
     client.create_bucket(Bucket=bucket, ObjectLockEnabledForBucket=True)
     rule = {"DefaultRetention": {"Mode": "COMPLIANCE", "Days": 1}}

@@ -25,7 +25,7 @@ SECONDS = 120  # a hung child fails the test
 
 
 def told(code: str, *args: object, status: int = 0) -> str:
-    """What a program that ends with ``status`` has written on stderr."""
+    """Return the stderr of a program that ends with ``status``."""
     command = [sys.executable, "-c", code, *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
     assert done.returncode == status, done.stderr
@@ -216,7 +216,8 @@ def test_an_unreported_failed_last_save_is_logged_at_exit(ended: dict[str, Ended
 
 
 def test_a_deleted_store_is_recreated_by_the_next_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As in a notebook, where the folder is removed and the object stays; else nobody could open the new save."""
+    """As in a notebook whose folder was removed while the object stays. Otherwise no process could open the new
+    save."""
     store = casckpt.open(tmp_path / "store")
     store.create(cell_bytes=8192, blob_bytes=1 << 16)
     store.save({"w": torch.ones(5000)}, step=1)
@@ -248,7 +249,7 @@ def test_a_relative_or_home_cache_folder_is_made_absolute(tmp_path: Path, monkey
 
 
 def test_the_cache_folder_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a program as for the command line; what it says itself counts more, and an empty one says nothing."""
+    """For a program and for the command line. An explicit argument wins, and an empty variable has no effect."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CASCKPT_CACHE_DIR", "there")
     store = casckpt.open(tmp_path / "store")

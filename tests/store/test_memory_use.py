@@ -1,4 +1,4 @@
-"""Saving and loading take a fixed amount of memory beside the state, whatever its size."""
+"""Saves and loads take a fixed amount of memory beside the state, whatever its size."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ def opened(folder: Path, cache: Path) -> Store:
 
 @dataclass
 class User:
-    """Does this and that; ``there`` are steps that nobody may lose: it forgets first, here, and then in the store."""
+    """Acts at random. ``there``: steps that must not be lost. It removes a step here before it forgets it in the
+    store."""
 
     dice: random.Random
     there: set[int] = field(default_factory=set)
@@ -102,7 +103,7 @@ def lives(folder: Path, dice: random.Random) -> tuple[Disk, Path]:
 
 
 def wrongs(folder: Path, cache: Path, there: frozenset[int]) -> list[str]:
-    """What is not as it was promised, in words."""
+    """Return the broken promises in words."""
     found = []
     store = opened(folder, cache)
     visible = {one.step: one for one in store.checkpoints()}
@@ -127,7 +128,7 @@ def wrongs(folder: Path, cache: Path, there: frozenset[int]) -> list[str]:
 
 
 def after_power_was_lost(folder: Path, seed: int) -> list[str]:
-    """What is wrong, of some instants of some lives."""
+    """Return the broken promises at some instants of some lives."""
     dice = random.Random(seed)
     disk, caches = lives(folder, dice)
     found = []

@@ -56,7 +56,7 @@ def test_a_save_ends_when_the_server_falls_silent(after: int, moto_server: Serve
 
 
 def save_on_ranks(rank: int, size: int, options: list[Mapping[str, Any]], bucket: str, cache: Path) -> Any:
-    """What the save of all ranks ends with here; each has its own way to the server."""
+    """Return the outcome of a save of all ranks. Each rank has its own connection to the server."""
     store = opened(options[rank], bucket, cache / str(rank))
     found = outcome_of(lambda: store.save({"own": casckpt.PerRank(cells(40, seed=rank))}, step=1))
     dist.barrier()

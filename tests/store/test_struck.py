@@ -35,7 +35,7 @@ CAN_END = {
 
 @pytest.fixture(scope="module", params=["folders", pytest.param("buckets", marks=pytest.mark.soak)])
 def struck(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Point:
-    """What everything began with; beside it, a point for each call at which something was killed or stopped."""
+    """The initial state, and a point for each call at which a process was killed or stopped."""
     seed = str(int(request.config.getoption("--hypothesis-seed") or 0))
     bucket, points = None, 0 if request.config.getoption("--full") else POINTS
     if request.param == "buckets":
@@ -56,7 +56,7 @@ def struck(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def check_whole(store: Store) -> None:
-    """All that is visible is what was saved, or has what was not thinned away."""
+    """Check that all visible checkpoints equal the saved ones, or lack only thinned entries."""
     for one in store.checkpoints():
         want = state(one.step)
         keys = ["model.*"] if one.dropped else None
@@ -68,7 +68,7 @@ def flattened(nested: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def check_what_it_did(scene: Scene, name: str) -> None:
-    """The next one of the same kind has done all that was left to do."""
+    """Check that the next process of the same kind completed the rest."""
     here = {(one.run, one.step) for one in scene.store.checkpoints()}
     wanted = {NEW} if name in MEET else {NEW, LATER} if name == "save" else {*KEPT, LATER}
     assert here == {("default", step) for step in wanted}
@@ -98,7 +98,7 @@ def test_a_failure_at_any_call_loses_nothing_and_the_next_attempt_works(struck: 
 
 
 def check_point(point: Point, name: str, sends: str) -> None:
-    """What is left of one strike."""
+    """Check the result of one strike."""
     told = point.folder / "ended"
     ended, where = told.read_text() if told.exists() else "", point.folder.name
     assert (ended == "") == (sends == "SIGKILL"), where

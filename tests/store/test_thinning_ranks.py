@@ -24,7 +24,7 @@ WEIGHTS = 1 << 20  # of each rank: 2 MB of bfloat16
 
 
 def thin_all(store: Store, tags: dict[str, str]) -> None:
-    """Thin all but the two newest, tagged ones too, and check what became of it."""
+    """Thin all but the two newest, tagged ones too, and check the result."""
     before = {one.step: one.id for one in store.checkpoints()}
     signed = [f"signatures/{id}/{'a' * 64}" for id in before.values()]
     for key in signed:
@@ -91,7 +91,7 @@ def train(rank: int, size: int, path: Path) -> None:
 
 
 def train_on(rank: int, size: int, path: Path) -> tuple[bool, int]:
-    """Load an early one's weights and the newest whole; save that again."""
+    """Load the weights of an early one and all of the newest. Save that again."""
     model, optim = sharded()
     checkpointer = casckpt.Checkpointer(casckpt.open(path), run="sft")
     checkpointer.load("sft@3", model)

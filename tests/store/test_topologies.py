@@ -38,7 +38,7 @@ def save_in(rank: int, size: int, path: Path, world: World, at: tuple[int, int])
 
 
 def load_in(rank: int, size: int, path: Path, world: World, seed: int) -> list[str]:
-    """Load each step; what is not as it should be."""
+    """Load each step. Return the differences."""
     store, wrong = casckpt.open(path), []
     for step in range(SAVERS):
         expected = world.state(rank, reference(seed, step))

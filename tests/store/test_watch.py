@@ -108,5 +108,5 @@ def test_each_commit_of_four_processes_is_yielded_once(tmp_path: Path, commits: 
         assert one.late == (one.commit.txid < newest)
         newest = max(newest, one.commit.txid)
     assert watcher.next() is None
-    # of each its announcement and its log, and a look at what comes behind; and a poll each time
+    # for each its announcement and its log, and a check of the next numbers; and a poll each time
     assert storage.counts.requests - before <= 8 * commits + 3 * len(polls)

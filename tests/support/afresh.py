@@ -1,4 +1,4 @@
-"""Processes that inherit only what they are given, and that need not import everything first."""
+"""Processes that inherit only what the test passes to them, and that start with torch already imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from multiprocessing.context import ForkServerContext
 
 
 def afresh() -> ForkServerContext:
-    """Makes processes as "spawn" does, forked from one that has imported what most of them need."""
+    """Starts processes as "spawn" does, but forks them from a process that has imported torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preload"])
     return context

@@ -9,21 +9,21 @@ from casckpt.repository.repository import Repository
 
 
 def announcements(repo: Repository, run: str = "") -> list[tuple[int, list[tuple[str, int]]]]:
-    """(number, what it tells of) of each announcement (of a run, by its hash), by number."""
+    """Return (number, announced records) of each announcement of each run, or of the run with this hash."""
     names = [(name[1], entry.key) for entry in repo.storage.list("runs/") if (name := parse_announcement(entry.key))]
     found = ((number, repo.get_record(key, Announced)) for number, key in sorted(names) if f"/{run}" in key)
     return [(number, list(record.announced)) for number, record in found]
 
 
 def undecided(repo: Repository) -> list[tuple[str, int]]:
-    """(txid, number) of the records that were announced and are not there."""
+    """Return (txid, number) of the announced records that do not exist."""
     there = {txid: commit.number for txid, commit in list_commits(repo).commits.items()}
     told = [one for _, some in announcements(repo) for one in some]
     return sorted((txid, number) for txid, number in told if there.get(txid, -1) < number)  # type: ignore[call-overload]  # a txid
 
 
 def untold(repo: Repository) -> list[tuple[str, int]]:
-    """(txid, number) of the last record of each log that nobody announced, though it is there."""
+    """Return (txid, number) of the last record of each log that no announcement names."""
     told = {(txid, number) for _, some in announcements(repo) for txid, number in some}
     listed = list_commits(repo).commits
     return sorted(

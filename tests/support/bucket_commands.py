@@ -9,12 +9,12 @@ from tests.support.servers import Server
 
 
 def arguments(server: Server) -> list[str]:
-    """How a person gives storage_options."""
+    """The options of a command that set these storage_options."""
     return [word for name, value in server.options.items() for word in ("--storage-option", f"{name}={value}")]
 
 
 def checks(server: Server, bucket: str, as_json: AsJson, status: int = 0) -> dict[str, Any]:
-    """What doctor finds, by name."""
+    """Return the checks of doctor by name."""
     result = as_json("doctor", f"s3://{bucket}/store", *arguments(server), status=status)
     assert result["ok"] is (status == 0)
     return {check["name"]: check for check in result["checks"]}

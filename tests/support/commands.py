@@ -12,7 +12,7 @@ STATS = {
 
 
 def damage(store_path: Path) -> str:
-    """Flip a bit of "shared" in the largest blob; its name."""
+    """Flip a bit of "shared" in the largest blob. Return its name."""
     blob = max(store_path.glob("objects/*/*.safetensors"), key=lambda path: path.stat().st_size)
     data = bytearray(blob.read_bytes())
     data[12_000] ^= 1

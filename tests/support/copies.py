@@ -24,7 +24,7 @@ _HOURS = itertools.count(1)
 
 
 def chain(repo: Repository, count: int = 4) -> Repository:
-    """run@0 and so on, each with a blob of its own and those of the ones before."""
+    """Commit run@0 and its successors. Each has a blob of its own and the blobs of its predecessors."""
     arrays, last = {}, None
     for step in range(count):
         arrays[f"t{step}"] = array(step)
@@ -33,29 +33,29 @@ def chain(repo: Repository, count: int = 4) -> Repository:
 
 
 def elsewhere(tmp_path: Path, storage: ObjectStore | None = None, seed: int = 2) -> Repository:
-    """A view of another store, which need not be there; each has an hour of its own."""
+    """A view of another store, which may be empty. The clocks of two views are at least an hour apart."""
     clock = Ticks(START + next(_HOURS) * 3_600_000_000)
     return Repository(storage or memory(), tmp_path / "cache", clock=clock, entropy=random.Random(seed).randbytes)
 
 
 def copy(source: Repository, target: Repository, *refs: str | Commit, **options: object) -> CopyResult:
-    """All of it, or what ``refs`` name."""
+    """Copy everything, or the checkpoints in ``refs``."""
     planned = {name: options.pop(name, None) for name in ("run", "blob_bytes")}
     return execute(source, target, plan_copy(source, target, refs, **planned), **options)  # type: ignore[arg-type]  # any of their arguments
 
 
 def contents(repo: Repository) -> dict[str, dict[str, bytes]]:
-    """The arrays of all that is visible."""
+    """Return the arrays of all visible checkpoints."""
     return {f"{one.run}@{one.step}": read_arrays(repo, one) for one in list_commits(repo).current()}
 
 
 def blob_puts(storage: FaultyStore) -> list[str]:
-    """The keys of the blobs that were put."""
+    """Return the keys of the blobs that were put."""
     return [key for key in storage.keys("put") if key.endswith(".safetensors")]
 
 
 def check_clean(repo: Repository) -> None:
-    """A gc that is left alone leaves exactly what live checkpoints need, and verify is content."""
+    """Check that a gc leaves exactly the objects of live checkpoints, and that verify succeeds."""
     assert collect(repo, wait=0.0, revoke_after=0.0).waiting == ()
     named = {key for one in list_commits(repo).live() for key in _named(repo, one)}
     assert {entry.key for entry in repo.storage.list("objects/")} == named

@@ -1,8 +1,8 @@
-"""Puts that are killed: at every system call one by one, or by whoever reads the lines that it writes.
+"""Puts that are killed at every system call, or by a parent that reads their output.
 
-``python -m tests.support.crash steps STRIDE FOLDER`` forks a child for each way to create a file, each size and each
-system call (or only so many of them), which kills itself right before or right after that call. ``... endless FOLDER``
-puts until it is killed.
+``python -m tests.support.crash steps STRIDE FOLDER`` forks one child for each way to create a file, each size and each
+system call (or every STRIDE-th call). The child kills itself right before or right after that call. ``... endless
+FOLDER`` puts until it is killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CALLS = ("open", "close", "mkdir", "pwrite", "ftruncate", "fsync", "link", "unli
 
 
 def content(size: int, seed: int) -> bytes:
-    """What the killed put was writing."""
+    """The bytes that the killed put writes."""
     return np.random.default_rng(seed).bytes(size)
 
 
@@ -61,7 +61,7 @@ def _kill_at(step: int) -> None:
 
 
 def _survives(folder: Path, way: Naming, size: int, step: int) -> bool:
-    """Whether a put that is killed at ``step`` ended before it."""
+    """Report whether a put that is killed at ``step`` ended before it."""
     data = content(size, step)
     child = os.fork()
     if child:
@@ -74,7 +74,7 @@ def _survives(folder: Path, way: Naming, size: int, step: int) -> bool:
 
 
 def steps(folder: Path, stride: int) -> None:
-    """Kill a put at each of its steps, or at one of ``stride``: of each way and size at others."""
+    """Kill a put at each of its steps, or at every ``stride``-th. Each way and size gets other steps."""
     for number, (way, size) in enumerate(itertools.product(Naming, SIZES)):
         for step in itertools.count(1 + number % stride, stride):
             if _survives(folder, way, size, step):
@@ -82,7 +82,7 @@ def steps(folder: Path, stride: int) -> None:
 
 
 def endless(folder: Path) -> None:
-    """Say the number of a put, then put it."""
+    """Print the number of a put, then put it."""
     store = LocalStore(folder)
     for number in itertools.count():
         data = content((3 << 20) + number, number)

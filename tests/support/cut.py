@@ -1,4 +1,4 @@
-"""A DTensor made from a tensor that every rank has whole. Each rank takes its part without communication."""
+"""A DTensor made from a tensor that every rank holds whole. Each rank takes its shard without communication."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TALKS = "src_data_rank" not in signature(distribute_tensor).parameters
 
 
 def cut(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """This rank's shard, cut by torch."""
+    """Return this rank's shard, cut by torch."""
     if TALKS:
         whole = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
         return whole.redistribute(mesh, placements)

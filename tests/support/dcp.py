@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-QUIET = "torch.distributed is"  # disabled, unavailable or uninitialized: DCP warns of what these tests want
+QUIET = "torch.distributed is"  # disabled, unavailable or uninitialized: these tests cause DCP's warning on purpose
 
 
 def save(state: Any, writer: StorageWriter, **more: Any) -> Metadata:
-    """`dcp.save`, without its warning about processes that are alone."""
+    """Call `dcp.save` without its warning about a missing process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", QUIET)
         found: Metadata = save_state(state, storage_writer=writer, **more)
@@ -31,16 +31,16 @@ def save(state: Any, writer: StorageWriter, **more: Any) -> Metadata:
 
 
 def load(state: Any, reader: StorageReader, **more: Any) -> Any:
-    """`dcp.load`; the state that was filled."""
+    """Call `dcp.load`. Return the state that it filled."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", QUIET)
-        warnings.filterwarnings("ignore", "Please use DTensor instead")  # of ShardedTensor, which torch still takes
+        warnings.filterwarnings("ignore", "Please use DTensor instead")  # about ShardedTensor
         load_state(state, storage_reader=reader, **more)
     return state
 
 
 def failure(call: Callable[[], Any]) -> CheckpointException:
-    """The CheckpointException that a call raises; it is no Exception, so tests would not see it as an outcome."""
+    """Return the CheckpointException of a call. It is not an Exception, so `outcomes` would not catch it."""
     try:
         call()
     except CheckpointException as error:
@@ -49,24 +49,24 @@ def failure(call: Callable[[], Any]) -> CheckpointException:
 
 
 def causes(error: CheckpointException) -> dict[int, BaseException]:
-    """What failed on which rank."""
+    """Return the failure of each rank."""
     return {rank: cause for rank, (cause, _) in error.failures.items()}
 
 
 def failed(call: Callable[[], Any]) -> dict[int, tuple[str, str]]:
-    """(type, text) of what failed, by rank: as a test in another process can take it."""
+    """Return (type, text) of each failure by rank, in a form that another process can read."""
     return {rank: (type(cause).__name__, str(cause)) for rank, cause in causes(failure(call)).items()}
 
 
 def forget_plans() -> None:
-    """DCP keeps cached plans in its classes; tests that share a process must not see each other's."""
+    """Clear the plans that DCP caches in its classes, so that tests in one process do not share them."""
     for name in ("_cached_save_plan", "_cached_final_save_plan", "_cached_all_plans", "_cached_global_plan",
                  "_cached_metadata"):  # fmt: skip
         getattr(SavePlanner, name, {}).clear()
 
 
 def zeros(state: Any) -> Any:
-    """A state of the same form without its numbers."""
+    """A state of the same form, filled with zeros."""
     if isinstance(state, torch.Tensor):
         return torch.zeros_like(state)
     if isinstance(state, dict):

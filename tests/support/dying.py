@@ -1,4 +1,4 @@
-"""A process that is killed, or receives no answer, before or after one of its changes to a storage."""
+"""A process that dies, or loses an answer, before or after one of its changes to a storage."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _CHANGES = {"put", "replace", "delete"}
 
 
 class Killed(BaseException):
-    """The process is gone."""
+    """The simulated process has died."""
 
 
 class Dying(FaultyStore):
-    """Fails at its change number ``at``; a process that is killed there makes no call after it.
+    """Fails at change number ``at``. A process that dies there makes no later call.
 
-    ``beside``: another storage of the same process, whose changes count together with those of this one.
+    ``beside`` is another storage of the same process. Its changes count together with those of this one.
     """
 
     def __init__(self, inner: ObjectStore, at: int, way: str, beside: Dying | None = None) -> None:
@@ -31,7 +31,7 @@ class Dying(FaultyStore):
 
     @property
     def changes(self) -> int:
-        """How many there were."""
+        """The number of changes so far."""
         return self._count[0]
 
     @contextmanager

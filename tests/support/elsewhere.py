@@ -1,7 +1,7 @@
-"""Where the suites of repositories and checkpoints keep their stores: in memory, or each in a bucket (``--storage``).
+"""The place where the suites of repositories and checkpoints keep their stores: memory, or buckets (``--storage``).
 
-The suites say exactly what is stored, read and asked, so a bucket is told to promise what memory promises: that it
-creates exclusively is known, and no gap is worth reading.
+The suites compare exact numbers of requests. So a bucket has the same traits here as memory: exclusive create is known
+to work, and reads never bridge a gap.
 """
 
 from __future__ import annotations
@@ -43,21 +43,19 @@ class Far(RemoteStore):
 
     @property
     def traits(self) -> Traits:
-        """As said above."""
         return replace(super().traits, exclusive=True, read_gap=0)
 
 
 class Near(RemoteStore):
-    """The same, for tests of what depends on the place: ages of gc, how often something is looked at."""
+    """The same, for tests that depend on the place: grace periods of gc, intervals of polling."""
 
     @property
     def traits(self) -> Traits:
-        """As those of memory."""
         return replace(super().traits, exclusive=True, read_gap=0, remote=False)
 
 
 def storage(*, near: bool) -> RemoteStore | None:
-    """A new storage where the session was asked to have them; None: in memory."""
+    """Return a new storage of the kind that the session uses. None means memory."""
     if not _places:
         return None
     bucket, server = _places[-1]
@@ -67,7 +65,7 @@ def storage(*, near: bool) -> RemoteStore | None:
 
 @contextmanager
 def stores_in(server: Server) -> Iterator[None]:
-    """Until the end, `storage` gives storages in a bucket of ``server``."""
+    """Inside the block, `storage` returns storages in a bucket of ``server``."""
     _places.append((server.new_bucket(), server))
     try:
         yield

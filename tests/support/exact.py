@@ -1,4 +1,4 @@
-"""Exact comparison of plain values: types, order and bits. `==` returns True for 1 and 1.0."""
+"""Exact comparison of plain values by type, order and bits. `==` returns True for 1 and 1.0."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
 
 
 def same(one: Any, other: Any) -> bool:
-    """Are they the same value, in type, order and bits?"""
+    """Report whether two values agree in type, order and bits."""
     if type(one) is not type(other):
         return False
     if isinstance(one, np.ndarray):
@@ -68,6 +68,6 @@ def _take(item: Any, rest: list[Any]) -> bool:
 
 
 def bits_of_nan() -> list[float]:
-    """Floats that == cannot tell apart, or tells apart wrongly."""
+    """Return the bits of floats for which == gives a wrong answer."""
     quiet = struct.unpack("<d", struct.pack("<Q", 0x7FF8000000000123))[0]
     return [math.nan, -math.nan, quiet, math.inf, -math.inf, -0.0, 0.0]

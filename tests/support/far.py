@@ -10,17 +10,16 @@ from tests.support.repositories import memory
 
 
 class FarStore(FaultyStore):
-    """As a bucket looks from above; with faults, if they are injected."""
+    """Behaves like a bucket, with faults where a test injects them."""
 
     @property
     def traits(self) -> Traits:
         return replace(self.inner.traits, remote=True, parallel=4)
 
     def reads_of_blobs(self) -> int:
-        """Ranged reads."""
+        """Return the number of ranged reads of blobs."""
         return self.count("read_into", "*.safetensors")
 
 
 def far() -> FarStore:
-    """One of its own."""
     return FarStore(memory())

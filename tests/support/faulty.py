@@ -1,9 +1,9 @@
-"""A storage that fails on demand: a wrapper with the same interface, with faults chosen by method and count.
+"""A wrapper of a storage that fails on demand. A test chooses faults by method and count.
 
 ::
 
-    store = FaultyStore(inner, [fail_before("put", at=3), fail_after("put", key="commits/*"), corrupt("read_into")])
-    store.calls      # every call so far, in order: Call(method, key)
+store = FaultyStore(inner, [fail_before("put", at=3), fail_after("put", key="commits/*"), corrupt("read_into")])
+store.calls # every call so far, in order: Call(method, key)
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ METHODS = ("put", "settle", "get", "open", "read_into", "size", "list", "delete"
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a storage; ``key`` is its first argument, or the key of the object that is read."""
+    """A call of a storage. ``key`` is its first argument, or the key of the object that is read."""
 
     method: str
     key: str
 
 
 class Kind(Enum):
-    """What a fault does."""
+    """The effect of a fault."""
 
     BEFORE = "fail before anything happens"
     AFTER = "fail after it happened: the answer got lost"
@@ -45,7 +45,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Fault:
-    """Hits calls ``at`` to ``at + times - 1`` (from 1) of ``method`` among those whose key matches ``key``."""
+    """Affects calls ``at`` to ``at + times - 1`` (from 1) of ``method`` among those whose key matches ``key``."""
 
     method: str
     kind: Kind
@@ -73,12 +73,12 @@ def fail_after(method: str, **where: Any) -> Fault:
 
 
 def call_first(method: str, hook: Callable[[Call], None], **where: Any) -> Fault:
-    """Call ``hook`` first: it may wait for another thread, change the store behind the caller's back, or raise."""
+    """Call ``hook`` first. It may wait for another thread, change the store, or raise."""
     return Fault(method, Kind.HOOK, hook=hook, **where)
 
 
 def look_on(method: str, hook: Callable[[Call], None], **where: Any) -> Fault:
-    """Call ``hook`` first, which as a rule does nothing: no fault, and no evidence of anything."""
+    """Call ``hook`` first. It does not count as a fault."""
     return Fault(method, Kind.LOOK, hook=hook, **where)
 
 
@@ -93,7 +93,7 @@ def corrupt(method: str, **where: Any) -> Fault:
 
 
 class FaultyStore:
-    """``inner`` with the faults of ``plan``, which may be changed at any time by `inject` and `heal`."""
+    """``inner`` with the faults of ``plan``. `inject` and `heal` change the plan at any time."""
 
     def __init__(self, inner: ObjectStore, plan: Iterable[Fault] = ()) -> None:
         self.inner = inner
@@ -105,22 +105,21 @@ class FaultyStore:
         return FaultyStore, (self.inner, [fault for fault, _ in self._plan])
 
     def inject(self, *faults: Fault) -> None:
-        """Add faults; they count from now."""
+        """Add faults. They count from now."""
         with self._lock:
             self._plan += [(fault, [0]) for fault in faults]
 
     def heal(self) -> None:
-        """Drop all faults."""
         with self._lock:
             self._plan.clear()
 
     def count(self, method: str, key: str = "*") -> int:
-        """How many calls of ``method`` there were whose key matches ``key``."""
+        """Count the calls of ``method`` whose key matches ``key``."""
         with self._lock:
             return sum(call.method == method and fnmatchcase(call.key, key) for call in self.calls)
 
     def keys(self, method: str) -> list[str]:
-        """The keys that ``method`` was called with, in order."""
+        """Return the keys that ``method`` received, in order."""
         with self._lock:
             return [call.key for call in self.calls if call.method == method]
 
@@ -182,7 +181,7 @@ class FaultyStore:
 
     @contextmanager
     def faults(self, method: str, key: str) -> Iterator[set[Kind]]:
-        """Log a call and surround it with the faults that hit it."""
+        """Log a call and apply the faults that match it."""
         call = Call(method, key)
         hit = self._hit(call)
         for fault in hit:

@@ -1,4 +1,4 @@
-"""Manifests that are changed and encoded again with correct hashes, and records that name other manifests."""
+"""Manifests that are changed and encoded again with correct hashes, and records that name wrong manifests."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import numpy as np
 
 from casckpt.format import records
 from casckpt.format.columns import unpack
-from casckpt.format.draft import Encoded
 from casckpt.format.extents import DIGEST_BYTES, ExtentTable
 from casckpt.format.keys import commit_key, manifest_key
-from casckpt.format.manifest import Manifest
+from casckpt.format.manifest import Encoded, Manifest
 from casckpt.format.names import ManifestId
 from casckpt.format.regions import Shape
 from casckpt.format.sections.head import KNOWN, assemble
@@ -31,7 +30,7 @@ COLUMNS = {
 
 @dataclass
 class Table:
-    """What the extents of a tensor are stored as, each extent a span of its own. ``rows``: cells, blob, offset."""
+    """The stored extents of a tensor, one span for each extent. ``rows``: cells, blob, offset."""
 
     boxes: list[tuple[Shape, Shape]]
     spans: list[tuple[int, int, int]]
@@ -40,28 +39,27 @@ class Table:
 
     @classmethod
     def of(cls, table: ExtentTable) -> Table:
-        """That of a table."""
         rows = [(len(one.digests) // DIGEST_BYTES, one.blob, one.offset) for one in table.extents]
         spans = [(one.box, one.lo, one.hi) for one in table.extents]
         boxes = [(box.offset, box.shape) for box in table.boxes[1:]]
         return cls(boxes, spans, rows, b"".join(one.digests for one in table.extents))
 
     def change(self, name: str, change: Callable[[list[int]], Sequence[int]]) -> None:
-        """Other numbers in one of `COLUMNS`; more or fewer of them are more or fewer rows."""
+        """Replace one of `COLUMNS`. A longer or shorter column changes the number of rows."""
         part, at = COLUMNS[name]
         held = getattr(self, part)
         numbers = zip(cycle(held), change([row[at] for row in held]), strict=False)
         setattr(self, part, [(*row[:at], number, *row[at + 1 :]) for row, number in numbers])
 
     def stored(self) -> tuple[bytes, bytes]:
-        """Cells and rows, in the long form."""
+        """Return the cells and rows in the long form."""
         cells = SPANS + msgspec.msgpack.encode(CellSpans(self.boxes, self.spans, self.digests))
         return cells, ROWS + b"".join(ROW.pack(*(min(number, 2**32 - 1) for number in row)) for row in self.rows)
 
 
 @dataclass
 class Parts:
-    """A manifest, taken apart: what is msgpack as dicts, the other sections as pieces."""
+    """The parts of a manifest. msgpack sections are dicts, the other sections are pieces."""
 
     index: dict[str, Any]
     places: dict[str, Any]
@@ -69,7 +67,7 @@ class Parts:
     pieces: dict[str, list[bytes]]
 
     def put_together(self) -> Encoded:
-        """The manifest again."""
+        """Encode the manifest again."""
         tables = {"objects": (self.index, "data"), "cells": (self.index, "cells"), "rows": (self.places, "rows")}
         sections: dict[str, bytes] = {}
         for name, (where, field) in tables.items():
@@ -81,7 +79,7 @@ class Parts:
 
 
 def taken_apart(manifest: Manifest) -> Parts:
-    """Each part of a manifest."""
+    """Decode each part of a manifest."""
     maps = {name: msgspec.msgpack.decode(manifest.section(name)) for name in ("index", "places", "blobs")}
     tables = {"objects": maps["index"]["data"], "cells": maps["index"]["cells"], "rows": maps["places"]["rows"]}
     pieces = {name: _pieces(bytes(manifest.section(name)), table[0]) for name, table in tables.items()}
@@ -97,7 +95,7 @@ Change = Callable[[Parts, Manifest], object]
 
 
 def setting(where: str, *path: str | int, to: Any) -> Change:
-    """Another value of a field of a section that is msgpack."""
+    """Set a field of a msgpack section."""
 
     def change(parts: Parts, _: Manifest) -> None:
         fields = getattr(parts, where)
@@ -109,7 +107,7 @@ def setting(where: str, *path: str | int, to: Any) -> Change:
 
 
 def with_piece(section: str, data: bytes, number: int = 0) -> Change:
-    """Other bytes for an entry."""
+    """Set the bytes of an entry."""
 
     def change(parts: Parts, _: Manifest) -> None:
         parts.pieces[section][number] = data
@@ -118,12 +116,12 @@ def with_piece(section: str, data: bytes, number: int = 0) -> Change:
 
 
 def with_row(blob: int = 0, offset: int = 4096) -> Change:
-    """The first entry, of three cells, lies elsewhere."""
+    """Move the first entry, which has three cells."""
     return with_piece("rows", ROWS + ROW.pack(3, blob, offset))
 
 
 def with_table(change_table: Callable[[Table], object]) -> Change:
-    """Other extents of the first entry, in the long form."""
+    """Replace the extents of the first entry, in the long form."""
 
     def change(parts: Parts, manifest: Manifest) -> None:
         table = Table.of(manifest.extents(manifest.entries[0]))
@@ -134,12 +132,12 @@ def with_table(change_table: Callable[[Table], object]) -> Change:
 
 
 def with_column(name: str, change: Callable[[list[int]], Sequence[int]]) -> Change:
-    """Another column of them."""
+    """Replace one column of the extents."""
     return with_table(lambda table: table.change(name, change))
 
 
 def passed_off(store: Store, to: str, of: str) -> None:
-    """The record of ``to`` is that of ``of``, but for its transaction; the manifest lies there, too."""
+    """Give ``to`` the record and manifest of ``of``, with its own transaction id."""
     mine, theirs = (store.get(ref).commit.committed for ref in (to, of))
     manifest = store.repository.storage.get(manifest_key(theirs.txid, theirs.manifest), limit=1 << 30)
     store.repository.storage.replace(manifest_key(mine.txid, theirs.manifest), manifest)
@@ -148,7 +146,7 @@ def passed_off(store: Store, to: str, of: str) -> None:
 
 
 def gone_to(store: Store, to: str, of: str, **fields: object) -> None:
-    """The record of ``to`` names the checkpoint ``of``, whose manifest lies there, too."""
+    """Let the record of ``to`` name the checkpoint ``of`` and its manifest."""
     mine, theirs = (store.get(ref).commit.committed for ref in (to, of))
     manifest = store.repository.storage.get(manifest_key(theirs.txid, theirs.manifest), limit=1 << 30)
     named = fields.get("manifest", theirs.manifest)

@@ -1,4 +1,5 @@
-"""A forked child of the test process, like those of data loaders: with the parent's memory, without its threads."""
+"""A forked child of the test process, like a worker of a data loader. It has the parent's memory and no other
+thread."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_SECONDS = 60  # a child that hangs is killed, and fails the test
+_SECONDS = 60  # after which a hanging child is killed and the test fails
 
 
 @contextmanager
 def forked(call: Callable[[], object]) -> Iterator[None]:
-    """While the body runs a child is there; afterwards it makes ``call``, which must not raise, nor hang."""
+    """Run the body beside a forked child. Afterwards the child makes ``call``, which must neither raise nor hang."""
     hold, let_go = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: what is tested
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forks of a process with threads
         child = os.fork()
     if not child:
         os.close(let_go)
@@ -32,7 +33,7 @@ def forked(call: Callable[[], object]) -> Iterator[None]:
 
 
 def _live(hold: int, call: Callable[[], object]) -> None:
-    """The child's life; it never returns into what its parent does."""
+    """Run the child. It never returns into the parent's code."""
     try:
         signal.alarm(_SECONDS)
         os.read(hold, 1)

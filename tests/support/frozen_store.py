@@ -1,8 +1,8 @@
-"""The store in tests/data/frozen_store: one version wrote it, and every later version reads, saves to and prunes it.
+"""The store in tests/data/frozen_store. One version wrote it. Every later version reads it, saves to it and prunes it.
 
-It was made by ``python -m tests.support.frozen_store FOLDER``. Made again it would test nothing: add another one beside
-it when a later version writes something that no store has yet. So there is tests/data/frozen_store_coded, made by
-``python -m tests.support.frozen_store FOLDER coded``: cells that lie as frames.
+``python -m tests.support.frozen_store FOLDER`` made it. Do not write it again: it would then test nothing. Add another
+store when a later version writes something new. ``python -m tests.support.frozen_store FOLDER coded`` made
+tests/data/frozen_store_coded, whose cells are stored as frames.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 import casckpt
 
-_BEGIN = 1_767_225_600_000_000  # 2026-01-01, in microseconds: so the tag that ends has ended for whoever reads it
+_BEGIN = 1_767_225_600_000_000  # 2026-01-01, in microseconds: the tag with an end has expired for all readers
 MIRROR = "memory://frozen-mirror"
 CELL, BLOB = 4096, 65536
 NAMES = "abcdefgh"
@@ -34,20 +34,20 @@ _DTYPES = [
 
 
 def pattern(nbytes: int, seed: int) -> torch.Tensor:
-    """Return bytes that no generator of random numbers has to give again."""
+    """Return bytes that do not depend on a random number generator."""
     numbers = torch.arange(nbytes, dtype=torch.int64) * (2 * seed + 3) + seed
     return ((numbers ^ (numbers >> 7)) % 251).to(torch.uint8)
 
 
 def of_dtype(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Return a tensor of ``shape``, its elements any bits; of bool, 0 and 1."""
+    """Return a tensor of ``shape`` with arbitrary bits (0 and 1 for bool)."""
     size = torch.empty(0, dtype=dtype).element_size()
     raw = pattern(size * int(np.prod(shape, dtype=np.int64)), seed)
     return (raw % 2).bool().reshape(shape) if dtype is torch.bool else raw.view(dtype).reshape(shape)
 
 
 def kinds() -> dict[str, Any]:
-    """Return a state of all that a leaf may be, or nearly."""
+    """Return a state with nearly every kind of leaf."""
     tensors = {str(dtype).removeprefix("torch."): of_dtype(dtype, (3, 700), n) for n, dtype in enumerate(_DTYPES)}
     tied = of_dtype(torch.float32, (40,), 50)
     return {
@@ -71,7 +71,8 @@ def kinds() -> dict[str, Any]:
 
 
 def train(step: int) -> dict[str, Any]:
-    """Return eight tensors; at step 2 more than half are new, so that the blob of step 1 is worn; then one a step."""
+    """Return eight tensors. Step 2 changes more than half, which makes the blob of step 1 worn. Later steps change
+    one."""
     new = {name: 2 if place < 5 else 1 for place, name in enumerate(NAMES)} if step > 1 else dict.fromkeys(NAMES, 1)
     new |= {NAMES[later - 3]: later for later in range(3, step + 1)}
     return {
@@ -81,7 +82,7 @@ def train(step: int) -> dict[str, Any]:
 
 
 def moved(step: int) -> dict[str, Any]:
-    """Return a tensor that stays and one that goes."""
+    """Return a tensor that stays and one that changes."""
     return {"stays": of_dtype(torch.int16, (4096,), 60), "goes": of_dtype(torch.int16, (4096,), 60 + step)}
 
 
@@ -91,12 +92,12 @@ def hurt() -> dict[str, Any]:
 
 
 def coded(step: int) -> dict[str, Any]:
-    """Return floats of which a few change at each step, others a little, and others wholly; and what is never coded."""
+    """Return floats that change a little, much or wholly at each step, and values that are never coded."""
     few = pattern(20_000, 80).view(torch.int16) % 512 + 0x3F00
     for later in range(2, step + 1):
         few[later :: 60 * later] += later - 3
     little = pattern(12_288, 81).view(torch.int32) % 2**20 + 0x3F000000
-    wholly = pattern(8192, 82 + step).view(torch.int16) % 1024 * 64 + 0x1C00  # of either sign
+    wholly = pattern(8192, 82 + step).view(torch.int16) % 1024 * 64 + 0x1C00  # of both signs
     drift = pattern(3072, 82).int() % 16 * (step - 1)
     return {
         "few": few.view(torch.bfloat16).reshape(100, 100),
@@ -109,13 +110,13 @@ def coded(step: int) -> dict[str, Any]:
 
 
 def value_of(run: str, step: int) -> dict[str, Any]:
-    """Return what was saved under this run and step."""
+    """Return the value that was saved under this run and step."""
     made = {"train": train, "moved": moved, "coded": coded}
     return made[run](step) if run in made else {"kinds": kinds, "hurt": hurt}[run]()
 
 
 def told(store: casckpt.Store) -> list[dict[str, Any]]:
-    """Return what a listing of all checkpoints tells, as expected.json has it."""
+    """Return the listing of all checkpoints in the form of expected.json."""
     return [
         {"id": one.id, "run": one.run, "step": one.step, "visible": not (one.forgotten or one.replaced)}
         for one in store.checkpoints(forgotten=True)
@@ -149,7 +150,7 @@ def make(folder: Path) -> None:
 
 
 def make_coded(folder: Path) -> None:
-    """Write a store of coded cells: the first checkpoint is purged, and what others are told from is left of it."""
+    """Write a store of coded cells. The first checkpoint is purged, but the bases of others remain."""
     with tempfile.TemporaryDirectory() as cache, mock.patch("socket.gethostname", return_value="host"):
         store = casckpt.open(folder, cache_dir=cache)
         store.repository.clock = itertools.count(_BEGIN, 1000).__next__
@@ -162,7 +163,7 @@ def make_coded(folder: Path) -> None:
 
 
 def _move(store: casckpt.Store, folder: Path) -> None:
-    """Let the blob of moved@1 lose a byte that only that one needs, which is gone: so moved@2 is rewritten."""
+    """Damage a byte in the blob of moved@1 that only the purged step needs. So moved@2 is rewritten."""
     store.forget("moved@1")
     store.gc(min_age=0, run="moved")
     _flip(folder, moved(1)["goes"])
@@ -171,7 +172,7 @@ def _move(store: casckpt.Store, folder: Path) -> None:
 
 
 def _flip(folder: Path, tensor: torch.Tensor) -> None:
-    """Flip a byte in the middle of a tensor, in the blob that holds it."""
+    """Flip a byte in the middle of a tensor in its blob."""
     wanted = bytes(tensor.view(torch.uint8).numpy())[CELL : CELL + 512]
     for path in folder.rglob("*.safetensors"):
         data = bytearray(path.read_bytes())

@@ -1,8 +1,8 @@
-"""Inputs of importers, changed at random: an import of any input succeeds or raises an error of casckpt.
+"""Randomly changed inputs of importers. An import of any input succeeds or raises an error of casckpt.
 
-``python -m tests.support.fuzz KIND COUNT SEED`` bends one kind so often, with 1 GiB of memory, and prints the
-outcomes as JSON: by the name of the error, "ok" among them. What raises anything else, runs what a pickle names, or
-commits what cannot be read afterwards ends it with a traceback, and leaves the input behind.
+``python -m tests.support.fuzz KIND COUNT SEED`` imports COUNT changed inputs of one kind, with 1 GiB of memory. It
+prints the outcomes as JSON: counts by the name of the error, or "ok". It stops with a traceback and keeps the input if
+an import raises anything else, runs code that a pickle names, or commits an unreadable checkpoint.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ sung: list[str] = []
 
 
 def sing(note: str) -> str:
-    """What no import may call."""
+    """A function that no import may call."""
     sung.append(note)
     return note
 
 
 class Canary:
-    """Pickled, a call of `sing`."""
+    """Its pickle calls `sing`."""
 
     def __reduce__(self) -> tuple[Callable[[str], str], tuple[str]]:
         return sing, ("run",)
@@ -120,7 +120,7 @@ def _olmo_trainer(path: Path, rare: Any) -> Path:
 
 
 def _torch_dist(path: Path, rare: Any) -> Path:
-    from tests.support.torch_dist_folder import FOLDER  # which asks for Megatron-core
+    from tests.support.torch_dist_folder import FOLDER  # imports Megatron-core
 
     shutil.copytree(FOLDER, path, dirs_exist_ok=True)
     return path
@@ -133,7 +133,7 @@ KINDS: Final[dict[str, Callable[[Path, Any], Path]]] = {
 """What makes each kind of input in an empty folder; the path to import."""
 
 
-# how they are bent
+# ways to change inputs
 
 _ODD = (
     b"\x00", b"\xff", b"\x7f", b"\x80", b".", b"N", b"]", b"}", b")", b"(", b"t", b"R", b"b", b"u", b"h\x00", b"0",
@@ -144,7 +144,8 @@ _ODD = (
 
 
 def bent(data: bytes, random: Random) -> bytes:
-    """The bytes, changed in one to four places: half the time near the beginning, and half the time as long as ever."""
+    """Change one to four places of the bytes: half the time near the beginning, and half the time at the same
+    length."""
     same_length, near = random.random() < 0.5, random.random() < 0.5
     for _ in range(random.choice((1, 1, 1, 2, 4))):
         at = random.randrange(min(len(data), 2000) + 1 if near else len(data) + 1)
@@ -167,7 +168,7 @@ def _changed(data: bytes, at: int, how: int, random: Random) -> bytes:
 
 
 class Bender:
-    """Bent inputs of one kind, one after the other, in ``folder``; where an import fails otherwise, it stays there."""
+    """Changed inputs of one kind, one after the other, in ``folder``. An input that fails the test stays there."""
 
     def __init__(self, kind: str, folder: Path, seed: int) -> None:
         self._kind = kind
@@ -185,7 +186,7 @@ class Bender:
         return given, {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
     def outcomes(self, count: int) -> Counter[str]:
-        """How so many imports ended: "ok", or the name of an error of casckpt. Anything else is raised."""
+        """Count the outcomes of this many imports: "ok" or the name of an error of casckpt. Raise anything else."""
         return Counter(self._one() for _ in range(count))
 
     def _one(self) -> str:
@@ -195,7 +196,7 @@ class Bender:
             path = self._place / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(bent(data, self._random) if name in chosen else data)
-        sung.clear()  # making it may have
+        sung.clear()  # the making of an input may call it
         self._step += 1
         tally(f"bent input: {self._kind}")
         outcome = self._imported(self._place / given)
@@ -204,26 +205,26 @@ class Bender:
         return outcome
 
     def _imported(self, path: Path) -> str:
-        store = casckpt.open(f"{self._name}-{self._step // 50}")  # in one of thousands of commits, saves take longer
+        store = casckpt.open(f"{self._name}-{self._step // 50}")  # saves slow down in a store with thousands of commits
         try:
             made = import_any(store, look_at(path), step=self._step)
         except CasckptError as error:
             return type(error).__name__
-        store.read(made)  # what was committed can be read
+        store.read(made)  # a committed checkpoint is readable
         return "ok"
 
 
 def bound_memory(nbytes: int) -> None:
-    """Let this process take no more than so much address space beyond what it has."""
+    """Limit this process to this much address space beyond its present size."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + nbytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def main(kind: str, count: int, seed: int) -> None:
-    """Bend so many, and print how they ended."""
+    """Import this many changed inputs, and print the outcomes."""
     bound_memory(MEMORY)
-    warnings.simplefilter("ignore")  # torch warns of protocols and of types that it no longer likes
+    warnings.simplefilter("ignore")  # about protocols and types that torch deprecates
     torch.set_num_threads(1)
     folder = tempfile.mkdtemp(prefix="casckpt-fuzz-")
     outcomes = Bender(kind, Path(folder), seed).outcomes(count)
@@ -232,6 +233,6 @@ def main(kind: str, count: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    from tests.support.fuzz import main as run  # the module that pickles name, not a second one
+    from tests.support.fuzz import main as run  # the module that the pickles name, not a second copy
 
     run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,9 +1,10 @@
-"""Decoders of stored data, fed with changed bytes: each returns a value or raises an error of casckpt.
+"""Decoders of stored data with changed bytes. Each returns a value or raises an error of casckpt.
 
-Where a hash proves the bytes it is made right again, as whoever can write to a store would: so they are decoded at all.
+Where a hash protects the bytes, the test corrects the hash, as an attacker with write access would. So the bytes reach
+the decoder.
 
-``python -m tests.support.fuzz_decoders KIND COUNT SEED`` bends so many, with 256 MiB of memory;
-`tests.support.fuzz_guided` lets atheris choose them by what they reach.
+``python -m tests.support.fuzz_decoders KIND COUNT SEED`` decodes COUNT changed inputs, with 256 MiB of memory.
+`tests.support.fuzz_guided` lets atheris choose inputs by coverage.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _record(data: bytes) -> None:
 
 
 def _section(name: str, data: bytes) -> None:
-    """A manifest with these bytes in place of one of its sections."""
+    """A manifest with these bytes as one of its sections."""
     for seed in _manifests():
         sections = {one: bytes(seed.section(one)) for one in KNOWN}
         head, whole = assemble((sections | {name: data}).items())
@@ -110,18 +111,18 @@ DECODERS: Final[dict[str, Decode]] = {
 
 @cache
 def _manifests() -> list[manifest.Manifest]:
-    """One plain, one coded."""
+    """A plain manifest and a coded one."""
     paths = [min(sorted(store.rglob("*.manifest")), key=lambda path: path.stat().st_size) for store in STORES]
     return [manifest.decode(path.read_bytes(), ManifestId(path.name.partition(".")[0])) for path in paths]
 
 
 def seeds(kind: str) -> list[bytes]:
-    """What the kind is bent from: out of the frozen stores, and what atheris found."""
+    """The inputs that are changed: data of the frozen stores, and finds of atheris."""
     return stored(kind) + [path.read_bytes() for path in sorted((DATA / "fuzz" / kind).glob("*"))]
 
 
 def stored(kind: str) -> list[bytes]:
-    """Those out of the frozen stores: what casckpt wrote."""
+    """Data that casckpt wrote, from the frozen stores."""
     return [data for data in _seeds(kind) if len(data) <= MOST]
 
 
@@ -158,7 +159,7 @@ def _stored_frames() -> Iterator[bytes]:
 
 
 def bend(kind: str, count: int, seed: int) -> int:
-    """Decode so many; how many of them were. Raises what is no error of casckpt."""
+    """Decode this many changed inputs. Return how many were valid. Raise anything but an error of casckpt."""
     random, given = Random(f"{kind} {seed}"), seeds(kind)
     decoded = 0
     for _ in range(count):
@@ -168,7 +169,7 @@ def bend(kind: str, count: int, seed: int) -> int:
 
 
 def decodes(kind: str, data: bytes) -> bool:
-    """Decode some bytes; False where they are refused. Raises what is no error of casckpt, with the bytes."""
+    """Decode some bytes. Return False if they are refused. Raise any other error, with the bytes."""
     try:
         DECODERS[kind](data)
     except CasckptError:

@@ -1,7 +1,7 @@
-"""Inputs of decoders, chosen by the code they reach: ``python -m tests.support.fuzz_guided KIND COUNT SEED CORPUS``.
+"""Inputs of decoders, chosen by coverage: ``python -m tests.support.fuzz_guided KIND COUNT SEED CORPUS``.
 
-It needs atheris (`pip install atheris`), which is no part of what the tests install. CORPUS is a folder, in which stays
-whatever reaches something new; the smallest of them are in tests/data/fuzz, from which all bending begins.
+It needs atheris (`pip install atheris`), which the tests do not install. The folder CORPUS keeps every input that
+reaches new code. The smallest of them are in tests/data/fuzz, where all fuzzing starts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ with atheris.instrument_imports(include=["casckpt"]):
 
 
 def main(kind: str, count: int, seed: int, corpus: Path) -> None:
-    """Go on until something else than an error of casckpt is raised, or so many were tried."""
+    """Run until an error that is not casckpt's, or until COUNT inputs."""
     corpus.mkdir(parents=True, exist_ok=True)
     for number, data in enumerate(seeds(kind)):
         (corpus / f"seed-{number}").write_bytes(data)

@@ -1,4 +1,4 @@
-"""Gcs of repositories without tensors: their inputs and results."""
+"""Runs of gc on repositories without tensors."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ LAST = Policy(keep_last=1)
 
 
 def keys(repo: Repository, prefix: str = "objects/") -> set[str]:
-    """What is there below ``prefix``."""
+    """Return the keys below ``prefix``."""
     return {entry.key for entry in repo.storage.list(prefix)}
 
 
 def snapshot(repo: Repository) -> dict[str, int]:
-    """All there is, and its sizes."""
+    """Return all keys with their sizes."""
     return {entry.key: entry.size for entry in repo.storage.list("")}
 
 
 def ticking(repo: Repository) -> Callable[[float], None]:
-    """A sleep that lets the repository's clock go on."""
+    """A sleep that advances the repository's clock."""
     clock = repo.clock
     assert isinstance(clock, Ticks)
     return clock.advance
@@ -45,23 +45,23 @@ def collect(
     dry_run: bool = False,
     **options: Any,
 ) -> GcResult:
-    """A whole gc, which purges at once unless ``min_age`` says otherwise (None: the store's)."""
+    """Run a whole gc. It purges at once unless ``min_age`` is given (None: the store's)."""
     plan = plan_gc(repo, policy, run=run, min_age=min_age)
     return preview(repo, plan) if dry_run else execute(repo, plan, **options)
 
 
 def run_gc(repo: Repository, policy: Policy | None = None, **options: Any) -> GcResult:
-    """A gc for which time passes as it sleeps."""
+    """Run a gc whose sleeps advance the clock."""
     return collect(repo, policy, **{"sleep": ticking(repo)} | options)
 
 
 def steps(found: Sequence[Commit]) -> list[int]:
-    """Of commits, in their order."""
+    """Return the steps of commits in their order."""
     return [commit.step for commit in found]
 
 
 def begin_elsewhere(repo: Repository, run: str = "other", step: int = 7, **process: Any) -> TxId:
-    """A transaction of a process of which nothing can be proved, unless ``process`` says otherwise."""
+    """Begin a transaction of an unknown process, or of ``process``."""
     txid = repo.new_txid(run, step)
     fields: dict[str, Any] = {"host": "gpu7", "boot_id": "b", "pid": 4711, "pid_namespace": "n", "started": 1} | process
     who = Process(**fields)
@@ -70,18 +70,18 @@ def begin_elsewhere(repo: Repository, run: str = "other", step: int = 7, **proce
 
 
 def sign(repo: Repository, txid: TxId, number: int) -> None:
-    """A sign of life."""
+    """Write a heartbeat."""
     repo.storage.put(transaction_key(txid, number), b"alive")
 
 
 def commit_of(repo: Repository, txid: TxId, texts: Sequence[str]) -> None:
-    """The end of a save that has uploaded ``texts`` under ``txid``."""
+    """Commit a save that uploaded ``texts`` under ``txid``."""
     refs = [put_blob(repo, txid, text) for text in texts]
     commit_draft(repo, txid, draft(refs, "other", 7))
 
 
 class RemoteStore(MemoryStore):
-    """A storage that says it is remote."""
+    """A storage that reports itself as remote."""
 
     exclusive: bool | None = True
 
@@ -91,5 +91,4 @@ class RemoteStore(MemoryStore):
 
 
 def bare_commit(repo: Repository, txid: TxId) -> Committed:
-    """A record that names no blob."""
     return committed_draft(repo, txid, draft([], "other", 7))

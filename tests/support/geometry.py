@@ -21,7 +21,7 @@ full_shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 
 
 def elements(region: Region, shape: Shape) -> list[int]:
-    """Row-major positions in the tensor of the elements of a region, in its order: what numpy's slices give."""
+    """Return the row-major positions of a region's elements in the tensor, in the order of numpy's slices."""
     box = region.box
     every = np.arange(prod(shape)).reshape(shape)
     inside = every[tuple(slice(lo, hi) for lo, hi in zip(box.offset, box.end, strict=True))]
@@ -30,13 +30,13 @@ def elements(region: Region, shape: Shape) -> list[int]:
 
 
 def box_elements(boxes: Sequence[Box], shape: Shape) -> list[int]:
-    """The elements of several boxes, one after the other."""
+    """Return the elements of several boxes in order."""
     return [i for box in boxes for i in elements(Region(box, 0, box.numel), shape)]
 
 
 @st.composite
 def boxes(draw: st.DrawFn, shape: Shape) -> Box:
-    """A box inside a tensor; it may be empty."""
+    """A box inside a tensor, which may be empty."""
     offset, extent = [], []
     for size in shape:
         start = draw(st.integers(0, size))
@@ -47,7 +47,7 @@ def boxes(draw: st.DrawFn, shape: Shape) -> Box:
 
 @st.composite
 def regions(draw: st.DrawFn, shape: Shape) -> Region:
-    """A region inside a tensor: a box, or a part of one."""
+    """A region inside a tensor: a box, or a part of a box."""
     box = draw(boxes(shape))
     if draw(st.booleans()):
         return Region(box, 0, box.numel)
@@ -57,7 +57,7 @@ def regions(draw: st.DrawFn, shape: Shape) -> Region:
 
 @st.composite
 def partitions(draw: st.DrawFn, shape: Shape) -> list[Region]:
-    """Disjoint regions that make up a tensor: boxes cut out of it again and again, some of them cut flat."""
+    """Disjoint regions that cover a tensor: boxes cut repeatedly, some of them into flat ranges."""
     parts = [full_box(shape)]
     for _ in range(draw(st.integers(0, 4))):
         number = draw(st.integers(0, len(parts) - 1))
@@ -80,22 +80,20 @@ def _split(box: Box, dim: int, at: int) -> list[Box]:
 
 
 def digest(region: Region, version: int = 0) -> CellDigest:
-    """Something like the digest of a region's bytes, which are others in each version."""
+    """A fake digest of a region's bytes. Each version has another one."""
     return CellDigest(hashlib.sha256(f"{region}{version}".encode()).digest())
 
 
 def cells_of(groups: Sequence[Group]) -> list[Region]:
-    """The regions of all cuts."""
     return [Region(group.box, cut.lo, cut.hi) for group in groups for cut in group.cuts]
 
 
 def stored_cell(region: Region, blob: int, offset: int, nbytes: int, digest: CellDigest) -> StoredCell:
-    """A cell of a region."""
     return StoredCell(blob, offset, nbytes, region.box, region.lo, region.hi, digest)
 
 
 def table_of(shape: Shape, cell: int, cells: Sequence[Region], *, itemsize: int = 2, per_blob: int = 7) -> ExtentTable:
-    """A table of these cells, as a save would place them: one after the other, a new blob now and then."""
+    """A table of these cells as a save places them: in order, with a new blob now and then."""
     places, offset = [], 4096
     for number, region in enumerate(cells):
         if number % per_blob == 0:
@@ -107,7 +105,7 @@ def table_of(shape: Shape, cell: int, cells: Sequence[Region], *, itemsize: int 
 
 
 def rows(shape: Shape, ranks: int) -> list[Region]:
-    """What each of ``ranks`` holds of a tensor that is split along its first dimension, as torch.chunk does."""
+    """The region of each of ``ranks`` when a tensor is split along its first dimension by torch.chunk."""
     step = -(-shape[0] // ranks)
     starts = [min(rank * step, shape[0]) for rank in range(ranks + 1)]
     split = (Box((lo, *(0 for _ in shape[1:])), (hi - lo, *shape[1:])) for lo, hi in pairwise(starts))
@@ -115,7 +113,7 @@ def rows(shape: Shape, ranks: int) -> list[Region]:
 
 
 def columns(shape: Shape, ranks: int) -> list[Region]:
-    """What each of ``ranks`` holds of a matrix that is split along its second dimension."""
+    """The region of each of ``ranks`` when a matrix is split along its second dimension."""
     step = -(-shape[1] // ranks)
     starts = [min(rank * step, shape[1]) for rank in range(ranks + 1)]
     split = (Box((0, lo), (shape[0], hi - lo)) for lo, hi in pairwise(starts))
@@ -129,13 +127,13 @@ def flat(shape: Shape, ends: Sequence[int]) -> list[Region]:
 
 
 def normal(cells: Sequence[Region], shape: Shape) -> set[Region]:
-    """Regions under the one name that each has."""
+    """Return the normal form of regions."""
     return {normalise(cell, shape) for cell in cells}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Cells that make up a tensor, each somewhere in a blob."""
+    """The cells of a tensor, each somewhere in a blob."""
 
     shape: Shape
     itemsize: int
@@ -150,7 +148,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn, *, coded: bool = True) -> Case:
-    """Any tensor, in any cells, in any blobs. ``coded``: some of them may be."""
+    """Any tensor with any cells in any blobs. ``coded``: some cells may be frames."""
     shape, cell, itemsize = draw(full_shapes), draw(st.integers(1, 12)), draw(st.sampled_from([1, 2, 4, 8, 16]))
     blobs = draw(st.integers(1, 3))
     ends = [draw(st.integers(4096, 5000)) for _ in range(blobs)]
@@ -161,7 +159,7 @@ def cases(draw: st.DrawFn, *, coded: bool = True) -> Case:
 
 @st.composite
 def _placed_cells(draw: st.DrawFn, region: Region, itemsize: int, ends: list[int], coded: bool) -> StoredCell:
-    """A cell behind what is in the blobs, which end at ``ends``; some are coded, with bases or without."""
+    """A cell after the present ``ends`` of the blobs. Some cells are frames, with or without bases."""
     nbytes = region.numel * itemsize
     made: StoredCell | None = None
     links = draw(st.sampled_from([0, 0, 0, 1, 2, 3, MAX_LINKS])) if coded else 0

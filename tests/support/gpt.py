@@ -1,6 +1,6 @@
 """A GPT-like model and its optimizer as Megatron-style sharded state dicts, for any parallel configuration.
 
-All numbers come from the same global tensors, so what a rank should hold after a load can be built as well.
+All numbers come from the same global tensors. So the expected state of a rank after a load can be built as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Offsets = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of tensor, pipeline and data parallelism. ``cut``: where flat optimizer state is cut besides, 0 to 1."""
+    """Sizes of tensor, pipeline and data parallelism. ``cut`` (0 to 1): an extra cut of flat optimizer state."""
 
     tp: int = 1
     pp: int = 1
@@ -39,7 +39,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Rank:
-    """One process, with an own place in each of the three."""
+    """A process with its rank in each of the three groups."""
 
     of: Topology
     tp: int
@@ -53,13 +53,13 @@ class Rank:
 
 
 def whole(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The global tensor of a name: the same wherever it is asked for."""
+    """Return the global tensor of a name. It is always the same."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(shape, generator=generator).to(dtype)
 
 
 def embedding(name: str, rank: Rank, dtype: torch.dtype) -> torch.Tensor:
-    """The vocabulary, padded to a multiple of four rows for each tensor-parallel rank."""
+    """The vocabulary. It is padded to a multiple of four rows for each tensor-parallel rank."""
     rows = -(-VOCAB // (4 * rank.of.tp)) * 4 * rank.of.tp
     padded = torch.zeros(rows, HIDDEN, dtype=dtype)
     padded[:VOCAB] = whole(name, VOCAB, HIDDEN, dtype=dtype)
@@ -67,7 +67,7 @@ def embedding(name: str, rank: Rank, dtype: torch.dtype) -> torch.Tensor:
 
 
 def swiglu(layer: int, rank: Rank) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Gate and up lie in one local tensor, but apart in the global one."""
+    """Gate and up are together in one local tensor, but apart in the global one."""
     make, make_flat = megatron.ShardedTensor.from_rank_offsets, megatron.ShardedTensor.from_rank_offsets_flat
     shape = (FFN * 4 // rank.of.tp, HIDDEN)
 
@@ -94,11 +94,11 @@ def _ends(flat: slice) -> tuple[int, int]:
 
 
 def model(rank: Rank, name: str, dtype: torch.dtype = torch.bfloat16, prefix: str = "") -> dict[str, Any]:
-    """The sharded state dict of one kind of values: of the parameters, or of their state."""
+    """The sharded state dict of the parameters, or of their optimizer state."""
     make = megatron.ShardedTensor.from_rank_offsets
     tp, top = rank.of.tp, rank.of.pp - 1
     state: dict[str, Any] = {}
-    if rank.pp in (0, top):  # the last stage holds it too, tied
+    if rank.pp in (0, top):  # the last stage has it too, tied
         copy = 0 if rank.pp == 0 else 1
         state["embedding.weight"] = make(
             f"{prefix}embedding.weight", embedding(f"{name}/embedding", rank, dtype), (0, rank.tp, tp),
@@ -123,7 +123,7 @@ def model(rank: Rank, name: str, dtype: torch.dtype = torch.bfloat16, prefix: st
 
 
 def flat(rank: Rank, name: str, prefix: str) -> dict[str, Any]:
-    """The same as a distributed optimizer holds it: of each flattened local tensor, a part for each rank."""
+    """The same as a distributed optimizer holds it: each rank has a part of each flattened local tensor."""
     state = {}
     for key, value in model(replace(rank, dp=0), name, torch.float32, prefix).items():
         if megatron.is_main_replica(value.replica_id):
@@ -145,7 +145,7 @@ def _slice(value: Any, lo: int, hi: int) -> Any:
 
 
 def state(rank: Rank) -> dict[str, Any]:
-    """All of it: parameters, optimizer state of the same sharding and flat, objects, and the common part."""
+    """Parameters, optimizer state (sharded alike and flat), objects, and the common part."""
     objects = {
         f"layers.{local}._extra_state": megatron.ShardedObject(
             "layers._extra_state", {"layer": layer, "scale": (1.5, layer)}, (LAYERS,), (layer,), (0, rank.tp, rank.dp)
@@ -169,7 +169,7 @@ def state(rank: Rank) -> dict[str, Any]:
 
 
 def expected(state: dict[str, Any]) -> dict[str, Any]:
-    """What a load into a state dict of the same sharding gives."""
+    """The expected result of a load into a state dict with this sharding."""
 
     def value_of(leaf: Any) -> Any:
         if isinstance(leaf, megatron.LocalNonpersistentObject):
@@ -195,13 +195,13 @@ def emptied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(one: Any, other: Any) -> list[Any]:
-    """The paths of what is not the same, to the bit; the order of keys does not matter."""
+    """Return the paths of values that differ in any bit. The order of keys does not matter."""
     left, right = dict(leaves(one)), dict(leaves(other))
     return [path for path in left | right if not same(left.get(path), right.get(path))]
 
 
 def leaves(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """All leaves of dicts and lists, with their paths."""
+    """Return all leaves of dicts and lists with their paths."""
     if not isinstance(x, dict | list):
         yield path, x
         return
@@ -210,13 +210,13 @@ def leaves(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...]
 
 
 def same(one: Any, other: Any) -> bool:
-    """The same type and, to the bit, the same value?"""
+    """Report whether two values agree in type and bits."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     return type(one) is type(other) and bool(one == other)
 
 
 def saved(rank: int, size: int, where: str, topology: Topology, **options: Any) -> int:
-    """Save its state as one rank; the bytes that all ranks wrote."""
+    """Save as one rank. Return the bytes that all ranks wrote."""
     megatron.save(state(topology.at(rank)), where, **options)
     return casckpt.open(where.partition("#")[0]).get(where.partition("#")[2]).stats.bytes_written

@@ -17,7 +17,7 @@ CUTS = st.none() | st.lists(st.floats(0, 1), max_size=3)
 
 
 def parts(whole: torch.Tensor, fragments: tuple[int, int], cuts: list[float] | None) -> list[ShardedTensor]:
-    """All parts of a grid; flat ones, each cut at these fractions, if there are ``cuts``."""
+    """All parts of a grid. ``cuts`` cuts each into flat parts at these fractions."""
     layers, *rest = whole.shape
     local = tuple(extent // count for extent, count in zip(rest, fragments, strict=True))
     found = []

@@ -1,15 +1,12 @@
 """Advice in messages: the places where casckpt gives it, and the tests that follow it.
 
 A hint is a message, or a part of one, that names an argument, a command, an option, a setting or a call. `hints` finds
-them in the source. A test in `tests.hints` triggers one, does what it says, and looks at the result::
+hints in the source. A test in `tests.hints` triggers a hint, does what it says, and checks the result::
 
-    @follows("history/transactions.py:begin_save", "overwrite it")
-    def test_a_step_that_exists_is_overwritten(store, told):
-        store.save({"x": 1}, run="a", step=1)
-        with told.error() as advice:  # the error of that function, with that text
-            store.save({"x": 2}, run="a", step=1)
-        store.save({"x": 2}, run="a", step=1, **advice.argument("overwrite"))
-        assert store.load("a@1") == {"x": 2}
+@follows("history/transactions.py:begin_save", "overwrite it") def test_a_step_that_exists_is_overwritten(store, told):
+store.save({"x": 1}, run="a", step=1) with told.error() as advice: # the error of that function, with that text
+store.save({"x": 2}, run="a", step=1) store.save({"x": 2}, run="a", step=1, **advice.argument("overwrite")) assert
+store.load("a@1") == {"x": 2}
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ _ADVICE: Final = tuple(
         r"(?<![\w…{])[a-z_]{3,}=(?!=)",  # an argument
         rf"\bcasckpt (?:{_COMMANDS})\b",
         r"(?<!\w)--[a-z-]{3,}",
-        r"\b[A-Z]{2,}_[A-Z_]+\b",  # of the environment
+        r"\b[A-Z]{2,}_[A-Z_]+\b",  # environment variables
         r"\b[Ss]tore\.[a-z_]+",
         r"\bcasckpt\.(?!json)[A-Za-z_]+",
         r"\b[a-zA-Z_.]+[a-zA-Z]\([^)]*\)(?= |,|;|$)",  # a call
@@ -56,7 +53,8 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 
 class Hint(NamedTuple):
-    """``where``: module and function, as "store/store.py:Store.save". ``kind``: raise, log, or part of a message."""
+    """``where``: module and function, such as "store/store.py:Store.save". ``kind``: raise, log, or part of a
+    message."""
 
     where: str
     text: str
@@ -67,13 +65,13 @@ class Hint(NamedTuple):
 
 
 def hints() -> Iterator[Hint]:
-    """All of casckpt."""
+    """Return all hints of casckpt."""
     for path in sorted(PACKAGE.rglob("*.py")):
         yield from hints_in(path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8"))
 
 
 def hints_in(module: str, source: str) -> Iterator[Hint]:
-    """Those of one module. A value that is put into a text is a `HOLE`; texts in it follow in parentheses."""
+    """Return the hints of a module. `HOLE` replaces a value in a text. Nested texts follow in parentheses."""
     for statement, function in _statements(ast.parse(source), ()):
         kind = _kind(statement)
         if kind == "part" and module.startswith(_PAGES):
@@ -84,7 +82,7 @@ def hints_in(module: str, source: str) -> Iterator[Hint]:
 
 
 def is_advice(text: str) -> bool:
-    """Does a message say what to do, beside what is wrong with one argument (``jobs=0 is not usable; give 1``)?"""
+    """Report whether a message advises more than another value of an argument (``jobs=0 is not usable; give 1``)."""
     return " " in text and any(pattern.search(re.sub(r"^[a-z_]+=…", "", text)) for pattern in _ADVICE)
 
 
@@ -95,7 +93,7 @@ def _kind(statement: ast.stmt) -> str:
 
 
 def _statements(node: ast.AST, function: tuple[str, ...]) -> Iterator[tuple[ast.stmt, tuple[str, ...]]]:
-    """Those that contain no other, and where each stands. Docstrings are left out."""
+    """Return the innermost statements with their functions, without docstrings."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield from _statements(child, (*function, child.name))
@@ -110,7 +108,7 @@ def _statements(node: ast.AST, function: tuple[str, ...]) -> Iterator[tuple[ast.
 
 
 def _texts(node: ast.AST) -> Iterator[str]:
-    """Every text below a node, each as long as it goes."""
+    """Return every text below a node, each as long as possible."""
     if _is_text(node):
         yield _text(node)
     else:
@@ -135,27 +133,27 @@ def _text(node: ast.AST) -> str:
 
 
 class Case(NamedTuple):
-    """What a test follows: the hints of ``where`` that have ``text`` in them."""
+    """The hints that a test follows: those of ``where`` that contain ``text``."""
 
     where: str
     text: str
 
     def covers(self, hint: Hint) -> bool:
-        """Is it this one?"""
+        """Report whether the case covers this hint."""
         return self.where == hint.where and self.text in hint.text
 
     @property
     def raises(self) -> bool:
-        """Does its function raise the message itself?"""
+        """Report whether its function raises the message itself."""
         return {hint.kind for hint in hints_of(self.where) if self.covers(hint)} == {"raise"}
 
     def in_message(self, message: str) -> bool:
-        """Does a message have the text, with values in its holes?"""
+        """Report whether a message contains the text, with values in its holes."""
         return bool(re.search(".*?".join(map(re.escape, re.split(r"…|%[srd]", self.text))), message, re.DOTALL))
 
 
 def follows(where: str, text: str) -> Callable[[Test], Test]:
-    """Mark a test that follows the hints of ``where`` (module:function) which have ``text`` in them."""
+    """Mark a test that follows the hints of ``where`` (module:function) that contain ``text``."""
 
     def mark(test: Test) -> Test:
         vars(test).setdefault("follows", []).append(Case(where, text))
@@ -165,22 +163,22 @@ def follows(where: str, text: str) -> Callable[[Test], Test]:
 
 
 class Advice:
-    """A message, for a test that does what it says. Each method fails if the message lacks what is asked for."""
+    """A message, for a test that follows it. Each method fails if the message lacks the requested part."""
 
     def __init__(self, message: str = "") -> None:
         self.message = message
         self.followed = False
 
     def says(self, text: str) -> str:
-        """``text``, which the message has."""
+        """Return ``text``, which the message contains."""
         assert text in self.message, f"{text!r} is not in: {self.message}"
         self.followed = True
         return text
 
     def argument(self, name: str, after: str = "") -> dict[str, Any]:
-        """``{name: value}``, with the value that the message shows behind ``name=``: the first that is ``after`` it.
+        """Return ``{name: value}`` with the value after ``name=`` in the message: the first one behind ``after``.
 
-        Without ``after`` the last, since the first may be what was wrong.
+        Without ``after``, the last one counts, since the first may be the wrong value.
         """
         shown = self.message.partition(self.says(after))[2] if after else self.message
         self.says(f"{name}=")
@@ -191,12 +189,12 @@ class Advice:
                     value = ast.literal_eval(shown[place:end])
                 except (SyntaxError, ValueError):
                     continue
-                if not shown[:end].rstrip().endswith(","):  # which would make a tuple of it
+                if not shown[:end].rstrip().endswith(","):  # which would make it a tuple
                     return {name: value}
         raise AssertionError(f"no value is shown for {name}= in: {self.message}")
 
     def command(self, command: str, **words: object) -> list[str]:
-        """The arguments of `` `casckpt COMMAND ...` `` in the message, each of ``words`` replaced by its value."""
+        """Return the arguments of `` `casckpt COMMAND ...` `` in the message. ``words`` replaces placeholders."""
         found = re.search(rf"casckpt {command}\b([^`]*)`|casckpt {command}\b()", self.message)
         assert found, f"casckpt {command} is not in: {self.message}"
         self.followed = True
@@ -204,7 +202,7 @@ class Advice:
 
 
 class Told:
-    """The fixture ``told``: takes the messages that a test brings about, and knows which of its cases they are."""
+    """The fixture ``told``. It catches the messages that a test causes, and matches them to the test's cases."""
 
     def __init__(self, cases: Iterable[Case], caplog: pytest.LogCaptureFixture) -> None:
         self._cases = list(cases)
@@ -214,7 +212,8 @@ class Told:
 
     @contextmanager
     def error(self, kind: type[BaseException] | tuple[type[BaseException], ...] | None = None) -> Iterator[Advice]:
-        """What the block raises: with the text of a case, by the function of the case if it raises by itself."""
+        """Catch the error of the block. It must contain the text of a case, and come from the case's function if that
+        raises."""
         from casckpt.errors import CasckptError
 
         advice = Advice()
@@ -225,7 +224,7 @@ class Told:
 
     @contextmanager
     def log(self) -> Iterator[Advice]:
-        """What the block logs as a warning, or an error."""
+        """Catch a warning or error that the block logs."""
         advice = Advice()
         self._caplog.clear()
         with self._caplog.at_level("WARNING"):
@@ -234,20 +233,20 @@ class Told:
         self._take(advice)
 
     def text(self, message: object) -> Advice:
-        """A message that was heard elsewhere: on a rank, or by the command line."""
+        """Take a message that appeared elsewhere: on a rank, or in the output of a command."""
         advice = Advice(str(message))
         self._take(advice)
         return advice
 
     def check(self) -> None:
-        """Fail if a case was not met, or an advice not followed."""
+        """Fail if a case did not occur, or the test did not follow an advice."""
         assert self._met == set(self._cases), f"not met: {set(self._cases) - self._met}"
         assert all(advice.followed for advice in self._advice), [
             one.message for one in self._advice if not one.followed
         ]
 
     def _take(self, advice: Advice, passed: set[str] | None = None) -> None:
-        """``passed``: the functions that an error came through."""
+        """``passed``: the functions that the error passed through."""
         found = [case for case in self._cases if case.in_message(advice.message)]
         assert found, f"{[case.text for case in self._cases]}: not in: {advice.message}"
         met = [case for case in found if passed is None or not case.raises or case.where in passed]
@@ -257,14 +256,13 @@ class Told:
 
 
 def hints_of(where: str) -> list[Hint]:
-    """Those of one function."""
     module = where.partition(":")[0]
     source = (PACKAGE / module).read_text(encoding="utf-8")
     return [hint for hint in hints_in(module, source) if hint.where == where]
 
 
 def _passed(error: BaseException | None) -> Iterator[str]:
-    """The functions of casckpt that an error came through, or those that are its cause."""
+    """Return the functions of casckpt that an error, or its causes, passed through."""
     while error is not None:
         trace = error.__traceback__
         while trace is not None:

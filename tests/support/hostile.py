@@ -2,10 +2,10 @@
 
 ::
 
-    with hostile(Hostility.SILENT) as server:
-        open_storage("s3://bucket/store", {"endpoint_url": server.endpoint, "request_timeout": 0.3, ...})
+with hostile(Hostility.SILENT) as server: open_storage("s3://bucket/store", {"endpoint_url": server.endpoint,
+"request_timeout": 0.3, ...})
 
-``server.sent`` is how many bytes were taken from it.
+``server.sent`` is the number of bytes that clients received.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-_DROP = 0.02  # seconds between two bytes of one that drips
+_DROP = 0.02  # seconds between two bytes of a slow answer
 _LONG = b"X-Filler: " + b"y" * 4000 + b"\r\n"
 _CHUNK = b"10000\r\n" + b"<a href='x'>" * 5461 + b"abcd" + b"\r\n"
 
 
 class Hostility(enum.Enum):
-    """What a server does when it is asked something."""
+    """The behaviour of a server."""
 
     SILENT = "silent"
     CONTINUE = "100 Continue, then silent"
@@ -37,7 +37,7 @@ class Hostility(enum.Enum):
 
 @dataclass
 class Hostile:
-    """A server. ``status``: what its answers begin with. Used from a ``with``."""
+    """A server, as a context manager. ``status``: the start of its answers."""
 
     hostility: Hostility
     status: str = "200 OK"
@@ -48,23 +48,22 @@ class Hostile:
 
     @property
     def place(self) -> str:
-        """Its host and port."""
+        """The host and port."""
         return f"127.0.0.1:{self._listening.getsockname()[1]}"
 
     @property
     def endpoint(self) -> str:
-        """Its URL."""
         return f"http://{self.place}"
 
     def accept(self) -> None:
-        """Take connections until it is over."""
+        """Accept connections until the end."""
         with suppress(OSError):
             while True:
                 self._connections.append(self._listening.accept()[0])
                 threading.Thread(target=self._answer, args=(self._connections[-1],), daemon=True).start()
 
     def end(self) -> None:
-        """Let everybody go."""
+        """Close all connections."""
         self._over.set()
         self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
@@ -111,7 +110,6 @@ def _forever(first: bytes, then: bytes) -> Iterator[bytes]:
 
 @contextmanager
 def hostile(hostility: Hostility, status: str = "200 OK") -> Iterator[Hostile]:
-    """A server that does that."""
     server = Hostile(hostility, status)
     threading.Thread(target=server.accept, daemon=True).start()
     try:

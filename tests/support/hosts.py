@@ -1,4 +1,4 @@
-"""Hosts that share a store without tensors, and change runs at random."""
+"""Hosts that share a store without tensors and change runs at random."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-from casckpt.base.durations import time_of
+from casckpt.base.units import time_of
 from casckpt.errors import Conflict
 from casckpt.format.keys import make_txid
 from casckpt.format.names import TxId
@@ -30,7 +30,7 @@ CHANGES += ["rewrite", "rewrite", "half a rewrite"]
 
 
 def saved(repo: Repository, run: str, step: int) -> Transaction:
-    """A save that has begun, as the leader of one begins."""
+    """Begin a save as its leader does."""
     known = look_at_all(repo, run)
     latest = greatest(repo, known, run)
     return begin(repo, run, step, after=[latest] if latest else [], seen=known.head)
@@ -41,13 +41,13 @@ def finish(repo: Repository, save: Transaction) -> Commit:
 
 
 def old_txid(draw: random.Random, run: str, step: int) -> TxId:
-    """What a copy keeps."""
+    """The transaction id that a copy keeps."""
     when = time_of(START) - timedelta(minutes=draw.randrange(1000))
     return make_txid(when, draw.randbytes(8), run, step)
 
 
 class Hosts:
-    """Hosts with clocks that differ, which save, copy, forget and look; one forgets all between its looks."""
+    """Hosts with different clocks that save, copy, forget and list. One of them forgets its memory between listings."""
 
     def __init__(self, folder: Path, storage: ObjectStore, draw: random.Random) -> None:
         self.folder, self.storage, self.draw = folder, storage, draw
@@ -90,7 +90,7 @@ class Hosts:
                 return
 
     def announce(self) -> None:
-        """Of a save in progress: that it is about to commit."""
+        """Announce the coming commit of a save in progress."""
         if self.open:
             repo, save = self.draw.choice(self.open)
             announce(repo, [(save.txid, 0)])
@@ -101,7 +101,7 @@ class Hosts:
 
 
 class Meddled(FaultyStore):
-    """Before its calls, now and then, something else happens."""
+    """Now and then, runs another action before a call."""
 
     def __init__(self, inner: ObjectStore, hosts: Hosts) -> None:
         super().__init__(inner)

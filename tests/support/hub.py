@@ -42,7 +42,7 @@ def _random(model: Any, seed: int) -> Any:
 
 
 def trained(model: Any) -> torch.optim.Optimizer:
-    """One step of training; its optimizer."""
+    """Train one step. Return the optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     words = torch.arange(12).view(2, 6)
     model(input_ids=words, labels=words).loss.backward()
@@ -51,14 +51,14 @@ def trained(model: Any) -> torch.optim.Optimizer:
 
 
 def check_loads(folder: Path, model: Any) -> None:
-    """``from_pretrained`` gives this model, bit by bit, and has nothing to say about it."""
+    """Check that ``from_pretrained`` loads this model bit by bit and without a warning."""
     found, info = type(model).from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     assert identical(dict(found.state_dict()), dict(model.state_dict()))
 
 
 def export(store: str | os.PathLike[str], ref: str, out: Path, *options: object, status: int = 0) -> dict[str, Any]:
-    """``casckpt export``, and its JSON."""
+    """Run ``casckpt export``. Return its JSON."""
     done = CliRunner().invoke(cli, ["export", str(store), ref, str(out), "--json", *map(str, options)])
     assert done.exit_code == status, done.output
     found: dict[str, Any] = json.loads(done.stdout)

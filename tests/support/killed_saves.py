@@ -1,8 +1,8 @@
 """Saves that are killed, and saves beside a gc, in processes forked from one that has imported torch.
 
 ``python -m tests.support.killed_saves sweep FOLDER POINTS SEED`` copies a store with one checkpoint for each point, and
-kills the save of a second one there: at storage calls, at system calls, at random times. ``... race FOLDER SAVES``
-runs two processes that save and one that collects garbage, all over one store.
+kills the save of a second one there: at storage calls, at system calls, at random times. ``... race FOLDER SAVES`` runs
+two processes that save and one that collects garbage, all in one store.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ WAYS = ("calls", "syscalls", "timed")
 
 
 def state(step: int) -> dict[str, Any]:
-    """Of two steps some is the same, some is told by what changed, and some is new; several blobs of it."""
+    """Between two steps some tensors are equal, some are coded against the old ones, and some are new. It has several
+    blobs."""
     return {
         "kept": cells(30, seed=1),
         "new": cells(30, seed=step),
@@ -52,16 +53,16 @@ def state(step: int) -> dict[str, Any]:
 
 
 def open_folder(folder: Path, storage: Any = None) -> Store:
-    """The store of a point, with a catalogue of its own beside it."""
+    """Open the store of a point. Its catalogue lies beside it."""
     store = Store(Repository(storage or LocalStore(folder / "store"), folder / "cache"))
     store.create(cell_bytes=CELL, blob_bytes=64 << 10)
     return store
 
 
 class Strike:
-    """Sends its own process a signal, at step ``at`` of all that are counted here; at none, if that is 0.
+    """Sends a signal to its own process at step ``at`` of all counted steps. 0 means never.
 
-    ``of``: what is called, for the tally.
+    ``of``: the kind of steps, for the tally.
     """
 
     def __init__(self, at: int, sends: signal.Signals = signal.SIGKILL, of: str = "the storage") -> None:
@@ -78,7 +79,7 @@ class Strike:
 
 
 class KillingStore(FaultyStore):
-    """Kills its process, or stops it, right before or right after a call; both are steps of ``strike``."""
+    """Kills or stops its process right before or right after a call. Both are steps of ``strike``."""
 
     def __init__(self, inner: ObjectStore, strike: Strike) -> None:
         super().__init__(inner)
@@ -92,18 +93,18 @@ class KillingStore(FaultyStore):
 
 
 def _save(folder: Path, way: str, at: float) -> int:
-    """Save the second step, killed on the way unless ``at`` is 0; how many steps it had."""
+    """Save the second step. Kill the save at step ``at`` unless that is 0. Return the number of steps."""
     strike = Strike(int(at) if way == "calls" else 0)
     store = open_folder(folder, KillingStore(LocalStore(folder / "store"), strike))
     counted = wrap_system_calls(int(at)) if way == "syscalls" else None
     if way == "timed" and at:
-        signal.setitimer(signal.ITIMER_REAL, at)  # whose signal ends the process, since nobody handles it
+        signal.setitimer(signal.ITIMER_REAL, at)  # no handler is set, so the signal ends the process
     store.save(state(2), step=2, threads=2, compress="auto")
     return counted() if counted else strike.count
 
 
 def wrap_system_calls(step: int) -> Callable[[], int]:
-    """Kill this process right before or right after a system call; gives how many of both there were."""
+    """Kill this process right before or right after a system call. The returned function counts such points."""
     steps = itertools.count(1)
 
     def die() -> None:
@@ -127,7 +128,7 @@ def wrap_system_calls(step: int) -> Callable[[], int]:
 
 
 def forked(call: Callable[[], object]) -> int:
-    """Run in a child; its wait status."""
+    """Run in a child. Return its wait status."""
     child = os.fork()
     if not child:
         run_and_exit(call)
@@ -135,7 +136,7 @@ def forked(call: Callable[[], object]) -> int:
 
 
 def side_by_side(calls: Sequence[Callable[[], object]], at_once: int) -> bool:
-    """Make calls, in so many children at once; whether all went well. Without children if one at a time will do."""
+    """Make calls in as many children at once. Report whether all succeeded. One worker needs no child."""
     if at_once == 1:
         for call in calls:
             call()
@@ -155,7 +156,7 @@ def side_by_side(calls: Sequence[Callable[[], object]], at_once: int) -> bool:
 
 
 def run_and_exit(call: Callable[[], object]) -> NoReturn:
-    """The rest of a forked child's life: it never returns into what its parent does."""
+    """Run the rest of a forked child's life. It never returns into the parent's code."""
     try:
         call()
     except BaseException:  # noqa: BLE001 - whatever it was, the child must end here
@@ -165,7 +166,7 @@ def run_and_exit(call: Callable[[], object]) -> NoReturn:
 
 
 def _total(folder: Path, way: str) -> int:
-    """How many steps the save has; 0 for what is counted in seconds."""
+    """Return the number of steps of the save. 0 if its points are seconds."""
     shutil.copytree(folder / "base", folder / "count", dirs_exist_ok=True)
     found = folder / "steps"
     status = forked(lambda: found.write_text(str(_save(folder / "count", way, 0))))
@@ -176,7 +177,7 @@ def _total(folder: Path, way: str) -> int:
 
 
 def sweep(folder: Path, points: int, seed: int) -> None:
-    """Kill a save at about ``points`` steps of each way, the last ones among them; 0 for all steps."""
+    """Kill a save at about ``points`` steps of each way, including the last ones. 0 means all steps."""
     rng = random.Random(seed)
     base = open_folder(folder / "base")
     if forked(lambda: base.save(state(1), step=1)):
@@ -209,7 +210,7 @@ def _write(folder: Path, run: str, saves: int) -> None:
             if not same_state(store.read(ckpt), want):
                 raise SystemExit(f"{run}@{step} did not come back")
     finally:
-        (folder / f"done-{run}").touch()  # the gc need not go on
+        (folder / f"done-{run}").touch()  # the gc may end
 
 
 def _collect(folder: Path, runs: list[str]) -> None:
@@ -223,7 +224,7 @@ def _collect(folder: Path, runs: list[str]) -> None:
 
 
 def race(folder: Path, saves: int) -> None:
-    """Two that save, with a gc going on beside them."""
+    """Run two savers with a gc beside them."""
     runs = ["a", "b"]
     open_folder(folder)
     calls = [partial(_write, folder, run, saves) for run in runs]
@@ -239,7 +240,7 @@ def race(folder: Path, saves: int) -> None:
 
 
 def needed(store: Store) -> set[str]:
-    """Keys of all objects that live checkpoints name."""
+    """Return the keys of all objects that live checkpoints name."""
     found = set()
     for commit in list_commits(store.repository).live():
         manifest = manifests.get(store.repository, commit)
@@ -249,7 +250,7 @@ def needed(store: Store) -> set[str]:
 
 
 def check_clean(store: Store) -> None:
-    """Nothing is left but what is needed."""
+    """Check that the store holds only needed objects."""
     keys = {entry.key for entry in store.repository.storage.list("")}
     assert undecided(store.repository) == []
     assert {key for key in keys if key.startswith("objects/")} == needed(store)
@@ -259,7 +260,7 @@ def check_clean(store: Store) -> None:
 
 
 def check_all(store: Store, states: dict[tuple[str, int], Any]) -> None:
-    """All that is visible comes back in full."""
+    """Check that all visible checkpoints load in full."""
     for ckpt in store.checkpoints():
         want = states[ckpt.run, ckpt.step]
         if not same_state(store.read(ckpt), want):

@@ -1,7 +1,7 @@
-"""Thinning, and the gc that frees what it left, killed at storage calls and at system calls, in processes of their own.
+"""Thinning and the following gc, killed at storage calls and at system calls, in separate processes.
 
 ``python -m tests.support.killed_thins FOLDER POINTS SEED`` copies a store with some checkpoints for each point, and
-kills who thins there.
+kills the process that thins them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def state(step: int) -> dict[str, Any]:
 
 
 def _thin(folder: Path, way: str, at: int, counted: Path | None = None) -> None:
-    """Thin all but the last, and collect; killed at step ``at``, unless that is 0."""
+    """Thin all but the last, and collect. Kill the process at step ``at`` unless that is 0."""
     strike = Strike(at if way == "calls" else 0)
     store = open_folder(folder, KillingStore(LocalStore(folder / "store"), strike))
     count = wrap_system_calls(at) if way == "syscalls" else lambda: strike.count
@@ -59,7 +59,7 @@ def _fill(folder: Path) -> None:
 
 
 def sweep(folder: Path, points: int, seed: int) -> None:
-    """Kill at ``points`` steps of each way, or at all, if they are fewer."""
+    """Kill at ``points`` steps of each way, or at all of them if there are fewer."""
     draw = random.Random(seed)
     if forked(partial(_fill, folder / "base")):
         raise SystemExit("the saves failed")

@@ -1,6 +1,6 @@
 """The resources that a test needs, found from the code that it reaches: ranks, servers, other processes.
 
-`tests.conftest` marks each test with its `kinds_of`. One that has none is plain, and `on_its_own` holds it to that.
+`tests.conftest` marks each test with its `kinds_of`. A test without a kind is plain, and `on_its_own` enforces that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KINDS: Final = {
     "server": "something listens: a server of S3, a hostile one, a proxy",
     "process": "starts other processes",
 }
-_FIXTURES: Final = {"ranks": "ranks", "server": r"\w*_server"}  # asked for by an argument, or by name
+_FIXTURES: Final = {"ranks": "ranks", "server": r"\w*_server"}  # requested by an argument or by name
 _CALLED: Final = {
     "server": r"Hostile|Proxy|servers|serving|create_server|\w*HTTPServer",
     "process": r"subprocess|multiprocessing|Popen|fork|get_context",
@@ -31,20 +31,20 @@ _own: list[str] = []  # the plain test that runs
 
 
 class Words(NamedTuple):
-    """Names that code uses, and strings in it."""
+    """The names and strings that code uses."""
 
     called: frozenset[str]
     said: frozenset[str]
 
 
 def kinds_of(item: pytest.Item) -> set[str]:
-    """Of the test, its fixtures, and all functions of tests that these call, however far."""
+    """Return the kinds of the test, its fixtures, and all functions of tests that these reach."""
     if not isinstance(item, pytest.Function):
         return set()
     given = item.callspec.params.values() if hasattr(item, "callspec") else ()
     fixtures = {*item.fixturenames, *(value for value in given if isinstance(value, str))}
     defined = [one for found in item._fixtureinfo.name2fixturedefs.values() for one in found]
-    starts = {one.func for one in defined if one.argname != "_where_stores_lie"}  # in memory, unless told otherwise
+    starts = {one.func for one in defined if one.argname != "_where_stores_lie"}  # in memory by default
     reached = [_reached(start, item.cls) for start in (getattr(item.obj, "__func__", item.obj), *starts)]
     return set[str]().union(*map(_told_by_name, fixtures), *reached)
 
@@ -61,7 +61,7 @@ def _told_by_call(word: str) -> frozenset[str]:
 
 @cache
 def _reached(start: Any, cls: type | None) -> frozenset[str]:
-    """The kinds of all functions that ``start`` can come to; ``cls``: of the test."""
+    """Return the kinds of all functions that ``start`` reaches. ``cls``: the class of the test."""
     todo, reached, kinds = _functions(start), set[FunctionType](), set[str]()
     while todo:
         function = todo.pop()
@@ -81,7 +81,7 @@ def _members(cls: type | None) -> frozenset[str]:
 
 @cache
 def _next(function: FunctionType) -> list[FunctionType]:
-    """The functions of tests that it may call: by their names, or through a module."""
+    """Return the functions of tests that it may call, by name or through a module."""
     called, found = _words(function).called, list[FunctionType]()
     for value in [function.__globals__.get(name) for name in called]:
         inside = [vars(value).get(name) for name in called] if isinstance(value, ModuleType) else [value]
@@ -90,7 +90,7 @@ def _next(function: FunctionType) -> list[FunctionType]:
 
 
 def _functions(thing: Any) -> list[FunctionType]:
-    """What runs when it is called, if that belongs to the tests."""
+    """Return the code of a function, if it belongs to the tests."""
     if isinstance(thing, partial):
         return _functions(thing.func)
     if isinstance(thing, property):
@@ -116,7 +116,7 @@ def _words(function: FunctionType) -> Words:
 
 @contextmanager
 def on_its_own(item: pytest.Item) -> Iterator[None]:
-    """Inside, a process that is started is an error: the test should have been told to need it."""
+    """Inside, a started process is an error: `kinds_of` does not find it."""
     _own.append(item.nodeid)
     try:
         yield

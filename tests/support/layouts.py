@@ -22,7 +22,7 @@ Chunk = tuple[Shape, Shape]
 
 
 class Described(DTensor):
-    """A DTensor of somebody's own class, which describes itself."""
+    """A DTensor of a foreign class that describes itself."""
 
     @staticmethod
     def of(tensor: DTensor, chunks: Sequence[ChunkStorageMetadata]) -> Described:
@@ -36,7 +36,7 @@ class Described(DTensor):
 
 @dataclass(frozen=True)
 class Layout:
-    """Which chunks of a tensor each rank holds. ``stacked``: one after the other along the first dimension."""
+    """The chunks of a tensor that each rank holds. ``stacked``: one after the other along the first dimension."""
 
     kind: str
     shape: Shape
@@ -46,20 +46,22 @@ class Layout:
 
     @property
     def whole(self) -> Numbers:
-        """The tensor: each element is another number."""
+        """The tensor. All elements are different."""
         count = int(np.prod(self.shape))
         return np.random.default_rng(self.seed).permutation(count).astype(np.float32).reshape(self.shape)
 
     def parts(self, rank: int) -> list[Numbers]:
-        """What a rank holds, chunk by chunk."""
+        """The data of a rank, chunk by chunk."""
         return [self.whole[slices(chunk)] for chunk in self.held[rank]]
 
     def tensor(self, rank: int, mesh: DeviceMesh, *, empty: bool) -> tuple[DTensor, list[torch.Tensor]]:
-        """The DTensor of a rank, and its data chunk by chunk. ``empty``: of zeros."""
+        """The DTensor of a rank, and its data chunk by chunk. ``empty``: filled with zeros."""
         parts = [torch.from_numpy(part.copy()) for part in self.parts(rank)]
         parts = [torch.zeros_like(part) for part in parts] if empty else parts
         several = max(map(len, self.held)) > 1
-        ways = WAYS[:-1] if several and len(self.shape) > 2 else WAYS  # torch's wrapper has two dimensions at most then
+        ways = (
+            WAYS[:-1] if several and len(self.shape) > 2 else WAYS
+        )  # torch's wrapper supports at most two dimensions then
         way = Random(self.seed).choice(ways) if self.stacked else wrapped
         found: tuple[DTensor, list[torch.Tensor]] = way(self, rank, mesh, parts)
         return found
@@ -70,7 +72,7 @@ def slices(chunk: Chunk) -> tuple[slice, ...]:
 
 
 def _dtensor(layout: Layout, mesh: DeviceMesh, local: torch.Tensor) -> DTensor:
-    """One whose mesh and placements say something else than what it holds."""
+    """A DTensor whose mesh and placements contradict its data."""
     placements: list[Placement] = [Shard(0)] * mesh.ndim
     stride = torch.empty(layout.shape, device="meta").stride()
     shape = torch.Size(layout.shape)
@@ -83,7 +85,7 @@ def _stacked(layout: Layout, parts: Sequence[torch.Tensor]) -> tuple[torch.Tenso
 
 
 def chunks_of(layout: Layout, rank: int) -> list[ChunkStorageMetadata]:
-    """As Megatron-FSDP writes them: with tuples, and one of no elements where there are none."""
+    """Chunks in Megatron-FSDP's form: tuples, with an empty chunk where a rank has none."""
     held = layout.held[rank] or (((0,) * len(layout.shape), (0, *layout.shape[1:])),)
     return [ChunkStorageMetadata(*chunk) for chunk in held]  # type: ignore[arg-type]
 
@@ -110,7 +112,7 @@ def by_class(layout: Layout, rank: int, mesh: DeviceMesh, parts: Sequence[torch.
 
 
 def wrapped(layout: Layout, rank: int, mesh: DeviceMesh, parts: Sequence[torch.Tensor]) -> Any:
-    """By torch's own way to hold several."""
+    """torch's own wrapper for several chunks."""
     local = LocalShardsWrapper(list(parts), [offset for offset, _ in layout.held[rank]])
     return _dtensor(layout, mesh, local), list(parts)
 
@@ -127,7 +129,7 @@ def draw(rng: Random, ranks: int) -> Layout:
 
 
 def _cuts(rng: Random, extent: int, count: int) -> list[tuple[int, int]]:
-    """Cut [0, extent) into so many stretches, some of which may be empty."""
+    """Cut [0, extent) into this many ranges. Some may be empty."""
     at = [0, *sorted(rng.randint(0, extent) for _ in range(count - 1)), extent]
     return [(a, b - a) for a, b in pairwise(at)]
 
@@ -151,14 +153,14 @@ def _uneven(rng: Random, shape: Shape, ranks: int) -> Held:
 
 
 def _another_order(rng: Random, shape: Shape, ranks: int) -> Held:
-    """Torch's even sizes, dealt otherwise."""
+    """torch's even sizes, assigned to ranks in another order."""
     found = _rows(shape, _even(shape[0], ranks))
     rng.shuffle(found)
     return found, True
 
 
 def _hybrid(rng: Random, shape: Shape, ranks: int) -> Held:
-    """Two mesh dimensions, of which the inner one shards first."""
+    """Two mesh dimensions. The inner one shards first."""
     outer = 2 if ranks % 2 == 0 else 1
     inner = ranks // outer
     found = _rows(shape, rng.choice([_even(shape[0], ranks), _cuts(rng, shape[0], ranks)]))
@@ -166,7 +168,7 @@ def _hybrid(rng: Random, shape: Shape, ranks: int) -> Held:
 
 
 def _columns(rng: Random, shape: Shape, ranks: int) -> Held:
-    """Columns by tensor parallelism, rows of these by FSDP."""
+    """Columns by tensor parallelism, and their rows by FSDP."""
     across = 2 if ranks % 2 == 0 else 1
     columns, rows = _cuts(rng, shape[1], across), _cuts(rng, shape[0], ranks // across)
     pairs = [(row, column) for row in rows for column in columns]

@@ -1,6 +1,6 @@
 """A training with Lightning that tests save and resume."""
 
-# ruff: noqa: E402 - what is optional is asked for first
+# ruff: noqa: E402 - optional packages are imported first
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.faulty import FaultyStore
 
 
 class Model(LightningModule):
-    """A frozen part, a part that learns, a scheduler, hyperparameters."""
+    """A frozen part, a trained part, a scheduler and hyperparameters."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Model(LightningModule):
 
 
 class Losses(Callback):
-    """All losses, to the bit; each step draws from a seed of its own."""
+    """Records all losses to the bit. Each step draws from a seed of its own."""
 
     def __init__(self) -> None:
         self.found: dict[int, str] = {}
@@ -71,7 +71,7 @@ def trainer(folder: Path, io: CasCheckpointIO, *callbacks: Any, epochs: int = 4,
 
 
 class Slow:
-    """A store whose saves wait until they are let go."""
+    """A store whose saves wait for a signal of the test."""
 
     def __init__(self, folder: Path) -> None:
         self.faulty = FaultyStore(LocalStore(folder))

@@ -18,12 +18,12 @@ KEY = "objects/x/a"
 
 
 def lacking(*args: object) -> Any:
-    """In place of a system call that is not there."""
+    """Replaces a system call that the platform lacks."""
     raise syscalls.Lacking
 
 
 def only(way: Naming, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that has nothing better than ``way``."""
+    """A file system that supports nothing better than ``way``."""
     if way > Naming.UNNAMED:
         monkeypatch.setattr(syscalls, "open_unnamed", lacking)
     if way > Naming.LINK:
@@ -43,12 +43,12 @@ def failing(call: Callable[..., Any], code: int, *, times: int = 1, after: int =
 
 
 def put_aligned(store: ObjectStore, key: str, data: bytes) -> None:
-    """Put from memory that begins at a page."""
+    """Put from page-aligned memory."""
     with AlignedBuffer(len(data)) as buffer:
         buffer.view[:] = data
         store.put(key, buffer.view)
 
 
 def files(store: LocalStore) -> list[str]:
-    """Everything in the folder that is no folder, hidden or not."""
+    """Return all files in the folder, hidden ones included."""
     return sorted(str(path.relative_to(store.path)) for path in store.path.rglob("*") if not path.is_dir())

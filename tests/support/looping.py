@@ -1,6 +1,6 @@
-"""A real training loop over ranks: FSDP2, dropout, a scheduler, a data loader that goes on where it was, and a diary.
+"""A real training loop over ranks: FSDP2, dropout, a scheduler, a stateful data loader, and a diary.
 
-All that it does depends on its checkpoint alone: the same steps from the same checkpoint give the same bits.
+The checkpoint alone determines the training: the same steps from the same checkpoint give the same bits.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ SAMPLES, GLOBAL_BATCH, FEATURES = 120, 12, 16
 
 
 class Loader:
-    """Samples in an order of their own for each epoch; ranks share out each batch, however many they are."""
+    """Samples in a separate order for each epoch. Any number of ranks shares each batch."""
 
     def __init__(self) -> None:
         self._drawn = torch.Generator().manual_seed(5)
         self._order, self._at = torch.randperm(SAMPLES, generator=self._drawn), 0
 
     def batch(self) -> torch.Tensor:
-        """The next samples of all ranks."""
+        """Return the next samples of all ranks."""
         if self._at == SAMPLES:
             self._order, self._at = torch.randperm(SAMPLES, generator=self._drawn), 0
         self._at += GLOBAL_BATCH
@@ -52,7 +52,7 @@ class Loader:
 
 
 def sharded_model(size: int) -> nn.Sequential:
-    """Blocks with dropout, sharded over all ranks: the same on any number of them."""
+    """Blocks with dropout, sharded over all ranks. The values do not depend on the number of ranks."""
     torch.manual_seed(3)
     model = nn.Sequential(
         nn.Linear(FEATURES, 24), nn.Dropout(0.2), nn.Tanh(), nn.Linear(24, 17), nn.Dropout(0.2), nn.Linear(17, 1)
@@ -67,9 +67,9 @@ def sharded_model(size: int) -> nn.Sequential:
 class Plan:
     """One attempt to train ``run`` up to ``steps``.
 
-    ``base``: the checkpoint it begins with, if there is none of its own. ``seconds``: after which each process is
-    killed; None for never. ``victim``: the only rank that is killed; None for all. ``background``: saves are.
-    ``at_risk``: the `max_steps_at_risk` of the checkpointer.
+    ``base``: the checkpoint that it starts from if the run has none. ``seconds``: the time after which processes are
+    killed, or None. ``victim``: the only rank that is killed, or None for all. ``background``: saves run in the
+    background. ``at_risk``: the `max_steps_at_risk` of the checkpointer.
     """
 
     path: Path
@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def most_lost(self) -> int:
-        """So many steps may have to be made again after a kill."""
+        """The largest number of steps that a kill may lose."""
         if not self.background:
             return self.every
         return 2 * self.every if self.at_risk is None else self.at_risk
@@ -94,7 +94,7 @@ class Plan:
 
 
 def train_on(rank: int, size: int, plan: Plan) -> int:
-    """The loop of one rank; the step it went on from, 0 for none."""
+    """Run the loop of one rank. Return the step that it resumed from, or 0."""
     deadly = plan.seconds is not None and plan.victim in (None, rank)
     with killed_after(plan.seconds if deadly else None):
         return _loop(rank, size, plan)
@@ -144,7 +144,7 @@ def _loop(rank: int, size: int, plan: Plan) -> int:
 
 
 def _step(rank: int, size: int, model: nn.Module, optimizer: optim.Optimizer, loader: Loader) -> tuple[list[int], str]:
-    """One step; the samples of this rank, and the loss of all ranks to the bit."""
+    """Train one step. Return the samples of this rank, and the loss of all ranks to the bit."""
     mine = loader.batch()[rank::size]
     inputs = torch.stack([torch.randn(FEATURES, generator=torch.Generator().manual_seed(int(one))) for one in mine])
     noise = random.random()  # Python's own generator counts too
@@ -159,10 +159,10 @@ def _step(rank: int, size: int, model: nn.Module, optimizer: optim.Optimizer, lo
 
 @dataclass(frozen=True)
 class Diary:
-    """What all ranks wrote of a run, over all attempts.
+    """The records that all ranks wrote of a run, over all attempts.
 
-    ``losses``, ``samples``: by step, all that were ever written: one, if no attempt differs from another. ``lost``: for
-    each attempt, how many steps the one before it had made that had to be made again, and how many that may be.
+    ``losses``, ``samples``: all values by step. There is one value if no attempt differs from another. ``lost``: for
+    each attempt, the number of steps of the previous one that it repeats, and the allowed number.
     """
 
     losses: dict[int, set[str]]
@@ -171,7 +171,7 @@ class Diary:
 
     @classmethod
     def read(cls, plan: Plan, size: int) -> Diary:
-        """Of all ranks."""
+        """Read the records of all ranks."""
         found = cls(defaultdict(set), defaultdict(set), [])
         for rank in range(size):
             found._read(rank, [json.loads(line) for line in plan.diary(rank).read_text().splitlines()])
@@ -190,7 +190,7 @@ class Diary:
 
 
 def expected_samples(steps: int, size: int) -> dict[int, set[tuple[int, ...]]]:
-    """What the ranks should have drawn."""
+    """Return the samples that the ranks must draw."""
     loader = Loader()
     batches = [loader.batch() for _ in range(steps)]
     shares = {step: [batch[rank::size].tolist() for rank in range(size)] for step, batch in enumerate(batches, 1)}

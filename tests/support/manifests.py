@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import count
 
-from casckpt.format.draft import encode
 from casckpt.format.extents import build
-from casckpt.format.manifest import Manifest, decode
+from casckpt.format.manifest import Manifest, decode, encode
 from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.regions import Region, Shape, full_box
 from casckpt.format.sections.blobs import BlobRef
@@ -21,7 +20,7 @@ _BLOBS = count(1)
 
 
 def flat_cells(shape: Shape, ends: Sequence[int]) -> list[Region]:
-    """Cells of a whole tensor that end at ``ends``."""
+    """The cells of a whole tensor that end at ``ends``."""
     starts = [0, *ends[:-1]]
     return [Region(full_box(shape), lo, hi) for lo, hi in zip(starts, ends, strict=True)]
 
@@ -29,7 +28,8 @@ def flat_cells(shape: Shape, ends: Sequence[int]) -> list[Region]:
 def manifest(
     tensors: Mapping[str, tuple[str, int, Shape, Sequence[tuple[Region, bytes]]]], *, worn: bool = False
 ) -> Manifest:
-    """Of each key: dtype, bytes of an element, shape, cells with their digests. All of it in one new blob."""
+    """Make a manifest from each key's dtype, element size, shape and cells with digests. All cells are in one new
+    blob."""
     streams, end = {}, CELL
     for key, (dtype, itemsize, shape, cells) in tensors.items():
         places = []

@@ -24,12 +24,12 @@ VERSION = Version(version("megatron-core"))
 
 
 def since(wanted: str, what: str) -> pytest.MarkDecorator:
-    """Skip a test of what came with a later Megatron-core than the one that is here."""
+    """Skip a test of a later Megatron-core than the installed one."""
     return pytest.mark.skipif(Version(wanted) > VERSION, reason=f"{what} came with Megatron-core {wanted}")
 
 
 def core(name: str = "") -> Any:
-    """A module of ``megatron.core.dist_checkpointing``, or the package itself."""
+    """Return a module of ``megatron.core.dist_checkpointing``, or the package itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import_module("megatron.core.dist_checkpointing.strategies.torch")
@@ -38,14 +38,13 @@ def core(name: str = "") -> Any:
 
 
 def module(name: str) -> Any:
-    """Any other module."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return import_module(name)
 
 
 def theirs(state: Any) -> Any:
-    """A sharded state dict with objects of Megatron-core in place of ours."""
+    """Return a sharded state dict with objects of Megatron-core in place of ours."""
     mapping = core(".mapping")
 
     def converted(leaf: Any) -> Any:
@@ -63,7 +62,7 @@ def theirs(state: Any) -> Any:
 
 @contextmanager
 def without_cuda() -> Iterator[None]:
-    """Let Megatron-core's code run that waits for a GPU, or makes a number on one, whether it needs one or not."""
+    """Let code of Megatron-core run that needs a GPU or creates a number on one."""
     with (
         patch.object(torch.cuda, "synchronize", lambda *_: None),
         patch.object(torch.cuda, "current_device", lambda: "cpu"),
@@ -72,7 +71,7 @@ def without_cuda() -> Iterator[None]:
 
 
 def own_state(rank: int, topology: Topology) -> dict[str, Any]:
-    """Without the flat part from 0.16 on: Megatron-core refuses it."""
+    """The state without its flat part from 0.16 on, which Megatron-core refuses."""
     state = gpt.state(topology.at(rank))
     if Version("0.16") <= VERSION:
         del state["optimizer"]["flat"]
@@ -80,7 +79,7 @@ def own_state(rank: int, topology: Topology) -> dict[str, Any]:
 
 
 def strategies_of_the_loop(context: dict[str, Any], folder: Path, *, fully_parallel: bool) -> tuple[Any, Any]:
-    """The strategies for a save, which it keeps, and for a load that Megatron's training loop makes by itself."""
+    """Return the strategies that Megatron's training loop creates for a save and for a load."""
     torch_dist, wrappers = core(".strategies.torch"), core(".strategies.fully_parallel")
     serialization = core(".serialization")
     if "save" not in context:

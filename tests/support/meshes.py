@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 def build(kind: str, size: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model in one way to spread it, and its optimizer after two steps."""
+    """Return a model with one kind of distribution, and its optimizer after two steps."""
     model: Any = Net(seed)
     if kind == "ddp":
         model = DistributedDataParallel(model)
@@ -62,7 +62,7 @@ def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def whole(state: Any) -> Any:
-    """The same with whole tensors, and lists for tuples: torch itself makes one of the other."""
+    """Return the state with whole tensors, and with lists for tuples, since torch converts some tuples itself."""
     if isinstance(state, dict):
         return {key: whole(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
@@ -71,7 +71,7 @@ def whole(state: Any) -> Any:
 
 
 def differing(one: Any, other: Any, path: str = "") -> list[str]:
-    """The paths at which two states differ."""
+    """Return the paths at which two states differ."""
     if isinstance(one, dict) and isinstance(other, dict):
         both = [key for key in one if key in other]
         odd = [f"{path}.{key}" for key in {*one, *other} - set(both)]

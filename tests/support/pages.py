@@ -1,13 +1,14 @@
-"""Pages of the documentation, run as they stand: their blocks of Python and of console commands, in order.
+"""Runs the blocks of Python and console commands of a page of the documentation, in order.
 
-What a reader sees is what is run. A page's blocks share one folder, and its Python blocks share one namespace.
+The test runs exactly the text that a reader sees. A page's blocks share one folder, and its Python blocks share one
+namespace.
 
-- ``python``: run in this process. After a line ``<!-- ranks: 2 -->`` it is run on that many ranks of a process group,
-  by itself.
-- After a line ``<!-- needs: lightning -->`` a block needs that package, and is left to `Reader.follow` with ``needs``.
-- ``console``: a line that begins with ``$ `` is a command, and must succeed; the lines under it are what it prints.
-  ``...`` stands for anything in a line, and alone in a line for any lines. No lines: nothing is compared.
-- ``crontab``: five fields of time, then a command; "/data/" is the folder of the page.
+- ``python``: runs in this process. After a line ``<!-- ranks: 2 -->`` it runs on that many ranks of a process group, by
+  itself.
+- After a line ``<!-- needs: lightning -->`` a block needs that package. `Reader.follow` with ``needs`` runs it.
+- ``console``: a line that begins with ``$ `` is a command that must succeed. The following lines are its output.
+  ``...`` stands for any text in a line, or for any lines if it is alone in a line. Without lines nothing is compared.
+- ``crontab``: five fields of time, then a command. "/data/" is the folder of the page.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _OR_STATUS = ' || echo "exit status $?"'
 
 @dataclass(frozen=True)
 class Block:
-    """``line``: of the page, in which ``text`` begins. ``ranks``: 0 for one process. ``needs``: a package."""
+    """``line``: the line of the page where ``text`` begins. ``ranks``: 0 for one process. ``needs``: a package."""
 
     page: str
     line: int
@@ -52,13 +53,13 @@ class Block:
         return f"{self.page}:{self.line}"
 
     def run_python(self, namespace: dict[str, Any]) -> None:
-        """Run it as Python, so that tracebacks name the line of the page."""
+        """Run the block as Python. Tracebacks name the line of the page."""
         source = "\n" * (self.line - 1) + self.text
         exec(compile(source, self.page, "exec", dont_inherit=True), namespace)
 
 
 def blocks(path: Path) -> list[Block]:
-    """All blocks of a page that can be run."""
+    """Return all blocks of a page that a test can run."""
     text = path.read_text()
     found = []
     for fence in _FENCE.finditer(text):
@@ -71,7 +72,7 @@ def blocks(path: Path) -> list[Block]:
 
 @dataclass
 class Reader:
-    """Somebody who types in all that a page shows. ``given``: what is there before the first block of Python."""
+    """Types all commands of a page. ``given``: names that exist before the first block of Python."""
 
     folder: Path
     root: Path
@@ -79,7 +80,7 @@ class Reader:
     on_ranks: OnRanks
 
     def follow(self, page: Path, needs: str = "") -> int:
-        """Run all blocks; how many there were. ``needs``: the first one, and those that need this package."""
+        """Run all blocks and return their number. ``needs``: run the first one, and those that need this package."""
         run = {"python": self._python, "console": self._console, "crontab": self._crontab}
         every = blocks(page)
         todo = [*every[: bool(needs)], *(block for block in every if block.needs == needs)]
@@ -109,9 +110,9 @@ class Reader:
             assert status == 0, f"{block}: {line}\nleft with {status}:\n{printed}"
 
     def _run(self, command: str) -> tuple[int, str]:
-        """(exit status, what was printed)."""
+        """Return (exit status, output)."""
         words = shlex.split(command, comments=True)
-        if words[0].startswith("tools/"):  # what they do is too much for a test of a page
+        if words[0].startswith("tools/"):  # too slow for a test of a page
             tool = self.root / words[0]
             return (0, "") if os.access(tool, os.X_OK) else (1, f"{tool} cannot be run")
         alone = command.removesuffix(_OR_STATUS)
@@ -137,7 +138,7 @@ class Reader:
 
 
 def _commands(block: Block) -> Iterator[tuple[int, str, list[str]]]:
-    """(line of the page, command, lines that it prints)."""
+    """Return (line of the page, command, expected output lines) of each command."""
     found: list[tuple[int, str, list[str]]] = []
     for number, line in enumerate(block.text.splitlines(), block.line):
         if line.startswith("$ "):
@@ -152,18 +153,18 @@ def _commands(block: Block) -> Iterator[tuple[int, str, list[str]]]:
 
 
 def commands_of(program: Path) -> list[tuple[str, list[str]]]:
-    """The commands in the docstring of a program, each with what it prints."""
+    """Return the commands in the docstring of a program, each with its output."""
     paragraphs = program.read_text().split('"""')[1].split("\n\n")
     return [one for text in paragraphs if text.startswith("$ ") for one in commands_in(text)]
 
 
 def commands_in(text: str) -> list[tuple[str, list[str]]]:
-    """(command, lines that it prints) of what stands in a console block."""
+    """Return (command, output lines) of each command in console blocks."""
     return [(command, expected) for _, command, expected in _commands(Block("", 1, "console", text, 0))]
 
 
 def pattern(expected: list[str]) -> str:
-    """Give what fits to lines with ``...`` in them."""
+    """Return a pattern for lines that contain ``...``."""
     lines = [r".*" if line == "..." else re.escape(line.rstrip()).replace(r"\.\.\.", "[^\n]*") for line in expected]
     return "(?s:" + r"[ ]*\n".join(lines).strip() + ")"
 

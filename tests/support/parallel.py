@@ -1,6 +1,6 @@
 """Small models in training under every kind of parallelism, and their states as torch gathers them.
 
-`TOPOLOGIES` has them by name: (ranks, wrap). A job of `tests.support.ranks` calls `trained` with one of them.
+`TOPOLOGIES` lists them by name: (ranks, wrap). A job of `tests.support.ranks` calls `trained` with one of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ CPU = torch.device("cpu")
 
 
 class Stack(nn.Module):
-    """Layers of odd sizes, drawn by ``seed``; a frozen one, tied weights, buffers, a weight smaller than the ranks."""
+    """Layers of odd sizes, drawn from ``seed``: a frozen one, tied weights, buffers, a weight smaller than the number
+    of ranks."""
 
     def __init__(self, seed: int, shape_seed: int | None = None) -> None:
         super().__init__()
@@ -57,7 +58,6 @@ class Stack(nn.Module):
         self.register_buffer("scratch", torch.full((2,), float(seed % 100)), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Some nonlinear function."""
         x = self.norm(self.frozen(self.down(self.up(x))))
         found: torch.Tensor = self.tied[1](torch.tanh(self.tied[0](x))) * self.scale.sum()
         return found
@@ -67,17 +67,16 @@ class Stack(nn.Module):
 
 
 def plain(model: Stack) -> nn.Module:
-    """On one rank, or the same on each of several."""
+    """One rank, or the same model on each of several."""
     return model
 
 
 def ddp(model: Stack) -> nn.Module:
-    """Data parallel."""
     return DistributedDataParallel(model)
 
 
 def fsdp2(model: nn.Module, mesh: Any = None) -> nn.Module:
-    """fully_shard: a layer by itself, the rest in the root."""
+    """fully_shard of each layer, with the rest in the root."""
     mesh = mesh if mesh is not None else init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(model.get_submodule("up"), mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -85,12 +84,12 @@ def fsdp2(model: nn.Module, mesh: Any = None) -> nn.Module:
 
 
 def hsdp(model: Stack) -> nn.Module:
-    """Sharded on two ranks, twice."""
+    """Sharded over two ranks, twice."""
     return fsdp2(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
 def by_columns(model: Stack) -> nn.Module:
-    """fully_shard by the second dimension, where that is even."""
+    """fully_shard by the second dimension, where its size is even."""
 
     def placement(parameter: nn.Parameter) -> Shard | None:
         return Shard(1) if parameter.dim() > 1 and parameter.shape[1] % 2 == 0 else None
@@ -99,27 +98,26 @@ def by_columns(model: Stack) -> nn.Module:
 
 
 def tp(model: Stack, mesh: Any = None) -> nn.Module:
-    """Tensor parallel in two layers; the other parameters are plain."""
+    """Tensor parallel in two layers. The other parameters are plain."""
     mesh = mesh if mesh is not None else init_device_mesh("cpu", (dist.get_world_size(),))
     return parallelize_module(model, mesh, {"up.0": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def tp_fsdp2(model: Stack) -> nn.Module:
-    """Tensor parallel in two layers, and sharded: strided shards."""
+    """Tensor parallel in two layers, and FSDP2: strided shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     return fsdp2(tp(model, mesh["tensor"]), mesh["data"])
 
 
 @dataclass(frozen=True)
 class Fsdp1:
-    """FullyShardedDataParallel: a layer by itself and the rest; ``nested``: the root is plain; ``hybrid``: 2 x 2."""
+    """FullyShardedDataParallel of a layer and of the rest. ``nested``: the root is plain. ``hybrid``: 2 x 2."""
 
     strategy: str = "FULL_SHARD"
     nested: bool = False
     mixed: bool = False
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        """Wrap."""
         model.up = self._wrap(model.get_submodule("up"))
         if not self.nested:
             return self._wrap(model)
@@ -133,7 +131,7 @@ class Fsdp1:
         if "HYBRID" in self.strategy:
             options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated
+            warnings.simplefilter("ignore", FutureWarning)  # about NO_SHARD, which is deprecated
             return FullyShardedDataParallel(
                 module,
                 sharding_strategy=ShardingStrategy[self.strategy],
@@ -165,20 +163,20 @@ TOPOLOGIES: dict[str, tuple[int, Wrap]] = {
 
 
 def adamw(parameters: Iterable[Any]) -> Optimizer:
-    """With large steps: small differences show."""
+    """Large steps make small differences visible."""
     return optim.AdamW(parameters, lr=0.05)
 
 
 def build(
     topology: str, seed: int, factory: Factory = adamw, *, shape_seed: int | None = None
 ) -> tuple[nn.Module, Optimizer]:
-    """A model under a topology, and an optimizer of it."""
+    """Return a model under a topology, and an optimizer for it."""
     model = TOPOLOGIES[topology][1](Stack(seed, shape_seed))
     return model, factory(model.parameters())
 
 
 def step(model: nn.Module, optimizer: Optimizer, steps: Iterable[int]) -> None:
-    """Steps with inputs of their own, the same on all ranks."""
+    """Train some steps with distinct inputs, the same on all ranks."""
     for number in steps:
         x = torch.randn(5, 6, generator=torch.Generator().manual_seed(number))
         optimizer.zero_grad()
@@ -188,10 +186,10 @@ def step(model: nn.Module, optimizer: Optimizer, steps: Iterable[int]) -> None:
 
 
 def by_gradients(model: nn.Module, optimizer: Optimizer, steps: Iterable[int]) -> None:
-    """Steps without a forward."""
+    """Train some steps without a forward pass."""
     for number in steps:
         for parameter in model.parameters():
-            if parameter.numel():  # FSDP gives none to what is elsewhere
+            if parameter.numel():  # FSDP gives no gradient to parameters on other ranks
                 parameter.grad = (parameter * (number + 2)).detach() + 1
         optimizer.step()
 
@@ -200,19 +198,19 @@ def by_gradients(model: nn.Module, optimizer: Optimizer, steps: Iterable[int]) -
 
 
 def as_it_is(module: nn.Module) -> nn.Module:
-    """None at all."""
+    """No wrap."""
     return module
 
 
 def sharded(module: nn.Module, **options: Any) -> nn.Module:
-    """fully_shard, for type checkers."""
+    """fully_shard with a type."""
     found: Any = fully_shard(module, **options)
     assert isinstance(found, nn.Module)
     return found
 
 
 def offloaded(module: nn.Module) -> nn.Module:
-    """The same with its parameters on the CPU."""
+    """fully_shard with parameters on the CPU."""
     return sharded(module, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
@@ -223,15 +221,13 @@ def joined(module: nn.Module, **options: Any) -> nn.Module:
 
 
 def compiled(module: nn.Module) -> nn.Module:
-    """Compiled when it is called."""
+    """Compiled at its first call."""
     found: Any = torch.compile(module, backend="eager")
     assert isinstance(found, nn.Module)
     return found
 
 
 class Blocks(nn.Module):
-    """Two blocks."""
-
     def __init__(self, seed: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
         super().__init__()
         with torch.random.fork_rng():
@@ -240,29 +236,28 @@ class Blocks(nn.Module):
             self.second = wrap(nn.Sequential(nn.Linear(5, 3), nn.Tanh()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Some nonlinear function."""
         found: torch.Tensor = self.second(self.first(x))
         return found
 
 
-# what torch says that they are made of
+# descriptions of torch
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What lies on this rank."""
+    """Return the tensor on this rank."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 @dataclass(frozen=True)
 class Everything:
-    """Whole tensors by plain name: of the model, and of the optimizer by name and what; and its groups."""
+    """Whole tensors by plain name: of the model, and of the optimizer by name and kind, with its groups."""
 
     model: dict[str, torch.Tensor]
     state: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]] = field(default_factory=list)
 
     def differences(self, other: Everything) -> list[str]:
-        """What is not the same to the bit."""
+        """Return the values that differ in any bit."""
         found = [
             f"{what}.{name}"
             for what, one, two in (("model", self.model, other.model), ("state", self.state, other.state))
@@ -273,7 +268,8 @@ class Everything:
 
 
 def everything(model: nn.Module, optimizer: Optimizer) -> Everything:
-    """All of it, gathered by torch; every rank calls it. Buffers are this rank's, in the precision that they had."""
+    """Return everything, gathered by torch. Every rank calls it. Buffers are this rank's, in their original
+    precision."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tensors = {plain_name(model, key): buffer.detach().clone() for key, buffer in _kept_buffers(model)}
@@ -298,7 +294,7 @@ def _kept_buffers(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _by_name_everywhere(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The states of parameters that any rank has; FSDP keeps them only where it has elements."""
+    """Return the states of all parameters of all ranks. FSDP keeps a state only where it has elements."""
     if dist.get_world_size() == 1:
         return state
     keys: list[Any] = [None] * dist.get_world_size()
@@ -310,7 +306,7 @@ def _by_name_everywhere(state: dict[str, dict[str, Any]]) -> dict[str, dict[str,
 
 
 def _flat_shapes(model: nn.Module) -> dict[str, Sequence[int]]:
-    """The shapes of parameters that FSDP has in parts; their parts lie in the order of the ranks."""
+    """Return the shapes of the parameters that FSDP splits. Their parts lie in the order of the ranks."""
     found: dict[str, Sequence[int]] = {}
     for path, module in model.named_modules():
         handle = getattr(module, "_handle", None)
@@ -325,7 +321,7 @@ def _flat_shapes(model: nn.Module) -> dict[str, Sequence[int]]:
 
 
 def _whole(values: dict[tuple[str, str], Any], flat_shapes: dict[str, Sequence[int]]) -> dict[tuple[str, str], Any]:
-    """By name and what; the parts of FSDP's parameters travel together."""
+    """Return whole tensors by name and kind. The parts of FSDP's parameters travel together."""
     mine = {
         key: value.detach().clone() if isinstance(value, torch.Tensor) else value
         for key, value in values.items()

@@ -1,6 +1,6 @@
 """The memory that a save and a load take beyond the state, measured by the kernel in a separate process.
 
-``python -m tests.support.peak FOLDER MIB`` prints the MiB that a save, a verified load and a read took at their worst.
+``python -m tests.support.peak FOLDER MIB`` prints the peak MiB of a save, a verified load and a read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 def high_water() -> float:
-    """The most memory that this process ever held, in MiB."""
+    """Return the peak memory of this process in MiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 1024
@@ -28,14 +28,14 @@ def high_water() -> float:
 
 
 def taken(call: Callable[[], Any]) -> float:
-    """MiB above what was ever held before."""
+    """Return the MiB above the previous peak."""
     before = high_water()
     call()
     return high_water() - before
 
 
 def _state(mib: int) -> dict[str, torch.Tensor]:
-    """Half of it contiguous, half transposed, no two cells alike."""
+    """Half of it is contiguous and half is transposed. No two cells are equal."""
     state = {"plain": torch.zeros(mib // 2, MIB // 4), "transposed": torch.zeros(MIB // 4, mib // 2).t()}
     for sign, tensor in zip((1, -1), state.values(), strict=True):
         for row in range(tensor.shape[0]):
@@ -44,7 +44,6 @@ def _state(mib: int) -> dict[str, torch.Tensor]:
 
 
 def main(folder: Path, mib: int) -> None:
-    """Measure, and print one line."""
     store = Store(Repository(LocalStore(folder / "store"), folder / "cache"))
     store.create(cell_bytes=64 << 10, blob_bytes=1 << 20)
     warm = {"w": torch.randn(MIB), "t": torch.randn(1024, 1024).t()}

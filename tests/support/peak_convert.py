@@ -1,7 +1,7 @@
-"""The additional memory that conversions take, measured by the kernel in a separate process.
+"""The additional memory of conversions, measured by the kernel in a separate process.
 
-``python -m tests.support.peak_convert FOLDER MIB`` prints, for a state of so many MiB, the MiB that these took at their
-worst: a DCP folder into a store, out of it, a file of torch.save out of it, and into one, a folder of safetensors.
+``python -m tests.support.peak_convert FOLDER MIB`` converts a state of this size, and prints the peak MiB of each: a
+DCP folder into a store, and out of it; a file of torch.save out of the store, and into one; a folder of safetensors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _opened(folder: Path) -> Store:
 
 
 def convert(store: Store, folder: Path, mib: int, run: str) -> list[float]:
-    """All five, for a state of ``mib``, which another process makes."""
+    """Run all five conversions of a state of ``mib``, which another process makes."""
     if forked(lambda: save(_state(mib), FileSystemWriter(str(folder / "in")))):
         raise SystemExit("the folder to be read could not be made")
     calls: list[Any] = [
@@ -58,7 +58,6 @@ def convert(store: Store, folder: Path, mib: int, run: str) -> list[float]:
 
 
 def main(folder: Path, mib: int) -> None:
-    """Measure, and print one line."""
     items.WINDOW_BYTES = exporting.WINDOW_BYTES = 4 * MIB  # type: ignore[misc] # small, so that a test can be
     regions.WINDOW_BYTES = resident.RESIDENT_BYTES = 4 * MIB  # type: ignore[misc] # as above
     store = _opened(folder / "store")

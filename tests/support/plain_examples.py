@@ -1,4 +1,4 @@
-"""Plain values of every kind, including those that are easily encoded wrongly."""
+"""Plain values of every kind, including those that an encoder easily gets wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a store in a folder, written from docs/format.md alone: it shares no line with casckpt and needs no torch."""
+"""Reads a store in a folder, written from docs/format.md alone. It shares no code with casckpt and needs no torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Object = namedtuple("Object", "key rank is_pickled data")
 
 
 class DamagedError(Exception):
-    """These bytes are not those that were written. (What the format does not allow is a ValueError.)"""
+    """The bytes differ from those that were written. (Invalid formats raise ValueError.)"""
 
 
 def check(fits: object, what: str, error: type[Exception] = ValueError) -> None:
@@ -64,7 +64,7 @@ def pieces(table: list[Any], section: bytes, what: str) -> list[bytes]:
 
 
 def read_head(raw: bytes, expected: str) -> dict[str, tuple[int, int, bytes]]:
-    """Give offset, length and hash of each section; raise if this is not the head that the commit record says."""
+    """Return offset, length and hash of each section. Raise if the head differs from the commit record."""
     check(blake3(raw[:4064]).hexdigest() == raw[4064:4096].hex() == expected, "the head", DamagedError)
     sections, end, listed = dict[str, tuple[int, int, bytes]](), 4096, 16 + 72 * int.from_bytes(raw[8:16], "little")
     check(raw[:8] == b"CASCKPT\1" and listed <= 4064 and not any(raw[listed:4064]), "no manifest, or a later one")
@@ -78,7 +78,7 @@ def read_head(raw: bytes, expected: str) -> dict[str, tuple[int, int, bytes]]:
 
 
 def cells_of(entry: Entry, cell_bytes: int) -> list[tuple[np.ndarray[Any, Any], bytes]]:
-    """Give for each cell the places of its elements in the tensor, and its digest."""
+    """Return for each cell the positions of its elements in the tensor, and its digest."""
     c, places = cell_bytes // entry.width, np.arange(prod(entry.shape)).reshape(entry.shape)
     boxes, spans, digests = [], [(0, 0, places.size)] if entry.cells else [], entry.cells[1:]
     if entry.cells[:1] == b"\1":
@@ -94,7 +94,7 @@ def cells_of(entry: Entry, cell_bytes: int) -> list[tuple[np.ndarray[Any, Any], 
 
 
 def chains(entry: Entry, cells: list[Any]) -> list[list[Any]]:
-    """Give for each cell where it and its bases lie: blob, offset, bytes, kind of the row, digest."""
+    """Return for each cell its location and those of its bases: blob, offset, bytes, kind of the row, digest."""
     is_coded = entry.rows[:1] == b"\1"
     rows, lengths, digests = decode(entry.rows[1:]) if is_coded else (entry.rows[1:], b"", b"")
     sizes, bases = iter(np.frombuffer(lengths, "<u4").tolist()), iter(split(digests))
@@ -111,7 +111,7 @@ def chains(entry: Entry, cells: list[Any]) -> list[list[Any]]:
 
 
 def decoded(frame: bytes, nbytes: int, base: bytes) -> bytes:
-    """Decode the frame of a cell; ``base``: the bytes of its base, where the form needs one."""
+    """Decode the frame of a cell. ``base``: the bytes of its base, if the frame needs one."""
     form, w, rotated, zero, told = struct.unpack_from("<BBBBI", frame)
     check(form in {1, 2, 3} and rotated <= (form == 1) and (zero, told) == (0, nbytes), "a frame of another form")
     (count, *gaps), at = (struct.unpack_from("<II", frame, 8), 16) if form == 2 else ([nbytes // w], 8)
@@ -162,7 +162,7 @@ class Checkpoint:
         self.index, self.short = index, dict(zip(index["attachments"], data, strict=True))
 
     def array(self, entry: Entry) -> np.ndarray[Any, Any]:
-        """Read an entry, each cell compared with its digest. What numpy has no dtype for is given as bytes."""
+        """Read an entry and compare each cell with its digest. Return bytes for a dtype that numpy lacks."""
         dtype = np.dtype(entry.dtype if re.fullmatch(NUMPY_HAS, entry.dtype) else f"V{entry.width}")
         out, hits = np.empty(prod(entry.shape), dtype), np.zeros(prod(entry.shape), int)
         cells, raw = cells_of(entry, self.index["cell_bytes"]), b""
@@ -176,7 +176,7 @@ class Checkpoint:
         return out.reshape(entry.shape)
 
     def read(self, rank: int = 0) -> Any:
-        """Give the nested state as this rank sees it, tensors as arrays; a pickle is not loaded."""
+        """Return the nested state of this rank, with tensors as arrays. Pickles are not loaded."""
         parts: dict[tuple[str, int], dict[int, bytes]] = defaultdict(dict)
         for entry in (each for each in self.entries if each.kind == "part"):
             parts[entry.key, entry.rank][entry.index] = self.array(entry).tobytes()
@@ -190,7 +190,7 @@ class Checkpoint:
         return self.short | {one.key: self.array(one).tobytes() for one in self.entries if one.kind == "attachment"}
 
     def leaves(self) -> dict[str, list[tuple[int, int, bool]]]:
-        """Prove all blobs by their names: begin, end and health of the leaves of each, the header first."""
+        """Verify all blobs by their names. Return begin, end and health of each leaf, the header first."""
         found = {}
         for key, size in self.blobs:
             raw = (self.root / key).read_bytes()
@@ -224,7 +224,7 @@ class Store:
         return dict(json.loads(line))
 
     def folded(self, txid: str) -> tuple[str, dict[str, Any], tuple[int, Any]]:
-        """Fold a log by itself: its state ("": none), its first record, and which one replaced it, by what."""
+        """Fold one log. Return its state ("": none), its first record, and the rewrite that replaced it."""
         log, key = list[dict[str, Any]](), f"commits/{txid}"
         while (self.root / key).exists():
             log.append(self.record(key))
@@ -235,7 +235,7 @@ class Store:
         return STATES.get(told[-1], told[-1]), {"origin": txid} | log[0] if log else {}, links[-1] if links else (0, "")
 
     def log(self, txid: str) -> tuple[str, dict[str, Any]]:
-        """Give the state of a transaction, and its first record; a rewrite stands by the log of what it replaces."""
+        """Return the state of a transaction and its first record. A rewrite depends on the log that it replaces."""
         state, first, _ = self.folded(txid)
         one, replaces = txid, first.get("replaces")
         while replaces and state == "visible":
@@ -250,7 +250,8 @@ class Store:
         return {(run, step): txid for _, txid, run, step in seen}
 
     def newest_announced(self, run: str) -> str:
-        """Find the newest visible checkpoint by the announcements of the run, from the head downwards; "": none."""
+        """Find the newest visible checkpoint by the announcements of the run, from the head downwards. "" means
+        none."""
         folder, best, floor = f"runs/{blake3(run.encode()).hexdigest()[:16]}", ("", ""), -1
         folders = self._names(folder, r"\d{6}")
         for key in (f"{six}/{name}" for six in folders for name in self._names(f"{folder}/{six}", r"\d{3}")):
@@ -262,7 +263,7 @@ class Store:
         return best[1]
 
     def tags(self) -> dict[str, str]:
-        """Give the id that each tag names; a tag that ends is not asked for the time."""
+        """Return the id of each tag. Expiry is ignored."""
         names = self._names("tags", r"[a-z0-9][a-z0-9._-]{0,99}")
         numbers = {name: max(map(int, self._names(f"tags/{name}", r"0|[1-9]\d{0,8}"))) for name in names}
         records = {name: self.record(f"tags/{name}/{number}") for name, number in numbers.items()}
@@ -270,7 +271,7 @@ class Store:
 
 
 def plain(item: Any, parts: dict[int, bytes]) -> Any:
-    """Give the value of decoded plain data, with parts for its large buffers; an unknown tag gives a tuple."""
+    """Decode plain data, with parts for its large buffers. An unknown tag gives a tuple."""
     if not isinstance(item, list):
         return item
     tag, *rest = item[0], *(plain(each, parts) for each in item[1:])
@@ -278,7 +279,7 @@ def plain(item: Any, parts: dict[int, bytes]) -> Any:
 
 
 def nest(node: Any, leaves: list[dict[str, Any]], path: tuple[str, ...] = ()) -> Any:
-    """Put the leaves of a tree in their places; they are the tensors and the objects by flat key."""
+    """Put the leaves of a tree in their places. Leaves are the tensors and the objects by flat key."""
     if isinstance(node, int):
         return leaves[node][".".join(path)]
     items = node.items() if isinstance(node, dict) else enumerate(node)

@@ -1,4 +1,4 @@
-"""S3 policies, as far as docs/remote.md uses them, so that a proxy can enforce them."""
+"""S3 policies, as far as docs/remote.md uses them, for a proxy that enforces them."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _OF_OBJECTS = {"GET": "GetObject", "HEAD": "GetObject", "PUT": "PutObject", "DEL
 
 
 def policies(bucket: str, prefix: str) -> dict[str, Policy]:
-    """Those of the page, by the word before each, for another place."""
+    """Return the policies of the page for another bucket and prefix, by the word before each."""
     found = re.findall(r"^\*\*(\w+)\*\*: .*?^```json\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     here = [(name, text.replace(PLACE[0], bucket).replace(PLACE[1], prefix)) for name, text in found]
     return {name.lower(): Policy(json.loads(text)) for name, text in here}
 
 
 class Policy:
-    """Whoever has it and nothing else."""
+    """The permissions of a client with this policy only."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self._statements = document["Statement"]
 
     def allows(self, request: Seen) -> bool:
-        """Whether it may be made: something allows it, and nothing denies it."""
+        """Report whether some statement allows the request and none denies it."""
         said = [one["Effect"] for one in self._statements if _is_about(one, request)]
         return "Allow" in said and "Deny" not in said
 

@@ -1,8 +1,8 @@
 """A disk that loses power: names may be lost if their folder was not synced.
 
-A name is given or taken in an instant that everybody sees, and is pending until its folder is synced. When power is
-lost, none, all, or any of what is pending has happened; of a file that was never synced only the name is left. That is
-what POSIX promises; ext4 and XFS keep the order besides.
+A name is added or removed at once for all processes, and stays pending until its folder is synced. A loss of power
+keeps none, all, or any of the pending changes. Of a file that was never synced only the name remains. POSIX promises no
+more. ext4 and XFS also keep the order.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ HOW = ("nothing", "all", "some", "some", "what was taken", "what was given")
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """The simulated process dies here."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A name in a folder: of a file (kept under ``inode``), `FOLDER`, `TORN`; None: it was taken."""
+    """A name in a folder: of a file (kept under ``inode``), `FOLDER`, `TORN`, or None if it was removed."""
 
     folder: str
     name: str
@@ -40,7 +40,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Instant:
-    """What a loss of power leaves, and what was ``told`` by then."""
+    """The state that a loss of power leaves, and the events that were ``told`` before."""
 
     durable: dict[str, str]
     pending: tuple[Change, ...]
@@ -48,7 +48,7 @@ class Instant:
 
 
 class Disk:
-    """What happens below ``root``, while `watched`. Give ``told``: what is known to have happened, at any instant."""
+    """The changes below ``root`` while `watched`. ``told`` returns the events that have been reported so far."""
 
     def __init__(self, root: Path, inodes: Path, told: Callable[[], Any]) -> None:
         self.root, self._inodes, self._told = str(root.resolve()), inodes, told
@@ -63,12 +63,12 @@ class Disk:
         self.kept: list[Instant] = []
 
     def now(self) -> Instant:
-        """This instant."""
+        """Return the present instant."""
         with self._lock:
             return Instant(dict(self._durable), tuple(self._pending), self._told())
 
     def lose_power(self, instant: Instant, target: Path, dice: random.Random) -> str:
-        """Make a folder as it may be when power is back; in words, what of the pending has happened."""
+        """Make a folder as a loss of power may leave it. Describe in words which pending changes it has."""
         how, names = dice.choice(HOW), dict(instant.durable)
         happens = {
             "nothing": lambda one: False,
@@ -85,13 +85,13 @@ class Disk:
         target.mkdir()
         for name in sorted(names, key=lambda name: name.count("/")):
             path, inode = target / name, names[name]
-            if path.parent.is_dir():  # else its folder was lost, or taken
+            if path.parent.is_dir():  # otherwise its folder was lost or removed
                 path.mkdir() if inode == FOLDER else path.touch() if inode == TORN else os.link(inode, path)
         return how
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Where names are given and taken, and made durable; nothing is synced in truth."""
+        """Record added, removed and synced names. Nothing is really synced."""
         mkdir, rmdir, unlink, replace = os.mkdir, os.rmdir, os.unlink, os.replace
         link, sync = syscalls.link_unnamed, syscalls.sync
 
@@ -139,7 +139,7 @@ class Disk:
 
     @contextmanager
     def _call(self, folder: int | None, path: Any) -> Iterator[str | None]:
-        """The name, from the root, of what is called for; None outside. There the process may end."""
+        """Return the path below the root that a call names, or None outside. The process may die there."""
         above = "" if folder is None else os.readlink(f"/proc/self/fd/{folder}")
         found = os.path.normpath(os.path.join(above, os.fspath(path)))
         if found != self.root and not found.startswith(f"{self.root}/"):

@@ -34,4 +34,4 @@ import tests.support.worlds
 
 __all__ = ["casckpt", "hypothesis", "pytest", "s3fs", "sqlite_utils", "tests", "torch"]
 
-gc.freeze()  # or the first collection in each rank would copy all of it
+gc.freeze()  # otherwise the first collection in each rank would copy all of it

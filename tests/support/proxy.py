@@ -1,13 +1,12 @@
-"""A proxy before an S3 server that does what networks do: loses answers, cuts them short, refuses, is late.
+"""A proxy in front of an S3 server that fails as networks do: it loses, truncates, refuses and delays answers.
 
 ::
 
-    with Proxy(server.endpoint) as proxy:
-        proxy.plan(Trouble.LOST, method="PUT", path="commits/*", times=2)   # the next two such puts
-        proxy.chaos(seed=1, share=0.2)                                       # or one of five requests, at random
-        open_storage("s3://...", server.options | {"endpoint_url": proxy.endpoint})
+with Proxy(server.endpoint) as proxy: proxy.plan(Trouble.LOST, method="PUT", path="commits/*", times=2) # the next two
+such puts proxy.chaos(seed=1, share=0.2) # or one of five requests, at random open_storage("s3://...", server.options |
+{"endpoint_url": proxy.endpoint})
 
-``proxy.seen`` are the requests that came, in order. With a certificate (`tests.support.certificates`) it speaks https.
+``proxy.seen`` lists the requests in order. With a certificate (`tests.support.certificates`) it speaks https.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ _RESET = struct.pack("ii", 1, 0)  # closing the socket then sends a reset
 
 
 class Trouble(enum.Enum):
-    """What happens to a request."""
-
     LOST = "done, but the connection ends without an answer"
     BROKEN = "done, but the answer is 500"
     BUSY = "not done: 503"
@@ -51,7 +48,7 @@ class Trouble(enum.Enum):
 
 @dataclass(frozen=True)
 class Seen:
-    """A request. ``path``: as the client means it, without the query; ``size``: of its body, as it was sent.
+    """A request. ``path``: as the client means it, without the query. ``size``: of its body as sent.
 
     ``condition``: its If-None-Match.
     """
@@ -74,7 +71,7 @@ class _Planned:
 
 
 class Proxy:
-    """Listens on a free port; ``endpoint`` is where."""
+    """Listens on a free port. ``endpoint`` is its URL."""
 
     def __init__(self, upstream: str, certificate: Path | None = None) -> None:
         self.seen: list[Seen] = []
@@ -94,7 +91,6 @@ class Proxy:
 
     @property
     def endpoint(self) -> str:
-        """Its URL."""
         return f"{self._scheme}://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> Self:
@@ -108,36 +104,36 @@ class Proxy:
         self._thread.join()
 
     def plan(self, trouble: Trouble, *, method: str = "*", path: str = "*", times: int = 1) -> None:
-        """So many of the next requests of this kind get into this trouble. ``path``: what it ends with."""
+        """Apply a trouble to this many of the next requests of this kind. ``path``: the end of their path."""
         with self._lock:
             self._planned.append(_Planned(trouble, method, path, times))
 
     def chaos(self, seed: int, share: float) -> None:
-        """From now on this share of all requests gets into some trouble."""
+        """From now on apply random troubles to this share of all requests."""
         with self._lock:
             self._random, self._share = random.Random(seed), share
 
     def refuse(self, code: str, *methods: str, after: int = 0) -> None:
-        """From the next but so many on, all requests of these methods (none: all) are answered 403 and this code."""
+        """Skip some requests, then answer all requests of these methods (none: all) with 403 and this code."""
         with self._lock:
             self._refused = (code, frozenset(methods), len(self.seen) + after)
 
     def allow(self, allowed: Callable[[Seen], bool]) -> None:
-        """From now on, also when it is calm, what is not ``allowed`` is answered 403: AccessDenied."""
+        """Answer every request that is not ``allowed`` with 403 AccessDenied from now on, even after `calm`."""
         self._allowed = allowed
 
     def at(self, number: int, action: Callable[[], None]) -> None:
-        """Do something when the request of this number comes (0: the first from now on), before it is passed on."""
+        """Call a function before the request of this number is forwarded (0: the first from now on)."""
         with self._lock:
             self._actions[len(self.seen) + number] = action
 
     def mute(self, path: str = "*", after: int = 0) -> None:
-        """From the next but so many on, no request of this path is passed on or answered, until it is calm again."""
+        """Skip some requests, then neither forward nor answer requests of this path until `calm`."""
         with self._lock:
             self._muted = (path, len(self.seen) + after)
 
     def calm(self) -> None:
-        """From now on nothing happens to requests. Those that wait since it was mute are passed on."""
+        """Stop all troubles. Forward the requests that wait since `mute`."""
         self._heard.set()
         with self._lock:
             self._heard = threading.Event()
@@ -148,11 +144,11 @@ class Proxy:
             self._share = 0.0
 
     def count(self, method: str, path: str = "*") -> int:
-        """How many such requests came."""
+        """Count the matching requests."""
         return sum(_fits(one, method, path) for one in self.seen)
 
     def refusal_of(self, request: Seen) -> str | None:
-        """The code with which a request that was noted last is refused."""
+        """Return the code that refuses the most recent request."""
         if not self._allowed(request):
             return "AccessDenied"
         with self._lock:
@@ -162,7 +158,7 @@ class Proxy:
             return code if len(self.seen) > first and (not methods or request.method in methods) else None
 
     def trouble_of(self, request: Seen) -> Trouble | None:
-        """Note a request; what is to happen to it."""
+        """Record a request. Return its trouble."""
         with self._lock:
             action = self._actions.pop(len(self.seen), None)
             self.seen.append(request)
@@ -197,7 +193,7 @@ class _Server(ThreadingHTTPServer):
         if certificate is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(certificate)
-            # the handshake waits for the handler's thread, or a slow client would hold up the others
+            # the handshake waits for the handler's thread, since a slow client would delay the others otherwise
             self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
 
     def get_request(self) -> tuple[Any, Any]:
@@ -205,7 +201,7 @@ class _Server(ThreadingHTTPServer):
         return super().get_request()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away is no news."""
+        """A client that disconnects is normal."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -247,7 +243,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.headers.get("Transfer-Encoding", "").lower() == "chunked"
 
     def _chunks(self) -> bytes:
-        """A body whose length is not told before; within it are the chunks of S3, which are none of our business."""
+        """A body of unknown length. S3's own chunks inside are not decoded."""
         body = bytearray()
         while length := int(self.rfile.readline(), 16):
             body += self.rfile.read(length)

@@ -2,13 +2,13 @@
 
 ::
 
-    def total(rank: int, size: int, more: int) -> int: ...      # at the top of a test module: workers import it
+def total(rank: int, size: int, more: int) -> int: ... # at the top of a test module: workers import it
 
-    ranks.run(4, total, 1)                       # [value of rank 0, ...]; raises JobFailed if any rank failed
-    ranks.outcomes(4, total, 1, timeout=2)       # [Outcome, ...]: values, errors, how a process died
+ranks.run(4, total, 1) # [value of rank 0, ...]; raises JobFailed if any rank failed ranks.outcomes(4, total, 1,
+timeout=2) # [Outcome, ...]: values, errors, how a process died
 
-Workers are forked from a server that has imported torch, so a new one costs little: those of a job in which a process
-died or hung are thrown away. Inside a job, `tell` and `wait_for` let ranks wait for each other without sleeping.
+A server that has imported torch forks the workers, so a new one is cheap. The pool discards the workers of a job in
+which a process died or hung. Inside a job, `tell` and `wait_for` let ranks wait for each other without sleeping.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - makes th
 from tests.support.afresh import afresh
 
 Job = Callable[..., Any]
-PATIENCE = 100.0  # seconds for a job; none is meant to take as long, but with --full
-_GRACE = 20.0  # seconds more, for one that cannot even say where it hangs
+PATIENCE = 100.0  # seconds for a job; only jobs under --full take long
+_GRACE = 20.0  # additional seconds for a worker that cannot report its stack
 
 
 class JobFailed(AssertionError):
-    """Some rank of a job failed where none should have."""
+    """A rank failed in a job that must succeed."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended on one rank: with a value, with an error (and its traceback), or with the end of its process."""
+    """The end of a job on one rank: a value, an error with its traceback, or the death of its process."""
 
     value: Any = None
     error: BaseException | None = None
@@ -64,13 +64,13 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Did it return?"""
         return self.error is None and not self.text and self.died is None
 
 
 @dataclass(frozen=True)
 class _Request:
-    """What a worker is sent. ``folder``: where the ranks of this job meet. ``tcp``: a store that lives in rank 0."""
+    """The message to a worker. ``folder``: the meeting place of this job's ranks. ``tcp``: a store that lives in rank
+    0."""
 
     rank: int
     size: int
@@ -83,13 +83,11 @@ class _Request:
 
     @property
     def stacks(self) -> Path:
-        """Where a rank that hangs says at what."""
+        """The file in which a hanging rank writes its stack."""
         return Path(self.folder, f"hung-{self.rank}")
 
 
 class _Worker:
-    """One process."""
-
     def __init__(self, context: Any) -> None:
         self.pipe, other = context.Pipe()
         self.process: BaseProcess = context.Process(target=_serve, args=(other,), daemon=True)
@@ -97,14 +95,14 @@ class _Worker:
         other.close()
 
     def stop(self) -> None:
-        """End it, whatever it does."""
+        """Kill it."""
         self.process.kill()
         self.process.join()
         self.pipe.close()
 
 
 class Pool:
-    """The workers of a session; see the module's docstring."""
+    """The workers of a session. See the module's docstring."""
 
     def __init__(self, folder: Path, patience: float = PATIENCE) -> None:
         self._folder = folder
@@ -128,7 +126,7 @@ class Pool:
         backend: str = "gloo",
         **kwargs: Any,
     ) -> list[Any]:
-        """The values that ``job(rank, size, *args)`` returns. Raises JobFailed if any rank did not return."""
+        """Return the values of ``job(rank, size, *args)``. Raise JobFailed if any rank did not return."""
         outcomes = self.outcomes(size, job, *args, timeout=timeout, tcp=tcp, backend=backend, **kwargs)
         if not all(outcome.ok for outcome in outcomes):
             raise JobFailed("\n".join(f"rank {rank}: {_told(outcome)}" for rank, outcome in enumerate(outcomes)))
@@ -145,7 +143,8 @@ class Pool:
         patience: float | None = None,
         **kwargs: Any,
     ) -> list[Outcome]:
-        """How it ended on every rank. ``timeout``: of the process group, in seconds. ``patience``: for all of it."""
+        """Return the outcome on every rank. ``timeout``: of the process group. ``patience``: of the whole job. Both in
+        seconds."""
         patience = self._patience if patience is None else patience
         while len(self._workers) < size:
             self._workers.append(_Worker(self._context))
@@ -199,11 +198,11 @@ def _told(outcome: Outcome) -> str:
 
 # inside a worker
 
-_meeting: list[Store] = []  # of the job that runs
+_meeting: list[Store] = []  # of the running job
 
 
 def outcome_of(call: Callable[[], Any]) -> Any:
-    """What it returns, or the error that it raises."""
+    """Return the value of a job, or the error that it raises."""
     try:
         return call()
     except Exception as error:  # noqa: BLE001 - whatever it is, the test is to see it
@@ -211,17 +210,17 @@ def outcome_of(call: Callable[[], Any]) -> Any:
 
 
 def tell(name: str) -> None:
-    """Let those go who `wait_for` this name in this job."""
+    """Release the ranks that `wait_for` this name in this job."""
     _store().set(f"tests/{name}", "")
 
 
 def wait_for(name: str) -> None:
-    """Wait until some rank of this job has told ``name``."""
+    """Wait until some rank of this job calls `tell` with ``name``."""
     _store().wait([f"tests/{name}"], timedelta(seconds=PATIENCE))
 
 
 def comes_last(name: str, rank: int, size: int, who: int) -> bool:
-    """Tell the others that this rank has come; on ``who``, wait for them, and return True."""
+    """Report that this rank arrived. ``who`` waits for the others and returns True."""
     if rank != who:
         tell(f"{name} on {rank}")
         return False
@@ -232,7 +231,7 @@ def comes_last(name: str, rank: int, size: int, who: int) -> bool:
 
 
 def die() -> None:
-    """The end of this process, without a word to anybody."""
+    """End this process without a message."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -243,7 +242,7 @@ def _store() -> Store:
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # their meshes are of the CPU; torch shards on a GPU where it sees one
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # their meshes are on the CPU; torch shards on a GPU if it sees one
     while True:
         try:
             request: _Request = pipe.recv()
@@ -277,7 +276,7 @@ def _run(request: _Request) -> Any:
     timeout = timedelta(seconds=request.timeout)
     store = _tcp_store(own, rank, size) if request.tcp else PrefixStore("group", own)
     dist.init_process_group(request.backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    dist.barrier()  # a short job that ended here would hang up on a rank that still connects
+    dist.barrier()  # otherwise a short job ends while another rank still connects
     try:
         job, args, kwargs = pickle.loads(request.job)
         return job(rank, size, *args, **kwargs)
@@ -288,7 +287,7 @@ def _run(request: _Request) -> Any:
 
 
 def _forget_meshes() -> None:
-    """Clear a cache of torch: it keeps meshes, equal to those of later jobs, whose groups are gone."""
+    """Clear a cache of torch. It keeps meshes that equal those of later jobs but whose groups are gone."""
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
     if clear is not None:
         clear()
@@ -297,7 +296,7 @@ def _forget_meshes() -> None:
 
 
 def _tcp_store(own: Store, rank: int, size: int) -> Store:
-    """A store in rank 0, as where rank 0 is started by hand: it is gone when rank 0 is."""
+    """A store in rank 0, as when rank 0 is started by hand. It ends with rank 0."""
     if rank == 0:
         served = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
         own.set("port", str(served.port))

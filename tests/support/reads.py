@@ -15,7 +15,7 @@ from casckpt.store.store import Store
 
 @contextmanager
 def blob_bytes(store: Store) -> Iterator[list[int]]:
-    """Bytes of blobs that are read inside the block."""
+    """Return the bytes that the block reads from blobs."""
     storage: Any = store.repository.storage
     found: list[int] = []
     real = storage.open
@@ -45,7 +45,8 @@ class _Counting:
 
 
 def pages(store: Store, *, drop: bool = False) -> tuple[int, int]:
-    """How many pages of the blobs the page cache holds, and how many there are; both of what is left of a drop."""
+    """Return how many pages of the blobs the page cache holds, and the total. Both exclude pages that a drop cannot
+    remove."""
     held = total = 0
     for path in Path(store.url, "objects").rglob("*"):
         if path.is_file() and path.stat().st_size > 1 << 20:

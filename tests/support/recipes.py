@@ -1,6 +1,6 @@
 """Unchanged trainings of docs/examples: started, killed between two checkpoints, and started again.
 
-They are watched from outside, by `torch.Tensor.backward` and `Checkpointer`: they have no line of code for it.
+Tests watch them from outside, through `torch.Tensor.backward` and `Checkpointer`. The examples have no code for tests.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Batch = Callable[[], tuple[torch.Tensor, ...]]
 class Start:
     """A start of a training in ``folder``.
 
-    ``ranks``: as torchrun makes them. ``dies_at``: the call of backward where all ranks are killed.
+    ``ranks``: as torchrun starts them. ``dies_at``: the call of backward at which all ranks are killed.
     """
 
     name: str
@@ -44,9 +44,9 @@ class Start:
 
 @dataclass
 class Seen:
-    """What one rank did. ``losses``: that backward was called of. ``saved``, ``resumed``: by steps, what was there.
+    """The observations of one rank. ``losses``: on which backward was called. ``saved``, ``resumed``: contents by step.
 
-    ``status``: what it ended with. ``printed``, ``told``: on stdout and stderr.
+    ``status``: the exit status. ``printed``, ``told``: stdout and stderr.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -59,9 +59,9 @@ class Seen:
 
 @dataclass(frozen=True)
 class Training:
-    """A program, and the folder of all its folders.
+    """A program and its folder.
 
-    ``imports``: what to import once for all starts. ``batch``: what to evaluate models on at each save and resume.
+    ``imports``: modules to import once for all starts. ``batch``: the input of models at each save and resume.
     """
 
     program: Path
@@ -71,12 +71,12 @@ class Training:
 
 
 def says_kill_it(program: Path) -> bool:
-    """Whether an example says that it may be killed."""
+    """Report whether an example claims that it may be killed."""
     return "\nKill it, and start it again" in program.read_text()
 
 
 def train(training: Training, starts: Sequence[Start]) -> dict[str, list[Seen]]:
-    """Make these starts, one after the other; what each of its ranks did, by the names of the starts."""
+    """Run these starts in order. Return the observations of each rank by the names of the starts."""
     here, there = Pipe()
     process = afresh().Process(target=_host, args=(there, training, starts))
     process.start()
@@ -145,14 +145,14 @@ def _watched(watch: _Watch, program: Path, home: Path, environment: Mapping[str,
 
 
 class _Watch:
-    """What looks on, in a process that trains."""
+    """The observer inside a process that trains."""
 
     def __init__(self, pipe: Connection, path: Path, dies_at: int | None, batch: Batch | None) -> None:
         self._pipe, self._path, self._dies_at, self._batch = pipe, path, dies_at, batch
         self._seen, self._made = Seen(), list[Checkpointer]()
 
     def begin(self) -> None:
-        """Look on from now."""
+        """Start to observe."""
         backward, init, save, resume = (
             torch.Tensor.backward, Checkpointer.__init__, Checkpointer.save_async, Checkpointer.resume,
         )  # fmt: skip
@@ -185,14 +185,14 @@ class _Watch:
                 setattr(owner, name, method)
 
     def write(self) -> None:
-        """Tell what was seen."""
+        """Write the observations."""
         self._path.write_bytes(pickle.dumps(self._seen))
 
     def _loss(self, loss: torch.Tensor) -> None:
         self._seen.losses.append(loss.item())
         if len(self._seen.losses) == self._dies_at:
             for checkpointer in self._made:
-                checkpointer.wait()  # what is lost depends on no clock
+                checkpointer.wait()  # so that the lost steps do not depend on a clock
             self.write()
             self._pipe.send(None)
             signal.pause()
@@ -201,7 +201,7 @@ class _Watch:
 def _contents(
     batch: tuple[torch.Tensor, ...], model: Any, optim: Any = None, train_state: Any = None, **other: Any
 ) -> dict[str, str]:
-    """Digests of all tensors, all other values, and what each model makes of the batch."""
+    """Return digests of all tensors, all other values, and each model's output for the batch."""
     parts = {"model": model} if not isinstance(model, Mapping) else dict(model)
     if optim is not None:
         parts["optim"] = optim
@@ -244,5 +244,5 @@ def _evaluated(network: nn.Module, batch: tuple[torch.Tensor, ...]) -> str:
     network.train()
     for module in network.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # what an evaluation leaves unsharded
+            module.reshard()  # an evaluation leaves parameters unsharded
     return float(loss).hex()

@@ -6,7 +6,7 @@ import ast
 
 
 def rename_in(text: str) -> dict[str, str]:
-    """The literal after ``rename=``. Raises ValueError where there is none."""
+    """Return the literal after ``rename=``. Raise ValueError if there is none."""
     start = text.index("rename={") + len("rename=")
     for end in (at + 1 for at, character in enumerate(text) if character == "}" and at > start):
         try:

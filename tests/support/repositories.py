@@ -15,8 +15,8 @@ import msgspec
 from casckpt.base.digest import hex_digest
 from casckpt.contents import blobs, manifests
 from casckpt.errors import NotFound
-from casckpt.format.draft import Draft, Encoded
 from casckpt.format.keys import manifest_key
+from casckpt.format.manifest import Draft, Encoded
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import Committed, changed
 from casckpt.format.sections.blobs import BlobRef
@@ -31,12 +31,12 @@ from casckpt.upkeep.rewrite import rewrite
 from tests.support import elsewhere
 from tests.support.faulty import Call
 
-START = 1_700_000_000_000_000  # microseconds; some day in 2023
+START = 1_700_000_000_000_000  # microseconds; a day in 2023
 _STORES = itertools.count()
 
 
 class Ticks:
-    """A clock that goes on by a millisecond at each look, or as told."""
+    """A clock that advances by a millisecond at each read, or by command."""
 
     def __init__(self, now: int = START, step: int = 1000) -> None:
         self.now = now
@@ -54,7 +54,7 @@ class Ticks:
 
 
 def meanwhile(action: Callable[[], object]) -> Callable[[Call], None]:
-    """A hook for `call_first`: somebody else does ``action`` just before."""
+    """A hook for `call_first` that runs ``action`` just before a call, as another process would."""
 
     def hook(_: Call) -> None:
         action()
@@ -63,17 +63,17 @@ def meanwhile(action: Callable[[], object]) -> Callable[[Call], None]:
 
 
 def memory(*, near: bool = True) -> MemoryStore | RemoteStore:
-    """A storage of its own: in memory, or where ``pytest --storage`` says; see `tests.support.elsewhere`."""
+    """A new storage: in memory, or where ``pytest --storage`` says. See `tests.support.elsewhere`."""
     return elsewhere.storage(near=near) or MemoryStore(f"test-{next(_STORES)}")
 
 
 def objects_of(storage: ObjectStore) -> dict[str, bytes]:
-    """All that a storage holds, for `again`."""
+    """Return all objects of a storage, for `again`."""
     return {entry.key: storage.get(entry.key, limit=1 << 30) for entry in storage.list("")}
 
 
 def again(objects: Mapping[str, bytes], *, near: bool = True) -> MemoryStore | RemoteStore:
-    """A new storage that holds these: what a test changes, it need not make."""
+    """Return a new storage with these objects, so that a test need not create what it changes."""
     storage = memory(near=near)
     for key, data in objects.items():
         storage.put(key, data)
@@ -89,7 +89,7 @@ def repository(
     entropy: Entropy | None = None,
     **fields: Any,
 ) -> Repository:
-    """A repository with ticks for a clock and seeded ids, its catalogue under ``tmp_path``; the store is made."""
+    """A repository with a ticking clock and seeded ids. Its catalogue is below ``tmp_path``. The store exists."""
     repo = Repository(
         memory() if storage is None else storage,
         tmp_path / "cache",
@@ -103,19 +103,19 @@ def repository(
 
 
 def blob_hash(text: str) -> BlobHash:
-    """The hash that a blob with these bytes has."""
+    """Return the hash of a blob with these bytes."""
     return BlobHash(hex_digest(text.encode()))
 
 
 def manifest_id(text: str) -> ManifestId:
-    """Something like a manifest's id."""
+    """Return a fake manifest id."""
     return ManifestId(hex_digest(text.encode()))
 
 
 def committed(
     repo: Repository, run: str = "run", step: int = 0, *, manifest: ManifestId | None = None, **fields: Any
 ) -> Committed:
-    """A record that nobody wrote yet, under a new transaction id."""
+    """Return a record under a new transaction id that is not written yet."""
     txid = fields.pop("txid", None) or repo.new_txid(run, step)
     found = manifest_id(txid) if manifest is None else manifest
     now = repo.clock()
@@ -126,21 +126,21 @@ def committed(
 
 
 def commit_bare(repo: Repository, run: str = "run", step: int = 0, **fields: Any) -> Commit:
-    """A commit whose manifest nobody wrote, for tests that look at records alone."""
+    """Make a commit without a manifest, for tests that only look at records."""
     record = committed(repo, run, step, **fields)
     commits.commit(repo, record)
     return commits.just_committed(record)
 
 
 def put_manifest_of(repo: Repository, base: Commit, txid: TxId) -> None:
-    """The manifest of a commit, if it has one, once more under another transaction."""
+    """Put the manifest of a commit, if it has one, under another transaction too."""
     with suppress(NotFound):
         data = repo.storage.get(manifest_key(base.txid, base.id), limit=MAX_MANIFEST_BYTES)
         repo.storage.put(manifest_key(txid, base.id), data)
 
 
 def rewrite_bare(repo: Repository, base: Commit, **fields: Any) -> Commit:
-    """A rewrite of a commit, with the manifest that this has, if anybody wrote it."""
+    """Rewrite a commit, with its manifest if that exists."""
 
     def save(txid: TxId, _: CommitList) -> Committed:
         put_manifest_of(repo, base, txid)
@@ -152,7 +152,7 @@ def rewrite_bare(repo: Repository, base: Commit, **fields: Any) -> Commit:
 
 
 def half_rewrite(repo: Repository, base: Commit) -> Commit:
-    """What a rewriter leaves that died before the record that lets its rewrite stand. It has the places of the base."""
+    """Leave the objects of a rewriter that died before its decisive record. They have the locations of the base."""
     txid = repo.new_txid(base.run, base.step, [base.txid])
     put_manifest_of(repo, base, txid)
     links = {"replaces": (base.txid, base.number + 1), "origin": base.origin}
@@ -177,32 +177,33 @@ def draft(refs: Iterable[BlobRef], run: str = "run", step: int = 0, **fields: An
 def save(
     repo: Repository, run: str = "run", step: int = 0, *, texts: Iterable[str] = (), reused: Iterable[BlobRef] = ()
 ) -> Commit:
-    """What a save leaves: a blob for each of ``texts``, a manifest that names them and ``reused``, a commit."""
+    """Store the objects of a save: a blob for each of ``texts``, a manifest that names them and ``reused``, a
+    commit."""
     txid = repo.new_txid(run, step)
     refs = [put_blob(repo, txid, text) for text in texts]
     return commit_draft(repo, txid, draft([*refs, *reused], run, step))
 
 
 def commit_draft(repo: Repository, txid: TxId, made: Draft, **fields: Any) -> Commit:
-    """A manifest is put and committed."""
+    """Put and commit a manifest."""
     record = committed_draft(repo, txid, made, **fields)
     commits.commit(repo, record)
     return commits.just_committed(record)
 
 
 def committed_draft(repo: Repository, txid: TxId, made: Draft, **fields: Any) -> Committed:
-    """The record of a manifest that is put."""
+    """Put a manifest. Return its record."""
     fields = {"created_at": made.created_at, "parent": made.parent} | fields
     return committed_encoded(repo, txid, manifests.put(repo, txid, made), made.run, made.step, **fields)
 
 
 def committed_encoded(repo: Repository, txid: TxId, made: Encoded, run: str, step: int, **fields: Any) -> Committed:
-    """The record of a manifest that was put under ``txid``."""
+    """Return the record of a manifest that was put under ``txid``."""
     fields = {"head": made.head, "manifest_bytes": len(made.data)} | fields
     return committed(repo, run, step, manifest=made.id, txid=txid, **fields)
 
 
 def put_blob(repo: Repository, uploader: TxId, text: str) -> BlobRef:
-    """A blob with these bytes, which need not be a safetensors file."""
+    """Put a blob with these bytes, which may be no safetensors file."""
     blobs.put(repo, uploader, blob_hash(text), text.encode())
     return BlobRef(blob_hash(text), len(text.encode()), uploader)

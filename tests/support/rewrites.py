@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from casckpt.contents import blobs, manifests
-from casckpt.format.draft import placed
 from casckpt.format.extents import ExtentTable, build
 from casckpt.format.keys import blob_key
+from casckpt.format.manifest import placed
 from casckpt.format.names import TxId
 from casckpt.format.records import Committed, changed
 from casckpt.format.sections.blobs import encode_blobs
@@ -23,7 +23,7 @@ def _renumbered(table: ExtentTable, count: int) -> ExtentTable:
 
 
 def move(repo: Repository, base: Commit, **fields: Any) -> Commit:
-    """Rewrite a checkpoint: the same blobs, under another uploader, the last one first. ``fields``: of the record."""
+    """Rewrite a checkpoint: the same blobs under another uploader, in reverse order. ``fields``: of the record."""
 
     def save(txid: TxId, _: CommitList) -> Committed:
         manifest = manifests.get(repo, base)

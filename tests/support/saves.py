@@ -16,8 +16,7 @@ from casckpt.format.blob import decode_header
 from casckpt.format.keys import parse_object
 from casckpt.repository.repository import Repository
 from casckpt.saving import encoder as kept
-from casckpt.storage.base import ObjectStore
-from casckpt.storage.counts import IoCounts
+from casckpt.storage.base import IoCounts, ObjectStore
 from casckpt.storage.forking import PerProcess
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
@@ -30,7 +29,7 @@ _NUMBERS = itertools.count()
 
 
 def small(storage: ObjectStore | None = None, *, cell_bytes: int = CELL, blob_bytes: int = BLOB) -> Store:
-    """A store in memory (or in ``storage``) whose cells and blobs are small."""
+    """A store in memory (or in ``storage``) with small cells and blobs."""
     store = Store(Repository(memory(near=False) if storage is None else storage))
     store.create(cell_bytes=cell_bytes, blob_bytes=blob_bytes)
     return store
@@ -44,13 +43,13 @@ def small_folder(path: Path) -> Store:
 
 
 def cells(count: float, seed: int | None = None) -> torch.Tensor:
-    """float32 of so many cells; other numbers at each call, the same for each seed."""
+    """float32 values for this many cells. Each call gives other numbers, the same for each seed."""
     generator = torch.Generator().manual_seed(next(_NUMBERS) + 10_000 if seed is None else seed)
     return torch.randn(int(count * CELL // 4), generator=generator)
 
 
 def trained(count: float, step: int, seed: int = 0) -> torch.Tensor:
-    """bfloat16 of so many cells, some of whose elements each step of a training has changed."""
+    """bfloat16 values for this many cells. Each step of a training changes some elements."""
     bits = cells(2 * count, seed).bfloat16().view(torch.int16)
     for number in range(step):
         bits[number % 97 :: 97] += 1
@@ -58,7 +57,7 @@ def trained(count: float, step: int, seed: int = 0) -> torch.Tensor:
 
 
 def same_state(one: Any, other: Any) -> bool:
-    """Are two nested states equal: types, order, dtypes, every bit?"""
+    """Report whether two nested states agree in types, order, dtypes and every bit."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and same(one, other)
     if type(one) is not type(other):
@@ -76,7 +75,7 @@ def same_state(one: Any, other: Any) -> bool:
 
 @contextmanager
 def counted(store: Store) -> Iterator[IoCounts]:
-    """What the storage does inside the block; filled in at its end."""
+    """Count the storage calls inside the block. The result is complete at its end."""
     storage: Any = store.repository.storage
     counts = getattr(storage, "inner", storage).counts
     before = {field.name: getattr(counts, field.name) for field in fields(IoCounts)}
@@ -87,18 +86,16 @@ def counted(store: Store) -> Iterator[IoCounts]:
 
 
 def blob_keys(store: Store) -> list[str]:
-    """Keys of all blobs in a store."""
     return [entry.key for entry in store.repository.storage.list("objects/") if _kind(entry.key) == "safetensors"]
 
 
 def data_of(store: Store, key: str) -> int:
-    """Bytes of data in a blob: without header and proof."""
+    """Return the data of a blob without header and proof."""
     blob = content(store, key)
     return sum(nbytes for _, nbytes in decode_header(blob, len(blob)))
 
 
 def manifest_keys(store: Store) -> list[str]:
-    """Keys of all manifests in a store."""
     return [entry.key for entry in store.repository.storage.list("objects/") if _kind(entry.key) == "manifest"]
 
 
@@ -108,12 +105,11 @@ def _kind(key: str) -> str | None:
 
 
 def content(store: Store, key: str) -> bytes:
-    """The bytes of an object."""
     return store.repository.storage.get(key, limit=1 << 30)
 
 
 def overwrite(store: Store, key: str, data: bytes) -> None:
-    """Put other bytes in the place of an object."""
+    """Replace the bytes of an object."""
     store.repository.storage.replace(key, data)
 
 
@@ -125,18 +121,18 @@ def flip(store: Store, key: str, position: int) -> None:
 
 
 def steps(store: Store) -> list[tuple[str, int]]:
-    """Run and step of all that is visible."""
+    """Return run and step of all visible checkpoints."""
     return [(ckpt.run, ckpt.step) for ckpt in store.checkpoints()]
 
 
 def files(path: Path) -> dict[Path, bytes]:
-    """What all files below a folder hold."""
+    """Return the content of all files below a folder."""
     return {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 @contextmanager
 def another_process() -> Iterator[None]:
-    """Inside, nothing is at hand of what this process keeps of the runs that it saved."""
+    """Inside, this process forgets its memory of the runs that it saved."""
     mine, kept._RUNS = kept._RUNS, PerProcess(kept._Runs)
     try:
         yield
@@ -145,5 +141,5 @@ def another_process() -> Iterator[None]:
 
 
 def reopened(store: Store) -> Store:
-    """The same store, as a process that remembers nothing sees it."""
+    """Return the same store as a new process sees it."""
     return Store(Repository(store.repository.storage))

@@ -1,6 +1,6 @@
-"""Scripts and modules, run like with ``python`` and ``torchrun``, in processes forked from one that imported torch.
+"""Scripts and modules, run as with ``python`` and ``torchrun``, in processes forked from one that imported torch.
 
-To import it is the greater part of what a short script takes. Its warnings are not heard.
+The import takes most of the time of a short script. Its warnings are dropped.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tests.support.afresh import afresh
 from tests.support.servers import free_ports
 
 OUT, ERR = ".out", ".err"
-PATIENCE = 280.0  # seconds; none is meant to take as long
+PATIENCE = 280.0  # seconds; no script takes as long
 
 
 class Done(NamedTuple):
-    """``status``: 0, if each process ended with 0. ``printed``: by all of them; ``told``: on stderr."""
+    """``status``: 0 if each process ended with 0. ``printed``: stdout of all. ``told``: stderr."""
 
     status: int
     printed: str
@@ -37,9 +37,9 @@ def run_script(
     environment: Mapping[str, str] | None = None,
     patience: float = PATIENCE,
 ) -> Done:
-    """Run a file, or a module by its name. ``ranks``: on so many, as torchrun would start them.
+    """Run a file, or a module by its name. ``ranks``: start this many, as torchrun does.
 
-    ``patience``: seconds that each process may take.
+    ``patience``: seconds for each process.
     """
     words = list(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:
@@ -59,7 +59,7 @@ def run_script(
 
 
 def environments(ranks: int) -> list[dict[str, str]]:
-    """What each process is told by torchrun; 0 for one process without it."""
+    """Return the environment that torchrun gives each process. 0 ranks: one process without torchrun."""
     given = {"OMP_NUM_THREADS": "1"}
     if not ranks:
         return [given]
@@ -69,7 +69,7 @@ def environments(ranks: int) -> list[dict[str, str]]:
 
 
 def play(what: Path | str, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str], output: Path) -> None:
-    """Be the process that runs it; what it prints is in files that begin as ``output`` does."""
+    """Run as the process of the script. Its output goes to files whose names begin with ``output``."""
     os.environ.update(environment)
     os.chdir(cwd)
     for number, suffix in ((1, OUT), (2, ERR)):

@@ -1,7 +1,7 @@
 """Local S3 servers on the loopback interface, started for a session of tests and stopped at its end.
 
-Each is a process that dies with the one that started it, whatever happens to that. A binary that is missing is an
-error, and no reason to skip: tools/setup installs all of them.
+Each is a process that dies with its parent in all cases. A missing binary is an error, not a reason to skip:
+tools/setup installs all of them.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 KEY, SECRET = "casckpt-test", "casckpt-test-secret"
 _START_SECONDS = 60.0
-_VOLUMES = 100_000  # SeaweedFS takes one for each bucket; left alone, as many as the free disk holds of 1 GiB
-_ATTEMPTS = 3  # a port that was free may be taken a moment later
-_PORTS = range(10_000, 32_768)  # below those that systems give to connections that go out, as tests make by thousands
-_DRAW = random.SystemRandom()  # tests seed the usual one, and so all workers of a run would draw the same ports
-# Every client reads what all of AWS's services are, which takes longer than most tests do with it. Here they share it.
+_VOLUMES = 100_000  # SeaweedFS uses one for each bucket. Its default is the number of GiB that the disk has free.
+_ATTEMPTS = 3  # another process may take a free port first
+_PORTS = range(10_000, 32_768)  # below the ports of outgoing connections, of which tests make thousands
+_DRAW = random.SystemRandom()  # tests seed the usual generator, so all workers of a run would draw the same ports
+# Every client reads the description of all AWS services, which takes longer than most tests. Here clients share it.
 botocore.session.create_loader = cache(botocore.session.create_loader)
-# Becomes the command, which is killed by the kernel when the thread that started it dies.
+# Becomes the command. The kernel kills it when the thread that started it ends.
 _BOUND = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
 
 
 @dataclass
 class Server:
-    """A server that lives in ``folder``. ``command``: what to run, given so many free ports; the first is S3's."""
+    """A server that lives in ``folder``. ``command``: its command line for some free ports. The first is S3's."""
 
     name: str
     command: Callable[[Path, Sequence[int]], Sequence[str]]
@@ -55,17 +55,16 @@ class Server:
 
     @property
     def endpoint(self) -> str:
-        """Where it answers."""
         return f"http://127.0.0.1:{self._taken[0]}"
 
     @property
     def options(self) -> dict[str, Any]:
-        """What opens a store in it: ``storage_options``."""
+        """The ``storage_options`` of a store in it."""
         return {"key": KEY, "secret": SECRET, "endpoint_url": self.endpoint}
 
     @property
     def client(self) -> Any:
-        """A client of boto3, to look behind a store's back."""
+        """A client of boto3 for direct access."""
         if self._client is None or self._client.meta.endpoint_url != self.endpoint:
             config = Config(retries={"total_max_attempts": 1}, s3={"addressing_style": "path"})
             self._client = boto3.client(
@@ -79,21 +78,21 @@ class Server:
         return self._client
 
     def new_bucket(self) -> str:
-        """The name of a bucket that was not there before."""
+        """Return an unused bucket name."""
         self.buckets += 1
         name = f"bucket-{self.buckets}"
         self.client.create_bucket(Bucket=name)
         return name
 
     def new_place(self) -> str:
-        """A bucket and a prefix where nothing is yet. SeaweedFS is busy for ever with each bucket that it has."""
+        """Return a bucket and an unused prefix. SeaweedFS slows down with each bucket."""
         self.places += 1
         if self.places == 1:
             self.client.create_bucket(Bucket="places")
         return f"places/{self.places}"
 
     def look(self, place: str, key: str) -> bytes | None:
-        """The bytes of an object in a bucket, or below a place in one; None if there is none."""
+        """Return the bytes of an object in a bucket or below a prefix. None if there is none."""
         bucket, *prefix = place.split("/")
         try:
             found: bytes = self.client.get_object(Bucket=bucket, Key="/".join((*prefix, key)))["Body"].read()
@@ -104,7 +103,7 @@ class Server:
         return found
 
     def start(self) -> None:
-        """Start it on ports that are free, and wait until it answers."""
+        """Start the server on free ports, and wait until it answers."""
         for _ in range(_ATTEMPTS):
             self._taken = free_ports(self.ports)
             if self._answers():
@@ -113,12 +112,12 @@ class Server:
         raise RuntimeError(f"{self.name} did not start; its log ends with:\n{log}")
 
     def start_again(self) -> None:
-        """Start it on the ports that it had."""
+        """Start the server on its earlier ports."""
         if not self._answers():
             raise RuntimeError(f"{self.name} did not come back; its log is {self.folder / 'log'}")
 
     def kill(self) -> None:
-        """End it, as a crash would."""
+        """End the server as a crash would."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGKILL)
@@ -126,7 +125,7 @@ class Server:
             self._process = None
 
     def _answers(self) -> bool:
-        """Start the process, and wait until it lists buckets. False if it ends before."""
+        """Start the process, and wait until it lists buckets. Return False if it ends before."""
         command = self.command(self.folder, self._taken)
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -138,12 +137,12 @@ class Server:
             with suppress(OSError, BotoCoreError, ClientError):
                 self._ask()
                 return True
-            time.sleep(0.05)  # between looks at another process; nothing depends on how long
+            time.sleep(0.05)  # between polls of another process; nothing depends on the duration
         self.kill()
         return False
 
     def _ask(self) -> None:
-        """Raises what a client raises where nobody answers yet."""
+        """Raises the error of a client whose server does not answer yet."""
         if self.speaks_s3:
             self.client.list_buckets()
         else:
@@ -152,7 +151,7 @@ class Server:
 
 @contextmanager
 def running(server: Server) -> Iterator[Server]:
-    """Started, and killed at the end."""
+    """Start the server, and kill it at the end."""
     server.start()
     try:
         yield server
@@ -161,7 +160,7 @@ def running(server: Server) -> Iterator[Server]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, all different."""
+    """Return distinct free ports."""
     found: list[int] = []
     for port in _DRAW.sample(_PORTS, len(_PORTS)):
         with suppress(OSError), socket.socket() as one:
@@ -177,7 +176,7 @@ _MOTO = "import sys; sys.setswitchinterval(1); from moto.server import main; mai
 
 
 def moto(folder: Path) -> Server:
-    """A fast imitation, which keeps all in memory."""
+    """A fast imitation that keeps everything in memory."""
 
     def command(_: Path, ports: Sequence[int]) -> Sequence[str]:
         return [sys.executable, "-c", _MOTO, "-H", "127.0.0.1", "-p", str(ports[0])]
@@ -186,7 +185,7 @@ def moto(folder: Path) -> Server:
 
 
 def seaweed(folder: Path, memory: str = "256MiB") -> Server:
-    """A real server, which keeps all in ``folder``. With less ``memory`` it collects garbage more often."""
+    """A real server that stores everything in ``folder``. Less ``memory`` makes it collect garbage more often."""
 
     def command(data: Path, ports: Sequence[int]) -> Sequence[str]:
         names = ("s3", "master", "volume", "filer")
@@ -195,7 +194,7 @@ def seaweed(folder: Path, memory: str = "256MiB") -> Server:
         return [
             binary("weed"), "server", "-s3", f"-dir={data / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *given,
             "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false", f"-volume.max={_VOLUMES}",
-            "-master.electionTimeout=500ms", "-master.heartbeatInterval=100ms",  # else it takes 20 s to start again
+            "-master.electionTimeout=500ms", "-master.heartbeatInterval=100ms",  # otherwise a restart takes 20 s
         ]  # fmt: skip
 
     (folder / "data").mkdir()
@@ -204,7 +203,7 @@ def seaweed(folder: Path, memory: str = "256MiB") -> Server:
 
 
 def rclone(folder: Path) -> Server:
-    """A server that ignores the condition of a put without a word."""
+    """A server that silently ignores the condition of a put."""
 
     def command(data: Path, ports: Sequence[int]) -> Sequence[str]:
         return [binary("rclone"), "serve", "s3", "--addr", f"127.0.0.1:{ports[0]}", "--auth-key", f"{KEY},{SECRET}",
@@ -215,7 +214,7 @@ def rclone(folder: Path) -> Server:
 
 
 def web(folder: Path) -> Server:
-    """A web server that shows what lies in ``folder``/data."""
+    """A web server for ``folder``/data."""
 
     def command(data: Path, ports: Sequence[int]) -> Sequence[str]:
         return [binary("rclone"), "serve", "http", "--addr", f"127.0.0.1:{ports[0]}", str(data / "data")]
@@ -225,7 +224,7 @@ def web(folder: Path) -> Server:
 
 
 def binary(name: str) -> str:
-    """A program of this environment."""
+    """Return the path of a program of this environment."""
     found = shutil.which(name, path=str(Path(sys.executable).parent))
     if found is None:
         raise RuntimeError(f"{name} is not installed beside {sys.executable}: run tools/setup")

@@ -33,14 +33,14 @@ class Served:
         return int(self.endpoint.rpartition(":")[2])
 
     def get(self, path: str, method: str = "GET", body: bytes | None = None, **headers: str) -> HTTPResponse:
-        """One request by a connection of its own, and where that leads; the body is read."""
+        """Make a request on a new connection, and follow redirects. Read the body."""
         answer = self.ask(path, method, body, **headers)
         if answer.status == 307:
             return self.get(urljoin(path, answer.headers["Location"]), method, None, **headers)
         return answer
 
     def ask(self, path: str, method: str = "GET", body: bytes | None = None, **headers: str) -> HTTPResponse:
-        """One request, as it is."""
+        """Make one request without redirects."""
         with closing(HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
             connection.request(method, path, body, named)
@@ -58,7 +58,7 @@ class Served:
         return json.loads(self.body(path))
 
     def weights_sent(self) -> list[str]:
-        """The paths of files with weights of which bytes were sent."""
+        """Return the paths of weight files of which bytes were sent."""
         return [
             path
             for method, path, _, nbytes in self.sent
@@ -68,7 +68,7 @@ class Served:
 
 @contextmanager
 def serving(store: Store, *, guard: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Served]:
-    """Serve it while the block runs. ``guard``: options of `app_of`; ``options``: of `Hub`."""
+    """Serve while the block runs. ``guard``: options of `app_of`. ``options``: of `Hub`."""
     listening = listen("127.0.0.1", 0)
     served = Served(endpoint_of("127.0.0.1", listening))
     app = app_of(Hub(store, **options), **{"tokens": None, **(guard or {})})
@@ -97,7 +97,7 @@ def _counted(app: ASGIApp, served: Served) -> ASGIApp:
             seen[0] = message.get("status", seen[0])
             seen[1] += len(message.get("body", b""))
             if message["type"] == "http.response.body" and not message.get("more_body", False):
-                note()  # before the client has the end, and the test goes on
+                note()  # before the client has the end and the test continues
             await send(message)
 
         await app(scope, receive, sending)
@@ -108,7 +108,7 @@ def _counted(app: ASGIApp, served: Served) -> ASGIApp:
 
 @contextmanager
 def serving_process(store: str, *options: str) -> Iterator[tuple[Served, subprocess.Popen[str]]]:
-    """The command itself."""
+    """Run the command itself."""
     command = [sys.executable, "-m", "casckpt", "serve", store, "--port", "0", "--json", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:

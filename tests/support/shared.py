@@ -13,9 +13,9 @@ _DONE = "done"
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """Return a folder that ``make`` has filled, by whichever worker came first; the others wait for it.
+    """Return a folder that ``make`` has filled in the first worker. The others wait for it.
 
-    If that failed, the next one tries again, in a folder of its own.
+    If it fails, the next worker tries again in a new folder.
     """
     base = factory.getbasetemp()
     root = (base.parent if base.name.startswith("popen-") else base) / f"shared-{name}"  # of xdist's workers

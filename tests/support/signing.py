@@ -19,7 +19,7 @@ from casckpt.base.digest import hex_digest
 
 
 class Pair(NamedTuple):
-    """Two files, and what the store calls the key."""
+    """Two files, and the name of the key in the store."""
 
     private: Path
     public: Path
@@ -27,7 +27,7 @@ class Pair(NamedTuple):
 
 
 def pair(folder: Path, name: str = "alice", *, ssh: bool = False, password: bytes | None = None) -> Pair:
-    """A key that is always the same, by its name, as OpenSSL or ssh-keygen writes it."""
+    """Return a key that depends only on its name, in the format of OpenSSL or ssh-keygen."""
     folder.mkdir(exist_ok=True)
     key = Ed25519PrivateKey.from_private_bytes(name.encode().ljust(32, b"."))
     how: KeySerializationEncryption = BestAvailableEncryption(password) if password else NoEncryption()

@@ -17,7 +17,7 @@ from casckpt.saving.save import save
 
 
 class _Star:
-    """Where the ranks meet."""
+    """The meeting point of the ranks."""
 
     def __init__(self, size: int) -> None:
         self.barrier = Barrier(size)
@@ -26,7 +26,7 @@ class _Star:
 
 
 class _Rank(Solo):
-    """One of them. An error of any ends all."""
+    """One rank. An error of any rank ends all."""
 
     def __init__(self, star: _Star, rank: int, size: int) -> None:
         super().__init__()
@@ -49,14 +49,14 @@ class _Rank(Solo):
 
 
 class Simulated:
-    """``size`` ranks. Each keeps between saves what a process would."""
+    """``size`` ranks. Each keeps the memory of a process between saves."""
 
     def __init__(self, repo: Repository, size: int) -> None:
         self.repo, self.size = repo, size
         self._memories = [GroupMemory() for _ in range(size)]
 
     def save(self, state: Callable[[int], Any], options: SaveOptions) -> Commit:
-        """Save what each rank holds; ``state`` makes that of a rank."""
+        """Save the state of each rank. ``state`` returns it for a rank."""
         star, checked = _Star(self.size), options.checked()
 
         def run(rank: int) -> Commit:

@@ -1,8 +1,8 @@
 """Threads that take turns: at every storage call an actor stops until the stage lets it continue.
 
 Each actor has a storage of its own, all over one inner storage. Only one actor runs at a time, so that the same choices
-give the same run. A listing has two pages, with a stop before each. An actor is one flow of calls: if it hands
-work to a thread, it waits for it.
+give the same run. A listing has two pages, with a stop before each. An actor is one sequence of calls. If it gives work
+to a thread, it waits for it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 from casckpt.storage.base import Known, ListedObject, ObjectStore, Reader, Traits
 
 Choose = Callable[[list[str]], str]
-PATIENCE = 60.0  # seconds until a stage that does not move is taken for broken
+PATIENCE = 60.0  # seconds without progress after which a stage counts as broken
 
 
 class Curtain(BaseException):
-    """Ends an actor that will never go on: its process was killed."""
+    """Ends an actor that never continues because its process was killed."""
 
 
 @dataclass
 class _Actor:
-    """``turn``: gets an item when it may go on, or is to end."""
+    """``turn``: gets an item when the actor may continue, or must end."""
 
     thread: threading.Thread | None = None
     turn: SimpleQueue[None] = field(default_factory=SimpleQueue)
-    at: str = ""  # the call that it stands before
+    at: str = ""  # the call that it waits before
     killed: bool = False
     done: bool = False
     error: BaseException | None = None
@@ -39,19 +39,19 @@ class _Actor:
 
 @dataclass
 class Stage:
-    """``log``: every call that was let go, in order."""
+    """``log``: every call that was let through, in order."""
 
     inner: ObjectStore
     log: list[tuple[str, str]] = field(default_factory=list)
     _actors: dict[str, _Actor] = field(default_factory=dict)
-    _still: SimpleQueue[str] = field(default_factory=SimpleQueue)  # who came to stand before a call, or to an end
+    _still: SimpleQueue[str] = field(default_factory=SimpleQueue)  # the actors that reached a call or their end
 
     def store(self, name: str) -> SteppedStore:
         """The storage of an actor."""
         return SteppedStore(self, name)
 
     def add(self, name: str, act: Callable[[], None]) -> None:
-        """An actor that runs ``act``, once the stage runs."""
+        """Add an actor that runs ``act`` once the stage runs."""
         actor = self._actors[name] = _Actor()
 
         def run() -> None:
@@ -69,10 +69,10 @@ class Stage:
         actor.thread.start()
 
     def stop(self, name: str, call: str) -> None:
-        """Wait to be let go. Called by actors."""
+        """Wait for the stage. Actors call this."""
         actor = self._actors.get(name)
         if actor is None or actor.done:
-            return  # before and after the play nobody waits
+            return  # outside of `run` actors do not wait
         if not actor.killed:
             actor.at = call
             self._still.put(name)
@@ -82,13 +82,13 @@ class Stage:
         self.log.append((name, call))
 
     def at(self, name: str) -> str:
-        """The call that an actor stands before."""
+        """The call that an actor waits before."""
         return self._actors[name].at
 
     def run(self, choose: Choose, after: Callable[[], None], killed: frozenset[str] = frozenset()) -> None:
-        """Let actors go one by one until all are done; ``after`` is called whenever all stand still.
+        """Let actors continue one by one until all are done. Call ``after`` whenever all wait.
 
-        Of ``killed``, which never go again once nobody else is left, the threads are ended.
+        Actors in ``killed`` continue no more when no other is left. Their threads are then ended.
         """
         try:
             for _ in self._actors:

@@ -1,10 +1,10 @@
 """Processes that use a store, and are killed or stopped at a storage call while others continue.
 
-``python -m tests.support.struck FOLDER POINTS SEED`` copies a store for each point. One process comes to its call, and
-is killed or stopped there. Then somebody forgets, saves, and collects garbage at once, without any patience for whoever
-seems dead. Then the one that was stopped goes on. Besides, a save and a gc without its impatience meet, both stopped at
-a call of theirs. POINTS of each kind, or 0 for all. With ``PLACE ENDPOINT`` behind
-them the stores lie in a bucket of tests, and all else in the folder.
+``python -m tests.support.struck FOLDER POINTS SEED`` copies a store for each point. One process runs to its call and is
+killed or stopped there. Then another process forgets, saves, and collects garbage at once, and treats silent processes
+as dead. Then the stopped process continues. In addition a save meets a patient gc, each stopped at one of its calls.
+POINTS is the number of points of each kind, or 0 for all. With ``PLACE ENDPOINT`` behind them, the stores lie in a
+bucket of tests. All other files lie in the folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-import casckpt.storage.remote.s3.client  # or each fork would import it  # noqa: F401
+import casckpt.storage.remote.s3.client  # otherwise each fork would import it # noqa: F401
 from casckpt.contents import manifests
 from casckpt.errors import CasckptError
 from casckpt.format.keys import blob_key
@@ -42,29 +42,31 @@ DROP = "optim.*"
 KEPT, NEW, LATER = (2, 3), 9, 20
 """Steps: those that nobody forgets, that of the save which is struck, and that of somebody else behind it."""
 AT_ONCE = 3
-PATIENCE = 120  # seconds until what hangs is killed
+PATIENCE = 120  # seconds until a hanging process is killed
 
 
 def state(step: int) -> dict[str, Any]:
-    """Of two steps some is the same, some is told by what changed, and some is new, and has blobs of its own."""
+    """Between two steps some tensors are equal, some are coded against the old ones, and some are new, in separate
+    blobs."""
     model = {"kept": cells(9, seed=1), "new": cells(40, seed=step), "told": trained(8, step)}
     return {"model": model, "optim": {"m": cells(9, seed=50 + step)}}
 
 
 @dataclass(frozen=True)
 class Point:
-    """A folder of its own. The stores of it lie there; or in ``bucket``, a place and an endpoint, below its name."""
+    """A folder with the stores of a point. With ``bucket``, a place and an endpoint, they lie below the point's name
+    there."""
 
     folder: Path
     bucket: tuple[str, str] | None = None
 
     @property
     def at_once(self) -> int:
-        """How many points to work on at once. A bucket's answers must be waited for."""
+        """Return the number of points to work on at once. A bucket is slow to answer, so it gets more."""
         return 1 if self.bucket is None else AT_ONCE
 
     def storage(self, name: str = "store") -> ObjectStore:
-        """One of its stores."""
+        """Return the storage of one of its stores."""
         if self.bucket is None:
             return LocalStore(self.folder / name)
         place, endpoint = self.bucket
@@ -72,7 +74,7 @@ class Point:
         return RemoteStore(RemoteLocation("s3", f"{place}/{self.folder.name}/{name}".replace(" ", "-"), options))
 
     def store(self) -> Store:
-        """Open the store, which nobody strikes."""
+        """Open the store without faults."""
         return open_folder(self.folder, self.storage())
 
     def away(self) -> Store:
@@ -80,11 +82,11 @@ class Point:
         return Store(Repository(self.storage("away"), self.folder / "cache"))
 
     def beside(self, name: str) -> Point:
-        """Another one."""
+        """Return another point."""
         return Point(self.folder.parent / name, self.bucket)
 
     def copied(self, name: str) -> Point:
-        """Make another one, with the same in it."""
+        """Return another point with the same content."""
         other = self.beside(name)
         shutil.copytree(self.folder, other.folder)
         if self.bucket is not None:
@@ -98,7 +100,7 @@ def _put_all(source: ObjectStore, target: ObjectStore) -> None:
 
 
 class Scene:
-    """A store, a copy of it to be made, a folder that follows it; all calls are steps of one strike."""
+    """A store, its future copy, and a folder that mirrors it. All calls are steps of one strike."""
 
     def __init__(self, point: Point, at: int = 0, sends: signal.Signals = signal.SIGKILL) -> None:
         self.point, self.folder = point, point.folder
@@ -106,12 +108,11 @@ class Scene:
         self.store = open_folder(self.folder, KillingStore(point.storage(), self.strike))
 
     def away(self) -> Repository:
-        """The copy."""
         return Repository(KillingStore(self.point.storage("away"), self.strike), self.folder / "cache")
 
 
 class StoppingStore(FaultyStore):
-    """Stops its process right before its first call of ``method`` with such a key."""
+    """Stops its process right before its first call of ``method`` with a matching key."""
 
     def __init__(self, inner: ObjectStore, method: str, key: str) -> None:
         super().__init__(inner, [call_first(method, self._stop, key=key)])
@@ -172,7 +173,7 @@ def _fill(point: Point) -> None:
 
 
 def _prepare(point: Point, name: str) -> None:
-    """What there is to be done: something forgotten to collect, something damaged to repair."""
+    """Prepare work: something forgotten to collect, something damaged to repair."""
     store = point.store()
     store.forget("default@0" if name not in MEET else f"default@0..{KEPT[-1]}")
     if name == "repair":
@@ -182,7 +183,7 @@ def _prepare(point: Point, name: str) -> None:
 
 
 def _act(point: Point, name: str, at: int, sends: signal.Signals, counted: Path | None = None) -> None:
-    """One of `RUNS`; how it ended stands in a file, unless it did not."""
+    """Run one of `RUNS`. Write its outcome to a file if it ends."""
     scene, ended = Scene(point, at, sends), "well"
     try:
         RUNS[name](scene)
@@ -194,16 +195,16 @@ def _act(point: Point, name: str, at: int, sends: signal.Signals, counted: Path 
 
 
 def others(point: Point, name: str) -> None:
-    """Somebody else: what is forgotten goes at once, and whoever has not committed by now is given up on.
+    """Act as another process: purge all forgotten checkpoints at once, and give up uncommitted transactions.
 
-    Of what a save reuses nothing is kept.
+    Nothing that a save reuses is kept.
     """
     signal.alarm(PATIENCE)
     store = point.store()
     store.forget("default@1" if name != "save" else f"default@1..{KEPT[-1]}")
     store.save(state(LATER), step=LATER, compress="auto")
     deleted = store.gc(min_age=0, wait=0, revoke_after=0).deleted_blobs
-    if not deleted and name != "mirror":  # what is not safe in that stays
+    if not deleted and name != "mirror":  # the gc keeps what is not safe to delete there
         raise SystemExit(f"{point.folder.name}: nothing was deleted")
     if point.storage("away").size("casckpt.json") is not None:
         point.away().gc(min_age=0, wait=0, revoke_after=0)
@@ -216,7 +217,7 @@ def _strike(ready: Point, name: str, at: int, *, sends: signal.Signals) -> None:
         signal.alarm(PATIENCE)
         run_and_exit(partial(_act, point, name, at, sends))
     status = os.waitpid(child, os.WUNTRACED)[1]
-    if os.WIFEXITED(status):  # it took other steps than when they were counted
+    if os.WIFEXITED(status):  # it took other steps than in the count
         _check(folder, status)
     _check(folder, forked(partial(others, point, name)))
     if os.WIFSTOPPED(status):
@@ -225,10 +226,10 @@ def _strike(ready: Point, name: str, at: int, *, sends: signal.Signals) -> None:
 
 
 def _meet(ready: Point, name: str, at: int) -> None:
-    """A save is stopped, a gc begins, and is stopped, too; then the save goes on to its end, and then the gc does.
+    """Stop a save, run a gc until it stops too, then finish the save, and then the gc.
 
-    One of both is stopped at any call. The gc is stopped otherwise where it has chosen, and deletes; the save where all
-    is there, and is made visible.
+    One of the two stops at any call. The other stops at a fixed point: the gc after it has chosen what to delete, the
+    save when everything is stored and the commit follows.
     """
     point, stopped = ready.copied(f"{name}-SIGSTOP-{at}"), list[tuple[int, int]]()
     for one, method, key in (("save", "put", "commits/*"), ("gc", "delete", "objects/*.safetensors")):

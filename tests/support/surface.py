@@ -14,7 +14,7 @@ Surface = dict[str, list[str]]
 
 
 def surface(root: Path) -> Surface:
-    """By kind, in sorted texts. ``root``: of a checkout."""
+    """Return sorted texts by kind. ``root``: of a checkout."""
     trees = {path: ast.parse(path.read_text()) for path in sorted((root / "casckpt").rglob("*.py"))}
     classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     stored = [node for path, tree in trees.items() if "format" in path.parts for node in tree.body]
@@ -34,7 +34,7 @@ def _bases(node: ast.ClassDef) -> set[str]:
 
 
 def _keywords(name: str, typed: dict[str, ast.ClassDef]) -> Iterator[str]:
-    """Of a TypedDict, and of those that it extends."""
+    """Return the keys of a TypedDict and of its bases."""
     yield from _fields(typed[name])
     for base in _bases(typed[name]) & typed.keys():
         yield from _keywords(base, typed)
@@ -59,5 +59,5 @@ def _error_kinds(tree: ast.Module) -> Iterator[str]:
 
 
 def _json_keys(page: str) -> Iterator[str]:
-    """The keys that docs/cli.md names; a test compares its table with what the commands print."""
+    """Return the keys in docs/cli.md. A test compares its table with the output of the commands."""
     yield from set(re.findall(r"`(\w+)`", page[page.index("## JSON output") : page.index("## Shell completion")]))

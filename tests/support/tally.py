@@ -1,6 +1,6 @@
 """Counts of evidence, recorded where tests produce it. ``tools/evidence`` adds them up.
 
-A line of the file that CASCKPT_TALLY names, by one write: processes that are killed right behind it count, too.
+Each count is one line of the file that CASCKPT_TALLY names, in one write. So processes that die right afterwards count.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 
 
 def tally(what: str, count: int = 1) -> None:
-    """Count something, where anybody asks for it."""
+    """Count something if CASCKPT_TALLY is set."""
     path = os.environ.get("CASCKPT_TALLY")
     if path:
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

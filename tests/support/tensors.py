@@ -22,7 +22,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def raw(name: str, shape: tuple[int, ...], seed: int = 1) -> torch.Tensor:
-    """A contiguous tensor whose bytes are random: NaN of all kinds among them."""
+    """A contiguous tensor of random bytes, which include all kinds of NaN."""
     dtype = dtype_of(name)
     count = 1
     for extent in shape:
@@ -36,7 +36,7 @@ def raw(name: str, shape: tuple[int, ...], seed: int = 1) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The bytes of the elements in row-major order, gathered as bytes by their strides."""
+    """Return the bytes of the elements in row-major order, gathered by strides."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     size, count = tensor.element_size(), tensor.numel()
     if not count:
@@ -48,7 +48,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Are they of one dtype and shape, and the same in every bit?"""
+    """Report whether dtype, shape and every bit agree."""
     return one.dtype == other.dtype and one.shape == other.shape and bytes_of(one) == bytes_of(other)
 
 
@@ -72,7 +72,7 @@ LAYOUTS: dict[str, Callable[[str, int], torch.Tensor]] = {
 
 
 def conjugated(name: str) -> dict[str, torch.Tensor]:
-    """Views with a conjugate or a negative bit, of numbers (not of NaN, whose sign is nobody's)."""
+    """Views with a conjugate or negative bit. They contain no NaN, whose sign is undefined."""
     numbers = torch.arange(48, dtype=torch.float32).view(4, 6, 2) - 20
     data = torch.view_as_complex(numbers).to(dtype_of(name))
     return {

@@ -24,7 +24,7 @@ from tests.support.saves import steps
 
 
 class Watched(FaultyStore):
-    """A storage that knows how many bytes of blobs were put into it by this rank."""
+    """A storage that counts the bytes of blobs that this rank puts."""
 
     blob_bytes = 0
 
@@ -34,12 +34,12 @@ class Watched(FaultyStore):
             self.blob_bytes += memoryview(data).nbytes
 
     def reads(self) -> list[str]:
-        """What was read whole, but for the marker and the settings, which every process reads once."""
+        """Return the whole reads except those of the marker and the settings, which every process reads once."""
         return [key for key in self.keys("get") if not key.startswith(("casckpt.json", "settings/"))]
 
 
 def watched(path: Path, *faults: Fault) -> tuple[Store, Watched]:
-    """The store of a folder, as one rank opens it, and its storage."""
+    """Open the store of a folder as one rank does. Return it and its storage."""
     storage = Watched(LocalStore(path), faults)
     return Store(Repository(storage)), storage
 
@@ -53,19 +53,19 @@ def numbers(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch
 
 
 def line(size: int) -> DeviceMesh:
-    """All ranks in a row."""
+    """A mesh with all ranks in one dimension."""
     return init_device_mesh("cpu", (size,))
 
 
 def spread(
     tensors: dict[str, torch.Tensor], mesh: DeviceMesh, placements: Sequence[Placement] = (Replicate(),)
 ) -> dict[str, DTensor]:
-    """Each of the tensors, which all ranks have, cut over a mesh without talking."""
+    """Cut each tensor, which all ranks have, over a mesh without communication."""
     return {key: cut(full, mesh, placements) for key, full in tensors.items()}
 
 
 def emptied(state: Any) -> Any:
-    """The same without its numbers: something to load into."""
+    """Return the same state without its numbers, as a template."""
     if isinstance(state, torch.Tensor):
         return torch.zeros_like(state)
     if isinstance(state, casckpt.Shard):
@@ -77,7 +77,7 @@ def emptied(state: Any) -> Any:
 
 
 def parts(state: Any) -> list[torch.Tensor]:
-    """The tensors that this rank really has of a state, in order."""
+    """Return the local tensors of a state in order."""
     if isinstance(state, dict):
         return [part for value in state.values() for part in parts(value)]
     if isinstance(state, list):
@@ -90,21 +90,21 @@ def parts(state: Any) -> list[torch.Tensor]:
 
 
 def same_parts(one: Any, other: Any) -> bool:
-    """Do two states of one rank hold the same?"""
+    """Report whether two states of one rank agree."""
     pairs = list(zip(parts(one), parts(other), strict=True))
     return bool(pairs) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
 def killing(_: Call) -> None:
-    """A hook for `call_first`: the end of this process."""
+    """A hook for `call_first` that kills this process."""
     die()
 
 
 def impatient() -> None:
-    """Let a broken connection be enough to take a rank for dead, soon."""
+    """Let a broken connection mark a rank as dead after a short time."""
     wire.WORD_SECONDS = 1
 
 
 def visible(path: Path) -> list[tuple[str, int]]:
-    """Run and step of all that is visible in the store of a folder."""
+    """Return run and step of all visible checkpoints in the store of a folder."""
     return steps(casckpt.open(path))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class Told:
-    """Called as `casckpt.base.progress.Shown` says. ``done``, ``total``: as told last; ``calls``: how often."""
+    """Receives calls as `casckpt.base.progress.Shown` specifies. ``done``, ``total``: of the last call. ``calls``:
+    their number."""
 
     def __init__(self) -> None:
         self.done = 0

@@ -1,8 +1,8 @@
 """Checkpoints that Megatron-core writes with its strategy ``torch_dist``.
 
-``python -m tests.support.torch_dist_folder`` writes ``tests/data/torch_dist`` anew; with an unpacked wheel of version
-0.15.3 in PYTHONPATH, the flat state of ``tests/data/torch_dist_flat``, which later versions refuse. They are kept as
-files because that strategy forks processes of its own, and takes a GPU for granted.
+``python -m tests.support.torch_dist_folder`` writes ``tests/data/torch_dist``. With an unpacked wheel of version 0.15.3
+in PYTHONPATH it writes ``tests/data/torch_dist_flat``: flat state, which later versions refuse. They are stored as
+files because the strategy forks processes and requires a GPU.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ SAVED, SAVED_FLAT = Topology(tp=2), Topology(tp=2, dp=2)
 
 
 def state(rank: int, topology: Topology) -> dict[str, Any]:
-    """Without the state of the optimizer: a part of that is flat, which this version refuses."""
+    """Without optimizer state, a part of which is flat and refused by this version."""
     place = topology.at(rank)
     groups = [{"lr": 0.1, "params": LocalNonpersistentObject([place.tp, place.pp])}]
     return {"model": gpt.state(place)["model"], "args": Namespace(lr=0.1), "groups": groups, "iteration": 7}
 
 
 def flat_state(rank: int, topology: Topology) -> dict[str, Any]:
-    """State of an optimizer that is flat, padded where the parameter is."""
+    """Flat state of an optimizer, padded like its parameter."""
     return {"flat": gpt.flat(topology.at(rank), "exp_avg_sq", "optimizer.state.exp_avg_sq."), "iteration": 7}
 
 
 def write(rank: int, meeting: str, flat: bool) -> None:
-    """One rank's part."""
+    """Write one rank's part."""
     topology = SAVED_FLAT if flat else SAVED
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=topology.size)
     with (
         patch("torch.cuda.synchronize"),
         patch("torch.cuda.current_device", lambda: "cpu"),
-        patch.object(np, "product", np.prod, create=True),  # which numpy 2 has no more
+        patch.object(np, "product", np.prod, create=True),  # which numpy 2 lacks
     ):
         mine = flat_state(rank, topology) if flat else state(rank, topology)
         core().save(theirs(mine), (FLAT_FOLDER if flat else FOLDER).name)  # the name is in the metadata

@@ -11,9 +11,10 @@ from unittest.mock import patch
 
 @contextmanager
 def as_torchrun_says(rank: int, size: int, **more: str) -> Iterator[None]:
-    """How Lightning and others learn that their processes are there already. ``more``: what else is in the environment.
+    """Set the environment by which Lightning and others learn that their processes exist. ``more``: additional
+    variables.
 
-    What they warn of in it is left unheard.
+    Warnings about it are dropped.
     """
     said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
     names = {name: str(value) for name, value in said.items()}
@@ -25,7 +26,7 @@ def as_torchrun_says(rank: int, size: int, **more: str) -> Iterator[None]:
 
 @contextmanager
 def as_accelerate_hears(rank: int, size: int) -> Iterator[None]:
-    """The same for Accelerate, which remembers what it was told: that is undone."""
+    """The same for Accelerate. It caches the environment, so the cache is reset."""
     from accelerate.state import AcceleratorState, GradientState
 
     with as_torchrun_says(rank, size, ACCELERATE_USE_CPU="true"):

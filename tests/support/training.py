@@ -17,7 +17,7 @@ Factory = Callable[[Params], Optimizer]
 
 
 class Network(nn.Module):
-    """Weights, buffers (also one that is not saved) and a frozen layer."""
+    """Weights, buffers (one of them not saved) and a frozen layer."""
 
     def __init__(self, seed: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -31,7 +31,6 @@ class Network(nn.Module):
         self.to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Some nonlinear function."""
         found: torch.Tensor = self.head(torch.tanh(self.norm(self.frozen(x))))
         return found
 
@@ -46,13 +45,13 @@ class Words(nn.Module):
             self.rows = nn.Embedding(9, 4, sparse=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows that the input chooses."""
+        """Return the rows that the input chooses."""
         found: torch.Tensor = self.rows((x.abs() * 8).long().clamp(max=8))
         return found
 
 
 def train(model: nn.Module, optim: Optimizer, steps: range) -> None:
-    """Steps with inputs of their own: the same steps on the same state give the same bits."""
+    """Train with distinct inputs: the same steps on the same state give the same bits."""
     dtype = next(model.parameters()).dtype
     for step in steps:
         x = torch.randn(7, 6, generator=torch.Generator().manual_seed(step)).to(dtype)
@@ -67,7 +66,7 @@ def train(model: nn.Module, optim: Optimizer, steps: range) -> None:
 
 
 def identical(one: Any, other: Any) -> bool:
-    """The same value in type, order, dtype, device and bits."""
+    """Report whether two values agree in type, order, dtype, device and bits."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         alike = (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device)
         return alike and bytes_of(one) == bytes_of(other)
@@ -79,13 +78,13 @@ def identical(one: Any, other: Any) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Its elements as they lie in memory."""
+    """Return the bytes in memory order."""
     tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def everything(model: nn.Module, optim: Optimizer | None = None) -> Any:
-    """A deep copy of all that a model and an optimizer are made of, gradients and random numbers too."""
+    """Return a deep copy of a model and an optimizer, with gradients and random state."""
     modules = {name: module.training for name, module in model.named_modules()}
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -99,7 +98,6 @@ def everything(model: nn.Module, optim: Optimizer | None = None) -> Any:
 
 
 def made(seed: int = 0) -> tuple[Network, optim.AdamW]:
-    """A network and its optimizer."""
     model = Network(seed)
     return model, optim.AdamW(model.parameters(), lr=0.01)
 
@@ -112,7 +110,7 @@ def trained(seed: int = 0) -> tuple[Network, optim.AdamW]:
 
 
 def contents(model: nn.Module, optimizer: optim.Optimizer) -> Any:
-    """A copy of all that is saved of them."""
+    """Return a copy of everything that a save of them stores."""
     state = optimizer.state_dict()
     groups = [dict(sorted(group.items())) for group in state["param_groups"]]
     return copy.deepcopy([dict(model.state_dict()), state["state"], groups])

@@ -19,7 +19,7 @@ def made_of(data: bytearray, like: torch.Tensor) -> torch.Tensor:
 
 
 def changed(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    """One bit of a few of its bytes is another one."""
+    """Return the bytes with one bit changed in a few of them."""
     data, draw = bytearray(bytes_of(tensor)), random.Random(seed)
     for _ in range(1 + len(data) // 500):
         data[draw.randrange(len(data))] ^= 1
@@ -34,13 +34,13 @@ def versions(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 
 def smooth(shape: tuple[int, ...], name: str = "int32") -> torch.Tensor:
-    """What planes make smaller."""
+    """Data that planes compress."""
     data = raw(name, shape, 1)
     return made_of(bytearray(byte & 15 for byte in bytes_of(data)), data)
 
 
 def states(count: int = STEPS) -> list[dict[str, Any]]:
-    """Versions of several tensors: two of them equal, one that stays, one of no whole cells, a buffer of an object."""
+    """Versions of several tensors: two equal ones, a constant one, one without whole cells, a buffer of an object."""
     w, odd = (versions(smooth((rows, 256)), count) for rows in (90, 41))
     same = versions(smooth((64, 64)), 1)[0]
     return [
@@ -50,9 +50,9 @@ def states(count: int = STEPS) -> list[dict[str, Any]]:
 
 
 def saved(store: Store, found: list[dict[str, Any]], *, planes: bool = False) -> Store:
-    """A store with these, each told from the one before. ``planes``: the first is told from nothing."""
+    """A store with these, each coded against the previous one. ``planes``: the first is coded without a base."""
     for step, state in enumerate(found):
-        store.save(state, step=step, threads=1)  # cells lie in order, so that what a read bridges is the same each time
+        store.save(state, step=step, threads=1)  # cells lie in order, so that reads bridge the same gaps each time
     if planes:
         code(store, "default@0")
     chain(store, [f"default@{step}" for step in range(len(found))])

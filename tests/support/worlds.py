@@ -1,6 +1,6 @@
 """Random states, and random ways in which ranks may hold them: everything that `casckpt.Store.save` accepts.
 
-All of it is drawn from seeds, so that each rank draws the same by itself and only the seeds travel.
+Everything is drawn from seeds. Each rank draws the same values, and only the seeds travel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DTYPES = ("float32", "float32", "float32", "bfloat16", "float16", "float64", "in
 
 
 def reference(seed: int, changes: int = 0) -> dict[str, torch.Tensor]:
-    """Whole tensors by key; each change touches some rows or elements of some of them."""
+    """Whole tensors by key. Each change touches some rows or elements of some of them."""
     draw = random.Random(f"reference {seed}")
     found = {}
     for number in range(draw.randint(3, 9)):
@@ -60,7 +60,7 @@ def _change(tensor: torch.Tensor, draw: random.Random) -> None:
 
 @dataclass(frozen=True)
 class World:
-    """``size`` ranks in a mesh, which hold tensors in ways drawn from ``seed``."""
+    """``size`` ranks in a mesh that hold tensors in ways drawn from ``seed``."""
 
     size: int
     mesh: Shape
@@ -68,12 +68,11 @@ class World:
 
     @classmethod
     def drawn(cls, draw: random.Random) -> World:
-        """Any."""
         size = draw.choice([1, 2, 3, 4, 4, 4])
         return cls(size, draw.choice(MESHES[size]), draw.randrange(1 << 30))
 
     def state(self, rank: int, tensors: dict[str, torch.Tensor]) -> dict[str, Leaf]:
-        """What ``rank`` holds of them. Every rank calls it, in a process group of `size`."""
+        """The state of ``rank``. Every rank calls it, in a process group of `size`."""
         mesh = init_device_mesh("cpu", self.mesh)
         found: dict[str, Leaf] = {}
         for key, full in tensors.items():
@@ -93,7 +92,7 @@ def _plain(full: torch.Tensor, world: World, mesh: DeviceMesh, rank: int, draw: 
 
 
 def _placed(full: torch.Tensor, world: World, mesh: DeviceMesh, rank: int, draw: random.Random) -> Leaf:
-    """A DTensor of any placements; strided ones where they cut evenly."""
+    """A DTensor of any placements, with strided ones where they cut evenly."""
     dims = range(full.dim())
     placements: list[Placement] = [draw.choice([Replicate(), *map(Shard, dims), *map(Shard, dims)]) for _ in world.mesh]
     if len(world.mesh) == 2 and full.dim() and draw.random() < 0.5:
@@ -104,7 +103,7 @@ def _placed(full: torch.Tensor, world: World, mesh: DeviceMesh, rank: int, draw:
 
 
 def _flat(full: torch.Tensor, world: World, mesh: DeviceMesh, rank: int, draw: random.Random) -> Leaf:
-    """Ranges of all elements, dealt to ranks: of any sizes, none or several for one of them."""
+    """Ranges of all elements, assigned to ranks, in any sizes. A rank may have none or several."""
     cuts = sorted({0, full.numel(), *(draw.randint(0, full.numel()) for _ in range(draw.randint(0, 2 * world.size)))})
     mine = [(lo, hi) for lo, hi in pairwise(cuts) if draw.randrange(world.size) == rank]
     flat = full.reshape(-1)
@@ -112,13 +111,13 @@ def _flat(full: torch.Tensor, world: World, mesh: DeviceMesh, rank: int, draw: r
 
 
 def _boxes(full: torch.Tensor, world: World, mesh: DeviceMesh, rank: int, draw: random.Random) -> Leaf:
-    """Boxes, dealt to ranks."""
+    """Boxes, assigned to ranks."""
     mine = [box for box in _cut(full_box(tuple(full.shape)), draw, 3) if draw.randrange(world.size) == rank]
     return [casckpt.Shard(_inside(full, box).clone(), full.shape, offset=box.offset) for box in mine] or None
 
 
 def _ranges_of_boxes(full: torch.Tensor, world: World, mesh: DeviceMesh, rank: int, draw: random.Random) -> Leaf:
-    """Boxes, each dealt to all ranks as flat ranges of it."""
+    """Boxes, each split over all ranks as flat ranges."""
     found = []
     for box in _cut(full_box(tuple(full.shape)), draw, 2):
         cuts = sorted([0, box.numel, *(draw.randint(0, box.numel) for _ in range(world.size - 1))])
@@ -143,7 +142,7 @@ def _inside(full: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def _cut(box: Box, draw: random.Random, depth: int) -> list[Box]:
-    """The box as some boxes."""
+    """Cut the box into some boxes."""
     wide = [dim for dim, extent in enumerate(box.shape) if extent > 1]
     if not depth or not wide or draw.random() < 0.2:
         return [box]

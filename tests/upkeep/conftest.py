@@ -1,4 +1,4 @@
-"""What most tests of upkeep begin with, beside ``repo`` and its ``faults``, as those of repositories."""
+"""Fixtures of most tests of upkeep, beside ``repo`` and its ``faults``."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["faults", "remote", "repo", "source", "target"]
 
 @pytest.fixture
 def remote(tmp_path: Path) -> Repository:
-    """A store in a storage that says it is remote."""
+    """A store in a storage that reports itself as remote."""
     return repository(tmp_path, RemoteStore(str(tmp_path)))
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Repository:
-    """run@0 to run@3, each with a blob of its own and those of the ones before."""
+    """run@0 to run@3. Each has a blob of its own and the blobs of its predecessors."""
     return chain(repository(tmp_path))
 
 
 @pytest.fixture
 def target(tmp_path: Path) -> Repository:
-    """Where a copy goes: nothing is there yet."""
+    """The empty destination of a copy."""
     return elsewhere(tmp_path)

@@ -12,7 +12,7 @@ def state(step: int) -> dict[str, Any]:
 
 
 def freed(store: Store, **rules: Any) -> int:
-    """What a gc by these rules frees."""
+    """Return the bytes that a gc with these rules frees."""
     return store.gc(min_age="0s", **rules).deleted_bytes
 
 

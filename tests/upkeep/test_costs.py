@@ -1,6 +1,6 @@
-"""Costs of looking at, collecting, saving to and copying a remote store: they depend on news, not on its size.
+"""Costs of listing, gc, saves and copies on a remote store: they depend on the news, not on the size of the store.
 
-Counted are requests, of a process that begins anew on a host which has seen the store before.
+The tests count the requests of a new process on a host that has seen the store before.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def grown(storage: FarStore, host: Path, count: int, first: int = 0) -> None:
 
 
 def requests(storage: FarStore, host: Path, work: Work) -> Counter[str]:
-    """Of ``work`` in a process of its own, by method; those to open and close a reader count as its reads."""
+    """Return the requests of ``work`` in a new process by method. Opening and closing a reader count as reads."""
     before = len(storage.calls)
     work(Store(Repository(storage, host, cache_bytes=0)))
     return Counter(call.method for call in storage.calls[before:] if call.method != "open")
@@ -75,7 +75,7 @@ def test_the_size_of_a_store_adds_no_requests(tmp_path: Path, work: Work) -> Non
     for count in (FEW, MANY):
         storage, host = far(), tmp_path / str(count)
         grown(storage, host, count)
-        gc(Store(Repository(storage, host)))  # this host has seen it all
+        gc(Store(Repository(storage, host)))  # this host has seen everything
         found.append(requests(storage, host, work))
     assert found[0] == found[1]
     assert found[0]["list"] <= 21
@@ -83,14 +83,13 @@ def test_the_size_of_a_store_adds_no_requests(tmp_path: Path, work: Work) -> Non
 
 @pytest.mark.parametrize(("work", "reads"), [*zip(WORKS[:4], (1, 2, 2, 3), strict=True)], ids=NAMES[:4])
 def test_new_data_costs_in_proportion_to_its_size(tmp_path: Path, work: Work, reads: int) -> None:
-    """A commit record for each new checkpoint; its announcement where these are followed, and some that are not there
-    yet; for stats and gc its manifest too.
-    """
+    """Each new checkpoint costs a commit record. Followers also read its announcement and a few missing numbers. stats
+    and gc also read its manifest."""
     storage, host = far(), tmp_path / "host"
     grown(storage, host, FEW)
     gc(Store(Repository(storage, host)))
     work(Store(Repository(storage, host)))
     seen = requests(storage, host, work)
     grown(storage, tmp_path / "another host", 3, first=FEW)
-    assert requests(storage, host, work)["get"] <= seen["get"] + 3 * reads + 1 + AHEAD  # the tag was set anew
+    assert requests(storage, host, work)["get"] <= seen["get"] + 3 * reads + 1 + AHEAD  # the tag was set again
     assert requests(storage, host, work) == seen

@@ -17,7 +17,7 @@ from tests.support.repositories import Ticks, repository
 
 
 def findings(storage: MemoryStore | FaultyStore, tmp_path: Path) -> dict[str, Finding]:
-    """By name."""
+    """Return the findings by name."""
     repo = Repository(storage, tmp_path / "cache", clock=Ticks())
     return {finding.name: finding for finding in examine(repo)}
 
@@ -27,7 +27,7 @@ def bad(found: dict[str, Finding]) -> set[str]:
 
 
 class Own(MemoryStore):
-    """A memory of its own."""
+    """A storage in memory."""
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name or uuid4().hex)
@@ -61,7 +61,7 @@ class Lagging(Own):
 
 class Undead(Own):
     def delete(self, key: str) -> None:
-        """Says that it is gone."""
+        """Report success without a delete."""
 
 
 class Stale(Own):

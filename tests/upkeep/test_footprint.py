@@ -1,4 +1,4 @@
-"""The use of bytes in a store: each checkpoint, tag and branch; and the bytes that each retention rule frees."""
+"""The use of bytes in a store: of each checkpoint, tag and branch, and the bytes that each retention rule frees."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def filled(store: Store, count: int = 4) -> Store:
 
 
 def freed(store: Store, **rules: Any) -> int:
-    """What a gc by these rules frees."""
+    """Return the bytes that a gc with these rules frees."""
     return store.gc(min_age="0s", **rules).deleted_bytes
 
 
@@ -70,7 +70,7 @@ def test_each_rule_frees_the_reported_bytes(first: int, every: int, best: str) -
     rules: dict[str, Any] = {"keep_last": first, "keep_every": every, "keep_best": [best]}
     for number, (name, value) in enumerate(rules.items()):
         store = small()
-        for step in range(5):  # two and two share what a gc frees with the second of them only
+        for step in range(5):  # pairs share a blob that a gc frees only with the second of them
             store.save(state(step) | {"two": cells(300, step // 2 + 500)}, run="r", step=step, metrics={"loss": step})
         store.forget("r@3")
         before = store.stats().bytes_freed_later
@@ -146,13 +146,13 @@ def test_bytes_needed_only_as_bases_are_reported(tmp_path: Path) -> None:
         assert bases(again) == gone
     assert counts.reads < 10
     store.gc(min_age=0)
-    assert bases(store) == gone  # nothing of them went
+    assert bases(store) == gone  # none of their blobs was deleted
     store.forget("default@1", "default@2")
     assert all(one == (0, True) for one in bases(store).values())
 
 
 class Lives(RuleBasedStateMachine):
-    """Saves, tags, forgets and thins; what is told of the bytes adds up, and is what the lists of blobs say."""
+    """Saves, tags, forgets and thins. The reported bytes add up and match the lists of blobs."""
 
     def __init__(self) -> None:
         super().__init__()

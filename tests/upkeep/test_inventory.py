@@ -32,7 +32,7 @@ def listed(repo: Repository) -> dict[str, int]:
 
 
 def named(repo: Repository) -> set[str]:
-    """Keys of all that live commits name."""
+    """Return the keys of all objects that live commits name."""
     live = list_commits(repo).live()
     keys = {manifest_key(one.txid, one.id) for one in live}
     return keys | {blob_key(owner, name) for one in live for owner, name, _ in manifests.blobs_of(repo, one)}
@@ -43,7 +43,7 @@ def reused(repo: Repository, commit: Commit) -> list[BlobRef]:
 
 
 def listings(repo: Repository, tmp_path: Path) -> list[str]:
-    """What is listed below objects/ when another process of this host takes stock."""
+    """Return the listings below objects/ that a new process of this host makes for its inventory."""
     watched = FaultyStore(repo.storage)
     taken(repository(tmp_path, watched))
     return sorted(call.key for call in watched.calls if call.method == "list" and call.key.startswith("objects/"))
@@ -51,7 +51,7 @@ def listings(repo: Repository, tmp_path: Path) -> list[str]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_inventory_always_equals_a_listing(seed: int, tmp_path: Path) -> None:
-    """Two hosts save, fail, forget and collect, and look now and then; what nobody needs is never hidden from gc."""
+    """Two hosts save, fail, forget and collect, and list now and then. The inventory never hides garbage from gc."""
     draw, storage = random.Random(seed), memory()
     hosts = [repository(tmp_path / name, storage, seed=number) for number, name in enumerate("ab")]
 
@@ -134,7 +134,7 @@ def test_foreign_files_beside_blobs_are_reported_each_time(tmp_path: Path) -> No
 
 
 def test_folders_with_missing_objects_are_listed_each_time(tmp_path: Path) -> None:
-    """It may be put back."""
+    """The object may be restored."""
     repo = repository(tmp_path)
     first = save(repo, texts=["a", "b"])
     key = blob_key(first.txid, blob_hash("a"))
@@ -152,7 +152,7 @@ def test_commits_about_to_be_purged_guard_nothing(tmp_path: Path) -> None:
     assert {key.split("/")[1] for key in found.sizes} == {first.txid}
     assert set(found.guarded) == {second.txid}
     assert taken(repo).sizes == {}
-    assert listings(repo, tmp_path) == []  # it lives, and so does what is known of it
+    assert listings(repo, tmp_path) == []  # it is live, and so is its inventory
 
 
 def test_all_folders_are_listed_without_a_catalogue(tmp_path: Path) -> None:

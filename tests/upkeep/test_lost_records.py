@@ -41,7 +41,7 @@ def local(root: Path, tmp_path: Path) -> Repository:
 
 
 def anew(repo: Repository, host: Path) -> Repository:
-    """The same store, seen by a host that knows nothing of it."""
+    """The same store, opened by a host without a cache."""
     return Repository(repo.storage, host, clock=repo.clock)
 
 
@@ -142,7 +142,7 @@ def test_a_paused_gc_does_not_continue_after_a_loss_of_records(local: Repository
 def test_a_save_killed_before_its_commit_is_not_a_loss(repo: Repository) -> None:
     txid = begin_elsewhere(repo)
     commit_of(repo, txid, ["x"])
-    repo.storage.delete(commit_key(txid))  # as killed before it
+    repo.storage.delete(commit_key(txid))  # as if killed before it
     assert verify(repo).records == ()
     assert run_gc(repo, revoke_after=0.0).deleted_manifests == 1
 
@@ -178,7 +178,7 @@ def test_lost_settings_stop_a_gc_if_a_mirror_was_set(local: Repository, root: Pa
 
 
 def test_no_rule_forgets_anything_after_a_loss_of_records(local: Repository, root: Path) -> None:
-    """The newest may be among them, and what the rule would take the only one that is left."""
+    """The newest checkpoint may be lost, and the rule might remove the only one that is left."""
     for step in range(10, 13):
         save(local, step=step, texts=[str(step)])
     (root / last_commit(local)).unlink()

@@ -1,4 +1,4 @@
-"""Stored cells in other blobs: the same checkpoint, to the byte, whatever is read where."""
+"""Stored cells in other blobs: the same checkpoint to the byte."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from casckpt.contents.refs import resolve
 from casckpt.errors import Refused, Revoked, StorageError
 from casckpt.format.blob import order
 from casckpt.format.blob_writer import buffer_bytes
-from casckpt.format.draft import Encoded, placed
 from casckpt.format.keys import blob_key
-from casckpt.format.manifest import Manifest
+from casckpt.format.manifest import Encoded, Manifest, placed
 from casckpt.format.sections.blobs import encode_blobs
 from casckpt.format.sections.tables import ROW
 from casckpt.history import transactions
@@ -43,7 +42,7 @@ ARRAYS = st.dictionaries(
 
 
 def recoding(source: Repository, target: Repository, commit: Commit, **options: object) -> Recoding:
-    """Of all of it, in a transaction of its own."""
+    """Repack everything in a new transaction."""
     target.create()
     transaction = transactions.begin(target, commit.run, commit.step, after=[commit.txid])
     transaction.leave()
@@ -118,7 +117,7 @@ def large(source: Repository, target: Repository, *refs: str, **options: object)
 
 
 def test_cells_that_the_target_has_are_named_and_not_read(tmp_path: Path, source: Repository) -> None:
-    """Be it in the blobs of the source, or packed anew; what another run of the source shares with it, too."""
+    """They may lie in the source's own blobs or in repacked ones, or belong to another run of the source."""
     save_arrays(source, {"t0": array(0), "own": array(9)}, "other", reuse=resolve(source, "run@0"))
     reads = FaultyStore(source.storage)
     user = Repository(reads, tmp_path / "cache")
@@ -191,7 +190,7 @@ def test_a_reused_blob_missing_after_a_revocation_is_an_error(source: Repository
     (ref,) = manifests.get(target, resolve(target, "run@1")).blobs
     target.storage.delete(blob_key(ref.uploader, ref.hash))
     transactions.revoke(target, made.uploader, "test")
-    with pytest.raises(Revoked, match="took this for dead"):
+    with pytest.raises(Revoked, match="considered this save dead"):
         made.run()
     assert not blobs.damaged_marks(target)
 
@@ -218,7 +217,7 @@ def test_unknown_forms_are_not_repacked(source: Repository, target: Repository) 
 
 
 def test_spans_of_other_cell_sizes_are_refused_before_they_are_placed(source: Repository, target: Repository) -> None:
-    """Rows are of one span; where a hostile writer has cut one in two, what lies together cannot be one row."""
+    """A row lies in one span. A hostile writer may have split one, so that adjacent cells cannot form one row."""
     manifest = manifests.get(source, resolve(source, "run@0"))
     parts, half = taken_apart(manifest), CELL // 4
     digests = parts.pieces["cells"][0][1:]
@@ -240,13 +239,13 @@ def test_thinned_entries_stay_left_out(source: Repository, target: Repository) -
     assert len(manifest.blob_list) == 1
 
 
-# which blobs are packed anew
+# blobs that are repacked
 
 
 def test_small_blobs_are_repacked_if_that_makes_fewer(source: Repository) -> None:
     manifest = manifests.get(source, resolve(source, "run@3"))
     assert poor_blobs(manifest, 1 << 20, ()) == {0, 1, 2, 3}
-    assert poor_blobs(manifest, 2 * CELL, ()) == frozenset()  # they are as large as that
+    assert poor_blobs(manifest, 2 * CELL, ()) == frozenset()  # they are exactly that large
     assert poor_blobs(manifests.get(source, resolve(source, "run@0")), 1 << 20, ()) == frozenset()
 
 

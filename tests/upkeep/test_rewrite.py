@@ -48,7 +48,7 @@ from tests.support.repositories import (
 
 
 def now(repo: Repository, commit: Commit) -> Commit:
-    """What a first look sees, and the log alone."""
+    """Check the view of a new process and the log."""
     found = list_commits(repo).commits[commit.txid]
     assert read_log(repo, commit.txid) == found
     assert refresh(repo, commit) == found
@@ -60,7 +60,7 @@ def visible(repo: Repository) -> list[TxId]:
 
 
 def finish(repo: Repository, made: Commit) -> None:
-    """The record of that rewriter, late."""
+    """Put the delayed record of that rewriter."""
     assert made.replaces is not None
     base, number = made.replaces
     repo.put_record(commit_key(base, number), Replaced(txid=base, time=repo.clock(), by=made.txid))
@@ -142,7 +142,7 @@ def test_gc_ends_an_unannounced_rewrite(repo: Repository) -> None:
 
 
 def in_between(faults: FaultyStore, base: Commit, act: Callable[[], object]) -> None:
-    """Somebody does something right before the record that lets a rewrite stand."""
+    """Another process acts right before the record that makes a rewrite visible."""
     faults.inject(call_first("put", meanwhile(act), key=f"{commit_key(base.txid)}.1"))
 
 
@@ -206,7 +206,7 @@ def test_a_rewriter_without_an_answer_takes_the_number_before_it_fails(repo: Rep
         rewrite_bare(repo, base)
     (made,) = (one for one in list_commits(repo).live() if one.txid != base.txid)
     assert (made.standing, made.last, visible(repo)) == (VOID, "forgotten", [base.txid])
-    with pytest.raises(Conflict):  # the first put, as it arrives late
+    with pytest.raises(Conflict):  # the first put, which arrives late
         finish(repo, made)
 
 
@@ -234,11 +234,11 @@ def test_a_rewrite_and_its_record_are_announced_before_they_exist(repo: Reposito
     assert seen == [(made.txid, 0), (base.txid, 1)]
 
 
-# looks that take their time
+# listings that are not atomic
 
 
 class Torn(FaultyStore):
-    """Its next listing of commits/ lacks what matches."""
+    """Its next listing of commits/ lacks the matching keys."""
 
     hides: Callable[[str], bool] | None = None
 
@@ -277,7 +277,7 @@ def test_lower_numbers_of_a_log_are_read_by_their_keys(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_was_always_visible_is_never_reported_as_gone(tmp_path: Path) -> None:
-    """The listing shows that the rewrite was forgotten, and misses that the base was restored before."""
+    """The listing shows that the rewrite was forgotten, but misses the earlier restore of the base."""
     storage = Torn(memory())
     repo = repository(tmp_path, storage)
     base = commit_bare(repo)
@@ -296,7 +296,7 @@ def test_a_checkpoint_that_was_always_visible_is_never_reported_as_gone(tmp_path
 def test_a_look_at_a_run_follows_checkpoints_replaced_meanwhile(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
-    """The rewrite is read first, and does not stand yet; then its base is, which has been replaced."""
+    """The rewrite is read first and does not stand yet. Then its base is read, which has been replaced."""
     commit_bare(repo, step=0)
     base = commit_bare(repo, step=1)
     made = half_rewrite(repo, base)
@@ -306,7 +306,7 @@ def test_a_look_at_a_run_follows_checkpoints_replaced_meanwhile(
     def stand(call: Call) -> None:
         nonlocal read
         read += 1
-        if read == 2:  # after the log of the rewrite, and that of its base for it
+        if read == 2:  # after the log of the rewrite, and that of its base
             finish(other(tmp_path, repo), made)
 
     faults.inject(call_first("get", stand, key=commit_key(base.txid), times=9))
@@ -316,7 +316,8 @@ def test_a_look_at_a_run_follows_checkpoints_replaced_meanwhile(
 
 
 def test_a_lost_record_after_a_rewrite_does_not_block_listings(tmp_path: Path) -> None:
-    """Read by keys, the log of the base ends before the hole, and the rewrite seems to stand; as listed it does not."""
+    """Read by keys, the log of the base ends before the gap, and the rewrite seems to stand. By the listing it does
+    not."""
     storage = memory()
     repo = repository(tmp_path, storage)
     base = commit_bare(repo, "a", 1)
@@ -401,7 +402,7 @@ def test_a_rewrite_whose_standing_cannot_be_read_is_in_doubt(tmp_path: Path, rep
     for host in (repo, repository(tmp_path / "new", repo.storage, seed=5)):
         found = list_commits(host)
         assert set(found.damaged) == {made.txid}
-        assert [one.txid for one in found.visible()] == [made.txid]  # nothing else of it lives
+        assert [one.txid for one in found.visible()] == [made.txid]  # nothing else of it is live
         with pytest.raises(Damaged, match="may say"):
             read_log(host, made.txid)
 

@@ -67,7 +67,7 @@ def command(
             target, *refs, run=run, tags=tags, jobs=jobs, part=part, blob_bytes=blob_size, compress=compress,
             dry_run=dry_run, progress=done, check=False,
         )  # fmt: skip
-    if part[0] == 0:  # of those that torchrun has started, one says it
+    if part[0] == 0:  # under torchrun one process prints it
         session.give(_described(result), text)
     found = [one.error.exit_status for one in result.failed] + [Damaged.exit_status for _ in result.records]
     return max(found, key=(0, 1, 5, 4).index, default=0)
@@ -85,7 +85,7 @@ def _described(result: CopyResult) -> dict[str, Any]:
 
 
 def _part() -> tuple[int, int]:
-    """Tell which of how many processes this is, as torchrun tells."""
+    """Return the rank and the number of processes that torchrun set."""
     try:
         number, total = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     except ValueError as error:
@@ -96,12 +96,12 @@ def _part() -> tuple[int, int]:
 
 
 def text(result: dict[str, Any]) -> None:
-    """Say what was copied, or would be, and what was not."""
+    """Print what was copied, or would be copied, and what was not."""
     copied, restored = ("would copy", "would restore") if result["dry_run"] else ("copied", "restored")
     for what, ones in ((copied, result["copied"]), (restored, result["restored"])):
         say_some([f"{what} {name(one)}" for one in ones])
     say_some([f"forgotten in DST, left so: {name(one)}" for one in result["left"]], 5)
-    # that a blob is damaged is said once
+    # each damaged blob is printed once
     for ones in grouped(result["failed"], lambda one: one["blob"] or one["why"]).values():
         say(f"not copied: {', '.join(shortened([name(one) for one in ones], 5))}: {printable(ones[0]['why'])}")
     say_all(f"not copied: what {printable(one['key'])} tells of: {printable(one['why'])}" for one in result["records"])

@@ -42,7 +42,7 @@ def command(output: Output, folder: Path | None) -> None:
 
 @dataclass
 class Tour:
-    """The demo, in a folder. ``training``: makes the same training anew, at its beginning."""
+    """The demo, in a folder. ``training``: creates the same training, at its start, on each call."""
 
     output: Output
     folder: Path
@@ -51,12 +51,12 @@ class Tour:
 
     @property
     def holds(self) -> bool:
-        """Tell whether all that was claimed is true."""
+        """Return whether every step succeeded."""
         return all(step["result"] for step in self.steps if step["command"] is None)
 
     def run(self) -> None:
         """Show all steps."""
-        from casckpt.cli.commands import diff, gc, list, report, verify
+        from casckpt.cli.commands import gc, list, report, show, verify
         from casckpt.cli.describe import plain
         from casckpt.frontends.demo import RUN, STEPS, loads_exactly, train_and_save
         from casckpt.store.opening import open as open_store
@@ -67,7 +67,7 @@ class Tour:
         rows = list.checkpoint_rows(store.listing())
         self._show("Three saves of a model whose backbone is frozen: NEW is what each wrote", "list", rows, list.text)
         what = "Between the first and the last, only the head and its optimizer changed"
-        self._show(what, f"diff {first} {last}", diff.differences(store, first, last), diff.text)
+        self._show(what, f"diff {first} {last}", show.differences(store, first, last), show.difference_text)
         self._show("The store holds the backbone once", "stats", plain(store.stats()), report.stats_text)
         exact = loads_exactly(store, first, self.training())
         self._show(f"store.load(state, {first!r}), compared with the weights at that step", None, exact, _exactness)

@@ -26,7 +26,7 @@ _NO_MODEL = {
     "safetensors": "these are no names of a model; for a folder that from_pretrained loads: --format hf",
     "hf": "this is a part of a model: from_pretrained would fill the rest with random weights",
 }
-"""Why a config.json that travelled along is not in a folder."""
+"""Why the attached config.json is not in the exported folder."""
 
 
 @store_command("export", loads=True)
@@ -89,7 +89,7 @@ def command(session: Session, ref: str, out: str, **options: Unpack[ExportOption
 
 
 def _text(result: dict[str, Any], *, is_file: bool, wanted: bool) -> None:
-    """``wanted``: were attachments?"""
+    """Print the result. ``wanted``: whether attachments were wanted."""
     say(f"exported {name(result)}: {count(result['tensors'], 'tensor')}, {size(result['bytes'])}")
     say_all(f"  {printable(path)}" for path in shortened(result["files"]))
     if result["left_out"]:
@@ -137,7 +137,7 @@ def serve(
         raise InvalidInput(f"at {host} others reach the store: give --token-file, or say --no-token")
     tokens = None if token_file is None else tokens_in(_content(token_file).decode("utf-8", "replace"), str(token_file))
     rules = None if view is None else read_rules(_content(view), str(view))
-    _ = session.store.marker  # else a slip of the pen would be served, as nothing
+    _ = session.store.marker  # raises NotFound, else a mistyped store would be served as empty
     hub = Hub(session.store, rules=rules, max_shard_size=max_shard_size)
     app = app_of(hub, tokens=tokens, checks_host=is_loopback(host))
     try:

@@ -1,27 +1,84 @@
-"""``casckpt gc``."""
+"""``casckpt gc``, and ``casckpt thin``, which drops tensors from checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 import click
 
-from casckpt.cli.commands.thin import text as thinned_text
-from casckpt.cli.completion import RUN
+from casckpt.cli.completion import REF, RUN
 from casckpt.cli.describe import doubt, plain
 from casckpt.cli.failures import beside
 from casckpt.cli.progress import progress_bar
-from casckpt.cli.rules import AT_LEAST_ONE, keep_options
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, moment, name, printable, say, say_all, say_some, shortened, size
-from casckpt.cli.types import DURATION
+from casckpt.cli.types import AT_LEAST_ONE, DURATION, keep_options
+
+if TYPE_CHECKING:
+    from casckpt.plan.retention import KeepRules
+
+
+@store_command("thin")
+@click.argument("refs", type=REF, nargs=-1, metavar="[REF...]")
+@click.option("--drop", multiple=True, required=True, metavar="PATTERN", help="Tensors to drop. May be repeated.")
+@click.option("--run", type=RUN, help="Only checkpoints of this run.")
+@keep_options
+@click.option("--tagged", is_flag=True, help="Also thin tagged checkpoints.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be done.")
+def thin(
+    session: Session,
+    refs: tuple[str, ...],
+    *,
+    drop: tuple[str, ...],
+    run: str | None,
+    tagged: bool,
+    dry_run: bool,
+    **keep: Unpack[KeepRules],
+) -> None:
+    """Drop tensors from checkpoints, and keep the rest.
+
+    Thins the checkpoints that you name, or all that no --keep rule keeps whole. The newest of each run, and tagged
+    ones, stay whole. A thinned checkpoint keeps its id, name and tags. `casckpt restore --whole` brings the tensors
+    back until a gc purges the old places, a day later by default. That gc frees the space.
+    """
+    if run is not None:
+        doubt(session.store, run)
+    session.give(
+        plain(session.store.thin(*refs, drop=drop, run=run, tagged=tagged, dry_run=dry_run, **keep)), thinned_text
+    )
+
+
+def thinned_text(result: dict[str, Any], *, with_space: bool = True) -> None:
+    """Print what was thinned, or would be, and what a gc then frees."""
+    done = "would thin" if result["dry_run"] else "thinned"
+    say_some([f"{done} {name(one)}" for one in result["thinned"]])
+    left = f"{count(result['entries'], 'tensor')} of {size(result['nbytes'])} left out of "
+    say(f"{left}{count(len(result['thinned']), 'checkpoint')}")
+    if result["thinned"] and with_space:
+        when = (
+            f"after {moment(result['until'])} UTC; --min-age 0 does it now, and purges all that is forgotten"
+            if result["until"]
+            else "now"
+        )
+        say(f"{size(result['freed_bytes'])} in blobs are freed by a gc {when}")
+    if result["shared_bytes"] and with_space:
+        say(f"{size(result['shared_bytes'])} more once other checkpoints do not need them")
+
 
 if TYPE_CHECKING:
     from casckpt.store.types import Deferred, GcResult
 
-_OLD: Final = "the old places of "  # of what was rewritten
-_KNOWN_BY_THEN: Final = ("forgotten", "restored", "purged", "waiting", "revoked", "thin", "dry_run")  # when it fails
+_OLD: Final = "the old places of "  # of a rewritten checkpoint
+_KNOWN_BY_THEN: Final = (
+    "forgotten",
+    "restored",
+    "purged",
+    "waiting",
+    "revoked",
+    "thin",
+    "dry_run",
+)  # known when a gc fails
 
 
 @store_command("gc")
@@ -49,7 +106,7 @@ def command(
     dry_run: bool,
     thin: tuple[str, ...],
     thin_keep_last: int | None,
-    **options: Any,  # those of `Store.gc`
+    **options: Any,  # as in `Store.gc`
 ) -> None:
     """Forget checkpoints by rules, and delete unused files.
 
@@ -72,7 +129,7 @@ def command(
 
 
 def _say_by_then(session: Session, error: BaseException) -> None:
-    """Say what a gc that failed, or was interrupted, had done by then: a purge is for ever."""
+    """Print what a failed or interrupted gc has done: a purge cannot be undone."""
     done: GcResult | None = getattr(error, "done", None)
     if done is None:
         return
@@ -90,7 +147,7 @@ def described(result: GcResult) -> dict[str, Any]:
 
 
 def _known(one: Deferred) -> dict[str, Any]:
-    """Drop what is not known of it."""
+    """Convert to plain data, without unknown fields."""
     return {name: value for name, value in plain(one).items() if value not in (None, [])}
 
 
@@ -108,7 +165,7 @@ class _WaitReport:
 
 
 def text(result: dict[str, Any]) -> None:
-    """Say what was done, or would be."""
+    """Print what was done, or would be done."""
     forget, restore, purge, delete = ("would forget", "would restore", "would purge", "would delete")
     if not result["dry_run"]:
         forget, restore, purge, delete = ("forgot", "restored", "purged", "deleted")
@@ -130,7 +187,7 @@ def text(result: dict[str, Any]) -> None:
 
 
 def _say_space(delete: str, result: dict[str, Any]) -> None:
-    """Say what is freed now, and what then."""
+    """Print what is freed now, and what is freed later."""
     say(
         f"{delete} {count(result['deleted_blobs'], 'blob')}, {size(result['deleted_bytes'])}; "
         f"{count(result['kept_blobs'], 'blob')}, {size(result['kept_bytes'])} stay"
@@ -143,7 +200,7 @@ def _say_space(delete: str, result: dict[str, Any]) -> None:
 
 
 def _once(lines: Iterable[str]) -> list[str]:
-    """Drop what was said before: a checkpoint that was rewritten several times has several old places."""
+    """Drop repeated lines: a checkpoint that was rewritten several times has several old commits."""
     return list(dict.fromkeys(lines))
 
 

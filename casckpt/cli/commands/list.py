@@ -1,4 +1,4 @@
-"""``casckpt list``."""
+"""``casckpt list``, and ``casckpt transactions``, which lists the saves in progress."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from casckpt.base.names import is_txid
 from casckpt.cli.completion import RUN
+from casckpt.cli.describe import plain
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import SHORT_ID, Column, count, freed, moment, printable, say, shortened, size, table, unusual
 from casckpt.errors import InvalidInput
@@ -64,7 +66,7 @@ def command(
 
 
 def _warn_of_unknown(rows: list[dict[str, Any]], show: Sequence[str]) -> None:
-    """An empty column may be a slip in its name."""
+    """Warn about an empty column: its name may be mistyped."""
     known = sorted({key for row in rows for key in _user_values(row)})
     for name in show:
         if rows and name not in known:
@@ -82,7 +84,7 @@ _KEYS = {
 
 
 def _sorted(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
-    """By a column, or by a number of metrics or metadata; what has none, or NaN, comes last. Raises InvalidInput."""
+    """Sort by a column, or by a number in metrics or metadata; rows without one come last. Raises InvalidInput."""
     name, backwards = by.removeprefix("-"), by.startswith("-")
     if name in _KEYS:
         return sorted(rows, key=_KEYS[name], reverse=backwards)
@@ -96,7 +98,7 @@ def _sorted(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
 
 
 def _user_values(row: dict[str, Any]) -> dict[str, Any]:
-    """The metadata and metrics of a checkpoint, by name."""
+    """Return the metadata and metrics of a checkpoint, by name."""
     return {**(row["metadata"] or {}), **row["metrics"]}
 
 
@@ -107,7 +109,7 @@ def _number(row: dict[str, Any], name: str) -> float | None:
 
 
 def checkpoint_rows(listing: Listing, run: str | None = None, *, everything: bool = False) -> list[dict[str, Any]]:
-    """The checkpoints as plain data. A damaged record spoils its own line alone."""
+    """Return the checkpoints as plain data. A damaged record affects only its own row."""
     from casckpt.cli.describe import summary
 
     for name in (*listing.damaged_records, *listing.damaged_tags):
@@ -129,20 +131,22 @@ def checkpoint_rows(listing: Listing, run: str | None = None, *, everything: boo
 
 
 def _say_forgotten(listing: Listing, *, is_remote: bool, shown: bool) -> None:
-    """Say what is not in the list unless ``shown``, and takes space."""
+    """Report checkpoints that take space but are not listed unless ``shown``."""
     forgotten = len(listing.forgotten)
     if not forgotten:
         return
-    frees = "`casckpt stats` says what a gc frees"  # to read what many forgotten ones hold may take long there
+    frees = (
+        "`casckpt stats` says what a gc frees"  # reading the sizes of many forgotten checkpoints may take long there
+    )
     if not is_remote:
         freed_by_gc = listing.freed()
         frees = f"a gc frees {freed(freed_by_gc.now, freed_by_gc.later)}"
     what = f"{count(forgotten, 'checkpoint')} forgotten" + ("" if shown else " (--all lists them)")
-    say(f"{what}: {frees}", err=True)  # stdout is the table: a pipe gets rows alone
+    say(f"{what}: {frees}", err=True)  # a pipe at stdout gets only the rows of the table
 
 
 def text(rows: list[dict[str, Any]], shown: Sequence[str] = ()) -> None:
-    """The table, with a column for each of ``shown`` in metrics or metadata."""
+    """Print the table, with a column for each name in ``shown``, of metrics or metadata."""
     if not rows:
         say("no checkpoints")
         return
@@ -169,8 +173,54 @@ def _cells(row: dict[str, Any], shown: Sequence[str]) -> tuple[str, ...]:
 
 
 def _value(row: dict[str, Any], name: str) -> str:
-    """Of metrics or metadata: text as it is, a number in up to 4 digits, the rest as JSON; "" where it is missing."""
+    """Format a metric or metadata value: text as it is, floats in 4 digits, other values as JSON, "" if missing."""
     found = _user_values(row).get(name, "")
     if isinstance(found, float):
         return f"{found:.4g}"
     return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+
+
+_ALIVE = {True: "alive", False: "dead", None: "on another host, or not known"}
+
+
+@store_command("transactions")
+@click.option("--revoke", metavar="TXID", help="End this save: nothing of it will be visible.")
+@click.option(
+    "--give-up", metavar="TXID", help="End a transaction whose record, and so its checkpoint, is lost or unreadable."
+)
+def transactions(session: Session, revoke: str | None, give_up: str | None) -> None:
+    """List the saves in progress.
+
+    gc waits for them. --revoke is safe: at worst, a save that was alive fails, and casckpt tries it again. --give-up is
+    for a record that is lost or damaged beyond repair and keeps gc from working.
+    """
+    if give_up is not None and revoke is not None:
+        raise click.UsageError("--revoke is for a save in progress, --give-up for a damaged one: give one of them")
+    if give_up is not None:
+        session.store.give_up(_txid(give_up, "--give-up"))
+        session.give({"given_up": give_up}, lambda result: say(f"gave up {give_up}"))
+    elif revoke is None:
+        session.give(plain(session.store.transactions()), _transactions_text)
+    else:
+        session.store.revoke(_txid(revoke, "--revoke"))
+        session.give({"revoked": revoke}, lambda result: say(f"revoked {revoke}"))
+
+
+def _txid(name: str, option: str) -> str:
+    if not is_txid(name):
+        raise click.BadParameter(
+            f"not a transaction id: {name[:120]!r}; `casckpt transactions STORE` lists them", param_hint=option
+        )
+    return name
+
+
+def _transactions_text(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        say(row["txid"])
+        run = f"{row['run']}@{row['step']}" if row["run"] else f"step {row['step']}"
+        process = (
+            f"process {row['pid']} on {row['host']} ({_ALIVE[row['alive']]})" if row["host"] else "process not known"
+        )
+        say(f"  {printable(run)}, since {moment(row['since'])} UTC, {printable(process)}")
+    if not rows:
+        say("no save is in progress")

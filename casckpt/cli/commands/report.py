@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
-from casckpt.base.durations import time_of
+from casckpt.base.units import time_of
 from casckpt.cli.completion import RUN
 from casckpt.cli.describe import doubt, plain
-from casckpt.cli.rules import keep_options
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import Column, coded, count, facts, freed, moment, say, size, table
+from casckpt.cli.types import keep_options
 
 _COLUMNS = (
     Column("RUN"),
@@ -130,7 +130,7 @@ def stats(session: Session, *, by: tuple[str, ...], run: str | None, **rules: An
 
 
 def text(result: dict[str, Any]) -> None:
-    """The table, and what belongs to no run alone."""
+    """Print the table, and the bytes that several runs share."""
     if result["runs"]:
         table(_COLUMNS, map(_cells, result["runs"]))
         say()
@@ -144,13 +144,13 @@ def text(result: dict[str, Any]) -> None:
 
 
 def say_unreadable(ids: Sequence[str]) -> None:
-    """Say how many checkpoints are left out of the figures."""
+    """Print how many checkpoints the figures leave out."""
     if ids:
         say(f"{count(len(ids), 'checkpoint')} could not be read; `casckpt verify` says more")
 
 
 def _mirror(result: dict[str, Any]) -> str:
-    """How it is with the mirror: what stands in this store, and whether the mirror itself was seen."""
+    """Format the state of the mirror, by the notes of this store and by the mirror itself."""
     noted, behind = result["mirrored"], result["unmirrored"]
     state = f"{count(behind, 'checkpoint')} behind" if behind else "up to date"
     if result["mirror_found"] is None:
@@ -162,7 +162,7 @@ def _mirror(result: dict[str, Any]) -> str:
 
 
 def stats_text(result: dict[str, Any]) -> None:
-    """The numbers."""
+    """Print the figures."""
     stored, logical = result["bytes_stored"], result["bytes_logical"]
     saving = f" ({logical / stored:.1f} times what is stored)" if stored and logical else ""
     mirror = [] if result["mirror"] is None else [("mirror", f"{result['mirror']}, {_mirror(result)}")]
@@ -174,7 +174,7 @@ def stats_text(result: dict[str, Any]) -> None:
         ("stored", f"{size(stored)} in {count(result['blobs'], 'blob')}, {size(result['bytes_manifests'])} manifests"),
         ("a gc frees", freed(result["bytes_freed_now"], result["bytes_freed_later"])),
         *mirror,
-        *(("damaged", told) for told in damaged if result["damaged_blobs"]),
+        *(("damaged", advice) for advice in damaged if result["damaged_blobs"]),
     ])  # fmt: skip
     for name, (columns, cells) in _BY.items():
         if result.get(f"by_{name}"):

@@ -1,4 +1,4 @@
-"""``casckpt settings``, and ``casckpt init``, which makes a store."""
+"""``casckpt settings``, ``casckpt init``, and ``casckpt reindex``, which rebuilds the catalogue of this host."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
-from casckpt.base.durations import format_duration
+from casckpt.base.units import format_duration
 from casckpt.cli.describe import plain
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import facts, size
+from casckpt.cli.text import count, facts, printable, say, size
 from casckpt.cli.types import SIZE, TEXT_SETTING
 from casckpt.errors import Conflict
 
@@ -74,3 +74,14 @@ def init(session: Session, cell_size: int, blob_size: int) -> None:
 def _made(result: dict[str, Any]) -> None:
     cells, blobs = size(result["cell_bytes"]), size(result["blob_bytes"])
     facts([("made", result["url"]), ("id", result["store_id"]), ("cells", cells), ("blobs", blobs)])
+
+
+@store_command("reindex")
+def reindex(session: Session) -> None:
+    """Rebuild this host's catalogue of the store.
+
+    The catalogue is a cache: it saves time, and is checked when it is read. Nothing in the store changes.
+    """
+    known, path = session.store.reindex(), str(session.store.repository.catalogue.path)
+    line = f"{printable(path)} knows {count(known, 'checkpoint')}"
+    session.give({"checkpoints": known, "path": path}, lambda result: say(line))

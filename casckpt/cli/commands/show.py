@@ -1,4 +1,4 @@
-"""``casckpt show``."""
+"""``casckpt show``, and ``casckpt diff``, which compares two checkpoints."""
 
 from __future__ import annotations
 
@@ -9,17 +9,32 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from casckpt.cli.completion import REF
-from casckpt.cli.describe import plain, summary
+from casckpt.cli.describe import brief, plain, summary
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import Column, coded, count, facts, moment, say, shortened, size, summed, table, unusual
+from casckpt.cli.text import (
+    Column,
+    coded,
+    count,
+    facts,
+    moment,
+    name,
+    printable,
+    say,
+    say_all,
+    shortened,
+    size,
+    summed,
+    table,
+    unusual,
+)
 from casckpt.errors import MissingKey
 
 if TYPE_CHECKING:
     from casckpt.store.store import Store
 
 FEW = 20
-_FEW_VALUES = 8  # in one line; they may be hundreds, as of Lightning's loops
+_FEW_VALUES = 8  # in one line; Lightning's loops have hundreds
 _COLUMNS = (
     Column("TENSOR"),
     Column("DTYPE", fixed=True, spare=1),
@@ -49,7 +64,7 @@ def command(session: Session, ref: str, *, all_tensors: bool, keys: tuple[str, .
 
 
 def details(store: Store, ref: str, patterns: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A checkpoint as plain data. Raises MissingKey for a pattern that matches no tensor."""
+    """Return a checkpoint as plain data. Raises MissingKey for a pattern that matches no tensor."""
     checkpoint = store.get(ref)
     details = checkpoint.details
     chosen, health = _chosen(list(checkpoint.tensors), patterns), checkpoint.health or {}
@@ -131,12 +146,12 @@ def _thinned(dropped: dict[str, Any] | None) -> str:
 
 
 def _few(keys: list[str]) -> str:
-    """All of a few keys, else how many there are by their first part."""
+    """Return all keys if they are few, else their number by first part."""
     return ", ".join(shortened(keys if len(keys) <= _FEW_VALUES else list(summed(keys))))
 
 
 def _health(health: dict[str, Any] | None, tensors: list[dict[str, Any]]) -> str:
-    """What the save found in all tensors, and of how many nobody knows; nothing if it was not asked to look."""
+    """Format the health of all tensors, and how many tensors have none; empty if the save did not record health."""
     if health is None:
         return ""
     unknown = sum(one["health"] is None and one["dtype"] != "bool" for one in tensors)
@@ -152,5 +167,84 @@ def _cells(one: dict[str, Any], looked: bool) -> tuple[str, ...]:
 
 
 def health_cells(health: dict[str, Any] | None) -> tuple[str, str]:
-    """The largest value of a tensor, and what is no number in it; nothing where nobody knows."""
+    """Return the cells for the largest value of a tensor and its NaN and infinite elements; empty if unknown."""
     return ("", "") if health is None else (f"{health['largest']:.4g}", ", ".join(unusual(health)))
+
+
+if TYPE_CHECKING:
+    from casckpt.store.store import Store
+
+_VALUE_COLUMNS = (
+    Column("TENSOR"),
+    Column("LARGEST OLD", "right", fixed=True),
+    Column("NEW", "right", fixed=True),
+    Column("UNUSUAL IN IT", fixed=True),
+)
+
+
+@store_command("diff")
+@click.argument("old", type=REF)
+@click.argument("new", type=REF, required=False)
+@click.option("--values", is_flag=True, help="Also show largest values and NaN, where the saves recorded them.")
+def diff(session: Session, old: str, new: str | None, *, values: bool) -> None:
+    """Show which tensors differ between two checkpoints.
+
+    Compares the manifests, cell by cell, and reads no tensor. Without NEW, OLD is compared with its parent: the newest
+    checkpoint of the run when it was saved.
+    """
+    if new is None:
+        old, new = _parent(session.store, old), old
+    found = differences(session.store, old, new)
+    if values:
+        found["values"] = _values(session.store, old, new, found)
+    session.give(found, difference_text)
+
+
+def _parent(store: Store, ref: str) -> str:
+    """Return the id of the parent of ``ref``. Raises NotFound."""
+    from casckpt.errors import NotFound
+
+    checkpoint = store.get(ref)
+    parent = checkpoint.commit.committed.parent
+    if parent is None:
+        raise NotFound(f"{ref} has no parent: it was the first of its run; name another checkpoint to compare it with")
+    if parent not in store:
+        raise NotFound(f"the parent of {ref}, {parent[:12]}, is gone; name another checkpoint to compare it with")
+    return parent
+
+
+def differences(store: Store, old: str, new: str) -> dict[str, Any]:
+    """Return the differences as plain data."""
+    one, other = store.get(old), store.get(new)
+    found = store.diff(one, other)
+    result = {"old": brief(one), "new": brief(other), "changed": list(found.changed)}
+    return result | {"bytes_changed": found.bytes_changed, **plain(found)}
+
+
+def _values(store: Store, old: str, new: str, found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the health of each tensor that differs, in both checkpoints; null if it is unknown."""
+    one, other = store.get(old).health or {}, store.get(new).health or {}
+    keys = (*found["removed"], *found["added"], *found["changed"])
+    return [{"key": key, "old": plain(one.get(key)), "new": plain(other.get(key))} for key in keys]
+
+
+def difference_text(result: dict[str, Any]) -> None:
+    """Print the differences, one line for each tensor that differs."""
+    say(f"{name(result['old'])} -> {name(result['new'])}")
+    for sign, title in (("+", "added"), ("-", "removed")):
+        say_all(f"  {sign} {printable(key)}" for key in shortened(result[title]))
+    lines = [f"{one['key']}  {one['what']}, {size(one['bytes'])}" for one in result["changes"]]
+    say_all(f"  ~ {printable(line)}" for line in shortened(lines))
+    for title, nbytes in (
+        ("added", "bytes_added"), ("removed", "bytes_removed"), ("changed", "bytes_changed"),
+        ("unchanged", "bytes_unchanged"),
+    ):  # fmt: skip
+        say(f"{title:<10} {count(len(result[title]), 'tensor'):>14}  {size(result[nbytes]):>10}")
+    if result.get("values"):
+        say()
+        table(_VALUE_COLUMNS, map(_value_cells, result["values"]))
+
+
+def _value_cells(one: dict[str, Any]) -> tuple[str, ...]:
+    (was, _), (largest, what) = health_cells(one["old"]), health_cells(one["new"])
+    return one["key"], was, largest, what

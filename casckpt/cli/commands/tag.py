@@ -1,4 +1,4 @@
-"""``casckpt tag``, and ``casckpt tags``, which lists."""
+"""``casckpt tag``, and ``casckpt tags``, which lists the tags."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def tags(session: Session) -> None:
 
 
 def _rows(session: Session, only: str | None = None) -> list[dict[str, Any]]:
-    """All tags, or one. Raises NotFound."""
+    """Return all tags, or one. Raises NotFound."""
     listing = session.store.listing()
     for tag_name in listing.damaged_tags:
         log.warning("the record of tag %s cannot be read: set the tag again, or delete it", tag_name)

@@ -1,8 +1,8 @@
-"""``casckpt verify``, and ``casckpt sign``."""
+"""``casckpt verify``, ``casckpt repair`` and ``casckpt sign``; and ``casckpt doctor``, which checks a storage."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -11,7 +11,7 @@ from casckpt.cli.describe import plain
 from casckpt.cli.failures import FAILED
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import count, name, printable, say, say_all, shortened, size
+from casckpt.cli.text import count, name, printable, say, say_all, say_some, shortened, size
 from casckpt.errors import Damaged
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _signed(result: list[dict[str, Any]]) -> None:
 
 
 def text(result: dict[str, Any]) -> None:
-    """Say what was checked, and what is wrong."""
+    """Print what was checked, and what is damaged."""
     say_damage("damaged", result["damaged"], result["manifests"], result["records"])
     say_all(f"could not read blob {one['blob']}: {printable(one['why'])}" for one in result["failed"])
     say_all(f"not signed: {name(one)}" for one in result["unsigned"])
@@ -79,7 +79,7 @@ def text(result: dict[str, Any]) -> None:
 def say_damage(
     what: str, blobs: list[dict[str, Any]], manifests: list[dict[str, Any]], records: list[dict[str, Any]]
 ) -> None:
-    """Say of each of these ``what`` it is, and why."""
+    """Print a line for each damaged object: ``what`` it is, and what is wrong."""
     for one in blobs:
         say(f"{what} blob {one['blob']}: {printable(one['why'])}")
         say(f"  {needed(one)}")
@@ -89,7 +89,7 @@ def say_damage(
 
 
 def needed(damaged: dict[str, Any]) -> str:
-    """Say who needs the bytes of a blob that are damaged."""
+    """Format which checkpoints need the damaged bytes of a blob."""
     if not damaged["keys"]:
         return "no checkpoint needs the bytes that are wrong"
     users = list(dict.fromkeys(f"{printable(one['run'])}@{one['step']}" for one in damaged["needed_by"]))
@@ -97,7 +97,7 @@ def needed(damaged: dict[str, Any]) -> str:
 
 
 def about_records(records: list[dict[str, Any]]) -> list[str]:
-    """Say what to do about records that cannot be read."""
+    """Return advice about unreadable records."""
     if not records:
         return []
     damaged = count(len(records), "record")
@@ -117,3 +117,70 @@ def _to_do(result: dict[str, Any]) -> list[str]:
     if unsigned := len(result["unsigned"]):
         lines.append(f"{count(unsigned, 'checkpoint')} not signed: who knows them to be right runs `casckpt sign`")
     return lines
+
+
+_WORDS: Final = {True: "ok", False: "NOT OK", None: "note"}
+
+
+@store_command("doctor")
+def doctor(session: Session) -> int:
+    """Check whether a storage is safe for a store.
+
+    Also measures its speed. No store needs to exist there. Writes small objects, and a few of 8 MiB, under probes/, and
+    deletes them again. Exit status 1 if a check fails.
+    """
+    checks = []
+    for finding in session.store.doctor():
+        checks.append(plain(finding))
+        if not session.as_json:
+            _say_check(checks[-1])
+    bad = [check["name"] for check in checks if check["ok"] is False]
+    session.give({"url": session.store.url, "ok": not bad, "checks": checks}, _summary)
+    return FAILED if bad else 0
+
+
+def _say_check(check: dict[str, Any]) -> None:
+    say(f"{_WORDS[check['ok']]:6}  {check['name']:16}  {printable(check['found'])}")
+    if check["advice"] and check["ok"] is not True:
+        say(f"{'':6}  {'':16}  -> {printable(check['advice'])}")
+
+
+def _summary(result: dict[str, Any]) -> None:
+    bad = sum(check["ok"] is False for check in result["checks"])
+    say("all is well" if not bad else f"{count(bad, 'check')} not ok: see the arrows above")
+
+
+@store_command("repair")
+@click.option(
+    "--from", "sources", multiple=True, metavar="STORE", help="Another store to take bytes from. May be repeated."
+)
+def repair(session: Session, sources: tuple[str, ...]) -> int:
+    """Repair damaged blobs and manifests.
+
+    Takes the bytes from equal blobs and cells of this store and of others. If a blob cannot be rebuilt, the checkpoint
+    is rewritten without it, under the same id. Damaged records of commits and tags are only reported: put those files
+    back from a copy. Exit status 4 if something cannot be repaired.
+    """
+    from casckpt.store.opening import open as open_store
+
+    others = [open_store(url, storage_options=session.storage_options, cache_dir=session.cache_dir) for url in sources]
+    with progress_bar("repairing") as done:
+        result = session.store.repair(*others, progress=done)
+    session.give(plain(result), repaired_text)
+    return Damaged.exit_status if result.is_damaged else 0
+
+
+def repaired_text(result: dict[str, Any]) -> None:
+    """Print what was repaired, and what is lost."""
+    say_all(f"repaired blob {blob}" for blob in result["blobs"])
+    say_all(f"repaired manifest {id}" for id in result["manifests"])
+    say_some([f"rewrote {name(one)}" for one in result["rewritten"]])
+    say_damage("not repaired:", result["lost"], result["lost_manifests"], result["records"])
+    done = len(result["blobs"]) + len(result["manifests"]) + len(result["rewritten"])
+    say(f"repaired {count(done, 'object')}")
+    if result["lost"] or result["lost_manifests"]:
+        say(
+            "give another copy with --from, or give those up with `casckpt forget`: a gc deletes them a day later, or "
+            "at once with `--run RUN --min-age 0`, which purges whatever else of that run is forgotten, too"
+        )
+    say_all(about_records(result["records"]))

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from struct import Struct
 from typing import NamedTuple, TypeAlias
@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from casckpt.base.digest import Buffer
 from casckpt.errors import InvalidInput, Refused
+from casckpt.format.digest import cell_digest
 from casckpt.format.encodings.parts import (
     BLOCK,
     Part,
@@ -36,6 +37,7 @@ from casckpt.format.encodings.parts import (
     some_of,
 )
 from casckpt.format.encodings.scratch import Bytes, Unsigned, scratch
+from casckpt.format.extents import StoredCell
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 MORE = 255
@@ -183,7 +185,7 @@ class Form(IntEnum):
 
 
 def needs_base(form: Form) -> bool:
-    """Tell whether a frame of this form is decoded against a base."""
+    """Return whether a frame of this form is decoded against a base."""
     return form in {Form.SPARSE, Form.DIFF}
 
 
@@ -250,7 +252,7 @@ def _elements(data: memoryview, width: int) -> Unsigned:
 
 
 def _signs_vary(elements: Unsigned) -> bool:
-    """Tell whether a sample of the elements has both signs. Single bytes are never rotated."""
+    """Return whether a sample of the elements has both signs. Single bytes are never rotated."""
     signs = elements[:: max(1, elements.size >> 12)] >> (8 * elements.itemsize - 1)
     return bool(elements.itemsize > 1 and signs.min() != signs.max())
 
@@ -382,3 +384,28 @@ def _places(frame: ParsedFrame, count: int) -> Iterator[slice | Indices]:
         return
     for begin in range(0, count, BLOCK):
         yield slice(begin, begin + BLOCK)
+
+
+def decoded(cell: StoredCell, stored: bytearray, base: bytearray | None) -> bytearray:
+    """Return the bytes of a cell. ``stored``: its bytes in the blob. ``base``: the bytes of its base, overwritten.
+
+    Raises Refused if the result does not have the digest of the cell.
+    """
+    plain = stored if cell.frame is None else bytearray(cell.nbytes) if base is None else base
+    try:
+        if cell.frame is not None:
+            decode(memoryview(stored), memoryview(plain), None if base is None else memoryview(base))
+    except InvalidInput as error:
+        raise Refused(str(error)) from error
+    if cell_digest(plain) != cell.digest:
+        raise Refused("what it makes is another cell")
+    return plain
+
+
+def decode_chain(cell: StoredCell, read: Callable[[StoredCell], bytearray]) -> bytearray:
+    """Return the bytes of a cell. ``read`` returns the stored bytes of the cell and of each base.
+
+    Raises Refused if a cell does not have its digest, and the errors of ``read``.
+    """
+    base = None if cell.base is None else decode_chain(cell.base, read)
+    return decoded(cell, read(cell), base)

@@ -1,4 +1,4 @@
-"""Parts of a frame: bytes stored raw, as one constant byte, or as one zstd frame. Byte planes, which they often hold.
+"""Parts of a frame: bytes stored raw, as one constant byte, or as one zstd frame. They often hold byte planes.
 
 ::
 
@@ -31,7 +31,7 @@ else:
 
 WINDOW_LOG = 17
 MAX_WINDOW_LOG = 23
-"""A frame with a larger window is refused; RFC 8878 asks every decoder for as much."""
+"""A frame with a larger window is refused. RFC 8878 requires every decoder to support this size."""
 
 _LIMITS = {int(zstd.DecompressionParameter.window_log_max): MAX_WINDOW_LOG}
 
@@ -60,7 +60,7 @@ def compress(data: Buffer) -> bytes:
 
 
 def decompress(data: Buffer, nbytes: int) -> bytes:
-    """Decode one frame of just ``nbytes`` bytes, and take no more memory than that. Raises Refused for any other."""
+    """Decode one frame of exactly ``nbytes`` bytes, with no more memory than that. Raises Refused for any other."""
     decoder = zstd.ZstdDecompressor(options=_LIMITS)
     try:
         plain = decoder.decompress(data, max_length=nbytes + 1)
@@ -96,7 +96,7 @@ def encode_part(data: Bytes, *, noise: bool = False) -> list[Buffer]:
 
 
 class PartReader:
-    """Reads a frame from its front. ``rest``: what was not read yet."""
+    """Reads a frame from its start. ``rest``: the bytes that were not read yet."""
 
     def __init__(self, frame: memoryview) -> None:
         self.rest = frame
@@ -113,7 +113,7 @@ class PartReader:
         return struct.unpack(self.take(struct.size))
 
     def part(self, nbytes: int) -> Part:
-        """Read a part that has ``nbytes`` bytes once it is decoded. Raises Refused for any other."""
+        """Read a part of ``nbytes`` decoded bytes. Raises Refused for any other."""
         kind, stored = self.unpack(_HEAD)
         data = self.take(stored)
         match kind:
@@ -126,21 +126,21 @@ class PartReader:
         raise Refused(f"a part of a frame has kind {kind} and {stored} bytes, where it is to give {nbytes}")
 
     def end(self) -> None:
-        """Raise Refused where something is left."""
+        """Raise Refused if bytes are left."""
         if len(self.rest):
             raise Refused(f"{len(self.rest)} bytes follow a frame")
 
 
 BLOCK = 1 << 16
-"""Elements at a time: what is in between stays in the cache."""
+"""Elements at a time, so that intermediate results stay in the cache."""
 SAMPLE = 2048
 _PIECES = 8
 NOISE = 7.75
-"""Bits of entropy in a byte, above which no coder is tried."""
+"""Bits of entropy per byte, above which no compression is tried."""
 
 
 def split(elements: Unsigned, *, rotated: bool) -> Bytes:
-    """Split into planes, the lowest first: an array of the shape (bytes of an element, elements), of scratch."""
+    """Split into planes, the lowest first: a scratch array of the shape (bytes of an element, elements)."""
     width, count = elements.itemsize, elements.size
     planes = scratch("planes", elements.nbytes).reshape(width, count)
     for begin in range(0, count, BLOCK):
@@ -151,7 +151,7 @@ def split(elements: Unsigned, *, rotated: bool) -> Bytes:
 
 
 def _narrow(block: Unsigned, place: int, plane: Bytes, *, rotated: bool) -> None:
-    """Write the bytes of one place."""
+    """Write the bytes of one plane."""
     shifted = scratch("shifted", block.nbytes).view(block.dtype)
     if rotated and not place:
         np.left_shift(block, 1, out=shifted)
@@ -164,7 +164,7 @@ def _narrow(block: Unsigned, place: int, plane: Bytes, *, rotated: bool) -> None
 
 
 def join(planes: Sequence[Part], begin: int, out: Unsigned, *, rotated: bool) -> None:
-    """Write the elements from ``begin`` on that ``planes`` are of, as many as ``out`` has (at most `BLOCK`)."""
+    """Fill ``out`` (at most `BLOCK` elements) with the elements of ``planes`` from ``begin`` on."""
     other = scratch("other", out.nbytes).view(out.dtype)
     is_zero = True  # above the plane at hand, as the upper ones of small differences are
     for plane in reversed(planes):
@@ -183,7 +183,7 @@ def join(planes: Sequence[Part], begin: int, out: Unsigned, *, rotated: bool) ->
 
 
 class Outlook(NamedTuple):
-    """An estimate from a sample. ``share``: encoded bytes per byte. ``noise``: planes to leave raw."""
+    """An estimate from a sample. ``share``: encoded bytes per byte. ``noise``: planes to store raw."""
 
     share: float
     noise: list[bool]
@@ -197,7 +197,7 @@ def foresee(some: Unsigned, *, rotated: bool = False) -> Outlook:
 
 
 def some_of(elements: Unsigned) -> Unsigned:
-    """View `SAMPLE` elements in place, in pieces from all over; all of them where there are no more."""
+    """View `SAMPLE` elements in place, in evenly spread pieces; all elements if there are no more."""
     if elements.size <= SAMPLE:
         return elements
     rows = elements[: elements.size // _PIECES * _PIECES].reshape(_PIECES, -1)
@@ -205,12 +205,12 @@ def some_of(elements: Unsigned) -> Unsigned:
 
 
 def sample(elements: Unsigned) -> Unsigned:
-    """Copy those that `some_of` views."""
+    """Copy the elements that `some_of` views."""
     return some_of(elements).reshape(-1)
 
 
 def entropy(planes: Bytes) -> npt.NDArray[np.float64]:
-    """Compute, for each plane, the bits that a byte needs on average where each is coded by itself."""
+    """Compute the entropy of each plane, in bits per byte."""
     width, count = planes.shape
     places = np.arange(0, 256 * width, 256)[:, None]
     counts = np.bincount((planes + places).reshape(-1), minlength=256 * width).reshape(width, 256)
@@ -219,7 +219,7 @@ def entropy(planes: Bytes) -> npt.NDArray[np.float64]:
 
 
 def encode_parts(elements: Unsigned, noise: Iterable[bool] = repeat(False), *, rotated: bool = False) -> list[Buffer]:
-    """Encode the planes, a part for each; ``noise``: which of them are not worth trying."""
+    """Encode the planes, one part for each. ``noise``: planes that are not compressed."""
     planes = split(elements, rotated=rotated)
     return [part for plane, is_noise in zip(planes, noise, strict=False) for part in encode_part(plane, noise=is_noise)]
 

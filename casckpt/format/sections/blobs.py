@@ -17,13 +17,13 @@ from casckpt.format.names import BlobHash, TxId
 
 MAX_BLOB_BYTES = (1 << 30) + DATA_OFFSET + MAX_LEAVES * RECORD_BYTES
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for untrusted bytes."""
+"""The errors of msgspec for untrusted bytes."""
 
 
 class BlobColumns(msgspec.Struct, frozen=True, kw_only=True):
     """The section of blobs: hashes (32 bytes each), sizes of the files in bytes, uploaders, and which are worn.
 
-    ``uploaders[index[i]]`` has blob i in its folder.
+    Blob i lies in the folder of ``uploaders[index[i]]``.
     """
 
     hashes: bytes
@@ -47,7 +47,7 @@ class BlobRef:
 
 
 class BlobList:
-    """The decoded section of blobs. Raises Refused for what is outside the limits."""
+    """The decoded section of blobs. Raises Refused for values outside the limits."""
 
     def __init__(self, data: Buffer) -> None:
         try:

@@ -50,7 +50,7 @@ class Section(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
+        """The first byte after it."""
         return self.offset + self.length
 
 
@@ -90,7 +90,7 @@ class Head:
 
 
 def assemble(parts: Iterable[tuple[str, Buffer]], foreign: Iterable[tuple[Section, Buffer]] = ()) -> tuple[Head, bytes]:
-    """Return the head, and the bytes of the manifest, of sections in their order; ``foreign`` ones come last."""
+    """Build a manifest of ``parts``, in order, the ``foreign`` ones last. Returns the head and all bytes."""
     pieces = [(name, NEEDED | (COPIED if name in _OF_COPIES else 0), data) for name, data in parts]
     pieces += [(section.name, section.flags, data) for section, data in foreign]
     offset, sections = HEAD_BYTES, []
@@ -109,9 +109,9 @@ def _encode(sections: Sequence[Section]) -> Head:
 
 
 def decode_head(data: Buffer, wanted: str | None = None) -> Head:
-    """Decode the head that a manifest begins with; ``wanted``: the hash that it must have (None: any).
+    """Decode the head at the start of a manifest. ``wanted``: the hash that it must have (None: any).
 
-    Raises Damaged if it is not what was written, Refused if it is of another version, or not one that can be used.
+    Raises Damaged if its bytes changed, and Refused if it has another version or is unusable.
     """
     head = bytes(data[:HEAD_BYTES])
     digest = cell_digest(head[:_HASHED])
@@ -151,12 +151,12 @@ def _check(sections: Sequence[Section]) -> None:
 
 
 def check_size(head: Head, size: int) -> None:
-    """Raise Damaged unless the manifest has as many bytes as its head says."""
+    """Raise Damaged unless the manifest has the size that its head gives."""
     if size != head.size:
         raise Damaged(f"it has {size} bytes instead of {head.size}")
 
 
 def check_section(section: Section, data: Buffer) -> None:
-    """Raise Damaged unless ``data`` is what was written as this section."""
+    """Raise Damaged unless ``data`` has the hash of this section."""
     if len(data) != section.length or cell_digest(data) != section.digest:
         raise Damaged(f"its section {section.name!r} does not have its hash")

@@ -1,6 +1,6 @@
 """The health of a checkpoint: how many elements of each cell are NaN or infinite, and the largest of the others.
 
-A section of its own, which older readers pass by, and which every copy has.
+It is a separate section. Older readers ignore it, and copies keep it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ HEALTH = "health"
 
 
 class CellHealth(NamedTuple):
-    """Elements that are NaN, and that are infinite; the largest absolute value of the others, 0 if there are none.
+    """The numbers of NaN and infinite elements, and the largest absolute value of the others; 0 if there are none.
 
-    Of complex numbers each part counts as an element.
+    Each part of a complex number counts as an element.
     """
 
     nan: int
@@ -35,7 +35,7 @@ class CellHealth(NamedTuple):
 
 
 class HealthColumns(msgspec.Struct, frozen=True, kw_only=True):
-    """The section. ``entries``: the numbers of those that were looked at; ``cells``: how many cells each has.
+    """The section. ``entries``: the numbers of the scanned entries. ``cells``: the number of cells of each.
 
     ``nan``, ``inf``, ``largest`` (8 bytes each, float64): a row for each of these cells.
     """
@@ -49,7 +49,7 @@ class HealthColumns(msgspec.Struct, frozen=True, kw_only=True):
 
 _HEALTH: Decoder[HealthColumns] = Decoder(HealthColumns)
 Rows: TypeAlias = npt.NDArray[np.float64]
-"""The health of an entry's cells: a row of three numbers for each, as `CellHealth` has them."""
+"""The health of an entry's cells: a row of three numbers for each, as in `CellHealth`."""
 
 
 def rows_of(cells: Sequence[CellHealth]) -> Rows:
@@ -58,13 +58,13 @@ def rows_of(cells: Sequence[CellHealth]) -> Rows:
 
 
 def sum_of(rows: Rows) -> CellHealth:
-    """Return what all elements of these cells have together."""
+    """Return the health of all these cells together."""
     nan, inf = rows[:, :2].sum(axis=0).tolist()
     return CellHealth(int(nan), int(inf), float(rows[:, 2].max(initial=0)))
 
 
 def joined(found: Iterable[Rows]) -> Rows:
-    """Return the rows of several entries as one."""
+    """Join the rows of several entries."""
     return np.concatenate([np.empty((0, 3)), *found])
 
 
@@ -82,7 +82,7 @@ def encode_health(found: Mapping[int, Rows]) -> bytes:
 
 
 def decode_health(data: Buffer, entries: int) -> dict[int, Rows]:
-    """Decode the section of a manifest with so many entries. Raises Refused for what `encode_health` does not make."""
+    """Decode the section of a manifest with ``entries`` entries. Raises Refused for invalid bytes."""
     try:
         columns = _HEALTH.decode(data)
     except DECODE_ERRORS as error:

@@ -34,7 +34,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     """One stream of elements that lies in blobs.
 
     ``kind``: "tensor"; "part", a large buffer of an object (``key`` is the object's, ``index`` its number); or
-    "attachment", a file that travels along (``key`` is its name). ``rank``: of a value that each rank has for itself
+    "attachment", an attached file (``key`` is its name). ``rank``: the rank of a value that each rank has for itself
     (`casckpt.PerRank`), else None. ``dtype``: as torch names it, an element of ``itemsize`` bytes. ``number``: of the
     entry in its manifest.
     """
@@ -49,7 +49,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     number: int
 
     def converted(self, dtype: str, itemsize: int) -> Entry:
-        """The same in another dtype, as a load makes it."""
+        """Return the entry in another dtype, as after a load that converts."""
         return Entry(self.kind, self.key, self.index, self.rank, dtype, itemsize, self.shape, self.number)
 
     @property
@@ -86,7 +86,7 @@ class EntryColumns(msgspec.Struct, frozen=True, kw_only=True):
 
     ``kind``, ``dtype``: numbers of ``kinds`` and ``dtypes``, which come with the bytes of an element. ``rank``: 0 for
     none, else one more. ``dimensions``: their number; ``shape``: those of all entries, one after the other.
-    ``unhashed``: numbers of the entries whose bytes were taken to be unchanged on the user's word, or some of them.
+    ``unhashed``: numbers of the entries that were not hashed completely, because the user declared them frozen.
     """
 
     kinds: list[str]
@@ -111,9 +111,9 @@ class ObjectColumns(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a checkpoint says of itself as a whole. ``created_at``: microseconds since the epoch, UTC.
+    """Properties of the whole checkpoint. ``created_at``: microseconds since the epoch, UTC.
 
-    ``notes``: what a front end adds for itself, as plain data under its name. Readers ignore notes they do not know.
+    ``notes``: plain data that a front end adds under its name. Readers ignore unknown notes.
     """
 
     casckpt: str
@@ -145,7 +145,7 @@ class ManifestBody(Description, frozen=True, kw_only=True, dict=True, rename=_ST
     data: Pieces
 
     def check(self) -> None:
-        """Raise Refused or InvalidInput for what is outside the limits, or would become part of a key or path."""
+        """Raise Refused or InvalidInput for values outside the limits or unfit for a key or path."""
         check_run(self.run)
         check_step(self.step)
         if self.parent is not None:
@@ -157,7 +157,7 @@ class ManifestBody(Description, frozen=True, kw_only=True, dict=True, rename=_ST
 
     @cached_property
     def entries(self) -> Sequence[Entry]:
-        """All entries. Raises Refused or InvalidInput where the columns make none that could be used."""
+        """All entries. Raises Refused or InvalidInput for unusable columns."""
         return _entries(self.entry_columns)
 
     @cached_property
@@ -238,7 +238,7 @@ def pack_ranks(ranks: Iterable[int | None]) -> bytes:
 def entry_columns(streams: Mapping[Name, tuple[str, ExtentTable]], unhashed: Collection[Name]) -> EntryColumns:
     """Return the columns of streams, with the dtype and shape of each.
 
-    Raises InvalidInput for a key that no reader would take, Refused for a dtype that is not known.
+    Raises InvalidInput for a key that no reader accepts, and Refused for an unknown dtype.
     """
     names, types = list(streams), [dtype for dtype, _ in streams.values()]
     shapes = [table.shape for _, table in streams.values()]

@@ -1,7 +1,7 @@
 """Pieces of a section that are read and verified separately. Each belongs to one entry or object.
 
 Consecutive pieces form groups, each with a hash. In a small manifest a group is one piece, so that damage affects only
-that. In a large one a group has some KiB, so that the hashes, which every reader needs, stay small.
+this piece. In a large one a group has some KiB, so that the hashes, which every reader needs, stay small.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PieceReader:
         if len(lengths) != count or self._each < 1:
             raise Refused(f"the table of its section {section.name!r} is not one of {count} pieces")
         self._ends = ends = list(accumulate(lengths, initial=0))
-        self._bounds = [*ends[: -1 : self._each], ends[-1]]  # where groups begin, and where the last one ends
+        self._bounds = [*ends[: -1 : self._each], ends[-1]]  # the start of each group, and the end of the last one
         if ends[-1] != section.length or len(table.hashes) != _HASH * (len(self._bounds) - 1):
             raise Refused(f"the pieces of its section {section.name!r} do not add up to it, or have other hashes")
         self._held: dict[int, memoryview | None] = {}  # None: it does not have its hash
@@ -65,7 +65,7 @@ class PieceReader:
         return self._ends[number + 1] - self._ends[number]
 
     def get(self, number: int) -> memoryview:
-        """Return a piece. Raises Damaged if its group does not have its hash, and what reading does."""
+        """Return a piece. Raises Damaged if its group does not have its hash, and the errors of a read."""
         group, ends = number // self._each, self._ends
         try:
             held = self._held[group]
@@ -78,7 +78,7 @@ class PieceReader:
         return held[ends[number] - begin : ends[number + 1] - begin]
 
     def is_right(self, number: int) -> bool:
-        """Tell whether a piece, which is at hand, has its hash."""
+        """Return whether a piece that was read has its hash."""
         try:
             self.get(number)
         except Damaged:
@@ -86,13 +86,13 @@ class PieceReader:
         return True
 
     def ready(self, numbers: Iterable[int]) -> None:
-        """Read what is missing of these pieces, in few reads. Raises what reading does; `get` tells what is damaged."""
+        """Read the missing ones of these pieces, in few reads. Raises the errors of a read. `get` reports damage."""
         groups = {number // self._each for number in numbers}
         if missing := groups - self._held.keys():
             self._fetch(sorted(missing))
 
     def _fetch(self, groups: Sequence[int]) -> None:
-        """Read groups, those that lie together at once, and prove each. Of a small section that is all of them."""
+        """Read groups, adjacent ones at once, and verify each. A small section is read completely."""
         bounds, start = self._bounds, self._section.offset
         if self._section.length <= _SMALL:
             groups = range(len(bounds) - 1)
@@ -113,7 +113,7 @@ class PieceReader:
                 self.is_damaged |= not right
 
     def prove(self, data: Buffer) -> bool:
-        """Tell whether all pieces have their hashes, of which ``data``, the section, is made."""
+        """Return whether all pieces in ``data``, the section, have their hashes."""
         view = memoryview(data)
         return all(self._has_hash(group, view[lo:hi]) for group, (lo, hi) in enumerate(pairwise(self._bounds)))
 

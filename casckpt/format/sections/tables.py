@@ -6,24 +6,138 @@ Each begins with a byte for its form.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from struct import Struct
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
 from msgspec.msgpack import Decoder
 
 from casckpt.base.digest import Buffer
 from casckpt.errors import Refused
 from casckpt.format.blob import DATA_OFFSET
-from casckpt.format.extents import DIGEST_BYTES, Extent, ExtentTable
+from casckpt.format.extents import DIGEST_BYTES, MAX_LINKS, Coding, Extent, ExtentTable
 from casckpt.format.regions import Box, Shape, full_box
-from casckpt.format.sections.coded_rows import decode_coded, encode_coded
+
+CODED_ROW = Struct("<IIIB")
+"""As `ROW`, with the form of the cells."""
+AS_THEY_ARE, FRAMES, FRAMES_WITH_BASES = range(3)
+
+
+class CodedRows(msgspec.Struct, frozen=True, array_like=True):
+    """``lengths``: 4 bytes for each cell of a row of frames; ``digests``: 32 for each cell of the bases."""
+
+    rows: bytes
+    lengths: bytes
+    digests: bytes
+
+
+_DECODER: Decoder[CodedRows] = Decoder(CodedRows)
+
+
+class _Row(NamedTuple):
+    cells: int
+    blob: int
+    offset: int
+    kind: int
+
+
+Cut = Callable[[Iterator[tuple[int, int, int]]], Iterator[Extent]]
+"""Cuts the cells of a tensor where rows end. It uses all rows."""
+
+
+def encode_coded(extents: Sequence[Extent]) -> bytes:
+    """Encode the places of the coded cells."""
+    every, rows, lengths = list(extents), list[bytes](), list[bytes]()
+    for extent in every:  # the loop appends their bases
+        kind = AS_THEY_ARE
+        if extent.coding is not None:
+            kind = FRAMES if extent.coding.base is None else FRAMES_WITH_BASES
+            lengths.append(extent.coding.frames)
+            every += [] if extent.coding.base is None else [extent.coding.base]
+        rows.append(CODED_ROW.pack(len(extent.digests) // DIGEST_BYTES, extent.blob, extent.offset, kind))
+    digests = [extent.digests for extent in every[len(extents) :]]
+    return msgspec.msgpack.encode(CodedRows(b"".join(rows), b"".join(lengths), b"".join(digests)))
+
+
+def decode_coded(
+    packed: Buffer, cut: Cut, blob_sizes: Sequence[int], *, cells: int, itemsize: int, cell_bytes: int
+) -> tuple[Extent, ...]:
+    """Decode the extents of a tensor of ``cells`` cells. Raises Refused, and the errors of msgspec."""
+    stored = _DECODER.decode(packed)
+    if len(stored.rows) % CODED_ROW.size:
+        raise Refused("the last row of a tensor is cut short")
+    rows = [_Row(*row) for row in CODED_ROW.iter_unpack(stored.rows)]
+    extents = list(cut(row[:3] for row in rows[: _covering(rows, cells)]))
+    first, bases = len(extents), _add_bases(extents, rows, stored.digests)
+    lengths = _lengths(rows, stored.lengths, cell_bytes)
+    for number in reversed(range(len(rows))):  # bases before the rows that need them
+        one, frames = extents[number], lengths[number]
+        nbytes = (one.hi - one.lo) * itemsize if frames is None else int(frames.sum())
+        _check(one, nbytes, blob_sizes)
+        if frames is not None:
+            base = extents[bases[number]] if number in bases else None
+            extents[number] = msgspec.structs.replace(one, coding=Coding(frames.tobytes(), base))
+    return tuple(extents[:first])
+
+
+def _covering(rows: Sequence[_Row], cells: int) -> int:
+    """Return how many of the rows hold the cells of the tensor itself."""
+    number = 0
+    while cells > 0 and number < len(rows):
+        cells -= rows[number].cells
+        number += 1
+    return number
+
+
+def _add_bases(extents: list[Extent], rows: Sequence[_Row], digests: bytes) -> dict[int, int]:
+    """Add the extents of all bases, and return the row of each base."""
+    bases, links, at = dict[int, int](), [0] * len(extents), 0
+    for number, row in enumerate(rows):
+        if number == len(extents):
+            raise Refused("a tensor has more rows than cells and bases")
+        if row.kind != FRAMES_WITH_BASES:
+            continue
+        if len(extents) == len(rows) or rows[len(extents)].cells != row.cells:
+            raise Refused("frames have no bases, or more or fewer than cells")
+        bases[number], base, one = len(extents), rows[len(extents)], extents[number]
+        end = at + DIGEST_BYTES * row.cells
+        extents.append(Extent(one.box, one.lo, one.hi, base.blob, base.offset, digests[at:end]))
+        links.append(links[number] + 1)
+        at = end
+    if at != len(digests) or max(links, default=0) > MAX_LINKS:
+        raise Refused("a tensor has another number of digests than of bases, or too many of them in a chain")
+    return bases
+
+
+def _lengths(
+    rows: Sequence[_Row], packed: bytes, cell_bytes: int
+) -> list[np.ndarray[tuple[int], np.dtype[np.uint32]] | None]:
+    """Return the lengths of the frames of each row; None for a row without frames."""
+    ends, at = list[tuple[int, int] | None](), 0
+    for row in rows:
+        if row.kind > FRAMES_WITH_BASES:
+            raise Refused(f"cells lie in a way ({row.kind}) that this version does not know; upgrade casckpt")
+        ends.append((at, at := at + row.cells) if row.kind else None)
+    every = np.frombuffer(packed, "<u4") if len(packed) == 4 * at else np.zeros(1, "<u4")
+    if (at and (not every.all() or int(every.max()) > cell_bytes)) or 4 * at != len(packed):
+        raise Refused("a frame is empty or longer than a cell, or rows have another number of them")
+    return [None if one is None else every[one[0] : one[1]] for one in ends]
+
+
+def _check(extent: Extent, nbytes: int, blob_sizes: Sequence[int]) -> None:
+    if extent.blob >= len(blob_sizes):
+        raise Refused("an extent names a blob that the manifest does not have")
+    if extent.offset < DATA_OFFSET or extent.offset + nbytes > blob_sizes[extent.blob]:
+        raise Refused("an extent lies outside its blob, or in its header")
+
 
 WHOLE, SPANS = b"\0", b"\1"
 ROWS, CODED_ROWS = b"\0", b"\1"
 ROW = Struct("<III")
-"""So many cells, which are of one span, follow each other in a blob, by its number, from an offset of its file."""
+"""The number of consecutive cells of one span, the number of their blob, and their offset in its file."""
 
 
 class CellSpans(msgspec.Struct, frozen=True, array_like=True):
@@ -41,7 +155,7 @@ _SPANS: Decoder[CellSpans] = Decoder(CellSpans)
 
 
 def encode_cells(table: ExtentTable) -> bytes:
-    """Encode what the cells are. Equal for equal cells, wherever they lie; empty for a tensor without elements."""
+    """Encode the cells without their places. Equal cells have equal bytes; a tensor without elements has none."""
     if table.is_whole:
         return WHOLE + table.extents[0].digests
     if not table.extents:
@@ -60,7 +174,7 @@ def encode_cells(table: ExtentTable) -> bytes:
 
 
 def encode_rows(table: ExtentTable) -> bytes:
-    """Encode where the cells lie."""
+    """Encode the places of the cells."""
     if any(one.coding for one in table.extents):
         return CODED_ROWS + encode_coded(table.extents)
     rows = [ROW.pack(len(one.digests) // DIGEST_BYTES, one.blob, one.offset) for one in table.extents]
@@ -73,7 +187,7 @@ def decode_table(
     """Decode the table of a tensor, with cells of ``cell`` elements. ``blob_sizes``: bytes of each blob's file.
 
     Raises Refused or InvalidInput for anything that does not fit the tensor or the blobs: no number of the returned
-    table points outside the tensor, a box, a blob or the digests. Raises too what msgspec does for other bytes.
+    table points outside the tensor, a box, a blob or the digests. Also raises the errors of msgspec.
     """
     only = _one_row(cells, rows, blob_sizes, shape, itemsize=itemsize, cell=cell)
     if only is not None:
@@ -85,7 +199,7 @@ def decode_table(
         extents = tuple(_extents(spans, digests, _decoded_rows(rows), blob_sizes, itemsize=itemsize, cell=cell))
     else:
         count, cut = len(digests) // DIGEST_BYTES, partial(_extents, spans, digests)
-        cut = partial(cut, blob_sizes=blob_sizes, itemsize=0, cell=cell)  # what frames take is known later
+        cut = partial(cut, blob_sizes=blob_sizes, itemsize=0, cell=cell)  # the bytes of frames are known later
         extents = decode_coded(rows[1:], cut, blob_sizes, cells=count, itemsize=itemsize, cell_bytes=cell * itemsize)
     return ExtentTable(shape, itemsize, cell, boxes, extents)
 
@@ -93,9 +207,9 @@ def decode_table(
 def _one_row(
     cells: Buffer, rows: Buffer, blob_sizes: Sequence[int], shape: Shape, *, itemsize: int, cell: int
 ) -> ExtentTable | None:
-    """Return the table of a tensor that lies in one row, as most do, in a fraction of the time; else None.
+    """Return the table of a tensor that is one row, which is faster to decode. Most tensors are. Else None.
 
-    None too for what is not usable in any way: the caller finds out why.
+    Also returns None for unusable bytes: the caller then finds the reason.
     """
     if len(rows) != len(ROWS) + ROW.size or bytes(rows[:1]) != ROWS or bytes(cells[:1]) != WHOLE:
         return None
@@ -110,7 +224,7 @@ def _one_row(
 
 
 def decode_cells(cells: Buffer, *, shape: Shape, itemsize: int, cell: int) -> ExtentTable:
-    """Decode what the cells of a tensor are: each span as an extent that lies nowhere. Raises as `decode_table`."""
+    """Decode the cells of a tensor: each span as an extent without a place. Raises as `decode_table` does."""
     boxes, spans, digests = _decoded_cells(cells, shape)
     extents, at = [], 0
     for box, lo, hi in spans:
@@ -154,7 +268,7 @@ def _box(offset: Shape, shape: Shape, tensor: Box) -> Box:
 
 
 def _decoded_rows(rows: Buffer) -> Iterator[tuple[int, int, int]]:
-    stored = bytes(rows)  # no memoryview: Python 3.11 crashes where its collector finds one and the iterator together
+    stored = bytes(rows)  # no memoryview: Python 3.11 crashes if its collector finds one together with the iterator
     if stored and stored[0]:
         raise Refused(f"rows have the form {stored[0]}, which this version does not know; upgrade casckpt")
     if stored and (len(stored) - 1) % ROW.size:

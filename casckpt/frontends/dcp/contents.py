@@ -27,8 +27,7 @@ from casckpt.loading.load import values_at
 from casckpt.loading.options import LoadOptions
 from casckpt.store.store import Store
 from casckpt.tensors.dtypes import torch_dtype
-from casckpt.tensors.objects import is_archive, read_archive, write_archive
-from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
+from casckpt.tensors.objects import TORCH_EXTENSIONS, is_archive, read_archive, write_archive
 from casckpt.tensors.untrusted import MISREAD
 
 

@@ -143,5 +143,5 @@ def split(shape: Shape, itemsize: int, most: int) -> Iterator[Box]:
 
 
 def _is_ours(name: str) -> bool:
-    """Tell whether an earlier export made this file."""
+    """Return whether an earlier export made this file."""
     return name == METADATA or name.endswith(".distcp")

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, Unpack
 
-from casckpt.base.keywords import check_keywords
-from casckpt.base.names import is_attachment_name
+from casckpt.base.names import check_keywords, is_attachment_name
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.frontends.dcp.folder import METADATA, Folder
 from casckpt.frontends.dcp.session import WriterSession

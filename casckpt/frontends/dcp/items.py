@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from casckpt.base.groups import in_batches
 from casckpt.errors import InvalidInput
 from casckpt.format import plain
-from casckpt.format.draft import ObjectEntry
+from casckpt.format.manifest import ObjectEntry
 from casckpt.format.regions import Box, Region, Shape, full_box, whole
 from casckpt.format.sections.index import TENSOR
 from casckpt.format.tree import Leaf, find
@@ -25,8 +25,7 @@ from casckpt.saving.local_entries import LocalEntry
 from casckpt.saving.prepare import Prepared, prepare, stored_object
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import dtype_name
-from casckpt.tensors.objects import is_archive, is_only_torchs, read_archive, write_archive
-from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
+from casckpt.tensors.objects import TORCH_EXTENSIONS, is_archive, is_only_torchs, read_archive, write_archive
 from casckpt.tensors.shards import Piece, check_storable, local_tensor
 from casckpt.tensors.state import decode_tree, encode_tree, flatten, inflate
 from casckpt.tensors.untrusted import MISREAD

@@ -10,8 +10,7 @@ from casckpt.errors import InvalidInput, Refused
 from casckpt.format import plain
 from casckpt.format.manifest import Manifest
 from casckpt.frontends.dcp.schema import NOTE
-from casckpt.tensors.objects import decode_object, encode_object
-from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
+from casckpt.tensors.objects import TORCH_EXTENSIONS, decode_object, encode_object
 
 
 @dataclass(frozen=True)

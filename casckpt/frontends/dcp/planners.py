@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from casckpt.errors import InvalidInput
 from casckpt.format import plain
-from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
+from casckpt.tensors.objects import TORCH_EXTENSIONS
 
 P = TypeVar("P")
 MAGIC: Final = b"casckpt plain data\n"

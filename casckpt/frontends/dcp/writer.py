@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from casckpt.base.keywords import check_keywords
-from casckpt.base.names import check_run, check_step
+from casckpt.base.names import check_keywords, check_run, check_step
 from casckpt.errors import InvalidInput
 from casckpt.frontends.dcp.hooks import hook
 from casckpt.frontends.dcp.ids import is_usable, place_of, stamp
@@ -135,7 +134,7 @@ class StorageWriter(Protocol):
 
 @dataclass
 class _Target:
-    """Where to save. ``used``: a save has gone there."""
+    """Where to save. ``used``: a save already went there."""
 
     run: str
     step: int | None

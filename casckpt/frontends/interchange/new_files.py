@@ -155,7 +155,7 @@ def _newlocked(beside: Path, name: str, held: ExitStack) -> Path:
 
 
 def _clear(beside: Path, name: str) -> None:
-    """Remove the temporary folders of processes that died, which nobody locks.
+    """Remove the temporary folders that no process locks, because their processes died.
 
     Folders stay on file systems that cannot lock folders, such as NFS.
     """

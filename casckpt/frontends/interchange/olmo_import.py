@@ -15,7 +15,7 @@ from typing import Any, Final, Unpack
 
 import torch
 
-from casckpt.base.keywords import check_keywords
+from casckpt.base.names import check_keywords
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, NotFound, Refused
 from casckpt.frontends.interchange.safetensors.files import read_header
@@ -181,7 +181,7 @@ def import_olmo_trainer(
 ) -> Checkpoint:
     """Save a folder of OLMo-core's trainer: ``model_and_optim/``, which is a DCP folder, and the files beside it.
 
-    The train state of each rank, ``train/rank<N>.pt``, is saved as `casckpt.frontends.trainer` saves it, if torch's
+    The train state of each rank, ``train/rank<N>.pt``, is saved as `casckpt.frontends.trainer` saves it if torch's
     restricted unpickler reads it or ``allow_pickle`` is given. Otherwise it is left out, and the log says so. Other
     small files become attachments. Raises what `dcp_to_casckpt` raises.
     """

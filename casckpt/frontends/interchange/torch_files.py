@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._weights_only_unpickler import _get_allowed_globals, get_globals_in_pkl
 from torch.serialization import skip_data
 
-from casckpt.base.keywords import check_keywords
+from casckpt.base.names import check_keywords
 from casckpt.base.progress import Progress, Shown
 from casckpt.base.text import is_url, local_path
 from casckpt.contents.checkpoint import Checkpoint
@@ -46,10 +46,10 @@ from casckpt.saving.options import ImportArguments
 from casckpt.store.exports import Exported, FileOptions
 from casckpt.store.store import Store
 from casckpt.tensors.dtypes import torch_dtype
-from casckpt.tensors.objects import is_archive, read_archive, refused_name, write_archive
-from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
-from casckpt.tensors.state import OfObjects, inflate
+from casckpt.tensors.objects import TORCH_EXTENSIONS, is_archive, read_archive, refused_name, write_archive
+from casckpt.tensors.state import inflate
 from casckpt.tensors.untrusted import check_expansion, misread
+from casckpt.tensors.values import OfObjects
 
 log = logging.getLogger(__name__)
 

@@ -60,7 +60,7 @@ class RunFiles:
                 self._janitor.ask(found.run)
 
     def named(self, pointer: Pointer) -> str:
-        """Return the reference that a path stands for. Raises NotFound if there is no file, or its save did not end."""
+        """Return the reference that a path names. Raises NotFound if there is no file, or its save did not end."""
         named = pointer.read()
         if named is not None:
             return named

@@ -20,7 +20,7 @@ from casckpt.frontends.lightning.pointer import AnyPath, Pointer
 from casckpt.frontends.stores import AnyStore, as_store, check_foreign
 from casckpt.ranks.ranks import on_each, open_ranks
 from casckpt.store.types import Compress, SaveArguments
-from casckpt.tensors.state import OfObjects
+from casckpt.tensors.values import OfObjects
 
 log = logging.getLogger(__name__)
 

@@ -45,7 +45,7 @@ class Pointer:
         return get_filesystem(os.fspath(self.path))
 
     def exists(self) -> bool:
-        """Tell whether there is any file."""
+        """Return whether there is any file."""
         return bool(self._files.isfile(os.fspath(self.path)))
 
     def read(self) -> str | None:
@@ -54,11 +54,11 @@ class Pointer:
         return found.get("id") if found is not None else None
 
     def is_foreign(self) -> bool:
-        """Tell whether there is a file that casckpt did not write."""
+        """Return whether there is a file that casckpt did not write."""
         return self.exists() and self._contents() is None
 
     def is_pending(self) -> bool:
-        """Tell whether the file names a save that has not ended."""
+        """Return whether the file names a save that has not ended."""
         found = self._contents()
         return found is not None and "id" not in found
 

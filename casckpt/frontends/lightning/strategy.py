@@ -17,8 +17,8 @@ from casckpt.frontends.lightning.io import monitored
 from casckpt.frontends.lightning.pointer import AnyPath, Pointer
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer import Checkpointer
-from casckpt.frontends.trainer.contents import GroupOptions
 from casckpt.frontends.trainer.settings import TrainerArguments
+from casckpt.frontends.training_state.contents import GroupOptions
 from casckpt.ranks.agreement import check_same
 from casckpt.ranks.ranks import everyone, on_each, open_ranks
 from casckpt.store.types import CheckReplicas, Owners

@@ -1,4 +1,4 @@
-"""Claims: the parts of sharded values that each rank holds. They decide who writes and who reads each element.
+"""Claims: the parts of sharded values that each rank holds. They decide which rank writes or reads each element.
 
 A save is refused unless exactly one main replica holds each element. In a fully parallel load, one rank reads what
 several ranks need, and sends it to the others.
@@ -220,7 +220,7 @@ def plan_sharing(gathered: Sequence[Claims]) -> list[Sharing]:
 def hand_on(ranks: Ranks, sharing: Sharing, data: Sequence[Any]) -> None:
     """Send and receive the tensors of ``sharing``. Every rank makes the call, after all ranks have read.
 
-    ``data``: the tensor of each sharded value. Raises RankFailed on every rank alike.
+    ``data``: the tensor of each sharded value. Raises RankFailed on every rank.
     """
     targets = [(local_of(data[number]).detach(), rank) for number, rank in sharing.receives]
     received = [(tensor if _is_plain(tensor) else _on_host(tensor), rank) for tensor, rank in targets]

@@ -1,4 +1,4 @@
-"""The attachment ``metadata.json``, which says in which format Megatron finds a checkpoint."""
+"""The attachment ``metadata.json``, which names the format of a checkpoint for Megatron."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check_is_distributed_checkpoint(checkpoint_dir: CheckpointDir) -> bool:
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: CheckpointDir) -> None:
-    """Write a config where none is. One process makes the call. `save` writes its own, so this is rarely needed.
+    """Write a config if there is none. One process makes the call. `save` writes its own, so this is rarely needed.
 
     In a store, the config becomes a checkpoint that holds nothing else. A `save` to the same place replaces it. Raises
     CheckpointExists if there is a checkpoint with another config, because a committed checkpoint never changes.

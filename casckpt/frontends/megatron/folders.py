@@ -23,7 +23,7 @@ from casckpt.frontends.megatron.stored import MegatronCheckpoint, load_common_st
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.store.store import Store
 from casckpt.tensors.objects import write_archive
-from casckpt.tensors.state import OfObjects
+from casckpt.tensors.values import OfObjects
 
 POINTER_NAME = "casckpt.json"
 _TORCH_DIST = ".metadata"  # the file that Megatron-core's own strategy writes last

@@ -1,6 +1,6 @@
 """Kinds of values in a sharded state dict: tests of a kind, extraction by kind, and new keys for sharded values.
 
-Attributes decide the kind, so that our classes and Megatron-core's work alike.
+Attributes decide the kind, so our classes and Megatron-core's both work.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def load(  # noqa: PLR0917 - the positions of Megatron-core's
     one rank reads what several ranks request, and sends it to the others. ``options``: ``process_group``, ``no_dist``,
     ``allow_pickle``, ``verify``, ``threads`` and ``progress`` of `Store.load`.
 
-    Raises CheckpointingException before any tensor changes, on every rank alike. It is also a NotFound if there is no
+    Raises CheckpointingException before any tensor changes, on every rank. It is also a NotFound if there is no
     such checkpoint, a MissingKey for unexpected keys, and a Mismatch for another global shape without
     ``allow_shape_mismatch``. Raises Damaged and StorageError during the read; the tensors are undefined after that.
     """

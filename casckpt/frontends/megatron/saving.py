@@ -38,8 +38,8 @@ from casckpt.saving.options import CheckReplicas, SaveArguments, usable_check
 from casckpt.saving.prepare import tensor_source
 from casckpt.saving.replicas import Samples, compared, memory_of, samples_of
 from casckpt.tensors.foreign import flat_range, megatron_shard
-from casckpt.tensors.state import OfObjects, check_nesting
-from casckpt.tensors.values import Shard
+from casckpt.tensors.state import check_nesting
+from casckpt.tensors.values import OfObjects, Shard
 
 
 class AsyncRequest(NamedTuple):
@@ -138,7 +138,7 @@ def save(  # noqa: PLR0917 - the positions of Megatron-core's
     ``common_strategy`` exist for Megatron's signature: pass None or ("casckpt", 1) for the first, and None for the
     second.
 
-    Raises CheckpointingException on every rank alike; it names key, rank and region. It is also a Conflict if the step
+    Raises CheckpointingException on every rank; it names key, rank and region. It is also a Conflict if the step
     exists and ``overwrite`` is false. Raises StorageError and RankFailed as `Store.save`. After an error, no new
     checkpoint is visible.
     """

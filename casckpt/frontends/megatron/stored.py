@@ -35,7 +35,7 @@ from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping
 from casckpt.store.store import Store
 from casckpt.store.types import Commit
 from casckpt.tensors.dtypes import torch_dtype
-from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
+from casckpt.tensors.objects import TORCH_EXTENSIONS
 from casckpt.tensors.state import inflate
 from casckpt.tensors.values import Shard
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from io import StringIO
 from typing import TYPE_CHECKING, Any, Final
 
-from casckpt.base.sizes import format_size
+from casckpt.base.units import format_size
 from casckpt.errors import Unsupported
 
 try:

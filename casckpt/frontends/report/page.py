@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from casckpt._version import __version__
-from casckpt.base.durations import time_of
 from casckpt.base.groups import grouped
-from casckpt.base.sizes import format_size
+from casckpt.base.units import format_size, time_of
 from casckpt.errors import Damaged, Refused
 from casckpt.frontends.interchange.new_files import new_file
 from casckpt.frontends.report import charts

@@ -19,15 +19,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from casckpt._version import __version__
-from casckpt.base.sizes import format_size
+from casckpt.base.units import format_size
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError
 from casckpt.frontends.serve.access import Guard
 from casckpt.frontends.serve.answers import Refusal, no_repository, refusal_of
-from casckpt.frontends.serve.folders import File, ServedFolder
+from casckpt.frontends.serve.folders import File, FileSpan, ServedFolder, Unsatisfiable, parse_range
 from casckpt.frontends.serve.hub import Hub
 from casckpt.frontends.serve.names import MAIN, commit_of
-from casckpt.frontends.serve.ranges import FileSpan, Unsatisfiable, parse_range
 from casckpt.frontends.serve.sending import Desk, RangeResponse
 
 _MOST = 50  # steps of a run

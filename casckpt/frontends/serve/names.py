@@ -48,7 +48,7 @@ def repo_of(run: str) -> str:
 def run_of(repo: str, runs: Iterable[str]) -> str:
     """The run of a repository. A run with exactly this name is preferred.
 
-    ``runs``: all runs; iterated only if the name may stand for another one.
+    ``runs``: all runs; iterated only if the name may belong to another run.
     """
     repo = repo.removeprefix(NAMESPACE)
     if not _ALIAS.fullmatch(repo):

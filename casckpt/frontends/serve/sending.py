@@ -15,13 +15,12 @@ from typing import Final, NamedTuple, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from casckpt.base.parallel import usable_threads
-from casckpt.base.sizes import format_size
+from casckpt.base.units import format_size
 from casckpt.errors import CasckptError, Damaged, Gone
 from casckpt.format.extents import ExtentTable
 from casckpt.frontends.serve.answers import refusal_of
-from casckpt.frontends.serve.folders import File, ServedFolder, ServedFolders
+from casckpt.frontends.serve.folders import File, FileSpan, RequestedRange, ServedFolder, ServedFolders
 from casckpt.frontends.serve.leases import Leases
-from casckpt.frontends.serve.ranges import FileSpan, RequestedRange
 from casckpt.loading.entry_reader import EntryReader
 from casckpt.loading.regions import EntrySlice, plan_windows, requests, views
 from casckpt.repository.repository import Repository
@@ -190,7 +189,7 @@ class _Held:
         return self
 
     def leave(self) -> None:
-        """End one use: it was sent, or the client is gone."""
+        """End one use: the window was sent, or the client disconnected."""
         self._users -= 1
         if not self._users:
             if self._desk.windows.get(self._key) is self:
@@ -270,7 +269,7 @@ class RangeResponse:
         await self._send(send, gone, head)
 
     def _read_ahead(self, reader: RangeReader, ahead: deque[asyncio.Future[_Held | None]]) -> None:
-        """Begin to read the next windows, as far as there is memory for them."""
+        """Begin to read the next windows, as far as the memory allows."""
         while self._window is not None and len(ahead) < self._desk.ahead and self._has_room(self._window):
             ahead.append(asyncio.ensure_future(self._join_next(reader)))
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 from casckpt.frontends.trainer.checkpointer import Checkpointer, CheckpointerConfig
 from casckpt.frontends.trainer.last_save import SaveOnSignal
 from casckpt.frontends.trainer.resumed import Resumed
-from casckpt.frontends.trainer.summary import SaveSummary
-from casckpt.frontends.trainer.train_state import TrainState, restore_rng, rng_state
+from casckpt.frontends.trainer.saves import SaveSummary
+from casckpt.frontends.training_state.train_state import TrainState, restore_rng, rng_state
 
 __all__ = [
     "Checkpointer",

@@ -11,12 +11,16 @@ from functools import cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from casckpt.base.keywords import check_keywords
-from casckpt.base.names import check_attachment_name, check_step
+from casckpt.base.names import check_attachment_name, check_keywords, check_step
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.frontends.trainer.contents import (
+from casckpt.frontends.trainer.janitor import Janitor
+from casckpt.frontends.trainer.resumed import Resumed, check_given, of_all_ranks, outcome_of
+from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest_together
+from casckpt.frontends.trainer.saves import Failures, HeardFuture, SaveSummary, will_repeat
+from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
+from casckpt.frontends.training_state.contents import (
     OPTIM,
     TRAIN,
     AnyTrainState,
@@ -28,20 +32,20 @@ from casckpt.frontends.trainer.contents import (
     TrainModel,
     state_to_save,
 )
-from casckpt.frontends.trainer.failures import Failures, HeardFuture, will_repeat
-from casckpt.frontends.trainer.janitor import Janitor
-from casckpt.frontends.trainer.resumed import Resumed, check_given, of_all_ranks, outcome_of
-from casckpt.frontends.trainer.run_checkpoints import RunCheckpoints, newest_together
-from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
-from casckpt.frontends.trainer.summary import SaveSummary
-from casckpt.frontends.trainer.throttle import throttled
-from casckpt.frontends.trainer.train_state import restore_rng, rng_state
 from casckpt.frontends.training_state.hub_config import with_config
 from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
 from casckpt.frontends.training_state.stored import MODEL
-from casckpt.loading.options import LoadOptions
+from casckpt.frontends.training_state.train_state import restore_rng, rng_state
 from casckpt.ranks.ranks import Ranks, everyone, open_ranks, this_rank
-from casckpt.store.types import CheckReplicas, FillArguments, MatchArguments, Rename, SaveArguments, Unread
+from casckpt.store.opening import throttled
+from casckpt.store.types import (
+    CheckReplicas,
+    LoadArguments,
+    MatchArguments,
+    Rename,
+    SaveArguments,
+    Unread,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -149,7 +153,7 @@ class Checkpointer(RunCheckpoints):
         the setting of the checkpointer. ``ephemeral``, ``attachments``, ``metadata``, ``metrics``, ``healthy``: as for
         `Store.save`.
 
-        Raises the errors of `Store.save`, on every rank alike. After an error nothing of the save is visible, and you
+        Raises the errors of `Store.save`, on every rank. After an error nothing of the save is visible, and you
         can save the same step again.
         """
         check_keywords("Checkpointer.save", options, StepArguments)
@@ -208,7 +212,7 @@ class Checkpointer(RunCheckpoints):
 
         Every rank makes the call. It compares names, shapes and samples of what several ranks hold. `resume` makes the
         same check without the samples, and `check_first_steps` makes it in the first steps. It takes about 20 ms for
-        1,000 tensors. Raises InvalidInput and Unsupported, on every rank alike.
+        1,000 tensors. Raises InvalidInput and Unsupported, on every rank.
         """
         self._check(model, optim, train_state, self.config.check_replicas)
 
@@ -324,7 +328,7 @@ class Checkpointer(RunCheckpoints):
         check_keywords("Checkpointer.load", match, MatchArguments)
         wanted = LoadRequest(
             optim=load_optim_state, train=load_trainer_state, pre_download=self.config.pre_download, options=options,
-            given=self._load_options(unread=unread, cast=cast, **match),
+            given=self._load_arguments(unread=unread, cast=cast, **match),
         )  # fmt: skip
         return self._restore(ref, model, optim, wanted)[1]
 
@@ -354,7 +358,7 @@ class Checkpointer(RunCheckpoints):
 
         At the end `resume` calls `check`, so that you learn before the training what cannot be saved. If there is no
         checkpoint but a run with a similar name, the log warns. Raises the errors of `load` and `check`, and
-        InvalidInput for a train state that is no dict and has no load_state_dict.
+        InvalidInput for a train state that is not a dict and has no load_state_dict.
         """
         self.resumed, before = None, cache(partial(check_given, train_state, missing, model, optim))
         self._settle()
@@ -368,7 +372,7 @@ class Checkpointer(RunCheckpoints):
             strict = missing == "raise" if strict is None else strict
             wanted = LoadRequest(
                 optim=demand if OPTIM in given else None, train=demand if TRAIN in given else None,
-                given=self._load_options(unread=unread, cast=cast, strict=strict, rename=rename),
+                given=self._load_arguments(unread=unread, cast=cast, strict=strict, rename=rename),
                 pre_download=self.config.pre_download, options=options, missing=missing, train_state=train_state,
             )  # fmt: skip
             checkpoint, state = self._restore(checkpoint, model, optim, wanted)
@@ -409,11 +413,11 @@ class Checkpointer(RunCheckpoints):
         self._reached = None
         return loaded, train
 
-    def _load_options(self, **given: Unpack[FillArguments]) -> LoadOptions:
-        return LoadOptions(
-            allow_pickle=self.config.allow_pickle, process_group=self.process_group, threads=self.config.load_threads,
-            **given,
-        )  # fmt: skip
+    def _load_arguments(self, **given: Unpack[LoadArguments]) -> LoadArguments:
+        return {
+            **given, "allow_pickle": self.config.allow_pickle, "process_group": self.process_group,
+            "threads": self.config.load_threads,
+        }  # fmt: skip
 
     def _save_arguments(self, model: TrainModel, **given: Unpack[StepArguments]) -> SaveArguments:
         """Return the arguments of `Store.save`, which checks them and raises errors on all ranks."""

@@ -13,8 +13,8 @@ from typing import Any, Self, Unpack
 
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.frontends.trainer.checkpointer import Checkpointer
-from casckpt.frontends.trainer.contents import AnyTrainState, TrainModel
 from casckpt.frontends.trainer.settings import StepArguments
+from casckpt.frontends.training_state.contents import AnyTrainState, TrainModel
 from casckpt.frontends.training_state.parts import AnyOptimizer
 from casckpt.ranks.ranks import everyone, open_ranks
 

@@ -11,11 +11,11 @@ from casckpt.base.groups import grouped
 from casckpt.base.text import listed
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput
-from casckpt.frontends.trainer.contents import OPTIM, TRAIN, LoadRequest, Missing, TrainModel
-from casckpt.frontends.trainer.train_state import RNG, as_parts
+from casckpt.frontends.training_state.contents import OPTIM, TRAIN, LoadRequest, Missing, TrainModel
 from casckpt.frontends.training_state.objects import is_optimizer
 from casckpt.frontends.training_state.parts import AnyOptimizer, as_optimizers
 from casckpt.frontends.training_state.stored import GROUPS
+from casckpt.frontends.training_state.train_state import RNG, as_parts
 from casckpt.ranks.ranks import everyone
 
 log = logging.getLogger("casckpt")
@@ -126,7 +126,7 @@ def outcome_of(
     restored = [name for name in given if name not in (TRAIN, *absent, *loaded.unread_subtrees)]
     if OPTIM in restored and wanted.options == "keep":
         left[GROUPS] = _KEPT
-    if wanted.given.unread == "warn":
+    if wanted.given["unread"] == "warn":
         inside = tuple(f"{key}." for key in (*loaded.unread_subtrees, *({TRAIN} & {*given})))
         unread = (key for key in (*loaded.unread_subtrees, *loaded.unread_keys) if not key.startswith(inside))
         not_given = {OPTIM, TRAIN}.difference(given)
@@ -154,7 +154,7 @@ def _set(train_state: Any, state: Mapping[str, Any], wanted: LoadRequest) -> dic
     beside = [name for name in state if name not in parts]
     if parts is not train_state:
         train_state.update({name: state[name] for name in beside})
-    elif wanted.given.unread == "warn":
+    elif wanted.given["unread"] == "warn":
         left |= dict.fromkeys((name for name in beside if name != RNG), _NOT_HERE)
     if wanted.options == "keep":
         left |= {name: _RATES for name, part in parts.items() if name in state and hasattr(part, "base_lrs")}

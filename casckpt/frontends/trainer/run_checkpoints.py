@@ -124,7 +124,7 @@ class RunCheckpoints:
         return self.store.get(f"{self.run}@latest")
 
     def contains_checkpoint(self) -> bool:
-        """Tell whether the run has any checkpoint."""
+        """Return whether the run has any checkpoint."""
         return newest(self.store, self.run) is not None
 
     @staticmethod

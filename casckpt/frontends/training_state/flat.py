@@ -43,7 +43,7 @@ class FlatPart:
     everywhere: bool
 
     def has_form(self, shape: Shape) -> bool:
-        """Tell whether ``shape`` is that of an optimizer's state for these elements."""
+        """Return whether ``shape`` is that of an optimizer's state for these elements."""
         return shape == (self.shape if self.everywhere else (self.hi - self.lo,))
 
     def shard(self, data: torch.Tensor) -> Shard:

@@ -28,7 +28,7 @@ _EXTRA_STATE = "_extra_state"
 
 
 def is_extra_state(name: str) -> bool:
-    """Tell whether ``name`` is that of a result of `torch.nn.Module.get_extra_state`."""
+    """Return whether ``name`` is that of a result of `torch.nn.Module.get_extra_state`."""
     return name.rpartition(".")[2] == _EXTRA_STATE
 
 
@@ -136,13 +136,13 @@ def _warn_once(names: str) -> None:
 
 
 def _reads(module: nn.Module, name: str) -> bool:
-    """Tell whether ``module`` reads ``name`` as any module does."""
+    """Return whether ``module`` reads ``name`` as any module does."""
     takes = type(module).set_extra_state is not nn.Module.set_extra_state
     return name in module._parameters or name in module._buffers or (name == _EXTRA_STATE and takes)
 
 
 def _loads(module: nn.Module, *, is_root: bool) -> bool:
-    """Tell whether ``module`` loads in a way of its own. Hooks of torch.distributed read no keys."""
+    """Return whether ``module`` loads in a way of its own. Hooks of torch.distributed read no keys."""
     hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
     homes = [str(getattr(getattr(hook, "hook", hook), "__module__", "")) for hook in hooks]
     own = _has_own(module, "_load_from_state_dict") or (is_root and _has_own(module, "load_state_dict"))
@@ -190,6 +190,6 @@ class ModelTemplate:
             self._model.load_state_dict(self._raw, strict=strict and not missing)
 
     def _is_of_inference(self) -> bool:
-        """Tell whether a tensor was made in inference mode: outside of it torch cannot copy onto it."""
+        """Return whether a tensor was made in inference mode: outside of it torch cannot copy onto it."""
         with torch._C.DisableTorchFunctionSubclass():  # a ShardedTensor would not say
             return any(isinstance(value, torch.Tensor) and value.is_inference() for value in self._raw.values())

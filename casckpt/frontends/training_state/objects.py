@@ -22,17 +22,17 @@ from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, n
 from casckpt.frontends.training_state.model import model_to_save
 from casckpt.frontends.training_state.names import parameter_names
 from casckpt.frontends.training_state.optimizer import states_to_save, tensors_below
-from casckpt.frontends.training_state.plain_state import draws, fill, plain_state
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.frontends.training_state.together import Made, NamedState, find, is_sharded, make_state
+from casckpt.frontends.training_state.train_state import draws, fill, plain_state
 from casckpt.loading.arguments import Renaming, renamer
 from casckpt.loading.options import LoadOptions
 from casckpt.ranks.messages import WithObjects
 from casckpt.ranks.ranks import Ranks, everyone, exchange_keeping, on_each
 from casckpt.saving.options import SaveOptions
 from casckpt.store.store import Store
-from casckpt.tensors.state import OfObjects, check_replaceable, flatten, inflate, is_object, replace_leaves
-from casckpt.tensors.values import PerRank
+from casckpt.tensors.state import check_replaceable, flatten, inflate, is_object, replace_leaves
+from casckpt.tensors.values import OfObjects, PerRank
 
 AnyRef: TypeAlias = str | Checkpoint
 Load: TypeAlias = Callable[[Any, Checkpoint, LoadOptions], Checkpoint]
@@ -58,7 +58,7 @@ def save_objects(ranks: Ranks, state: Any, options: SaveOptions) -> tuple[dict[s
 
 
 def is_optimizer(value: Any) -> bool:
-    """Tell whether ``value`` is an optimizer of torch, or a wrapper of one."""
+    """Return whether ``value`` is an optimizer of torch, or a wrapper of one."""
     return hasattr(value, "param_groups") and not isinstance(value, nn.Module)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import Any, Unpack
 
-from casckpt.base.keywords import check_keywords
+from casckpt.base.names import check_keywords
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.training_state.hub_config import with_config
@@ -43,7 +43,7 @@ def save_model_and_optim_state(
     (``metadata``, ``overwrite``, ``ephemeral``, ``attachments``, ``dedup``, ``allow_pickle``, ``threads``, ...).
 
     Raises InvalidInput for an optimizer of another model, for extra state that is not plain data and for FSDP without
-    use_orig_params; Conflict, StorageError and RankFailed as `Store.save` does; on every rank alike. After an error
+    use_orig_params; Conflict, StorageError and RankFailed as `Store.save` does; on every rank. After an error
     nothing of the save is visible.
     """
     check_keywords("save_model_and_optim_state", options, SaveArguments)

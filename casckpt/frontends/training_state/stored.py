@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
+import torch
 from torch.optim import ASGD, Optimizer
 
 from casckpt.base.lazy import cached_property
@@ -18,7 +19,8 @@ from casckpt.loading.arguments import Rename, renamer
 from casckpt.loading.fit import saved_shapes
 from casckpt.store.store import Store
 from casckpt.store.types import Commit
-from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
+from casckpt.tensors.memory import new_empty
+from casckpt.tensors.objects import TORCH_EXTENSIONS
 from casckpt.tensors.state import inflate
 
 MODEL, OPTIM = "model", "optim"
@@ -88,13 +90,17 @@ class StoredTraining:
         shapes = saved_shapes(self.contents.manifest)
         return {key: shapes[key] for key in self.bare_keys() if key in shapes}
 
+    def empty_tensors(self, keys: Iterable[str]) -> list[torch.Tensor]:
+        """Return a tensor to fill on the CPU, in the stored dtype and shape, for each of the keys."""
+        return [new_empty(self.contents.tensors[key], torch.device("cpu")) for key in keys]
+
     def at_the_top(self) -> str:
         """Return the names at the top, for a message."""
         names = [repr(element) for element, _ in children(self._tree)]
         return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
     def has_optimizer(self, at: str = OPTIM) -> bool:
-        """Tell whether it has an optimizer at the key ``at``."""
+        """Return whether it has an optimizer at the key ``at``."""
         return find(self._tree, f"{at}.param_groups") is not None
 
     def optimizer_at(self, key: str, rename: Rename) -> str:
@@ -186,16 +192,16 @@ def _owner(key: str, names: Mapping[str, Any]) -> str:
 
 
 def steps_on_cpu(optim: Optimizer | None, options: Mapping[str, Any]) -> bool:
-    """Tell whether an optimizer counts steps on the CPU, given the options of a group, by the rules of torch."""
+    """Return whether an optimizer counts steps on the CPU, given the options of a group, by the rules of torch."""
     return not (options.get("capturable") or options.get("fused") or isinstance(optim, ASGD))
 
 
 def is_step(entry: Entry, key: str) -> bool:
-    """Tell whether it is a count of steps, or a product over them, which optimizers keep on the CPU by default."""
+    """Return whether it is a count of steps, or a product over them, which optimizers keep on the CPU by default."""
     return entry.shape == () and key.rpartition(".")[2] in _STEP_NAMES
 
 
 def keeps_dtype(entry: Entry, key: str) -> bool:
-    """Tell whether its dtype does not depend on the dtype of the parameter: a count, or the rates of ASGD."""
+    """Return whether its dtype does not depend on the dtype of the parameter: a count, or the rates of ASGD."""
     name = key.rpartition(".")[2]
     return name == "step" or (entry.shape == () and name in {*_STEP_NAMES, "eta", "mu"})

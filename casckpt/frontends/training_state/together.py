@@ -26,10 +26,9 @@ from casckpt.saving.replicas import digest_of
 from casckpt.store.store import Store
 from casckpt.store.types import Commit
 from casckpt.tensors.dtensors import is_dtensor
-from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
+from casckpt.tensors.objects import TORCH_EXTENSIONS
 from casckpt.tensors.shards import check_storable
-from casckpt.tensors.state import OfObjects
-from casckpt.tensors.values import Shard
+from casckpt.tensors.values import OfObjects, Shard
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def _beside_shards(named: Sequence[NamedState], size: int) -> dict[str, bytes]:
 
 
 def is_sharded(parameter: Any) -> bool:
-    """Tell whether this rank has only a part of ``parameter``."""
+    """Return whether this rank has only a part of ``parameter``."""
     if isinstance(parameter, Shard):
         return parameter.data.numel() != prod(parameter.global_shape)
     return is_dtensor(parameter) and parameter.to_local().numel() != parameter.numel()

@@ -41,7 +41,7 @@ def unshard_model_state(
     rank makes the call, and all get the same checkpoint; with ``rank0_only`` the other ranks get ``{}``. ``no_dist``:
     this rank reads alone. ``options``: as in `Store.read`.
 
-    Raises MissingKey if nothing matches, NotFound, Damaged and StorageError as `Store.read` does, on every rank alike;
+    Raises MissingKey if nothing matches, NotFound, Damaged and StorageError as `Store.read` does, on every rank;
     InvalidInput (a ValueError) for ``no_dist`` with ``rank0_only`` off rank 0.
     """
     read = partial(_model_of, keys=keys, device=device, options=options)

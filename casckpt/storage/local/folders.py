@@ -10,9 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from casckpt.errors import InvalidInput, Refused
-from casckpt.storage.counts import IoCounts
+from casckpt.storage.base import IoCounts, split_folder
 from casckpt.storage.local import syscalls
-from casckpt.storage.names import split_folder
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # file systems that need no sync of folders

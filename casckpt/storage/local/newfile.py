@@ -21,9 +21,8 @@ from enum import IntEnum
 from functools import partial
 
 from casckpt.errors import Unsupported
-from casckpt.storage.base import BLOCK
+from casckpt.storage.base import BLOCK, IoCounts
 from casckpt.storage.buffers import address
-from casckpt.storage.counts import IoCounts
 from casckpt.storage.local import syscalls
 
 PIECE = 8 << 20  # bytes of one write: large enough for speed, small enough to notice errors early
@@ -48,7 +47,7 @@ def temporary_name(name: str) -> str:
 
 
 def is_temporary(name: str) -> bool:
-    """Tell whether a file of this name is a leftover of a crashed put."""
+    """Return whether a file of this name is a leftover of a crashed put."""
     return name.startswith(".") and name.endswith(".tmp")
 
 

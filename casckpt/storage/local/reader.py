@@ -17,9 +17,8 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from casckpt.storage.base import BLOCK, Reader, ShortObject
+from casckpt.storage.base import BLOCK, IoCounts, Reader, ShortObject
 from casckpt.storage.buffers import AlignedBuffer
-from casckpt.storage.counts import IoCounts
 from casckpt.storage.failures import reporting
 from casckpt.storage.local.syscalls import Lacking, cached_pages
 
@@ -182,7 +181,7 @@ class LocalReader(Reader):
 
 
 def is_cached(fd: int, offset: int, nbytes: int) -> bool:
-    """Tell whether the page cache holds most of these bytes of a file. True if the system does not report it."""
+    """Return whether the page cache holds most of these bytes of a file. True if the system does not report it."""
     if nbytes == 0:
         return True
     start = offset - offset % mmap.ALLOCATIONGRANULARITY

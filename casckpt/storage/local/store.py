@@ -21,14 +21,22 @@ from typing_extensions import override
 
 from casckpt.base.lazy import cached_property
 from casckpt.errors import NotFound, Refused, StorageError
-from casckpt.storage.base import AlreadyExists, Finding, Known, ListedObject, ObjectStore, Traits
+from casckpt.storage.base import (
+    AlreadyExists,
+    Finding,
+    IoCounts,
+    Known,
+    ListedObject,
+    ObjectStore,
+    Traits,
+    split_folder,
+    split_key,
+)
 from casckpt.storage.buffers import plain_bytes
-from casckpt.storage.counts import IoCounts
 from casckpt.storage.failures import reporting
 from casckpt.storage.local.folders import Folders, misplaced
 from casckpt.storage.local.newfile import FileMaker, is_temporary
 from casckpt.storage.local.reader import LocalReader
-from casckpt.storage.names import split_folder, split_key
 
 _MOUNTS = Path("/proc/self/mounts")
 _SURE = {"noac", "actimeo=0", "acdirmax=0"}
@@ -48,7 +56,7 @@ def stale_listings(path: Path, mounts: Path = _MOUNTS) -> str:
 
 
 def caches_well(path: Path, mounts: Path = _MOUNTS, release: str | None = None) -> bool:
-    """Tell whether reads of ``path`` through the page cache are known to be as fast as direct I/O."""
+    """Return whether reads of ``path`` through the page cache are known to be as fast as direct I/O."""
     kind, options = _mount_of(path, mounts)
     kernel = re.match(r"(\d+)\.(\d+)", platform.release() if release is None else release)
     if kind not in _LARGE_FOLIOS or kernel is None or "data=journal" in options.split(","):
@@ -72,8 +80,8 @@ def _mount_of(folder: Path, mounts: Path) -> tuple[str, str]:
     return best[1], best[2]
 
 
-_ATTEMPTS = 16  # of a put into a folder that another process keeps removing
-# Non-blocking, else opening a fifo in the store would wait for ever.
+_ATTEMPTS = 16  # attempts of a put into a folder that another process keeps removing
+# Non-blocking, else opening a fifo in the store would wait forever.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 UPLOADS = 4  # some wait for the disk while others copy and hash

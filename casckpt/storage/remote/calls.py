@@ -17,8 +17,7 @@ from typing_extensions import override
 
 from casckpt.errors import Refused
 from casckpt.storage.remote.bodies import read_whole
-from casckpt.storage.remote.loop import Loop
-from casckpt.storage.remote.patience import Patience, PatientRequest, begin_request, moved
+from casckpt.storage.remote.patience import Loop, Patience, PatientRequest, begin_request, moved
 
 WEB: Final = frozenset({"http", "https"})
 _ON_AIOHTTP: Final = WEB | {"gs", "gcs"}  # Azure's client has its own timeouts

@@ -19,11 +19,21 @@ from typing import Any, Protocol, TypeVar
 from typing_extensions import override
 
 from casckpt.errors import CasckptError, StorageError
-from casckpt.storage.base import AlreadyExists, Finding, Known, ListedObject, ObjectStore, Reader, ShortObject, Traits
+from casckpt.storage.base import (
+    AlreadyExists,
+    Finding,
+    IoCounts,
+    Known,
+    ListedObject,
+    ObjectStore,
+    Reader,
+    ShortObject,
+    Traits,
+    split_folder,
+    split_key,
+)
 from casckpt.storage.buffers import plain_bytes
-from casckpt.storage.counts import IoCounts
 from casckpt.storage.forking import PerProcess
-from casckpt.storage.names import split_folder, split_key
 from casckpt.storage.remote.client import Client, Page, Ranged
 from casckpt.storage.remote.patience import Backoff, Call
 
@@ -49,7 +59,7 @@ class Connect(Protocol):
 class RemoteStore(ObjectStore):
     """`casckpt.storage.base.ObjectStore` over a network.
 
-    ``single_writer``: the caller promises that nobody else writes. Then a put checks whether the key is taken, and
+    ``single_writer``: the caller promises to be the only writer. Then a put checks whether the key is taken, and
     storages that do not refuse a second create can be used.
     """
 

@@ -87,7 +87,7 @@ def open_remote(scheme: str, rest: str, options: Mapping[str, Any], *, single_wr
 
 
 def is_known(scheme: str) -> bool:
-    """Tell whether fsspec knows storages of this kind."""
+    """Return whether fsspec knows storages of this kind."""
     from fsspec.registry import known_implementations, registry
 
     return scheme in registry or scheme in known_implementations

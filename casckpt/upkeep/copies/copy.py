@@ -51,14 +51,15 @@ class CopyFailure:
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """What a copy will do. All tuples are oldest first.
+    """The plan of a copy. All tuples are oldest first.
 
     ``missing``: checkpoints to copy. ``forgotten``: commits of the target to restore. ``present``: already there.
-    ``left``: forgotten or purged in the target, and not named. ``failed``: cannot be copied. ``nbytes``: of blobs that
-    the target lacks. ``total``: where the progress ends: ``nbytes``, or the bytes of all blobs of each missing
-    checkpoint if cells are repacked. ``blob_bytes``: repack the cells into blobs of so many bytes. ``compress``: encode
-    them. ``moving``: for repacking in place (newest first), the numbers of the blobs to replace, by transaction; None
-    for a copy into another store. ``records``: unreadable records of the source, which may hide checkpoints to copy.
+    ``left``: forgotten or purged in the target, and not named. ``failed``: cannot be copied. ``nbytes``: of blobs
+    that the target lacks. ``total``: where the progress ends: ``nbytes``, or the bytes of all blobs of each missing
+    checkpoint if cells are repacked. ``blob_bytes``: repack the cells into blobs of so many bytes. ``compress``:
+    encode them. ``moving``: for repacking in place (newest first), the numbers of the blobs to replace, by
+    transaction; None for a copy into another store. ``records``: unreadable records of the source, which may hide
+    checkpoints to copy.
     """
 
     missing: tuple[Commit, ...] = ()
@@ -76,11 +77,11 @@ class CopyPlan:
 
 @dataclass(frozen=True)
 class CopyResult:
-    """What a copy did; with ``dry_run``, what it would do. ``copied``: as commits of the target.
+    """The result of a copy, or with ``dry_run`` its expected result. ``copied``: as commits of the target.
 
-    ``blobs``, ``nbytes``: counts and bytes of the blobs put for ``copied``, by this process or by all that share the
-    work. ``made_store``: whether the target was created. ``tags``: names that were set there. ``records``: unreadable
-    records of the source, whose checkpoints were not copied.
+    ``blobs``, ``nbytes``: counts and bytes of the blobs put for ``copied``, by this process or by all that share
+    the work. ``made_store``: whether the target was created. ``tags``: names that were set there. ``records``:
+    unreadable records of the source, whose checkpoints were not copied.
     """
 
     copied: tuple[Commit, ...] = ()
@@ -221,7 +222,7 @@ def _named(source: Repository, commits: Iterable[Commit]) -> Iterator[tuple[Blob
 
 
 def preview(source: Repository, target: Repository, plan: CopyPlan) -> CopyResult:
-    """Return what `execute` would do. Writes nothing."""
+    """Return the result that `execute` would have. Writes nothing."""
     return CopyResult(
         copied=plan.missing,
         restored=plan.forgotten,
@@ -293,7 +294,10 @@ def execute(
 
 
 def _create_target(source: Repository, target: Repository, blob_bytes: int | None, *, is_mirror: bool) -> bool:
-    """Create ``target`` if it is missing, and tell whether it was. Raises `Unsupported` if a store refuses writers."""
+    """Create ``target`` if it is missing, and return whether it was.
+
+    Raises `Unsupported` if a store refuses writers.
+    """
     sizes = source.marker
     made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=max(blob_bytes or sizes.blob_bytes, sizes.cell_bytes))
     if is_mirror:  # an earlier store at this URL is gone, and so is what was safe there: drop the notes about it

@@ -171,7 +171,7 @@ class Mirror:
         return failed
 
     def _thin(self, listed: CommitList, is_thinned: bool) -> None:
-        """Thin in the mirror what is thinned in the store, if the settings say so. Raises `StorageError`."""
+        """Thin the mirror like the store, if the settings say so. Raises `StorageError`."""
         thin = [commit for commit in listed.visible() if commit.dropped is not None] if is_thinned else []
         if thin:
             thin_alike(self.target, thin)

@@ -167,7 +167,7 @@ def take_back(repo: Repository, commits: Iterable[Commit]) -> None:
 
 
 def _is_noted(repo: Repository, commit: Commit, mirror: str, made: float = 0) -> bool:
-    """Tell whether the store has the note now."""
+    """Return whether the store has the note now."""
     try:
         return _says(repo.get_record(key_of_note(commit), Mirrored), commit, mirror, made)
     except (NotFound, Damaged, Refused):

@@ -16,17 +16,16 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 
-from casckpt.base.durations import time_of
 from casckpt.base.names import run_hash
 from casckpt.base.parallel import in_parallel
 from casckpt.base.progress import Progress, silent
 from casckpt.base.text import listed
+from casckpt.base.units import time_of
 from casckpt.contents import blobs, manifests
 from casckpt.errors import CasckptError, Conflict, Damaged, Gone, NotFound, Refused, Revoked
 from casckpt.format import manifest as format_manifest
-from casckpt.format.draft import Encoded, placed
 from casckpt.format.keys import blob_key, commit_key, copied_txid, manifest_key, parse_txid, uploader_folder
-from casckpt.format.manifest import Manifest
+from casckpt.format.manifest import Encoded, Manifest, placed
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Began, Committed, changed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
@@ -382,12 +381,12 @@ class _Recoded(_Copy):
 
 
 def twin(listed: CommitList, commit: Commit) -> Commit | None:
-    """Find the visible commit in ``listed``, of another store, that has all that ``commit`` has."""
+    """Return the visible commit in ``listed``, of another store, that has all entries of ``commit``."""
     return next((other for other in listed.visible() if commit in Holdings([other])), None)
 
 
 def occupant(listed: CommitList, commit: Commit) -> Commit | None:
-    """Find the visible commit of another checkpoint with the same run and step."""
+    """Return the visible commit of another checkpoint with the same run and step."""
     place = (commit.run, commit.step)
     same = (other for other in listed.visible() if (other.run, other.step) == place)
     return next((other for other in same if other.id != commit.id), None)

@@ -1,4 +1,4 @@
-"""Forgetting and restoring of named checkpoints, without a policy. What was thinned can be restored, too."""
+"""Forgets and restores named checkpoints, without a policy. It can also restore thinned checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def plan_forget(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool 
 
 
 def forget(repo: Repository, chosen: Iterable[Commit]) -> list[Commit]:
-    """Forget what `plan_forget` chose. Tags on these checkpoints are deleted first, because tags prevent a purge.
+    """Forget the plan of `plan_forget`. Tags on these checkpoints are deleted first, because tags prevent a purge.
 
     Tags that expire stay until their end, because their holders rely on them.
     """
@@ -71,7 +71,10 @@ class RestorePlan:
 
 @dataclass(frozen=True)
 class RestoreResult:
-    """What a restore did; with ``dry_run``, what it would do. ``left``: not tried, because the storage failed first."""
+    """The result of a restore, or with ``dry_run`` its expected result.
+
+    ``left``: not tried, because the storage failed.
+    """
 
     restored: tuple[Commit, ...] = ()
     failed: tuple[RestoreFailure, ...] = ()
@@ -107,9 +110,9 @@ def plan_restore(repo: Repository, refs: Iterable[str | Commit], *, whole: bool 
 
 
 def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
-    """Restore what ``plan`` chose, and return the outcome of each. Commits that another process has changed fail.
+    """Restore the commits of ``plan``, and return the outcome of each. Commits that another process has changed fail.
 
-    Raises `Unsupported` if the store requires of writers what this version does not know.
+    Raises `Unsupported` if this version does not know a requirement of the store on writers.
     """
     check_requirements(repo)
     restored: dict[str, Commit] = {}
@@ -140,7 +143,7 @@ def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
 
 
 def _named(repo: Repository, ref: str | Commit, listed: CommitList) -> list[Commit]:
-    """Return what ``ref`` names. A replaced commit that is given itself is returned as it is."""
+    """Return the commits that ``ref`` names. If ``ref`` is a replaced commit, return it as it is."""
     if isinstance(ref, Commit) and ref.last == "replaced":
         return [listed.commits.get(ref.txid, ref)]
     return resolve_forgotten(repo, ref, listed)

@@ -78,7 +78,7 @@ class Limits:
     pause: float = FIRST_PAUSE
 
     def is_over(self) -> bool:
-        """Tell whether the time to wait is used up."""
+        """Return whether the time to wait is used up."""
         return self.slept >= self.wait
 
     def rest(self) -> None:
@@ -158,11 +158,12 @@ RESUME_NOTE = "gc-paused"
 
 @dataclass(frozen=True)
 class ResumeState:
-    """What a gc that ran out of time leaves on this host, so that the next gc continues.
+    """The state of a gc that ran out of time, kept on this host, so that the next gc continues.
 
-    An old state is safe to use: object names are never used twice, and what had not been purged when the candidates
-    were chosen stays a root. Both hold only for this very store. So the URL and the ended transactions are compared,
-    and the state of a copy of the store is not used. ``waits``: the open transactions that the gc waited for.
+    An old state is safe to use: object names are never used twice, and a commit that had not been purged when the
+    candidates were chosen stays a root. Both hold only for this very store. So the URL and the ended transactions
+    are compared, and the state of a copy of the store is not used. ``waits``: the open transactions that the gc
+    waited for.
     """
 
     candidates: Candidates
@@ -253,7 +254,7 @@ class GcResult:
 
 @dataclass
 class _Tally:
-    """What a gc did so far."""
+    """The results of a gc so far."""
 
     deleted: dict[str, int] = field(default_factory=dict)
     stock: Inventory = field(default_factory=Inventory)
@@ -328,10 +329,10 @@ def plan_gc(
 
 
 def preview(repo: Repository, plan: GcPlan, *, thin: ThinResult | None = None) -> GcResult:
-    """Return what `execute` would do with ``plan``. Writes nothing.
+    """Return the result that `execute` would have with ``plan``. Writes nothing.
 
-    Counts deleted objects as if the purges had happened and no open transaction would commit. Raises as `execute`; the
-    error has the plan as ``done``.
+    Counts deleted objects as if the purges had happened and no open transaction would commit. Raises as `execute`;
+    the error has the plan as ``done``.
     """
     as_purged = {commit.txid for commit in plan.purge}
     done = GcResult(plan.forget, plan.restore, plan.purge, waiting=plan.waiting, dry_run=True, thin=thin)
@@ -395,7 +396,7 @@ def _check_first(repo: Repository, plan: GcPlan) -> None:
 
 
 def _so_far(plan: GcPlan, done: RetireProgress, tally: _Tally, thin: ThinResult | None) -> GcResult:
-    """Return what was done so far. ``waiting`` has only the checkpoints that this gc has forgotten."""
+    """Return the results so far. ``waiting`` has only the checkpoints that this gc has forgotten."""
     forgotten = {commit.txid for commit in done.forgotten}
     return GcResult(
         forgotten=tuple(done.forgotten),
@@ -409,9 +410,9 @@ def _so_far(plan: GcPlan, done: RetireProgress, tally: _Tally, thin: ThinResult 
 
 @contextmanager
 def _noting(done: Callable[[], GcResult]) -> Iterator[None]:
-    """Add what was done so far to an error or interrupt: as ``done``, and as a note in the traceback.
+    """Add the results so far to an error or interrupt: as ``done``, and as a note in the traceback.
 
-    A purge cannot be undone, so a caller must be able to know what was purged.
+    A purge cannot be undone, so a caller must be able to learn which checkpoints were purged.
     """
     try:
         yield
@@ -445,7 +446,7 @@ class _Collection:
     tally: _Tally = field(default_factory=_Tally)
 
     def run(self) -> None:
-        """Finish what an earlier gc left, then do all steps."""
+        """Finish the work of an earlier gc, then do all steps."""
         guards = commits_without_doubt(self.repo)
         paused = load_resume_state(self.repo, guards)
         if paused is not None:
@@ -518,9 +519,10 @@ def _settle_records(repo: Repository) -> None:
 
 
 def _delete(repo: Repository, sizes: Iterable[str], progress: Progress) -> None:
-    """Delete the objects, blobs first: while the manifest of a purged checkpoint exists, another gc can continue.
+    """Delete the objects. No other code deletes blobs and manifests of a store.
 
-    Live checkpoints are safe in any order, and a later gc deletes what is left.
+    Blobs go first: while the manifest of a purged checkpoint exists, another gc can continue. Live checkpoints are safe
+    in any order, and a later gc deletes what is left.
     """
     keys = sorted(sizes, key=lambda key: not key.endswith(BLOB))
     progress.expect(len(keys))
@@ -531,10 +533,10 @@ def _delete(repo: Repository, sizes: Iterable[str], progress: Progress) -> None:
 
 
 def _tidy(repo: Repository, tally: _Tally) -> None:
-    """Remove the files of closed transactions, old generations of tags, and what crashed puts left.
+    """Remove the files of closed transactions, old generations of tags, and the remains of failed puts.
 
-    This disturbs no put in progress. A folder of objects is swept only if it has no open transaction, and if it belongs
-    to a closed transaction, held a deleted object, or has no guard.
+    This disturbs no put in progress. A folder of objects is swept only if it has no open transaction, and if it
+    belongs to a closed transaction, held a deleted object, or has no guard.
     """
     closed = list_names(repo)
     _settle_records(repo)

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 
-from casckpt.base.durations import time_of
 from casckpt.base.groups import grouped
 from casckpt.base.parallel import in_parallel
+from casckpt.base.units import time_of
 from casckpt.contents import manifests
 from casckpt.errors import Conflict, Damaged, Gone, Refused
 from casckpt.format import records
@@ -45,13 +45,13 @@ _NAMED_AT_MOST = 5
 
 @dataclass(frozen=True)
 class Deferred:
-    """What a gc leaves for later, and why.
+    """A checkpoint or transaction that a gc leaves for later, and the reason.
 
     ``reason``: "young" (forgotten; may be purged after ``until``), "replaced" (the old commit of a rewrite, or a
-    rewrite that was undone; may be purged after ``until``), "tagged" (forgotten, but ``tags`` name it, until ``until``
-    if all of them expire), "unmirrored" (neither forgotten nor purged, because it is not safe in the store's mirror, or
-    the mirror is gone), or "transaction" (a save in progress that ``host`` and ``pid`` began at ``since``; gc waits for
-    its end). ``replaced``: True for an old commit of a rewrite, None otherwise.
+    rewrite that was undone; may be purged after ``until``), "tagged" (forgotten, but ``tags`` name it, until
+    ``until`` if all of them expire), "unmirrored" (neither forgotten nor purged, because it is not safe in the
+    store's mirror, or the mirror is gone), or "transaction" (a save in progress that ``host`` and ``pid`` began at
+    ``since``; gc waits for its end). ``replaced``: True for an old commit of a rewrite, None otherwise.
     """
 
     reason: str
@@ -97,7 +97,10 @@ class GcPlan:
 
 @dataclass
 class RetireProgress:
-    """What was done of a plan so far. It is filled as things happen, so that it is complete after an error."""
+    """The part of a plan that was done so far.
+
+    It is updated after each action, so that it is complete after an error.
+    """
 
     restored: list[Commit] = field(default_factory=list)
     forgotten: list[Commit] = field(default_factory=list)
@@ -130,7 +133,7 @@ def min_age_of(repo: Repository, wanted: float | None, unset: MinAge = A_DAY) ->
 
 
 def plan_of(repo: Repository, commits: CommitList, policy: Policy, run: str | None = None) -> GcPlan:
-    """Return what a gc would do; an empty plan if gc would raise."""
+    """Return the plan of a gc; an empty plan if gc would raise."""
     try:
         return plan_retiring(repo, commits, policy, min_age_of(repo, None), run)
     except (Damaged, Refused):
@@ -205,7 +208,7 @@ def _gone_since(commit: Commit, now: int) -> int:
 
 
 def kept_of(commit: Commit) -> SavedCheckpoint:
-    """Return what a policy needs of a commit."""
+    """Return the properties of a commit that a policy needs."""
     record = commit.committed
     return SavedCheckpoint(
         commit.txid, record.run, record.step, record.created_at, metrics=metric_values(record.metrics),
@@ -249,7 +252,7 @@ def _without_end(named: Mapping[str, Tag]) -> dict[str, Tag]:
 
 
 def bring_back(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
-    """Restore what ``plan`` says. Commits that were untagged or changed since are left alone.
+    """Restore the checkpoints of ``plan``. Commits that were untagged or changed since are left alone.
 
     Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
     """
@@ -273,7 +276,7 @@ def thinned_though_claimed(repo: Repository, listed: CommitList, since: int) -> 
 
 
 def _is_ruin(repo: Repository, commits: CommitList, commit: Commit) -> bool:
-    """Tell whether a commit was rewritten without a loss and its manifest is damaged. While it is live, gc raises."""
+    """Return whether a commit was rewritten without a loss and its manifest is damaged. While it is live, gc raises."""
     if commits.standin(commit) is commit:
         return False
     try:
@@ -291,15 +294,15 @@ def _waits(commit: Commit, reason: str, *, until: datetime | None = None, tags: 
 
 
 def _is_old(commit: Commit) -> bool:
-    """Tell whether a commit is the old commit of a rewrite, or a rewrite that was undone."""
+    """Return whether a commit is the old commit of a rewrite, or a rewrite that was undone."""
     return not (commit.visible or commit.is_forgotten)
 
 
 def retire(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
-    """Forget and purge what ``plan`` says, and add it to ``done``, which must be empty.
+    """Forget and purge the checkpoints of ``plan``, and add them to ``done``, which must be empty.
 
-    Commits that another process changed or tagged since are left alone. Raises `StorageError`, `Unsupported` if the
-    store requires of writers what this version does not know.
+    Commits that another process changed or tagged since are left alone. Raises `StorageError`, and `Unsupported` if
+    this version does not know a requirement of the store on writers.
     """
     chosen = _untagged(repo, plan.forget)
     announce_all(repo, chosen)
@@ -320,10 +323,10 @@ def retire(repo: Repository, plan: GcPlan, done: RetireProgress) -> None:
 
 
 def forget_and_purge(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
-    """Forget ``commits``, which are visible, and purge them at once, without a gc. Return what was forgotten.
+    """Forget ``commits``, which are visible, and purge them at once, without a gc. Return the forgotten commits.
 
-    If the settings of the store have a minimum age, the purge is left to a gc. Commits that a tag names, or that are
-    not safe in the store's mirror yet, stay as they are. Raises `StorageError`.
+    If the settings of the store have a minimum age, the purge is left to a gc. Commits that a tag names, or that
+    are not safe in the store's mirror yet, stay as they are. Raises `StorageError`.
     """
     wanted, settings = list(commits), repo.settings
     records.check_requirements(settings, repo.storage.url)

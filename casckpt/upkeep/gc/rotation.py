@@ -1,4 +1,4 @@
-"""Rotation: which checkpoints of a run are forgotten after a save.
+"""Rotation: forgets checkpoints of a run after a save.
 
 It runs after the commit. So the newest checkpoint, the tagged ones and those of fixed steps can always be loaded.
 """
@@ -21,7 +21,7 @@ _WARN_EVERY = 10  # checkpoints
 
 
 def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Container[TxId], now: int) -> list[Commit]:
-    """Return which of the ``visible`` checkpoints of one run to forget, oldest first. ``now``: in microseconds.
+    """Return the ``visible`` checkpoints of one run to forget, oldest first. ``now``: in microseconds.
 
     The newest checkpoint is the one that was saved last, also if the run was rolled back. Of two checkpoints of one
     step, the one that was saved last stays.

@@ -36,7 +36,7 @@ class Checked:
 
     @property
     def is_right(self) -> bool:
-        """Was the whole blob read, and is it what was written?"""
+        """Whether the whole blob was read and is as it was written."""
         return not self.why and not self.failed
 
 

@@ -1,4 +1,4 @@
-"""Rebuilds a damaged blob: leaves from copies of it, cells from equal cells, and the header and proof anew.
+"""Rebuilds a damaged blob: leaves from copies of it, cells from equal cells, and then its header and proof.
 
 Bytes are used only if they have the digest that the proof or a live checkpoint gives. The blob is right only if its
 hash is its name.
@@ -44,12 +44,12 @@ class RebuiltBlob:
 
     @property
     def is_whole(self) -> bool:
-        """Is ``data`` the whole blob?"""
+        """Whether ``data`` is the whole blob."""
         return bool(self.leaves) and not self.wrong
 
     @property
     def is_untouched(self) -> bool:
-        """Does the blob also hold all cells that live checkpoints have in it?"""
+        """Whether the blob also holds all cells that live checkpoints have in it."""
         return not self.missing and all(map(self.is_right, self.leaves))
 
     def part(self, offset: int, nbytes: int) -> memoryview:
@@ -57,7 +57,7 @@ class RebuiltBlob:
         return memoryview(self.data)[offset : offset + nbytes]
 
     def is_right(self, leaf: Leaf) -> bool:
-        """Tell whether ``data`` holds the bytes of a leaf."""
+        """Return whether ``data`` holds the bytes of a leaf."""
         return cell_digest(self.part(leaf.offset, leaf.nbytes)) == leaf.digest
 
     def take_proof(self, proof: bytes) -> None:
@@ -116,7 +116,7 @@ class CellSupply:
         return plain if self.cells.fetch(digest, memoryview(plain)) else None
 
     def _is_right(self, rebuilt: RebuiltBlob, cell: LiveCell) -> bool:
-        """Tell whether the blob holds the right bytes of a cell."""
+        """Return whether the blob holds the right bytes of a cell."""
         part = rebuilt.part(cell.offset, cell.nbytes)
         if cell.coded is None:
             return cell_digest(part) == cell.digest
@@ -126,7 +126,7 @@ class CellSupply:
         return self._makes(part, cell, cell.coded)
 
     def _makes(self, frame: memoryview, cell: LiveCell, coded: EncodedSource) -> bool:
-        """Tell whether a frame decodes to a cell. False if its base cannot be fetched."""
+        """Return whether a frame decodes to a cell. False if its base cannot be fetched."""
         base = None if coded.base is None else self.fetch(coded.base, coded.nbytes)
         plain = bytearray(coded.nbytes)
         try:

@@ -14,8 +14,7 @@ from typing import TypeVar
 from casckpt.contents import manifests
 from casckpt.errors import CasckptError, Damaged, Gone, NotFound, Refused, StorageError
 from casckpt.format.digest import cell_digest
-from casckpt.format.encodings.chains import decode_chain
-from casckpt.format.encodings.frames import undo
+from casckpt.format.encodings.frames import decode_chain, undo
 from casckpt.format.extents import DIGEST_BYTES, StoredCell
 from casckpt.format.keys import blob_key, parse_object
 from casckpt.format.manifest import Manifest

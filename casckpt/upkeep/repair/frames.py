@@ -13,7 +13,7 @@ from casckpt.base.parallel import in_parallel
 from casckpt.base.progress import Progress
 from casckpt.contents import manifests
 from casckpt.errors import Damaged, Gone, NotFound, Refused
-from casckpt.format.encodings.chains import decoded
+from casckpt.format.encodings.frames import decoded
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
 from casckpt.format.names import CellDigest

@@ -18,10 +18,9 @@ from casckpt.contents import blobs, manifests
 from casckpt.errors import Damaged
 from casckpt.format.blob import order
 from casckpt.format.blob_writer import LEAF_BYTES, BlobWriter, buffer_bytes, padded
-from casckpt.format.draft import placed
 from casckpt.format.extents import Frame, StoredCell, build
 from casckpt.format.keys import uploader_folder
-from casckpt.format.manifest import Manifest
+from casckpt.format.manifest import Manifest, placed
 from casckpt.format.names import TxId
 from casckpt.format.records import Committed, changed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs

@@ -24,9 +24,8 @@ from casckpt.base.groups import grouped
 from casckpt.base.progress import Progress, silent
 from casckpt.contents import blobs, manifests
 from casckpt.errors import CasckptError, Conflict, Damaged, Gone, Refused
-from casckpt.format.draft import placed
 from casckpt.format.keys import blob_key, manifest_key, parse_object, uploader_folder
-from casckpt.format.manifest import Manifest
+from casckpt.format.manifest import Manifest, placed
 from casckpt.format.names import CellDigest, ManifestId, TxId
 from casckpt.format.records import Committed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
@@ -146,10 +145,10 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class RepairResult:
-    """What a repair did. ``blobs``, ``manifests``: hashes and ids of what was repaired. ``lost``: what was not.
+    """The result of a repair. ``blobs``, ``manifests``: hashes and ids of repaired ones. ``lost``: those not repaired.
 
-    ``records``: records that are unreadable or missing. Only a copy of the store's files has them, and repair cannot
-    know whether that copy has changed since, so a user must put them back.
+    ``records``: records that are unreadable or missing. Only a copy of the store's files has them, and repair
+    cannot know whether that copy has changed since, so a user must put them back.
     """
 
     blobs: tuple[str, ...] = ()
@@ -161,7 +160,7 @@ class RepairResult:
 
     @property
     def is_damaged(self) -> bool:
-        """Is anything still damaged?"""
+        """Whether anything is still damaged."""
         return bool(self.lost or self.lost_manifests or self.records)
 
 

@@ -1,4 +1,4 @@
-"""The verify command: reads what live checkpoints need, compares it with its hashes, and marks damaged blobs."""
+"""The verify command: reads what live checkpoints need, compares it with the hashes, and marks damaged blobs."""
 
 from __future__ import annotations
 
@@ -117,11 +117,11 @@ class UnreadBlob(NamedTuple):
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What was read, and what is wrong. ``checked_bytes``: of blobs, read and hashed. ``blobs``: all needed ones.
+    """The result of a verification. ``checked_bytes``: of blobs, read and hashed. ``blobs``: all needed ones.
 
-    ``damaged``: with ``decode`` also blobs that are what was written, but hold a frame of another cell.
-    ``decoded_bytes``: of encoded cells and their bases, with ``decode``. ``repaired``: blobs that had a mark and are
-    right. ``unsigned``: checkpoints without a signature that the store was opened to require.
+    ``damaged``: with ``decode`` also blobs with right bytes but a frame of another cell. ``decoded_bytes``: of
+    encoded cells and their bases, with ``decode``. ``repaired``: blobs that had a mark and are right. ``unsigned``:
+    checkpoints without a signature that the store was opened to require.
     """
 
     checked_blobs: int = 0
@@ -138,13 +138,16 @@ class VerifyResult:
 
     @property
     def is_damaged(self) -> bool:
-        """Is anything missing or different from what was written?"""
+        """Whether any object is missing or differs from what was written."""
         return bool(self.damaged or self.manifests or self.records)
 
 
 @dataclass
 class Survey:
-    """What checkpoints need. ``sizes``: of the blobs, by name. ``broken``: checkpoints with a damaged manifest."""
+    """The objects that checkpoints need. ``sizes``: of the blobs, by name.
+
+    ``broken``: checkpoints with a damaged manifest.
+    """
 
     commits: list[Commit] = field(default_factory=list)
     sizes: dict[Name, int] = field(default_factory=dict)

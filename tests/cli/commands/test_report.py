@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import casckpt
-from casckpt.base.sizes import format_size
+from casckpt.base.units import format_size
 from tests.cli.conftest import AsJson, Run
 
 

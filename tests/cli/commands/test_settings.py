@@ -90,3 +90,16 @@ def test_init_creates_a_store_with_its_sizes_once(store_path: Path, as_json: AsJ
     assert casckpt.open(store_path).repository.marker.store_id == made["store_id"]
     assert as_json("init", store_path, status=5)["error"]["kind"] == "conflict"
     assert "not a size" in run("init", store_path, "--cell-size", "big", status=2).stderr
+
+
+def test_reindex_rebuilds_the_catalogue(saved: Path, tmp_path: Path, as_json: AsJson) -> None:
+    found = as_json("reindex", saved, "--cache-dir", tmp_path / "cache")
+    assert found["checkpoints"] == 4
+    assert Path(found["path"]).is_relative_to(tmp_path / "cache")
+    assert Path(found["path"]).is_file()
+
+
+def test_reindex_fails_without_a_place_for_the_catalogue(saved: Path, tmp_path: Path, run: Run) -> None:
+    (tmp_path / "file").touch()
+    said = run("reindex", saved, "--cache-dir", tmp_path / "file" / "below", status=1).stderr
+    assert "catalogue.sqlite cannot be written" in said.splitlines()[-1]

@@ -72,3 +72,31 @@ def test_show_names_the_options_that_list_all_tensors(store: casckpt.Store, stor
     store.save({f"w{number}": torch.zeros(1) for number in range(30)}, run="many", step=1)
     assert "--tensors lists them" in run("show", store_path, "many@1").stdout
     assert "--tensors lists them" not in run("show", store_path, "many@1", "--tensors").stdout
+
+
+# looking
+
+
+def test_diff_prints_keys_and_bytes(saved: Path, as_json: AsJson, run: Run) -> None:
+    found = as_json("diff", saved, "a@1", "a@3")
+    assert {name: found[name] for name in ("added", "removed", "changed", "unchanged")} == {
+        "added": [], "removed": [], "changed": ["own"], "unchanged": ["shared"],
+    }  # fmt: skip
+    assert found["bytes_changed"] == 4000
+    found = as_json("diff", saved, "a@1", "b@1")
+    assert (found["added"], found["removed"], found["bytes_added"]) == (["other"], ["own"], 12)
+    assert "~ own  bytes, 3.9 KiB" in run("diff", saved, "a@1", "a@3").stdout
+
+
+# lists
+
+
+def test_diff_of_one_checkpoint_compares_with_its_parent(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
+) -> None:
+    found = as_json("diff", saved, "a@3")
+    assert (found["old"]["step"], found["new"]["step"], found["changed"]) == (2, 3, ["own"])
+    assert "a@1 has no parent" in run("diff", saved, "a@1", status=3).stderr
+    store.forget("a@1", "a@2")
+    store.gc(min_age=0)
+    assert "is gone; name another checkpoint" in run("diff", saved, "a@3", status=3).stderr

@@ -19,9 +19,8 @@ pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
 import casckpt
 from casckpt.errors import StorageError
 from casckpt.frontends.serve import leases, sending
-from casckpt.frontends.serve.folders import ServedFolders
+from casckpt.frontends.serve.folders import FileSpan, ServedFolders
 from casckpt.frontends.serve.names import commit_of
-from casckpt.frontends.serve.ranges import FileSpan
 from casckpt.frontends.serve.sending import RangeReader, RangeResponse, Window
 from casckpt.store.store import Store
 from tests.support.saves import blob_keys, flip, small_folder

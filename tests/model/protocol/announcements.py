@@ -1,13 +1,13 @@
-"""Announcements: the log of a run, by which a save learns what changed without listing all of commits/.
+"""Announcements: the log of a run, by which a save learns of changes without a listing of commits/.
 
-Before anybody creates the record N of a transaction, he announces (txid, N) at the next free number of the run's log. A
-host remembers up to which number it has read, what it knows of each transaction, and which announcements are undecided:
-those whose record it has not found yet. A look reads on in the run's log until there is nothing more, and then reads on
-in the logs of all undecided ones.
+Before a process creates record N of a transaction, it announces (txid, N) at the next free number of the run's log. A
+host remembers the last number that it has read, the known records of each transaction, and the undecided announcements:
+those whose record it has not found yet. To follow a run, it reads the run's log to its end, and then the logs of all
+undecided announcements.
 
-A look must be as good as a listing that begins when it begins; then what `tests.model.commit_gc_model` proves of saves
-that list commits holds of saves that look. What need not be announced: `revoked` and `kept`, for they change nothing
-that was visible or known; and they decide what was announced.
+Following must show the same as a listing that begins at the same time. Then the results of
+`tests.model.commit_gc_model` for saves that list commits hold for saves that follow. `revoked` and `kept` need no
+announcement. They change nothing that was visible or known, and they decide what was announced.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.model.protocol.explorer import (
 from tests.model.protocol.logs import FORGOTTEN, KEPT, PURGED, RESTORED, REVOKED, append
 
 MUTANTS = {
-    "announced_after": "a record is announced when it is there",
+    "announced_after": "a record is announced after it exists",
     "txid_cursor": "a host lists commits behind the greatest txid that it has seen",
     "not_numbered": "a kind is announced and no number, and a record of that kind decides it",
     "reads_once": "what was announced is read once, and counts as decided then",
@@ -47,17 +47,17 @@ COMMITTED = "committed"
 
 
 class Rules(NamedTuple):
-    """``lost``: puts into the run's log may have no answer, and arrive later, or never."""
+    """``lost``: puts into the run's log may have no answer, and arrive later or never."""
 
     mutant: str = ""
     lost: bool = False
 
 
-# -- who changes something
+# -- writers
 
 
 def changes(rules: Rules, plan: tuple[tuple[str, str], ...], *, joined: bool = False) -> Program:
-    """Creates records of these (txid, kind), one after the other. ``joined``: others create the same."""
+    """Create records of these (txid, kind) in order. ``joined``: others create the same."""
     if not plan:
         return None
     (txid, kind), *_ = plan
@@ -71,7 +71,7 @@ def changes(rules: Rules, plan: tuple[tuple[str, str], ...], *, joined: bool = F
 
 
 def announces(rules: Rules, plan: tuple[tuple[str, str], ...], record: int, number: int, after: bool) -> Program:
-    """Takes the next free number of the run's log; of one without an answer it first finds out whose it is."""
+    """Take the next free number of the run's log. If a number has no answer, find its owner first."""
     txid, kind = plan[0]
     mine = (txid, record, kind)
     follow = goto(changes, rules, plan[1:]) if after else goto(records, rules, plan, record)
@@ -81,11 +81,12 @@ def announces(rules: Rules, plan: tuple[tuple[str, str], ...], record: int, numb
     won = yield create(("runs", number), mine, lost=rules.lost)
     if won is None and rules.mutant == "skips_number":
         won = yield create(("runs", number + 1), mine)
-    return follow if won else goto(announces, rules, plan, record, number, after)  # until somebody has it
+    return follow if won else goto(announces, rules, plan, record, number, after)  # until some process has it
 
 
 def records(rules: Rules, plan: tuple[tuple[str, str], ...], number: int) -> Program:
-    """Creates what was announced. Who finds it taken has lost, and announces before he tries another number."""
+    """Create an announced record. A process that finds it taken has lost, and announces the next number before it
+    retries."""
     txid, kind = plan[0]
     won = yield append(txid, number, kind)
     if won and rules.mutant == "announced_after":
@@ -101,13 +102,14 @@ def retries(rules: Rules, plan: tuple[tuple[str, str], ...], number: int) -> Pro
 
 
 def revokes(txid: str) -> Program:
-    """A gc gives up on a transaction, and tells nobody."""
+    """A gc revokes a transaction without an announcement."""
     yield append(txid, 0, REVOKED)
     return None
 
 
 def settles() -> Program:
-    """A gc, when all have ended or died: what was announced and never came is decided by a record that says nothing."""
+    """When all others have ended or died, a gc fills each announced record that never came with one that changes
+    nothing."""
     yield when_quiet()
     return goto(settles_one)
 
@@ -125,11 +127,11 @@ def settles_one() -> Program:
     return goto(settles_one)
 
 
-# -- who looks
+# -- followers
 
 
 class Memory(NamedTuple):
-    """What a host knows. ``read``: numbers of the run's log; ``logs``: records of each txid; ``open``: undecided."""
+    """The memory of a host. ``read``: numbers of the run's log. ``logs``: records of each txid. ``open``: undecided."""
 
     read: int
     logs: tuple[tuple[str, tuple[str, ...]], ...]
@@ -143,7 +145,7 @@ class Memory(NamedTuple):
 
 
 def host(rules: Rules, memory: Memory, looks: int) -> Program:
-    """Looks so many times."""
+    """Follow the run this many times."""
     if not looks:
         return None
     yield look("BEGINS to look", lambda store: None, lambda store, _: store.with_(("ghost", "shown"), _shown(store)))
@@ -157,7 +159,7 @@ def host(rules: Rules, memory: Memory, looks: int) -> Program:
 
 
 def _shown(store: Store) -> frozenset[Any]:
-    """What a listing would show now, but for what need not be known."""
+    """Return the listing at this instant, without what followers need not know."""
     return frozenset(key for key, kind in store.under("commits").items() if kind not in {REVOKED, KEPT})
 
 
@@ -176,7 +178,7 @@ def reads_run(rules: Rules, memory: Memory, looks: int) -> Program:
 
 
 def reads_logs(rules: Rules, memory: Memory, looks: int, todo: tuple[Any, ...], first: bool) -> Program:
-    """Reads on in each log, record by record, until there is none."""
+    """Read on in each log, record by record, to its end."""
     if not todo:
         return goto(reads_run if first else has_looked, rules, memory, looks)
     txid, number, kind = todo[0]
@@ -209,7 +211,7 @@ def has_looked(rules: Rules, memory: Memory, looks: int) -> Program:
     return goto(host, rules, memory, looks - 1)
 
 
-# -- what must hold
+# -- invariants
 
 AS_A_LISTING = Invariant(
     "A look knows every record that was there when it began.", lambda store: not store.get("ghost", "missed")
@@ -233,8 +235,8 @@ def model(
     lost: bool = False,
     quiet: bool = False,
 ) -> Model:
-    """``plans``: of each process; ``joined``: txids that two processes work on; ``quiet``: processes may die, a gc
-    settles what they leave, and nobody looks."""
+    """``plans``: of each process. ``joined``: txids that two processes work on. ``quiet``: processes may die, a gc
+    settles their announcements, and no process follows."""
     rules = Rules(mutant, lost)
     memory = Memory(1, (("T", (COMMITTED,)),))
     found = [] if quiet else [Process("host", goto(host, rules, memory, looks))]
@@ -255,6 +257,9 @@ def joins(rules: Rules, txid: str) -> Program:
     return (yield from changes(rules, ((txid, COMMITTED),), joined=True))
 
 
-LATE = ((("W", COMMITTED),), (("A", COMMITTED),))  # a save; and a copy of an old one, or a transaction begun long ago
+LATE = (
+    (("W", COMMITTED),),
+    (("A", COMMITTED),),
+)  # a save; and a copy of an old checkpoint, or a transaction begun long ago
 TOGGLES = ((("T", FORGOTTEN), ("T", RESTORED), ("T", FORGOTTEN)),)
 RACES = ((("T", FORGOTTEN),), (("T", FORGOTTEN), ("T", PURGED)))

@@ -1,4 +1,4 @@
-"""What the tests of all concerns ask: that a model holds, that things happen in it, that its mutants die of it."""
+"""Checks of all concerns: a model holds, certain steps happen in it, and its mutants fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Setups = Mapping[str, Mapping[str, Any]]
 
 
 def check_holds(made: Model, happens: tuple[str, ...] = (), *, limit: int = 200_000) -> None:
-    """No invariant breaks; and each of ``happens`` stands in a step, for a model in which nothing happens holds too."""
+    """Check that no invariant breaks and that each of ``happens`` occurs. A model without steps would hold too."""
     verdict = explore(made, limit=limit)
     assert not verdict.broken, f"{verdict.broken}\n" + "\n".join(verdict.trace)
     missing = [what for what in happens if not any(what in label for label in verdict.done)]
@@ -20,5 +20,5 @@ def check_holds(made: Model, happens: tuple[str, ...] = (), *, limit: int = 200_
 
 
 def check_dies(made: Model, says: str) -> None:
-    """The invariant that ``says`` this breaks, and no other before it."""
+    """Check that the invariant with this text breaks, and no other before it."""
     assert explore(made, limit=200_000).broken == says

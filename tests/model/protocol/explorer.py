@@ -1,12 +1,12 @@
 """An explicit-state explorer: programs over a store, and every interleaving of their storage operations.
 
-A program is a generator. It yields one storage operation at a time and is sent its result; between two operations any
-other process may run, or it may never run again. It ends by returning None, or `Goto` another program with what that
-one needs to know: what was learned before and is not handed on is forgotten, so states meet again.
+A program is a generator. It yields one storage operation at a time and receives its result. Between two operations any
+other process may run, or the program may never run again. It ends by returning None, or `Goto` another program with the
+values that this one needs. All other values are forgotten, so that states coincide.
 
-All values (keys, records, arguments, results) are immutable and compared by value. A process is known by its program,
-its arguments and the results so far, and is played again from there; so a program must not look at anything else.
-Stores and processes are numbered, and what one does to the other is computed once.
+All values (keys, records, arguments, results) are immutable and compared by value. A process is identified by its
+program, its arguments and the results so far, and is replayed from them. So a program must not depend on anything else.
+Stores and processes are numbered, and the effect of one on the other is computed once.
 
 Partial-order reduction: where a process is about to make a choice that touches no storage, only that process moves.
 """
@@ -26,7 +26,7 @@ State: TypeAlias = tuple[int, ...]
 
 
 class Store:
-    """What lies in the storage, and the ghosts: facts that no process can read, for invariants alone."""
+    """The content of the storage, and ghosts: facts that only invariants can read."""
 
     __slots__ = ("_hash", "objects")
 
@@ -44,7 +44,7 @@ class Store:
         return self.objects.get(key)
 
     def under(self, *prefix: Any) -> dict[Key, Any]:
-        """All below ``prefix``, without it."""
+        """Return all keys below ``prefix``, without it."""
         size = len(prefix)
         return {key[size:]: value for key, value in self.objects.items() if key[:size] == prefix}
 
@@ -56,7 +56,7 @@ class Store:
 
 
 class Outcome(NamedTuple):
-    """One way in which an operation may end."""
+    """One possible end of an operation."""
 
     label: str
     store: Store
@@ -64,7 +64,8 @@ class Outcome(NamedTuple):
 
 
 class Op(NamedTuple):
-    """A storage operation. ``private``: it neither reads nor changes the store. ``last``: only when others ended."""
+    """A storage operation. ``private``: it neither reads nor changes the store. ``last``: it runs only after all others
+    ended."""
 
     run: Callable[[Store], Iterable[Outcome]]
     private: bool = False
@@ -86,7 +87,7 @@ def goto(program: Callable[..., Program], *args: Any) -> Goto:
 
 
 def create(key: Key, value: Any, ghost: Ghost = lambda store, _: store, *, lost: bool = False) -> Op:
-    """A put that creates: True, or False where the key is taken. ``lost``: or None, and it arrives later, or never."""
+    """An exclusive put: True, or False if the key is taken. ``lost``: or None, and it arrives later or never."""
 
     def run(store: Store) -> Iterable[Outcome]:
         name = "/".join(map(str, key))
@@ -101,7 +102,7 @@ def create(key: Key, value: Any, ghost: Ghost = lambda store, _: store, *, lost:
 
 
 def look(label: str, see: Callable[[Store], Any], ghost: Ghost = lambda store, _: store) -> Op:
-    """A get, or one page of a listing, and what the process makes of it."""
+    """A get, or one page of a listing, and its result for the process."""
 
     def run(store: Store) -> Iterable[Outcome]:
         found = see(store)
@@ -115,23 +116,23 @@ def delete(key: Key) -> Op:
 
 
 def replace(key: Key, value: Any) -> Op:
-    """What no store may do to a key, but for the clock of the model and mutants."""
+    """An overwrite, which only the model's clock and mutants may use."""
     return Op(lambda store: [Outcome(f"sets {'/'.join(map(str, key))} to {value}", store.with_(key, value))])
 
 
 def choose(options: Iterable[Any]) -> Op:
-    """Any of the options; nobody else notices. No option at all: the process stands still for ever."""
+    """Choose any of the options. Other processes do not notice. Without an option, the process stops for ever."""
     made = tuple(options)
     return Op(lambda store: [Outcome(f"chooses {one}", store, one) for one in made], private=True)
 
 
 def when_quiet() -> Op:
-    """Waits until all others have ended or died."""
+    """Wait until all others have ended or died."""
     return Op(lambda store: [Outcome("is alone", store)], last=True)
 
 
 def network() -> Program:
-    """Delivers late what a client has given up on, as long as nobody has its name."""
+    """Deliver puts late after their client gave up, as long as their name is free."""
 
     def run(store: Store) -> Iterable[Outcome]:
         for (key,), value in store.under("flying").items():
@@ -145,9 +146,11 @@ def network() -> Program:
 
 @dataclass(frozen=True)
 class Process:
-    """``mortal``: it may die, for those who wait until it has ended. ``daemon``: it never ends, nobody waits for it.
+    """``mortal``: it may die, for processes that wait for its end. ``daemon``: it never ends, and no process waits for
+    it.
 
-    One that is not mortal may still stop for ever: what is true of each state is true where it never moves again.
+    A process that is not mortal may still stop for ever: an invariant of each state also holds where it never moves
+    again.
     """
 
     name: str
@@ -157,7 +160,8 @@ class Process:
 
 
 class Invariant(NamedTuple):
-    """``says``: what holds. ``holds``: of a store; of (process, store before, store after) for one of steps."""
+    """``says``: the invariant in words. ``holds``: of a store, or of (process, store before, store after) for a
+    step."""
 
     says: str
     holds: Callable[..., bool]
@@ -165,7 +169,8 @@ class Invariant(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """``always``: of each state; ``steps``: of each step; ``at_end``: of states in which all have ended or died."""
+    """``always``: of each state. ``steps``: of each step. ``at_end``: of states in which all processes have ended or
+    died."""
 
     store: Store
     processes: Sequence[Process]
@@ -180,9 +185,9 @@ TOO_LARGE = "too large"
 
 @dataclass
 class Verdict:
-    """``broken``: the first invariant that breaks, and ``trace`` how; "" if none does. ``done``: all labels seen.
+    """``broken``: the first invariant that breaks, or "". ``trace``: the steps to it. ``done``: all labels seen.
 
-    One that was not walked to its end is neither safe nor unsafe.
+    A verdict of an incomplete exploration is neither safe nor unsafe.
     """
 
     broken: str
@@ -202,7 +207,7 @@ def _ended() -> Program:
 
 
 class _Node(NamedTuple):
-    """Where a process stands. ``op``: what it does next, None if it has ended."""
+    """The position of a process. ``op``: its next operation, or None at its end."""
 
     process: int
     program: Callable[..., Program]
@@ -235,7 +240,7 @@ class _Explorer:
         return (self._store(self.model.store), *nodes)
 
     def steps(self, state: State) -> Iterable[tuple[int, _Step]]:
-        """(index of the process in the state, what it does)."""
+        """Return (index of the process in the state, its steps)."""
         found = []
         for index, node in enumerate(state[1:], 1):
             op = self.nodes[node].op
@@ -296,7 +301,7 @@ class _Explorer:
         return self._at(node.process, Goto(node.program, node.args), (*node.results, result))
 
     def _at(self, process: int, to: Goto, results: tuple[Any, ...]) -> int:
-        """The node of a process that has run ``to`` and was sent ``results``."""
+        """Return the node of a process that has run ``to`` and received ``results``."""
         known = self.node_numbers.get((process, to.program, to.args, results))
         if known is not None:
             return known
@@ -312,7 +317,7 @@ class _Explorer:
 
 
 def explore(model: Model, *, limit: int = 1_000_000, deep: bool = False) -> Verdict:
-    """Walk all states until an invariant breaks, breadth first unless ``deep``; "too large" is broken, too."""
+    """Explore all states until an invariant breaks, breadth first unless ``deep``. "too large" counts as broken."""
     walker = _Explorer(model)
     first = walker.first()
     came_from: dict[State, tuple[State | None, str]] = {first: (None, "")}

@@ -1,11 +1,11 @@
 """Tags and tags that expire (leases) against forget, restore, purge and rewrites.
 
-A tag is a name with numbered generations, of which the highest counts. Each names the id "X"; some expire, some never.
-Whoever sets one puts it, and then reads what the logs say: it is *granted* if X is visible then. gc reads the record
-that allows a purge, then the clock, then lists the tags, then takes the number right behind that record.
+A tag is a name with numbered generations, of which the highest counts. Each names the id "X". Some expire, some never.
+A process that sets a tag puts it and then reads the logs. The tag is *granted* if X is visible then. gc reads the
+record that allows a purge, then the clock, then lists the tags, then takes the number right after that record.
 
-Time is a number that grows; a lease is over when its `expires` is less than the clock. Too early an end is no harm, so
-the invariants speak of the true clock, and foreign clocks are not modelled: their error is the hour of slack.
+Time is a number that grows. A lease is over when its `expires` is less than the clock. An early end does no harm, so
+the invariants use the true clock. Foreign clocks are not modelled: the hour of slack covers their error.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Tag(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """``torn``: a listing of tags takes its time."""
+    """``torn``: a listing of tags is not atomic."""
 
     mutant: str = ""
     torn: bool = False
 
 
 def clock(until: int) -> Program:
-    """Time passes, at any instant."""
+    """Advance time, at any instant."""
 
     def tick(store: Store) -> Iterable[Outcome]:
         now = store.get("clock")
@@ -76,23 +76,23 @@ def clock(until: int) -> Program:
     return goto(clock, until)
 
 
-# -- who holds
+# -- holders
 
 
 def entries(now: Logs) -> str:
-    """What is visible of X holds these entries."""
+    """The visible commit of X has these entries."""
     found = now.visible()
     return now.get(found[0])[0].has if found else ""
 
 
 def _named(store: Store) -> str:
-    """The txid that a new tag on X gets."""
+    """Return the txid that a new tag on X gets."""
     now = logs(store)
     return next(iter((*now.visible(), *now.live())), "")
 
 
 class Lease(NamedTuple):
-    """One under way. ``left``: when its next generations expire, and then those of later leases. ``has``: entries."""
+    """A lease in progress. ``left``: expiries of its next generations, then those of later leases. ``has``: entries."""
 
     name: str
     txid: str
@@ -105,7 +105,7 @@ class Lease(NamedTuple):
 
 
 def holder(rules: Rules, name: str, leases: tuple[tuple[int, ...], ...]) -> Program:
-    """One lease after the other, under one name; each is renewed once for each `expires` behind its first."""
+    """Hold one lease after the other under one name. Renew each once for each `expires` after its first."""
     if not leases:
         return None
     txid = yield look("lists commits", _named)
@@ -114,7 +114,7 @@ def holder(rules: Rules, name: str, leases: tuple[tuple[int, ...], ...]) -> Prog
 
 
 def sets_lease(rules: Rules, lease: Lease) -> Program:
-    """The put comes first, then the look at the logs; only who finds X visible has the lease."""
+    """Put the tag, then read the logs. The holder has the lease only if X is visible."""
     if rules.mutant == "log_first":
         seen = yield from listing(torn=rules.torn)
         yield create(*lease.generation())
@@ -135,7 +135,7 @@ def is_granted(rules: Rules, lease: Lease) -> Program:
 
 
 def renews(rules: Rules, lease: Lease, before: int) -> Program:
-    """The next generation. If the last one was over when this was there, it must be granted anew."""
+    """Put the next generation. If the previous one was over by then, the lease must be granted again."""
     yield create(*lease.generation())
     in_time = True
     if rules.mutant != "late_renewal":
@@ -146,7 +146,7 @@ def renews(rules: Rules, lease: Lease, before: int) -> Program:
 
 
 def _entries_for(seen: Logs, rules: Rules) -> str:
-    """Entries of X, if it is to be granted."""
+    """Return the entries of X if the lease can be granted."""
     if rules.mutant == "grants_forgotten" and seen.live():
         return str(seen.get(seen.live()[0])[0].has)
     return entries(seen)
@@ -161,7 +161,7 @@ def _granted(store: Store, lease: Lease, expires: int) -> Store:
 
 
 def tagger(rules: Rules, name: str) -> Program:
-    """Sets a permanent tag. One on a forgotten checkpoint restores it; of what was purged meanwhile there is none."""
+    """Set a permanent tag. A tag on a forgotten checkpoint restores it. A purged checkpoint gets none."""
     txid = yield look("lists commits", _named)
     tag = Lease(name, txid, 0, ((NEVER,),))
     if rules.mutant == "log_first":
@@ -187,11 +187,11 @@ def _restorable(now: Logs) -> tuple[str, int] | None:
     return (gone[-1], now.number(gone[-1])) if gone else None
 
 
-# -- who purges
+# -- purges
 
 
 def gc(rules: Rules, records: int = 1) -> Program:
-    """Step 1, once for each record that it creates."""
+    """Run step 1, once for each record that it creates."""
     if not records:
         return None
     if rules.mutant == "tags_first":
@@ -207,13 +207,13 @@ def gc_reads_logs(rules: Rules, records: int, named: Any) -> Program:
 
 
 def _due(now: Logs, rules: Rules) -> Iterable[tuple[str, int, str, bool]]:
-    """(txid, number, record, do tags bar it): what is void has another that stands for its id."""
+    """Return (txid, number, record, whether tags protect it). A void commit has another that stands for its id."""
     for txid, number, record in rewrites.actions(now):
         yield txid, number, record, record == PURGED and not now.is_void(txid) and _needs(now, txid, rules)
 
 
 def _needs(now: Logs, txid: str, rules: Rules) -> bool:
-    """Does the purge of what was forgotten, or replaced, take anything away that a tag may count on?"""
+    """Report whether the purge of a forgotten or replaced commit removes anything that a tag may count on."""
     state = now.state(txid)
     if isinstance(state, Replaced):
         first = now.get(state.by)[0]
@@ -242,7 +242,7 @@ def gc_lists_tags(rules: Rules, records: int, txid: str, number: int) -> Program
 
 
 def _tags(rules: Rules, now: int | None) -> Generator[Op, Any, frozenset[str]]:
-    """Txids of the tags that count at ``now``; None: at the clock after the listing."""
+    """Return the txids of the tags that count at ``now``. None: at the clock after the listing."""
     before: frozenset[Any] = frozenset()
     if rules.torn:
         before = yield look("begins to list tags", lambda store: frozenset(store.under("tags")))
@@ -257,13 +257,13 @@ def _tags(rules: Rules, now: int | None) -> Generator[Op, Any, frozenset[str]]:
 
 
 def _counting(store: Store, newest: list[Any], now: int) -> frozenset[str]:
-    """What is gone since it was listed was over."""
+    """A tag that vanished since the listing was over."""
     found = [tag for key in newest if (tag := store.get("tags", *key))]
     return frozenset(tag.txid for tag in found if tag.expires >= now)
 
 
 def _listed(store: Store, before: frozenset[Any] | None) -> Iterable[Outcome]:
-    """What is put or deleted while a listing runs may be in it or not; of what is deleted, the worst is shown."""
+    """A listing may or may not contain what changes while it runs. For deletions, the worst case is shown."""
     now = store.under("tags").keys()
     late = sorted(now - before) if before is not None else []
     for count in range(len(late) + 1):
@@ -273,7 +273,7 @@ def _listed(store: Store, before: frozenset[Any] | None) -> Iterable[Outcome]:
 
 
 def gc_purges(rules: Rules, records: int, txid: str, number: int, named: frozenset[str]) -> Program:
-    """Tags bar by id; all of a model name X, so any tag does that claims what this one has."""
+    """Tags protect by id. All tags of a model name X, so any tag protects whose entries this commit has."""
     barred: Any = yield look("judges the tags", lambda store: _claimed(logs(store), txid, named, rules))
     if rules.mutant == "bars_own_txid":
         barred = yield look("follows the tags", lambda store: txid in _followed(logs(store), named))
@@ -288,19 +288,20 @@ def gc_purges(rules: Rules, records: int, txid: str, number: int, named: frozens
 
 
 def _claimed(now: Logs, txid: str, named: frozenset[str], rules: Rules) -> bool:
-    """Was any of the tags set on something else than what this was rewritten to, and still is?"""
+    """Report whether any tag was set on a commit that this one no longer replaces."""
     behind = _followed(now, frozenset([txid])) - {txid} if isinstance(now.state(txid), Replaced) else frozenset()
     return any(not (tag in behind and (now.stands(tag) or rules.mutant == "void_claims_less")) for tag in named)
 
 
 def _followed(now: Logs, named: frozenset[str]) -> frozenset[str]:
-    """These, what replaced them, what replaced that."""
+    """Return these txids, their replacements, and so on."""
     new = {record.by for txid in named for record in now.get(txid) if isinstance(record, Replaced)}
     return named if new <= named else _followed(now, named | new)
 
 
 def cleaner(rules: Rules, name: str) -> Program:
-    """Deletes the generations of a name, once its newest one is over. That stays, or its number would be used again."""
+    """Delete the old generations of a name once its newest one is over. The newest stays, since its number must not be
+    reused."""
 
     def over(store: Store) -> tuple[int, ...]:
         numbers = sorted(_generations(store, name))
@@ -320,11 +321,11 @@ def cleans(name: str, found: tuple[int, ...]) -> Program:
     return None
 
 
-# -- what must hold
+# -- invariants
 
 
 def holds_what_was_granted(store: Store) -> bool:
-    """For each lease and tag that was granted, is not over, and whose name nobody has set anew since."""
+    """Each granted lease or tag holds until it is over or its name is set again."""
     now = logs(store)
     there = [set(now.get(txid)[0].has) for txid in now.live()]
     newest: dict[str, int] = dict(sorted(store.under("tags")))
@@ -339,7 +340,7 @@ HELD = Invariant(
 
 
 def user(times: tuple[str, ...]) -> Program:
-    """Forgets and restores, in this order; whatever of X there is to do that with."""
+    """Forget and restore in this order, on any commit of X that allows it."""
     if not times:
         return None
 
@@ -364,7 +365,7 @@ def user_acts(times: tuple[str, ...], found: tuple[tuple[str, int], ...]) -> Pro
 
 
 def rewriter(kept: tuple[str, ...], names: str = "VW") -> Program:
-    """Thins X, or repairs it, once for each of ``kept``: the entries that are left."""
+    """Thin or repair X, once for each of ``kept``: the remaining entries."""
     if not kept:
         return None
     adds = "g" in kept[0]  # as a mutant does
@@ -399,8 +400,8 @@ def model(
     torn: bool = False,
     records: int = 1,
 ) -> Model:
-    """``leases``: when each generation of each expires. ``does``: what a user does. ``rewrite``: entries
-    that each rewrite keeps. ``records``: that the gc may create."""
+    """``leases``: expiries of the generations of each. ``does``: actions of a user. ``rewrite``: the entries that each
+    rewrite keeps. ``records``: the records that the gc may create."""
     rules = Rules(mutant, torn)
     found = [Process("gc", goto(gc, rules, records))]
     found += [Process("holder", goto(holder, rules, "lease", leases))] if leases else []

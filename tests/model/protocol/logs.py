@@ -1,10 +1,10 @@
-"""What the records in commits/ say in the next format: which commits live, which stand for their id, which are seen.
+"""The records in commits/ in the next format: which commits live, which stand for their id, which are visible.
 
 A log is a tuple of records, `Committed` first, at the keys ("commits", txid, N). A rewrite names, in `replaces`, the
-txid of its base and the number N of the base's next record. It *stands* from the instant in which the record N of the
-base is `replaced` by it, until a `restored` behind that takes it back. It is *void* once it can never stand again: N
-holds something else, or there is a `restored` behind N, or its base is void. Void is for ever, so nobody can be wrong
-about it who has once read it.
+txid of its base and the number N of the base's next record. It *stands* from the instant at which the record N of the
+base is `replaced` by it, until a later `restored` undoes that. It is *void* once it can never stand again: N holds
+something else, or there is a `restored` after N, or its base is void. Void is permanent, so a reader that has seen it
+once may rely on it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Log = tuple[Any, ...]
 
 
 class Logs(NamedTuple):
-    """Some listing of commits/. ``mutant``: what is read wrongly, see the tests."""
+    """A listing of commits/. ``mutant``: a wrong way to read it, see the tests."""
 
     of: tuple[tuple[str, Log], ...]
     mutant: str = ""
@@ -50,11 +50,11 @@ class Logs(NamedTuple):
         return [txid for txid, log in self.of if isinstance(log[0], Committed) and log[0].id == id]
 
     def state(self, txid: str) -> Any:
-        """The last record that counts; `kept` takes a number and says nothing."""
+        """The last record that counts. `kept` takes a number and changes nothing."""
         return next((record for record in reversed(self.get(txid)) if record != KEPT), None)
 
     def number(self, txid: str) -> int:
-        """Where the next record goes."""
+        """The number of the next record."""
         return len(self.get(txid))
 
     def lives(self, txid: str) -> bool:
@@ -97,7 +97,7 @@ class Logs(NamedTuple):
         return [txid for txid in self.txids(id) if self.lives(txid)]
 
     def latest(self) -> str:
-        """Id of the visible checkpoint that was saved last: by the txid of its first save, wherever it lies now."""
+        """The id of the visible checkpoint that was saved last, by the txid of its first save."""
         seen = [(txid, log[0]) for txid, log in self.of if isinstance(log[0], Committed) and self.is_visible(txid)]
         by_txid = self.mutant == "latest_by_txid"
         order = sorted((txid if by_txid else first.origin or txid, first.id) for txid, first in seen)
@@ -111,10 +111,10 @@ def logs(store: Store, mutant: str = "", where: str = "commits") -> Logs:
 
 
 def listing(mutant: str = "", *, torn: bool = False) -> Generator[Op, Any, Logs]:
-    """List commits/. A ``torn`` listing takes its time: of what is put meanwhile it shows any part, in any order.
+    """List commits/. A ``torn`` listing is not atomic: it shows any subset of concurrent puts.
 
-    A record that the listing lacks although others speak of it is there, and is read by its key: what is below the
-    highest number of a log, and the log of a rewrite that replaced something.
+    If the listing lacks a record that others name, the record is read by its key. This covers gaps below the highest
+    number of a log, and the log of a rewrite that replaced something.
     """
     if not torn:
         found: Logs = yield look("lists commits", lambda store: logs(store, mutant))
@@ -142,7 +142,7 @@ def _shown(records: Mapping[Any, Any], keys: Iterable[Any]) -> Shown:
 
 
 def lacks(shown: Shown, mutant: str = "") -> set[Any]:
-    """Keys of records that must be there, for others speak of them."""
+    """Return the keys of records that must exist because others name them."""
     keys = {key for key, _ in shown}
     below = {(txid, lower) for txid, number in keys for lower in range(number)}
     replacing = {(record.by, 0) for _, record in shown if isinstance(record, Replaced)}
@@ -155,7 +155,7 @@ def _fill(shown: Shown, mutant: str) -> Op:
 
 
 def _filled(store: Store, shown: Shown, mutant: str) -> Shown:
-    """With the logs of which something is lacking, as they are now."""
+    """Return the logs with gaps as they are now."""
     names, now = {txid for txid, _ in lacks(shown, mutant)}, store.under("commits")
     return shown | _shown(now, [key for key in now if key[0] in names])
 
@@ -168,5 +168,5 @@ def _gathered(records: Mapping[Any, Any], mutant: str) -> Logs:
 
 
 def append(txid: str, number: int, record: Any, **more: Any) -> Op:
-    """Create the record ``number`` of a log; False where somebody was first."""
+    """Create the record ``number`` of a log. Return False if another process was first."""
     return create(("commits", txid, number), record, **more)

@@ -1,13 +1,13 @@
-"""A store and its mirror, beside rewrites and forgets in both: what is noted as safe was whole in the mirror.
+"""A store and its mirror, beside rewrites and forgets in both: a commit that is noted as safe was whole in the mirror.
 
 The records of the store are at ("commits", txid, N), those of the mirror at ("mirror", txid, N), the notes at
-("mirrored", txid, times that it had been restored). A copy is committed under the txid of its commit, or, where that
-has ended there, under the next of a fixed sequence; it names no base. It is a plain commit also beside a thinner one of
-its id.
+("mirrored", txid, number of its restores). A copy is committed under the txid of its commit. If that transaction has
+ended in the mirror, the copy uses the next txid of a fixed sequence. It names no base. It is a plain commit even beside
+a thinner one of its id.
 
-A commit is *safe* if one of its id is visible in the mirror that has all its entries; of what is forgotten in the
-store, if one lives there. This is looked at, never concluded from what was copied once. What was replaced by one that
-drops nothing is *covered*: it is not copied, and may be purged when that one is noted.
+A commit is *safe* if the mirror shows a commit of its id that has all its entries. For a forgotten commit, a live one
+is enough. This is checked each time and never derived from earlier copies. A commit replaced by one that drops nothing
+is *covered*: it is not copied, and may be purged when the replacement is noted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MUTANTS = {
 
 
 class Rules(NamedTuple):
-    """``damaged``: T cannot be read any more, so it cannot be copied."""
+    """``damaged``: T is unreadable, so it cannot be copied."""
 
     mutant: str = ""
     damaged: bool = False
@@ -59,11 +59,11 @@ def there(store: Store) -> Logs:
     return logs(store, where="mirror")
 
 
-# -- who mirrors
+# -- mirror passes
 
 
 class Wanted(NamedTuple):
-    """What is read of a commit before the mirror is looked at. ``since``: times that it was restored until then."""
+    """The properties of a commit before the mirror is listed. ``since``: the number of its restores by then."""
 
     txid: str
     first: Committed
@@ -76,7 +76,7 @@ def wanted(now: Logs, txid: str) -> Wanted:
 
 
 def is_safe(other: Logs, one: Wanted, mutant: str = "") -> bool:
-    """By what the mirror shows."""
+    """Decide by the listing of the mirror."""
     if mutant == "very_txid" and isinstance(next(iter(other.get(one.txid)), None), Committed):
         return True
     if mutant == "any_commit" and other.txids(one.first.id):
@@ -89,7 +89,7 @@ def is_safe(other: Logs, one: Wanted, mutant: str = "") -> bool:
 
 
 def covered_by(now: Logs, txid: str, mutant: str = "") -> str:
-    """What replaced this one and dropped nothing: that is to be safe instead."""
+    """Return the replacement that dropped nothing. It must be safe instead."""
     state = now.state(txid)
     if not isinstance(state, Replaced) or mutant == "each_its_own_note":
         return ""
@@ -100,12 +100,12 @@ Notes = frozenset[tuple[str, int]]
 
 
 def notes(store: Store) -> Notes:
-    """(txid, times that it had been restored): all records under mirrored/."""
+    """Return (txid, number of its restores): all records under mirrored/."""
     return frozenset((txid, since) for txid, since in store.under("mirrored"))
 
 
 def is_noted(now: Logs, noted: Notes, txid: str, mutant: str = "") -> bool:
-    """A note from before a `restored` counts no more: the mirror was told to forget."""
+    """A note from before a `restored` no longer counts, since the mirror may have forgotten it."""
     by = covered_by(now, txid, mutant)
     since = now.get(txid).count(RESTORED)
     fits = any(one == txid and (of == since or mutant == "notes_last") for one, of in noted)
@@ -113,13 +113,13 @@ def is_noted(now: Logs, noted: Notes, txid: str, mutant: str = "") -> bool:
 
 
 def waiting(now: Logs, noted: Notes, mutant: str = "") -> tuple[str, ...]:
-    """What a pass copies, oldest first: what lives, is not noted, and is not covered; rewrites only if they stand."""
+    """Return what a pass copies, oldest first: live, not noted, not covered. Rewrites only if they stand."""
     found = (txid for txid in now.live() if now.stands(txid) and not covered_by(now, txid, mutant))
     return tuple(txid for txid in found if not is_noted(now, noted, txid, mutant))
 
 
 def mirror(rules: Rules, passes: int) -> Program:
-    """Lists commits, then notes: a note that is missed means a look too many."""
+    """List commits, then notes. A missed note only causes a needless check."""
     if not passes:
         return None
     now = yield look("lists commits", here)
@@ -128,7 +128,7 @@ def mirror(rules: Rules, passes: int) -> Program:
 
 
 def mirror_each(rules: Rules, passes: int, todo: tuple[str, ...]) -> Program:
-    """Look; note what is safe; copy what is not."""
+    """List the mirror, note safe commits, copy the others."""
     if not todo:
         return goto(mirror, rules, passes - 1)
     txid = todo[0]
@@ -144,7 +144,7 @@ def mirror_each(rules: Rules, passes: int, todo: tuple[str, ...]) -> Program:
 
 
 def copies(rules: Rules, passes: int, todo: tuple[str, ...], one: Wanted, name: str) -> Program:
-    """Reads the bytes, then commits; of those in one transaction the first."""
+    """Read the bytes, then commit. The first of two copies in one transaction wins."""
     readable = yield look(f"reads {one.txid}", lambda store: here(store).lives(one.txid))
     if not readable or (rules.damaged and one.txid == "T"):
         return goto(mirror_each, rules, passes, todo[1:])
@@ -159,23 +159,23 @@ def copies(rules: Rules, passes: int, todo: tuple[str, ...], one: Wanted, name: 
 
 
 def finds_copy(rules: Rules, passes: int, todo: tuple[str, ...], one: Wanted, name: str) -> Program:
-    """A transaction of this name has ended. One that is forgotten there is restored; else the next name is tried."""
+    """The transaction of this name has ended. Restore it if it is forgotten there. Otherwise try the next name."""
     other = yield look("reads the log of the copy", there)
     state = other.state(name)
     if state == FORGOTTEN and not one.forgotten:
         yield create(("mirror", name, other.number(name)), RESTORED)
-    elif isinstance(state, Committed):  # of another process, which is about to note it, or a later pass does
+    elif isinstance(state, Committed):  # of another process, which will note it, or a later pass does
         return goto(mirror_each, rules, passes, todo[1:])
     elif len(name) < 3:
         return goto(copies, rules, passes, todo, one, f"{name}'")
     return goto(mirror_each, rules, passes, todo[1:])
 
 
-# -- who retires, here and there
+# -- gc of both stores
 
 
 def gc(rules: Rules, puts: int) -> Program:
-    """First step of a gc of the store: lists commits, then notes; and purges nothing that is not noted."""
+    """First step of a gc of the store: list commits, then notes. It purges only noted commits."""
     if not puts:
         return None
     now = yield look("lists commits", here)
@@ -201,7 +201,7 @@ def allowed(now: Logs, noted: Notes, rules: Rules) -> tuple[rewrites.Action, ...
 
 
 def mirrors_gc(puts: int, thins: bool) -> Program:
-    """The mirror's own retention: forgets, purges, gives up on copies that are under way, and thins."""
+    """The mirror's own gc: it forgets, purges, revokes copies in progress, and thins."""
     if not puts:
         return None
 
@@ -226,7 +226,7 @@ def mirrors_gc(puts: int, thins: bool) -> Program:
 
 
 def copies_back() -> Program:
-    """Somebody copies T out of the mirror into the store, which has lost it."""
+    """A process copies T from the mirror into the store, which has lost it."""
     first = yield look("reads T in the mirror", lambda store: there(store).lives("T") and there(store).get("T")[0])
     if first:
         yield append("T", 0, first)
@@ -234,7 +234,7 @@ def copies_back() -> Program:
 
 
 def last(rules: Rules) -> Program:
-    """When all is quiet, passes and gcs in turn, until nothing changes."""
+    """When all others have ended, alternate passes and gcs until nothing changes."""
     yield when_quiet()
     return goto(last_pass, rules, 3)
 
@@ -268,11 +268,11 @@ def last_gc(rules: Rules, left: int) -> Program:
     return goto(last_pass, rules, left - 1)
 
 
-# -- what must hold
+# -- invariants
 
 
 def remembers_safety(store: Store) -> Store:
-    """Ghosts: which commits of the store have been safe since they are there, or since they were last restored."""
+    """Ghosts: the commits of the store that have been safe since they exist or were last restored."""
     now, other = here(store), there(store)
     for txid in now.live():
         one = wanted(now, txid)
@@ -283,7 +283,7 @@ def remembers_safety(store: Store) -> Store:
 
 
 def noted_is_safe(store: Store) -> bool:
-    """Of notes that count."""
+    """For notes that count."""
     now, safe = here(store), store.under("ghost", "safe")
     return all(key in safe for key in notes(store) if now.get(key[0]).count(RESTORED) == key[1])
 
@@ -305,7 +305,7 @@ PURGED_IS_SAFE = Invariant(
 
 
 def nothing_waits(store: Store, damaged: bool) -> bool:
-    """But for T, if it is damaged, and nothing else has all its entries: then nobody can help."""
+    """Except for a damaged T whose entries no other commit has."""
     now, noted = here(store), notes(store)
     whole = [txid for txid in now.visible() if txid != "T" and now.get(txid)[0].has == "ef"]
     rest = [txid for txid in now.live() if txid != "T" or whole or not damaged]
@@ -330,8 +330,8 @@ def model(
     thins: bool = False,
     lost: bool = False,
 ) -> Model:
-    """``rewrite``: entries that a rewrite of T keeps. ``there``: records of the mirror's own gc. ``lost``: T lies in
-    the mirror alone, and is copied back."""
+    """``rewrite``: entries that a rewrite of T keeps. ``there``: records of the mirror's own gc. ``lost``: T lies only
+    in the mirror, and is copied back."""
     rules = Rules(mutant, damaged)
     plain = rewrites.Rules()
     found = [Process(f"mirror {index}", goto(mirror, rules, passes), mortal=not lost) for index in range(mirrors)]

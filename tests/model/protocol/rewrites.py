@@ -1,7 +1,7 @@
-"""Rewrites that replace: who sees what, while others rewrite the same checkpoint, forget it, restore it and purge it.
+"""Rewrites that replace a commit, and their visibility beside other rewrites, forgets, restores and purges.
 
-One checkpoint "X" is committed as "T", and a later one of its run, "Y", as "U". Bytes are not modelled here (that is
-`rewritten_bytes`) but by the worst: what is purged is gone at that instant.
+One checkpoint "X" is committed as "T", and a later one of its run, "Y", as "U". `rewritten_bytes` models bytes. Here
+the worst case holds: purged bytes vanish at that instant.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from tests.model.protocol.logs import (
 
 MUTANTS = {
     "committed_is_visible": "a rewrite is visible as soon as it is committed",
-    "any_number": "a rewriter who finds its number taken takes the next one",
-    "own_link_only": "a rewrite of a rewrite stands although the first one does not",
+    "any_number": "a rewriter whose number is taken uses the next one",
+    "own_link_only": "a rewrite stands on a rewrite that does not stand",
     "restored_does_not_undo": "a rewrite stands although its base was restored",
-    "forgets_unsettled": "a gc forgets a rewrite whose number nobody has taken yet",
-    "gives_up_unsettled": "a rewriter without an answer finds nothing under its number, and forgets what it made",
-    "rewrites_forgotten": "a rewriter takes up a checkpoint that is forgotten",
-    "follows_only_replaced": "a load whose bytes are gone follows `replaced`, and looks nowhere else",
-    "looks_once": "a load whose bytes are gone fails",
-    "believes_listings": "what a listing shows as gone is gone, though a `restored` was put while it ran",
-    "collects_once": "who finds nothing visible in a listing reads the logs once more, and believes that",
-    "trusts_the_listing": "what replaced a checkpoint is not looked for where the listing lacks it",
-    "leaves_holes": "a record that the listing lacks below the highest number of its log is not looked for",
-    "latest_by_txid": "the latest is that of the greatest txid, and not of the latest origin",
-    "no_kept": "nobody but the rewriter ever takes the number that it wants",
+    "forgets_unsettled": "a gc forgets a rewrite whose number is still free",
+    "gives_up_unsettled": "a rewriter without an answer finds its number free and forgets its rewrite",
+    "rewrites_forgotten": "a rewriter rewrites a forgotten checkpoint",
+    "follows_only_replaced": "a load whose bytes are gone only follows `replaced`",
+    "looks_once": "a load fails if gc deleted its blobs",
+    "believes_listings": "a listing is trusted although a `restored` was put while it ran",
+    "collects_once": "a reader that finds nothing visible trusts one more read of the logs",
+    "trusts_the_listing": "a replacement that the listing lacks is not read",
+    "leaves_holes": "a gap in a listed log is not read",
+    "latest_by_txid": "latest is the greatest txid, not the latest origin",
+    "no_kept": "only the rewriter ever takes the number that it announced",
     "purges_visible_base": "a gc purges the base of every committed rewrite",
 }
 
 
 class Rules(NamedTuple):
-    """``lost``: puts of `replaced` may have no answer. ``torn``: a listing takes its time, see `listing`."""
+    """``lost``: puts of `replaced` may have no answer. ``torn``: a listing is not atomic, see `listing`."""
 
     mutant: str = ""
     lost: bool = False
@@ -66,11 +66,11 @@ class Rules(NamedTuple):
         return logs(store, self.mutant)
 
 
-# -- who rewrites
+# -- rewriters
 
 
 def rewriter(rules: Rules, names: tuple[str, ...]) -> Program:
-    """Rewrites what is visible of X, and then that again, under ``names``."""
+    """Rewrite the visible commit of X, and then the result again, under ``names``."""
 
     def target(now: Logs) -> tuple[str, int, str] | None:
         found = now.live() if rules.mutant == "rewrites_forgotten" else now.visible()
@@ -88,7 +88,8 @@ def commits_rewrite(rules: Rules, names: tuple[str, ...], base: str, number: int
 
 
 def takes_its_number(rules: Rules, names: tuple[str, ...], base: str, number: int) -> Program:
-    """The instant in which a rewrite becomes visible. Who has no answer settles the matter before he gives up."""
+    """The instant at which a rewrite becomes visible. A writer without an answer settles the number before it gives
+    up."""
     won = yield append(base, number, Replaced(names[0]), lost=rules.lost)
     if won is False and rules.mutant == "any_number" and number < 3:
         return goto(takes_its_number, rules, names, base, number + 1)
@@ -101,13 +102,13 @@ def takes_its_number(rules: Rules, names: tuple[str, ...], base: str, number: in
     return None
 
 
-# -- who retires
+# -- gc
 
 Action = tuple[str, int, str]
 
 
 def actions(now: Logs, mutant: str = "") -> list[Action]:
-    """All that a gc may do for X, each with the number right behind the record that allows it."""
+    """Return all actions of a gc on X, each with the number right after the record that allows it."""
     found = []
     for txid in now.live():
         state, number = now.state(txid), now.number(txid)
@@ -124,7 +125,7 @@ def actions(now: Logs, mutant: str = "") -> list[Action]:
 
 
 def gc(rules: Rules, puts: int) -> Program:
-    """So many records, each after a listing of its own."""
+    """Create this many records, each after a new listing."""
     if not puts:
         return None
     seen = yield from listing(rules.mutant, torn=rules.torn)
@@ -140,7 +141,7 @@ def gc_acts(rules: Rules, puts: int, found: tuple[Action, ...]) -> Program:
 
 
 def last_gc(rules: Rules) -> Program:
-    """Runs when all others have ended, until there is nothing left to do."""
+    """Run after all others have ended, until nothing is left to do."""
     yield when_quiet()
     return goto(last_gc_acts, rules)
 
@@ -157,7 +158,8 @@ def last_gc_acts(rules: Rules) -> Program:
 
 
 def user(rules: Rules, times: int, allowed: tuple[str, ...]) -> Program:
-    """Forgets what is visible, or restores what is not: another rewrite's base too, which undoes the rewrite."""
+    """Forget the visible commit, or restore another one. This may be the base of a rewrite, which undoes the
+    rewrite."""
 
     def options(now: Logs) -> tuple[Action, ...]:
         forget = [(txid, now.number(txid), FORGOTTEN) for txid in now.visible()]
@@ -182,7 +184,7 @@ def user_acts(rules: Rules, times: int, allowed: tuple[str, ...], found: tuple[A
 
 
 def load(rules: Rules, tries: int = 5) -> Program:
-    """Loads X: plans, then reads twice. Where bytes are gone it looks for its id anew; visible ones first."""
+    """Load X: plan, then read twice. If bytes are gone, look up its id again, visible commits first."""
 
     def find(now: Logs) -> str:
         return next(iter((*now.visible(), *(txid for txid in now.live() if now.stands(txid)))), "")
@@ -215,7 +217,7 @@ def load_fails_over(rules: Rules, tries: int, found: str) -> Program:
 
 
 def lists(rules: Rules) -> Program:
-    """Says whether X is visible. Where the listing, which takes its time, shows nothing of it, its logs are read."""
+    """Report whether X is visible. If the non-atomic listing shows no commit of X, read its logs."""
     seen = yield from listing(rules.mutant, torn=True)
     if seen.visible():
         return None
@@ -224,7 +226,7 @@ def lists(rules: Rules) -> Program:
 
 
 def collects(rules: Rules, txids: tuple[str, ...], before: Logs, found: tuple[tuple[str, Log], ...] = ()) -> Program:
-    """Reads all logs of an id, until two rounds say the same: so it was at the instant between them."""
+    """Read all logs of an id until two rounds agree. So it was the state at the instant between them."""
     if len(found) < len(txids):
         txid = txids[len(found)]
         log = yield look(f"reads the log of {txid}", lambda store: rules.now(store).get(txid))
@@ -243,11 +245,11 @@ def says_gone() -> Program:
     return None
 
 
-# -- what must hold
+# -- invariants
 
 ONE = "Of all commits of an id at most one is visible."
 THERE = "What nobody forgets is visible at every instant."
-LISTED = "No listing says that something is gone which nobody forgets."
+LISTED = "No listing reports a checkpoint as gone that was never forgotten."
 LOADED = "A load by id ends well where nobody forgets it."
 SETTLED = "Only users make an id visible or invisible."
 LATEST = "Only users change what the latest of a run is."
@@ -255,7 +257,7 @@ TIDY = "When all is quiet and a gc has run, what lives is visible: no rewrite st
 
 
 def invariants(mutant: str, *, forgets: bool) -> dict[str, Any]:
-    """By when they hold. Where nobody forgets, X is visible always, and every load finds it."""
+    """By when they hold. If no process forgets, X is always visible, and every load finds it."""
 
     def seen(store: Store) -> list[str]:
         return logs(store, mutant).visible()
@@ -292,7 +294,7 @@ def model(
     torn: bool = False,
     mortal: bool = True,
 ) -> Model:
-    """``rewriters``: the txids of each, in turn. ``puts``: records that the gc may create before all is quiet."""
+    """``rewriters``: the txids of each, in order. ``puts``: records that the gc may create before the others end."""
     rules = Rules(mutant, lost, torn)
     first = {("commits", "T", 0): Committed(), ("commits", "U", 0): Committed(id="Y")}
     found = [Process(f"rewriter {'+'.join(names)}", goto(rewriter, rules, names), mortal) for names in rewriters]

@@ -1,10 +1,10 @@
-"""The bytes of rewrites: what is live has its manifest and its blobs, whatever gc deletes beside rewrites and saves.
+"""The bytes of rewrites: live commits keep their manifests and blobs, whatever gc deletes beside rewrites and saves.
 
-gc and saves are those of docs/format.md, but that listings are of one instant and manifests are read with them: pages,
-reads, retries, pauses and more gcs are walked in `tests.model.commit_gc_model`. What is new here is that a commit may
-be replaced (and then restored, or purged), that one may live unseen, and that two live commits have one id.
+gc and saves follow docs/format.md, but listings are atomic and include manifests. `tests.model.commit_gc_model`
+explores pages, reads, retries, pauses and several gcs. New here: a commit may be replaced (and then restored or
+purged), a commit may be live and hidden, and two live commits may have one id.
 
-A checkpoint has one blob "a" and a manifest "m", at ("objects", uploader, name); the value of a manifest is the names.
+A checkpoint has one blob "a" and a manifest "m", at ("objects", uploader, name). The value of a manifest is the names.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ class Rules(NamedTuple):
 
 
 def names_of(store: Store, txid: str) -> Names:
-    """What a commit names, as its manifest says; its manifest alone where that is gone."""
+    """Return the objects that a commit's manifest names, or the manifest alone if it is gone."""
     found: Names = store.get("objects", txid, "m") or frozenset()
     return found | {(txid, "m")}
 
 
-# -- who writes
+# -- writers
 
 
 def writer(rules: Rules, me: str, rewrites_x: bool) -> Program:
-    """A save of something else, or a rewrite of X: begin, list commits, reuse or upload, put the manifest, commit."""
+    """A save of another checkpoint, or a rewrite of X: begin, list commits, reuse or upload, put the manifest,
+    commit."""
 
     def plan(store: Store) -> tuple[Any, Names]:
-        """(what is rewritten, blobs that are known): all that a live commit names, in its own rows."""
+        """Return (commit to rewrite, known blobs). Known are all blobs that a live commit names in its own rows."""
         now = logs(store)
         base = next(((txid, now.number(txid)) for txid in now.visible()), None) if rewrites_x else None
         known = {name for txid in now.live() for name in names_of(store, txid) if name[1] == "a"}
@@ -98,7 +99,7 @@ def closes(me: str) -> Program:
 
 
 def repair(rules: Rules, me: str) -> Program:
-    """Puts the manifest of T back, of which the worst is that it was never gone."""
+    """Put the manifest of T again. In the worst case it was never gone."""
     yield create(("transactions", me), True)
     base = yield look("lists commits", lambda store: "T" if logs(store).lives("T") else "")
     if base and rules.mutant == "repair_moves_places":
@@ -110,7 +111,7 @@ def repair(rules: Rules, me: str) -> Program:
     return goto(closes, me)
 
 
-# -- a gc, without its first step, which is that of `rewrites`
+# -- a gc, without its first step, which `rewrites` models
 
 
 def gc(rules: Rules) -> Program:
@@ -132,7 +133,7 @@ def gc(rules: Rules) -> Program:
 
 
 def gc_waits(rules: Rules, candidates: Names, ended: frozenset[str], cached: frozenset[Any], waits: Any) -> Program:
-    """Steps 5 and 6: revoke what is open still, and list commits again; manifests read before are not read again."""
+    """Steps 5 and 6: revoke open transactions, and list commits again. Manifests that were read are not read again."""
 
     def doomed(store: Store) -> Names:
         now, known = logs(store), dict(cached)
@@ -164,7 +165,7 @@ def is_live(now: Logs, txid: str, mutant: str) -> bool:
     return now.lives(txid) and not (mutant == "unnamed_is_dead" and not now.stands(txid))
 
 
-# -- what must hold
+# -- invariants
 
 
 def is_whole(store: Store) -> bool:

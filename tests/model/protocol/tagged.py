@@ -1,11 +1,11 @@
-"""What a tag without an end names is visible in the end, and whole, though whoever took it away was killed half-way.
+"""A checkpoint with a permanent tag is visible and whole in the end, even if the process that removed it was killed.
 
-A gc that forgets by a rule, and who thins, list tags before, and again behind what they did: what was tagged meanwhile
-they restore. If they are killed in between, nobody who lives knows of it. But whoever forgets a checkpoint by its name
-ends its tags first. So where a tag names what is forgotten, a later gc knows what it sees, and restores it; and what is
-thin, where the tag was set on the whole one.
+A gc that forgets by a rule lists tags before and after, and so does thin. They restore checkpoints that were tagged
+meanwhile. If they are killed in between, no process knows. But a user who forgets a checkpoint by name ends its tags
+first. So where a tag names a forgotten checkpoint, a later gc knows that a rule forgot it, and restores it. It also
+restores a thinned checkpoint whose tag was set on the whole one.
 
-There is one tag, and its generations are ("tags", N): the txid that it was set on, "" where it was deleted.
+There is one tag. Its generations are ("tags", N): the txid that it was set on, or "" if it was deleted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.model.protocol.logs import FORGOTTEN, RESTORED, Committed, Logs, Repl
 
 MUTANTS = {
     "looks_once": "a gc that has forgotten by a rule does not list tags again",
-    "thins_and_goes": "who has thinned does not list tags again",
+    "thins_and_goes": "thin does not list tags again",
     "believes_its_tag": "who sets a tag does not read the log behind that",
     "takes_what_is_thin": "who sets a tag takes what was thinned meanwhile for what he wanted",
     "leaves_forgotten": "a gc leaves what is forgotten and tagged as it is",
@@ -34,7 +34,7 @@ class Rules(NamedTuple):
 
 
 def tagged(store: Store) -> str:
-    """The txid that the tag names, "" for none."""
+    """Return the txid that the tag names, or ""."""
     newest = max(store.under("tags").items(), default=((), ""))
     return str(newest[1])
 
@@ -44,11 +44,11 @@ def _next(store: Store) -> int:
 
 
 def _entries(now: Logs) -> set[str]:
-    """What is visible of X has these."""
+    """The visible commit of X has these entries."""
     return set().union(*(now.get(txid)[0].has for txid in now.visible()[:1]))
 
 
-# -- who names it
+# -- taggers
 
 
 def tagger(rules: Rules) -> Program:
@@ -59,7 +59,7 @@ def tagger(rules: Rules) -> Program:
 
 
 def tagger_looks(rules: Rules, txid: str) -> Program:
-    """One of the two sees the other: who takes it away the tag, or who tags it what became of it."""
+    """Of two processes, one sees the other: the remover sees the tag, or the tagger sees the new state."""
     seen = yield from listing(torn=rules.torn)
     is_less = rules.mutant != "takes_what_is_thin" and bool(_lacking(seen, txid))
     for one in _forgotten(seen) or ([txid] if is_less else []):
@@ -69,23 +69,23 @@ def tagger_looks(rules: Rules, txid: str) -> Program:
 
 
 def _forgotten(now: Logs) -> list[str]:
-    """What is forgotten of X, and stands, where nothing is visible."""
+    """Return the forgotten commit of X that stands, if none is visible."""
     gone = [txid for txid in now.live() if now.state(txid) == FORGOTTEN and now.stands(txid)]
     return [] if now.visible() else gone[:1]
 
 
 def _lacking(now: Logs, txid: str) -> set[str]:
-    """What the commit has that was replaced, and what is visible lacks."""
+    """Return the entries of the replaced commit that the visible one lacks."""
     if not now.visible() or not now.lives(txid) or not isinstance(now.state(txid), Replaced):
         return set()
     return set(now.get(txid)[0].has) - _entries(now)
 
 
-# -- who takes it away
+# -- removers
 
 
 def ruler(rules: Rules) -> Program:
-    """A gc whose rule does not keep X. What it forgets stays for a day: purges are those of `leases`."""
+    """A gc whose rule does not keep X. A forgotten checkpoint stays for a day. `leases` models purges."""
     if (yield look("lists tags", tagged)):
         return None
     seen = yield from listing(torn=rules.torn)
@@ -119,7 +119,7 @@ def thinner_rewrites(rules: Rules, base: str, number: int) -> Program:
 
 
 def person(rules: Rules) -> Program:
-    """Forgets X by its name: its tag ends first, so that nobody takes that for a rule's."""
+    """Forget X by name. Its tag ends first, so that the forget does not look like a rule's."""
     number = yield look("lists generations", lambda store: _next(store) if tagged(store) else -1)
     ended = number < 0 or (yield create(("tags", number), ""))
     seen = yield from listing(torn=rules.torn)
@@ -132,11 +132,11 @@ def person_forgets(txid: str, number: int) -> Program:
     return None
 
 
-# -- who brings it back
+# -- restores
 
 
 def gc(rules: Rules, times: int = 1) -> Program:
-    """Reads logs, then lists tags, then takes the number right behind what it has read."""
+    """Read logs, then list tags, then take the number right after the last record."""
     if not times:
         return None
     named = ""
@@ -166,12 +166,12 @@ def gc_restores(rules: Rules, times: int, txid: str, number: int) -> Program:
 
 
 def last_gc(rules: Rules) -> Program:
-    """Runs when all others have ended."""
+    """Run after all others have ended."""
     yield when_quiet()
     return goto(gc, Rules(rules.mutant), 3)
 
 
-# -- what must hold
+# -- invariants
 
 SEEN = "In the end, what a tag names is visible, if it lives, with all that it had where the tag was set."
 STAYS = "What a person forgets by name, no gc restores."
@@ -186,7 +186,7 @@ def is_seen(store: Store) -> bool:
 
 
 def stays(who: str, before: Store, after: Store) -> bool:
-    """A gc restored something: what it is behind was not a person's, or there is a tag again."""
+    """If a gc restored something, no user had forgotten it, or there is a tag again."""
     if "gc" not in who or tagged(after):
         return True
     new = [key for key, record in after.under("commits").items() if record == RESTORED]
@@ -206,7 +206,8 @@ def model(
     mortal: bool = True,
     torn: bool = False,
 ) -> Model:
-    """``takes``: who takes X away. ``gcs``: that restore, beside all. ``settles``: another one does in the end."""
+    """``takes``: the processes that remove X. ``gcs``: gcs that restore, beside all others. ``settles``: one more at
+    the end."""
     rules = Rules(mutant, torn)
     who = {"ruler": ruler, "thinner": thinner, "person": person}
     found = [Process(name, goto(who[name], rules), mortal and name != "person") for name in takes]

@@ -1,4 +1,4 @@
-"""Announcements: a look at a run's log is as good as a listing of all that was ever committed."""
+"""Announcements: following a run's log shows the same as a listing of all commits."""
 
 from __future__ import annotations
 

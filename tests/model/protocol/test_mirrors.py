@@ -1,4 +1,4 @@
-"""Mirrors: no checkpoint is noted as safe that was not whole there, and nothing waits for ever to be noted."""
+"""Mirrors: a checkpoint is noted as safe only if it was whole there, and each checkpoint is noted in the end."""
 
 from __future__ import annotations
 

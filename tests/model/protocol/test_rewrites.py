@@ -1,4 +1,4 @@
-"""Rewrites that replace: one of an id is visible, whatever rewriters, users, gcs and late puts do at the same time."""
+"""Rewrites that replace: one commit of an id stays visible beside rewriters, users, gcs and late puts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of rewrites: gc deletes nothing live, and finally everything that only replaced commits name."""
+"""The bytes of rewrites: gc deletes nothing live, and in the end everything that only replaced commits name."""
 
 from __future__ import annotations
 

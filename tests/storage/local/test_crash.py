@@ -20,7 +20,7 @@ COMMAND = [sys.executable, "-m", "tests.support.crash"]
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """A folder of stores, one for each way, size and step at which the put was killed; by default each third step."""
+    """A folder of stores, one for each way, size and step at which the put was killed. By default each third step."""
     command = [*COMMAND, "steps", "1" if request.config.getoption("--full") else "3"]
     return made_once(tmp_path_factory, "puts", lambda folder: subprocess.run([*command, folder], cwd=ROOT, check=True))
 

@@ -24,7 +24,7 @@ def test_new_folders_above_the_store_are_made_durable(store: LocalStore) -> None
 
 
 def test_a_failed_folder_sync_is_an_error(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The object is there, its name perhaps not durable: putting it again makes it so."""
+    """The object exists, but its name may not be durable. Another put makes it so."""
     store.put("commits/0", b"")
     monkeypatch.setattr(syscalls, "sync", failing(syscalls.sync, errno.EIO, after=1))
     with pytest.raises(StorageError):

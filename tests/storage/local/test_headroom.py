@@ -12,7 +12,7 @@ KIB = 1 << 10
 
 
 class Host:
-    """The files in which a kernel tells of its memory."""
+    """The files in which a kernel reports its memory."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

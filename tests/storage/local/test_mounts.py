@@ -1,4 +1,4 @@
-"""Whose listings can be trusted, and whose page cache is cheap."""
+"""Which file systems have reliable listings and a cheap page cache."""
 
 from __future__ import annotations
 

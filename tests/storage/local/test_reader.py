@@ -1,4 +1,4 @@
-"""Reading files of a local store: from the page cache, and around it."""
+"""Reading files of a local store, with and without the page cache."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_ranges_shared_by_processes_are_read_through_the_page_cache(
 
 
 def test_reads_through_the_page_cache_begin_small(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the kernel reads the first MiBs of each file in single pages."""
+    """Otherwise the kernel reads the first MiBs of each file in single pages."""
     data = noise(2 << 20)
     store.put("a", data)
     asked: list[tuple[int, int]] = []
@@ -127,7 +127,7 @@ def test_cachestat_and_mincore_agree(tmp_path: Path) -> None:
         os.fsync(file.fileno())
         for _ in range(2):
             told = localreader._is_resident(file.fileno(), 0, 1 << 20)
-            with suppress(Lacking):  # of an older kernel, which is asked the other way
+            with suppress(Lacking):  # older kernels need another call
                 assert (cached_pages(file.fileno(), 0, 1 << 20) >= 192) == told
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -33,7 +33,7 @@ class LocalFixtures:
 
 
 class TestContract(LocalFixtures, SharedContract):
-    """As this file system is."""
+    """The present file system."""
 
 
 @pytest.mark.parametrize("way", [Naming.LINK, Naming.RENAME], ids=lambda way: way.name)
@@ -53,7 +53,7 @@ def test_calls_and_bytes_are_counted(store: LocalStore) -> None:
         return fsyncs[-1] - fsyncs[-2]
 
     store.put("objects/x/a", bytes(10))
-    assert since() == 5  # the file, then objects/x, objects, the store and the folder that it lies in
+    assert since() == 5  # the file, then objects/x, objects, the store and its parent
     store.put("objects/x/b", bytes(10))
     assert since() == 2
     store.put("objects/x/c", bytes(10), settle=False)
@@ -116,7 +116,7 @@ ODD: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("odd", ODD)
 def test_other_things_in_place_of_a_file_are_refused(store: LocalStore, odd: str) -> None:
-    """Passed by, it would look as if the object had never been there, and a gc would act on that."""
+    """If the storage ignored it, the object would seem to have never existed, and a gc would act on that."""
     store.put("commits/a", b"1")
     ODD[odd](store.path / "commits/b")
     acts: list[Callable[[], object]] = [

@@ -1,4 +1,4 @@
-"""What a storage of a cloud must keep that fsspec reaches: all promises but one, and a day's work on them.
+"""The contract of a cloud storage that fsspec reaches: all promises but one, and a realistic workload.
 
 A subclass gives the fixture ``cloud``.
 """
@@ -20,10 +20,10 @@ from tests.storage.contract import Peek, SharedContract
 from tests.support.clouds import Cloud
 
 
-# both clients hand bytes to aiohttp
+# both clients pass bytes to aiohttp
 @pytest.mark.filterwarnings("ignore:Sending a large body directly with raw bytes:ResourceWarning")
 class CloudContract(SharedContract):
-    """It does not tell versions of an object apart."""
+    """It does not distinguish versions of an object."""
 
     test_an_open_reader_does_not_mix_objects: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
 
@@ -40,7 +40,7 @@ class CloudContract(SharedContract):
         return lambda key: cloud.look(bucket, f"deep/store/{key}")
 
     def test_saves_loads_and_gc_work_in_a_cloud(self, cloud: Cloud, tmp_path: Path) -> None:
-        """Nobody has to say that there is one writer: creates are exclusive, and the probe sees it."""
+        """The user need not promise a single writer: creates are exclusive, and the probe detects it."""
         import torch
 
         url = f"{cloud.scheme}://{cloud.new_bucket()}/team/store"

@@ -70,7 +70,7 @@ def test_a_body_can_be_iterated_repeatedly(size: int) -> None:
                 break
         return found
 
-    asyncio.run(pieces(1))  # an attempt that broke off
+    asyncio.run(pieces(1))  # an interrupted attempt
     body.read(7)
     assert b"".join(asyncio.run(pieces(None))) == data
 
@@ -86,7 +86,7 @@ def test_a_put_copies_pieces_only(seaweed_server: Server) -> None:
     assert peak < 8 * MIB
 
 
-# https: the body is not signed, its checksum follows behind it
+# https: the body is not signed, and its checksum follows it
 
 
 @pytest.fixture(params=["moto", "seaweed"])

@@ -14,7 +14,7 @@ from casckpt.storage.remote.patience import Patience
 
 
 class Asynchronous:
-    """A file system whose methods without an underscore are not to be called."""
+    """A file system whose methods without an underscore must not be called."""
 
     async_impl, loop = True, get_loop()
 
@@ -30,7 +30,7 @@ def test_asynchronous_clients_are_called_in_their_loop() -> None:
 
 
 class Plain:
-    """One that knows no loop."""
+    """A file system without an event loop."""
 
     async_impl = False
 

@@ -13,7 +13,7 @@ from tests.storage.remote.test_fsspec_client import Folder
 
 def test_errors_of_any_storage_become_errors_of_casckpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Odd(Exception):
-        """As a client of some cloud may raise."""
+        """An error of a cloud client."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise Odd("the cloud is gone")

@@ -38,7 +38,7 @@ def proxy(moto_server: Server) -> Iterator[Proxy]:
 
 
 class Naps:
-    """Notes how long it was to sleep, and does not."""
+    """Records sleeps without sleeping."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -224,7 +224,7 @@ def test_metadata_of_casckpt_and_the_user_coexist(moto_server: Server, bucket: s
 
 
 def test_large_objects_are_one_request(storage: RemoteStore, proxy: Proxy) -> None:
-    """s3fs on its own would upload this in parts, of which several can win a race."""
+    """s3fs alone would upload this in parts, several of which can win a race."""
     storage.put("objects/x/a", bytes(101 * MIB))
     puts = [one for one in proxy.seen if one.method != "HEAD"]
     assert [(one.method, one.query) for one in puts] == [("PUT", "")]
@@ -242,7 +242,7 @@ def test_connections_are_reused(storage: RemoteStore, proxy: Proxy) -> None:
 
 
 def test_reads_run_concurrently(storage: RemoteStore, proxy: Proxy) -> None:
-    """As many connections as the traits promise: none waits for another one's answer."""
+    """There are as many connections as the traits promise. None waits for another one's answer."""
     data = noise(64 * 1000)
     storage.put("a", data)
     parallel = storage.traits.parallel
@@ -316,7 +316,7 @@ def test_a_call_from_the_client_loop_is_an_error(storage: RemoteStore) -> None:
 
 @pytest.mark.parametrize("nbytes", [1, 64 * MIB])
 def test_a_server_that_accepts_no_bytes_is_an_error(nbytes: int, naps: Naps) -> None:
-    """It accepts connections and is silent; the client would wait for ever to be told to go on, or to send more."""
+    """It accepts connections and is silent. The client would wait for ever for permission to continue."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}
         place = RemoteLocation("s3", "bucket/store", {**options, "config_kwargs": {"read_timeout": 0.2}})

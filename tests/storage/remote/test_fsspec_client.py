@@ -28,7 +28,7 @@ from tests.support.servers import Server
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder through fsspec, as a stand-in for any storage of its."""
+    """A folder through fsspec, as a stand-in for any fsspec storage."""
 
     path: Path
 
@@ -41,7 +41,7 @@ class Folder:
 
 
 class TestOneWriter(StorageContract):
-    """All promises but two: fsspec looks first, and writes then; and it does not tell versions of an object apart."""
+    """All promises but two: fsspec checks before it writes, and it does not distinguish versions of an object."""
 
     test_one_of_several_threads_creates_a_key: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
     test_an_open_reader_does_not_mix_objects: Callable[..., None] | None = None  # type: ignore[assignment]  # nor this
@@ -108,7 +108,7 @@ def test_missing_objects_on_a_web_server_are_not_found(web: Server) -> None:
 
 def test_a_pause_longer_than_the_remaining_time_is_skipped(tmp_path: Path) -> None:
     class Odd(Exception):
-        """As a client of some cloud may raise."""
+        """An error of a cloud client."""
 
     def fail() -> None:
         raise Odd
@@ -131,7 +131,7 @@ def test_permanent_errors_are_not_retried(
     status: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Answer(Exception):
-        """As clients of clouds tell what the server said."""
+        """A server's answer, as cloud clients report it."""
 
         status_code = status
 
@@ -156,7 +156,7 @@ class Unwell(BaseHTTPRequestHandler):
         self.do_GET()
 
     def log_message(self, *_: Any) -> None:
-        """Not to stderr."""
+        """Log nothing to stderr."""
 
 
 def test_errors_of_a_web_server_do_not_mean_missing_objects() -> None:

@@ -1,4 +1,4 @@
-"""Google's storage through gcsfs: the same promises, against an imitation that knows conditions."""
+"""Google's storage through gcsfs: the same promises, against an imitation that supports conditions."""
 
 from __future__ import annotations
 

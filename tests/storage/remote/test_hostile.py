@@ -90,7 +90,7 @@ def azure(server: Hostile) -> ObjectStore:
 
 
 def outcomes(storage: ObjectStore, acts: Mapping[str, Act], attempts: int = 8) -> dict[str, CasckptError | None]:
-    """What becomes of each, all of them at the same time."""
+    """Return the outcomes of concurrent calls."""
     storage._backoff = Backoff(attempts=attempts)  # type: ignore[attr-defined]  # it is remote
 
     def outcome(act: Act) -> CasckptError | None:
@@ -112,7 +112,7 @@ def test_every_call_to_a_hostile_server_ends(kind: Callable[[Hostile], ObjectSto
     with hostile(hostility, "206 Partial Content") as server:
         found = outcomes(kind(server), acts)
     for name, error in found.items():
-        if hostility is Hostility.DRIP_BODY:  # a HEAD has none, and what drips then looks like the next answer
+        if hostility is Hostility.DRIP_BODY:  # a HEAD has no body, so the slow bytes look like the next answer
             assert isinstance(error, StorageError) or name.startswith("size")
         else:
             assert "_timeout in storage_options)" in str(error), name
@@ -131,14 +131,14 @@ def test_every_call_to_other_hostile_clouds_ends(kind: Callable[[Hostile], Objec
 @pytest.mark.parametrize("kind", [s3, web])
 @pytest.mark.parametrize("hostility", [Hostility.HEADERS, Hostility.BODY])
 def test_no_surplus_bytes_are_accepted(kind: Callable[..., ObjectStore], hostility: Hostility) -> None:
-    """With all the patience that there is."""
+    """Even with unlimited timeouts."""
     with hostile(hostility, "206 Partial Content") as server:
         storage = kind(server, {})
         for name, act in (READS if kind is web else {**READS, **WRITES}).items():
             before = server.sent
             (error,) = outcomes(storage, {name: act}, attempts=1).values()
             fine = hostility is Hostility.BODY and (name.startswith("size") or name == "read")
-            # of a body Refused, unless the client stumbles over the bytes behind an answer first
+            # Refused by the size of the body, unless the client fails on the bytes after an answer first.
             expected = (Refused, StorageError) if hostility is Hostility.BODY else StorageError
             assert fine or isinstance(error, expected), name
             most = 80 if kind is web else 30  # a page of a web server may have 64, an answer of S3 16
@@ -157,7 +157,7 @@ def test_settings_of_a_silent_bucket_time_out(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_a_hanging_file_system_times_out() -> None:
-    """One that fsspec calls in our thread, which nothing can interrupt."""
+    """fsspec calls it in our thread, which cannot be interrupted."""
 
     class Hanging:
         url = "local:///nowhere"
@@ -176,12 +176,12 @@ def test_a_hanging_file_system_times_out() -> None:
         ends.set()
 
 
-# slow, and honest
+# slow, correct servers
 
 
 @contextmanager
 def slow(pause: float) -> Iterator[str]:
-    """A server that gives a piece of 32 KiB at a time and then pauses; it has one object, of 512 KiB."""
+    """A server that sends 32 KiB at a time and then pauses. It has one object of 512 KiB."""
     over = threading.Event()
 
     def answer(connection: socket.socket) -> None:
@@ -207,13 +207,13 @@ def slow(pause: float) -> Iterator[str]:
 
 @pytest.mark.timeout(60)
 def test_a_slow_server_that_makes_progress_is_waited_for() -> None:
-    """Each of these takes longer than a server may be silent, and than a call may take."""
+    """Each transfer takes longer than the limits for silence and for a call."""
 
     def fill(storage: ObjectStore) -> None:
         with storage.open("a") as reader:
             reader.read_into(0, [memoryview(bytearray(512 << 10))])
 
-    patience = {"request_timeout": 2.0, "call_timeout": 2.5}  # a busy machine may stand still for a second
+    patience = {"request_timeout": 2.0, "call_timeout": 2.5}  # a busy machine may pause for a second
     with slow(0.17) as place:
         given = {"key": "k", "secret": "s", "endpoint_url": f"http://{place}", **patience}
         for storage in (open_storage("s3://bucket/store", given), open_storage(f"http://{place}/store", patience)):
@@ -234,7 +234,7 @@ def test_accepted_pieces_of_a_put_count_as_progress() -> None:
     assert next(ticks) > 30
 
 
-# how it is said
+# messages
 
 
 def test_timeouts_are_refused_for_a_folder(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""How long servers are waited for: silence and drops count, bytes that come fast enough do not."""
+"""Timeouts: silence and trickles count, bytes that arrive fast enough do not."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.errors import InvalidInput
-from casckpt.storage.remote.patience import SLOWEST, Call, Patience, PatientRequest, begin_request
+from casckpt.storage.remote.patience import SLOWEST, Call, Patience, PatientRequest, _result, begin_request
 
 PATIENCE = Patience(request=60, call=180)
 
@@ -23,7 +24,7 @@ class Clock:
 
 
 def lasts(piece: int, every: float, *, most: float = 1000, nbytes: int = 0) -> float:
-    """How many seconds a request is waited for that gets so many bytes every so many seconds."""
+    """Return the seconds until a request times out that gets this many bytes at this interval."""
     clock = Clock()
     one = PatientRequest(Call(PATIENCE), PATIENCE.request, nbytes, clock)
     begun = clock.now
@@ -43,7 +44,7 @@ def test_silence_and_dropped_connections_end_a_request() -> None:
 
 @given(st.floats(1, 50), st.floats(1, 1000))
 def test_a_slow_server_that_makes_progress_is_waited_for(every: float, faster: float) -> None:
-    """Whatever the size of its pieces: those of a slow link come in bursts."""
+    """The size of its pieces does not matter: a slow link sends bursts."""
     assert lasts(int(faster * every * SLOWEST) + 1, every) == 1000
 
 
@@ -72,7 +73,7 @@ def test_attempts_and_pauses_share_the_time_of_a_call() -> None:
 
 
 def test_immediate_answers_do_not_use_the_time_of_a_call() -> None:
-    """A listing of a web server is thousands of requests."""
+    """A listing of a web server takes thousands of requests."""
     whole = Call(Patience(request=1, call=1e-9))
     with whole.running():
         for _ in range(100):
@@ -104,3 +105,34 @@ def test_options_that_are_not_seconds_are_refused(value: object) -> None:
 
 def test_options_of_casckpt_and_of_the_client_are_separated() -> None:
     assert Patience.of({"call_timeout": 5, "key": "k"}) == (Patience(call=5.0), {"key": "k"})
+
+
+class Held(Future[None]):
+    """A call that its client does not release, and the seconds of waiting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.waited = 1000.0, list[float]()
+
+    def result(self, timeout: float | None = None) -> None:
+        assert timeout is not None
+        assert len(self.waited) < 9, "it is waited for for ever"
+        self.waited.append(timeout)
+        self.now += timeout
+        raise TimeoutError
+
+
+def test_a_client_gets_a_second_more_than_its_call() -> None:
+    held, patience = Held(), Patience(request=60, call=180)
+    one = PatientRequest(Call(patience), patience.request, clock=lambda: held.now)
+    with pytest.raises(TimeoutError, match=r"did not end a request in time: the server was silent.* for 60 s"):
+        _result(held, one)
+    assert held.waited == [61, 1]
+
+
+def test_a_late_result_that_is_done_is_used() -> None:
+    done, patience = Future[int](), Patience(request=60, call=180)
+    done.set_result(3)
+    one = PatientRequest(Call(patience), patience.request)
+    one.moved(0)
+    assert _result(done, one) == 3

@@ -48,7 +48,7 @@ class TestSeaweed(S3Contract):
 
 
 class TestSingleWriter(StorageContract):
-    """A server that ignores the condition keeps all promises to one writer, but those of a race."""
+    """A server that ignores the condition keeps all promises to one writer, except those of a race."""
 
     test_one_of_several_threads_creates_a_key: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
 
@@ -71,13 +71,13 @@ def _put_in_child(storage: ObjectStore, key: str) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_another_process_uses_a_pickled_storage(method: str, moto_server: Server) -> None:
-    """A fork copies neither the thread nor the connections of the client, so the child makes its own."""
+    """A fork copies neither the thread nor the connections of the client, so the child creates new ones."""
     storage = open_storage(f"s3://{moto_server.new_bucket()}/store", moto_server.options)
     storage.put("a", b"1")
     context: Any = multiprocessing.get_context(method)
     child = context.Process(target=_put_in_child, args=(storage, "b"))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads is the point
+        warnings.simplefilter("ignore", DeprecationWarning)  # the test needs threads
         child.start()
     child.join()
     assert child.exitcode == 0

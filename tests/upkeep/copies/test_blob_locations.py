@@ -1,4 +1,4 @@
-"""Places of blobs, remembered between copies: the names in manifests are kept, and whether they are live is not."""
+"""Locations of blobs, remembered between copies: names from manifests are cached, and their liveness is not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ WANTED = {A: BlobRef(A, 1, TxId("in another store, at which nobody looks"))}
 
 
 def found(places: BlobLocations, repo: Repository) -> str | None:
-    """The uploader."""
     ref = places.locate(list_commits(repo), WANTED).get(A)
     return None if ref is None else ref.uploader
 

@@ -28,7 +28,7 @@ from tests.support.repositories import committed_encoded, meanwhile, memory, rep
 from tests.support.rewrites import move
 from tests.support.told import Told
 
-# what a copy is
+# results
 
 
 def test_a_copy_keeps_ids_times_order_and_content(source: Repository, target: Repository) -> None:
@@ -132,7 +132,7 @@ def test_progress_adds_up(source: Repository, target: Repository) -> None:
     done = Told()
     plan = plan_copy(source, target)
     execute(source, target, plan, progress=Progress(done))
-    assert done.done == plan.total == plan.nbytes  # what several share is copied once
+    assert done.done == plan.total == plan.nbytes  # shared blobs are copied once
 
 
 def test_tags_are_copied_on_request(source: Repository, target: Repository) -> None:
@@ -160,7 +160,7 @@ def test_sections_of_a_later_version_are_copied_byte_for_byte(tmp_path: Path, ta
     assert contents(target) == contents(source)
 
 
-# what the destination has its own mind about
+# the settings of the destination
 
 
 def test_an_occupied_step_is_a_conflict_and_others_are_copied(source: Repository, target: Repository) -> None:
@@ -282,11 +282,11 @@ def test_a_checkpoint_copied_back_after_a_purge_keeps_its_age(source: Repository
     assert (back.id, back.origin, back.txid) == (last.id, last.txid, copied_txid(last.txid, 1))
 
 
-# what goes wrong
+# failures
 
 
 def spoil(repo: Repository, key: str) -> None:
-    """Cut an object short, as `truncate` would."""
+    """Truncate an object."""
     half = repo.storage.get(key, limit=1 << 20)[:100]
     repo.storage.replace(key, half)
 
@@ -320,7 +320,7 @@ def test_an_unreadable_record_is_an_error_only_if_it_may_be_needed(
 
 
 def test_a_checkpoint_with_an_unreadable_later_record_is_copied(source: Repository, target: Repository) -> None:
-    """One that is not seen may be wanted: nobody knows what its last record says."""
+    """A hidden checkpoint may be wanted: its last record is unreadable."""
     hidden, seen = resolve(source, "run@1"), resolve(source, "run@2")
     commits.restore(source, commits.forget(source, hidden))
     commits.forget(source, seen)
@@ -341,7 +341,7 @@ def test_a_copy_ended_by_a_storage_error_reports_its_progress(tmp_path: Path, so
 
 
 def test_a_blob_that_is_damaged_is_read_once_for_all_that_share_it(tmp_path: Path, source: Repository) -> None:
-    """Else each of thousands leaves a revoked transaction in the target."""
+    """Otherwise each of thousands leaves a revoked transaction in the target."""
     flip(source, only_blob(source, resolve(source, "run@1")), DATA_OFFSET)
     target = elsewhere(tmp_path, storage := FaultyStore(memory()))
     result = copy(source, target)

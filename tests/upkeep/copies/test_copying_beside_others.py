@@ -25,9 +25,9 @@ Cast = Callable[[Play, "Copier"], None]
 
 
 class Copier:
-    """What an actor does: copy all of a source, over and over what others destroy; one called r0 packs it anew.
+    """An actor that copies a whole source, again and again if others destroy the copy. The actor r0 also repacks.
 
-    So does one called p0 in the store itself.
+    The actor p0 repacks in the store itself.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,10 +49,10 @@ class Copier:
             try:
                 replicate(self.source, repo, commit, work)
             except (Conflict, Gone):
-                self.conflicts += 1  # given up on again and again
+                self.conflicts += 1  # revoked again and again
 
     def check(self, repo: Repository) -> None:
-        """All were copied, whatever a policy has done to them since."""
+        """Check that all were copied, whatever a policy has done to them since."""
         found = [one.first for one in list_commits(repo).commits.values()]
         here = {one.manifest for one in found if isinstance(one, Committed)}
         assert {commit.id for commit in list_commits(self.source).live()} <= here

@@ -25,7 +25,7 @@ KINDS = ["folder", "bucket"]
 
 
 class Store:
-    """A store in a folder, or far away, that can be put back to what it was."""
+    """A store in a folder or a bucket that can be restored to an earlier state."""
 
     def __init__(self, path: Path, kind: str) -> None:
         self.path, self.clock = path, Ticks()
@@ -33,7 +33,7 @@ class Store:
         self.copy: dict[str, bytes] = {}
 
     def seen_from(self, host: str, seed: int = 1) -> Repository:
-        """By a process of its own on that host."""
+        """Open it in a new process on that host."""
         return repository(self.path / host, self.storage, clock=self.clock, seed=seed)
 
     def keep(self) -> None:
@@ -45,7 +45,7 @@ class Store:
             self.copy = {entry.key: self.storage.get(entry.key, limit=1 << 30) for entry in listed}
 
     def put_back(self) -> None:
-        """What it was when the copy was made."""
+        """Restore the state of the copy."""
         if isinstance(self.storage, LocalStore):
             shutil.rmtree(self.storage.path)
             shutil.copytree(self.path / "copy", self.storage.path)
@@ -103,13 +103,13 @@ def test_a_new_process_notices_a_restored_backup(store: Store, caplog: pytest.Lo
 
 
 def test_a_repeated_copy_has_another_transaction(tmp_path: Path, source: Repository) -> None:
-    """Its transaction and id are those of the first copy; its blobs are not."""
+    """Its transaction and id are those of the first copy, but its blobs are not."""
     store = Store(tmp_path, "bucket")
     repo = store.seen_from("host")
     first, *_, newest = list_commits(source).live()
     copy(source, repo, first)
     store.keep()
-    copy(source, repo, newest)  # a blob of it is that of the first one
+    copy(source, repo, newest)  # one of its blobs is that of the first one
     manifests.learn(repo, list_commits(repo).live())
     store.put_back()
     other = store.seen_from("another host", 2)

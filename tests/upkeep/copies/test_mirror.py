@@ -1,4 +1,4 @@
-"""A mirror: saves never wait for it, nothing is lost whatever ends when, and no gc is faster than it."""
+"""A mirror: saves never wait for it, no crash loses anything, and gc waits for it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def away(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def link(away: Path) -> FaultyStore:
-    """The way to the mirror, which may fail."""
+    """The connection to the mirror, which may fail."""
     return FaultyStore(LocalStore(away))
 
 
@@ -92,7 +92,7 @@ def test_saves_work_and_gc_forgets_nothing_while_the_mirror_is_absent(
         store.wait_for_mirror()
     assert store.mirror_lag().error
     store.forget("sft@1")
-    for other in (store, casckpt.open(store_path)):  # a gc from cron knows of no mirror but by the settings
+    for other in (store, casckpt.open(store_path)):  # a gc from cron knows of a mirror only by the settings
         assert reasons(other, keep_last=1) == [(1, "unmirrored"), (2, "unmirrored")]
         assert steps(other) == [("sft", 2), ("sft", 3)]
     assert "behind" in _cli("stats", store_path)
@@ -101,7 +101,7 @@ def test_saves_work_and_gc_forgets_nothing_while_the_mirror_is_absent(
     store.wait_for_mirror()
     assert reasons(casckpt.open(store_path), keep_last=1) == []
     assert steps(store) == [("sft", 3)]
-    assert steps(casckpt.open(away)) == [("sft", 2), ("sft", 3)]  # what was forgotten here is so there
+    assert steps(casckpt.open(away)) == [("sft", 2), ("sft", 3)]  # checkpoints forgotten here are forgotten there
 
 
 def _cli(*args: object) -> str:
@@ -144,14 +144,14 @@ def test_overwritten_and_twin_checkpoints_answer_alike_in_the_mirror(
 
 
 def test_a_repaired_checkpoint_is_safe_with_its_rewrite(store_path: Path, away: Path) -> None:
-    """The first commit can never be copied: its blob is gone. No gc waits for it, and nobody is told of it."""
+    """The first commit can never be copied because its blob is gone. No gc waits for it, and no report names it."""
     store = small_folder(store_path)
     store.save({"a": cells(3, seed=1), "b": cells(1, seed=2)}, step=1)
     ckpt = store.save({"a": cells(3, seed=1)}, step=2)
     store.forget("default@1")
     store.gc(min_age=0)
     (key,) = blob_keys(store)
-    flip(store, key, DATA_OFFSET + 3 * CELL + 5)  # of b, which nobody can have again
+    flip(store, key, DATA_OFFSET + 3 * CELL + 5)  # of b, which has no other copy
     store.verify()
     assert len(store.repair().rewritten) == 1
     store = Store(Repository(LocalStore(store_path)), Repository(LocalStore(away)))
@@ -226,18 +226,19 @@ def test_checkpoints_deleted_in_the_mirror_are_not_copied_again_while_noted(stor
 def test_a_checkpoint_restored_since_its_note_is_not_safe(
     store: Store, link: FaultyStore, store_path: Path, away: Path
 ) -> None:
-    """Forgotten, noted in the mirror, restored, purged there, forgotten: once a gc lost it in both stores."""
+    """It was forgotten, noted in the mirror, restored, purged there, and forgotten again. A gc once lost it in both
+    stores."""
     break_link(link)
     save(store, 1, 2)
     (old,) = store.forget("sft@1")
     link.heal()
     store.wait_for_mirror()
-    break_link(link)  # or a pass that is late would restore it there, too
+    break_link(link)  # otherwise a late pass would restore it there
     store.restore(old)
     mirror, cron = casckpt.open(away), casckpt.open(store_path)
     assert [one.step for one in mirror.gc(min_age=0, wait=0).purged] == [1]
     store.forget(old)
-    assert (reasons(cron), store.stats().unmirrored) == ([(1, "unmirrored")], 1)  # before a pass that was late notes it
+    assert (reasons(cron), store.stats().unmirrored) == ([(1, "unmirrored")], 1)  # before a late pass notes it
     assert {one.step for one in store.checkpoints(forgotten=True)} == {1, 2}
     link.heal()
     store.wait_for_mirror()
@@ -254,7 +255,7 @@ def test_a_restored_checkpoint_becomes_visible_in_the_mirror(store: Store, link:
     store.wait_for_mirror()
     mirror = casckpt.open(away)
     assert steps(mirror) == []
-    break_link(link)  # or a pass that is late would be there first
+    break_link(link)  # otherwise a late pass would come first
     store.restore(old)
     assert store.mirror_lag().checkpoints == 1
     link.heal()
@@ -281,7 +282,7 @@ def test_signatures_are_mirrored_before_the_commit(store: Store, link: FaultySto
 
 @pytest.mark.parametrize("gone", ["store", "mirror"])
 def test_a_deleted_store_or_mirror_is_recreated(gone: str, store: Store, store_path: Path, away: Path) -> None:
-    """Else nobody could open the new mirror, and a gc from cron would not know that the new store has one."""
+    """Otherwise no process could open the new mirror, and a gc from cron would not know that the new store has one."""
     save(store, 1)
     store.wait_for_mirror()
     shutil.rmtree(store_path if gone == "store" else away)
@@ -296,7 +297,7 @@ def test_a_deleted_store_or_mirror_is_recreated(gone: str, store: Store, store_p
 def test_checkpoints_of_a_deleted_mirror_are_unsafe_until_copied_again(
     store: Store, link: FaultyStore, away: Path
 ) -> None:
-    """Else a gc would delete the only copy of what the records say is in the mirror."""
+    """Otherwise a gc would delete the only copy of checkpoints that the records place in the mirror."""
     save(store, 1, 2)
     store.wait_for_mirror()
     shutil.rmtree(away)
@@ -409,7 +410,7 @@ elif end == "kill":
 
 @pytest.mark.parametrize("end", ["exit", *(pytest.param(end, marks=pytest.mark.soak) for end in ("kill", "wait"))])
 def test_copies_finish_when_programs_end_at_once(store_path: Path, away: Path, end: str) -> None:
-    """Two of them; killed, or at their end without waiting, or in good order."""
+    """Two programs are killed, exit without waiting, or end normally."""
     started = [
         subprocess.Popen([sys.executable, "-c", PROGRAM, store_path, away, run, end], stderr=subprocess.PIPE)
         for run in ("a", "b")
@@ -429,7 +430,7 @@ def test_copies_finish_when_programs_end_at_once(store_path: Path, away: Path, e
 
 
 def save_and_load(rank: int, size: int, folder: Path, away: Path, host: Path) -> tuple[bool, int, int]:
-    """One rank of a job whose store has a mirror, and then of one on another host, which has the mirror alone."""
+    """One rank of a job whose store has a mirror, then of a job on another host that has only the mirror."""
     full = cells(20, seed=5).reshape(4, -1)
     part = {"w": cut(full, line(size), [Shard(0)])}
     store = casckpt.open(folder, mirror=away)
@@ -448,7 +449,7 @@ def save_and_load(rank: int, size: int, folder: Path, away: Path, host: Path) ->
 def test_ranks_may_use_a_mirror_and_a_host_cache(ranks: Pool, store_path: Path, away: Path) -> None:
     found = ranks.run(2, save_and_load, store_path, away, away.with_name("host"))
     assert [same for same, _, _ in found] == [True, True]
-    assert sum(fetched for _, fetched, _ in found) == found[0][2]  # each blob came to this host once
+    assert sum(fetched for _, fetched, _ in found) == found[0][2]  # each blob was fetched once for this host
 
 
 def test_known_records_of_the_mirror_are_not_read_again(store: Store, store_path: Path, away: Path) -> None:
@@ -458,7 +459,7 @@ def test_known_records_of_the_mirror_are_not_read_again(store: Store, store_path
     storage = FaultyStore(LocalStore(store_path))
     assert Store(Repository(storage)).stats().unmirrored == 0
     assert not [key for key in storage.keys("get") if key.startswith("mirrored/")]
-    other = away.with_name("yawa")  # records of the same length, which a listing does not tell apart
+    other = away.with_name("yawa")  # records of the same length, which a listing cannot distinguish
     again = casckpt.open(store_path, mirror=other)
     again.wait_for_mirror()
     assert casckpt.open(store_path).stats().unmirrored == 0
@@ -470,7 +471,8 @@ def test_known_records_of_the_mirror_are_not_read_again(store: Store, store_path
 def test_a_gc_keeps_everything_if_the_mirror_is_missing(
     how: str, is_open: bool, store_path: Path, away: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What it would purge may be there no more: a folder was deleted, or a disk is not mounted."""
+    """The mirror may have lost the checkpoints that gc would purge: its folder was deleted, or a disk is not
+    mounted."""
     small_folder(store_path)
     store = casckpt.open(store_path, mirror=away)
     save(store, 1, 2, 3)
@@ -510,7 +512,7 @@ def test_an_inaccessible_mirror_counts_by_its_notes(
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A gc needs no credentials of a bucket."""
+    """A gc needs no credentials for a bucket."""
     monkeypatch.setattr(mirrored, "open_storage", lambda *_: FaultyStore(far(), [fail_before("get", times=9)]))
     store = small_folder(store_path)
     save(store, 1, 2)
@@ -535,7 +537,7 @@ def test_an_unreadable_folder_does_not_count_as_a_mirror(store_path: Path, away:
 
 
 def test_a_recreated_mirror_invalidates_notes_of_the_old_one(store_path: Path, away: Path) -> None:
-    """It copies nothing that is forgotten, which is nowhere else then."""
+    """It has no copy of forgotten checkpoints, so they exist nowhere else."""
     store = small_folder(store_path)
     store.change_settings(mirror=away)
     save(store, 1, 2)
@@ -550,7 +552,7 @@ def test_a_recreated_mirror_invalidates_notes_of_the_old_one(store_path: Path, a
 def test_notes_about_another_store_do_not_count(
     by: str, store_path: Path, away: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A new disk in the old one's place, on which somebody made a store; the old notes tell nothing of it."""
+    """A new disk holds another store at the path of the old one. The old notes do not apply to it."""
     store = small_folder(store_path)
     store.change_settings(mirror=away)
     save(store, 1, 2)

@@ -35,7 +35,7 @@ def test_a_note_counts_until_the_next_restore(repo: Repository) -> None:
 
 
 def test_a_note_read_before_a_restore_does_not_cover_it(repo: Repository) -> None:
-    """Who mirrors has read the log, looked at the mirror, and sleeps before it writes."""
+    """The mirror's process has read the log, listed the mirror, and sleeps before it writes."""
     gone = forget(repo, commit_bare(repo))
     back = restore(repo, gone)
     note(repo, gone, URL)

@@ -1,7 +1,7 @@
 """A mirror beside rewrites, forgets and gcs on both sides, in any order of their calls, and killed anywhere.
 
-No checkpoint that lives is noted as safe, and none is purged, that was not whole in the mirror since it is here, or was
-restored here. (One that was purged meanwhile may still be noted.)
+A live checkpoint is noted as safe, or purged, only if it was whole in the mirror since it was saved or restored here.
+(A checkpoint that was purged meanwhile may still be noted.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROUNDS = 6
 
 
 class MirrorPlay(Play):
-    """``safe``: keys of the notes that would have been true at some instant. ``thinned``: the mirror is, too."""
+    """``safe``: keys of the notes that would have been true at some instant. ``thinned``: the mirror is thinned too."""
 
     def __init__(self, folder: Path, seed: int, *, thinned: bool = False) -> None:
         super().__init__(folder, seed)
@@ -58,7 +58,7 @@ class MirrorPlay(Play):
         self.stage.add(name, act)
 
     def catch_up(self, patch: pytest.MonkeyPatch) -> None:
-        """One pass more, with a look before each note: a copy may be forgotten, behind that of its thin twin."""
+        """Run one more pass with a check before each note. A copy may be forgotten after its thinned twin."""
 
         def noting(repo: Repository, commit: Commit, url: str) -> None:
             self.see()
@@ -87,7 +87,7 @@ class MirrorPlay(Play):
         self.stage.add("thinner there", lambda: thin_some(self, self.repo_there("thinner there")))
 
     def see(self) -> None:
-        """What is true at this instant."""
+        """Record the true notes at this instant."""
         here, there = list_commits(self.watcher), list_commits(self.there)
         assert set(named(self.there, there)) <= keys(self.there)
         visible, lives = Holdings(there.visible()), Holdings(there.live())

@@ -1,4 +1,4 @@
-"""Copies into blobs of another size, and repacking in place: killed, raced, undone, saved upon."""
+"""Copies into blobs of another size, and repacking in place: killed, raced, undone, and followed by saves."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def recode(source: Repository, target: Repository, *refs: str, **options: object
 
 
 def sizes(repo: Repository) -> dict[int, int]:
-    """How many blobs each step has."""
+    """Return the number of blobs of each step."""
     return {one.step: len(manifests.blob_list(repo, one)) for one in list_commits(repo).visible()}
 
 
@@ -172,11 +172,11 @@ def test_a_damaged_manifest_does_not_stop_repacking_of_others(source: Repository
     assert [one.step for one in result.copied] == [3, 1]
 
 
-# killed, or without an answer, anywhere
+# killed, or without an answer, at any call
 
 
 class Start:
-    """run@1 in several blobs, one of which run@0 has too, and run@2, in its place; a store that can be had again."""
+    """run@1 in several blobs, one of which run@0 shares, and its successor run@2. The store can be recreated."""
 
     def __init__(self, folder: Path) -> None:
         repo = chain(repository(folder / "first", memory()), 3)
@@ -193,7 +193,7 @@ class Start:
 
 
 def check_now(repo: Repository, id: ManifestId, arrays: dict[str, bytes]) -> None:
-    """What holds at every instant in the store that is packed in place."""
+    """Check the invariants of the store that is repacked in place."""
     (visible,) = (one for one in list_commits(repo).visible() if one.id == id)
     assert resolve(repo, "run@1") == resolve(repo, id) == resolve(repo, "tag:best") == visible
     assert resolve(repo, "run@latest").step == 2
@@ -253,7 +253,7 @@ def test_a_repacking_copy_killed_anywhere_is_resumed(
     assert at > 6
 
 
-# others meanwhile
+# concurrent processes
 
 
 @pytest.mark.parametrize("other", ["recoded", "as it is", "of another size"])
@@ -329,7 +329,7 @@ def test_a_restore_undoes_repacking(source: Repository) -> None:
 
 
 def test_repacking_frees_space_of_worn_blobs(tmp_path: Path) -> None:
-    """Of what a run keeps of old blobs, after most of them is of no more use."""
+    """A run still uses small parts of old blobs."""
     store = small(blob_bytes=LARGE)
     first = {f"w{n}": cells(10, seed=n) for n in range(10)}
     store.save(first, run="a", step=0)
@@ -350,7 +350,7 @@ def test_repacking_frees_space_of_worn_blobs(tmp_path: Path) -> None:
 
 
 def floats() -> dict[str, Any]:
-    """What is worth a frame, what is not, and what is no float."""
+    """Floats that are worth a frame, floats that are not, and other dtypes."""
     raw = cells(40, seed=5)
     noise = torch.randint(0, 255, (8 * 4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     kinds = {str(kind): raw[: 12 * 1024].to(kind) for kind in (torch.bfloat16, torch.float16, torch.float64)}

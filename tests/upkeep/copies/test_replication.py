@@ -71,7 +71,7 @@ def test_a_damaged_manifest_is_named(source: Repository, target: Repository) -> 
 
 
 def commit_same(repo: Repository, commit: Commit, run: str, step: int, txid: TxId) -> Commit:
-    """Commit the manifest of another commit once more, as that of a run and step."""
+    """Commit the manifest of another commit again, as this run and step."""
     data = repo.storage.get(manifest_key(commit.txid, commit.id), limit=1 << 20)
     repo.storage.put(manifest_key(txid, commit.id), data)
     names = ("manifest", "head", "manifest_bytes", "created_at", "parent")
@@ -99,7 +99,7 @@ def test_an_id_of_another_run_or_of_the_future_is_refused(source: Repository, ta
 
 
 def test_unknown_forms_are_copied_and_stop_only_their_load(source: Repository, target: Repository) -> None:
-    """Extents of a form of later versions, or that lie: who loads them refuses them, wherever they are."""
+    """Extents of a later version's form, or invalid ones. Loads refuse them in any store."""
     manifest = manifests.get(source, resolve(source, "run@0"))
     parts = taken_apart(manifest)
     parts.index["step"] = 9
@@ -149,15 +149,15 @@ def test_a_checkpoint_that_is_purged_meanwhile_is_gone(tmp_path: Path, target: R
     check_clean(target)
 
 
-# copies that fail and that are killed
+# copies that fail or are killed
 
 
 class Killed(BaseException):
-    """This process ends here: nothing of it runs any more."""
+    """The simulated process dies here."""
 
 
 def test_a_copy_killed_anywhere_is_resumed(tmp_path: Path, source: Repository) -> None:
-    """And no blob is put twice: the first one's transaction keeps what it put."""
+    """No blob is put twice: the transaction keeps the blobs that it put."""
     for kind in (fail_before, fail_after):
         for at in range(1, 200):
             inner = memory()
@@ -176,7 +176,7 @@ def test_a_copy_killed_anywhere_is_resumed(tmp_path: Path, source: Repository) -
             copy(source, second, "run@3", jobs=1)
             stored = [key for key in blob_puts(faulty) if key in {entry.key for entry in inner.list("objects/")}]
             assert len(set(stored)) == 4
-            assert len(stored) - len(set(stored)) <= 1  # that whose put was cut off
+            assert len(stored) - len(set(stored)) <= 1  # the one whose put was interrupted
             assert contents(second)["run@3"] == contents(source)["run@3"]
             check_clean(second)
             if ended:
@@ -256,7 +256,7 @@ def test_a_missing_reused_blob_is_marked_and_copied(source: Repository, target: 
     assert any(entry.key.startswith("damaged/") for entry in target.storage.list(""))
 
 
-# several at once
+# concurrent copies
 
 
 def test_two_processes_share_a_copy_and_one_commits(tmp_path: Path, source: Repository) -> None:
@@ -415,9 +415,9 @@ def test_a_leftover_manifest_with_missing_blobs_is_not_committed(tmp_path: Path,
 def test_a_leftover_manifest_deleted_by_gc_is_copied_again(
     tmp_path: Path, source: Repository, method: str, key: str
 ) -> None:
-    """Two are in the transaction: one has put the manifest, a gc gives up on it, and the other has not seen that yet.
+    """Two processes share the transaction. One has put the manifest, a gc revokes it, and the other has not noticed.
 
-    It finds the manifest gone when it reads it, or the blobs when it looks at them: nothing is damaged.
+    That one finds the manifest or the blobs missing. This is not damage.
     """
     inner = memory()
     first = elsewhere(tmp_path / "first", FaultyStore(inner, [fail_before("put", key="commits/*", error=_killed())]))

@@ -22,7 +22,7 @@ KEYS = ("a" * 64, "b" * 64)
 
 
 def sign(repo: Repository, *numbers: int) -> list[str]:
-    """Two signatures on each of some checkpoints."""
+    """Put two signatures on each of some checkpoints."""
     live = list_commits(repo).live()
     found = [f"signatures/{live[number].id}/{key}" for number in numbers for key in KEYS]
     for key in found:

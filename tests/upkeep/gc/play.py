@@ -1,4 +1,4 @@
-"""A store, writers, gcs and a user on a stage, in a drawn order of their calls: what they do, and what must hold."""
+"""A store, writers, gcs and a user on a stage, with calls in a drawn order: their programs and invariants."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from casckpt.contents import manifests
 from casckpt.errors import Conflict, Gone, NotFound, Revoked
-from casckpt.format.draft import Encoded, placed
 from casckpt.format.keys import blob_key, manifest_key
+from casckpt.format.manifest import Encoded, placed
 from casckpt.format.names import TxId
 from casckpt.format.records import Committed
 from casckpt.format.sections.blobs import BlobRef
@@ -32,13 +32,13 @@ from tests.support.repositories import Ticks, memory, put_blob, repository, save
 from tests.support.stage import Stage
 
 ROUNDS = 24
-GC_WAIT = 0.5  # seconds of the clock of the stage: two or three looks
+GC_WAIT = 0.5  # seconds of the clock of the stage: two or three polls
 HOUR = 3600.0
 CHANGES = {"put", "replace", "delete"}
 
 
 class Play:
-    """One run: a store with some history, and actors that go on from there."""
+    """One run: a store with some history, and actors that continue from it."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -51,15 +51,15 @@ class Play:
             self.save(step)
         commits.forget(self.watcher, list_commits(self.watcher).live()[0])
         self.deleted = 0
-        self.held: dict[str, str] = {}  # ids, by who holds a lease
-        self.never_gone: set[str] = set()  # ids that nobody forgets
+        self.held: dict[str, str] = {}  # ids, by the holder of the lease
+        self.never_gone: set[str] = set()  # ids that are never forgotten
 
     def save(self, step: int) -> None:
-        """What was there before."""
+        """Save the initial checkpoints."""
         save(self.watcher, step=step, texts=[f"old {step}", f"base {step}"])
 
     def repo(self, name: str, cache: str = "") -> Repository:
-        """An actor's own view. Gcs of one host share a ``cache``."""
+        """Return an actor's own view. Gcs of one host share a ``cache``."""
         seed = self.draw.randrange(1 << 30)
         return repository(self.folder / (cache or name), self.stage.store(name), clock=self.clock, seed=seed)
 
@@ -108,10 +108,10 @@ class Play:
         self.stage.add(name, lambda: undo_some(self, repo))
 
     def choices(self, switches: float = 0.2, held_up: float = 0.0) -> Callable[[list[str]], str]:
-        """Mostly the same actor goes on; at so many of the calls it may be another's turn.
+        """Choose the actor of each call: mostly the same one, with this many switches.
 
-        ``held_up``: before so many of its changes an actor stands still until all others are done or stand still, too:
-        what it knows is old by then, which is what protocols break of.
+        ``held_up``: before this many of its changes an actor waits until all others are done or wait too. Then its
+        knowledge is old, which is the usual reason for which protocols break.
         """
         current, held = "", set[str]()
 
@@ -130,7 +130,7 @@ class Play:
         return choose
 
     def look(self) -> None:
-        """What must hold at any time: so whenever something has changed."""
+        """Check the invariants after each change."""
         if self.stage.log and self.stage.log[-1][1].split()[0] not in CHANGES:
             return
         there = {entry.key for entry in self.inner.list("objects/")}
@@ -150,7 +150,7 @@ class Play:
         self.stage.run(self.choices(switches, held_up), self.look)
 
     def clean_up(self) -> None:
-        """In the end a gc that is left alone deletes all that nothing needs."""
+        """Check that a final gc alone deletes everything unneeded."""
         result = collect(self.watcher, wait=0.0, revoke_after=0.0)
         assert result.waiting == ()
         there = {entry.key for entry in self.inner.list("objects/")}
@@ -159,7 +159,7 @@ class Play:
 
 
 class Lost(AssertionError):
-    """A live commit lacks something, or what is held lives no more."""
+    """A live commit lacks something, or a held checkpoint is no longer live."""
 
 
 def named(repo: Repository, found: CommitList) -> Iterator[str]:
@@ -170,7 +170,7 @@ def named(repo: Repository, found: CommitList) -> Iterator[str]:
 
 
 def write(play: Play, repo: Repository, name: str) -> None:
-    """A save, by the protocol: what is known comes from what it reads after it began; one retry."""
+    """Save by the protocol: reuse only blobs read after the transaction began. Retry once."""
     draw = play.draw.choice([draw_known, draw_from_log])
     for attempt in range(2):
         transaction = transactions.begin(repo, "run", play.draw.randrange(2, 5))
@@ -184,7 +184,7 @@ def write(play: Play, repo: Repository, name: str) -> None:
 
 
 def draw_from_log(play: Play, repo: Repository) -> list[BlobRef]:
-    """Some blobs of the newest live checkpoint, by its log."""
+    """Return some blobs of the newest live checkpoint, from its log."""
     newest = newest_reusable(repo, "run", anew=True)
     try:
         refs = [] if newest is None else list(manifests.get(repo, newest).blobs)
@@ -194,7 +194,7 @@ def draw_from_log(play: Play, repo: Repository) -> list[BlobRef]:
 
 
 def draw_known(play: Play, repo: Repository) -> list[BlobRef]:
-    """Some blobs of some live checkpoint."""
+    """Return some blobs of some live checkpoint."""
     live = list_commits(repo).live()
     if not live:
         return []
@@ -213,7 +213,7 @@ def finish(repo: Repository, transaction: Transaction, texts: list[str], known: 
 
 
 def rewrite_some(play: Play, repo: Repository) -> None:
-    """As a repair does: the same checkpoint once more, and what was there is replaced."""
+    """Replace a checkpoint as a repair does."""
     for _ in range(3):
         visible = list_commits(repo).visible()
         if not visible:
@@ -241,22 +241,22 @@ def thin_some(play: Play, repo: Repository) -> None:
 
 
 def tag_some(play: Play, repo: Repository, name: str) -> None:
-    """Tag what is visible, one after the other."""
+    """Tag visible checkpoints, one after the other."""
     for number in range(2):
         visible = list_commits(repo).visible()
-        with suppress(Conflict):  # it was purged, or changed again at this instant
+        with suppress(Conflict):  # it was purged, or changed at this instant
             tags.set_tag(repo, f"{name}-{number}", play.draw.choice(visible))
 
 
 def thin_untagged(play: Play, repo: Repository, name: str) -> None:
-    """Leave the optimizer out of what no tag names."""
+    """Leave the optimizer out of untagged checkpoints."""
     for _ in range(2):
         with suppress(Conflict, NotFound):
             execute(repo, plan_thin(repo, [play.draw.choice(list_commits(repo).visible())], drop=["optim.*"]))
 
 
 def undo_some(play: Play, repo: Repository) -> None:
-    """Restore what was replaced."""
+    """Restore replaced commits."""
     for _ in range(4):
         old = [one for one in list_commits(repo).live() if one.last == "replaced"]
         if old:
@@ -283,7 +283,7 @@ def hold_on(play: Play, repo: Repository, name: str) -> None:
 
 
 def toggle(play: Play, repo: Repository) -> None:
-    """Forget, restore and tag whatever is there."""
+    """Forget, restore and tag any checkpoint."""
     for _ in range(4):
         live = list_commits(repo).live()
         if not live:

@@ -93,7 +93,8 @@ def test_gc_works_again_after_the_purge_of_the_damaged_checkpoint(repo: Reposito
 
 
 def test_the_advice_for_a_damaged_checkpoint_is_correct(repo: Repository) -> None:
-    """A day after it was forgotten a gc goes on without it; at once it takes all that is forgotten of the run."""
+    """A day after the forget, a gc continues without it. Without the wait, gc purges all forgotten checkpoints of the
+    run."""
     saved = [save(repo, step=step, texts=[str(step)]) for step in range(4)]
     other = [save(repo, "other", step, texts=[f"other {step}"]) for step in range(2)]
     repo.storage.delete(manifest_key(saved[1].txid, saved[1].id))

@@ -41,7 +41,7 @@ from tests.support.local import only
 from tests.support.repositories import Ticks, meanwhile, memory, put_blob, repository, save
 from tests.support.told import Told
 
-# what goes and what stays
+# deleted and kept
 
 
 def test_gc_frees_bytes_of_a_folder(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_invalid_arguments_are_refused(repo: Repository, options: dict[str, Any]
 
 
 def test_gc_makes_read_records_durable_before_it_deletes(tmp_path: Path) -> None:
-    """Whoever put a purge may have died before he made its name durable: power that is lost would take it back."""
+    """The process that purged may have died before the record's name was durable. A power loss would undo the purge."""
     faults = FaultyStore(memory())
     repo = repository(tmp_path, faults)
     for step in range(3):
@@ -161,7 +161,7 @@ def test_progress_counts_every_deleted_object(repo: Repository) -> None:
 
 @pytest.mark.parametrize("where", ["repo", "remote"])
 def test_forgotten_checkpoints_are_kept_for_a_day(where: str, request: pytest.FixtureRequest) -> None:
-    """In a folder as in a bucket; until then it is said what is freed then, and when that is."""
+    """In a folder and in a bucket. Until then, gc reports the bytes that it will free, and when."""
     repo: Repository = request.getfixturevalue(where)
     old = save(repo, step=0, texts=["shared", "alone"])
     shared = next(ref for ref in manifests.get(repo, old).blobs if ref.size == len("shared"))
@@ -340,7 +340,7 @@ def test_the_json_is_plain(remote: Repository) -> None:
     assert found["waiting"][1]["since"].endswith("+00:00")
 
 
-# what killed processes left
+# leftovers of killed processes
 
 
 @pytest.mark.parametrize("folder", ["commits", "settings", "tags/best", "damaged/x/y", "mirrored", "probes", ""])
@@ -401,14 +401,14 @@ PLAN = ["commits", "tags"]
 CHECK = ["objects", "commits"]  # the listing of the plan finds the guards
 TAKE_UP = ["commits"]  # also finds the guards of the first pass
 SEARCH = ["objects", "commits", "transactions"]  # steps 2 to 4
-LOOK = ["commits", "transactions"]  # step 5, each time that gc looks at the open transactions
+LOOK = ["commits", "transactions"]  # step 5, each time that gc checks the open transactions
 ROOTS = ["commits"]
 TIDY = ["commits", "transactions", "transactions", "tags"]
 RECOVERY = ["commits"]
 
 
 def listings(store: FaultyStore) -> list[str]:
-    """The folders that were listed, in order, without those of single uploaders."""
+    """Return the listed folders in order, without those of single uploaders."""
     names = (key.rstrip("/") for key in store.keys("list"))
     return [name for name in names if name in {"commits", "objects", "transactions", "tags"}]
 
@@ -445,7 +445,7 @@ def that_forgets_and_purges(repo: Repository) -> list[str]:
 
 
 def that_spares_a_tagged_checkpoint(repo: Repository) -> list[str]:
-    """The tag is set after gc planned. It names a checkpoint, so commits are listed behind the tags."""
+    """The tag is set after gc has planned. It names a checkpoint, so commits are listed after the tags."""
     commits.forget(repo, list_commits(repo).live()[0])
     hidden = list_commits(repo).live()[0]
     assert isinstance(repo.storage, FaultyStore)

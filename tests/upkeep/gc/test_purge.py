@@ -56,7 +56,7 @@ def first(repo: Repository) -> Commit:
 
 
 def in_its_place(repo: Repository) -> Commit:
-    """Another checkpoint of run@0."""
+    """Overwrite run@0 with another checkpoint."""
     return commit_draft(repo, repo.new_txid("run", 0), draft([], "run", 0, created_at=repo.clock()))
 
 
@@ -69,7 +69,7 @@ def test_an_expiring_tag_protects_until_an_hour_after_its_end(repo: Repository) 
     assert (waiting.reason, waiting.tags) == ("tagged", ("eval",))
     assert waiting.until is not None
     assert waiting.until.timestamp() == pytest.approx(repo.clock() / 1e6 + 2 * HOUR, abs=1)
-    ticking(repo)(HOUR * 1.9)  # it is over, but the clock of its holder may be behind
+    ticking(repo)(HOUR * 1.9)  # it is over, but the clock of its holder may be slow
     assert run_gc(repo).purged == ()
     ticking(repo)(HOUR * 0.2)
     assert [one.txid for one in run_gc(repo).purged] == [gone.txid]
@@ -86,7 +86,7 @@ def test_an_expiring_and_a_permanent_tag_together_protect_without_end(repo: Repo
 
 
 def committed_again(repo: Repository, commit: Commit) -> Commit:
-    """The same checkpoint by another transaction."""
+    """Commit the same checkpoint in another transaction."""
     record = changed(commit.committed, txid=repo.new_txid(commit.run, commit.step))
     put_manifest_of(repo, commit, record.txid)
     commits.commit(repo, record)
@@ -94,7 +94,7 @@ def committed_again(repo: Repository, commit: Commit) -> Commit:
 
 
 def test_a_tag_bars_a_purge_by_id(repo: Repository) -> None:
-    """One that was set on a commit bars others of the same checkpoint, too."""
+    """A tag that was set on one commit protects the other commits of the checkpoint too."""
     commit = first(repo)
     twin = committed_again(repo, commit)
     hold(repo, "eval", commit, HOUR)
@@ -115,7 +115,7 @@ def test_a_tag_on_another_commit_bars_a_purge_that_was_planned_before(repo: Repo
 
 
 def twin_of(repo: Repository, commit: Commit) -> Commit:
-    """The same checkpoint committed anew, at other places, and ``commit`` forgotten: as a repair does it."""
+    """Commit the checkpoint again at other locations, and forget ``commit``, as a repair does."""
     twin = committed_again(repo, commit)
     commits.forget(repo, commit)
     return twin
@@ -145,7 +145,7 @@ def test_a_forgotten_twin_does_not_allow_a_purge(repo: Repository) -> None:
 
 @pytest.mark.parametrize("when", ["tags/", "commits/"])
 def test_a_twin_forgotten_meanwhile_does_not_allow_a_purge(repo: Repository, faults: FaultyStore, when: str) -> None:
-    """It was visible when the gc was planned, and is not when tags are listed again, or commits behind them."""
+    """It was visible when the gc was planned, and no longer when tags or commits are listed again."""
     commit = first(repo)
     hold(repo, "eval", commit, HOUR)
     twin, plan = twin_of(repo, commit), plan_gc(repo, min_age=0.0)
@@ -180,7 +180,7 @@ def test_replaced_commits_are_purged_after_the_minimum_age(repo: Repository) -> 
 
 
 def test_unreadable_replaced_commits_are_purged_at_once(repo: Repository) -> None:
-    """No gc could delete anything as long as it lives, and nobody could do anything with it."""
+    """While it is live, no gc could delete anything, and it is useless."""
     commit = first(repo)
     move(repo, commit)
     repo.storage.delete(f"objects/{commit.txid}/{commit.id}.manifest")
@@ -248,7 +248,8 @@ def test_a_policy_uses_the_first_save_of_a_rewrite(repo: Repository) -> None:
 
 
 def test_two_gcs_that_each_purge_a_twin_leave_one(repo: Repository, faults: FaultyStore) -> None:
-    """One is about to purge the commit, for its twin is visible; that is forgotten then, and another gc runs."""
+    """One gc is about to purge the commit because its twin is visible. Then the twin is forgotten, and another gc
+    runs."""
     commit = first(repo)
     hold(repo, "eval", commit, HOUR)
     purged: list[Commit] = []
@@ -266,7 +267,7 @@ def test_two_gcs_that_each_purge_a_twin_leave_one(repo: Repository, faults: Faul
 
 
 def test_two_gcs_that_each_forget_a_twin_restore_a_leased_one(repo: Repository, faults: FaultyStore) -> None:
-    """Both twins are visible, as after a repair that was killed; a lease is granted before either of them forgets."""
+    """Both twins are visible, as after a killed repair. A lease is granted before either is forgotten."""
     commit = first(repo)
     twin = committed_again(repo, commit)
 
@@ -283,7 +284,7 @@ def test_two_gcs_that_each_forget_a_twin_restore_a_leased_one(repo: Repository, 
 
 
 def test_a_lease_granted_while_gc_forgets_protects_its_checkpoint(repo: Repository, faults: FaultyStore) -> None:
-    """It forgets, and lists tags only then: one that was granted before that is in the listing."""
+    """gc forgets, and only then lists tags. A lease that was granted earlier is in the listing."""
     commit, plan = first(repo), plan_gc(repo, LAST, min_age=0.0)
     faults.inject(
         call_first("put", meanwhile(lambda: hold(repo, "eval", commit, HOUR)), key=f"commits/{commit.txid}.1")
@@ -294,7 +295,7 @@ def test_a_lease_granted_while_gc_forgets_protects_its_checkpoint(repo: Reposito
 
 
 def test_gc_undoes_its_own_forget_but_no_later_change(repo: Repository, faults: FaultyStore) -> None:
-    """Tagged when it has forgotten; before it restores that, who tags has done so, and somebody forgets it by name."""
+    """The tagger restores the checkpoint before gc does, and then a user forgets it by name."""
     commit, plan = first(repo), plan_gc(repo, LAST, min_age=0.0)
 
     def tag_it(_: object) -> None:
@@ -328,7 +329,8 @@ def test_a_tag_set_while_gc_lists_tags_is_not_granted(repo: Repository, faults: 
 
 
 def test_a_purge_takes_only_the_next_number(repo: Repository, faults: FaultyStore) -> None:
-    """Restored, held, and forgotten again after the tags were listed: its number is gone, and it purges nothing."""
+    """It was restored, held and forgotten again after the tags were listed. Its number is taken, so gc purges
+    nothing."""
     commit = first(repo)
     commits.forget(repo, commit)
     plan = plan_gc(repo, min_age=0.0)
@@ -344,7 +346,7 @@ def test_a_purge_takes_only_the_next_number(repo: Repository, faults: FaultyStor
 
 
 def test_the_clock_is_read_before_tags_are_listed(repo: Repository, faults: FaultyStore) -> None:
-    """What is renewed while the listing runs may not be in it: what was seen counts by the clock before."""
+    """A tag that is renewed during the listing may be missing there. So the earlier clock decides."""
     commit = first(repo)
     hold(repo, "eval", commit, HOUR)
     plan = GcPlan((), (commits.forget(repo, commit),))
@@ -370,11 +372,11 @@ def test_gc_deletes_old_generations_of_leases(repo: Repository) -> None:
     assert keys(repo, "tags/") == {"tags/eval/1"}
 
 
-# what a gc forgot that was killed before it looked at tags again
+# forgets by a gc that was killed before it listed tags again
 
 
 def left_forgotten(repo: Repository, faults: FaultyStore) -> Commit:
-    """run@0, forgotten by a gc beside a new tag, and the gc ended before it could take that back."""
+    """run@0, forgotten by a gc beside a new tag. The gc died before it could undo that."""
     commit, plan = first(repo), plan_gc(repo, LAST, min_age=0.0)
     set_best = meanwhile(lambda: tags.set_tag(repo, "best", commit))
     faults.inject(call_first("put", set_best, key=f"commits/{commit.txid}.1"))
@@ -416,7 +418,7 @@ def test_a_tag_deleted_since_the_plan_restores_nothing(repo: Repository, faults:
 
 
 def test_a_restore_by_gc_takes_only_the_next_number(repo: Repository, faults: FaultyStore) -> None:
-    """Restored by somebody, untagged and forgotten by name behind the gc's listing of tags: that stays forgotten."""
+    """A user restores, untags and forgets it after gc listed the tags. It stays forgotten."""
     left_forgotten(repo, faults)
     plan = plan_gc(repo, min_age=0.0)
     commit = first(repo)
@@ -435,7 +437,7 @@ def test_a_restore_by_gc_takes_only_the_next_number(repo: Repository, faults: Fa
 
 
 def test_logs_are_read_before_tags_are_listed(repo: Repository, faults: FaultyStore) -> None:
-    """Else what is untagged and forgotten in between looks like a gc's."""
+    """Otherwise a checkpoint that is untagged and forgotten in between looks like one that a gc forgot."""
     commit = first(repo)
     tags.set_tag(repo, "best", commit)
     faults.calls.clear()
@@ -459,7 +461,7 @@ def test_nothing_is_restored_if_another_checkpoint_is_visible_at_the_step(
 
 
 def test_an_overwritten_checkpoint_stays_forgotten_when_its_successor_is(repo: Repository) -> None:
-    """An overwrite ends no tag; and what it was to replace must not be the newest of the run one day."""
+    """An overwrite ends no tag. The overwritten checkpoint must not become the newest of the run later."""
     commit = first(repo)
     tags.set_tag(repo, "best", commit)
     other = in_its_place(repo)
@@ -488,7 +490,7 @@ def test_a_gc_of_another_run_restores_nothing(repo: Repository, faults: FaultySt
     assert steps(run_gc(repo, run="run").restored) == [0]
 
 
-# demands on writers
+# requirements for writers
 
 
 def demand(repo: Repository) -> None:

@@ -60,7 +60,7 @@ def die_before_the_record(repo: Repository) -> commits.Commit:
 def test_gc_takes_numbers_announced_long_ago(repo: Repository) -> None:
     one = die_before_the_record(repo)
     settle(repo, HOUR)
-    assert list_commits(repo).commits[one.txid].number == 0  # whoever announced it may be slow
+    assert list_commits(repo).commits[one.txid].number == 0  # the process that announced it may be slow
     clock(repo).advance(HOUR)
     settle(repo, HOUR)
     now = list_commits(repo).commits[one.txid]
@@ -92,7 +92,7 @@ def test_a_slow_process_announces_the_next_number(repo: Repository) -> None:
 
 
 def test_other_processes_may_announce_during_recovery(repo: Repository) -> None:
-    """Threads of one process share what they know of a run."""
+    """Threads of one process share its memory of a run."""
     dead = [die_before_the_record(repo) for _ in range(2)]
     clock(repo).advance(HOUR)
     repo.storage.inject(call_first("put", meanwhile(lambda: commit_bare(repo, step=7)), key="commits/*.1"))  # type: ignore[attr-defined]  # a FaultyStore
@@ -119,7 +119,7 @@ def test_unannounced_records_are_announced(repo: Repository, tmp_path: Path) -> 
 
 
 def test_a_missing_announcement_is_filled(repo: Repository, tmp_path: Path) -> None:
-    """Who has read up to there goes on behind it; and what it told of is announced again."""
+    """A reader that has read up to the gap continues after it. The records of the filled number are announced again."""
     made = [commit_bare(repo, step=step) for step in range(2)]
     behind = repository(tmp_path / "behind", repo.storage, seed=3)
     look(behind, RUN)
@@ -177,11 +177,11 @@ def test_a_forgotten_record_made_by_hand_is_announced(repo: Repository, tmp_path
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """The simulated process dies here."""
 
 
 class Deadly(FaultyStore):
-    """Ends its process right before or right after a call; ``at`` counts both."""
+    """Kills its process right before or right after a call. ``at`` counts both."""
 
     def __init__(self, inner: ObjectStore, at: int = 0) -> None:
         super().__init__(inner)
@@ -208,7 +208,7 @@ def saved(repo: Repository, step: int) -> commits.Commit:
 
 
 def change_all(repo: Repository) -> None:
-    """A save, what may become of it, and a gc that purges two at once."""
+    """A save, each possible change of it, and a gc that purges two commits at once."""
     one, two, three = (saved(repo, step) for step in range(3))
     commits.restore(repo, commits.forget(repo, one))
     for commit in (two, three):

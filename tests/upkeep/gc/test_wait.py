@@ -63,13 +63,13 @@ def test_blobs_known_to_an_open_save_stay_although_purged_meanwhile(repo: Reposi
 
 
 def test_blobs_committed_and_purged_during_the_wait_stay_for_this_gc(repo: Repository) -> None:
-    """Somebody may have begun to reuse it in between, whom this gc does not wait for."""
+    """Another process, for which this gc does not wait, may have begun to reuse it."""
     first = begin_elsewhere(repo)
     put_blob(repo, first, "shared")
 
     def meanwhile(seconds: float) -> None:
         commit_of(repo, first, ["shared"])
-        begin_elsewhere(repo, step=8)  # after gc looked for open ones; it lists commits, and will reuse "shared"
+        begin_elsewhere(repo, step=8)  # after gc listed open transactions; it lists commits, and will reuse "shared"
         commits.purge(repo, commits.forget(repo, list_commits(repo).commits[first]))
 
     result = run_gc(repo, sleep=meanwhile)
@@ -89,7 +89,7 @@ def test_a_gc_that_timed_out_reports_it_and_the_next_one_continues(repo: Reposit
     assert left is not None
     assert left.waits == {txid}
     commits.commit(repo, bare_commit(repo, txid))
-    later = begin_elsewhere(repo, step=8)  # began after the candidates were made: need not be waited for
+    later = begin_elsewhere(repo, step=8)  # began after the candidates were listed, so gc need not wait for it
     put_blob(repo, later, "later")
     result = run_gc(repo, wait=0.0)
     assert result.deleted_blobs == 1, "the next gc did not go on from where the first one stopped"
@@ -119,7 +119,7 @@ def test_a_paused_gc_is_not_continued_if_a_purged_commit_lives_again(repo: Repos
     put_blob(repo, txid, "half")
     assert run_gc(repo, LAST, wait=0.0).waiting
     assert load_resume_state(repo, list_commits(repo)) is not None
-    for number in (1, 2):  # a backup of the folder was put back
+    for number in (1, 2):  # a backup of the folder was restored
         repo.storage.delete(f"commits/{old.txid}.{number}")
     assert load_resume_state(repo, list_commits(repo)) is None
 
@@ -198,7 +198,7 @@ def test_an_unreadable_transaction_is_waited_for(repo: Repository) -> None:
 
 
 def test_a_checkpoint_committed_and_forgotten_during_the_wait_stays(repo: Repository) -> None:
-    """It can be restored."""
+    """A restore may follow."""
     txid = begin_elsewhere(repo)
     ref = put_blob(repo, txid, "half")
 

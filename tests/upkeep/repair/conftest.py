@@ -1,4 +1,4 @@
-"""Fixtures of several modules of tests here."""
+"""Fixtures of several test modules in this folder."""
 
 from __future__ import annotations
 

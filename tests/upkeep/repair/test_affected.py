@@ -40,7 +40,7 @@ KINDS_OF_BYTES: dict[str, tuple[int, set[str]]] = {
 
 
 def spread(repo: Repository) -> tuple[Commit, Commit, Commit]:
-    """Three checkpoints of one blob: two cells of "a", padding, one of "b", four small ones; cells have 64 KiB."""
+    """Three checkpoints in one blob: two cells of "a", padding, one of "b", four small ones. Cells have 64 KiB."""
     first = {"a": np.concatenate([array(1, 32), array(2, 100 / CELL)])}
     rest = {name: array(seed, 400 / CELL) for seed, name in enumerate("cdef", start=5)}
     one = save_arrays(repo, first | {"b": array(4, 16)} | rest, cell=LEAF)

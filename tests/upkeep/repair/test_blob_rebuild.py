@@ -39,7 +39,7 @@ KINDS = ["flipped", "header", "short", "gone"]
 
 @pytest.mark.parametrize("how", KINDS)
 def test_a_blob_is_rebuilt_from_equal_cells(repo: Repository, other: Repository, how: str) -> None:
-    """No blob anywhere has the same hash, but every cell lies in some blob."""
+    """No other blob has the same hash, but every cell lies in some blob."""
     one = save_arrays(repo, STATE)
     save_arrays(other, {"a": STATE["a"], "more": array(8)}, step=1)
     save_arrays(other, {"b": STATE["b"], "c": STATE["c"], "more": array(9)}, step=2)
@@ -55,7 +55,7 @@ def test_a_damaged_cell_is_taken_from_another_checkpoint(repo: Repository) -> No
     save_arrays(repo, {"z": STATE["a"]}, step=1)
     damage(repo, only_blob(repo, one), "flipped")
     repaired = repair(repo)
-    # the byte is in a cell of b (int64 lies first), of which there is no other copy
+    # The byte is in a cell of b (int64 comes first) that has no other copy.
     assert [one.keys for one in repaired.lost] == [("b",)]
     flip(repo, only_blob(repo, one), DATA_OFFSET + 17)
     flip(repo, only_blob(repo, one), DATA_OFFSET + 2 * CELL + 17)
@@ -78,7 +78,7 @@ def flip_each(repo: Repository, commit: Commit, *positions: int) -> None:
 
 
 def test_damaged_copies_repair_each_other(repo: Repository, other: Repository) -> None:
-    """Each is wrong somewhere else: in its header, a large cell, padding, small cells, its proof."""
+    """Each copy is damaged in another place: in its header, a large cell, padding, small cells, its proof."""
     one, two = (save_arrays(repo, LARGE, step=step, cell=LEAF) for step in range(2))
     three = save_arrays(other, LARGE, cell=LEAF)
     flip_each(repo, one, 100, A1, -3)
@@ -122,7 +122,7 @@ def test_header_padding_and_proof_are_recreated_together(repo: Repository) -> No
 
 @pytest.mark.parametrize("position", [4, 100, PADDING, -1, -36, -35, -72, -6 * 36, -6 * 36 + 3, -6 * 36 + 4])
 def test_header_padding_and_proof_are_recreated_beside_dead_cells(repo: Repository, position: int) -> None:
-    """What is between live cells is right, though nobody knows what it is."""
+    """The bytes between live cells are intact, but their meaning is unknown."""
     older = save_arrays(repo, LARGE, cell=LEAF)
     kept = {name: LARGE[name] for name in "abd"}
     newer = save_arrays(repo, kept, step=1, reuse=older, cell=LEAF)
@@ -139,7 +139,7 @@ def test_header_padding_and_proof_are_recreated_beside_dead_cells(repo: Reposito
 
 
 def test_a_torn_proof_beside_a_damaged_dead_cell_is_lost(repo: Repository) -> None:
-    """And what was made of it is not taken for the blob."""
+    """The rebuilt bytes are not accepted as the blob."""
     older = save_arrays(repo, LARGE, cell=LEAF)
     kept = {name: LARGE[name] for name in "abd"}
     save_arrays(repo, kept, step=1, reuse=older, cell=LEAF)
@@ -156,7 +156,8 @@ def test_a_torn_proof_beside_a_damaged_dead_cell_is_lost(repo: Repository) -> No
 
 @pytest.mark.parametrize("position", [100, -1])
 def test_a_rebuilt_blob_keeps_its_leaves(repo: Repository, position: int) -> None:
-    """With as many leaves as casckpt would make: two large cells in one, two small ones apart."""
+    """It has other leaves than casckpt would make: two large cells in one leaf, and two small ones in separate
+    leaves."""
     arrays: Arrays = {"a": array(1, 32), "c": array(4, 0.125), "d": array(5, 0.125)}
     one = save_arrays(repo, arrays, cell=LEAF)
     (ref,) = manifests.get(repo, one).blobs

@@ -1,4 +1,4 @@
-"""Repairs take right bytes from other blobs, stores and caches."""
+"""Repairs take intact bytes from other blobs, stores and caches."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_host_cache_is_a_source(repo: Repository) -> None:
 
 
 def test_a_damaged_source_does_not_change_correct_bytes(repo: Repository) -> None:
-    """A leaf of a live cell and a dead one that is wrong; where a cell has the same bytes, the other is."""
+    """A leaf holds a live cell and a damaged dead one. In a blob with the same live bytes, the other one is damaged."""
     a, b = array(1, 0.25), array(2, 0.25)
     older = save_arrays(repo, {"a": a, "b": b})
     both = save_arrays(repo, {"c": np.concatenate([a, b])}, "other", 1)

@@ -27,7 +27,7 @@ STEPS = (1, 2, 3)
 
 
 def weights(step: int, *, seed: int = 1, count: int = 4) -> torch.Tensor:
-    """Cells of which a few elements change at each step."""
+    """Cells in which each step changes a few elements."""
     data = cells(2 * count, seed).bfloat16().view(torch.int16)
     for number in range(1, step):
         data[number::97] += number
@@ -40,13 +40,13 @@ def state(step: int) -> dict[str, torch.Tensor]:
 
 
 def saved(key: str | None = None) -> Store:
-    """Three checkpoints of a run, each told from the one before. ``key``: how the first one lies, raw or as planes."""
+    """Three checkpoints of a run, each coded against the previous one. ``key``: the first one is raw or has planes."""
     return Store(Repository(again(objects(key), near=False)))
 
 
 @cache
 def objects(key: str | None) -> dict[str, bytes]:
-    """Those of this store."""
+    """Return the keys of this store's objects."""
     store = small()
     for step in STEPS:
         store.save(state(step), run="r", step=step)
@@ -69,7 +69,7 @@ def object_of(store: Store, step: int, cell: StoredCell) -> str:
 
 
 def plain(store: Store, step: int) -> dict[str, bytes]:
-    """What a checkpoint holds, decoded cell by cell."""
+    """Return the content of a checkpoint, decoded cell by cell."""
     manifest = manifests.get(store.repository, store.get(f"r@{step}").commit)
     return {
         entry.key: b"".join(
@@ -88,7 +88,7 @@ def ids(store: Store, *steps: int) -> tuple[str, ...]:
 
 
 def damage(store: Store, step: int, link: int, *, whole: bool = False) -> str:
-    """Flip a byte in the middle of the second cell of a checkpoint, or of a base; return the blob's name."""
+    """Flip a byte in the middle of the second cell of a checkpoint, or of a base. Return the blob's name."""
     cell = [*cells_of(store, step)[1].chain][link]
     key = object_of(store, step, cell)
     if whole:
@@ -136,7 +136,7 @@ def test_a_flipped_byte_in_a_row_is_damage_of_the_manifest(link: int) -> None:
 
 
 def misframed(at: int = 3) -> Store:
-    """A store whose frame of the second cell of a step is right by its leaf, and makes another cell."""
+    """A store in which the frame of a step's second cell matches its leaf but decodes to another cell."""
     store, wrong = small(), content(at)["hit"][CELL : 2 * CELL]
 
     def lying(data: memoryview, width: int, base: memoryview | None) -> bytes | None:
@@ -147,7 +147,9 @@ def misframed(at: int = 3) -> Store:
     every = (data for step in STEPS for data in content(step).values())
     parts = (data[start : start + CELL] for data in every for start in range(0, len(data), CELL))
     true = {cell_digest(data): memoryview(data) for data in parts}
-    with patch.object(Stored, "plain", lambda _, cell: true[cell.digest]):  # or a lie would be told from the other
+    with patch.object(
+        Stored, "plain", lambda _, cell: true[cell.digest]
+    ):  # otherwise a later frame would be coded against the wrong cell
         chain(store, ["r@1", "r@2", "r@3"], encode=lying)
     store.gc(min_age=0)
     return reopened(store)
@@ -168,7 +170,7 @@ def test_a_wrong_frame_is_not_reused_once_found() -> None:
 @pytest.mark.parametrize("has", [(1, 2, 3), (3,), (2,), ()])
 @pytest.mark.parametrize("at", [2, 3])
 def test_a_wrong_frame_is_made_again_from_an_equal_cell(at: int, has: tuple[int, ...]) -> None:
-    """Or of what is told from it, by undoing that. A copy has the same frame, and does not help."""
+    """Or from a cell that is coded against it, by undoing that. A copy has the same frame and does not help."""
     store, twin, copy = misframed(at), small(), small()
     store.copy_to(copy)
     for step in has:
@@ -199,7 +201,7 @@ def test_a_mark_on_correct_frames_is_removed() -> None:
 
 
 def with_twin(**twin: Encode) -> tuple[Store, Store]:
-    """A store, and another one that has the same checkpoints, raw, or coded there in its own way."""
+    """A store, and another one with the same checkpoints, raw or coded differently."""
     store, other = saved(), small()
     for step in STEPS:
         other.save(state(step), run="twin", step=step)
@@ -305,7 +307,7 @@ def test_cyclic_versions_are_not_searched_for_ever() -> None:
 
 @pytest.mark.parametrize("has", [(2, 3), (2,), (3,)])
 def test_a_cell_whose_base_is_lost_is_stored_plain_if_available(has: tuple[int, ...]) -> None:
-    """Or what comes of a later version, by the frames between."""
+    """Or decoded from a later version through the frames between."""
     store, other = saved(), small()
     for step in has:
         other.save(state(step), run="twin", step=step)

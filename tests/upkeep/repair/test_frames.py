@@ -25,7 +25,7 @@ def state(step: int) -> dict[str, torch.Tensor]:
 
 
 def saved(key: str | None = None) -> Store:
-    """Three checkpoints of a run, each told from the one before. ``key``: how the first one lies, raw or as planes."""
+    """Three checkpoints of a run, each coded against the previous one. ``key``: the first one is raw or has planes."""
     return Store(Repository(again(objects(key), near=False)))
 
 

@@ -1,6 +1,6 @@
 """A repair that rewrites a checkpoint, killed before or after any of its changes, or left without an answer there.
 
-At every instant the id means one commit, and in the end nothing is left of what was begun.
+At every instant one commit stands for the id, and in the end no leftovers remain.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ KEPT = {"a": array(1, 3), "new": array(7)}
 
 
 def near(data: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-    """The same, but for a few elements."""
+    """The same, except for a few elements."""
     changed = data.copy()
     changed[::100] = 0
     return changed
 
 
 class Damaged:
-    """run@1 has a blob that cannot be had again, for it holds dead cells, or a manifest whose places nobody knows.
+    """run@1 has an unrecoverable blob, because it holds dead cells, or a manifest with unknown locations.
 
-    Or it is coded, its frames are gone, and they were told from cells that nobody has any more. run@2 was saved after
-    it. ``other`` is a store that has what is missing, or the cells of run@1.
+    Or it is coded, its frames are lost, and so are the bases. run@2 is its successor. ``other`` is a store that has the
+    missing objects, or the cells of run@1.
     """
 
     def __init__(self, folder: Path, what: str) -> None:
@@ -82,7 +82,7 @@ class Damaged:
 
 
 def check_now(repo: Repository, id: ManifestId) -> None:
-    """What holds at every instant."""
+    """Check the invariants."""
     listed = list_commits(repo)
     (visible,) = (one for one in listed.visible() if one.id == id)
     assert resolve(repo, "run@1") == resolve(repo, id) == resolve(repo, "tag:best") == visible

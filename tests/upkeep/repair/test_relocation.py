@@ -130,7 +130,7 @@ def test_several_checkpoints_that_share_a_lost_blob_are_rewritten(repo: Reposito
 
 
 def test_shared_cells_are_stored_once_at_their_new_places(repo: Repository, other: Repository) -> None:
-    """Also where each needs other cells of it. Else a hundred checkpoints would have a hundred copies."""
+    """Even if each checkpoint needs other cells of it. Otherwise a hundred checkpoints would have a hundred copies."""
     older = save_arrays(repo, STATE, step=0)
     parts = [{"a": STATE["a"], "b": STATE["b"]}, {"a": STATE["a"]}, {"a": STATE["a"], "b": STATE["b"]}]
     states = [{**part, "new": array(30 + step)} for step, part in enumerate(parts)]
@@ -200,7 +200,7 @@ def test_a_checkpoint_rewritten_by_another_repair_is_not_lost(
 
 
 def test_nothing_is_written_for_checkpoints_with_lost_bytes(tmp_path: Path) -> None:
-    """A transaction and a listing for each of the thousands that share a blob would take minutes, and bring nothing."""
+    """A transaction and a listing for each of thousands that share a blob would take minutes for no result."""
     storage = FaultyStore(memory())
     repo = repository(tmp_path, storage)
     first = last = save_arrays(repo, {"a": array(1)})

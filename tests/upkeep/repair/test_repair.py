@@ -1,4 +1,4 @@
-"""repair: right bytes come back from wherever they are, and nothing wrong is ever put in their place."""
+"""repair: intact bytes are recovered from any source, and damaged bytes are never stored in their place."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from casckpt.contents import blobs, manifests
 from casckpt.contents.refs import resolve
 from casckpt.errors import StorageError
 from casckpt.format.blob import DATA_OFFSET
-from casckpt.format.draft import placed
 from casckpt.format.keys import blob_key, commit_key, manifest_key
+from casckpt.format.manifest import placed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.format.sections.head import decode_head
 from casckpt.history import commits, tags
@@ -47,7 +47,7 @@ STATE: Arrays = {"a": array(1, 3), "b": array(2, dtype="int64"), "c": array(3, 0
 
 
 def copy_into(other: Repository, repo: Repository, commit: Commit) -> None:
-    """The same checkpoint in another store, under uploaders of its own."""
+    """Copy the checkpoint into another store, under other uploaders."""
     manifest = manifests.get(repo, commit)
     txid = other.new_txid(commit.run, commit.step)
     refs = []
@@ -91,7 +91,7 @@ def test_repair_works_in_a_folder(tmp_path: Path, other: Repository) -> None:
 
 
 def with_dead_cells(repo: Repository) -> tuple[Commit, Commit]:
-    """(older, newer): the newer one uses a part of the older one's blob, of which the rest is dead."""
+    """Return (older, newer). The newer one uses a part of the older one's blob. The rest of the blob is dead."""
     older = save_arrays(repo, STATE, step=0)
     newer = save_arrays(repo, {"a": STATE["a"], "c": STATE["c"], "new": array(7)}, step=1, reuse=older, ephemeral=True)
     commits.forget(repo, older)
@@ -123,7 +123,7 @@ LARGE: Arrays = {
 
 
 def test_a_damaged_manifest_does_not_stop_other_repairs() -> None:
-    """Its blob could be left behind, but nobody knows the objects that the new manifest would hold."""
+    """Its blob could be relocated, but the objects of the new manifest are unknown."""
     store = small()
     store.save({"a": cells(3, seed=1), "b": cells(1, seed=2)}, step=1)
     first = blob_keys(store)[0]
@@ -131,7 +131,7 @@ def test_a_damaged_manifest_does_not_stop_other_repairs() -> None:
     store.forget("default@1")
     store.gc(min_age=0)
     assert first in blob_keys(store)
-    flip_object(store, first, DATA_OFFSET + 3 * CELL + 5)  # of b, which no checkpoint has any more
+    flip_object(store, first, DATA_OFFSET + 3 * CELL + 5)  # of b, which no checkpoint uses any more
     key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
     flip_object(store, key, decode_head(store.repository.storage.get(key, limit=1 << 20))["objects"].offset)
     again = reopened(store)
@@ -179,7 +179,7 @@ def test_a_manifest_is_restored_from_another_store(
 def test_blobs_named_only_by_a_lost_manifest_are_kept(
     tmp_path: Path, repo: Repository, other: Repository, known: bool
 ) -> None:
-    """The catalogue knows where they lie; without it that is guessed, and the head tells that it is right."""
+    """The catalogue has their locations. Without it repair guesses them, and the head confirms the guess."""
     base = save_arrays(repo, {"a": STATE["a"], "old": array(9)})
     one = save_arrays(repo, STATE, step=1, reuse=base)
     commits.forget(repo, base)
@@ -197,7 +197,7 @@ def test_blobs_named_only_by_a_lost_manifest_are_kept(
 
 @pytest.mark.parametrize("kind", ["folder", "bucket"])
 def test_a_restored_manifest_has_its_original_bytes(tmp_path: Path, other: Repository, kind: str) -> None:
-    """So what other hosts know of it still holds: where its blobs lie, and what they may reuse."""
+    """So the caches of other hosts stay valid: the locations of its blobs, and reusable cells."""
     storage = LocalStore(tmp_path / "store") if kind == "folder" else FarStore(memory())
     repo = repository(tmp_path / "host", storage)
     base = save_arrays(repo, {"a": STATE["a"], "old": array(9)})
@@ -222,7 +222,7 @@ def test_a_restored_manifest_has_its_original_bytes(tmp_path: Path, other: Repos
 
 
 def test_a_gc_beside_the_repair_of_a_manifest_deletes_nothing_of_it(tmp_path: Path, other: Repository) -> None:
-    """It knows from its catalogue what the manifest named, and will name again."""
+    """The gc knows from its catalogue which objects the manifest names."""
     storage = FarStore(memory())
     repo = repository(tmp_path / "host", storage)
     base = save_arrays(repo, {"a": STATE["a"], "old": array(9)})
@@ -236,7 +236,7 @@ def test_a_gc_beside_the_repair_of_a_manifest_deletes_nothing_of_it(tmp_path: Pa
     storage.inject(call_first("replace", meanwhile(lambda: collect(looking, wait=0.0)), key="objects/*.manifest"))
     fresh = repository(tmp_path / "elsewhere", storage, seed=5)
     assert repair(fresh, sources=[other]).manifests == (one.id,)
-    assert storage.count("replace") == 2  # the flip, too
+    assert storage.count("replace") == 2  # including the flip
     assert read_arrays(repository(tmp_path / "new", storage, seed=6), one) == content(STATE)
 
 
@@ -244,7 +244,7 @@ def test_a_gc_beside_the_repair_of_a_manifest_deletes_nothing_of_it(tmp_path: Pa
 def test_a_checkpoint_with_unknown_places_is_rewritten(
     tmp_path: Path, repo: Repository, other: Repository, blob: str
 ) -> None:
-    """Two uploaders have the blob that was reused, so a guess goes wrong. Ids, tags and reads by id stay."""
+    """Two uploaders have the reused blob, so a guess fails. Ids, tags and reads by id stay."""
     bases = [save_arrays(repo, {"a": STATE["a"], "old": array(9)}, step=step) for step in range(2)]
     one = save_arrays(repo, STATE, step=2, reuse=bases[1])
     later = save_arrays(repo, {"x": array(20)}, step=3)
@@ -254,7 +254,7 @@ def test_a_checkpoint_with_unknown_places_is_rewritten(
     if blob == "gone":
         repo.storage.delete(only_blob(repo, bases[0]))
     fresh = repository(tmp_path / "elsewhere", repo.storage, seed=5)
-    if blob == "gone":  # then there is one left, and the guess is right
+    if blob == "gone":  # then one is left, and the guess is correct
         assert repair(fresh, sources=[other]).manifests == (one.id,)
         assert resolve(fresh, "run@2").txid == one.txid
         return
@@ -308,7 +308,7 @@ def test_the_next_repair_removes_leftovers_of_a_killed_one(tmp_path: Path, other
     flip(repo, key, 50)
     verify(repo)
     left = (tmp_path / "store" / key).with_name(temporary_name("x"))
-    left.write_bytes(bytes(1000))  # as killed before the rename
+    left.write_bytes(bytes(1000))  # as if killed before the rename
     assert not repair(repo, sources=[other]).is_damaged
     assert not left.exists()
     assert not verify(repo).is_damaged

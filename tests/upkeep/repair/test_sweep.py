@@ -48,14 +48,14 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> St
 
 
 def copy_of(store: Store) -> Store:
-    """The same in another store."""
+    """Copy it into another store."""
     other = Store(type(store.repository)(memory()))
     store.copy_to(other)
     return other
 
 
 def readable(store: Store) -> set[str]:
-    """The keys of a@1 that come back as they were; the others are damaged, and say so."""
+    """Return the keys of a@1 that load unchanged. The others raise errors about damage."""
     found = set()
     for key in KEYS:
         wanted: Any = state()
@@ -73,7 +73,7 @@ def readable(store: Store) -> set[str]:
 
 
 def places(store: Store) -> list[tuple[str, int]]:
-    """(section, position): the first, a middle and the last byte of all that a manifest is made of."""
+    """Return (section, position) of the first, a middle and the last byte of each part of a manifest."""
     head = decode_head(content(store, manifest_of(store)))
     found = [("head", at) for at in (0, 9, 40, 3000, 4095)]
     for name in KNOWN:
@@ -96,7 +96,7 @@ def test_damage_to_each_part_of_a_manifest_is_found_and_repaired(store: Store) -
     before = content(store, key)
     for section, position in places(store):
         flip(store, key, position)
-        user = reopened(store)  # who has seen the damage, and goes on
+        user = reopened(store)  # a user who has seen the damage and continues
         found = user.verify()
         assert (found.damaged, len(found.manifests)) == ((), 1)
         assert section in found.manifests[0].why

@@ -1,4 +1,4 @@
-"""verify: every kind of damage is found, named and marked, and nothing else is."""
+"""verify finds, names and marks every kind of damage, and nothing else."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ LEAF = 64 << 10
 
 
 def test_a_row_of_another_cell_is_damage_of_its_manifest(repo: Repository) -> None:
-    """Its hash is right, and so are all bytes of the blob."""
+    """The hash of the row is correct, and so are all bytes of the blob."""
     one = save_arrays(repo, {"a": array(1, 16), "b": array(2, 16)}, cell=LEAF)
     known = known_cells(repo, one)
     (digest_a, (ref, at_a)), (digest_b, (_, at_b)) = known.items()
@@ -98,7 +98,7 @@ def test_rows_are_compared_with_blobs_of_other_leaves(
 
 
 def test_a_blob_with_another_header_is_damaged_without_effect_on_loads(repo: Repository) -> None:
-    """All hashes are right, but no writer makes such a header."""
+    """All hashes are correct, but no writer makes such a header."""
     commit = save_arrays(repo, {"a": array(1)})
     (ref,) = manifests.get(repo, commit).blobs
     data = bytearray(repo.storage.get(blob_key(ref.uploader, ref.hash), limit=1 << 20))
@@ -184,7 +184,7 @@ def test_a_checkpoint_purged_during_verify_is_neither_reported_nor_marked(
 def test_a_checkpoint_purged_during_the_report_is_neither_reported_nor_marked(
     tmp_path: Path, repo: Repository, faults: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A large manifest is read in parts, and goes between two of them."""
+    """A large manifest is read in parts. The checkpoint is purged between two of them."""
     monkeypatch.setattr(manifests, "WHOLE_BYTES", 0)
     one = save_arrays(repo, {"a": array(1)})
     save_arrays(repo, {"a": array(2)}, step=1)
@@ -205,7 +205,7 @@ def test_a_checkpoint_purged_during_the_report_is_neither_reported_nor_marked(
 def test_manifests_and_records_that_cannot_be_read_are_reported(repo: Repository) -> None:
     saved = [save_arrays(repo, {"a": array(step)}, step=step) for step in range(4)]
     for commit in saved:
-        manifests.blobs_of(repo, commit)  # the catalogue knows them, which must not hide anything
+        manifests.blobs_of(repo, commit)  # the catalogue knows them, which must not hide damage
     repo.storage.delete(manifest_key(saved[0].txid, saved[0].id))
     flip(repo, manifest_key(saved[1].txid, saved[1].id), 40)
     tags.set_tag(repo, "best", saved[3])
@@ -283,7 +283,7 @@ def test_equal_objects_of_other_uploaders_are_different_blobs(repo: Repository) 
     assert blob_key(ref.uploader, ref.hash) == only_blob(repo, two)
 
 
-# what is known already
+# cached results
 
 
 @pytest.mark.parametrize("by_frames", [False, True])

@@ -12,8 +12,8 @@ from benchmarks.worker import WrongBytes
 
 if TYPE_CHECKING:
     from benchmarks.worker import Here
-    from casckpt.format.draft import Draft
     from casckpt.format.extents import ExtentTable
+    from casckpt.format.manifest import Draft
     from casckpt.format.sections.blobs import BlobRef
     from casckpt.format.sections.index import Name
     from casckpt.repository.repository import Repository
@@ -62,12 +62,12 @@ def _add(repo: Repository, path: Path, draw: random.Random, step: int, count: in
 def _draft(refs: list[BlobRef], step: int, draw: random.Random) -> Draft:
     """A manifest of one tensor in each blob."""
     from casckpt._version import __version__
-    from casckpt.format.draft import Draft
     from casckpt.format.extents import StoredCell, build
+    from casckpt.format.manifest import Draft
+    from casckpt.format.metrics import encode_metadata
     from casckpt.format.names import CellDigest
     from casckpt.format.regions import full_box
     from casckpt.format.sections.index import TENSOR
-    from casckpt.format.sections.metadata import encode_metadata
 
     shape = (_BLOB // 4,)
     streams: dict[Name, tuple[str, ExtentTable]] = {}

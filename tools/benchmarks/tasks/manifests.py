@@ -24,7 +24,7 @@ def make(here: Here, tensors: int, shards: int, ranks: int) -> int:
     No two cells of a tensor follow each other in a blob: each is an extent. How many there are. ``ranks``: so many have
     an object.
     """
-    from casckpt.format.draft import ObjectEntry
+    from casckpt.format.manifest import ObjectEntry
     from casckpt.format.names import BlobHash, TxId
     from casckpt.format.sections.blobs import BlobRef
 
@@ -67,14 +67,14 @@ def _table(draw: random.Random, number: int, shards: int) -> Any:
 def encode(here: Here) -> Measured:
     """The bytes of the manifest, from the tables."""
     from casckpt._version import __version__
-    from casckpt.format import draft
+    from casckpt.format import manifest
+    from casckpt.format.metrics import encode_metadata
     from casckpt.format.sections.index import TENSOR
-    from casckpt.format.sections.metadata import encode_metadata
 
     metadata = encode_metadata({})[0]
     meter = Meter()
-    made = draft.encode(
-        draft.Draft(
+    made = manifest.encode(
+        manifest.Draft(
             casckpt=__version__, torch="", run="run", step=0, created_at=0, parent=None, world_size=1,
             cell_bytes=_CELL, metadata=metadata, tree=b"", blobs=here.kept["blobs"], objects=here.kept["objects"],
             streams={(TENSOR, _key(n), 0, None): ("float32", table) for n, table in enumerate(here.kept["tables"])},

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from casckpt.base.progress import Progress, Shown
-from casckpt.base.sizes import parse_size
 from casckpt.base.text import is_url
+from casckpt.base.units import parse_size
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Conflict
 from casckpt.frontends.interchange.new_files import (

@@ -26,8 +26,7 @@ from casckpt.errors import NotFound, Refused, StorageError, Unsupported
 from casckpt.storage.base import AlreadyExists, Finding, ListedObject, ShortObject
 from casckpt.storage.remote.bodies import MOST, PutBody, read_whole
 from casckpt.storage.remote.client import ExplainedFailure, Page
-from casckpt.storage.remote.loop import Loop
-from casckpt.storage.remote.patience import Patience, moved
+from casckpt.storage.remote.patience import Loop, Patience, moved
 from casckpt.storage.remote.s3.direct import DirectReads, Signed, can_reach, sign
 from casckpt.storage.remote.s3.errors import FAILURES, explain, is_about_credentials, size_from, status_of
 from casckpt.storage.remote.s3.facts import examine

@@ -69,7 +69,7 @@ def _hand_over(request: Any, **_: object) -> None:
 
 
 def can_reach(url: str, config: Mapping[str, Any]) -> bool:
-    """Tell whether direct connections reach the server. ``config``: of the client; proxies, for instance, need it."""
+    """Return whether direct connections reach the server. ``config``: of the client; proxies, for instance, need it."""
     return not (_UNKNOWN_WAYS & config.keys() or get_environ_proxies(url))
 
 
@@ -167,7 +167,7 @@ class DirectReads:
 
 
 def _is_silent(connection: socket.socket) -> bool:
-    """Tell whether there is nothing to read: neither an end nor an unexpected answer."""
+    """Return whether there is nothing to read: neither an end nor an unexpected answer."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return not (poll.poll(0) or (isinstance(connection, ssl.SSLSocket) and connection.pending()))

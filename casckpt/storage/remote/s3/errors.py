@@ -101,7 +101,7 @@ def _explain_answer(error: ClientError) -> ExplainedFailure:
 
 
 def is_about_credentials(error: Exception) -> bool:
-    """Tell whether the server says that the credentials are no longer valid."""
+    """Return whether the server says that the credentials are no longer valid."""
     return isinstance(error, ClientError) and error.response["Error"].get("Code") in _ENDED
 
 

@@ -17,6 +17,7 @@ from casckpt.frontends.interchange.safetensors.files import (
     TensorHeader,
     encode_header,
     encode_index,
+    rank_of,
     read_header,
     read_index,
 )
@@ -42,6 +43,10 @@ def test_a_header_equals_that_of_the_library(tmp_path: Path) -> None:
     }  # fmt: skip
     assert found.metadata == {"format": "pt"}
     assert encode_header(found.tensors, found.metadata) == written[: found.start]
+
+
+def test_each_dtype_of_a_file_has_its_place_in_the_order() -> None:
+    assert {rank_of(name) for name in NAMES} == set(range(len(NAMES)))
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))

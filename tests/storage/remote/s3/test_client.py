@@ -21,7 +21,7 @@ def test_many_pages_are_listed(moto_server: Server, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_listing_that_ends_early_is_an_error(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Taken for the whole, what it leaves out would look as if it had never been."""
+    """A truncated listing would make the missing objects seem never to have existed."""
     monkeypatch.setattr(remotes3, "PAGE", 7)
     bucket = moto_server.new_bucket()
     for number in range(9):

@@ -1,4 +1,4 @@
-"""Ranged reads past the S3 client: they equal those of the client, or are left to it."""
+"""Direct ranged reads: they equal those of the S3 client, or are left to it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RANGE = "Content-Range: bytes 0-9/10\r\n"
 
 
 def store_of(server: Server, **options: Any) -> RemoteStore:
-    """A new store. Nothing is tried twice: an attempt that fails is an error."""
+    """A new store without retries, so that each failed attempt is an error."""
     place = RemoteLocation("s3", f"{server.new_place()}/store", {**server.options, **options})
     return RemoteStore(place, backoff=Backoff(attempts=1))
 
@@ -204,7 +204,7 @@ def test_concurrent_first_reads_of_two_versions_are_separate(moto_server: Server
 def test_an_answer_for_another_range_is_refused(
     direct: bool, moto_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As caches on the way give that know only the name of an object."""
+    """Caches on the way may answer so if they know only the name of an object."""
     storage = store_of(moto_server)
     storage.put("a", b"0123456789")
     client = client_of(storage)
@@ -217,7 +217,7 @@ def test_an_answer_for_another_range_is_refused(
 
 
 def test_bodies_of_aiobotocore_2_are_read(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entering one gave the answer inside, which has another ``read``."""
+    """There, entering a body returns the inner answer, which has another ``read``."""
 
     async def inside(_: object) -> object:
         return object()
@@ -230,12 +230,13 @@ def test_bodies_of_aiobotocore_2_are_read(moto_server: Server, monkeypatch: pyte
     assert read(storage, "a", 2, 3) == b"234"
 
 
-# Answers of a server that says what it is told to
+# scripted answers of a server
 
 
 @contextmanager
 def scripted(answers: Sequence[bytes | None]) -> Iterator[tuple[Signed, list[int]]]:
-    """The request to send, and which connection (0, 1, ...) each came by. None: the connection ends. Then silence."""
+    """Return the request to send, and the connection (0, 1, ...) of each answer. None closes the connection. Then the
+    server is silent."""
     left, came, ends = iter(answers), [], threading.Event()
     connections: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -358,7 +359,7 @@ def test_a_busy_server_is_retried_after_a_pause(status: str, direct: DirectReads
 @pytest.mark.parametrize(
     ("said", "error"),
     [
-        (answer(b"012", length=10), TimeoutError),  # and then silence
+        (answer(b"012", length=10), TimeoutError),  # then silence
         (answer(b"012"), ResponseStreamingError),
         (b"SSH-2.0-OpenSSH_9.6\r\n", ResponseStreamingError),
         (b"HTTP/1.1 100 Continue\r\n\r\n", TimeoutError),

@@ -23,7 +23,7 @@ Refuses = Callable[[Any], "tuple[int, str, str] | None"]
 
 
 class _Body:
-    """Of an answer, as aiohttp has it."""
+    """The body of an answer, as aiohttp represents it."""
 
     def __init__(self, code: str, message: str) -> None:
         self._data = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
@@ -34,7 +34,7 @@ class _Body:
 
 @pytest.fixture
 def refusing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Refuses], None]:
-    """Have the server refuse some requests: what it is given says which, and how."""
+    """Let the server refuse some requests. The argument says which, and how."""
     real = AIOHTTPSession.send
 
     def set_up(refuses: Refuses) -> None:
@@ -51,13 +51,13 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Refuses], None]:
 
 
 def store_of(server: Server, **options: Any) -> RemoteStore:
-    """A new store, opened with no credentials but those of the environment. Nothing is tried again by itself."""
+    """A new store without retries that has only the credentials of the environment."""
     options = {name: value for name, value in server.options.items() if name not in ("key", "secret")} | options
     return RemoteStore(RemoteLocation("s3", f"{server.new_place()}/store", options), backoff=Backoff(attempts=1))
 
 
 class Expiring:
-    """A server that knows one access key. Once it refuses another one, ``renewed`` is in the environment."""
+    """A server that knows one access key. When it refuses another one, ``renewed`` appears in the environment."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, code: str, renewed: str = "NEW") -> None:
         self._monkeypatch, self._code, self._renewed = monkeypatch, code, renewed
@@ -148,7 +148,7 @@ def test_given_credentials_are_not_looked_up(
 
 
 def knows_no_checksums(request: Any) -> tuple[int, str, str] | None:
-    """As servers that are older than the checksums of S3's clients."""
+    """Act as a server that is older than the checksums of S3 clients."""
     if any(
         name.lower().startswith(("x-amz-checksum", "x-amz-sdk-checksum", "x-amz-trailer")) for name in request.headers
     ):

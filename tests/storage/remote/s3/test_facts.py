@@ -28,7 +28,7 @@ def test_a_clock_refused_by_the_server_is_reported(hours: int, says: str) -> Non
 
 
 class Bucket:
-    """What a server answers to each operation, 404 to others; the arguments that it was asked with."""
+    """The answers of a server to each operation, 404 for others, and the arguments that it received."""
 
     def __init__(self, **answers: Any) -> None:
         self.answers, self.asked = answers, list[tuple[str, dict[str, Any]]]()

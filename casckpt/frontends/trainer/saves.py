@@ -1,9 +1,10 @@
-"""Failed saves in the background: which errors the next save raises, and when there are too many failures."""
+"""The results of saves: the summary of a save, and which failures in the background the next save raises."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import Conflict, InvalidInput, Revoked
@@ -13,7 +14,7 @@ PATIENCE = 15 * 60 * 1_000_000
 
 
 def will_repeat(error: BaseException) -> bool:
-    """Tell whether the next save would raise the same error, about the state, an argument or a step that exists."""
+    """Return whether the next save would raise the same error, about the state, an argument or a step that exists."""
     return isinstance(error, InvalidInput) or (isinstance(error, Conflict) and not isinstance(error, Revoked))
 
 
@@ -62,3 +63,39 @@ class Failures:
         if self._most is None or self.count < self._most:
             return False
         return self._clock() - self._first >= PATIENCE
+
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveSummary:
+    """The cost of a save: ``blocked``: seconds that the training waited; ``durable``: seconds until the commit.
+
+    ``bytes_new``: bytes that all ranks wrote; ``bytes_reused``: bytes that the store had. ``forgotten``: the steps that
+    retention forgot after the save.
+    """
+
+    checkpoint: Checkpoint
+    blocked: float
+    durable: float
+    forgotten: tuple[int, ...] = ()
+
+    @property
+    def bytes_new(self) -> int:
+        """Bytes of tensors that were written."""
+        return self.checkpoint.stats.bytes_written
+
+    @property
+    def bytes_reused(self) -> int:
+        """Bytes of tensors that the store had."""
+        return self.checkpoint.stats.bytes_reused
+
+    def __str__(self) -> str:
+        ckpt = self.checkpoint
+        kind = " (ephemeral)" if ckpt.ephemeral else ""
+        gone = f"; forgot {', '.join(f'{ckpt.run}@{step}' for step in self.forgotten)}" if self.forgotten else ""
+        return (
+            f"saved {ckpt.run}@{ckpt.step}{kind}: blocked {self.blocked:.2f} s, durable after {self.durable:.2f} s, "
+            f"{self.bytes_new / _MIB:.1f} MiB new, {self.bytes_reused / _MIB:.1f} MiB reused{gone}"
+        )

@@ -12,9 +12,9 @@ from torch import nn
 
 from casckpt.errors import StorageError
 from casckpt.frontends.trainer import Checkpointer
-from casckpt.frontends.trainer.throttle import ThrottledStore, Turn
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
+from casckpt.storage.throttle import ThrottledStore, Turn
 from casckpt.store.store import Store
 from tests.support.faulty import Call, FaultyStore, look_on
 from tests.support.ranks import die, tell, wait_for

@@ -1,4 +1,4 @@
-"""Durations with a unit, and times. A bare number is refused, because it could mean days or seconds."""
+"""Durations, times and sizes with units. A duration needs a unit: a bare number could mean days or seconds."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ Duration: TypeAlias = timedelta | str | Literal[0]
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _MOST = 36500 * 86400  # 100 years: dates that far back are still valid
 _DURATION_RE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smhdw])")
+_SIZE_UNITS: dict[str, int] = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_SIZE_RE = re.compile(r"([0-9]{1,15})(?:\.([0-9]{1,6}))?\s*([A-Za-z]*)")
+_SHOWN_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def seconds_of(duration: Duration, what: str = "") -> float:
@@ -62,5 +70,25 @@ def _bare(duration: Any) -> str:
 
 
 def time_of(microseconds: int) -> datetime:
-    """Convert microseconds since the epoch, as records have them, to a datetime in UTC."""
+    """Convert microseconds since the epoch, as in records, to a datetime in UTC."""
     return _EPOCH + timedelta(microseconds=microseconds)
+
+
+def format_size(nbytes: int) -> str:
+    """Format bytes for people: 512 B, 1.5 KiB, 32.0 MiB."""
+    if abs(nbytes) < 1024:
+        return f"{nbytes} B"
+    number, unit = nbytes / 1024, 0
+    while abs(number) >= 999.95 and unit < len(_SHOWN_UNITS) - 1:
+        number, unit = number / 1024, unit + 1
+    return f"{number:.1f} {_SHOWN_UNITS[unit]}"
+
+
+def parse_size(text: str) -> int:
+    """Parse ``4096``, ``512KiB``, ``1.5MiB`` or ``5GB`` (10**9, as Hugging Face counts). Raises InvalidInput."""
+    match = _SIZE_RE.fullmatch(text.strip())
+    unit = _SIZE_UNITS.get(match[3].lower()) if match else None
+    if match is None or unit is None:
+        raise InvalidInput(f"{text[:40]!r} is not a size: give a number and a unit, as 4096, 512KiB, 1MiB or 5GB")
+    fraction = match[2] or ""
+    return int(match[1] + fraction) * unit // int(10 ** len(fraction))

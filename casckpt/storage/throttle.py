@@ -6,7 +6,6 @@ import fcntl
 import os
 import tempfile
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -14,7 +13,6 @@ from typing import IO, Any
 
 from casckpt.errors import StorageError
 from casckpt.storage.base import ObjectStore
-from casckpt.store.store import Store
 
 OBJECTS = "objects/"
 
@@ -91,14 +89,3 @@ class ThrottledStore:
         if name in ("inner", "turn"):  # not set yet: it is being unpickled
             raise AttributeError(name)
         return getattr(self.inner, name)
-
-
-def throttled(store: Store, count: int | None, folder: str | os.PathLike[str] | None) -> Store:
-    """Return ``store`` with a limit of ``count`` ranks of a node that put at the same time. None: no limit."""
-    if count is None:
-        return store
-    turn = Turn(count, None if folder is None else Path(folder))
-    storage: Any = ThrottledStore(store.repository.storage, turn)  # the protocol by __getattr__, which mypy cannot see
-    repository = replace(store.repository, storage=storage)
-    repository.listeners = store.repository.listeners  # a mirror learns of these saves, too
-    return Store(repository)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from casckpt.base.durations import Duration, format_duration, seconds_of
+from casckpt.base.units import Duration, format_duration, parse_size, seconds_of
 from casckpt.errors import InvalidInput
 
 
@@ -67,3 +67,28 @@ def test_a_duration_beyond_the_range_of_clocks_is_refused(long: Duration) -> Non
 def test_seconds_are_formatted_as_they_are_parsed(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
     assert seconds_of(format_duration(seconds)) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("512B", 512),
+        ("1KiB", 1024),
+        ("1MiB", 1 << 20),
+        ("1.5MiB", 3 << 19),
+        (" 32 mib ", 32 << 20),
+        ("5GB", 5 * 10**9),
+        ("2G", 2 << 30),
+        ("0.1GB", 10**8),
+    ],
+)
+def test_a_size_is_parsed(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "1e3", "5 parsecs", "1..5MB", "٣MB", "1" * 16])
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="not a size"):
+        parse_size(text)

@@ -19,21 +19,20 @@ from torch.optim import Optimizer
 
 from casckpt.contents.checkpoint import Checkpoint
 from casckpt.errors import InvalidInput, NotFound
-from casckpt.frontends.trainer.train_state import check_parts
 from casckpt.frontends.training_state.loading import Keeps, TrainingStateLoad, normal_tensors, renamed_beside
 from casckpt.frontends.training_state.objects import Objects, is_optimizer, load_objects
 from casckpt.frontends.training_state.optimizer import tensors_below
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
-from casckpt.frontends.training_state.plain_state import plain_state
 from casckpt.frontends.training_state.save_load import state_of
 from casckpt.frontends.training_state.stored import StoredTraining
 from casckpt.frontends.training_state.together import Groups, Made, find, is_sharded, made_by_name, make_state
+from casckpt.frontends.training_state.train_state import check_parts, plain_state
 from casckpt.loading.options import LoadOptions
 from casckpt.loading.unread import EVERYTHING, is_generator, that_hold, warn_moved, warn_unread
 from casckpt.ranks.ranks import Ranks, on_each
 from casckpt.store.objects import is_of_optimizer
 from casckpt.store.store import Store
-from casckpt.store.types import MatchArguments
+from casckpt.store.types import LoadArguments, MatchArguments
 
 log = logging.getLogger("casckpt")
 
@@ -150,7 +149,7 @@ class LoadRequest:
     """The arguments of one load.
 
     ``optim``, ``train``: whether to load the optimizer and the train state. None: if the checkpoint has them.
-    ``given``: the options for `Store.load`. ``pre_download``: fetch the checkpoint into the cache of this host first.
+    ``given``: the arguments for `Store.load`. ``pre_download``: fetch the checkpoint into the cache of this host first.
     ``options``: set the options of the optimizer's groups, or keep them. ``missing``: the argument of a resume, which
     logs itself what it left; None for any other load. "raise": a train module must find all that it has. "warn": leave
     out an optimizer that was saved by number, and tensors of another shape. ``train_state``: the train state that a
@@ -159,7 +158,7 @@ class LoadRequest:
 
     optim: bool | None
     train: bool | None
-    given: LoadOptions
+    given: LoadArguments
     pre_download: bool
     options: GroupOptions
     missing: Missing | None = None
@@ -170,7 +169,7 @@ class Restoring:
     """One load on one rank."""
 
     def __init__(self, ranks: Ranks, store: Store, wanted: LoadRequest) -> None:
-        self._ranks, self._store, self._wanted, self._given = ranks, store, wanted, wanted.given
+        self._ranks, self._store, self._wanted, self._given = ranks, store, wanted, LoadOptions(**wanted.given)
 
     def load(self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None) -> tuple[Checkpoint, Any]:
         """Load in place. Return the checkpoint and this rank's train state or None. Every rank makes the call."""
