@@ -472,7 +472,7 @@ def test_two_followers_survive_repeated_kills(tmp_path: Path, monkeypatch: pytes
         followers = [
             stack.enter_context(dying(tmp_path / "store", folder, reuse=folder == folders[1])) for folder in folders
         ]
-        for _ in range(300 if full else 8):
+        for _ in range(300 if full else 6):
             train()
             killed = [pool.submit(one, draw.randrange(1, 80)) for one in followers]
             store.gc(keep_last=1, min_age=0, wait=0)

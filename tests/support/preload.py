@@ -7,13 +7,17 @@ import gc
 import hypothesis
 import pytest
 import s3fs
+import sqlite_utils
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.distributed.tensor.parallel
 
+import casckpt.frontends.dcp
+import casckpt.frontends.trainer
 import casckpt.frontends.training_state
 import casckpt.loading.load
 import casckpt.saving.save
+import casckpt.saving.saver
 import casckpt.storage.remote.s3.client
 import casckpt.store.store
 import casckpt.upkeep.copies.mirror
@@ -28,6 +32,6 @@ import tests.support.ranks
 import tests.support.together
 import tests.support.worlds
 
-__all__ = ["casckpt", "hypothesis", "pytest", "s3fs", "tests", "torch"]
+__all__ = ["casckpt", "hypothesis", "pytest", "s3fs", "sqlite_utils", "tests", "torch"]
 
 gc.freeze()  # otherwise the first collection in each rank would copy all of it
