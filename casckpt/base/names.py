@@ -16,6 +16,7 @@ MAX_METRICS = 64
 MAX_METRIC_NAME = 100
 LATEST = "latest"
 TAG = "tag:"
+ID = re.compile("[0-9a-f]{6,64}")
 """Parts of references, see `casckpt.contents.refs`."""
 _SIMILAR = 5
 _MAX_ATTACHMENT_NAME = 1024
@@ -24,6 +25,11 @@ TXID = rf"{_DATE}-[0-9a-f]{{16}}-[0-9a-f]{{16}}-(?:0|[1-9][0-9]{{0,18}})"  # \d 
 _TXID_RE = re.compile(TXID)
 _RUN_RE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 _UNFIT_RE = re.compile("[\0-\x1f\\\\\ud800-\udfff]")  # no UTF-8 has a lone surrogate
+
+
+def is_reference(text: str) -> bool:
+    """Return whether a text has the form of a reference."""
+    return "@" in text or text == LATEST or text.startswith(TAG) or ID.fullmatch(text.lower()) is not None
 
 
 def is_txid(text: str) -> bool:

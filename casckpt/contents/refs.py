@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from casckpt.base.names import LATEST, MAX_STEP, TAG, check_run, run_hash, similar_runs
+from casckpt.base.names import ID, LATEST, MAX_STEP, TAG, check_run, run_hash, similar_runs
 from casckpt.base.units import time_of
 from casckpt.errors import Damaged, Gone, InvalidInput, NotFound, Refused
 from casckpt.format.keys import parse_txid
@@ -29,13 +29,11 @@ from casckpt.history.following import at_step, is_visible, look_at_all, newest, 
 from casckpt.history.tags import get_tag, named_by, no_tag
 from casckpt.repository.repository import Repository
 
-MIN_PREFIX = 6
 GRAMMAR = (
     "use an id or at least 6 hex digits of one, RUN@STEP, RUN@latest, latest or tag:NAME "
     "(and RUN@100..500, RUN@501.., RUN@..500 or RUN@.. where several are allowed)"
 )
 
-_ID = re.compile(rf"[0-9a-f]{{{MIN_PREFIX},64}}")
 _STEP = re.compile(r"[0-9]{1,19}")
 _RANGE = re.compile(r"([0-9]{1,19})?\.\.([0-9]{1,19})?")
 _SHOWN = 5
@@ -62,14 +60,9 @@ def resolve(repo: Repository, ref: str | Commit, commits: CommitList | None = No
         return _of_run(repo, listed, check_run(run), where)
     if ref == LATEST:
         return _newest(repo, listed)
-    if _ID.fullmatch(ref.lower()):
+    if ID.fullmatch(ref.lower()):
         return _by_id(repo, listed, ref.lower())
     raise InvalidInput(f"{ref!r} does not name a checkpoint: {GRAMMAR}")
-
-
-def is_reference(text: str) -> bool:
-    """Return whether a text has the form of a reference."""
-    return "@" in text or text == LATEST or text.startswith(TAG) or _ID.fullmatch(text.lower()) is not None
 
 
 def is_range(ref: object) -> bool:

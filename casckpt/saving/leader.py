@@ -24,6 +24,7 @@ from casckpt.format.records import Committed, Health
 from casckpt.format.sections.health import Rows
 from casckpt.format.sections.index import REPLICAS_NOTE, TENSOR
 from casckpt.history.commits import Commit, forget, read_log
+from casckpt.history.following import newest_reusable
 from casckpt.history.transactions import Transaction, begin_save
 from casckpt.plan.reuse import bytes_in, coded_bytes, mark_worn
 from casckpt.plan.writers import Words, WriteRanges
@@ -344,6 +345,14 @@ class Leader:
 
 def _quoted(keys: Iterable[str]) -> str:
     return ", ".join(map(repr, keys))
+
+
+def late_offer(repo: Repository, streams: Streams, options: SaveOptions) -> ReuseOffer:
+    """Return what a rank may reuse that has no offer of rank 0. Call it after rank 0 has begun the transaction."""
+    parent = newest_reusable(repo, options.run, anew=True)
+    offer = make_offer(repo, parent, streams, run=options.run, dedup=options.dedup)
+    unscanned = ParentHealth.of_commit(repo, parent).unknown if options.health else None
+    return replace(offer, compress=usable_compress(repo.settings.compress or "off"), unscanned=unscanned)
 
 
 def _check_agreed(requests: Sequence[BeginRequest]) -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
-from casckpt.base.names import check_keywords
+from casckpt.base.names import check_keywords, is_reference
 from casckpt.base.progress import Progress, Shown
 from casckpt.base.units import Duration, seconds_of
 from casckpt.contents import refs
@@ -440,7 +440,7 @@ class Store:
         ``expires``: how long the tag lasts ("12h", a timedelta). Such a tag restores nothing, and raises NotFound for a
         forgotten checkpoint. Raises Gone if it was purged, Conflict if another process purges it now.
         """
-        if isinstance(ref, str) and refs.is_reference(name) and not refs.is_reference(ref):
+        if isinstance(ref, str) and is_reference(name) and not is_reference(ref):
             raise InvalidInput(f"the name of a tag comes first, then the checkpoint: tag({ref!r}, {name!r})")
         if expires is None:
             tags.set_tag(self.repository, name, resolve(self.repository, ref))

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from casckpt.base.names import check_run, check_step
-from casckpt.contents.refs import is_reference
+from casckpt.base.names import check_run, check_step, is_reference
 from casckpt.errors import InvalidInput
 from casckpt.format.names import TxId
 

@@ -35,16 +35,14 @@ from casckpt.format.tree import TENSOR as TENSOR_LEAF
 from casckpt.frontends.dcp.items import Resolver, Tensors, Values, is_whole, sources_of, tensors_of, values_of
 from casckpt.frontends.dcp.note import Note
 from casckpt.frontends.dcp.schema import Opaque, check_keys, path_of, schema_of, tree_of
-from casckpt.history.following import newest_reusable
 from casckpt.ranks.agreement import StoreIdentity
 from casckpt.repository.repository import Repository
-from casckpt.saving.health import ParentHealth
-from casckpt.saving.leader import GroupMemory, Leader
-from casckpt.saving.options import SaveOptions, usable_compress
+from casckpt.saving.leader import GroupMemory, Leader, late_offer
+from casckpt.saving.options import SaveOptions
 from casckpt.saving.prepare import Prepared, frozen_by, prepare, tensor_source
 from casckpt.saving.rank_part import RankPart, write_part
 from casckpt.saving.replicas import Samples, compared, memory_of, samples_of
-from casckpt.saving.reuse_offer import ReuseOffer, make_offer
+from casckpt.saving.reuse_offer import ReuseOffer
 from casckpt.saving.shares import Streams
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.state import check_key, decode_tree, encode_tree
@@ -239,11 +237,7 @@ class WriterSession:
                 answer.home.check_shared(self.repo, answer.txid)
                 return answer.txid, answer.offer
             answer.home.check(self.repo)
-        parent = newest_reusable(self.repo, options.run, anew=True)
-        offer = make_offer(self.repo, parent, _streams([plan]), run=options.run, dedup=options.dedup)
-        compress = usable_compress(self.repo.settings.compress or "off")
-        unscanned = ParentHealth.of_commit(self.repo, parent).unknown if options.health else None
-        return self.repo.new_txid(options.run, options.step), replace(offer, compress=compress, unscanned=unscanned)
+        return self.repo.new_txid(options.run, options.step), late_offer(self.repo, _streams([plan]), options)
 
 
 def _answer(asked: object, begun: GlobalStorageData) -> GlobalStorageData | None:
