@@ -93,7 +93,7 @@ def test_a_load_logs_an_optimizer_that_the_checkpoint_lacks(caplog: pytest.LogCa
     store, run, (model, optimizer) = small(), new_run(), made(1)
     optimizer_elsewhere(store, run)
     Checkpointer(store, run=run).load(f"{run}@5", model, optimizer)
-    assert "holds no optimizer that can be loaded, but 'model', 'optimizer'" in told(caplog)
+    assert "holds no optimizer that can be loaded (it holds 'model', 'optimizer')" in told(caplog)
     assert f"did not read 'optimizer' of {run}@5" in told(caplog)
     caplog.clear()
     Checkpointer(store, run=run).load(f"{run}@5", model, optimizer, load_optim_state=False, unread="ignore")
