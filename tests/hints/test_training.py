@@ -529,7 +529,7 @@ def test_a_model_that_loads_by_itself_has_no_options_to_keep(store: Store, told:
     assert torch.equal(whole.weight, torch.ones(2))
 
 
-@follows("frontends/trainer/resumed.py:", 'but not passed to resume; if that is meant, pass unread="ignore"')
+@follows("frontends/trainer/resumed.py:", 'but not passed to resume; to ignore this, pass unread="ignore"')
 def test_a_part_missing_from_a_resume_is_passed_or_left_on_purpose(store: Store, model: Two, told: Told) -> None:
     made = checkpointer(store)
     made.save(1, model, stepped(model))
@@ -542,7 +542,7 @@ def test_a_part_missing_from_a_resume_is_passed_or_left_on_purpose(store: Store,
     assert texts == []
 
 
-@follows("frontends/trainer/resumed.py:", 'options="keep" keeps what is given')
+@follows("frontends/trainer/resumed.py:", 'options="keep" keeps the given rate')
 def test_a_given_rate_stays_with_keep(store: Store, model: Two, told: Told) -> None:
     made = checkpointer(store)
     first = stepped(model)

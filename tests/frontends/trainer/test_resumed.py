@@ -332,7 +332,7 @@ def test_a_resume_names_the_rates_that_it_replaces(
     assert checkpointer.resumed is not None
     assert checkpointer.resumed.replaced == want
     assert [line.strip() for line in told(caplog).splitlines()[1:]] == [
-        f'replaced: {key!r} ({one} was given, the checkpoint has {other}; options="keep" keeps what is given)'
+        f'replaced: {key!r} ({one} was given, the checkpoint has {other}; options="keep" keeps the given rate)'
         for key, (one, other) in want.items()
     ]
 
