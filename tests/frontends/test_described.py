@@ -100,7 +100,7 @@ def test_only_folders_with_tuple_chunks_are_imported(tmp_path: Path, store: casc
             dcp_to_casckpt(folder, store, step=1)
             assert torch.equal(store.read("default@1")["w"], FULL)
         else:
-            with pytest.raises(casckpt.errors.Refused, match="what it says of 'w'"):
+            with pytest.raises(casckpt.errors.Refused, match="the description of 'w'"):
                 dcp_to_casckpt(folder, store, step=2)
 
 

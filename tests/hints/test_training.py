@@ -175,7 +175,7 @@ def test_keys_left_by_a_load_are_not_logged_on_request(trained: Store, told: Tol
     assert texts == []
 
 
-@follows("frontends/training_state/stored.py:StoredTraining.groups", "load the model alone (optim=None; from a dict")
+@follows("frontends/training_state/stored.py:StoredTraining.groups", "Load the model alone (optim=None; from a dict")
 @follows("frontends/training_state/stored.py:StoredTraining.groups", "read it with store.read")
 def test_the_model_of_a_checkpoint_without_a_named_optimizer_loads(store: Store, model: Two, told: Told) -> None:
     trained = stepped(model)

@@ -44,7 +44,7 @@ class Folder:
         deeper = [name.removesuffix(f"/{METADATA}") for name in names if name.endswith(f"/{METADATA}")]
         if METADATA not in names and deeper:
             raise InvalidInput(
-                f"{files.url} is not a checkpoint, but holds several in folders: {listed(deeper)}; give one of them"
+                f"{files.url} is not a checkpoint, but holds several: {listed(deeper)}; give one of them"
             )
         self._boxed = is_megatron(files.read(MEGATRON)) if MEGATRON in names else False
         stored = read_metadata(files.read(METADATA), f"{files.url}/{METADATA}", anything=allow_pickle)
