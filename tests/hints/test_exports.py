@@ -58,7 +58,8 @@ def names_in(path: Path) -> set[str]:
 
 
 @follows(
-    "frontends/interchange/export.py:_check_suffix", "has a suffix of --format …, but the format is …; give another name"
+    "frontends/interchange/export.py:_check_suffix",
+    "has a suffix of --format …, but the format is …; give another name",
 )
 @pytest.mark.parametrize("way", ["name", "format"])
 def test_the_suffix_of_an_export_matches_its_format(

@@ -313,7 +313,7 @@ def another_dtype(folder: Path) -> None:
     ("spoil", "match"),
     [
         (cut, "no file shard-00001"), (cut_last, "no file shard-00002"), (rest_of_another_save, "two files hold"),
-        (without_places, "has no usable offsets"), (odd_places, "does not say where"), (far_places, "no file holds"),
+        (without_places, "has no usable offsets"), (odd_places, "has no usable offsets"), (far_places, "no file holds"),
         (deep_places, "has no usable offsets"), (another_dtype, "different dtypes"),
     ],
 )  # fmt: skip
