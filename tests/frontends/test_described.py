@@ -133,7 +133,7 @@ def test_tensors_that_dcp_would_misplace_are_refused_there_and_saved_natively(ra
             assert failures
             for kind, text in failures.values():
                 assert kind == "InvalidInput"
-                assert "'w': torch's planner takes this rank to hold" in text
+                assert "'w': torch's planner expects this rank to hold" in text
 
 
 # models and optimizers

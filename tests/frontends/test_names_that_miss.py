@@ -129,7 +129,7 @@ def test_a_head_that_the_inner_model_does_not_have_is_named(load: Load, caplog: 
     store, run = small(), new_run()
     store.save(dict(model_of(LLAMA, 5).state_dict()), run=run, step=1)
     load(store, f"{run}@1", model_of([name.removeprefix("model.") for name in LLAMA[:-1]]))
-    assert f"{run}@1 has 'lm_head.w', which this model does not have: they are left out" in warnings(caplog)
+    assert f"{run}@1 has 'lm_head.w', which this model does not have: they are skipped" in warnings(caplog)
 
 
 @LOADS
